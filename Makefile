@@ -1,0 +1,39 @@
+# The commands of this project. Each sets up all it needs by itself: `make demo` is a fine first one.
+# PYTHON=python3.12 chooses the interpreter that the environment is made with.
+
+PYTHON ?= python3
+BIN := .venv/bin
+export PYTHON
+# Nothing here fetches data: a loader that tries to reach a hub is a mistake worth an error.
+export HF_HUB_OFFLINE := 1
+export HF_DATASETS_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:  ## shows this
+	@echo "usage: make COMMAND"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
+
+demo:  ## stores, mounts and reads real files with unmodified loaders (set-up included)
+	@tools/setup.sh demo
+	@$(BIN)/python -m tools.demo
+
+test: lint  ## the whole test suite, real mounts included (ARGS="-k name" narrows it)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint:  ## ruff, mypy and the import rules
+	@tools/setup.sh test
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { echo "lint: run '$(BIN)/ruff format .'"; exit 1; }
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+bench:  ## measures castore beside its peers into docs/benchmarks.md (ARGS="--quick" for a glance)
+	@tools/setup.sh bench
+	@.venv-bench/bin/python -m tools.bench $(ARGS)
+
+clean:  ## removes environments, caches and the working folders of demo and bench
+	@! grep -qs " $(CURDIR)/" /proc/mounts || { echo "clean: unmount first: $$(grep -o " $(CURDIR)/[^ ]*" /proc/mounts)"; exit 1; }
+	rm -rf .venv .venv-bench .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	find castore fuse tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,55 @@
+"""Two 8-byte words that every process using a store maps: what a reader checks instead of asking the index.
+
+``changed`` takes a new value after each commit that re-points or removes a name; a RAM tier whose remembered value
+still matches may answer without touching SQLite. ``segment`` is the number of the names journal's current segment.
+
+The words only save work. ``changed`` is written after the commit, so a writer killed in between leaves it as it was:
+whoever trusts it must ask the index itself once in a while (`Store` does so every second).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from pathlib import Path
+
+_SIZE = 16
+
+
+class Beacon:
+    """The mapped words. Survives a fork: the mapping is shared with the child.
+
+    Args:
+        path: the file, made if it is missing.
+        mode: permission bits of a new file.
+    """
+
+    def __init__(self, path: Path, mode: int) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+        try:
+            if os.fstat(fd).st_size < _SIZE:
+                os.ftruncate(fd, _SIZE)
+            self._map = mmap.mmap(fd, _SIZE)
+        finally:
+            os.close(fd)
+        #: The words: ``words[0]`` is `changed`, ``words[1]`` the segment. Public for the one caller in a hurry.
+        self.words = memoryview(self._map).cast("Q")
+
+    def announce(self) -> None:
+        """Say that a name changed. The monotonic clock gives a value no process has written before."""
+        self.words[0] = time.monotonic_ns()
+
+    @property
+    def segment(self) -> int:
+        """Number of the journal's current segment. Stable while the index's write lock is held."""
+        return self.words[1]
+
+    @segment.setter
+    def segment(self, number: int) -> None:
+        self.words[1] = number
+
+    def close(self) -> None:
+        """Unmap."""
+        self.words.release()
+        self._map.close()

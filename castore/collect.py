@@ -1,0 +1,271 @@
+"""Garbage collection: choosing what goes is one thing (`select`, a function of records), removing it another.
+
+The order: expired entries; when over the budget, bytes nobody names and then the least recently used entries; bytes
+nobody names for longer than the grace period; packs that are mostly dead; what dead writers left. Pins are kept, and
+so is what lies under the prefix of a live pinned mount.
+
+A run carries out exactly what its plan says, or less: each entry is looked at again in the transaction that removes
+it, and stays if it was touched, pinned or re-pointed since. Files are unlinked under the write lock after checking
+that no row means them, so a writer that is just putting the same bytes loses nothing. Readers are not asked: an open
+descriptor keeps its bytes.
+
+Accepted race: last accesses reach the index in batches (usage.py), so an entry that another process read in the last
+few seconds may be chosen as if it had not been. It is then a miss, never wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from castore import compact, leftovers
+from castore.index import Index
+from castore.records import LOOSE
+from castore.writing import full
+
+if TYPE_CHECKING:
+    from castore.store import Store
+
+_T = TypeVar("_T")
+
+#: How long bytes whose last name was deleted or replaced stay, for who still knows the digest.
+GRACE_SECONDS = 60.0
+#: A put that passes the budget evicts down to this part of it, so that the next ones do not evict at once again.
+ROOM = 0.9
+_BATCH = 500
+
+# An entry that no pin and no live pinned mount holds.
+_FREE = (
+    "e.pinned = 0 AND NOT EXISTS (SELECT 1 FROM mounts m WHERE m.pinned AND"
+    " (m.prefix = '' OR e.name = m.prefix OR (e.name > m.prefix || '/' AND e.name < m.prefix || '0')))"
+)
+_CANDIDATES = (
+    "SELECT e.name, e.digest, e.accessed, coalesce(b.stored, 0), coalesce(b.refs, 1), coalesce(b.pack, 0)"
+    f" FROM entries e LEFT JOIN blobs b ON b.digest = e.digest WHERE {_FREE}"
+)
+
+
+class Candidate(NamedTuple):
+    """An entry that may go."""
+
+    name: str
+    digest: bytes
+    accessed: float
+    stored: int
+    refs: int
+    pack: int
+
+
+class Orphan(NamedTuple):
+    """A blob that no entry names, and since when."""
+
+    digest: bytes
+    stored: int
+    pack: int
+    since: float
+
+
+class Selection(NamedTuple):
+    """What `select` chose, in the order of removal.
+
+    Attributes:
+        expired, evicted: entries.
+        blobs: digest, stored bytes and pack of what nobody names once those are gone.
+        waiting: bytes nobody names that the grace period keeps.
+    """
+
+    expired: list[Candidate]
+    evicted: list[Candidate]
+    blobs: list[tuple[bytes, int, int]]
+    waiting: int
+
+
+class Plan(NamedTuple):
+    """What a run removes; sizes in stored bytes.
+
+    Attributes:
+        expired, evicted: names of entries.
+        blobs: how many blobs, once those entries are gone.
+        freed: their bytes.
+        packs: ids of packs whose live records move together, so that the rest can go.
+        leftovers: files that belong to nothing.
+        waiting: bytes nobody names that the grace period still keeps.
+        stored: bytes in the store before.
+        dry_run: whether nothing was done.
+    """
+
+    expired: list[str]
+    evicted: list[str]
+    blobs: int
+    freed: int
+    packs: list[int]
+    leftovers: list[str]
+    waiting: int
+    stored: int
+    dry_run: bool
+
+    @property
+    def remaining(self) -> int:
+        """Bytes in the store afterwards."""
+        return self.stored - self.freed
+
+
+def select(
+    expired: Iterable[Candidate],
+    orphans: Iterable[Orphan],
+    by_last_use: Iterable[Candidate],
+    *,
+    stored: int,
+    budget: int | None,
+    orphaned_before: float,
+) -> Selection:
+    """Choose what goes. Knows no disk and no clock.
+
+    Args:
+        expired: entries whose time is over.
+        orphans: blobs that no entry names.
+        by_last_use: the other free entries, least recently used first; consumed only as far as needed.
+        stored: bytes in the store.
+        budget: how many may stay, or None.
+        orphaned_before: orphans from before this time go in any case.
+    """
+    refs: dict[bytes, int] = {}
+    blobs: dict[bytes, tuple[bytes, int, int]] = {}
+
+    def let_go(entry: Candidate) -> int:
+        left = refs[entry.digest] = refs.get(entry.digest, entry.refs) - 1
+        if left > 0:
+            return 0
+        blobs[entry.digest] = (entry.digest, entry.stored, entry.pack)
+        return entry.stored
+
+    gone = list(expired)
+    remaining = stored - sum(let_go(entry) for entry in gone)
+    waiting = []
+    for orphan in orphans:
+        if orphan.since <= orphaned_before:
+            blobs[orphan.digest] = orphan[:3]
+            remaining -= orphan.stored
+        else:
+            waiting.append(orphan)
+    evicted: list[Candidate] = []
+    if budget is not None and remaining > budget:
+        for orphan in waiting:
+            blobs[orphan.digest] = orphan[:3]
+            remaining -= orphan.stored
+        waiting = []
+        seen = {entry.name for entry in gone}
+        for entry in by_last_use:
+            if remaining <= budget:
+                break
+            if entry.name not in seen:
+                evicted.append(entry)
+                remaining -= let_go(entry)
+    return Selection(gone, evicted, list(blobs.values()), sum(orphan.stored for orphan in waiting))
+
+
+def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selection:
+    db = index.connection()
+    # What was orphaned under a live pinned mount may still be read through it without an open handle.
+    since = db.execute("SELECT min(since) FROM mounts WHERE pinned").fetchone()[0]
+    before = now - grace if since is None else min(now - grace, since)
+    rows = db.execute(f"{_CANDIDATES} AND e.expires <= ?", (now,))
+    orphans = db.execute("SELECT digest, stored, pack, orphaned FROM blobs WHERE orphaned IS NOT NULL AND refs = 0")
+    held = (Orphan(*row) for row in orphans if since is None or row[3] < since)
+    by_last_use = db.execute(f"{_CANDIDATES} ORDER BY e.accessed")
+    return select(
+        (Candidate(*row) for row in rows),
+        held,
+        (Candidate(*row) for row in by_last_use),
+        stored=index.totals().stored,
+        budget=budget,
+        orphaned_before=before,
+    )
+
+
+def run(store: Store, budget: int | None, grace: float, *, dry_run: bool) -> Plan:
+    """Collect. See `Store.gc`."""
+    index = store.index
+    leftovers.forget_dead_mounts(index)
+    now = time.time()
+    stored = index.totals().stored
+    chosen = _choose(index, budget, grace, now)
+    packs = compact.choose(index, store.objects, chosen.blobs)
+    strays = list(leftovers.find(index, store.objects))
+    plan = Plan(
+        [entry.name for entry in chosen.expired],
+        [entry.name for entry in chosen.evicted],
+        len(chosen.blobs),
+        sum(blob[1] for blob in chosen.blobs),
+        packs,
+        [str(stray.path) for stray in strays],
+        chosen.waiting,
+        stored,
+        dry_run,
+    )
+    if not dry_run:
+        _remove(store, chosen, now)
+        for pack in packs:
+            compact.compact(store, pack)
+        leftovers.remove(index, store.objects, strays)
+        leftovers.rotate_journal(index)
+    return plan
+
+
+def _remove(store: Store, chosen: Selection, now: float) -> None:
+    evicted = 0
+    for entries in _batches(chosen.expired):
+        with store.index.write() as txn:
+            evicted += sum(txn.evict_entry(entry.name, entry.digest, None, now) for entry in entries)
+    for entries in _batches(chosen.evicted):
+        with store.index.write() as txn:
+            evicted += sum(txn.evict_entry(entry.name, entry.digest, entry.accessed, now) for entry in entries)
+    for blobs in _batches(chosen.blobs):
+        remove_blobs(store, [digest for digest, _, _ in blobs])
+    with store.index.write() as txn:
+        txn.execute(
+            "INSERT INTO counters VALUES ('evictions', ?1) ON CONFLICT (name) DO UPDATE SET value = value + ?1",
+            (evicted,),
+        )
+
+
+def remove_blobs(store: Store, digests: list[bytes]) -> None:
+    """Forget blobs that nobody names, then unlink the objects that no row means any more.
+
+    Two transactions: rows go first, so that no row ever means a file that is gone; the second holds the write lock
+    while it looks again and unlinks, so that a writer that has just placed the same bytes keeps them.
+    """
+    gone = []
+    with store.index.write() as txn:
+        for digest in digests:
+            blob = txn.blob(digest)
+            if blob is not None and txn.drop_blob(blob) and blob.pack == LOOSE:
+                gone.append(blob)
+    with store.index.write() as txn:
+        for blob in gone:
+            if txn.blob(blob.digest) is None:
+                store.objects.remove_loose(blob.digest, blob.codec)
+
+
+def make_room(store: Store, need: int) -> None:
+    """Evict until ``need`` more bytes fit under the store's budget.
+
+    Raises:
+        FullError: what is pinned leaves no room for them.
+    """
+    max_size = store.settings.max_size
+    assert max_size is not None
+    now = time.time()
+    leftovers.forget_dead_mounts(store.index)
+    store.flush()
+    _remove(store, _choose(store.index, min(max_size - need, int(max_size * ROOM)), GRACE_SECONDS, now), now)
+    if store.index.totals().stored + need > max_size:
+        raise full(need, max_size)
+
+
+def _batches(items: list[_T]) -> Iterator[list[_T]]:
+    rest = iter(items)
+    while batch := list(islice(rest, _BATCH)):
+        yield batch

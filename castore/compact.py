@@ -1,0 +1,112 @@
+"""Compaction: moving the live records of packs that are mostly dead into this process's pack, and dropping the rest.
+
+Records move as they are, a few at a time under the write lock, so nobody waits long. A pack is retired in the same
+transaction that moves its last live record: a writer that still appends to it finds out when it commits, and starts
+another. Readers that hold the old file go on reading it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from castore.errors import CorruptError
+from castore.index import Index, Write
+from castore.objects.directory import ObjectDirectory
+from castore.objects.packs import FILE_HEAD, HEAD_SIZE, Damage, PackRecord, read_record, record, scan
+
+if TYPE_CHECKING:
+    from castore.store import Store
+
+#: Packs whose live part is below this are rewritten.
+LIVE_PART = 0.5
+#: Packs smaller than this are merged once there are more than MANY_SMALL: each short-lived writer leaves one.
+SMALL = 1024 * 1024
+MANY_SMALL = 16
+_BATCH = 200
+
+
+def choose(index: Index, objects: ObjectDirectory, going: list[tuple[bytes, int, int]]) -> list[int]:
+    """Which packs to rewrite once the blobs ``going`` (digest, stored, pack) are gone."""
+    live = {
+        pack: stored + count * HEAD_SIZE
+        for pack, stored, count in index.connection().execute(
+            "SELECT pack, sum(stored), count(*) FROM blobs WHERE pack > 0 GROUP BY pack"
+        )
+    }
+    for _, stored, pack in going:
+        if pack > 0 and pack in live:
+            live[pack] -= stored + HEAD_SIZE
+    mostly_dead, small = [], []
+    for (pack,) in index.connection().execute("SELECT id FROM packs ORDER BY id"):
+        try:
+            size = objects.packs.path(pack).stat().st_size
+        except FileNotFoundError:
+            mostly_dead.append(pack)  # registered by a writer that died before it made the file
+            continue
+        if live.get(pack, 0) < (size - len(FILE_HEAD)) * LIVE_PART or size <= len(FILE_HEAD):
+            mostly_dead.append(pack)
+        elif size < SMALL:
+            small.append(pack)
+    return sorted(mostly_dead + (small if len(small) > MANY_SMALL else []))
+
+
+def compact(store: Store, pack: int) -> None:
+    """Move the pack's live records elsewhere, retire it and unlink its file."""
+    path = store.objects.packs.path(pack)
+    try:
+        fd = store.objects.packs.acquire(pack)
+    except FileNotFoundError:
+        fd = -1
+    try:
+        done = damaged = False
+        position = 0
+        while not done:
+            with store.index.write() as txn:
+                if not txn.has_pack(pack):
+                    return  # another gc was here first
+                store.writer.leave_pack(pack)
+                moved = 0
+                done = True
+                for found in scan(path, pack, start=position, payloads=False) if fd >= 0 else ():
+                    if isinstance(found, Damage):
+                        damaged = True
+                        position = found.offset + found.length
+                        continue
+                    position = found.blob.offset + found.blob.stored
+                    moved += _move(store, txn, fd, found)
+                    if moved >= _BATCH:
+                        done = False
+                        break
+                if done:
+                    if damaged or fd < 0:
+                        _lose_rest(txn, pack)
+                    txn.retire_pack(pack)
+        path.unlink(missing_ok=True)
+    finally:
+        if fd >= 0:
+            store.objects.packs.release(fd)
+
+
+def _move(store: Store, txn: Write, fd: int, found: PackRecord) -> int:
+    blob = txn.blob(found.blob.digest)
+    if blob != found.blob:
+        return 0  # dead: gone, or its bytes lie elsewhere
+    try:
+        payload = read_record(fd, blob)
+    except CorruptError:
+        store.objects.quarantine(blob)
+        txn.lose_blob(blob)
+        return 1
+    data = record(blob.digest, blob.size, blob.codec, payload)
+    while True:
+        target, position = store.writer.append(txn, data)
+        if txn.move_blob(blob._replace(pack=target, offset=position + HEAD_SIZE)):
+            return 1
+        store.writer.forget_pack()
+
+
+def _lose_rest(txn: Write, pack: int) -> None:
+    """Put on record that what the damaged stretches held is lost. No index leads from packs to blobs: this scans."""
+    for (digest,) in txn.execute("SELECT digest FROM blobs WHERE pack = ?", (pack,)).fetchall():
+        if (blob := txn.blob(digest)) is not None:
+            txn.lose_blob(blob)

@@ -1,0 +1,73 @@
+"""Computing what is missing, once, however many threads and processes ask for it.
+
+Threads of a process meet at a lock of their own; processes at a byte of ``locks/compute`` chosen by the key, locked
+through the open file description: it goes with the process that held it, however that ends, and leaves no lock files
+behind. Locks here only save work: if the file system grants them to everybody, two may compute, and each entry is
+still whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import blake3
+
+from castore.forks import reset_after_fork
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
+
+
+class ComputeLocks:
+    """One lock a key, across the threads and processes of a machine.
+
+    Args:
+        path: the lock file.
+        mode: permission bits of a new one.
+    """
+
+    def __init__(self, path: Path, mode: int) -> None:
+        self._path = path
+        self._mode = mode
+        self._after_fork()
+        reset_after_fork(self)
+
+    def _after_fork(self) -> None:
+        self._guard = threading.Lock()
+        self._threads: dict[str, tuple[threading.RLock, int]] = {}
+
+    @contextlib.contextmanager
+    def hold(self, key: str) -> Iterator[None]:
+        """Hold the lock of ``key``; waits for whoever has it."""
+        with self._guard:
+            lock, users = self._threads.get(key, (threading.RLock(), 0))
+            self._threads[key] = lock, users + 1
+        try:
+            with lock, self._process_lock(key):
+                yield
+        finally:
+            with self._guard:
+                lock, users = self._threads[key]
+                if users == 1:
+                    del self._threads[key]
+                else:
+                    self._threads[key] = lock, users - 1
+
+    @contextlib.contextmanager
+    def _process_lock(self, key: str) -> Iterator[None]:
+        place = int.from_bytes(blake3.blake3(key.encode()).digest(8), "little") >> 2
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
+            try:
+                yield
+            finally:
+                # Unlock by word, not by close: a child forked meanwhile has this description too.
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, place, 1, 0))
+        finally:
+            os.close(fd)

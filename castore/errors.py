@@ -1,0 +1,87 @@
+"""Every error that castore raises on purpose, in one place.
+
+Assumes nothing and imports nothing of castore. A message is one sentence: what, where, what to do. Each class
+also derives from the built-in error that fits, so callers need not know castore to catch it. Constructors take
+the message first and the rest by keyword, so that errors survive pickling on their way out of a worker process.
+"""
+
+from __future__ import annotations
+
+import errno
+
+
+class CastoreError(Exception):
+    """The base of all errors of this library."""
+
+
+class InvalidNameError(CastoreError, ValueError):
+    """A name, or a part of it, is not allowed."""
+
+
+class InvalidValueError(CastoreError, ValueError):
+    """An argument has a value that makes no sense."""
+
+
+class SerializationError(CastoreError, TypeError):
+    """An object cannot be turned into bytes, or bytes into an object, with the serializers allowed."""
+
+
+class UnhashableError(CastoreError, TypeError):
+    """A part of a config, or what a function refers to, has no stable hash."""
+
+
+class CorruptError(CastoreError):
+    """Stored bytes failed their check.
+
+    Args:
+        message: the sentence for the user.
+        digest: hex digest of the blob, where it is known.
+        where: the file, the record or the serializer in which it was seen.
+    """
+
+    def __init__(self, message: str, *, digest: str | None = None, where: str | None = None) -> None:
+        super().__init__(message)
+        self.digest = digest
+        self.where = where
+
+
+class StoreError(CastoreError):
+    """A store cannot be opened: wrong format, a network file system, missing permissions."""
+
+
+class TooLargeError(CastoreError):
+    """A blob is larger than the whole budget."""
+
+
+class NotFoundError(CastoreError, KeyError):
+    """There is no such entry or blob."""
+
+    # KeyError prints the repr of its argument, which would put the sentence in quotes.
+    __str__ = Exception.__str__
+
+
+class NameConflictError(CastoreError):
+    """A name cannot be both a file and a folder."""
+
+
+class MissingDependencyError(CastoreError, ImportError):
+    """An optional package is needed and not installed."""
+
+    @classmethod
+    def of(cls, package: str, extra: str) -> MissingDependencyError:
+        """The error for `package`, which `pip install "castore[extra]"` brings.
+
+        >>> print(MissingDependencyError.of("pyarrow", "datasets"))
+        this needs the package pyarrow; install it with: pip install "castore[datasets]"
+        """
+        error = cls(f'this needs the package {package}; install it with: pip install "castore[{extra}]"')
+        error.name = package
+        return error
+
+
+class FullError(CastoreError, OSError):
+    """The disk, or the store's budget, has no space left."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno.ENOSPC

@@ -1,0 +1,74 @@
+"""A blob as a seekable, read-only Python file that decodes only the frames it is asked for."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+
+from castore.objects.codecs import FRAME_SIZE
+from castore.objects.decode import BlobReader
+
+
+class BlobFile(io.RawIOBase):
+    """What `Store.open` returns, wrapped in a buffer. Holds the blob's bytes until it is closed, whatever gc does.
+
+    One position, guarded by a lock: threads that share a file get whole reads, in some order.
+    """
+
+    def __init__(self, reader: BlobReader, name: str) -> None:
+        super().__init__()
+        self._reader = reader
+        self._position = 0
+        self._lock = threading.Lock()
+        self.name = name
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if self.closed:
+            raise ValueError("seek of a closed file")
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._reader.blob.size}
+        if whence not in base:
+            raise ValueError(f"whence must be 0, 1 or 2, not {whence!r}")
+        position = base[whence] + offset
+        if position < 0:
+            raise ValueError(f"cannot seek to {position}, before the start of {self.name!r}")
+        self._position = position
+        return position
+
+    def readinto(self, buffer: object) -> int:
+        if self.closed:
+            raise ValueError("read of a closed file")
+        view = memoryview(buffer).cast("B")  # type: ignore[arg-type]  # the buffer protocol has no type in 3.10
+        with self._lock:
+            # At most to the end of the frame, so that filling a small buffer never decodes two.
+            room = FRAME_SIZE - self._position % FRAME_SIZE
+            data = self._reader.read(self._position, min(len(view), room))
+            self._position += len(data)
+        view[: len(data)] = data
+        return len(data)
+
+    def readall(self) -> bytes:
+        if self.closed:
+            raise ValueError("read of a closed file")
+        with self._lock:
+            start, self._position = self._position, max(self._position, self._reader.blob.size)
+        return self._reader.read_all() if start == 0 else self._reader.read(start, self._reader.blob.size)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._reader.close()
+        super().close()
+
+
+def open_blob(reader: BlobReader, name: str) -> io.BufferedReader:
+    """A buffered file over a reader, which it closes."""
+    return io.BufferedReader(BlobFile(reader, name), buffer_size=FRAME_SIZE)

@@ -1,0 +1,199 @@
+"""The names journal: what the index knows of names, kept beside the objects so that the index can be rebuilt.
+
+Blobs describe themselves; names would be lost with the index. So each transaction appends what it did to names
+(put, delete, pin) to the current segment of this journal, while it holds the index's write lock: the order of the
+file is the order of the commits, and replaying it gives the last word on each name. It is also the change feed that
+a mount follows.
+
+A segment is replaced by a snapshot of the index followed by a fresh segment (`rotate`) once it has grown well past
+what it describes. Replaying is idempotent, so a snapshot taken a little after the switch does no harm: whatever it
+already contains is said again by the segment behind it, in order.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+
+from castore.beacon import Beacon
+from castore.forks import reset_after_fork
+
+_HEAD = struct.Struct("<2sHII")  # magic, zero, length and CRC-32 of the payload
+_MAGIC = b"\xc5N"
+_MAX_PAYLOAD = 16 * 1024 * 1024
+
+
+class NameRecord(NamedTuple):
+    """The last word on a name; ``digest`` None says that the name is gone."""
+
+    name: str
+    digest: bytes | None
+    serializer: str = "bytes"
+    metadata: str | None = None
+    created: float = 0.0
+    expires: float | None = None
+    pinned: int = 0
+
+
+def pack_record(record: NameRecord) -> bytes:
+    """The bytes of one journal record."""
+    payload: bytes = msgpack.packb(record)
+    return _HEAD.pack(_MAGIC, 0, len(payload), zlib.crc32(payload)) + payload
+
+
+def gone(name: str) -> bytes:
+    """The record that says ``name`` is gone."""
+    return pack_record(NameRecord(name, None))
+
+
+class Journal:
+    """Appends to the current segment, and reads all of them.
+
+    Args:
+        folder: ``objects/names`` of the store.
+        beacon: tells the current segment's number to all processes.
+        mode: permission bits of new segments.
+    """
+
+    def __init__(self, folder: Path, beacon: Beacon, mode: int) -> None:
+        self.folder = folder
+        self._beacon = beacon
+        self._mode = mode
+        self._fd = -1
+        self._number = -1
+        if beacon.segment == 0:
+            beacon.segment = max(self.segments(), default=1)
+        reset_after_fork(self)
+
+    def _after_fork(self) -> None:
+        self._fd, self._number = -1, -1  # the parent's descriptor stays the parent's
+
+    def path(self, number: int) -> Path:
+        """Where segment ``number`` is."""
+        return self.folder / f"{number:08d}.names"
+
+    def segments(self) -> list[int]:
+        """The segments there are, oldest first."""
+        return sorted(int(path.stem) for path in self.folder.glob("????????.names"))
+
+    def append(self, records: bytes, *, durable: bool = False) -> int:
+        """Append whole records; returns their length. The caller holds the index's write lock."""
+        number = self._beacon.segment
+        if number != self._number:
+            self.close()
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._fd, self._number = os.open(self.path(number), flags, self._mode), number
+        written = 0
+        try:
+            written = os.write(self._fd, records)
+            while written < len(records):
+                written += os.write(self._fd, memoryview(records)[written:])
+            if durable:
+                os.fsync(self._fd)
+        except OSError:
+            self.retract(written)
+            raise
+        return written
+
+    def retract(self, length: int) -> None:
+        """Take back the last append, whose transaction did not commit. The caller still holds the write lock."""
+        os.ftruncate(self._fd, os.fstat(self._fd).st_size - length)
+
+    def close(self) -> None:
+        """Let go of the segment."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd, self._number = -1, -1
+
+    def size(self) -> int:
+        """Bytes of all segments."""
+        return sum(self.path(number).stat().st_size for number in self.segments())
+
+    def snapshot_size(self) -> int:
+        """Bytes of the oldest segment, which is the last snapshot once there was one."""
+        segments = self.segments()
+        return self.path(segments[0]).stat().st_size if len(segments) > 1 else 0
+
+    def switch(self) -> int:
+        """Start a new segment and return its number; the one below it is left for the snapshot.
+
+        The caller holds the write lock.
+        """
+        number = max([self._beacon.segment, *self.segments()]) + 2
+        os.close(os.open(self.path(number), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, self._mode))
+        self._beacon.segment = number
+        return number
+
+    def write_snapshot(self, before: int, records: Iterable[bytes]) -> None:
+        """Put a snapshot in front of segment ``before``, then drop everything older than the snapshot.
+
+        The caller has called `switch` and reads the records from the index afterwards.
+        """
+        temporary = self.folder / f"{before - 1:08d}.new"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, self._mode)
+        with os.fdopen(fd, "wb", buffering=1024 * 1024) as file:
+            file.writelines(records)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self.path(before - 1))
+        for number in self.segments():
+            if number < before - 1:
+                self.path(number).unlink(missing_ok=True)
+
+    def replay(self) -> Iterator[NameRecord | None]:
+        """Every record, oldest first; None for each stretch that is damaged."""
+        for number in self.segments():
+            yield from read_segment(self.path(number))
+
+
+def read_segment(path: Path, start: int = 0) -> Iterator[NameRecord | None]:
+    """Records of one segment from byte ``start``; None for each damaged stretch, which is stepped over."""
+    with path.open("rb") as file:
+        end = os.fstat(file.fileno()).st_size
+        position = start
+        while position < end:
+            record, following = _read_one(file.fileno(), position, end)
+            yield record
+            position = following
+
+
+def _read_one(fd: int, position: int, end: int) -> tuple[NameRecord | None, int]:
+    head = os.pread(fd, _HEAD.size, position)
+    if len(head) == _HEAD.size:
+        magic, zero, length, crc = _HEAD.unpack(head)
+        if magic == _MAGIC and not zero and length <= min(_MAX_PAYLOAD, end - position - _HEAD.size):
+            payload = os.pread(fd, length, position + _HEAD.size)
+            if zlib.crc32(payload) == crc:
+                return _unpack(payload), position + _HEAD.size + length
+    return None, _next_record(fd, position + 1, end)
+
+
+def _unpack(payload: bytes) -> NameRecord | None:
+    try:
+        fields: Any = msgpack.unpackb(payload)
+        return NameRecord(*fields)
+    except (ValueError, TypeError, msgpack.UnpackException):
+        return None
+
+
+def _next_record(fd: int, position: int, end: int) -> int:
+    """The next place where a whole record checks out, or the end."""
+    while position < end:
+        chunk = os.pread(fd, 1 << 20, position)
+        found = chunk.find(_MAGIC)
+        while found >= 0:
+            head = os.pread(fd, _HEAD.size, position + found)
+            if len(head) == _HEAD.size:
+                _, zero, length, crc = _HEAD.unpack(head)
+                fits = not zero and length <= min(_MAX_PAYLOAD, end - position - found - _HEAD.size)
+                if fits and zlib.crc32(os.pread(fd, length, position + found + _HEAD.size)) == crc:
+                    return position + found
+            found = chunk.find(_MAGIC, found + 1)
+        position += max(1, len(chunk) - 1)
+    return end

@@ -1,0 +1,347 @@
+"""Keys: names computed from what a result depends on, so that the same question finds the same entry.
+
+`key` is for configs and content, `fingerprint` for any one value; functions are in `castore.fingerprints`.
+Assumes that a value does not change while it is hashed. Must never answer by `repr`, `str`, `id` or pickle, which
+differ between runs or hide differences: what has no stable, exact encoding is an UnhashableError that names it.
+Imports no NumPy: a value can only be an array where somebody has imported it already.
+
+The encoding is injective: a tag that tells the type, the length, the payload. Leaves of over 1 KiB are replaced by
+their BLAKE3 digest under a tag of their own, so an array of any size costs no memory. Parts of dicts and sets are
+sorted by their encodings. A change to it changes every key, so it carries a version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import decimal
+import enum
+import os
+import pathlib
+import struct
+import sys
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeAlias
+
+from blake3 import blake3
+
+from castore.errors import InvalidValueError, UnhashableError
+from castore.names import check_name
+
+Content: TypeAlias = "str | bytes | bytearray | memoryview | os.PathLike[str] | Iterable[bytes]"
+
+# 160 bits, as Git's: with 128, somebody who supplies configs or content could find two of one key in 2**64 steps.
+KEY_DIGITS = 40
+_VERSION = b"castore.key.1"
+_CHUNK = 1 << 20
+_LONG_LEAF = 1024
+# Far beyond any config; five Python frames a level leave room under the default recursion limit of 1000.
+_DEEPEST = 100
+
+
+def key(config: object, prefix: str | None = None, content: Content | None = None) -> str:
+    """The name under which the result for `config` (and `content`) belongs.
+
+    The order of dicts and sets does not matter; every type does: 1, 1.0, True, "1" and b"1" differ, and so do
+    a list and a tuple, 0.0 and -0.0, a path and its text. Paths are hashed as paths: their files are not read.
+
+    Args:
+        config: None, bool, int, float, complex, str, bytes, bytearray, list, tuple and named tuples, dict, set,
+            frozenset, range, slice, paths, enums, dataclasses, dates and times, Decimal, UUID, NumPy scalars,
+            arrays and dtypes, nested as you like.
+        prefix: a valid name; the key is then `prefix_<hex>`, else `<hex>`.
+        content: bytes that the result depends on: a text (as UTF-8), bytes, the file at a path object, or
+            an iterable of bytes in order. However it comes, the same bytes give the same key.
+
+    Returns:
+        a valid name that ends in 40 hexadecimal digits (160 bits of BLAKE3).
+
+    Raises:
+        UnhashableError: a part of `config` has no stable hash; the message has the path to it.
+        InvalidNameError: `prefix` is no valid name.
+        InvalidValueError: `content` is of another kind, or cannot be read.
+
+    >>> key({"model": "bert", "length": 128}, prefix="tokenized") == key(
+    ...     {"length": 128, "model": "bert"}, prefix="tokenized")
+    True
+    >>> key({"length": 128}) == key({"length": 128.0})
+    False
+    >>> key({"model": object()})
+    Traceback (most recent call last):
+    castore.errors.UnhashableError: config['model']: cannot hash <class 'object'>; pass a str or a number that identifies it
+    """
+    hasher = blake3(_VERSION)
+    hasher.update(_leaf(b"config", Encoder().encode(config, "config")))
+    if content is not None:
+        hasher.update(_leaf(b"content", _content_digest(content)))
+    digits = hasher.hexdigest()[:KEY_DIGITS]
+    return digits if prefix is None else check_name(f"{check_name(prefix)}_{digits}")
+
+
+def fingerprint(value: object, what: str = "value") -> str:
+    """64 hexadecimal digits (BLAKE3-256) that identify `value`, of any type that `key` takes in a config.
+
+    Args:
+        value: what to hash.
+        what: its name in the message of an error.
+
+    Raises:
+        UnhashableError: a part of `value` has no stable hash; the message has the path to it.
+
+    >>> fingerprint({1, 2, 3}) == fingerprint({3, 2, 1})
+    True
+    """
+    return str(blake3(_VERSION + Encoder().encode(value, what)).hexdigest())
+
+
+class UnencodableError(Exception):
+    """On its way up from a part that has no encoding; collects the path to it. Never leaves this package."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.path: list[str] = []
+
+
+class Encoder:
+    """Turns a value into canonical bytes. One use each: it remembers where it stands to notice cycles."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+
+    def encode(self, value: object, what: str) -> bytes:
+        """The canonical bytes of `value`; `what` names it in the UnhashableError."""
+        try:
+            return self.part(value)
+        except UnencodableError as error:
+            path = "".join(reversed(error.path))
+            raise UnhashableError(f"{what}{path}: {error.problem}") from None
+        except RecursionError:
+            raise UnhashableError(f"{what}: is nested too deep for what is left of Python's stack") from None
+
+    def part(self, value: Any, step: str = "") -> bytes:
+        """The canonical bytes of a part; `step` is how it is reached from the part around it."""
+        try:
+            encode_leaf = _LEAVES.get(type(value))
+            if encode_leaf is not None:
+                return encode_leaf(value)
+            return self._nested(value)
+        except UnencodableError as error:
+            error.path.append(step)
+            raise
+
+    def _nested(self, value: Any) -> bytes:
+        if id(value) in self._open:
+            raise UnencodableError("contains itself; a key needs a finite value")
+        if len(self._open) >= _DEEPEST:
+            raise UnencodableError(f"is nested more than {_DEEPEST} levels deep")
+        self._open.add(id(value))
+        try:
+            encode_container = _CONTAINERS.get(type(value))
+            return encode_container(self, value) if encode_container else self.other(value)
+        finally:
+            self._open.discard(id(value))
+
+    def other(self, value: Any) -> bytes:
+        """The canonical bytes of a value whose type is in no table."""
+        if isinstance(value, enum.Enum):
+            # A combination of flags has no name of its own before Python 3.11.
+            member = value.value if isinstance(value, enum.Flag) else value.name
+            return _joined(b"enum", [_class_name(type(value)), self.part(member)])
+        if isinstance(value, pathlib.PurePath):
+            tag = b"windows" if isinstance(value, pathlib.PureWindowsPath) else b"path"
+            return _leaf(tag, _utf8(str(value)))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._fields(
+                b"dataclass", value, sorted(field.name for field in dataclasses.fields(value))
+            )
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self._fields(b"namedtuple", value, value._fields)
+        return self._numpy(value)
+
+    def _fields(self, tag: bytes, value: Any, names: Iterable[str]) -> bytes:
+        parts = [_class_name(type(value))]
+        for name in names:
+            parts += [_text(name), self.part(_attribute(value, name), f".{name}")]
+        return _joined(tag, parts)
+
+    def _numpy(self, value: Any) -> bytes:
+        np = sys.modules.get("numpy")
+        if np is not None:
+            if isinstance(value, np.dtype):
+                return _leaf(b"dtype", _dtype(value))
+            if type(value) in (np.ndarray, np.memmap):
+                return _joined(b"array", _array_parts(value))
+            if isinstance(value, np.generic):
+                return _joined(b"scalar", _array_parts(np.asarray(value)))
+        return refuse(value)
+
+    def items(self, value: Iterable[Any]) -> list[bytes]:
+        """The parts of a list or a tuple, in order."""
+        return [self.part(item, f"[{place}]") for place, item in enumerate(value)]
+
+    def members(self, value: Iterable[Any]) -> list[bytes]:
+        """The parts of a set, in an order of our own."""
+        return sorted(self.part(item, "{...}") for item in value)
+
+    def pairs(self, value: dict[Any, Any]) -> list[bytes]:
+        """Keys and values of a dict, in an order of our own."""
+        # All keys before any value, so that a subclass that numbers what it meets does so in one order.
+        codes = [self.part(name, f".keys()[{place}]") for place, name in enumerate(value)]
+        names = sorted(zip(codes, value, strict=True), key=lambda pair: pair[0])
+        pairs = [(code, self.part(value[name], f"[{name!r}]")) for code, name in names]
+        # Sorted again for keys that are unequal and yet encode alike: NaN.
+        return [part for pair in sorted(pairs) for part in pair]
+
+
+def refuse(value: object) -> NoReturn:
+    """Say that `value` cannot be hashed."""
+    hint = "pass a str or a number that identifies it"
+    for plain in (dict, list, set, str, int, float):
+        if isinstance(value, plain):
+            hint = f"pass {plain.__name__}(...) of it"
+            break
+    raise UnencodableError(f"cannot hash {type(value)}; {hint}")
+
+
+def _attribute(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name)
+    except AttributeError:
+        raise UnencodableError(f"has no value for its field {name!r}") from None
+
+
+def _leaf(tag: bytes, payload: Any) -> bytes:
+    """Tag, length and payload; the length of the tag is in front, so that none is the start of another."""
+    size = len(payload)
+    if size > _LONG_LEAF:
+        return b"%c%b#%d:%b" % (len(tag), tag, size, blake3(payload).digest())
+    return b"%c%b:%d:%b" % (len(tag), tag, size, payload)
+
+
+def _joined(tag: bytes, parts: list[bytes]) -> bytes:
+    # Parts carry their own lengths, so their number is all that is needed to take them apart again.
+    return b"%c%b+%d:%b" % (len(tag), tag, len(parts), b"".join(parts))
+
+
+def _utf8(text: str) -> bytes:
+    # File names that are not UTF-8 arrive with lone surrogates.
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _text(text: str) -> bytes:
+    return _leaf(b"str", _utf8(text))
+
+
+def _class_name(cls: type) -> bytes:
+    return _text(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def _integer(number: int) -> bytes:
+    return number.to_bytes(number.bit_length() // 8 + 1, "big", signed=True)
+
+
+def _double(number: float) -> bytes:
+    return b"nan" if number != number else struct.pack(">d", number)
+
+
+def _zoned(moment: dt.datetime | dt.time) -> bytes:
+    # Offset and zone name stand for the zone: a zone object has nothing else that is the same everywhere.
+    return _utf8(f"{moment.isoformat()} {moment.tzname()} {moment.fold}")
+
+
+def _dtype(dtype: Any) -> bytes:
+    np = sys.modules["numpy"]
+    if dtype.hasobject:
+        raise UnencodableError(f"cannot hash dtype {dtype}, which holds Python objects; pass a list")
+    if dtype.names is not None:
+        # Not the whole descr: the places of padding say nothing about the values.
+        fields = (f"{name!r}={_dtype(dtype.fields[name][0])!r}" for name in dtype.names)
+        return _utf8(f"{{{', '.join(fields)}}}")
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return _utf8(f"{_dtype(base)!r}{shape}")
+    if dtype.type in (np.longdouble, np.clongdouble):
+        raise UnencodableError(
+            f"cannot hash dtype {dtype}, which has padding between its numbers; use float64"
+        )
+    return _utf8(dtype.str)
+
+
+def _array_parts(array: Any) -> list[bytes]:
+    """Type, shape and elements of an array, in C order whatever its layout in memory."""
+    np = sys.modules["numpy"]
+    parts = [_leaf(b"dtype", _dtype(array.dtype)), _text(str(tuple(int(size) for size in array.shape)))]
+    if array.dtype.names is not None:
+        # Field by field, since the padding between fields holds whatever was in memory.
+        for name in array.dtype.names:
+            parts += _array_parts(array[name])
+        return parts
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if flat.nbytes:
+        parts.append(_leaf(b"elements", flat.view(np.uint8)))
+    return parts
+
+
+def _content_digest(content: object) -> bytes:
+    hasher = blake3()
+    if isinstance(content, str):
+        hasher.update(_utf8(content))
+    elif isinstance(content, bytes | bytearray | memoryview):
+        hasher.update(content)
+    elif isinstance(content, os.PathLike):
+        _hash_file(hasher, content)
+    elif isinstance(content, Iterable) and not isinstance(content, dict | set | frozenset):
+        for chunk in content:
+            if not isinstance(chunk, bytes | bytearray | memoryview):
+                raise InvalidValueError(f"content must yield bytes, not {type(chunk).__name__}")
+            hasher.update(chunk)
+    else:
+        raise InvalidValueError(
+            f"content must be a str, bytes, a path object or an iterable of bytes in order, not {type(content).__name__}"
+        )
+    return hasher.digest()
+
+
+def _hash_file(hasher: blake3, path: os.PathLike[str]) -> None:
+    buffer = memoryview(bytearray(_CHUNK))
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while size := file.readinto(buffer):
+                hasher.update(buffer[:size])
+    except OSError as error:
+        raise InvalidValueError(
+            f"cannot read the content file {os.fspath(path)!r}: {error.strerror}"
+        ) from error
+
+
+_LEAVES: dict[type, Callable[[Any], bytes]] = {
+    type(None): lambda _: _leaf(b"none", b""),
+    type(Ellipsis): lambda _: _leaf(b"ellipsis", b""),
+    bool: lambda value: _leaf(b"bool", b"1" if value else b"0"),
+    int: lambda value: _leaf(b"int", _integer(value)),
+    float: lambda value: _leaf(b"float", _double(value)),
+    complex: lambda value: _joined(
+        b"complex", [_leaf(b"", _double(value.real)), _leaf(b"", _double(value.imag))]
+    ),
+    str: _text,
+    bytes: lambda value: _leaf(b"bytes", value),
+    bytearray: lambda value: _leaf(b"bytearray", value),
+    dt.datetime: lambda value: _leaf(b"datetime", _zoned(value)),
+    dt.time: lambda value: _leaf(b"time", _zoned(value)),
+    dt.date: lambda value: _leaf(b"date", _utf8(value.isoformat())),
+    dt.timedelta: lambda value: _leaf(b"timedelta", _integer(value // dt.timedelta(microseconds=1))),
+    decimal.Decimal: lambda value: _leaf(b"decimal", _utf8(str(value))),
+    uuid.UUID: lambda value: _leaf(b"uuid", value.bytes),
+}
+
+_CONTAINERS: dict[type, Callable[[Encoder, Any], bytes]] = {
+    list: lambda encoder, value: _joined(b"list", encoder.items(value)),
+    tuple: lambda encoder, value: _joined(b"tuple", encoder.items(value)),
+    dict: lambda encoder, value: _joined(b"dict", encoder.pairs(value)),
+    set: lambda encoder, value: _joined(b"set", encoder.members(value)),
+    frozenset: lambda encoder, value: _joined(b"frozenset", encoder.members(value)),
+    range: lambda encoder, value: _joined(b"range", encoder.items((value.start, value.stop, value.step))),
+    slice: lambda encoder, value: _joined(b"slice", encoder.items((value.start, value.stop, value.step))),
+}

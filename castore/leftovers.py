@@ -1,0 +1,103 @@
+"""What dead processes leave: temporary files, objects and packs that no row means, rows of mounts that are gone.
+
+Also rewrites the names journal when it has grown well past what it describes. Everything here is found without the
+write lock and looked at again with it before anything is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from castore.index import Index
+from castore.journal import NameRecord, pack_record
+from castore.objects.directory import ObjectDirectory
+from castore.objects.loose import process_started
+
+#: The journal is rewritten when it is larger than this and than JOURNAL_GROWTH times its last snapshot.
+JOURNAL_BYTES = 4 * 1024 * 1024
+JOURNAL_GROWTH = 3
+
+
+class Leftover(NamedTuple):
+    """A file to remove; ``digest`` or ``pack`` tell which row would forbid it."""
+
+    path: Path
+    size: int
+    digest: bytes | None = None
+    pack: int | None = None
+
+
+def find(index: Index, objects: ObjectDirectory) -> Iterator[Leftover]:
+    """Every leftover file, as far as can be told without the write lock."""
+    for stray in objects.loose.left_behind():
+        yield Leftover(stray.path, stray.size)
+    yield from _unindexed_objects(index, objects)
+    registered = {row[0] for row in index.connection().execute("SELECT id FROM packs")}
+    for pack in objects.packs.ids():
+        if pack not in registered:
+            path = objects.packs.path(pack)
+            yield Leftover(path, path.stat().st_size, pack=pack)
+
+
+def _unindexed_objects(index: Index, objects: ObjectDirectory) -> Iterator[Leftover]:
+    # Both lists come in the order of digests, so one pass over each compares them.
+    rows = (blob for blob in index.blobs() if blob.pack == 0)
+    row = next(rows, None)
+    for digest, codec, path in objects.loose.listing():
+        while row is not None and row.digest < digest:
+            row = next(rows, None)
+        if row is None or row.digest != digest or row.codec != codec:
+            yield Leftover(path, path.stat().st_size, digest=digest)
+
+
+def remove(index: Index, objects: ObjectDirectory, leftovers: list[Leftover]) -> int:
+    """Remove what is still a leftover now; returns how many bytes that were."""
+    freed = 0
+    for leftover in leftovers:
+        with index.write() as txn:
+            if leftover.digest is not None:
+                blob = txn.blob(leftover.digest)
+                if blob is not None and blob.pack == 0:
+                    if objects.loose.path(blob.digest, blob.codec) == str(leftover.path):
+                        continue
+            if leftover.pack is not None and txn.has_pack(leftover.pack):
+                continue
+            leftover.path.unlink(missing_ok=True)
+            freed += leftover.size
+    return freed
+
+
+def forget_dead_mounts(index: Index) -> None:
+    """Drop the rows of mounts whose daemon is gone, so that they hold nothing any more."""
+    rows = index.connection().execute("SELECT id, pid, started FROM mounts").fetchall()
+    dead = [row[0] for row in rows if process_started(row[1]) != row[2]]
+    if dead:
+        with index.write() as txn:
+            txn.executemany("DELETE FROM mounts WHERE id = ?", [(number,) for number in dead])
+
+
+def rotate_journal(index: Index) -> bool:
+    """Replace the names journal by a snapshot if it has grown enough; returns whether it was."""
+    journal = index.journal
+    size = journal.size()
+    if size < JOURNAL_BYTES or size < JOURNAL_GROWTH * journal.snapshot_size():
+        return False
+    with index.write():
+        number = journal.switch()
+    journal.write_snapshot(number, snapshot(index))
+    return True
+
+
+def snapshot(index: Index) -> Iterator[bytes]:
+    """Every name as a journal record, in pages."""
+    last = ""
+    sql = (
+        "SELECT name, digest, serializer, metadata, created, expires, pinned FROM entries"
+        " WHERE name > ? ORDER BY name LIMIT 2000"
+    )
+    while rows := index.connection().execute(sql, (last,)).fetchall():
+        for row in rows:
+            yield pack_record(NameRecord(*row))
+        last = rows[-1][0]

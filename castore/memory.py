@@ -1,0 +1,128 @@
+"""The RAM tier: least recently used values, bounded in bytes, loaded once however many threads ask.
+
+It counts what a value really occupies, its bookkeeping included, so a million tiny values do not slip past the
+bound. It knows nothing of blobs or entries, and never blocks on anything but its own short lock: a value is loaded
+outside the lock, by the first thread that misses, while the others wait for that one.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+from castore.forks import reset_after_fork
+
+V = TypeVar("V")
+
+#: What a slot costs besides its value: the key, the tuple and the dictionary's share, as measured with tracemalloc.
+SLOT_BYTES = 300
+
+
+class _Flight(Generic[V]):
+    """A load under way: those who wait for it, and how it ended."""
+
+    __slots__ = ("done", "error", "value")
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.value: V | None = None
+        self.error: BaseException | None = None
+
+
+class MemoryLRU(Generic[V]):
+    """A bounded, thread-safe, fork-aware LRU.
+
+    Args:
+        max_bytes: bound on the bytes held; 0 keeps nothing (loads still run once for all that ask together).
+        measure: bytes a value occupies; default `sys.getsizeof`, right for `bytes`.
+    """
+
+    def __init__(self, max_bytes: int, measure: Callable[[V], int] = sys.getsizeof) -> None:
+        self.max_bytes = max_bytes
+        self.bytes = 0
+        self.evictions = 0
+        self._measure = measure
+        self._slots: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+        self._after_fork()
+        reset_after_fork(self)
+
+    def _after_fork(self) -> None:
+        # A lock held by another thread at the fork would stay held; loads under way belong to threads that are gone.
+        self._lock = threading.Lock()
+        self._flights: dict[Hashable, _Flight[V]] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def get(self, key: Hashable) -> V | None:
+        """The value, now the most recently used, or None."""
+        with self._lock:
+            slot = self._slots.get(key)
+            if slot is None:
+                return None
+            self._slots.move_to_end(key)
+            return slot[0]
+
+    def put(self, key: Hashable, value: V) -> None:
+        """Keep ``value``, letting go of the least recently used; one larger than the bound is not kept."""
+        size = self._measure(value) + SLOT_BYTES
+        with self._lock:
+            old = self._slots.pop(key, None)
+            if old is not None:
+                self.bytes -= old[1]
+            if size > self.max_bytes:
+                return
+            self._slots[key] = (value, size)
+            self.bytes += size
+            while self.bytes > self.max_bytes:
+                _, (_, freed) = self._slots.popitem(last=False)
+                self.bytes -= freed
+                self.evictions += 1
+
+    def discard(self, key: Hashable) -> None:
+        """Let go of one value, if it is there."""
+        with self._lock:
+            slot = self._slots.pop(key, None)
+            if slot is not None:
+                self.bytes -= slot[1]
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        with self._lock:
+            self._slots.clear()
+            self.bytes = 0
+
+    def get_or_load(self, key: Hashable, load: Callable[[], V]) -> V:
+        """The value, from ``load()`` if it is not held; threads that ask meanwhile get the same one.
+
+        Raises:
+            Exception: whatever ``load`` raised, in every thread that waited for it; the next call tries again.
+        """
+        with self._lock:
+            slot = self._slots.get(key)
+            if slot is not None:
+                self._slots.move_to_end(key)
+                return slot[0]
+            flight = self._flights.get(key)
+            mine = flight is None
+            if flight is None:
+                flight = self._flights[key] = _Flight()
+        if not mine:
+            flight.done.wait()
+            if flight.error is not None:
+                raise flight.error
+            return flight.value  # type: ignore[return-value]  # set before done, error being None
+        try:
+            value = flight.value = load()
+            self.put(key, value)
+            return value
+        except BaseException as error:
+            flight.error = error
+            raise
+        finally:
+            with self._lock:
+                self._flights.pop(key, None)
+            flight.done.set()

@@ -1,0 +1,116 @@
+"""What may be the name of an entry: a relative POSIX path in UTF-8 that every tool can read through a mount.
+
+Assumes nothing of the store. Must never let through a name that leads out of the folder it is joined to, and must
+be fast on good names, since every put and get passes here: one regular expression answers those, and the slow
+path only explains what is wrong. Names are compared byte for byte; Unicode is not normalised, as on ext4.
+"""
+
+from __future__ import annotations
+
+import re
+
+from castore.errors import InvalidNameError
+
+# Linux's NAME_MAX.
+PART_BYTES = 255
+# PATH_MAX is 4096 with its NUL; what is left is for the mountpoint in front.
+NAME_BYTES = 3072
+# First part of the mount's own folder.
+RESERVED = ".castore"
+
+_CONTROL = r"\x00-\x1f\x7f"
+_PART = rf"(?!\.\.?(?:/|\Z))[^/{_CONTROL}\ud800-\udfff]+"
+_GOOD = re.compile(rf"(?!{re.escape(RESERVED)}(?:/|\Z)){_PART}(?:/{_PART})*").fullmatch
+_HAS_CONTROL = re.compile(rf"[{_CONTROL}]").search
+# A character takes four bytes at most, so a name this short cannot hold an over-long part.
+_SURELY_SHORT = PART_BYTES // 4
+
+
+def check_name(name: str) -> str:
+    """`name`, if it may name an entry.
+
+    Args:
+        name: parts joined by `/`: at most 255 bytes of UTF-8 a part and 3072 in all.
+
+    Raises:
+        InvalidNameError: it may not; the message tells which part is wrong.
+
+    >>> check_name("imagenet/train-00001.tar")
+    'imagenet/train-00001.tar'
+    >>> check_name("a/../b")
+    Traceback (most recent call last):
+    castore.errors.InvalidNameError: name 'a/../b': part 2 is '..'; names cannot lead out of their folder
+    """
+    if type(name) is str:
+        length = len(name)
+        short = length <= _SURELY_SHORT or (length <= PART_BYTES and name.isascii())
+        if short and _GOOD(name):
+            return name
+    return _check_slowly(name, "name")
+
+
+def check_prefix(prefix: str) -> str:
+    """`prefix`, a folder of names, without its trailing slash; "" means all names.
+
+    Raises:
+        InvalidNameError: it is neither empty nor a good name.
+
+    >>> check_prefix("imagenet/"), check_prefix("")
+    ('imagenet', '')
+    """
+    text = _plain(prefix, "prefix")
+    bare = text if text == "/" else text.removesuffix("/")
+    return _check_slowly(bare, "prefix") if bare else ""
+
+
+def _check_slowly(name: str, what: str) -> str:
+    name = _plain(name, what)
+    problem = _problem(name)
+    if problem:
+        raise InvalidNameError(f"{what} {_shown(name)}: {problem}")
+    return name
+
+
+def _plain(name: object, what: str) -> str:
+    if not isinstance(name, str):
+        raise InvalidNameError(f"a {what} is a str, not {type(name).__name__}: {_shown(name)}")
+    # Subclasses of str (a NumPy string, an enum) can have other ideas of equality: go on with a plain one.
+    return str.__str__(name)
+
+
+def _problem(name: str) -> str | None:
+    if not name:
+        return "is empty; give at least one part"
+    if name.startswith("/"):
+        return "is absolute; leave out the leading '/'"
+    for place, part in enumerate(name.split("/"), start=1):
+        problem = _part_problem(part)
+        if problem:
+            return f"part {place} {problem}"
+    if name.split("/", 1)[0] == RESERVED:
+        return f"part 1 is {RESERVED!r}, which the mount keeps for itself"
+    if len(name.encode()) > NAME_BYTES:
+        return f"has {len(name.encode())} bytes; at most {NAME_BYTES} are allowed"
+    return None
+
+
+def _part_problem(part: str) -> str | None:
+    if not part:
+        return "is empty; use single slashes and none at the end"
+    if part in (".", ".."):
+        return (
+            f"is {part!r}; names cannot lead out of their folder" if part == ".." else "is '.'; leave it out"
+        )
+    control = _HAS_CONTROL(part)
+    if control:
+        return f"has the control character {control[0]!r}"
+    try:
+        size = len(part.encode())
+    except UnicodeEncodeError as error:
+        return f"has {part[error.start]!r}, which is not valid Unicode and cannot be written as UTF-8"
+    return f"has {size} bytes; at most {PART_BYTES} are allowed" if size > PART_BYTES else None
+
+
+def _shown(name: object) -> str:
+    text = repr(name)
+    return text if len(text) <= 100 else f"{text[:60]}...{text[-30:]}"

@@ -1,0 +1,177 @@
+"""The codecs: one independent frame of bytes in, one compressed frame out, and back.
+
+A frame is whole and stands alone: it decodes without its neighbours, carries its own length and (but for ``none``)
+its own checksum of the content, and is an ordinary frame of its format, so that stock tools read it. Decoding is
+told the exact size to expect and never allocates more than that, whatever the frame's header claims.
+
+Nothing here knows files, seek tables or the index. Adding a codec is adding a row to `CODECS`.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import lz4.frame
+import zstandard
+
+from castore.errors import CorruptError, InvalidValueError
+
+#: Uncompressed bytes in every frame of a blob but its last. Part of the format: see docs/format.md.
+FRAME_SIZE = 256 * 1024
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Codec(NamedTuple):
+    """How one frame is compressed and decompressed.
+
+    Attributes:
+        name: what users write: ``codec="zstd"``.
+        suffix: of the loose object's file name.
+        levels: the smallest and largest level that `compress` takes.
+        level: the default level.
+        compress: ``compress(frame, level)`` to bytes.
+        decompress: ``decompress(stored, size)`` to exactly ``size`` bytes, or CorruptError.
+        checked: whether a frame carries a checksum of its content, which `decompress` has then compared.
+    """
+
+    name: str
+    suffix: str
+    levels: tuple[int, int]
+    level: int
+    compress: Callable[[Buffer, int], bytes]
+    decompress: Callable[[Buffer, int], bytes]
+    checked: bool
+
+
+class _Contexts(threading.local):
+    """zstd contexts cost more to make than a small frame to compress, and belong to one thread at a time."""
+
+    def __init__(self) -> None:
+        self.compressors: dict[int, zstandard.ZstdCompressor] = {}
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_contexts = _Contexts()
+
+
+def _zstd_compress(frame: Buffer, level: int) -> bytes:
+    compressor = _contexts.compressors.get(level)
+    if compressor is None:
+        compressor = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
+        _contexts.compressors[level] = compressor
+    compressed: bytes = compressor.compress(frame)
+    return compressed
+
+
+def _zstd_decompress(stored: Buffer, size: int) -> bytes:
+    # The decoder allocates what the header claims, so the claim is compared first.
+    try:
+        claimed = zstandard.frame_content_size(stored)
+        if claimed != size:
+            raise CorruptError(f"a zstd frame claims {claimed} bytes where {size} belong")
+        data: bytes = _contexts.decompressor.decompress(stored, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise CorruptError(f"a zstd frame does not decode: {error}") from error
+    return data
+
+
+def zstd_decompress_into(stored: Buffer, view: memoryview) -> None:
+    """Decode one zstd frame straight into ``view``, which it must fill exactly."""
+    try:
+        claimed = zstandard.frame_content_size(stored)
+        if claimed != len(view):
+            raise CorruptError(f"a zstd frame claims {claimed} bytes where {len(view)} belong")
+        with _contexts.decompressor.stream_reader(stored) as reader:
+            filled = reader.readinto(view)
+    except zstandard.ZstdError as error:
+        raise CorruptError(f"a zstd frame does not decode: {error}") from error
+    if filled != len(view):
+        raise CorruptError(f"a zstd frame holds {filled} bytes where {len(view)} belong")
+
+
+def _lz4_compress(frame: Buffer, level: int) -> bytes:
+    return lz4.frame.compress(
+        frame,
+        compression_level=level,
+        block_size=lz4.frame.BLOCKSIZE_MAX256KB,
+        content_checksum=True,
+        store_size=True,
+    )
+
+
+def _lz4_decompress(stored: Buffer, size: int) -> bytes:
+    data: bytes
+    try:
+        claimed = lz4.frame.get_frame_info(stored)["content_size"]
+        if claimed != size:
+            raise CorruptError(f"an LZ4 frame claims {claimed} bytes where {size} belong")
+        data, used = lz4.frame.decompress(stored, return_bytes_read=True)
+    except RuntimeError as error:
+        raise CorruptError(f"an LZ4 frame does not decode: {error}") from error
+    if len(data) != size or used != len(stored):
+        raise CorruptError(f"an LZ4 frame holds {len(data)} bytes where {size} belong")
+    return data
+
+
+def _gzip_compress(frame: Buffer, level: int) -> bytes:
+    compressor = zlib.compressobj(level, zlib.DEFLATED, wbits=31)
+    return compressor.compress(frame) + compressor.flush()
+
+
+def _gzip_decompress(stored: Buffer, size: int) -> bytes:
+    decompressor = zlib.decompressobj(wbits=31)
+    try:
+        # One byte more than belongs is enough to see a lie, and bounds what a bomb can unfold.
+        data = decompressor.decompress(stored, size + 1)
+    except zlib.error as error:
+        raise CorruptError(f"a gzip member does not decode: {error}") from error
+    if len(data) != size or not decompressor.eof or decompressor.unused_data:
+        raise CorruptError(f"a gzip member does not hold exactly the {size} bytes that belong in it")
+    return data
+
+
+def _none_compress(frame: Buffer, level: int) -> bytes:
+    return bytes(frame)
+
+
+def _none_decompress(stored: Buffer, size: int) -> bytes:
+    if len(stored) != size:
+        raise CorruptError(f"a raw frame holds {len(stored)} bytes where {size} belong")
+    return bytes(stored)
+
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        Codec("zstd", ".zst", (-50, 22), 3, _zstd_compress, _zstd_decompress, True),
+        Codec("lz4", ".lz4", (-50, 16), 0, _lz4_compress, _lz4_decompress, True),
+        Codec("gzip", ".gz", (1, 9), 6, _gzip_compress, _gzip_decompress, True),
+        Codec("none", "", (0, 0), 0, _none_compress, _none_decompress, False),
+    )
+}
+
+#: What `auto` compresses with, when compressing pays.
+AUTO_CODEC = "zstd"
+
+
+def check_codec(name: str, level: int | None) -> tuple[str, int | None]:
+    """Return ``(name, level)`` if it names a codec (or ``auto``) and a level that codec has.
+
+    Raises:
+        InvalidValueError: it does not; the message lists what there is.
+
+    >>> check_codec("zstd", 19)
+    ('zstd', 19)
+    """
+    if name != "auto" and name not in CODECS:
+        raise InvalidValueError(f"unknown codec {name!r}: choose auto, {', '.join(CODECS)}")
+    if level is not None:
+        low, high = CODECS[AUTO_CODEC if name == "auto" else name].levels
+        if not low <= operator.index(level) <= high:
+            raise InvalidValueError(f"codec {name!r} has levels {low} to {high}, not {level!r}")
+    return name, level

@@ -1,0 +1,239 @@
+"""Reading a stored object: any range from the frames it touches, or all of it on every core. Nothing unchecked.
+
+A range read checks each frame it uses: the checksum inside the frame (zstd, LZ4, gzip), the one the index keeps
+(raw), or the digest itself (blobs of one frame). A whole read checks the digest over all the bytes. A reader owns an
+open file descriptor, which is what keeps the bytes alive when gc unlinks the object.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import blake3
+import xxhash
+
+from castore.errors import CorruptError
+from castore.memory import MemoryLRU
+from castore.objects.codecs import CODECS, FRAME_SIZE, zstd_decompress_into
+from castore.objects.frames import FrameTable, frame_count, frame_length, raw_table, read_table
+from castore.objects.workers import cores, workers
+from castore.records import Blob
+
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.restype = ctypes.py_object
+_new_bytes.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
+_address_of = ctypes.pythonapi.PyBytes_AsString
+_address_of.restype = ctypes.c_void_p
+_address_of.argtypes = [ctypes.py_object]
+
+
+def _writable_bytes(size: int) -> tuple[bytes, memoryview]:
+    """A new bytes object and a writable view of it, to be filled before anyone else sees it.
+
+    This is what ``PyBytes_FromStringAndSize(NULL, n)`` is documented for; it saves copying a large blob once more.
+    """
+    data: bytes = _new_bytes(None, size)
+    return data, memoryview((ctypes.c_char * size).from_address(_address_of(data))).cast("B")
+
+
+class BlobReader:
+    """Random access to one blob.
+
+    Args:
+        blob: what is read, and where it begins in the file.
+        fd: an open descriptor, which the reader closes.
+        checksums: XXH3-64 of each frame, packed, of a raw blob of several frames.
+        cache: frames shared with other readers, or None to keep only the last one used.
+        where: what to call the file in errors.
+    """
+
+    def __init__(
+        self,
+        blob: Blob,
+        fd: int,
+        *,
+        close: Callable[[int], object] = os.close,
+        checksums: bytes | None = None,
+        cache: MemoryLRU[bytes] | None = None,
+        where: str = "",
+    ) -> None:
+        self.blob = blob
+        self._fd = fd
+        self._close = close
+        self._checksums = memoryview(checksums).cast("Q") if checksums else None
+        self._cache = cache
+        self._where = where
+        self._frames = frame_count(blob.size)
+        self._table: FrameTable | None = None
+        self._codec = CODECS[blob.codec]
+        self._digest_hex = blob.digest.hex()
+        self._last: tuple[int, bytes] = (-1, b"")
+        self._lock = threading.Lock()
+        self._holds = 1
+
+    def close(self) -> None:
+        """Let go of the file, once no prefetch needs it; reading afterwards is an error."""
+        self._release()
+
+    def _hold(self) -> bool:
+        with self._lock:
+            if self._holds == 0:
+                return False
+            self._holds += 1
+            return True
+
+    def _release(self) -> None:
+        # The descriptor's number may be another file's a moment after it is closed, so whoever still reads keeps it.
+        with self._lock:
+            self._holds -= 1
+            if self._holds:
+                return
+        self._close(self._fd)
+
+    # Finding frames
+
+    def _read_at(self, offset: int, length: int) -> bytes:
+        data = os.pread(self._fd, length, self.blob.offset + offset)
+        if len(data) != length:
+            raise CorruptError(f"{self._where} ends {length - len(data)} bytes early")
+        return data
+
+    def table(self) -> FrameTable:
+        """Where the frames lie; read once."""
+        table = self._table
+        if table is None:
+            blob = self.blob
+            if blob.codec == "none":
+                table = raw_table(blob.size)
+            elif self._frames == 1 and blob.pack > 0:  # small packed blobs carry no table
+                table = FrameTable([0, blob.stored], None)
+            else:
+                table = read_table(blob.codec, blob.size, blob.stored, self._read_at)
+            self._table = table
+        return table
+
+    def _stored_frame(self, index: int) -> bytes:
+        table = self.table()
+        start = table.offsets[index]
+        stored = self._read_at(start, table.offsets[index + 1] - start)
+        if table.checksums is not None and stored[-4:] != table.checksums[index].to_bytes(4, "little"):
+            raise CorruptError("a frame's checksum differs from the seek table's")
+        return stored
+
+    def _load(self, index: int) -> bytes:
+        try:
+            frame = self._codec.decompress(self._stored_frame(index), frame_length(self.blob.size, index))
+            if self._frames == 1:
+                if blake3.blake3(frame).digest() != self.blob.digest:
+                    raise CorruptError("the bytes do not have the digest they are stored under")
+            elif not self._codec.checked:
+                if self._checksums is None or len(self._checksums) != self._frames:
+                    raise CorruptError("the index keeps no checksums for this raw object")
+                if xxhash.xxh3_64_intdigest(frame) != self._checksums[index]:
+                    raise CorruptError("the frame's bytes differ from the checksum the index keeps")
+        except CorruptError as error:
+            raise self._damaged(f"frame {index}: {error}") from error
+        return frame
+
+    def _damaged(self, why: str) -> CorruptError:
+        return CorruptError(
+            f"blob {self._digest_hex} is damaged in {self._where}: {why}", digest=self._digest_hex, where=self._where
+        )
+
+    def frame(self, index: int) -> bytes:
+        """Frame ``index``, checked.
+
+        Raises:
+            CorruptError: the stored bytes are not those that were put.
+        """
+        if self._cache is not None:
+            return self._cache.get_or_load((self.blob.digest, index), lambda: self._load(index))
+        last = self._last
+        if last[0] != index:
+            last = self._last = (index, self._load(index))
+        return last[1]
+
+    def prefetch(self, index: int) -> None:
+        """Have a worker put frame ``index`` into the shared cache, if there is one, it is missing and exists."""
+        if self._cache is None or index >= self._frames or self._cache.get((self.blob.digest, index)) is not None:
+            return
+        if self._hold():
+            # A damaged frame is reported by the read that needs it, not by the guess that it would be needed.
+            workers.pool().submit(self.frame, index).add_done_callback(self._prefetched)
+
+    def _prefetched(self, future: Future[bytes]) -> None:
+        self._release()
+
+    # Reading
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Up to ``size`` bytes from ``offset``; fewer only at the end of the blob.
+
+        Raises:
+            CorruptError: a frame in the range is not as it was put.
+        """
+        end = min(offset + size, self.blob.size)
+        if offset >= end:
+            return b""
+        first, last = offset // FRAME_SIZE, (end - 1) // FRAME_SIZE
+        begin = offset - first * FRAME_SIZE
+        if first == last:
+            frame = self.frame(first)
+            return frame if end - offset == len(frame) else frame[begin : begin + end - offset]
+        pieces = [self.frame(first)[begin:]]
+        pieces += [self.frame(index) for index in range(first + 1, last)]
+        pieces.append(self.frame(last)[: end - last * FRAME_SIZE])
+        return b"".join(pieces)
+
+    def read_all(self) -> bytes:
+        """The whole blob, decoded on all cores, its digest checked.
+
+        Raises:
+            CorruptError: it is not what was put.
+        """
+        if self._frames == 1:
+            return self._load(0)
+        try:
+            data, view = _writable_bytes(self.blob.size)
+            self.table()
+            self._fill(view)
+        except CorruptError as error:
+            raise self._damaged(str(error)) from error
+        return data
+
+    def _fill(self, view: memoryview) -> None:
+        hasher = blake3.blake3()
+        pool = workers.pool()
+        # Frames are handed out in small runs, so that the queue's cost is shared, and hashed in order behind the
+        # workers while the bytes are still in the cache.
+        run = max(1, min(8, self._frames // (4 * cores())))
+        starts = range(0, self._frames, run)
+        futures = [pool.submit(self._decode_run, view, start, min(start + run, self._frames)) for start in starts]
+        try:
+            for start, future in zip(starts, futures, strict=True):
+                future.result()
+                hasher.update(view[start * FRAME_SIZE : (start + run) * FRAME_SIZE])
+        finally:
+            for future in futures:
+                future.cancel()
+            for future in futures:
+                if not future.cancelled():
+                    future.exception()  # wait: the view must not be written to once we return
+        if hasher.digest() != self.blob.digest:
+            raise CorruptError("the bytes do not have the digest they are stored under")
+
+    def _decode_run(self, view: memoryview, start: int, stop: int) -> None:
+        for index in range(start, stop):
+            begin = index * FRAME_SIZE
+            target = view[begin : begin + frame_length(self.blob.size, index)]
+            if self.blob.codec == "zstd":
+                zstd_decompress_into(self._stored_frame(index), target)
+            elif self.blob.codec == "none":
+                if os.preadv(self._fd, [target], self.blob.offset + begin) != len(target):
+                    raise CorruptError("the object ends early")
+            else:
+                target[:] = self._codec.decompress(self._stored_frame(index), len(target))

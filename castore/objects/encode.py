@@ -1,0 +1,184 @@
+"""Bytes or a file into the stored form of an object: frames compressed on all cores, then the seek table.
+
+Frames go out in order through a `write` callable; at most a few are in memory at a time, whatever the blob's size.
+Nothing here decides where an object lies, and nothing is kept when it fails: the caller owns the file.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import blake3
+import xxhash
+
+from castore.objects.codecs import AUTO_CODEC, CODECS, FRAME_SIZE, Buffer
+from castore.objects.frames import build_trailer
+from castore.objects.workers import cores, workers
+
+#: `auto` keeps the compressed form if it saves at least this part; decoding for less is not worth its time.
+AUTO_SAVING = 0.05
+_SAMPLE_BYTES = 32 * 1024
+_SAMPLES = 4
+
+
+class Encoded(NamedTuple):
+    """What became of a blob's bytes.
+
+    Attributes:
+        stored: bytes written.
+        checksums: XXH3-64 of each frame, packed, for raw objects: their format keeps none. Else None.
+    """
+
+    stored: int
+    checksums: bytes | None
+
+
+def slices(data: Buffer) -> Iterator[memoryview]:
+    """The frames of a blob held in memory; one empty frame for an empty blob."""
+    view = memoryview(data)
+    for start in range(0, max(1, len(view)), FRAME_SIZE):
+        yield view[start : start + FRAME_SIZE]
+
+
+def encode_small(data: Buffer, codec: str, level: int | None) -> tuple[str, bytes]:
+    """Compress a blob of one frame: ``(codec used, frame)``. ``auto`` is decided by doing it."""
+    if codec == "auto":
+        chosen = CODECS[AUTO_CODEC]
+        frame = chosen.compress(data, chosen.level if level is None else level)
+        if len(frame) > len(data) * (1 - AUTO_SAVING):
+            return "none", bytes(data)
+        return chosen.name, frame
+    chosen = CODECS[codec]
+    return codec, chosen.compress(data, chosen.level if level is None else level)
+
+
+def choose_codec(codec: str, size: int, read_at: Callable[[int, int], Buffer]) -> str:
+    """Settle ``auto`` for a blob of several frames, from samples spread over it; other codecs pass through.
+
+    The samples are compressed at level 1: what does not shrink there does not shrink at 3 either.
+    """
+    if codec != "auto":
+        return codec
+    step = (size - _SAMPLE_BYTES) // (_SAMPLES - 1)
+    sample = b"".join(bytes(read_at(i * step, _SAMPLE_BYTES)) for i in range(_SAMPLES))
+    shrunk = CODECS[AUTO_CODEC].compress(sample, 1)
+    return AUTO_CODEC if len(shrunk) <= len(sample) * (1 - AUTO_SAVING) else "none"
+
+
+def encode(
+    frames: Iterable[Buffer], size: int, codec: str, level: int | None, write: Callable[[bytes], object]
+) -> Encoded:
+    """Compress ``frames`` on all cores and write them, in order, with their seek table.
+
+    Args:
+        frames: the blob, cut at FRAME_SIZE; each buffer must stay unchanged until the next few were asked for.
+        size: of the blob, for the table.
+        codec: a row of `CODECS`, never ``auto``.
+        level: of the codec, or None for its default.
+        write: takes each piece.
+    """
+    if codec == "none":
+        return _encode_raw(frames, write)
+    chosen = CODECS[codec]
+    level = chosen.level if level is None else level
+    lengths = array("I")
+    tails: list[bytes] = []
+
+    def emit(frame: bytes) -> None:
+        lengths.append(len(frame))
+        tails.append(frame[-4:])
+        write(frame)
+
+    pool = workers.pool()
+    window = 2 * cores() + 2
+    pending: deque[Future[bytes]] = deque()
+    try:
+        for frame in frames:
+            pending.append(pool.submit(chosen.compress, frame, level))
+            while len(pending) > window or (pending and pending[0].done()):
+                emit(pending.popleft().result())
+        while pending:
+            emit(pending.popleft().result())
+    finally:
+        for future in pending:
+            future.cancel()
+    trailer = build_trailer(codec, size, lengths, tails)
+    write(trailer)
+    return Encoded(sum(lengths) + len(trailer), None)
+
+
+def encode_one(frame: bytes, size: int, codec: str, write: Callable[[bytes], object]) -> Encoded:
+    """Write an object of one frame that is compressed already. A raw one needs no checksum but its digest."""
+    trailer = build_trailer(codec, size, [len(frame)], [frame[-4:]])
+    write(frame + trailer)
+    return Encoded(len(frame) + len(trailer), None)
+
+
+def _encode_raw(frames: Iterable[Buffer], write: Callable[[bytes], object]) -> Encoded:
+    checksums = array("Q")
+    stored = 0
+    for frame in frames:
+        checksums.append(xxhash.xxh3_64_intdigest(frame))
+        stored += len(frame)
+        write(frame)  # type: ignore[arg-type]  # os.write takes any buffer
+    return Encoded(stored, checksums.tobytes())
+
+
+def raw_checksums(frames: Iterable[Buffer]) -> bytes:
+    """The checksums `encode` would return for a raw object: for rebuilding the index from the object itself."""
+    return _encode_raw(frames, len).checksums or b""
+
+
+class HashingFrames:
+    """The frames of an open file, hashed as they are read.
+
+    After iteration `digest` is the BLAKE3 of the bytes that were given out, and `size` their number: of just these,
+    even if somebody writes to the file meanwhile.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._hash = blake3.blake3()
+        self.size = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        while True:
+            frame = _read_full(self._fd, FRAME_SIZE, self.size)
+            if frame or not self.size:
+                self._hash.update(frame)
+                self.size += len(frame)
+                yield frame
+            if len(frame) < FRAME_SIZE:
+                return
+
+    @property
+    def digest(self) -> bytes:
+        """BLAKE3-256 of the frames given out so far."""
+        return self._hash.digest()
+
+
+def _read_full(fd: int, length: int, offset: int) -> bytes:
+    data = os.pread(fd, length, offset)
+    while data and len(data) < length:
+        more = os.pread(fd, length - len(data), offset + len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def hash_file(fd: int) -> tuple[bytes, int]:
+    """``(digest, size)`` of an open file, in constant memory, on all cores."""
+    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    buffer = bytearray(8 * 1024 * 1024)
+    view = memoryview(buffer)
+    size = 0
+    while read := os.preadv(fd, [view], size):
+        hasher.update(view[:read])
+        size += read
+    return hasher.digest(), size

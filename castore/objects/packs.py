@@ -1,0 +1,232 @@
+"""Packs: append-only files of small blobs, each record describing itself.
+
+A process writes to a pack of its own, so appends need no lock between processes; any process reads any pack. A record
+is a header (magic, header check, digest, sizes, codec, payload check) and the payload, an object like a loose one but
+without a seek table when it is a single frame. Scanning a pack needs no index: a damaged record is stepped over by
+looking for the next header that checks out, so damage costs the record it hit.
+
+This module reads and writes pack files. Which blobs are live, and when a pack goes, the index and gc know.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from castore.errors import CorruptError
+from castore.forks import reset_after_fork
+from castore.objects.codecs import CODECS
+from castore.records import Blob
+
+#: Blobs stored in at most this many bytes go into packs.
+PACK_LIMIT = 16 * 1024
+#: A pack that has grown past this is closed, and the next blob starts another.
+PACK_SIZE = 64 * 1024 * 1024
+
+FILE_HEAD = b"castore pack 1\r\n"
+_MAGIC = b"\xc5\x7erB"
+# magic, XXH3-32 of the rest of the header, digest, size, stored, codec, payload check
+_HEAD = struct.Struct("<4sI32sQIIQ")
+_CHECKED = struct.Struct("<32sQIIQ")
+HEAD_SIZE = _HEAD.size
+_CODEC_IDS = {name: index for index, name in enumerate(("none", "zstd", "lz4", "gzip"))}
+_CODEC_NAMES = dict(enumerate(_CODEC_IDS))
+assert set(_CODEC_IDS) == set(CODECS)
+
+
+def record(digest: bytes, size: int, codec: str, payload: bytes) -> bytes:
+    """The bytes of one record."""
+    checked = _CHECKED.pack(digest, size, len(payload), _CODEC_IDS[codec], xxhash.xxh3_64_intdigest(payload))
+    return b"".join((_MAGIC, (xxhash.xxh3_64_intdigest(checked) & 0xFFFFFFFF).to_bytes(4, "little"), checked, payload))
+
+
+class PackRecord(NamedTuple):
+    """A record found by scanning, and whether its payload matches its check."""
+
+    blob: Blob
+    intact: bool
+
+
+class Damage(NamedTuple):
+    """Bytes of a pack that are no record."""
+
+    offset: int
+    length: int
+
+
+def _parse_head(raw: bytes, at: int, pack: int, payload_at: int) -> tuple[Blob, int] | None:
+    magic, check, digest, size, stored, codec, payload_check = _HEAD.unpack_from(raw, at)
+    if magic != _MAGIC or codec not in _CODEC_NAMES:
+        return None
+    if xxhash.xxh3_64_intdigest(raw[at + 8 : at + HEAD_SIZE]) & 0xFFFFFFFF != check:
+        return None
+    return Blob(digest, size, stored, _CODEC_NAMES[codec], pack, payload_at), payload_check
+
+
+def scan(path: Path, pack: int, *, start: int = 0, payloads: bool = True) -> Iterator[PackRecord | Damage]:
+    """Every record of a pack file in order, and every stretch that is none.
+
+    Args:
+        path: the pack file.
+        pack: its id, for the blobs' `pack`.
+        start: where to begin; a record must begin there.
+        payloads: read each payload and compare its check; False trusts them (`intact` is then True).
+    """
+    with path.open("rb") as file:
+        end = os.fstat(file.fileno()).st_size
+        fd = file.fileno()
+        position = start or (len(FILE_HEAD) if os.pread(fd, len(FILE_HEAD), 0) == FILE_HEAD else 0)
+        while position < end:
+            raw = os.pread(fd, HEAD_SIZE, position)
+            parsed = _parse_head(raw, 0, pack, position + HEAD_SIZE) if len(raw) == HEAD_SIZE else None
+            if parsed is None or parsed[0].offset + parsed[0].stored > end:
+                following = _next_head(fd, position + 1, end, pack)
+                yield Damage(position, following - position)
+                position = following
+                continue
+            blob, check = parsed
+            intact = True
+            if payloads:
+                intact = xxhash.xxh3_64_intdigest(os.pread(fd, blob.stored, blob.offset)) == check
+            yield PackRecord(blob, intact)
+            position = blob.offset + blob.stored
+
+
+def _next_head(fd: int, position: int, end: int, pack: int) -> int:
+    step = 1024 * 1024
+    while position < end:
+        chunk = os.pread(fd, step + HEAD_SIZE, position)
+        found = chunk.find(_MAGIC)
+        while 0 <= found <= len(chunk) - HEAD_SIZE:
+            if _parse_head(chunk, found, pack, 0) is not None:
+                return position + found
+            found = chunk.find(_MAGIC, found + 1)
+        position += step
+    return end
+
+
+def read_record(fd: int, blob: Blob) -> bytes:
+    """The payload of ``blob``, its whole record checked: for moving it to another pack as it is.
+
+    Raises:
+        CorruptError: there is no such record at its place.
+    """
+    raw = os.pread(fd, HEAD_SIZE + blob.stored, blob.offset - HEAD_SIZE)
+    parsed = _parse_head(raw, 0, blob.pack, blob.offset) if len(raw) == HEAD_SIZE + blob.stored else None
+    if parsed is None or parsed[0] != blob or xxhash.xxh3_64_intdigest(raw[HEAD_SIZE:]) != parsed[1]:
+        raise CorruptError(f"pack {blob.pack} has no intact record of blob {blob.digest.hex()} at {blob.offset}")
+    return raw[HEAD_SIZE:]
+
+
+class PackFolder:
+    """The folder of packs: their paths, and a few of them kept open for reading.
+
+    Thread-safe. A descriptor handed out by `acquire` stays valid until `release`, also if the pack is unlinked.
+    """
+
+    def __init__(self, folder: Path, *, keep_open: int = 64) -> None:
+        self.folder = folder
+        self._keep_open = keep_open
+        self._open: OrderedDict[int, list[int]] = OrderedDict()  # pack -> [fd, users]
+        self._owner: dict[int, int] = {}  # fd -> pack, for those acquired
+        self._after_fork()
+        reset_after_fork(self)
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()  # descriptors for reading with pread are safe to share with a parent
+
+    def path(self, pack: int) -> Path:
+        """Where pack ``pack`` is."""
+        return self.folder / f"{pack:08x}.pack"
+
+    def ids(self) -> list[int]:
+        """The packs there are on disk."""
+        return sorted(int(path.stem, 16) for path in self.folder.glob("????????.pack"))
+
+    def acquire(self, pack: int) -> int:
+        """A descriptor of the pack, to be given back with `release`.
+
+        Raises:
+            FileNotFoundError: there is no such pack (any more).
+        """
+        with self._lock:
+            slot = self._open.get(pack)
+            if slot is None:
+                slot = self._open[pack] = [os.open(self.path(pack), os.O_RDONLY | os.O_CLOEXEC), 0]
+                self._owner[slot[0]] = pack
+                self._trim()
+            else:
+                self._open.move_to_end(pack)
+            slot[1] += 1
+            return slot[0]
+
+    def release(self, fd: int) -> None:
+        """Give back a descriptor."""
+        with self._lock:
+            self._open[self._owner[fd]][1] -= 1
+            if len(self._open) > self._keep_open:
+                self._trim()
+
+    def _trim(self) -> None:
+        excess = len(self._open) - self._keep_open
+        for pack in [pack for pack, slot in self._open.items() if not slot[1]][: max(0, excess)]:
+            self._drop(pack)
+
+    def _drop(self, pack: int) -> None:
+        fd = self._open.pop(pack)[0]
+        del self._owner[fd]
+        os.close(fd)
+
+    def close(self) -> None:
+        """Close what nobody uses."""
+        with self._lock:
+            for pack in [pack for pack, slot in self._open.items() if not slot[1]]:
+                self._drop(pack)
+
+
+class PackWriter:
+    """Appends records to the one pack this process writes.
+
+    The id comes from the index, which has registered it before the file exists: a pack file nobody registered is a
+    leftover. Calls must be serialised by the caller.
+    """
+
+    def __init__(self, path: Path, pack: int, mode: int) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._fd = os.open(path, flags, mode)
+        self.pack = pack
+        self.size = 0
+        self._append(FILE_HEAD)
+
+    def _append(self, data: bytes) -> int:
+        position = self.size
+        try:
+            written = os.write(self._fd, data)
+            while written < len(data):
+                written += os.write(self._fd, memoryview(data)[written:])
+        except OSError:
+            os.ftruncate(self._fd, position)  # a full disk must not leave half a record in front of the next
+            raise
+        self.size += written
+        return position
+
+    def add(self, records: bytes) -> int:
+        """Append whole records; returns where they begin."""
+        return self._append(records)
+
+    def sync(self) -> None:
+        """Have the records survive a power cut."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

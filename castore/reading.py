@@ -1,0 +1,192 @@
+"""How a name becomes bytes again: RAM, then the index, then the object, checked; or a miss.
+
+The RAM tier answers without asking the index as long as the beacon says that no name changed since, and for at most a
+second at a time. What fails its check on disk is set aside, counted and from then on a miss: the caller computes it
+again, and putting it heals the blob. Bytes that fail their check are never returned.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from castore.beacon import Beacon
+from castore.errors import CorruptError
+from castore.forks import reset_after_fork
+from castore.index import Found, Index
+from castore.memory import MemoryLRU
+from castore.objects.codecs import FRAME_SIZE
+from castore.objects.decode import BlobReader
+from castore.objects.directory import ObjectDirectory
+from castore.records import LOST, Blob
+from castore.usage import Usage
+
+#: Longest time the RAM tier answers for a name without asking the index.
+TRUST_SECONDS = 1.0
+_ATTEMPTS = 5
+
+
+class _Binding(NamedTuple):
+    """What a name pointed to, and how long that may be taken for true."""
+
+    digest: bytes
+    changed: int
+    until: float
+
+
+class BlobSource:
+    """Reads blobs by name or digest.
+
+    Args:
+        index: rows.
+        objects: bytes.
+        beacon: tells when names change.
+        usage: counts hits and misses.
+        memory: bound on the RAM tier in bytes; 0 for none.
+    """
+
+    def __init__(
+        self, index: Index, objects: ObjectDirectory, beacon: Beacon, usage: Usage, memory: int
+    ) -> None:
+        self._index = index
+        self._objects = objects
+        self._words = beacon.words
+        self._usage = usage
+        self.memory: MemoryLRU[bytes] = MemoryLRU(memory)
+        self._bindings: dict[str, _Binding] = {}
+        reset_after_fork(self)
+
+    def _after_fork(self) -> None:
+        self._bindings = dict(self._bindings)
+
+    def get(self, name: str) -> bytes | None:
+        """The bytes of a name, or None."""
+        binding = self._bindings.get(name)
+        if binding is not None:
+            now = time.time()
+            if now < binding.until and self._words[0] == binding.changed:
+                data = self.memory.get(binding.digest)
+                if data is not None:
+                    usage = self._usage
+                    usage.counts["memory_hits"] += 1
+                    usage.touched[name] = now
+                    return data
+        return self._get(name)
+
+    def _get(self, name: str) -> bytes | None:
+        # The word is read before the index: a change in between makes the binding stale, never fresh.
+        changed = self._words[0]
+        now = time.time()
+        found = self._index.find(name)
+        if found is None or (found.expires is not None and found.expires <= now):
+            self._miss()
+            return None
+        data = self.memory.get(found.blob.digest)
+        tier = "memory_hits"
+        if data is None:
+            data, tier = self.fetch(found.blob), "disk_hits"
+        if data is None:
+            self._miss()
+            return None
+        if self.memory.max_bytes:
+            self._bind(name, found, changed, now)
+        usage = self._usage
+        usage.touched[name] = now
+        usage.counts[tier] += 1
+        usage.flush_if_due()
+        return data
+
+    def _miss(self) -> None:
+        self._usage.counts["misses"] += 1
+        self._usage.flush_if_due()
+
+    def _bind(self, name: str, found: Found, changed: int, now: float) -> None:
+        if len(self._bindings) > 2 * len(self.memory) + 1024:
+            self._bindings.clear()
+        until = now + TRUST_SECONDS
+        if found.expires is not None:
+            until = min(until, found.expires)
+        self._bindings[name] = _Binding(found.blob.digest, changed, until)
+
+    def get_many(self, names: list[str]) -> list[bytes | None]:
+        """`get` for many names with one question to the index."""
+        now = time.time()
+        found = self._index.find_many(names)
+        results: list[bytes | None] = []
+        for name in names:
+            row = found.get(name)
+            data = None
+            if row is not None and (row.expires is None or row.expires > now):
+                data = self.fetch(row.blob)
+            results.append(data)
+            if data is not None:
+                self._usage.touched[name] = now
+        hits = sum(data is not None for data in results)
+        self._usage.counts["disk_hits"] += hits
+        self._usage.counts["misses"] += len(names) - hits
+        self._usage.flush_if_due()
+        return results
+
+    def fetch(self, blob: Blob) -> bytes | None:
+        """All bytes of a blob, through the RAM tier; None if they are lost, which is then on record."""
+        if blob.pack == LOST:
+            return None
+        try:
+            if blob.pack > 0 and blob.size <= FRAME_SIZE:
+                # Decoding costs less than agreeing on who decodes.
+                data = self._objects.read_packed(blob)
+                if self.memory.max_bytes:
+                    self.memory.put(blob.digest, data)
+                return data
+        except (FileNotFoundError, CorruptError):
+            pass  # the long way says what it is, and finds bytes that were moved meanwhile
+        try:
+            return self.memory.get_or_load(blob.digest, lambda: self._load(blob))
+        except FileNotFoundError:
+            return None
+
+    def _load(self, blob: Blob) -> bytes:
+        reader = self.open(blob)
+        try:
+            return reader.read_all()
+        except CorruptError as error:
+            self.quarantine(blob, error)
+            raise FileNotFoundError(str(error)) from error
+        finally:
+            reader.close()
+
+    def open(self, blob: Blob, cache: MemoryLRU[bytes] | None = None) -> BlobReader:
+        """A reader that holds the blob's bytes; compaction may have moved them since `blob` was read.
+
+        Raises:
+            FileNotFoundError: the bytes are lost, which is then on record.
+        """
+        for _ in range(_ATTEMPTS):
+            checksums = self._index.checksums(blob.digest) if blob.codec == "none" else None
+            try:
+                return self._objects.open(blob, checksums=checksums, cache=cache)
+            except FileNotFoundError:
+                current = self._index.blob(blob.digest)
+                if current is None or current.pack == LOST:
+                    raise
+                if current == blob:
+                    self._lose(blob)
+                    raise
+                blob = current
+        raise FileNotFoundError(f"blob {blob.digest.hex()} kept moving")
+
+    def quarantine(self, blob: Blob, error: CorruptError) -> None:
+        """Set a damaged object aside and put it on record as lost."""
+        with self._index.write() as txn:
+            if txn.blob(blob.digest) != blob:
+                return  # somebody else dealt with it, or moved an intact copy here
+            self._objects.quarantine(blob)
+            txn.lose_blob(blob)
+        self._usage.counts["corrupt"] += 1
+        self.memory.discard(blob.digest)
+
+    def _lose(self, blob: Blob) -> None:
+        with self._index.write() as txn:
+            if txn.blob(blob.digest) == blob:
+                txn.lose_blob(blob)
+        self._usage.counts["corrupt"] += 1

@@ -1,0 +1,83 @@
+"""What the index knows of a blob and of an entry, as plain immutable values.
+
+These cross every boundary inside castore (index, object directory, store, view), so they carry no behaviour and
+no handles: nothing here opens, reads or decides anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+#: `Blob.pack` of a blob whose bytes are a file of their own.
+LOOSE = 0
+#: `Blob.pack` of a blob whose bytes were found damaged or missing: a miss until the same bytes are put again.
+LOST = -1
+
+
+class Blob(NamedTuple):
+    """Immutable bytes and where they lie.
+
+    Attributes:
+        digest: BLAKE3-256 of the uncompressed bytes, 32 raw bytes.
+        size: uncompressed length in bytes.
+        stored: length in bytes as stored, seek table included, pack record header excluded.
+        codec: ``"zstd"``, ``"lz4"``, ``"gzip"`` or ``"none"``.
+        pack: id of the pack that holds it, `LOOSE`, or `LOST`.
+        offset: where its payload begins in the pack; 0 when loose.
+    """
+
+    digest: bytes
+    size: int
+    stored: int
+    codec: str
+    pack: int
+    offset: int
+
+
+class Entry(NamedTuple):
+    """A name and what it points to: what `Store.put` returns and `Store.entries` lists.
+
+    Attributes:
+        name: relative POSIX path.
+        digest: BLAKE3-256 of the bytes, 64 hex characters.
+        size: uncompressed length in bytes.
+        stored: bytes on disk of the blob (shared by all names of the same blob).
+        codec: how the blob is compressed: ``"zstd"``, ``"lz4"``, ``"gzip"`` or ``"none"``.
+        created: when the name was last pointed at a new blob, seconds since the epoch.
+        expires: when the entry stops existing, seconds since the epoch, or None for never.
+        accessed: last known read, seconds since the epoch (written in batches, so up to some seconds late).
+        serializer: how `Store.load` turns the bytes into an object; ``"bytes"`` for plain puts.
+        metadata: the user's JSON-like metadata.
+        pinned: whether gc leaves the entry alone.
+    """
+
+    name: str
+    digest: str
+    size: int
+    stored: int
+    codec: str
+    created: float
+    expires: float | None
+    accessed: float
+    serializer: str
+    metadata: dict[str, Any]
+    pinned: bool
+
+
+class Pointing(NamedTuple):
+    """What a put says of a name besides its bytes.
+
+    Attributes:
+        name: already checked.
+        serializer: kept in the entry.
+        metadata: as JSON text, or None.
+        expires: seconds since the epoch, or None.
+        pinned: pin the entry; False leaves a pin that is there.
+    """
+
+
+    name: str
+    serializer: str
+    metadata: str | None
+    expires: float | None
+    pinned: bool

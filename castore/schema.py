@@ -1,0 +1,67 @@
+"""The index's tables, as migrations of sqlite-utils.
+
+Imported only when an index is made or is older than this code: sqlite-utils takes a third of a second to import.
+A new version of the schema is a new migration at the end and a higher SCHEMA_VERSION; none is ever changed.
+
+Two things here follow from other rows and are kept beside them, so that gc and `stat` cost the same at ten entries
+and at ten million: how many entries name a blob (`refs`), and `totals`. Only `index.Write` changes rows, and it keeps
+both in the same transaction; triggers would do it too, at twice the cost of a put (measured).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+#: `PRAGMA user_version` of an index that has all the migrations below.
+SCHEMA_VERSION = 1
+
+_TABLES = """
+CREATE TABLE blobs (
+    digest BLOB PRIMARY KEY, size INTEGER NOT NULL, stored INTEGER NOT NULL, codec TEXT NOT NULL,
+    pack INTEGER NOT NULL, offset INTEGER NOT NULL, refs INTEGER NOT NULL DEFAULT 0, orphaned REAL
+) WITHOUT ROWID;
+CREATE TABLE entries (
+    name TEXT PRIMARY KEY, digest BLOB NOT NULL, size INTEGER NOT NULL, serializer TEXT NOT NULL, metadata TEXT,
+    created REAL NOT NULL, expires REAL, accessed REAL NOT NULL, pinned INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE TABLE checksums (digest BLOB PRIMARY KEY, frames BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE packs (id INTEGER PRIMARY KEY AUTOINCREMENT, created REAL NOT NULL);
+CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE mounts (
+    id INTEGER PRIMARY KEY, mountpoint TEXT NOT NULL, prefix TEXT NOT NULL, pinned INTEGER NOT NULL,
+    pid INTEGER NOT NULL, started REAL NOT NULL, since REAL NOT NULL
+);
+CREATE TABLE totals (
+    id INTEGER PRIMARY KEY CHECK (id = 1), entries INTEGER NOT NULL, logical INTEGER NOT NULL,
+    blobs INTEGER NOT NULL, uniq INTEGER NOT NULL, stored INTEGER NOT NULL
+);
+INSERT INTO totals VALUES (1, 0, 0, 0, 0, 0);
+CREATE INDEX entries_expires ON entries (expires) WHERE expires IS NOT NULL;
+CREATE INDEX blobs_orphaned ON blobs (orphaned) WHERE orphaned IS NOT NULL;
+CREATE INDEX blobs_loose ON blobs (size) WHERE pack = 0;
+"""
+
+
+def _statements(script: str) -> list[str]:
+    statements, pending = [], ""
+    for line in script.splitlines(keepends=True):
+        pending += line
+        if sqlite3.complete_statement(pending):
+            statements.append(pending)
+            pending = ""
+    return statements
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Bring an index, new or old, to SCHEMA_VERSION. Safe against another process doing the same."""
+    from sqlite_utils import Database, Migrations
+
+    migrations = Migrations("castore")
+
+    @migrations(name="tables")
+    def tables(db: Database) -> None:
+        for statement in _statements(_TABLES):
+            db.execute(statement)
+
+    migrations.apply(Database(connection))
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -1,0 +1,179 @@
+"""A store's folder and its ``castore.json``: format version and defaults.
+
+Makes the folder, refuses what is no store or lies on a file system where SQLite's locks do not hold, and reads and
+writes the defaults. Everything else inside the folder belongs to other modules.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from castore.errors import StoreError
+from castore.objects.codecs import check_codec
+from castore.sizes import parse_duration, parse_size
+
+FORMAT = 1
+FILE = "castore.json"
+FOLDERS = ("objects", "objects/packs", "objects/names", "tmp", "locks", "quarantine")
+# The signature is what makes backup tools skip the folder: https://bford.info/cachedir/
+_CACHEDIR_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This folder is a cache made by castore.\n"
+_NETWORK = {"nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "ocfs2"}
+_NETWORK |= {"fuse.sshfs", "fuse.s3fs", "fuse.glusterfs", "fuse.juicefs", "fuse.gcsfuse", "fuse.mountpoint-s3"}
+
+
+class Settings(NamedTuple):
+    """The defaults a store keeps for all who open it.
+
+    Attributes:
+        codec: ``auto``, ``zstd``, ``lz4``, ``gzip`` or ``none``.
+        level: of the codec; None for the codec's own default.
+        max_size: budget in stored bytes, or None for no bound.
+        ttl: seconds until an entry expires, or None for never.
+        shared: group that may read and write the store, or None for its owner alone.
+    """
+
+    codec: str = "auto"
+    level: int | None = None
+    max_size: int | None = None
+    ttl: float | None = None
+    shared: str | None = None
+
+    @property
+    def folder_mode(self) -> int:
+        """Permission bits of the store's folders."""
+        return 0o2770 if self.shared else 0o700
+
+    @property
+    def file_mode(self) -> int:
+        """Permission bits of files that are written to."""
+        return 0o660 if self.shared else 0o600
+
+    @property
+    def object_mode(self) -> int:
+        """Permission bits of finished objects."""
+        return 0o440 if self.shared else 0o400
+
+
+def default_path() -> Path:
+    """Where the store is if nobody says: ``$CASTORE_DIR``, ``$XDG_CACHE_HOME/castore``, ``~/.cache/castore``."""
+    own = os.environ.get("CASTORE_DIR")
+    if own:
+        return Path(own)
+    from platformdirs import user_cache_path
+
+    return user_cache_path("castore")
+
+
+def merge(base: Settings, **changes: Any) -> Settings:
+    """``base`` with every change that is not None, sizes and durations parsed and all values checked."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    if "max_size" in given:
+        given["max_size"] = parse_size(given["max_size"])
+    if "ttl" in given:
+        given["ttl"] = parse_duration(given["ttl"])
+    if "codec" in given and "level" not in given and given["codec"] != base.codec:
+        given["level"] = None  # another codec's level means nothing for this one
+    merged = base._replace(**given)
+    check_codec(merged.codec, merged.level)
+    return merged
+
+
+def load(path: Path) -> Settings | None:
+    """The settings of the store at ``path``, or None if there is no store.
+
+    Raises:
+        StoreError: the file is damaged, or of a format this code does not know.
+    """
+    file = path / FILE
+    try:
+        raw = json.loads(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError as error:
+        raise StoreError(f"{file} may not be read by this user; ask its owner to share it with `init --shared`") from error
+    except ValueError as error:
+        raise StoreError(f"{file} is damaged ({error}); delete it and run `castore init` there") from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        found = raw.get("format") if isinstance(raw, dict) else None
+        raise StoreError(f"{path} has format {found!r}, and this castore knows format {FORMAT}; upgrade castore")
+    try:
+        return merge(Settings(), **{name: raw.get(name) for name in Settings._fields})
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"{file} holds a bad setting: {error}") from error
+
+
+def save(path: Path, settings: Settings) -> None:
+    """Write the settings, whole or not at all."""
+    content = {"format": FORMAT, **settings._asdict()}
+    temporary = path / f"{FILE}.{os.getpid()}.new"
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.chmod(settings.file_mode)
+    temporary.rename(path / FILE)
+
+
+def create(path: Path, settings: Settings) -> None:
+    """Make the store's folders and write its settings.
+
+    Raises:
+        StoreError: the folder holds other things, cannot be made, or lies on a network file system.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not (path / FILE).exists() and any(entry.name not in _own_names() for entry in path.iterdir()):
+            raise StoreError(f"{path} is not empty and no castore; choose an empty or new folder for the store")
+        path.chmod(settings.folder_mode)
+        for name in FOLDERS:
+            folder = path / name
+            folder.mkdir(exist_ok=True)
+            folder.chmod(settings.folder_mode)
+        if settings.shared:
+            _give_to_group(path, settings.shared)
+        (path / ".gitignore").write_text("*\n")
+        (path / "CACHEDIR.TAG").write_text(_CACHEDIR_TAG)
+        save(path, settings)
+    except OSError as error:
+        raise StoreError(f"cannot make a store at {path}: {error.strerror or error}") from error
+
+
+def _own_names() -> set[str]:
+    return {FILE, ".gitignore", "CACHEDIR.TAG", "index.sqlite", *(name.split("/")[0] for name in FOLDERS)}
+
+
+def _give_to_group(path: Path, group: str) -> None:
+    import shutil
+
+    try:
+        for folder in (path, *(path / name for name in FOLDERS)):
+            shutil.chown(folder, group=group)
+            folder.chmod(0o2770)  # chown clears the set-group-id bit
+    except LookupError as error:
+        raise StoreError(f"there is no group {group!r} to share {path} with") from error
+
+
+def refuse_network(path: Path) -> None:
+    """Raise StoreError if the store lies on a file system shared between machines.
+
+    SQLite needs locks and shared memory that those do not give, or give without effect.
+    """
+    kind = filesystem_of(path)
+    if kind in _NETWORK:
+        raise StoreError(
+            f"{path} is on a {kind} file system, where SQLite's index would be damaged; put the store on a local disk"
+            " (--store DIR or CASTORE_DIR) and keep the source data where it is"
+        )
+
+
+def filesystem_of(path: Path) -> str:
+    """Type of the file system that holds ``path``, as ``/proc/self/mountinfo`` names it."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    kind = ""
+    with open("/proc/self/mountinfo") as mounts:
+        for line in mounts:
+            left, _, right = line.partition(" - ")
+            if left.split()[2] == wanted:
+                kind = right.split()[0]
+    return kind

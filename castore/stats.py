@@ -1,0 +1,116 @@
+"""Figures about a store, for `castore stat`: cheap at any size, since the index keeps the totals."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from castore.store import Store
+
+#: Up to this many entries the largest prefixes are summed up; above, that scan would make `stat` slow.
+PREFIX_ENTRIES = 200_000
+
+
+class PrefixSize(NamedTuple):
+    """All entries that share the first part of their names."""
+
+    prefix: str
+    entries: int
+    logical: int
+
+
+class Stat(NamedTuple):
+    """Figures about a store; sizes in bytes, times in seconds since the epoch.
+
+    Attributes:
+        path: the store's folder.
+        entries, blobs: how many.
+        logical: sum of the sizes of all entries: what they would take as plain files.
+        unique: the same with each blob counted once.
+        stored: what the blobs take compressed.
+        max_size: the budget on ``stored``, or None.
+        memory_hits, disk_hits, misses: reads so far, over all processes and runs.
+        corrupt: blobs that were found damaged or missing.
+        evictions: entries that gc removed.
+        expired: entries whose time is over and that gc has not removed yet.
+        next_expiries: names and times of what expires next.
+        prefixes: the largest first parts of names; None above PREFIX_ENTRIES entries.
+        memory_bytes, memory_max: the RAM tier of this process.
+        mounts: mountpoints of live mounts.
+    """
+
+    path: str
+    entries: int
+    blobs: int
+    logical: int
+    unique: int
+    stored: int
+    max_size: int | None
+    memory_hits: int
+    disk_hits: int
+    misses: int
+    corrupt: int
+    evictions: int
+    expired: int
+    next_expiries: list[tuple[str, float]]
+    prefixes: list[PrefixSize] | None
+    memory_bytes: int
+    memory_max: int
+    mounts: list[str]
+
+    @property
+    def dedupe_ratio(self) -> float:
+        """How many times over the same bytes were put: logical by unique."""
+        return self.logical / self.unique if self.unique else 1.0
+
+    @property
+    def compression_ratio(self) -> float:
+        """Unique by stored."""
+        return self.unique / self.stored if self.stored else 1.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Part of all reads that found what they asked for."""
+        hits = self.memory_hits + self.disk_hits
+        return hits / (hits + self.misses) if hits + self.misses else 0.0
+
+
+def measure(store: Store) -> Stat:
+    """Read the figures. See `Store.stat`."""
+    index = store.index
+    db = index.connection()
+    now = time.time()
+    totals = index.totals()
+    counters = index.counters()
+    expired = db.execute("SELECT count(*) FROM entries WHERE expires <= ?", (now,)).fetchone()[0]
+    upcoming = db.execute("SELECT name, expires FROM entries WHERE expires > ? ORDER BY expires LIMIT 5", (now,))
+    mounts = db.execute("SELECT mountpoint FROM mounts ORDER BY since")
+    return Stat(
+        path=str(store.path),
+        entries=totals.entries,
+        blobs=totals.blobs,
+        logical=totals.logical,
+        unique=totals.unique,
+        stored=totals.stored,
+        max_size=store.settings.max_size,
+        memory_hits=counters.get("memory_hits", 0),
+        disk_hits=counters.get("disk_hits", 0),
+        misses=counters.get("misses", 0),
+        corrupt=counters.get("corrupt", 0),
+        evictions=counters.get("evictions", 0),
+        expired=expired,
+        next_expiries=[(name, when) for name, when in upcoming],
+        prefixes=_prefixes(store) if totals.entries <= PREFIX_ENTRIES else None,
+        memory_bytes=store.source.memory.bytes,
+        memory_max=store.source.memory.max_bytes,
+        mounts=[row[0] for row in mounts],
+    )
+
+
+def _prefixes(store: Store) -> list[PrefixSize]:
+    rows = store.index.connection().execute(
+        "SELECT substr(name, 1, instr(name || '/', '/') - 1) AS prefix, count(*), sum(size) FROM entries"
+        " GROUP BY prefix ORDER BY 3 DESC LIMIT 8"
+    )
+    return [PrefixSize(*row) for row in rows]

@@ -1,0 +1,472 @@
+"""The store: the one door through which everybody else uses castore.
+
+Everything here checks its arguments and hands on: writing.py puts, reading.py gets, collect.py and verify.py keep the
+store in shape. A `Store` is safe to share between threads, survives a fork, and pickles as its path and options.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from castore import collect, serializers, settings, stats, verify
+from castore.beacon import Beacon
+from castore.cached import cached
+from castore.compute import ComputeLocks
+from castore.errors import FullError, InvalidValueError, NotFoundError, SerializationError, StoreError
+from castore.files import open_blob
+from castore.index import Index
+from castore.journal import Journal
+from castore.names import check_name, check_prefix
+from castore.objects.codecs import Buffer, check_codec
+from castore.objects.directory import ObjectDirectory
+from castore.reading import BlobSource
+from castore.records import Blob, Entry, Pointing
+from castore.sizes import parse_duration, parse_size
+from castore.usage import Usage
+from castore.writing import BlobWriter, Staged, Vanished, open_source
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: Bound on the RAM tier of a `Store` that is not told otherwise: each process has its own, so it is modest.
+DEFAULT_MEMORY = 128_000_000
+#: Bytes and blobs that `put_many` commits at a time.
+_BATCH_BYTES = 32 * 1024 * 1024
+_BATCH_BLOBS = 2000
+
+
+class Store:
+    """A folder that keeps each artefact once, compressed and verified.
+
+    Args:
+        path: the store's folder, made if it does not exist; default ``$CASTORE_DIR``, then
+            ``$XDG_CACHE_HOME/castore``, then ``~/.cache/castore``.
+        codec: ``"auto"`` (zstd, or raw for what does not shrink), ``"zstd"``, ``"lz4"``, ``"gzip"`` or ``"none"``;
+            default what the store was made with.
+        level: of the codec; default the codec's own.
+        max_size: budget in stored bytes (an int, or ``"200GB"``); puts that would pass it evict the least recently
+            used first. Default what the store was made with.
+        memory: bound on the RAM tier of this process in bytes, 0 for none; default 128 MB.
+        ttl: seconds (or ``"30d"``) until a new entry expires; default what the store was made with.
+        durable: whether a put that has returned survives a power cut, at the price of an fsync each.
+        allow_pickle: let `save` and `load` use pickle where nothing else fits. Loading a pickle runs code.
+
+    Raises:
+        StoreError: the folder is no store, of another format, not accessible, or on a network file system.
+
+    >>> import tempfile
+    >>> store = Store(tempfile.mkdtemp() + "/cache")
+    >>> store.put("greetings/hello.txt", b"hello").size
+    5
+    >>> store.get("greetings/hello.txt")
+    b'hello'
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        codec: str | None = None,
+        level: int | None = None,
+        max_size: int | str | None = None,
+        memory: int | str = DEFAULT_MEMORY,
+        ttl: float | str | None = None,
+        durable: bool = False,
+        allow_pickle: bool = False,
+    ) -> None:
+        self._options: dict[str, Any] = dict(
+            codec=codec, level=level, max_size=max_size, memory=memory, ttl=ttl, durable=durable,
+            allow_pickle=allow_pickle,
+        )  # fmt: skip
+        self.path = Path(os.path.abspath(settings.default_path() if path is None else path))
+        kept = settings.load(self.path)
+        if kept is None:
+            kept = settings.merge(settings.Settings(), codec=codec, level=level, max_size=max_size, ttl=ttl)
+            settings.create(self.path, kept)
+        self.settings = settings.merge(kept, codec=codec, level=level, max_size=max_size, ttl=ttl)
+        settings.refuse_network(self.path)
+        self.allow_pickle = allow_pickle
+        self._connect(parse_size(memory), durable)
+
+    def _connect(self, memory: int, durable: bool) -> None:
+        mode = self.settings.file_mode
+        try:
+            self._beacon = Beacon(self.path / "locks" / "beacon", mode)
+        except OSError as error:
+            raise StoreError(f"cannot use the store {self.path}: {error.strerror}: {error.filename}") from error
+        journal = Journal(self.path / "objects" / "names", self._beacon, mode)
+        self.index = Index(self.path / "index.sqlite", self._beacon, journal, durable=durable, mode=mode)
+        self.objects = ObjectDirectory(self.path, self.settings, durable=durable)
+        self._usage = Usage(self.index)
+        self.source = BlobSource(self.index, self.objects, self._beacon, self._usage, memory)
+        self.writer = BlobWriter(
+            self.index, self.objects, self.settings.max_size, partial(collect.make_room, self)
+        )
+        self._locks = ComputeLocks(self.path / "locks" / "compute", mode)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(Store, **self._options), (str(self.path),)
+
+    def __repr__(self) -> str:
+        return f"Store({str(self.path)!r})"
+
+    def close(self) -> None:
+        """Write what has been counted and let go of files and connections; reading again is an error."""
+        self._usage.flush()
+        self.writer.close()
+        self.objects.close()
+        self.index.journal.close()
+        self.index.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # Putting
+
+    def put(
+        self,
+        name: str,
+        data: Buffer,
+        *,
+        codec: str | None = None,
+        level: int | None = None,
+        ttl: float | str | None = None,
+        metadata: dict[str, Any] | None = None,
+        pin: bool = False,
+        serializer: str = "bytes",
+    ) -> Entry:
+        """Keep ``data`` under ``name``, which it then names whether it did before or not.
+
+        Args:
+            name: relative POSIX path.
+            data: bytes, bytearray or memoryview.
+            codec, level, ttl: default the store's.
+            metadata: JSON-like, kept with the entry.
+            pin: have gc leave the entry alone.
+            serializer: how `load` turns the bytes into an object.
+
+        Raises:
+            InvalidNameError, NameConflictError: the name cannot be used.
+            TooLargeError, FullError: it does not fit into the budget or onto the disk.
+        """
+        pointing = self._pointing(name, ttl, metadata, pin, serializer)
+        use = self._codec(codec, level)
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise SerializationError(
+                f"put takes bytes, not {type(data).__name__}; `save` keeps objects, `put_file` files"
+            )
+        if isinstance(data, memoryview):
+            data = data.cast("B")
+        return self._put_one(pointing, lambda known: self.writer.stage(data, *use, known=known))
+
+    def put_file(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        codec: str | None = None,
+        level: int | None = None,
+        ttl: float | str | None = None,
+        metadata: dict[str, Any] | None = None,
+        pin: bool = False,
+    ) -> Entry:
+        """Keep a file of any size, in constant memory; the arguments are those of `put`.
+
+        Raises:
+            OSError: the file cannot be read.
+            InvalidValueError: it is not a regular file, or changed while it was read.
+        """
+        pointing = self._pointing(name, ttl, metadata, pin, "bytes")
+        use = self._codec(codec, level)
+        fd = open_source(path)
+        try:
+            return self._put_one(pointing, lambda known: self.writer.stage_file(fd, *use, known=known))
+        finally:
+            os.close(fd)
+
+    def put_many(
+        self,
+        items: Iterable[tuple[str, Buffer]],
+        *,
+        codec: str | None = None,
+        level: int | None = None,
+        ttl: float | str | None = None,
+    ) -> list[Entry]:
+        """Keep many small blobs with one commit for up to 2,000 of them (or 32 MiB): several times faster than
+        as many `put`. Items are consumed lazily; each batch is seen whole or not at all.
+        """
+        entries: list[Entry] = []
+        use = self._codec(codec, level)
+        batch: list[tuple[Pointing, Buffer]] = []
+        size = 0
+        for name, data in items:
+            batch.append((self._pointing(name, ttl, None, False, "bytes"), data))
+            size += len(data)
+            if size >= _BATCH_BYTES or len(batch) >= _BATCH_BLOBS:
+                entries += self._put_batch(batch, use)
+                batch, size = [], 0
+        return entries + self._put_batch(batch, use) if batch else entries
+
+    def _put_batch(self, batch: list[tuple[Pointing, Buffer]], use: tuple[str, int | None]) -> list[Entry]:
+        def stage(known: bool) -> list[tuple[Pointing, Staged]]:
+            return [(pointing, self.writer.stage(data, *use, known=known)) for pointing, data in batch]
+
+        return self._commit(stage)
+
+    def _put_one(self, pointing: Pointing, stage: Callable[[bool], Staged]) -> Entry:
+        return self._commit(lambda known: [(pointing, stage(known))])[0]
+
+    def _commit(self, stage: Callable[[bool], list[tuple[Pointing, Staged]]]) -> list[Entry]:
+        try:
+            try:
+                return self.writer.commit(stage(True))
+            except Vanished:
+                return self.writer.commit(stage(False))
+        except (OSError, sqlite3.OperationalError) as error:
+            if getattr(error, "errno", None) == 28 or "disk is full" in str(error):
+                if isinstance(error, FullError):
+                    raise
+                raise FullError(
+                    f"the disk of {self.path} is full; free some space, or lower the budget:"
+                    " `castore gc --max-size SIZE`"
+                ) from error
+            raise
+
+    def _pointing(
+        self, name: str, ttl: float | str | None, metadata: dict[str, Any] | None, pin: bool, serializer: str
+    ) -> Pointing:
+        check_name(name)
+        seconds = self.settings.ttl if ttl is None else parse_duration(ttl)
+        expires = None if seconds is None else time.time() + seconds
+        return Pointing(name, serializer, _metadata_text(metadata), expires, pin)
+
+    def _codec(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
+        if codec is None and level is None:
+            return self.settings.codec, self.settings.level
+        return check_codec(self.settings.codec if codec is None else codec, level)
+
+    # Getting
+
+    def get(self, name: str) -> bytes | None:
+        """The bytes of ``name``, verified, or None if there are none (any more)."""
+        return self.source.get(name)
+
+    def get_many(self, names: Iterable[str]) -> list[bytes | None]:
+        """`get` for many names, in their order, with one question to the index."""
+        return self.source.get_many(list(names))
+
+    def open(self, name: str) -> io.BufferedReader:
+        """A seekable file over the bytes of ``name`` that decodes only what is read, and keeps them until closed.
+
+        Raises:
+            NotFoundError: there is no such entry.
+            CorruptError: (while reading) the bytes are damaged.
+        """
+        blob = self._blob(name)
+        try:
+            return open_blob(self.source.open(blob), name)
+        except FileNotFoundError as error:
+            raise self._not_found(name) from error
+
+    def _blob(self, name: str) -> Blob:
+        found = self.index.find(name)
+        if found is None or (found.expires is not None and found.expires <= time.time()):
+            raise self._not_found(name)
+        return found.blob
+
+    def _not_found(self, name: str) -> NotFoundError:
+        return NotFoundError(f"there is no entry {name!r} in {self.path}; `castore ls` lists what there is")
+
+    # Objects
+
+    def save(self, name: str, obj: Any, *, serializer: str | None = None, **options: Any) -> Entry:
+        """Keep a Python object: bytes, text, JSON-like values, arrays, tensors, Arrow tables.
+
+        Args:
+            name, **options: as for `put`.
+            serializer: one of ``bytes text msgpack npy safetensors arrow pickle``; default what fits the object.
+
+        Raises:
+            SerializationError: nothing that is allowed fits; the message names the part.
+        """
+        used, data = serializers.dump(obj, serializer, allow_pickle=self.allow_pickle)
+        return self.put(name, data, serializer=used, **options)
+
+    def load(self, name: str) -> Any:
+        """The object that `save` kept.
+
+        Raises:
+            NotFoundError: there is no such entry.
+            SerializationError: it is a pickle, and the store was not opened with ``allow_pickle=True``.
+        """
+        found, data = self.index.find(name), self.get(name)
+        if found is None or data is None:
+            raise self._not_found(name)
+        return serializers.load(data, found.serializer, allow_pickle=self.allow_pickle)
+
+    def get_or_compute(
+        self,
+        key: str,
+        compute: Callable[[], Any],
+        *,
+        ttl: float | str | None = None,
+        metadata: dict[str, Any] | None = None,
+        validate: Callable[[Any], bool] | None = None,
+        serializer: str | None = None,
+    ) -> Any:
+        """The object kept under ``key``; on a miss ``compute()`` makes it, once for all threads and processes.
+
+        Args:
+            key: a name, such as `castore.key` gives.
+            compute: takes nothing, returns what `save` takes.
+            validate: says of a kept object whether it still serves; if not, it is computed anew.
+
+        Raises:
+            Exception: what ``compute`` raised; nothing is kept then, and the next caller tries again.
+        """
+        check_name(key)
+        hit, value = self._load_valid(key, validate)
+        if hit:
+            return value
+        with self._locks.hold(key):
+            hit, value = self._load_valid(key, validate)
+            if not hit:
+                value = compute()
+                self.save(key, value, ttl=ttl, metadata=metadata, serializer=serializer)
+            return value
+
+    def _load_valid(self, key: str, validate: Callable[[Any], bool] | None) -> tuple[bool, Any]:
+        try:
+            value = self.load(key)
+        except NotFoundError:
+            return False, None
+        return validate is None or validate(value), value
+
+    def cached(self, *, ttl: float | str | None = None, prefix: str | None = None) -> Callable[[F], F]:
+        """A decorator that keeps a function's results, keyed by its code and its arguments.
+
+        Args:
+            ttl: default the store's.
+            prefix: folder of the entries; default ``cached/<module>.<function>``.
+
+        Raises:
+            UnhashableError: (when called) an argument, or something the function refers to, has no stable hash.
+        """
+        return cached(self, ttl=ttl, prefix=prefix)
+
+    # Names
+
+    def entry(self, name: str) -> Entry | None:
+        """What is known of a name, or None if there is no such entry or it has expired."""
+        entry = self.index.entry(name)
+        return None if entry is None or (entry.expires is not None and entry.expires <= time.time()) else entry
+
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        """Entries at or below a prefix (whole parts: ``a`` covers ``a/b``, not ``ab``), in the order of names."""
+        return self.index.entries(check_prefix(prefix), time.time())
+
+    def delete(self, name: str) -> bool:
+        """Remove a name; gc removes its bytes once nothing names them. False if there was none."""
+        with self.index.write() as txn:
+            return txn.delete_entry(check_name(name))
+
+    def delete_many(self, names: Iterable[str]) -> int:
+        """Remove many names, 2,000 to a commit; returns how many there were."""
+        remaining, count = map(check_name, names), 0
+        while batch := list(islice(remaining, _BATCH_BLOBS)):
+            with self.index.write() as txn:
+                count += sum(txn.delete_entry(name) for name in batch)
+        return count
+
+    def pin(self, name: str) -> None:
+        """Have gc leave an entry alone, expired or not.
+
+        Raises:
+            NotFoundError: there is no such entry.
+        """
+        self._set_pinned(name, True)
+
+    def unpin(self, name: str) -> None:
+        """Undo `pin`.
+
+        Raises:
+            NotFoundError: there is no such entry.
+        """
+        self._set_pinned(name, False)
+
+    def _set_pinned(self, name: str, pinned: bool) -> None:
+        with self.index.write() as txn:
+            if not txn.set_pinned(check_name(name), pinned):
+                raise self._not_found(name)
+
+    # Upkeep
+
+    def flush(self) -> None:
+        """Write hit counts and last accesses to the index now instead of within seconds."""
+        self._usage.flush()
+
+    def stat(self) -> stats.Stat:
+        """What the store holds and how well it does."""
+        self._usage.flush()
+        return stats.measure(self)
+
+    def gc(
+        self,
+        max_size: int | str | None = None,
+        *,
+        dry_run: bool = False,
+        grace: float | str = collect.GRACE_SECONDS,
+    ) -> collect.Plan:
+        """Remove what has expired, what is over the budget, and what nobody names.
+
+        Args:
+            max_size: budget in stored bytes for this run; default the store's.
+            dry_run: only say what would go.
+            grace: seconds for which bytes whose last name was deleted or replaced are kept.
+
+        Returns:
+            What went, or would go.
+        """
+        budget = self.settings.max_size if max_size is None else parse_size(max_size)
+        self._usage.flush()
+        return collect.run(self, budget, parse_duration(grace), dry_run=dry_run)
+
+    def verify(
+        self,
+        *,
+        repair: bool = False,
+        sample: float = 1.0,
+        progress: Callable[[int], object] | None = None,
+    ) -> verify.Report:
+        """Re-read everything, or a sample, and set aside what is not as it was put.
+
+        Args:
+            repair: also drop the entries of what is bad, so that they are computed anew.
+            sample: part of the blobs to read, chosen at random: 0.05 reads 5 %.
+            progress: called with the stored bytes of each blob read.
+        """
+        if not 0 < sample <= 1:
+            raise InvalidValueError(f"sample must be above 0 and at most 1 (all), not {sample!r}")
+        return verify.run(self, repair=repair, sample=sample, progress=progress)
+
+
+def _metadata_text(metadata: dict[str, Any] | None) -> str | None:
+    if not metadata:
+        return None
+    try:
+        if any(not isinstance(key, str) for key in metadata):
+            raise TypeError("its keys must be text")
+        return json.dumps(metadata, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise SerializationError(f"metadata must be JSON-like: {error}") from error

@@ -1,0 +1,63 @@
+"""Hits, misses and last accesses, counted in memory and written to the index in batches: never a write per read.
+
+Every process adds what it counted, so the figures add up over processes and runs. What a killed process had not yet
+written is lost: a few seconds of counts, never an entry.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections import Counter
+
+from castore.forks import reset_after_fork
+from castore.index import Index
+
+#: Seconds between two writes of a busy reader.
+FLUSH_SECONDS = 5.0
+
+
+class Usage:
+    """The counts of one `Store` in one process.
+
+    Attributes:
+        due: when the next flush is due, on the monotonic clock; readers compare before they call `flush`.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._after_fork()
+        reset_after_fork(self)
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self.touched: dict[str, float] = {}  # name -> seconds since the epoch
+        self.counts: Counter[str] = Counter()
+        self.due = time.monotonic() + FLUSH_SECONDS
+
+    def flush_if_due(self) -> None:
+        """Flush every few seconds of use. A busy index is asked again next time: counts can wait, readers cannot."""
+        if time.monotonic() < self.due:
+            return
+        try:
+            self.flush()
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) and "busy" not in str(error):
+                raise
+
+    def flush(self) -> None:
+        """Write what has been counted."""
+        with self._lock:
+            touched, self.touched = self.touched, {}
+            counts, self.counts = self.counts, Counter()
+            self.due = time.monotonic() + FLUSH_SECONDS
+        if not touched and not counts:
+            return
+        try:
+            self._index.record_use(touched, counts)
+        except sqlite3.OperationalError:
+            with self._lock:
+                self.touched = touched | self.touched
+                self.counts += counts
+            raise

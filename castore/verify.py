@@ -1,0 +1,129 @@
+"""Scrubbing: reading blobs back, all or a sample, and setting aside what is not as it was put.
+
+A bad blob is quarantined and from then on a miss; with ``repair`` the entries that name it go too, so that nothing
+lists what cannot be read. Reads only what it must hold once: memory stays bounded by the largest blob's frames.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import blake3
+
+from castore.errors import CorruptError
+from castore.objects.frames import frame_count
+from castore.objects.packs import read_record
+from castore.records import LOST, Blob
+
+if TYPE_CHECKING:
+    from castore.store import Store
+
+
+class Finding(NamedTuple):
+    """One bad blob.
+
+    Attributes:
+        digest: 64 hex characters.
+        where: the file, and the offset in it.
+        why: what is wrong.
+        names: the entries that point to it.
+    """
+
+    digest: str
+    where: str
+    why: str
+    names: list[str]
+
+
+class Report(NamedTuple):
+    """What `Store.verify` did.
+
+    Attributes:
+        checked: blobs read.
+        stored: their stored bytes.
+        bad: what was found, and set aside.
+        dropped: names of entries that were removed (with ``repair``).
+    """
+
+    checked: int
+    stored: int
+    bad: list[Finding]
+    dropped: list[str]
+
+
+def run(store: Store, *, repair: bool, sample: float, progress: Callable[[int], object] | None) -> Report:
+    """Verify. See `Store.verify`."""
+    checked = stored = 0
+    bad: list[tuple[Blob, str]] = []
+    for blob in store.index.blobs():
+        if blob.pack != LOST and random.random() >= sample:
+            continue
+        why = _check(store, blob)
+        if why is not None:
+            bad.append((blob, why))
+        checked += 1
+        stored += blob.stored
+        if progress is not None:
+            progress(blob.stored)
+    findings = [
+        Finding(blob.digest.hex(), store.objects.where(blob), why, store.index.names_of(blob.digest))
+        for blob, why in bad
+    ]
+    dropped = _drop(store, [blob for blob, _ in bad]) if repair else []
+    return Report(checked, stored, findings, dropped)
+
+
+def _check(store: Store, blob: Blob) -> str | None:
+    """What is wrong with a blob, after setting it aside; None if nothing is."""
+    if blob.pack == LOST:
+        return "it was found damaged or missing before, and has not been put again since"
+    try:
+        reader = store.source.open(blob)
+    except FileNotFoundError:
+        now = store.index.blob(blob.digest)
+        return None if now is None else "its object is missing"
+    try:
+        blob = reader.blob  # compaction may have moved it
+        _check_placement(store, blob)
+        hasher = blake3.blake3()
+        for index in range(frame_count(blob.size)):
+            hasher.update(reader.frame(index))
+        if hasher.digest() != blob.digest:
+            raise CorruptError("the bytes do not have the digest they are stored under")
+    except CorruptError as error:
+        store.source.quarantine(blob, error)
+        return str(error)
+    finally:
+        reader.close()
+    return None
+
+
+def _check_placement(store: Store, blob: Blob) -> None:
+    """Check what reading the content does not: a record's header, a file's length."""
+    if blob.pack > 0:
+        fd = store.objects.packs.acquire(blob.pack)
+        try:
+            read_record(fd, blob)
+        finally:
+            store.objects.packs.release(fd)
+    else:
+        length = store.objects.loose.length(blob)
+        if length != blob.stored:
+            raise CorruptError(f"its file is {length} bytes long instead of {blob.stored}")
+
+
+def _drop(store: Store, blobs: list[Blob]) -> list[str]:
+    dropped = []
+    for blob in blobs:
+        for name in store.index.names_of(blob.digest):
+            with store.index.write() as txn:
+                now = txn.blob(blob.digest)
+                if (now is None or now.pack == LOST) and txn.delete_entry(name):
+                    dropped.append(name)
+        with store.index.write() as txn:
+            now = txn.blob(blob.digest)
+            if now is not None and now.pack == LOST:
+                txn.drop_blob(now)
+    return dropped

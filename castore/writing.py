@@ -1,0 +1,340 @@
+"""How bytes become a blob and a name: hash, look, compress, place, point.
+
+The order is what makes a put whole or absent. Everything slow (hashing, compressing, writing a temporary file)
+happens before the write lock is taken; under the lock the bytes get their final place, the rows are written, and the
+commit makes both visible together. If the process dies anywhere before the commit, what it leaves is a temporary
+file, dead bytes at the end of a pack, or an object no row means: gc removes all three.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import blake3
+
+from castore.errors import FullError, InvalidValueError, TooLargeError
+from castore.forks import reset_after_fork
+from castore.index import Index, Write
+from castore.objects.codecs import FRAME_SIZE, Buffer
+from castore.objects.directory import ObjectDirectory
+from castore.objects.encode import (
+    Encoded,
+    HashingFrames,
+    choose_codec,
+    encode,
+    encode_one,
+    encode_small,
+    hash_file,
+    slices,
+)
+from castore.objects.packs import HEAD_SIZE, PACK_LIMIT, PACK_SIZE, PackWriter, record
+from castore.records import LOOSE, LOST, Blob, Entry, Pointing
+from castore.sizes import format_size
+
+
+#: Blobs larger than this are looked up before they are compressed.
+_LOOK_FIRST = 4096
+
+_Encoding = Callable[[Callable[[bytes], object]], Encoded]
+
+
+class Staged(Protocol):
+    """Bytes that are ready to be placed: all that is left happens under the write lock."""
+
+    @property
+    def digest(self) -> bytes:
+        """Of the blob."""
+        ...
+
+    def place(self, txn: Write, known: Blob | None) -> Blob:
+        """Give the bytes their place and their row, unless the index knows them as good already."""
+        ...
+
+    def discard(self) -> None:
+        """Undo what is left over if `place` was not reached, or did not need the bytes."""
+        ...
+
+    @property
+    def stored(self) -> int:
+        """Bytes this will add to the store."""
+        ...
+
+
+class _Vanished(Exception):
+    """A blob that was known when it was looked up is not there any more: stage its bytes after all."""
+
+
+class _Known(NamedTuple):
+    """A blob whose bytes are in the store already."""
+
+    blob: Blob
+    stored: int = 0
+
+    @property
+    def digest(self) -> bytes:
+        return self.blob.digest
+
+    def place(self, txn: Write, known: Blob | None) -> Blob:
+        if known is None or known.pack == LOST:
+            raise _Vanished
+        return known
+
+    def discard(self) -> None:
+        pass
+
+
+class _Small:
+    """A blob that goes into this process's pack."""
+
+    def __init__(self, writer: BlobWriter, digest: bytes, size: int, codec: str, payload: bytes) -> None:
+        self._writer = writer
+        self._blob = Blob(digest, size, len(payload), codec, 0, 0)
+        self._payload = payload
+        self.digest = digest
+        self.stored = len(payload)
+
+    def place(self, txn: Write, known: Blob | None) -> Blob:
+        digest, size, stored, codec, _, _ = self._blob
+        if known is not None and known.pack != LOST:
+            return known
+        data = record(digest, size, codec, self._payload)
+        while True:
+            pack, position = self._writer.append(txn, data)
+            placed = Blob(digest, size, stored, codec, pack, position + HEAD_SIZE)
+            if txn.add_blob(placed) if known is None else txn.move_blob(placed):
+                return placed
+            self._writer.forget_pack()  # gc retired the pack under us: its file will go
+
+    def discard(self) -> None:
+        pass
+
+
+class _Large:
+    """A blob that is a file of its own, written to ``tmp/`` and waiting for its name."""
+
+    def __init__(self, objects: ObjectDirectory, blob: Blob, temporary: Path, checksums: bytes | None) -> None:
+        self._objects = objects
+        self._blob = blob
+        self._temporary: Path | None = temporary
+        self._checksums = checksums
+        self.digest = blob.digest
+        self.stored = blob.stored
+
+    def place(self, txn: Write, known: Blob | None) -> Blob:
+        if known is None:
+            txn.add_blob(self._blob, self._checksums)
+        elif known.pack == LOST:
+            txn.move_blob(self._blob, self._checksums)
+        else:
+            return known
+        assert self._temporary is not None
+        self._objects.loose.publish(
+            self._temporary, self._blob.digest, self._blob.codec, durable=self._objects.durable
+        )
+        self._temporary = None
+        return self._blob
+
+    def discard(self) -> None:
+        if self._temporary is not None:
+            self._temporary.unlink(missing_ok=True)
+            self._temporary = None
+
+
+class MakeRoom(Protocol):
+    """Evicts until ``need`` more stored bytes fit under ``max_size``."""
+
+    def __call__(self, need: int) -> None: ...
+
+
+class BlobWriter:
+    """Puts blobs and names into a store.
+
+    Args:
+        index: rows.
+        objects: bytes.
+        max_size: budget in stored bytes, or None.
+        make_room: called when a put would pass the budget.
+    """
+
+    def __init__(self, index: Index, objects: ObjectDirectory, max_size: int | None, make_room: MakeRoom) -> None:
+        self._index = index
+        self._objects = objects
+        self._max_size = max_size
+        self._make_room = make_room
+        self._pack: PackWriter | None = None
+        reset_after_fork(self)
+
+    def _after_fork(self) -> None:
+        self._pack = None  # it stays the parent's, which goes on appending
+
+    def close(self) -> None:
+        """Close the open pack."""
+        if self._pack is not None:
+            self._pack.close()
+            self._pack = None
+
+    # The open pack; all under the write lock, which also keeps this process's threads apart
+
+    def append(self, txn: Write, data: bytes) -> tuple[int, int]:
+        """Append records to this process's pack: ``(pack id, where they begin)``."""
+        if self._pack is not None and self._pack.size > PACK_SIZE:
+            self.close()
+        if self._pack is None:
+            self._pack = self._objects.start_pack(txn.new_pack())
+        position = self._pack.add(data)
+        if self._objects.durable:
+            self._pack.sync()
+        return self._pack.pack, position
+
+    def leave_pack(self, pack: int) -> None:
+        """Have the next append start another pack, if it is this one that is open."""
+        if self._pack is not None and self._pack.pack == pack:
+            self.close()
+
+    def forget_pack(self) -> None:
+        """Have the next append start another pack."""
+        self.close()
+
+    # Staging
+
+    def stage(self, data: Buffer, codec: str, level: int | None, *, known: bool = True) -> Staged:
+        """Hash, look the blob up, and compress it if it is new.
+
+        Args:
+            known: False compresses without looking, for a blob that was seen to vanish.
+        """
+        digest = blake3.blake3(data).digest()
+        size = len(data)
+        # Compressing so little costs no more than the look-up, which is then left to the write transaction.
+        if size > _LOOK_FIRST and known and (blob := self._index.blob(digest)) is not None and blob.pack != LOST:
+            return _Known(blob)
+        if size <= FRAME_SIZE:
+            used, payload = encode_small(data, codec, level)
+            if len(payload) <= PACK_LIMIT:
+                return _Small(self, digest, size, used, payload)
+            encoding: _Encoding = partial(encode_one, payload, size, used)
+        else:
+            view = memoryview(data)
+            used = choose_codec(codec, size, lambda at, length: view[at : at + length])
+            encoding = partial(encode, slices(data), size, used, level)
+        encoded, temporary = self._write_temporary(encoding)
+        return _Large(self._objects, Blob(digest, size, encoded.stored, used, LOOSE, 0), temporary, encoded.checksums)
+
+    def stage_file(self, fd: int, codec: str, level: int | None, *, known: bool = True) -> Staged:
+        """The same for an open file of any size, in constant memory."""
+        size = os.fstat(fd).st_size
+        if size <= 4 * FRAME_SIZE:
+            return self.stage(os.pread(fd, size + 1, 0), codec, level, known=known)
+        if known and self._index.has_loose_of_size(size):
+            # Some blob of this size is here: reading twice costs less than compressing what may be known.
+            digest, size = hash_file(fd)
+            if (blob := self._index.blob(digest)) is not None and blob.pack != LOST:
+                return _Known(blob)
+        used = choose_codec(codec, size, lambda at, length: os.pread(fd, length, at))
+        frames = HashingFrames(fd)
+        encoded, temporary = self._write_temporary(partial(encode, frames, size, used, level))
+        if frames.size != size:
+            temporary.unlink()
+            raise InvalidValueError(
+                f"the file changed while it was read ({size} bytes became {frames.size});"
+                " put it again when nobody writes to it"
+            )
+        blob = Blob(frames.digest, size, encoded.stored, used, LOOSE, 0)
+        return _Large(self._objects, blob, temporary, encoded.checksums)
+
+    def _write_temporary(self, encoding: _Encoding) -> tuple[Encoded, Path]:
+        fd, temporary = self._objects.loose.create()
+        try:
+            try:
+                encoded = encoding(lambda piece: _write_all(fd, piece))
+                self._objects.loose.seal(fd, durable=self._objects.durable)
+            finally:
+                os.close(fd)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return encoded, temporary
+
+    # Committing
+
+    def commit(self, staged: Sequence[tuple[Pointing, Staged]]) -> list[Entry]:
+        """Place and name everything in one transaction.
+
+        Raises:
+            TooLargeError: one blob alone passes the budget.
+            FullError: what is pinned leaves no room, or the disk is full.
+            _Vanished: a known blob is not there any more; stage again with ``known=False``.
+        """
+        try:
+            self._check_budget(staged)
+            now = time.time()
+            entries = []
+            with self._index.write() as txn:
+                for pointing, item in staged:
+                    standing = txn.look(pointing.name, item.digest)
+                    blob = item.place(txn, standing.blob)
+                    created, pinned = txn.set_entry(pointing, blob, now, standing)
+                    entries.append(_entry(pointing, blob, now, created, pinned))
+        finally:
+            for _, item in staged:
+                item.discard()
+        return entries
+
+    def _check_budget(self, staged: Sequence[tuple[Pointing, Staged]]) -> None:
+        if self._max_size is None:
+            return
+        for pointing, item in staged:
+            if item.stored > self._max_size:
+                raise TooLargeError(
+                    f"{pointing.name!r} takes {format_size(item.stored)}, more than the whole store may hold"
+                    f" ({format_size(self._max_size)}); raise it with `castore init --max-size`"
+                )
+        need = sum(item.stored for _, item in staged)
+        if need and self._index.totals().stored + need > self._max_size:
+            self._make_room(need)
+
+
+Vanished = _Vanished
+
+
+def _entry(pointing: Pointing, blob: Blob, now: float, created: float, pinned: bool) -> Entry:
+    name, serializer, metadata, expires, _ = pointing
+    decoded = json.loads(metadata) if metadata else {}
+    digest = blob.digest.hex()
+    return Entry(
+        name, digest, blob.size, blob.stored, blob.codec, created, expires, now, serializer, decoded, pinned
+    )
+
+
+def _write_all(fd: int, data: Buffer) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def open_source(path: str | os.PathLike[str]) -> int:
+    """Open a file to be put.
+
+    Raises:
+        InvalidValueError: it is a folder, a pipe or a device, whose bytes have no end or no order.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise InvalidValueError(f"{os.fspath(path)} is not a regular file; `castore add` takes folders")
+    return fd
+
+
+def full(need: int, max_size: int) -> FullError:
+    """The error for a budget that what is pinned leaves too small."""
+    return FullError(
+        f"no room for {format_size(need)} within {format_size(max_size)}: the rest is pinned;"
+        " unpin something or raise the budget with `castore init --max-size`"
+    )

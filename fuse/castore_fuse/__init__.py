@@ -1,0 +1,25 @@
+"""castore_fuse: a castore as a folder of plain read-only files, through libfuse 3.
+
+Nothing here is imported until it is used: `import castore_fuse` works, and is quick, without libfuse.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "BusyError": "errors",
+    "MountError": "errors",
+    "mount_background": "mount",
+    "mounted": "mount",
+    "umount": "mount",
+}
+
+__all__ = ["BusyError", "MountError", "mount_background", "mounted", "umount"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

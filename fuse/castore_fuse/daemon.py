@@ -1,0 +1,137 @@
+"""The daemon's side of a mount: say on a pipe when it is ready or why not, serve, leave a record of who serves.
+
+May assume that it is called first thing in a fresh process: it changes signal handlers, limits and logging, which
+belong to the whole process. Threads start only in here, after all forking is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import resource
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from castore.errors import CastoreError
+from castore_fuse.session import Session
+
+log = logging.getLogger("castore.fuse")
+
+READY = "ready"
+"""What the daemon says on its ready pipe; anything else is the sentence of an error."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Who serves a mount. A process id alone is used again; with its start time it is not."""
+
+    mountpoint: str
+    pid: int
+    started: int
+
+    @classmethod
+    def of_this_process(cls, mountpoint: Path) -> Record:
+        """The record of the calling process."""
+        return cls(os.fspath(mountpoint), os.getpid(), _start_time(os.getpid()) or 0)
+
+    @classmethod
+    def read(cls, path: Path) -> Record | None:
+        """The record in a file; None when there is none, or none that can be understood."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self, path: Path) -> None:
+        """Put the record where `read` finds it, whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{self.pid}")
+        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        temporary.replace(path)
+
+    def alive(self) -> bool:
+        """Whether that very process still runs."""
+        return _start_time(self.pid) == self.started
+
+
+def _start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when it is gone or a zombie."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # The second field is the name in parentheses, which may hold spaces and parentheses itself.
+    fields = line.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def serve(
+    make_session: Callable[[], Session],
+    *,
+    ready_fd: int | None = None,
+    lifeline_fd: int | None = None,
+    record_path: Path | None = None,
+) -> int:
+    """Make the session, mount it, and serve it to its end.
+
+    Args:
+        make_session: opens what is to be served. Its `CastoreError`s become the sentence that the caller gets.
+        ready_fd: a pipe that gets the line `ready`, or an error's sentence.
+        lifeline_fd: a pipe that nobody writes to: when its other end is closed the mount ends.
+        record_path: where the `Record` lies while the mount lives.
+
+    Returns:
+        The exit code: 0, or 1 when the mount could not be made.
+    """
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s"
+    )
+    _raise_file_limit()
+    try:
+        session = make_session()
+        session.mount()
+    except CastoreError as error:
+        log.error("%s", error)  # noqa: TRY400 (the sentence says it; a traceback is for defects)
+        _say(ready_fd, str(error))
+        return 1
+    except BaseException as error:
+        _say(ready_fd, f"unexpected {type(error).__name__} while mounting: {error}")
+        raise
+
+    def answering() -> None:
+        if record_path is not None:
+            Record.of_this_process(session.mountpoint).write(record_path)
+        if lifeline_fd is not None:
+            threading.Thread(target=_hold, args=(lifeline_fd, session), daemon=True).start()
+        log.info("mounted at %s", session.mountpoint)
+        _say(ready_fd, READY)
+
+    try:
+        session.run(answering)
+    finally:
+        if record_path is not None:
+            record_path.unlink(missing_ok=True)
+    log.info("unmounted from %s", session.mountpoint)
+    return 0
+
+
+def _say(descriptor: int | None, sentence: str) -> None:
+    if descriptor is not None:
+        with contextlib.suppress(BrokenPipeError), open(descriptor, "wb") as pipe:
+            pipe.write(" ".join(sentence.split()).encode() + b"\n")
+
+
+def _hold(lifeline: int, session: Session) -> None:
+    """Wait until the last process that holds the other end is gone."""
+    os.read(lifeline, 1)
+    session.exit()
+
+
+def _raise_file_limit() -> None:
+    """Every open handle holds a file descriptor of its object: allow as many as we may have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

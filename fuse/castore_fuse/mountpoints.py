@@ -1,0 +1,149 @@
+"""What is mounted where, who uses it, and taking it out of the tree. Knows nothing of libfuse and castore's stores.
+
+Must never look into a mount that might be hung or dead, except where it says so: everything is read from /proc.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from castore_fuse.errors import BusyError, MountError
+
+FSTYPE = "fuse.castore"
+"""The file system type of our mounts, in /proc/mounts and for `mount -t`."""
+
+_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Mount(NamedTuple):
+    """A line of /proc/self/mountinfo."""
+
+    mountpoint: Path
+    fstype: str
+    source: str
+    device: str
+
+
+class Holder(NamedTuple):
+    """A process that uses something below a mountpoint."""
+
+    pid: int
+    name: str
+    path: str
+
+
+def _unescape(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def mounts() -> list[Mount]:
+    """All mounts that this process sees, the oldest first."""
+    found = []
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            before, _, after = line.partition(" - ")
+            fields, (fstype, source, *_) = before.split(" "), after.split(" ")
+            found.append(Mount(Path(_unescape(fields[4])), fstype, _unescape(source), fields[2]))
+    return found
+
+
+def mount_at(mountpoint: Path) -> Mount | None:
+    """The topmost mount whose root is exactly this (real) path."""
+    return next((mount for mount in reversed(mounts()) if mount.mountpoint == mountpoint), None)
+
+
+def is_dead(mountpoint: Path) -> bool:
+    """Whether the daemon behind a mountpoint is gone. Asks the mount itself."""
+    try:
+        os.stat(mountpoint)
+    except OSError as error:
+        return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+    return False
+
+
+def detach(mountpoint: Path, *, lazy: bool = False) -> None:
+    """Take a mount out of the tree: by system call where we may, through fusermount3 otherwise.
+
+    Args:
+        mountpoint: its real path.
+        lazy: also when files in it are open; they go on working while the daemon does.
+
+    Raises:
+        BusyError: something in it is in use, and by whom.
+        MountError: anything else that the kernel or fusermount3 says.
+    """
+    flags = _UMOUNT_NOFOLLOW | (_MNT_DETACH if lazy else 0)
+    if _libc.umount2(os.fsencode(mountpoint), flags) == 0:
+        return
+    error = ctypes.get_errno()
+    reason = os.strerror(error)
+    if error == errno.EPERM:
+        fusermount = shutil.which("fusermount3")
+        if fusermount is None:
+            raise MountError("unmounting as an ordinary user needs fusermount3: apt-get install fuse3")
+        command = [fusermount, "-u", *(["-z"] if lazy else []), "--", os.fspath(mountpoint)]
+        english = os.environ | {"LC_ALL": "C"}  # "busy" is all that tells one failure from another
+        done = subprocess.run(
+            command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=english
+        )
+        if done.returncode == 0:
+            return
+        reason = done.stderr.strip() or f"fusermount3 exited with {done.returncode}"
+        error = errno.EBUSY if "busy" in reason else error
+    if error == errno.EBUSY:
+        raise BusyError(_busy(mountpoint))
+    raise MountError(f"cannot unmount {mountpoint}: {reason}")
+
+
+def _busy(mountpoint: Path) -> str:
+    named = [f"{holder.name} (pid {holder.pid}, {holder.path})" for holder in holders(mountpoint)]
+    users = ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")
+    return f"{mountpoint} is in use by {users or 'a process that you may not see'}; end it or leave that folder first"
+
+
+def holders(mountpoint: Path) -> list[Holder]:
+    """Processes with an open or mapped file, their working folder or their program below the mountpoint, one line each.
+
+    Only /proc is read: the mount is never asked, so a hung one does no harm. Other users' processes show to root only.
+    """
+    below = os.fspath(mountpoint).rstrip("/")
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            for path in _paths(process):
+                if path == below or path.startswith(below + "/"):
+                    found.append(Holder(int(process.name), _name(process), path))
+                    break
+    return found
+
+
+def _name(process: Path) -> str:
+    try:
+        return (process / "comm").read_text().strip()
+    except OSError:
+        return "?"
+
+
+def _paths(process: Path) -> Iterator[str]:
+    """The paths a process holds. It may end while we look, or not be ours: then there are none."""
+    links = [process / "cwd", process / "root", process / "exe"]
+    with suppress(OSError):
+        links.extend((process / "fd").iterdir())
+    for link in links:
+        with suppress(OSError):
+            yield os.readlink(link)
+    with suppress(OSError), open(process / "maps", encoding="utf-8", errors="surrogateescape") as maps:
+        for line in maps:
+            fields = line.rstrip("\n").split(" ", 5)
+            if len(fields) == 6:
+                yield fields[5].lstrip()

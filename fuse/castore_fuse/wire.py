@@ -1,0 +1,167 @@
+"""What a file system answers, as plain tuples, and those tuples as the bytes the kernel reads.
+
+The layouts are those of `struct fuse_*_out` in the kernel's `linux/fuse.h` (protocol 7.9 and later). They are the
+same on every architecture and for every libfuse 3, which `struct stat` and `struct fuse_file_info` are not, and
+packing one with `struct` takes 1 µs where filling the ctypes structure for libfuse's own reply function takes 5.
+
+May assume: values are in range (sizes and node ids below 2**64, timeouts not negative). Knows neither libfuse nor castore.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import NamedTuple
+
+NANOSECONDS = 1_000_000_000
+BLOCK_SIZE = 4096
+"""`st_blksize`: what the kernel uses itself. Larger makes Python's `open` take larger buffers for no gain."""
+
+KEEP_CACHE = 1 << 1
+"""Flag of `OpenReply`: pages of earlier opens of this node are still good."""
+CACHE_DIR = 1 << 3
+"""Flag of `OpenReply` for folders: the kernel may keep the listing (until the folder is invalidated)."""
+NO_FLUSH = 1 << 5
+"""Flag of `OpenReply`: close() need not ask (Linux 5.16)."""
+
+_ENTRY = struct.Struct("=QQQQIIQQQqqqIIIIIIIIII")
+_ATTR = struct.Struct("=QIIQQQqqqIIIIIIIIII")
+_OPEN = struct.Struct("=QIi")
+_STATFS = struct.Struct("=QQQQQIIII24x")
+_DIRENT = struct.Struct("=QQII")
+_DIRENT_PLUS = struct.Struct("=QQQQIIQQQqqqIIIIIIIIIIQQII")
+_XATTR_SIZE = struct.Struct("=II")
+_PADDING = (b"", *(b"\0" * n for n in range(7, 0, -1)))  # _PADDING[length % 8] fills up to a multiple of 8
+
+
+class Attr(NamedTuple):
+    """What `stat` shows of a node. All three times are `mtime_ns`."""
+
+    ino: int
+    mode: int
+    size: int
+    mtime_ns: int
+    uid: int
+    gid: int
+    nlink: int = 1
+
+
+class EntryReply(NamedTuple):
+    """A node found under a name. Timeouts are seconds for which the kernel need not ask again.
+
+    Node 0 says that there is nothing of that name, and lets the kernel remember so for `entry_timeout`.
+    """
+
+    node: int
+    attr: Attr
+    entry_timeout: float
+    attr_timeout: float
+
+
+class OpenReply(NamedTuple):
+    """An open file or folder: `fh` is whatever the file system wants to be handed back; `flags` are ORed constants."""
+
+    fh: int = 0
+    flags: int = 0
+
+
+class DirEntry(NamedTuple):
+    """One line of a listing. `offset` is where a listing that continues after this entry starts; never 0."""
+
+    name: bytes
+    offset: int
+    ino: int
+    mode: int
+
+
+class DirEntryPlus(NamedTuple):
+    """A line of a listing that is a lookup as well. `.` and `..` have node 0, which counts as no lookup."""
+
+    name: bytes
+    offset: int
+    entry: EntryReply
+
+
+class StatFs(NamedTuple):
+    """What `df` shows. Blocks are of `block_size` bytes."""
+
+    blocks: int
+    free: int
+    files: int
+    block_size: int = BLOCK_SIZE
+    name_max: int = 255
+
+
+ABSENT = Attr(0, 0, 0, 0, 0, 0, 0)
+"""The attributes of an `EntryReply` with node 0."""
+
+
+def _attr_fields(attr: Attr) -> tuple[int, ...]:
+    ino, mode, size, mtime_ns, uid, gid, nlink = attr
+    seconds, fraction = divmod(mtime_ns, NANOSECONDS)
+    return (
+        ino, size, (size + 511) >> 9, seconds, seconds, seconds, fraction, fraction, fraction,
+        mode, nlink, uid, gid, 0, BLOCK_SIZE, 0,
+    )  # fmt: skip
+
+
+def _entry_fields(entry: EntryReply) -> tuple[int, ...]:
+    node, attr, entry_timeout, attr_timeout = entry
+    entry_seconds, entry_fraction = _timeout(entry_timeout)
+    attr_seconds, attr_fraction = _timeout(attr_timeout)
+    # The generation is 0: a node id is never used for a second node while the mount lives.
+    return (node, 0, entry_seconds, attr_seconds, entry_fraction, attr_fraction, *_attr_fields(attr))
+
+
+@functools.lru_cache(maxsize=64)
+def _timeout(seconds: float) -> tuple[int, int]:
+    whole = int(seconds)
+    return whole, int((seconds - whole) * NANOSECONDS)
+
+
+def pack_entry(entry: EntryReply) -> bytes:
+    """`struct fuse_entry_out`.
+
+    >>> len(pack_entry(EntryReply(0, ABSENT, 1.5, 0.0)))
+    128
+    """
+    return _ENTRY.pack(*_entry_fields(entry))
+
+
+def pack_attr(reply: tuple[Attr, float]) -> bytes:
+    """`struct fuse_attr_out` of attributes and the seconds they hold."""
+    attr, timeout = reply
+    seconds, fraction = _timeout(timeout)
+    return _ATTR.pack(seconds, fraction, 0, *_attr_fields(attr))
+
+
+def pack_open(reply: OpenReply) -> bytes:
+    """`struct fuse_open_out`."""
+    return _OPEN.pack(reply.fh, reply.flags, 0)
+
+
+def pack_statfs(reply: StatFs) -> bytes:
+    """`struct fuse_statfs_out`."""
+    blocks, free, files, block_size, name_max = reply
+    return _STATFS.pack(blocks, free, free, files, 0, block_size, name_max, block_size, 0)
+
+
+def pack_xattr_size(size: int) -> bytes:
+    """`struct fuse_getxattr_out`: the answer to "how large is it?"."""
+    return _XATTR_SIZE.pack(size, 0)
+
+
+def pack_direntry(entry: DirEntry) -> bytes:
+    """`struct fuse_dirent` with its name, padded to 8 bytes."""
+    name, offset, ino, mode = entry
+    length = len(name)
+    return _DIRENT.pack(ino, offset, length, mode >> 12 & 0o17) + name + _PADDING[length & 7]
+
+
+def pack_direntry_plus(entry: DirEntryPlus) -> bytes:
+    """`struct fuse_direntplus` with its name, padded to 8 bytes."""
+    name, offset, found = entry
+    length = len(name)
+    kind = found.attr.mode >> 12 & 0o17
+    line = _DIRENT_PLUS.pack(*_entry_fields(found), found.attr.ino, offset, length, kind)
+    return line + name + _PADDING[length & 7]

@@ -1,0 +1,42 @@
+"""Errors can be caught as what they are elsewhere, print a plain sentence, and leave worker processes whole."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+
+import pytest
+
+from castore import errors
+
+BUILT_IN = {
+    errors.InvalidNameError: ValueError,
+    errors.InvalidValueError: ValueError,
+    errors.SerializationError: TypeError,
+    errors.UnhashableError: TypeError,
+    errors.NotFoundError: KeyError,
+    errors.MissingDependencyError: ImportError,
+    errors.FullError: OSError,
+}
+ALL = [
+    kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.CastoreError)
+]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_error_prints_its_sentence_and_survives_pickling(kind: type[errors.CastoreError]) -> None:
+    error = kind("there is no entry 'a'; list with castore ls")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is kind
+    assert str(copy) == str(error) == "there is no entry 'a'; list with castore ls"
+    assert issubclass(kind, BUILT_IN.get(kind, errors.CastoreError))
+
+
+def test_attributes_survive_pickling() -> None:
+    corrupt = errors.CorruptError("a frame is bad", digest="ab" * 32, where="objects/ab/x.zst")
+    copy = pickle.loads(pickle.dumps(corrupt))
+    assert (copy.digest, copy.where) == ("ab" * 32, "objects/ab/x.zst")
+    assert pickle.loads(pickle.dumps(errors.FullError("no space"))).errno == errno.ENOSPC
+    missing = pickle.loads(pickle.dumps(errors.MissingDependencyError.of("pyarrow", "datasets")))
+    assert missing.name == "pyarrow"
+    assert 'pip install "castore[datasets]"' in str(missing)

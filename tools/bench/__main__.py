@@ -1,0 +1,124 @@
+"""`python -m tools.bench`: runs suites, keeps their figures as JSON, and writes `docs/benchmarks.md`.
+
+A quick run shows its figures and keeps them aside, but never replaces the page: its jobs are too small to quote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import pkgutil
+import shlex
+import shutil
+import sys
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+from tools.bench import corpus, machine, report, suites
+from tools.bench.harness import Bench, Result, Suite, measure
+
+HERE = Path(__file__).resolve().parent
+PROJECT = HERE.parent.parent
+WORK = PROJECT / ".bench"
+RESULTS = HERE / "results"
+PAGE = PROJECT / "docs" / "benchmarks.md"
+
+
+def main() -> None:
+    names = sorted(module.name for module in pkgutil.iter_modules(suites.__path__))
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench", description="Measures castore beside its peers."
+    )
+    parser.add_argument("--suite", action="append", choices=names, help="only this suite; may be repeated")
+    parser.add_argument("--rounds", type=int, help="rounds a contestant runs (default 5; with --quick, 3)")
+    parser.add_argument(
+        "--quick", action="store_true", help="small jobs, for a glance; leaves the page alone"
+    )
+    options = parser.parse_args()
+    console = Console(highlight=False)
+    for name in options.suite or names:
+        suite = cast("Suite", importlib.import_module(f"tools.bench.suites.{name}"))
+        folder = WORK / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        bench = Bench(folder, options.quick, options.rounds or (3 if options.quick else 5))
+        run = _run(name, suite, bench, console)
+        _keep(name, run, quick=options.quick)
+        _say(run, console)
+    if not options.quick:
+        console.print(f"\nwritten to {PAGE.relative_to(PROJECT)}")
+
+
+def _run(name: str, suite: Suite, bench: Bench, console: Console) -> dict[str, Any]:
+    console.rule(f"[bold]{suite.TITLE}")
+    run: dict[str, Any] = {
+        "suite": name,
+        "title": suite.TITLE,
+        "about": suite.ABOUT,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "command": f'make bench ARGS="{shlex.join(sys.argv[1:])}"' if sys.argv[1:] else "make bench",
+        "rounds": bench.rounds,
+        "machine": machine.describe(bench.work),
+        "versions": machine.versions(),
+        "rows": [],
+    }
+    with console.status("setting up") as status, closing(_iterator(suite, bench)) as rows:
+        for row in rows:
+            result = measure(row, bench.rounds, partial(_progress, status, row.name))
+            console.print(_show(result))
+            run["rows"].append(result.to_json())
+            status.update("setting up the next row")
+    archive = next((WORK / "corpus").glob(f"archive-{bench.size(512, 64)}MB.tar"), None)
+    if archive is not None and name in ("mount", "stream"):
+        run["data"] = corpus.facts(archive)
+    return run
+
+
+def _progress(status: Status, row: str, contestant: str) -> None:
+    status.update(f"{row}: {contestant}")
+
+
+def _iterator(suite: Suite, bench: Bench) -> Any:
+    """The suite's generator: closing it runs its clean-up, whatever happened between two rows."""
+    return suite.rows(bench)
+
+
+def _show(result: Result) -> Table:
+    table = Table(title=result.name, title_justify="left", box=None, padding=(0, 2), min_width=72)
+    for header in ("contestant", f"median, {result.unit}", "spread", "ratio"):
+        table.add_column(header, justify="left" if header == "contestant" else "right")
+    if result.skipped:
+        table.add_row(f"not measured: {result.skipped}")
+        return table
+    for timing in result.timings:
+        spread = f"{report.figure(min(timing.figures))} – {report.figure(max(timing.figures))}"
+        ratio = report.times(result, timing.name)
+        style = "bold" if timing.ours else ""
+        table.add_row(timing.name, report.figure(timing.median), spread, ratio, style=style)
+    return table
+
+
+def _say(run: dict[str, Any], console: Console) -> None:
+    results = [Result.from_json(row) for row in run["rows"]]
+    for line in [*report.goals(results), *report.peers_ahead(results)]:
+        console.print("•", line.replace("*", ""), soft_wrap=True)
+
+
+def _keep(name: str, run: dict[str, Any], *, quick: bool) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    target = RESULTS / f"{name}{'-quick' if quick else ''}.json"
+    target.write_text(json.dumps(run, indent=1) + "\n")
+    if not quick:
+        report.write(PAGE, name, run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Rows, contestants and the loop that times them.
+
+Knows nothing of castore or of any peer. May assume that it is alone on the machine; never judges a result by
+one run, and never lets one contestant find caches that another did not have.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How seconds become the figure that a row reports.
+
+    `amount` is the work of one run: files, gigabytes or calls. With `rate` the figure is amount per second and
+    more is better; without, it is seconds per piece of work times `scale`, and less is better.
+    """
+
+    name: str
+    amount: float
+    rate: bool = True
+    scale: float = 1.0
+
+    def figure(self, seconds: float) -> float:
+        return self.amount / seconds if self.rate else seconds / self.amount * self.scale
+
+
+def per_second(amount: float, name: str) -> Unit:
+    """A rate: `per_second(2000, "files/s")`."""
+    return Unit(name, amount)
+
+
+def gigabytes_per_second(size: int) -> Unit:
+    return Unit("GB/s", size / 1e9)
+
+
+def microseconds_each(calls: int) -> Unit:
+    return Unit("µs", calls, rate=False, scale=1e6)
+
+
+def milliseconds() -> Unit:
+    return Unit("ms", 1, rate=False, scale=1e3)
+
+
+def seconds() -> Unit:
+    return Unit("s", 1, rate=False)
+
+
+def _nothing() -> None:
+    return
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to do a row's work.
+
+    `work` is timed; when it returns a float, that is taken as its seconds instead. `prepare` is not timed and
+    runs before every run, before caches are dropped. `ours` tells castore from its peers.
+    """
+
+    name: str
+    work: Callable[[], float | None]
+    prepare: Callable[[], None] = _nothing
+    ours: bool = False
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a contestant should reach: `factor` times as good as `against`, or a figure of at most `at_most`."""
+
+    contestant: str
+    factor: float = 1.0
+    against: str | None = None
+    at_most: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question. Ratios are given against `reference`, the name of one of the contestants."""
+
+    name: str
+    unit: Unit
+    contestants: Sequence[Contestant]
+    reference: str
+    cold: bool = False
+    goals: Sequence[Goal] = ()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a suite gets: an empty folder of its own, and the size of the job."""
+
+    work: Path
+    quick: bool
+    rounds: int
+
+    def size(self, full: int, quick: int) -> int:
+        """`full`, or `quick` when only a glance was asked for."""
+        return quick if self.quick else full
+
+
+class Suite(Protocol):
+    """A module in `tools/bench/suites`. `rows` sets up, yields rows one by one, and cleans up when closed."""
+
+    TITLE: str
+    ABOUT: str
+
+    def rows(self, bench: Bench) -> Iterator[Row]: ...
+
+
+@dataclass
+class Timing:
+    """Figures of one contestant, one a round."""
+
+    name: str
+    ours: bool
+    figures: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.figures)
+
+
+@dataclass
+class Result:
+    """A row after its rounds; `skipped` says why there are no figures."""
+
+    name: str
+    unit: str
+    more_is_better: bool
+    cold: bool
+    reference: str
+    timings: list[Timing]
+    goals: list[Goal]
+    skipped: str = ""
+
+    def ratio(self, name: str, against: str) -> float:
+        """How many times as good as `against` the contestant is; above 1 is better, whatever the unit."""
+        mine, other = self.timing(name).median, self.timing(against).median
+        return mine / other if self.more_is_better else other / mine
+
+    def timing(self, name: str) -> Timing:
+        return next(timing for timing in self.timings if timing.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Result:
+        timings = [Timing(**timing) for timing in data["timings"]]
+        return cls(**{**data, "timings": timings, "goals": [Goal(**goal) for goal in data["goals"]]})
+
+
+def drop_caches() -> None:
+    """Empties the kernel's page, dentry and inode caches. Needs root."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def measure(row: Row, rounds: int, tick: Callable[[str], None] = lambda _: None) -> Result:
+    """Runs the contestants of a row in turn, `rounds` times over, and returns their figures.
+
+    Args:
+        row: The question.
+        rounds: How often each contestant runs, after one untimed run each where the row is warm.
+        tick: Called with the name of each contestant as its turn comes.
+    """
+    names = [contestant.name for contestant in row.contestants]
+    assert row.reference in names, f"row {row.name!r} compares with nobody in it"
+    result = Result(
+        name=row.name,
+        unit=row.unit.name,
+        more_is_better=row.unit.rate,
+        cold=row.cold,
+        reference=row.reference,
+        timings=[Timing(contestant.name, contestant.ours) for contestant in row.contestants],
+        goals=list(row.goals),
+    )
+    if row.cold and os.geteuid() != 0:
+        result.skipped = "dropping the kernel's caches needs root"
+        return result
+    if not row.cold:
+        for contestant in row.contestants:
+            tick(f"{contestant.name}, warming")
+            _run(contestant, cold=False)
+    for turn in range(rounds):
+        for contestant, timing in zip(row.contestants, result.timings, strict=True):
+            tick(f"{contestant.name}, round {turn + 1} of {rounds}")
+            timing.figures.append(row.unit.figure(_run(contestant, cold=row.cold)))
+    return result
+
+
+def _run(contestant: Contestant, *, cold: bool) -> float:
+    """One run; returns its seconds."""
+    contestant.prepare()
+    gc.collect()
+    if cold:
+        drop_caches()
+    start = time.perf_counter()
+    own = contestant.work()
+    elapsed = time.perf_counter() - start
+    return elapsed if own is None else own

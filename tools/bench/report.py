@@ -1,0 +1,131 @@
+"""Results as Markdown, between markers in `docs/benchmarks.md`.
+
+Renders only from the JSON of a run, so the page can be made again without measuring. States goals missed and
+peers ahead as plainly as the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tools.bench.harness import Goal, Result
+
+_INTRODUCTION = """\
+# Benchmarks
+
+Figures from `make bench`, written here by it. Contestants of a row run in turn (A B C A B C …), each in every
+round; a figure is the median of its rounds, with the least and the greatest beside it. The ratio says how many times as
+good a contestant is as the row's reference: above 1 is better, for rates and for times alike. Ratios travel
+between machines; absolute figures do not. Cold rows start with the kernel's caches dropped, and mounts put up anew.
+"""
+
+
+def write(page: Path, suite: str, run: dict[str, Any]) -> None:
+    """Puts the report of one suite between its markers, adding page and markers where they are missing."""
+    begin, end = f"<!-- bench:{suite} -->", f"<!-- /bench:{suite} -->"
+    text = page.read_text() if page.exists() else _INTRODUCTION
+    block = f"{begin}\n{render(run)}\n{end}"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    text = pattern.sub(lambda _: block, text) if pattern.search(text) else f"{text.rstrip()}\n\n{block}\n"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(text)
+
+
+def render(run: dict[str, Any]) -> str:
+    """One suite's run as a section of Markdown."""
+    results = [Result.from_json(row) for row in run["rows"]]
+    return "\n".join(
+        [
+            f"## {run['title']}\n",
+            f"{run['about']}\n",
+            *_table(results),
+            "",
+            *_section("Goals", goals(results)),
+            *_section("Where a peer is ahead", peers_ahead(results)),
+            *_circumstances(run),
+        ]
+    ).rstrip()
+
+
+def _table(results: list[Result]) -> Iterator[str]:
+    yield "| what | contestant | median | least – greatest | ratio |"
+    yield "|---|---|---:|---:|---:|"
+    for result in results:
+        if result.skipped:
+            yield f"| {result.name} | not measured: {result.skipped} | | | |"
+            continue
+        for number, timing in enumerate(result.timings):
+            name = f"**{timing.name}**" if timing.ours else timing.name
+            spread = f"{figure(min(timing.figures))} – {figure(max(timing.figures))}"
+            ratio = "1 (reference)" if timing.name == result.reference else times(result, timing.name)
+            yield (
+                f"| {result.name if number == 0 else ''} | {name} | {figure(timing.median)} {result.unit} "
+                f"| {spread} | {ratio} |"
+            )
+
+
+def goals(results: list[Result]) -> list[str]:
+    """One sentence for each goal: reached or missed, and by what."""
+    return [_goal(result, goal) for result in results for goal in result.goals]
+
+
+def _goal(result: Result, goal: Goal) -> str:
+    if result.skipped:
+        return f"*not measured*: {result.name}"
+    if goal.against is not None:
+        reached = (got := result.ratio(goal.contestant, goal.against)) >= goal.factor
+        wanted, found = f"{goal.factor:g} times {goal.against}", f"{got:.2f} times"
+    else:
+        assert goal.at_most is not None, "a goal has a peer or a figure"
+        reached = (median := result.timing(goal.contestant).median) <= goal.at_most
+        wanted, found = f"at most {goal.at_most:g} {result.unit}", f"{figure(median)} {result.unit}"
+    return f"{'reached' if reached else '**missed**'}: {result.name}: {goal.contestant}, {wanted}: {found}"
+
+
+def peers_ahead(results: list[Result]) -> list[str]:
+    """One sentence for each peer that beats all of castore's contestants in a row."""
+    found = []
+    for result in results:
+        ours = [timing.name for timing in result.timings if timing.ours]
+        for timing in result.timings:
+            if result.skipped or timing.ours or not ours:
+                continue
+            lead = min(result.ratio(timing.name, name) for name in ours)
+            if lead > 1:
+                found.append(f"{result.name}: {timing.name} is {lead:.2f} times as good as castore's best")
+    return found
+
+
+def _section(title: str, lines: list[str]) -> Iterator[str]:
+    if lines:
+        yield f"**{title}**\n"
+        yield from (f"- {line}" for line in lines)
+        yield ""
+
+
+def _circumstances(run: dict[str, Any]) -> Iterator[str]:
+    machine = ", ".join(f"{key}: {value}" for key, value in run["machine"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    yield f"Made on {run['date']} with `{run['command']}`, {run['rounds']} rounds. Machine: {machine}.\n"
+    yield f"Versions: {versions}."
+    if data := run.get("data"):
+        parts = ", ".join(f"{size / 1e6:.0f} MB of {root}" for root, size in data["bytes_from"].items())
+        yield f"\nData: {data['size'] / 1e6:.0f} MB, BLAKE3 `{data['blake3'][:16]}…`: {parts}."
+
+
+def figure(value: float) -> str:
+    """Three significant digits, thousands apart.
+
+    >>> figure(91234.5), figure(0.7431), figure(12.34)
+    ('91 200', '0.743', '12.3')
+    """
+    if value >= 1000:
+        return f"{float(f'{value:.3g}'):,.0f}".replace(",", " ")
+    return f"{value:.3g}"
+
+
+def times(result: Result, name: str) -> str:
+    return f"{result.ratio(name, result.reference):.2f}"

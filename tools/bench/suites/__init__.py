@@ -1,0 +1,1 @@
+"""One file a suite: see `tools.bench.harness.Suite`."""

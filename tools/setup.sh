@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# Sets up what `make demo`, `make test` and `make bench` need: Debian packages (as root only; for others it
+# says what to install), a virtual environment, and castore in it in editable form.
+#
+# usage: tools/setup.sh demo|test|bench
+#
+# A second call with nothing changed takes milliseconds. The environment is marked ready only at the very end,
+# so an interrupted set-up is simply resumed. Never touches anything but the environment and apt.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+purpose=${1:?usage: tools/setup.sh demo|test|bench}
+python=${PYTHON:-python3}
+venv=.venv
+torch=yes
+case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
+  demo)
+    wanted="fusermount3=fuse3"
+    requirements=(-e '.[all]' webdataset) ;;
+  test)
+    wanted="fusermount3=fuse3 zstd=zstd lz4=lz4 gzip=gzip rsync=rsync"
+    requirements=(-e '.[dev]') ;;
+  bench)  # an environment of its own: peers must not leak into what castore is developed and tested with
+    venv=.venv-bench torch=no
+    wanted="fusermount3=fuse3 zstd=zstd lz4=lz4 squashfuse_ll=squashfuse mksquashfs=squashfs-tools"
+    requirements=(-e '.[fuse]' diskcache lmdb) ;;
+  *) echo "setup: unknown purpose '$purpose': demo, test or bench" >&2; exit 2 ;;
+esac
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1 PYTHONUNBUFFERED=1
+
+say() { if [ -t 1 ]; then printf '\033[2m› %s\033[0m\n' "$*"; else echo "› $*"; fi; }
+die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+missing_packages() {
+  local pair
+  for pair in $wanted; do
+    command -v "${pair%%=*}" >/dev/null || PATH="$PATH:/usr/sbin:/sbin" command -v "${pair%%=*}" >/dev/null ||
+      echo "${pair#*=}"
+  done
+  if [ ! -x "$venv/bin/python" ]; then
+    command -v "$python" >/dev/null || echo python3
+    "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
+  fi
+}
+
+install_packages() {
+  [ $# -gt 0 ] || return 0
+  [ "$(id -u)" = 0 ] || die "missing on this machine: $*. Install with: sudo apt-get install $*"
+  command -v apt-get >/dev/null || die "missing on this machine: $*. Install them with this system's package manager."
+  say "installing Debian packages: $*"
+  local log; log=$(mktemp)
+  { DEBIAN_FRONTEND=noninteractive apt-get update -q &&
+    DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "$@"; } </dev/null >"$log" 2>&1 || {
+      tail -n 20 "$log" >&2; rm -f "$log"; die "apt-get could not install $*: its last words are above."; }
+  rm -f "$log"
+}
+
+# pip's log goes to a file; of it the terminal gets a line for each large download and a dot for each package.
+pip_install() {
+  local log="$venv/setup.log"
+  if ! "$venv/bin/python" -m pip install --progress-bar off -c constraints.txt "$@" </dev/null 2>&1 | tee -a "$log" | awk '
+      function newline() { if (dots) print ""; dots = 0 }
+      /^Collecting /            { printf "."; fflush(); dots = 1 }
+      /Downloading .*\([0-9.]+ [MG]B\)/ { if ($(NF-1) + 0 > 0) {
+          size = $(NF-1); sub(/\(/, "", size)
+          if (size + 0 >= 8 || $NF ~ /G/) { newline(); sub(/^ +/, ""); print "  " $0; fflush() } } }
+      /^Installing collected/   { newline(); print "  unpacking " gsub(/,/, ",") + 1 " packages"; fflush() }
+      END { newline() }'
+  then
+    tail -n 20 "$log" >&2
+    die "pip could not install $*: its last words are above, all of them in $log."
+  fi
+}
+
+command -v "$python" >/dev/null || [ "$python" = python3 ] || die "there is no '$python' on this machine."
+mapfile -t packages < <(missing_packages)
+install_packages "${packages[@]}"
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+  die "castore needs Python 3.10 or newer, and '$python' is $("$python" -V). Choose another with: make $purpose PYTHON=python3.12"
+
+stamp="$venv/.ready-for-$purpose"
+inputs=$(cat pyproject.toml constraints.txt "$0" | cksum)
+if [ "$(cat "$stamp" 2>/dev/null)" = "$inputs" ] && "$venv/bin/python" -c '' 2>/dev/null; then
+  exit 0
+fi
+
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+  say "making the environment $venv"
+  "$python" -m venv --clear "$venv"
+fi
+: >"$venv/setup.log"
+if [ $torch = yes ]; then
+  say "installing torch (CPU build) into $venv"
+  pip_install torch  # the version is in constraints.txt; first, so that nothing else chooses a build
+fi
+say "installing castore and what 'make $purpose' uses into $venv"
+pip_install "${requirements[@]}"
+echo "$inputs" >"$stamp"
