@@ -1,7 +1,8 @@
-"""Two 8-byte words that every process using a store maps: what a reader checks instead of asking the index.
+"""Three 8-byte words that every process using a store maps: what a reader checks instead of asking the index.
 
 ``changed`` takes a new value after each commit that re-points or removes a name; a RAM tier whose remembered value
-still matches may answer without touching SQLite. ``segment`` is the number of the names journal's current segment.
+still matches may answer without touching SQLite. ``segment`` is the number of the names journal's current segment. ``epoch``
+counts how often ``index.sqlite`` was replaced by another file: connections to an earlier one are not used any more.
 
 The words only save work. ``changed`` is written after the commit, so a writer killed in between leaves it as it was:
 whoever trusts it must ask the index itself once in a while (`Store` does so every second).
@@ -14,7 +15,9 @@ import os
 import time
 from pathlib import Path
 
-_SIZE = 16
+_SIZE = 24
+#: Places of the words.
+CHANGED, SEGMENT, EPOCH = 0, 1, 2
 
 
 class Beacon:
@@ -33,21 +36,21 @@ class Beacon:
             self._map = mmap.mmap(fd, _SIZE)
         finally:
             os.close(fd)
-        #: The words: ``words[0]`` is `changed`, ``words[1]`` the segment. Public for the one caller in a hurry.
+        #: The words, by place. Public for callers in a hurry.
         self.words = memoryview(self._map).cast("Q")
 
     def announce(self) -> None:
         """Say that a name changed. The monotonic clock gives a value no process has written before."""
-        self.words[0] = time.monotonic_ns()
+        self.words[CHANGED] = time.monotonic_ns()
 
     @property
     def segment(self) -> int:
         """Number of the journal's current segment. Stable while the index's write lock is held."""
-        return self.words[1]
+        return self.words[SEGMENT]
 
     @segment.setter
     def segment(self, number: int) -> None:
-        self.words[1] = number
+        self.words[SEGMENT] = number
 
     def close(self) -> None:
         """Unmap."""

@@ -21,7 +21,10 @@ def cached(store: Store, *, ttl: float | str | None, prefix: str | None) -> Call
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
-        folder = prefix or f"cached/{function.__module__}.{function.__qualname__.replace('<', '').replace('>', '')}"
+        folder = (
+            prefix
+            or f"cached/{function.__module__}.{function.__qualname__.replace('<', '').replace('>', '')}"
+        )
 
         def name_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
             bound = signature.bind(*args, **kwargs)

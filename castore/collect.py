@@ -172,7 +172,9 @@ def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selec
     since = db.execute("SELECT min(since) FROM mounts WHERE pinned").fetchone()[0]
     before = now - grace if since is None else min(now - grace, since)
     rows = db.execute(f"{_CANDIDATES} AND e.expires <= ?", (now,))
-    orphans = db.execute("SELECT digest, stored, pack, orphaned FROM blobs WHERE orphaned IS NOT NULL AND refs = 0")
+    orphans = db.execute(
+        "SELECT digest, stored, pack, orphaned FROM blobs WHERE orphaned IS NOT NULL AND refs = 0"
+    )
     held = (Orphan(*row) for row in orphans if since is None or row[3] < since)
     by_last_use = db.execute(f"{_CANDIDATES} ORDER BY e.accessed")
     return select(
@@ -221,7 +223,9 @@ def _remove(store: Store, chosen: Selection, now: float) -> None:
             evicted += sum(txn.evict_entry(entry.name, entry.digest, None, now) for entry in entries)
     for entries in _batches(chosen.evicted):
         with store.index.write() as txn:
-            evicted += sum(txn.evict_entry(entry.name, entry.digest, entry.accessed, now) for entry in entries)
+            evicted += sum(
+                txn.evict_entry(entry.name, entry.digest, entry.accessed, now) for entry in entries
+            )
     for blobs in _batches(chosen.blobs):
         remove_blobs(store, [digest for digest, _, _ in blobs])
     with store.index.write() as txn:

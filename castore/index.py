@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from castore.beacon import Beacon
+from castore.beacon import CHANGED, EPOCH, Beacon
 from castore.errors import NameConflictError, StoreError
 from castore.forks import reset_after_fork
 from castore.journal import Journal, NameRecord, gone, pack_record
@@ -49,7 +49,7 @@ _LOOK = (
     " FROM (SELECT 1) LEFT JOIN entries e ON e.name = ?1 LEFT JOIN blobs b ON b.digest = ?2"
 )
 _ADD_BLOB = (
-    "INSERT INTO blobs (digest, size, stored, codec, pack, offset, refs) SELECT ?1, ?2, ?3, ?4, ?5, ?6, 0"
+    "INSERT INTO blobs (digest, size, stored, codec, pack, offset, refs) SELECT ?1, ?2, ?3, ?4, ?5, ?6, 1"
     " WHERE ?5 = 0 OR EXISTS (SELECT 1 FROM packs WHERE id = ?5)"
     " ON CONFLICT (digest) DO NOTHING"
 )
@@ -65,9 +65,7 @@ _POINT_ENTRY = (
 
 
 _COUNT_REF = "UPDATE blobs SET refs = refs + 1, orphaned = NULL WHERE digest = ?"
-_UNCOUNT_REF = (
-    "UPDATE blobs SET orphaned = CASE WHEN refs = 1 THEN ?2 END, refs = refs - 1 WHERE digest = ?1"
-)
+_UNCOUNT_REF = "UPDATE blobs SET orphaned = CASE WHEN refs = 1 THEN ?2 END, refs = refs - 1 WHERE digest = ?1"
 _ADD_TOTALS = (
     "UPDATE totals SET entries = entries + ?, logical = logical + ?, blobs = blobs + ?, uniq = uniq + ?,"
     " stored = stored + ?"
@@ -177,7 +175,10 @@ class Write:
         return Blob._make(row) if row else None
 
     def add_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
-        """Record a blob whose bytes are in place; False if it is known already, or its pack has been retired."""
+        """Record a blob whose bytes are in place; False if it is known already, or its pack has been retired.
+
+        It counts as named once: `set_entry` for the name that brought it follows in the same transaction.
+        """
         if self._db.execute(_ADD_BLOB, blob).rowcount != 1:
             return False
         self._blobs += 1
@@ -247,7 +248,8 @@ class Write:
         if standing.digest is None:
             self._check_conflict(name, standing.child)
             self._db.execute(_ADD_ENTRY, row)
-            self._db.execute(_COUNT_REF, (blob.digest,))
+            if standing.blob is not None:
+                self._db.execute(_COUNT_REF, (blob.digest,))
             self._entries += 1
             self._logical += blob.size
         else:
@@ -255,9 +257,12 @@ class Write:
             created, pinned = self._db.execute(_POINT_ENTRY, row).fetchone()
             if standing.digest != blob.digest:
                 self._db.execute(_UNCOUNT_REF, (standing.digest, now))
-                self._db.execute(_COUNT_REF, (blob.digest,))
+                if standing.blob is not None:
+                    self._db.execute(_COUNT_REF, (blob.digest,))
                 self._logical += blob.size - standing.size
-        self._records.append(pack_record(NameRecord(name, blob.digest, serializer, metadata, created, expires, pinned)))
+        self._records.append(
+            pack_record(NameRecord(name, blob.digest, serializer, metadata, created, expires, pinned))
+        )
         return created, bool(pinned)
 
     def _check_conflict(self, name: str, child: str | None) -> None:
@@ -270,7 +275,9 @@ class Write:
             return
         parents = _parents(name)
         marks = ",".join("?" * len(parents))
-        row = self._db.execute(f"SELECT name FROM entries WHERE name IN ({marks}) LIMIT 1", parents).fetchone()
+        row = self._db.execute(
+            f"SELECT name FROM entries WHERE name IN ({marks}) LIMIT 1", parents
+        ).fetchone()
         if row:
             raise NameConflictError(
                 f"{name!r} cannot lie inside {row[0]!r}, which is a file; choose another name or delete that one"
@@ -324,6 +331,10 @@ class Write:
         self._records.append(pack_record(NameRecord(*row)))
         return True
 
+    def announce(self) -> None:
+        """Have every RAM tier ask the index again once this is committed."""
+        self._announce = True
+
     def execute(self, sql: str, parameters: Iterable[Any] = ()) -> sqlite3.Cursor:
         """A statement of a caller that keeps its own tables here (counters, mounts, rebuilding)."""
         return self._db.execute(sql, tuple(parameters))
@@ -347,7 +358,9 @@ class Index:
         StoreError: the file is damaged or of another version.
     """
 
-    def __init__(self, path: Path, beacon: Beacon, journal: Journal, *, mode: int, durable: bool = False) -> None:
+    def __init__(
+        self, path: Path, beacon: Beacon, journal: Journal, *, mode: int, durable: bool = False
+    ) -> None:
         self.path = path
         self.beacon = beacon
         self.journal = journal
@@ -381,17 +394,23 @@ class Index:
             migrate(db)
 
     def connection(self) -> sqlite3.Connection:
-        """This thread's connection."""
-        db: sqlite3.Connection | None = getattr(self._local, "db", None)
-        if db is None:
-            db = self._local.db = self._connect()
+        """This thread's connection, to the file that is the index now."""
+        local = self._local
+        db: sqlite3.Connection | None = getattr(local, "db", None)
+        if db is None or local.epoch != self.beacon.words[EPOCH]:
+            local.epoch = self.beacon.words[EPOCH]
+            db = local.db = self._connect()
         return db
 
     def _connect(self) -> sqlite3.Connection:
         try:
             # check_same_thread is off only so that close() can close every thread's connection.
             db = sqlite3.connect(
-                self.path, timeout=_BUSY_SECONDS, isolation_level=None, cached_statements=256, check_same_thread=False
+                self.path,
+                timeout=_BUSY_SECONDS,
+                isolation_level=None,
+                cached_statements=256,
+                check_same_thread=False,
             )
             # Small pages: a commit writes whole pages, and a put touches one of each table.
             db.execute("PRAGMA page_size = 2048")
@@ -423,7 +442,7 @@ class Index:
         The caller holds the write lock. Adding names under a folder cannot make it a file, and what can (removing
         or re-pointing) is announced before it is committed.
         """
-        changed = self.beacon.words[0]
+        changed = self.beacon.words[CHANGED]
         if changed != self._folders_seen:
             self._folders, self._folders_seen = set(), changed
         return folder in self._folders
@@ -456,7 +475,9 @@ class Index:
         db = self.connection()
         for start in range(0, len(names), 1000):
             part = names[start : start + 1000]
-            sql = _FIND.replace("SELECT ", "SELECT e.name, ").replace("= ?", f"IN ({','.join('?' * len(part))})")
+            sql = _FIND.replace("SELECT ", "SELECT e.name, ").replace(
+                "= ?", f"IN ({','.join('?' * len(part))})"
+            )
             for row in db.execute(sql, part):
                 found[row[0]] = Found(Blob._make(row[1:7]), row[7], row[8])
         return found
@@ -491,7 +512,10 @@ class Index:
 
     def names_of(self, digest: bytes) -> list[str]:
         """The names that point to a blob. Scans all entries: for repair and reports."""
-        return [row[0] for row in self.connection().execute("SELECT name FROM entries WHERE digest = ?", (digest,))]
+        return [
+            row[0]
+            for row in self.connection().execute("SELECT name FROM entries WHERE digest = ?", (digest,))
+        ]
 
     def entries(self, prefix: str, now: float, *, after: str = "") -> Iterator[Entry]:
         """Entries at or below a prefix that are not expired, by name, read in pages."""
@@ -530,7 +554,19 @@ class Index:
                 list(counts.items()),
             )
 
-    def identity(self) -> tuple[int, int]:
-        """Device and inode of the file: another one means that the index was replaced under us."""
-        status = os.stat(self.path)
-        return status.st_dev, status.st_ino
+    def snapshot_journal(self) -> None:
+        """Replace the names journal by what the index says now."""
+        with self.write():
+            number = self.journal.switch()
+        self.journal.write_snapshot(number, self._name_records())
+
+    def _name_records(self) -> Iterator[bytes]:
+        last = ""
+        sql = (
+            "SELECT name, digest, serializer, metadata, created, expires, pinned FROM entries"
+            " WHERE name > ? ORDER BY name LIMIT 2000"
+        )
+        while rows := self.connection().execute(sql, (last,)).fetchall():
+            for row in rows:
+                yield pack_record(NameRecord(*row))
+            last = rows[-1][0]

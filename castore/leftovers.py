@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from castore.index import Index
-from castore.journal import NameRecord, pack_record
 from castore.objects.directory import ObjectDirectory
 from castore.objects.loose import process_started
+from castore.records import LOOSE
 
 #: The journal is rewritten when it is larger than this and than JOURNAL_GROWTH times its last snapshot.
 JOURNAL_BYTES = 4 * 1024 * 1024
@@ -59,9 +59,8 @@ def remove(index: Index, objects: ObjectDirectory, leftovers: list[Leftover]) ->
         with index.write() as txn:
             if leftover.digest is not None:
                 blob = txn.blob(leftover.digest)
-                if blob is not None and blob.pack == 0:
-                    if objects.loose.path(blob.digest, blob.codec) == str(leftover.path):
-                        continue
+                if blob is not None and blob.pack == LOOSE and objects.where(blob) == str(leftover.path):
+                    continue
             if leftover.pack is not None and txn.has_pack(leftover.pack):
                 continue
             leftover.path.unlink(missing_ok=True)
@@ -69,35 +68,20 @@ def remove(index: Index, objects: ObjectDirectory, leftovers: list[Leftover]) ->
     return freed
 
 
-def forget_dead_mounts(index: Index) -> None:
-    """Drop the rows of mounts whose daemon is gone, so that they hold nothing any more."""
-    rows = index.connection().execute("SELECT id, pid, started FROM mounts").fetchall()
-    dead = [row[0] for row in rows if process_started(row[1]) != row[2]]
+def forget_dead_mounts(index: Index) -> list[str]:
+    """Drop the rows of mounts whose daemon is gone, so that they hold nothing any more; returns their mountpoints."""
+    rows = index.connection().execute("SELECT id, pid, started, mountpoint FROM mounts").fetchall()
+    dead = [row for row in rows if process_started(row[1]) != row[2]]
     if dead:
         with index.write() as txn:
-            txn.executemany("DELETE FROM mounts WHERE id = ?", [(number,) for number in dead])
+            txn.executemany("DELETE FROM mounts WHERE id = ?", [(row[0],) for row in dead])
+    return [row[3] for row in dead]
 
 
 def rotate_journal(index: Index) -> bool:
     """Replace the names journal by a snapshot if it has grown enough; returns whether it was."""
-    journal = index.journal
-    size = journal.size()
-    if size < JOURNAL_BYTES or size < JOURNAL_GROWTH * journal.snapshot_size():
+    size = index.journal.size()
+    if size < JOURNAL_BYTES or size < JOURNAL_GROWTH * index.journal.snapshot_size():
         return False
-    with index.write():
-        number = journal.switch()
-    journal.write_snapshot(number, snapshot(index))
+    index.snapshot_journal()
     return True
-
-
-def snapshot(index: Index) -> Iterator[bytes]:
-    """Every name as a journal record, in pages."""
-    last = ""
-    sql = (
-        "SELECT name, digest, serializer, metadata, created, expires, pinned FROM entries"
-        " WHERE name > ? ORDER BY name LIMIT 2000"
-    )
-    while rows := index.connection().execute(sql, (last,)).fetchall():
-        for row in rows:
-            yield pack_record(NameRecord(*row))
-        last = rows[-1][0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from castore.beacon import Beacon
+from castore.beacon import CHANGED, Beacon
 from castore.errors import CorruptError
 from castore.forks import reset_after_fork
 from castore.index import Found, Index
@@ -64,7 +64,7 @@ class BlobSource:
         binding = self._bindings.get(name)
         if binding is not None:
             now = time.time()
-            if now < binding.until and self._words[0] == binding.changed:
+            if now < binding.until and self._words[CHANGED] == binding.changed:
                 data = self.memory.get(binding.digest)
                 if data is not None:
                     usage = self._usage
@@ -75,7 +75,7 @@ class BlobSource:
 
     def _get(self, name: str) -> bytes | None:
         # The word is read before the index: a change in between makes the binding stale, never fresh.
-        changed = self._words[0]
+        changed = self._words[CHANGED]
         now = time.time()
         found = self._index.find(name)
         if found is None or (found.expires is not None and found.expires <= now):

@@ -75,7 +75,6 @@ class Pointing(NamedTuple):
         pinned: pin the entry; False leaves a pin that is there.
     """
 
-
     name: str
     serializer: str
     metadata: str | None

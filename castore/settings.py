@@ -20,8 +20,29 @@ FILE = "castore.json"
 FOLDERS = ("objects", "objects/packs", "objects/names", "tmp", "locks", "quarantine")
 # The signature is what makes backup tools skip the folder: https://bford.info/cachedir/
 _CACHEDIR_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This folder is a cache made by castore.\n"
-_NETWORK = {"nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "ocfs2"}
-_NETWORK |= {"fuse.sshfs", "fuse.s3fs", "fuse.glusterfs", "fuse.juicefs", "fuse.gcsfuse", "fuse.mountpoint-s3"}
+_NETWORK = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb2",
+    "smb3",
+    "smbfs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "afs",
+    "9p",
+    "ocfs2",
+}
+_NETWORK |= {
+    "fuse.sshfs",
+    "fuse.s3fs",
+    "fuse.glusterfs",
+    "fuse.juicefs",
+    "fuse.gcsfuse",
+    "fuse.mountpoint-s3",
+}
 
 
 class Settings(NamedTuple):
@@ -93,12 +114,16 @@ def load(path: Path) -> Settings | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError as error:
-        raise StoreError(f"{file} may not be read by this user; ask its owner to share it with `init --shared`") from error
+        raise StoreError(
+            f"{file} may not be read by this user; ask its owner to share it with `init --shared`"
+        ) from error
     except ValueError as error:
         raise StoreError(f"{file} is damaged ({error}); delete it and run `castore init` there") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         found = raw.get("format") if isinstance(raw, dict) else None
-        raise StoreError(f"{path} has format {found!r}, and this castore knows format {FORMAT}; upgrade castore")
+        raise StoreError(
+            f"{path} has format {found!r}, and this castore knows format {FORMAT}; upgrade castore"
+        )
     try:
         return merge(Settings(), **{name: raw.get(name) for name in Settings._fields})
     except (TypeError, ValueError) as error:
@@ -123,7 +148,9 @@ def create(path: Path, settings: Settings) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         if not (path / FILE).exists() and any(entry.name not in _own_names() for entry in path.iterdir()):
-            raise StoreError(f"{path} is not empty and no castore; choose an empty or new folder for the store")
+            raise StoreError(
+                f"{path} is not empty and no castore; choose an empty or new folder for the store"
+            )
         path.chmod(settings.folder_mode)
         for name in FOLDERS:
             folder = path / name

@@ -84,7 +84,9 @@ def measure(store: Store) -> Stat:
     totals = index.totals()
     counters = index.counters()
     expired = db.execute("SELECT count(*) FROM entries WHERE expires <= ?", (now,)).fetchone()[0]
-    upcoming = db.execute("SELECT name, expires FROM entries WHERE expires > ? ORDER BY expires LIMIT 5", (now,))
+    upcoming = db.execute(
+        "SELECT name, expires FROM entries WHERE expires > ? ORDER BY expires LIMIT 5", (now,)
+    )
     mounts = db.execute("SELECT mountpoint FROM mounts ORDER BY since")
     return Stat(
         path=str(store.path),

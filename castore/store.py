@@ -82,10 +82,15 @@ class Store:
         durable: bool = False,
         allow_pickle: bool = False,
     ) -> None:
-        self._options: dict[str, Any] = dict(
-            codec=codec, level=level, max_size=max_size, memory=memory, ttl=ttl, durable=durable,
-            allow_pickle=allow_pickle,
-        )  # fmt: skip
+        self._options: dict[str, Any] = {
+            "codec": codec,
+            "level": level,
+            "max_size": max_size,
+            "memory": memory,
+            "ttl": ttl,
+            "durable": durable,
+            "allow_pickle": allow_pickle,
+        }
         self.path = Path(os.path.abspath(settings.default_path() if path is None else path))
         kept = settings.load(self.path)
         if kept is None:
@@ -101,7 +106,9 @@ class Store:
         try:
             self._beacon = Beacon(self.path / "locks" / "beacon", mode)
         except OSError as error:
-            raise StoreError(f"cannot use the store {self.path}: {error.strerror}: {error.filename}") from error
+            raise StoreError(
+                f"cannot use the store {self.path}: {error.strerror}: {error.filename}"
+            ) from error
         journal = Journal(self.path / "objects" / "names", self._beacon, mode)
         self.index = Index(self.path / "index.sqlite", self._beacon, journal, durable=durable, mode=mode)
         self.objects = ObjectDirectory(self.path, self.settings, durable=durable)
@@ -370,7 +377,9 @@ class Store:
     def entry(self, name: str) -> Entry | None:
         """What is known of a name, or None if there is no such entry or it has expired."""
         entry = self.index.entry(name)
-        return None if entry is None or (entry.expires is not None and entry.expires <= time.time()) else entry
+        return (
+            None if entry is None or (entry.expires is not None and entry.expires <= time.time()) else entry
+        )
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
         """Entries at or below a prefix (whole parts: ``a`` covers ``a/b``, not ``ab``), in the order of names."""

@@ -38,7 +38,6 @@ from castore.objects.packs import HEAD_SIZE, PACK_LIMIT, PACK_SIZE, PackWriter, 
 from castore.records import LOOSE, LOST, Blob, Entry, Pointing
 from castore.sizes import format_size
 
-
 #: Blobs larger than this are looked up before they are compressed.
 _LOOK_FIRST = 4096
 
@@ -119,7 +118,9 @@ class _Small:
 class _Large:
     """A blob that is a file of its own, written to ``tmp/`` and waiting for its name."""
 
-    def __init__(self, objects: ObjectDirectory, blob: Blob, temporary: Path, checksums: bytes | None) -> None:
+    def __init__(
+        self, objects: ObjectDirectory, blob: Blob, temporary: Path, checksums: bytes | None
+    ) -> None:
         self._objects = objects
         self._blob = blob
         self._temporary: Path | None = temporary
@@ -150,7 +151,9 @@ class _Large:
 class MakeRoom(Protocol):
     """Evicts until ``need`` more stored bytes fit under ``max_size``."""
 
-    def __call__(self, need: int) -> None: ...
+    def __call__(self, need: int) -> None:
+        """Raises FullError if that cannot be done."""
+        ...
 
 
 class BlobWriter:
@@ -163,7 +166,9 @@ class BlobWriter:
         make_room: called when a put would pass the budget.
     """
 
-    def __init__(self, index: Index, objects: ObjectDirectory, max_size: int | None, make_room: MakeRoom) -> None:
+    def __init__(
+        self, index: Index, objects: ObjectDirectory, max_size: int | None, make_room: MakeRoom
+    ) -> None:
         self._index = index
         self._objects = objects
         self._max_size = max_size
@@ -213,7 +218,12 @@ class BlobWriter:
         digest = blake3.blake3(data).digest()
         size = len(data)
         # Compressing so little costs no more than the look-up, which is then left to the write transaction.
-        if size > _LOOK_FIRST and known and (blob := self._index.blob(digest)) is not None and blob.pack != LOST:
+        if (
+            size > _LOOK_FIRST
+            and known
+            and (blob := self._index.blob(digest)) is not None
+            and blob.pack != LOST
+        ):
             return _Known(blob)
         if size <= FRAME_SIZE:
             used, payload = encode_small(data, codec, level)
@@ -225,7 +235,9 @@ class BlobWriter:
             used = choose_codec(codec, size, lambda at, length: view[at : at + length])
             encoding = partial(encode, slices(data), size, used, level)
         encoded, temporary = self._write_temporary(encoding)
-        return _Large(self._objects, Blob(digest, size, encoded.stored, used, LOOSE, 0), temporary, encoded.checksums)
+        return _Large(
+            self._objects, Blob(digest, size, encoded.stored, used, LOOSE, 0), temporary, encoded.checksums
+        )
 
     def stage_file(self, fd: int, codec: str, level: int | None, *, known: bool = True) -> Staged:
         """The same for an open file of any size, in constant memory."""

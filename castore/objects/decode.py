@@ -141,7 +141,9 @@ class BlobReader:
 
     def _damaged(self, why: str) -> CorruptError:
         return CorruptError(
-            f"blob {self._digest_hex} is damaged in {self._where}: {why}", digest=self._digest_hex, where=self._where
+            f"blob {self._digest_hex} is damaged in {self._where}: {why}",
+            digest=self._digest_hex,
+            where=self._where,
         )
 
     def frame(self, index: int) -> bytes:
@@ -159,7 +161,11 @@ class BlobReader:
 
     def prefetch(self, index: int) -> None:
         """Have a worker put frame ``index`` into the shared cache, if there is one, it is missing and exists."""
-        if self._cache is None or index >= self._frames or self._cache.get((self.blob.digest, index)) is not None:
+        if (
+            self._cache is None
+            or index >= self._frames
+            or self._cache.get((self.blob.digest, index)) is not None
+        ):
             return
         if self._hold():
             # A damaged frame is reported by the read that needs it, not by the guess that it would be needed.
@@ -212,7 +218,9 @@ class BlobReader:
         # workers while the bytes are still in the cache.
         run = max(1, min(8, self._frames // (4 * cores())))
         starts = range(0, self._frames, run)
-        futures = [pool.submit(self._decode_run, view, start, min(start + run, self._frames)) for start in starts]
+        futures = [
+            pool.submit(self._decode_run, view, start, min(start + run, self._frames)) for start in starts
+        ]
         try:
             for start, future in zip(starts, futures, strict=True):
                 future.result()

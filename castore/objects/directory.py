@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from castore.errors import CorruptError
 from castore.memory import MemoryLRU
-from castore.objects.codecs import CODECS, FRAME_SIZE
+from castore.objects.codecs import CODECS
 from castore.objects.decode import BlobReader
 from castore.objects.loose import LooseFolder
 from castore.objects.packs import PackFolder, PackWriter

@@ -32,7 +32,7 @@ _WITH_CHECKSUMS = 0x80
 _GZIP_HEAD = struct.Struct("<4sIBBHccH")
 _GZIP_EMPTY = b"\x03\x00" + bytes(8)
 _GZIP_CHUNK = 16_000  # frames listed by one member: its extra field holds at most 65,535 bytes
-_GZIP_END = struct.Struct("<QQ")  # where the table begins, how many frames it lists
+_GZIP_END = struct.Struct("<QQQI")  # where the table begins, frames, size of the blob, CRC-32 of the table
 
 
 class FrameTable(NamedTuple):
@@ -74,7 +74,7 @@ def build_trailer(codec: str, size: int, lengths: Sequence[int], tails: Sequence
     if codec == "none":
         return b""
     if codec == "gzip":
-        return _gzip_trailer(lengths)
+        return _gzip_trailer(size, lengths)
     checked = codec == "zstd"
     columns: list[Sequence[int]] = [lengths, [frame_length(size, i) for i in range(len(lengths))]]
     if checked:
@@ -101,10 +101,41 @@ def read_table(codec: str, size: int, stored: int, read_at: ReadAt) -> FrameTabl
         if stored != size:
             raise CorruptError(f"a raw object of {size} bytes is {stored} bytes long")
         return raw_table(size)
-    table = _read_gzip(size, stored, read_at) if codec == "gzip" else _read_seekable(codec, size, stored, read_at)
+    table = (
+        _read_gzip(size, stored, read_at) if codec == "gzip" else _read_seekable(codec, size, stored, read_at)
+    )
     if any(start >= end for start, end in zip(table.offsets, table.offsets[1:], strict=False)):
         raise CorruptError("the seek table lists an empty frame")
     return table
+
+
+def probe_size(codec: str, stored: int, read_at: ReadAt) -> int:
+    """Size of the blob in a stored object, from its trailer alone: for rebuilding the index.
+
+    Raises:
+        CorruptError: it ends in no trailer. One that lies is found when the table is read.
+    """
+    if codec == "none":
+        return stored
+    if codec == "gzip":
+        length = _GZIP_END.size + len(_GZIP_EMPTY)
+        size = _GZIP_END.unpack(_tail(stored, length, read_at)[: _GZIP_END.size])[2]
+    else:
+        # The last cell of the table that holds a size, then the checksum (zstd only) and the footer.
+        length = _FOOTER.size + (8 if codec == "zstd" else 4)
+        tail = _tail(stored, length, read_at)
+        count = _FOOTER.unpack(tail[-_FOOTER.size :])[0]
+        size = (count - 1) * FRAME_SIZE + int.from_bytes(tail[:4], "little")
+    if not 0 <= size < 1 << 62 or frame_count(size) > stored:
+        raise CorruptError(f"the object ends in no seek table, or claims {size} bytes")
+    return int(size)
+
+
+def _tail(stored: int, length: int, read_at: ReadAt) -> bytes:
+    tail = read_at(stored - length, length) if stored >= length else b""
+    if len(tail) != length:
+        raise CorruptError("the object is too short for a seek table")
+    return tail
 
 
 def _read_seekable(codec: str, size: int, stored: int, read_at: ReadAt) -> FrameTable:
@@ -136,19 +167,20 @@ def _gzip_member(kind: bytes, body: bytes) -> bytes:
     return head + body + _GZIP_EMPTY
 
 
-def _gzip_trailer(lengths: Sequence[int]) -> bytes:
+def _gzip_trailer(size: int, lengths: Sequence[int]) -> bytes:
     parts = []
     for start in range(0, len(lengths), _GZIP_CHUNK):
         chunk = lengths[start : start + _GZIP_CHUNK]
         parts.append(_gzip_member(b"T", struct.pack(f"<{len(chunk)}I", *chunk)))
     # The last member tells where the table begins; it covers the table with a CRC, which gzip itself does not.
     table = b"".join(parts)
-    return table + _gzip_member(b"E", _GZIP_END.pack(sum(lengths), len(lengths)) + struct.pack("<I", zlib.crc32(table)))
+    end = _GZIP_END.pack(sum(lengths), len(lengths), size, zlib.crc32(table))
+    return table + _gzip_member(b"E", end)
 
 
 def _read_gzip(size: int, stored: int, read_at: ReadAt) -> FrameTable:
     count = frame_count(size)
-    end_length = len(_gzip_member(b"E", bytes(_GZIP_END.size + 4)))
+    end_length = len(_gzip_member(b"E", bytes(_GZIP_END.size)))
     members = -(-count // _GZIP_CHUNK)
     length = count * 4 + members * len(_gzip_member(b"T", b"")) + end_length
     if stored < length:
@@ -161,7 +193,7 @@ def _read_gzip(size: int, stored: int, read_at: ReadAt) -> FrameTable:
         here = min(_GZIP_CHUNK, count - len(lengths))
         lengths.frombytes(raw[position : position + here * 4])
         position += here * 4 + len(_GZIP_EMPTY) + _GZIP_HEAD.size
-    if raw != _gzip_trailer(lengths):
+    if raw != _gzip_trailer(size, lengths):
         raise CorruptError(f"no seek table of {count} frames at the end of the object")
     offsets = array("Q", accumulate(lengths, initial=0))
     if offsets[-1] != stored - length:

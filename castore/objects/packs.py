@@ -44,7 +44,9 @@ assert set(_CODEC_IDS) == set(CODECS)
 def record(digest: bytes, size: int, codec: str, payload: bytes) -> bytes:
     """The bytes of one record."""
     checked = _CHECKED.pack(digest, size, len(payload), _CODEC_IDS[codec], xxhash.xxh3_64_intdigest(payload))
-    return b"".join((_MAGIC, (xxhash.xxh3_64_intdigest(checked) & 0xFFFFFFFF).to_bytes(4, "little"), checked, payload))
+    return b"".join(
+        (_MAGIC, (xxhash.xxh3_64_intdigest(checked) & 0xFFFFFFFF).to_bytes(4, "little"), checked, payload)
+    )
 
 
 class PackRecord(NamedTuple):
@@ -121,7 +123,9 @@ def read_record(fd: int, blob: Blob) -> bytes:
     raw = os.pread(fd, HEAD_SIZE + blob.stored, blob.offset - HEAD_SIZE)
     parsed = _parse_head(raw, 0, blob.pack, blob.offset) if len(raw) == HEAD_SIZE + blob.stored else None
     if parsed is None or parsed[0] != blob or xxhash.xxh3_64_intdigest(raw[HEAD_SIZE:]) != parsed[1]:
-        raise CorruptError(f"pack {blob.pack} has no intact record of blob {blob.digest.hex()} at {blob.offset}")
+        raise CorruptError(
+            f"pack {blob.pack} has no intact record of blob {blob.digest.hex()} at {blob.offset}"
+        )
     return raw[HEAD_SIZE:]
 
 

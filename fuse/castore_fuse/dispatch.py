@@ -18,10 +18,12 @@ from castore_fuse.lowlevel import BytesLike, LowLevel
 log = logging.getLogger("castore.fuse")
 
 MAX_BACKGROUND = 64
-"""Read-ahead requests the kernel may have under way at once (its default of 12 starves fast readers)."""
+"""Read-ahead requests the kernel may have under way at once, over all files: its default of 12 is for slow machines.
+
+One sequential reader gains nothing from it (2.5 GB/s either way); many at once share it."""
 
 SMALL_REPLY = 32 * 1024
-"""Replies up to here are copied to the kernel without releasing the GIL: handing it over costs more than the copy."""
+"""Replies up to here are copied to the kernel without releasing the GIL; the copy takes under 5 µs."""
 
 _Reply = TypeVar("_Reply")
 

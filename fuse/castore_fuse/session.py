@@ -31,6 +31,7 @@ from types import FrameType
 from typing import Any
 
 from castore_fuse import libfuse, mountpoints
+from castore_fuse.dispatch import Dispatcher
 from castore_fuse.errors import MountError
 from castore_fuse.lowlevel import LowLevel
 
@@ -62,9 +63,8 @@ class Session:
         self.mountpoint = Path(os.path.realpath(mountpoint))
         self._lib = libfuse.load()
         self._threads = threads or default_threads()
-        self._table = _Replier(
-            ops, self._lib
-        ).table()  # C keeps pointers into it: lives as long as the session
+        # C keeps pointers into the table: it must live as long as the session.
+        self._table = Dispatcher(ops, self._lib).table()
         self._notify_lock = threading.Lock()
         self._device: str | None = None
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC)

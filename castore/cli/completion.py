@@ -1,0 +1,32 @@
+"""Names of entries, for the shell's completion.
+
+A shell asks at every press of the tab key: nothing here may take long, make a store, or print.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+import typer
+
+from castore import settings
+from castore.cli.opening import open_store, store_path
+from castore.errors import CastoreError
+
+#: More names than this are no help to anybody.
+LIMIT = 200
+
+
+def names(context: typer.Context, incomplete: str) -> list[str]:
+    """Names that begin with what was typed."""
+    try:
+        if settings.load(store_path(context)) is None:
+            return []
+        with open_store(context) as store:
+            rows = store.index.connection().execute(
+                "SELECT name FROM entries WHERE name >= ?1 AND name < ?1 || char(1114111) ORDER BY name LIMIT ?2",
+                (incomplete, LIMIT),
+            )
+            return [row[0] for row in rows]
+    except (CastoreError, OSError, sqlite3.Error):
+        return []  # the command itself will say what is wrong; a message here would land in the middle of a prompt

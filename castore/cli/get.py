@@ -1,0 +1,76 @@
+"""`castore get`: an entry's bytes into a file, which is there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Annotated, BinaryIO
+
+import typer
+
+from castore import Store
+from castore.cli.completion import names
+from castore.cli.opening import find_blob, open_store
+from castore.cli.output import progress
+from castore.errors import CastoreError
+from castore.records import Blob
+
+#: Below this size a bar would be gone before it is seen.
+_LARGE = 32_000_000
+
+
+def get(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(autocompletion=names, metavar="NAME", help="A name or a digest.")],
+    output: Annotated[
+        str, typer.Option("-o", "--output", metavar="FILE", help='Where to; "-" is standard output.')
+    ],
+) -> None:
+    """Write an entry's bytes into a file.
+
+    \b
+    castore get imagenet/train-00001.tar -o train.tar
+    """
+    with open_store(context) as store:
+        blob = find_blob(store, name)
+        if output == "-":
+            _write(store, blob, sys.stdout.buffer, name)
+            sys.stdout.buffer.flush()
+        else:
+            _write_file(store, blob, output, name)
+
+
+def _write_file(store: Store, blob: Blob, output: str, name: str) -> None:
+    target = os.path.realpath(output)
+    if os.path.isdir(target):
+        raise CastoreError(f"{output} is a folder; give the name of a file in it with -o")
+    if os.path.exists(target) and not os.path.isfile(target):
+        # A device or a pipe is written to: renaming a file over /dev/null would not do.
+        with open(target, "wb") as file:
+            _write(store, blob, file, name)
+        return
+    temporary = f"{target}.{secrets.token_hex(4)}.part"
+    try:
+        with open(temporary, "xb") as file:
+            _write(store, blob, file, name)
+        os.rename(temporary, target)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def _write(store: Store, blob: Blob, file: BinaryIO, name: str) -> None:
+    from castore.cli.streams import copy
+
+    with progress(name, blob.size, wanted=blob.size >= _LARGE) as done:
+        copy(store, blob, partial(_write_piece, file, done))
+
+
+def _write_piece(file: BinaryIO, done: Callable[[int], object], piece: bytes) -> None:
+    file.write(piece)
+    done(len(piece))

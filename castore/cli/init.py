@@ -1,0 +1,92 @@
+"""`castore init`: makes a store, or changes its defaults."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from castore import settings
+from castore.cli.opening import store_path
+from castore.cli.output import AsJson, print_json
+from castore.errors import StoreError
+from castore.settings import Settings
+from castore.sizes import format_duration, format_size
+
+
+def init(
+    context: typer.Context,
+    codec: Annotated[
+        str | None,
+        typer.Option(metavar="CODEC", help="auto, zstd, lz4, gzip or none.  [auto: zstd where it shrinks]"),
+    ] = None,
+    level: Annotated[int | None, typer.Option(metavar="N", help="The codec's level.")] = None,
+    max_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help='Budget in stored bytes, like 200GB, or "none".')
+    ] = None,
+    ttl: Annotated[
+        str | None, typer.Option(metavar="TIME", help='How long new entries live, like 30d, or "none".')
+    ] = None,
+    shared: Annotated[
+        str | None, typer.Option(metavar="GROUP", help="Let this group use the store, too.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a store, or change the defaults of one.
+
+    \b
+    castore init --max-size 200GB
+    castore --store /nvme/cache init --codec lz4 --ttl 30d
+    """
+    from castore import Store
+
+    path = store_path(context)
+    old = settings.load(path)
+    # None means "as before" to `merge`, so taking a bound away needs a word of its own.
+    base = old or Settings()
+    if max_size == "none":
+        base, max_size = base._replace(max_size=None), None
+    if ttl == "none":
+        base, ttl = base._replace(ttl=None), None
+    new = settings.merge(base, codec=codec, level=level, max_size=max_size, ttl=ttl, shared=shared)
+    if old is None:
+        settings.create(path, new)
+    elif new != old:
+        if new.shared != old.shared:
+            settings.create(path, new)
+            _share(path, new.shared)
+        settings.save(path, new)
+    Store(path, memory=0).close()  # makes the index, and refuses file systems that cannot hold one
+    verb = "made" if old is None else "changed" if new != old else "unchanged"
+    _report(path, new, verb, as_json)
+
+
+def _share(path: Path, group: str | None) -> None:
+    """Give what is in the store already to the group, with the rights that its owner has."""
+    for folder, _, files in os.walk(path):
+        for item in [folder, *(os.path.join(folder, name) for name in files)]:
+            try:
+                shutil.chown(item, group=group)
+                mode = os.stat(item).st_mode & 0o777
+                os.chmod(item, mode | (mode & 0o700) >> 3 | (0o2000 if item == folder else 0))
+            except FileNotFoundError:
+                continue  # a temporary file of somebody who works here right now
+            except PermissionError as error:
+                raise StoreError(
+                    f"{item} belongs to somebody else; run this as its owner or as root"
+                ) from error
+
+
+def _report(path: Path, new: Settings, verb: str, as_json: bool) -> None:
+    if as_json:
+        print_json({"path": str(path), "result": verb, **new._asdict()})
+        return
+    typer.echo(f"{path}: {verb}")
+    level = "" if new.level is None else f", level {new.level}"
+    typer.echo(f"  codec     {new.codec}{level}")
+    typer.echo(f"  max size  {'no bound' if new.max_size is None else format_size(new.max_size)}")
+    typer.echo(f"  ttl       {'entries never expire' if new.ttl is None else format_duration(new.ttl)}")
+    typer.echo(f"  shared    {'with nobody' if new.shared is None else 'with group ' + new.shared}")

@@ -1,0 +1,68 @@
+"""`castore ls`: lists entries, one a line. Streams: ten million entries take no more memory than ten."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from castore.cli.completion import names
+from castore.cli.opening import open_store
+from castore.errors import NotFoundError
+from castore.records import Entry
+from castore.sizes import format_duration, format_size
+
+_HEAD = f"{'SIZE':>9} {'STORED':>9}  {'CODEC':<5} {'AGE':>8} {'EXPIRES IN':>10}  PIN  NAME\n"
+
+
+def ls(
+    context: typer.Context,
+    prefix: Annotated[
+        str,
+        typer.Argument(
+            metavar="[PREFIX]", autocompletion=names, show_default=False, help="A name or a folder of names."
+        ),
+    ] = "",
+    long: Annotated[
+        bool, typer.Option("-l", "--long", help="Sizes, codec, age, expiry and pin, too.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
+) -> None:
+    """List entries, one a line.
+
+    \b
+    castore ls -l imagenet
+    """
+    form: Callable[[Entry], str] = _json if as_json else _long if long else _plain
+    write = sys.stdout.write
+    found = False
+    with open_store(context) as store:
+        for entry in store.entries(prefix):
+            if not found and long and not as_json:
+                write(_HEAD)
+            found = True
+            write(form(entry))
+    if prefix and not found:
+        raise NotFoundError(f"there is no entry at or below {prefix!r} in {store.path}")
+
+
+def _plain(entry: Entry) -> str:
+    return entry.name + "\n"
+
+
+def _json(entry: Entry) -> str:
+    return json.dumps(entry._asdict(), ensure_ascii=False) + "\n"
+
+
+def _long(entry: Entry) -> str:
+    now = time.time()
+    expires = "" if entry.expires is None else format_duration(max(0, entry.expires - now))
+    return (
+        f"{format_size(entry.size):>9} {format_size(entry.stored):>9}  {entry.codec:<5}"
+        f" {format_duration(max(0, round(now - entry.created))):>8} {expires:>10}  {'pin' if entry.pinned else '   '}"
+        f"  {entry.name}\n"
+    )

@@ -1,0 +1,144 @@
+"""The `castore` command: finds the command that was asked for, and turns every error into one line and an exit code.
+
+Imports no command that was not asked for. Must never show a traceback for what a user or a disk can cause.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import sys
+from collections.abc import Iterator, MutableMapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.main
+
+import castore
+from castore.cli.output import complain, describe
+from castore.errors import CastoreError, InvalidNameError, InvalidValueError
+
+#: The commands in the order of `castore --help`, and the module of each.
+COMMANDS = {
+    "init": "init", "add": "add", "ls": "ls", "cat": "cat", "get": "get", "rm": "rm", "pin": "pin", "unpin": "pin",
+    "stat": "stat", "gc": "gc", "verify": "verify", "doctor": "doctor", "mount": "mount", "umount": "umount",
+}  # fmt: skip
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+# typer carries a click of its own in some versions and uses the package in others: the class comes with typer's errors.
+_ClickError: Any = typer.BadParameter.__mro__[2]
+
+
+class _Commands(MutableMapping[str, Any]):
+    """The commands by name, each imported when it is looked up."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            module = import_module(f"castore.cli.{COMMANDS[name]}")
+            alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+            alone.command(name)(getattr(module, name))
+            self._made[name] = typer.main.get_command(alone)
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"castore {castore.__version__}")
+        raise typer.Exit
+
+
+def _main(
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="CASTORE_DIR", metavar="DIR", help="The store's folder.  [default: ~/.cache/castore]"
+        ),
+    ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Keep derived training data once, compressed and verified, and hand it out as plain files.
+
+    \b
+    castore add shards/ --as imagenet     put a folder of files into the store
+    castore mount /mnt/data               read them back as plain files
+    castore stat                          see what that saves
+    """
+
+
+def command() -> Any:
+    """The whole command, as typer makes it."""
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+    app.callback()(_main)
+    group = typer.main.get_command(app)
+    group.commands = _Commands()  # type: ignore[attr-defined]
+    return group
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: the words after `castore`; default those of this process.
+
+    Returns:
+        The exit code: 0, 1 (it failed), 2 (usage), 130 (interrupted).
+    """
+    try:
+        code = command().main(args=arguments, prog_name="castore", standalone_mode=False) or 0
+        sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has seen enough. What is still buffered must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except _ClickError as error:
+        return _usage(error)
+    except (InvalidNameError, InvalidValueError) as error:
+        complain(describe(error))
+        return USAGE
+    except (CastoreError, OSError, sqlite3.Error) as error:
+        complain(describe(error))
+        return FAILED
+    if code == INTERRUPTED:
+        complain("interrupted")
+    return int(code)
+
+
+def _usage(error: Any) -> int:
+    context = error.ctx if hasattr(error, "ctx") else None
+    if type(error).__name__ == "NoArgsIsHelpError":
+        typer.echo(context.get_help())
+        return USAGE
+    line = error.format_message().rstrip(".")
+    if "--store" in line and context is not None and context.parent is not None:
+        line += ": it goes before the command: castore --store DIR " + context.info_name
+    elif context is not None:
+        line += f"; see `{context.command_path} --help`"
+    complain(line)
+    return int(error.exit_code)
+
+
+def run() -> None:
+    """The entry point of the `castore` command."""
+    sys.exit(main())

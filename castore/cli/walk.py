@@ -1,0 +1,135 @@
+"""Which files `castore add` takes, and the name that each gets.
+
+Links are followed. What cannot be taken (a loop of links, a socket, a folder that may not be read, the store itself) is
+handed to ``skip`` with the reason: nothing is left out silently. Memory grows with the depth and the width of one
+folder, not with the number of files.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from castore.cli.output import describe, printable
+from castore.errors import InvalidNameError, InvalidValueError
+from castore.names import check_name, check_prefix
+
+Skip = Callable[[str], object]
+
+
+class Source(NamedTuple):
+    """A file and the name that its bytes get."""
+
+    name: str
+    path: str
+    size: int
+
+
+def destinations(paths: Sequence[str], prefix: str | None) -> dict[str, str]:
+    """The name that each path gets: of the entry for a file, of the folder for a folder.
+
+    Args:
+        paths: files and folders.
+        prefix: the user's `--as`; None names everything after itself.
+
+    Raises:
+        InvalidValueError: two paths would get one name, or a path has none to give.
+    """
+    into = check_prefix(prefix) if prefix is not None else ""
+    named: dict[str, str] = {}
+    for path in dict.fromkeys(paths):
+        if prefix is not None and len(paths) == 1 and (os.path.isdir(path) or not prefix.endswith("/")):
+            name = into
+        else:
+            name = f"{into}/{_own_name(path)}" if into else _own_name(path)
+        if name in named:
+            raise InvalidValueError(
+                f"{printable(named[name])} and {printable(path)} would both be named {name!r};"
+                " add them one by one, each with its own --as"
+            )
+        named[name] = path
+    return {path: name for name, path in named.items()}
+
+
+def _own_name(path: str) -> str:
+    name = os.path.basename(os.path.abspath(path))
+    if not name:
+        raise InvalidValueError(f"{path} has no name to go by; say one with --as")
+    return name
+
+
+def find(path: str, name: str, *, store: str, skip: Skip) -> Iterator[Source]:
+    """The files at or below ``path``, each folder's in the order of their names.
+
+    Args:
+        path: a file or a folder.
+        name: what it is to be called; "" for a folder whose files go to the top.
+        store: the store's folder, which is never taken into itself.
+        skip: gets a sentence about each thing that is not taken.
+    """
+    own = _identity(store)
+    # Folders that we are in, so that a link to one of them is seen to lead in a circle.
+    inside: list[tuple[int, int]] = []
+    waiting: list[Iterator[tuple[str, str]]] = [iter([(path, name)])]
+    while waiting:
+        item = next(waiting[-1], None)
+        if item is None:
+            waiting.pop()
+            if inside:
+                inside.pop()
+            continue
+        found = _look(*item, skip)
+        if found is None:
+            continue
+        if not stat.S_ISDIR(found.st_mode):
+            if _is_taken(*item, found, skip):
+                yield Source(item[1], item[0], found.st_size)
+            continue
+        identity = found.st_dev, found.st_ino
+        if identity == own:
+            skip(f"{printable(item[0])} is the store itself; skipped")
+        elif identity in inside:
+            skip(f"{printable(item[0])} links to a folder that it lies in; skipped")
+        else:
+            inside.append(identity)
+            waiting.append(_children(*item, skip))
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _look(path: str, name: str, skip: Skip) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except OSError as error:
+        broken = isinstance(error, FileNotFoundError) and os.path.islink(path)
+        skip(f"{printable(path)} links to nothing; skipped" if broken else f"{describe(error)}; skipped")
+        return None
+
+
+def _is_taken(path: str, name: str, found: os.stat_result, skip: Skip) -> bool:
+    if not stat.S_ISREG(found.st_mode):
+        skip(f"{printable(path)} is neither a file nor a folder; skipped")
+        return False
+    try:
+        check_name(name)
+    except InvalidNameError as error:
+        skip(f"{printable(path)}: {error}; skipped")
+        return False
+    return True
+
+
+def _children(path: str, name: str, skip: Skip) -> Iterator[tuple[str, str]]:
+    try:
+        below = sorted(os.listdir(path))
+    except OSError as error:
+        skip(f"{describe(error)}; skipped")
+        return iter(())
+    return ((os.path.join(path, one), f"{name}/{one}" if name else one) for one in below)

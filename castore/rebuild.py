@@ -1,0 +1,173 @@
+"""Rebuilding the index from the object directory: blobs from the objects and packs, names from the names journal.
+
+Done in one transaction in the index that is there, or, if that is damaged beyond use, in a new file that takes its
+place while the old one is kept in quarantine. Objects are taken at the word of their names and trailers (what they
+hold is checked whenever it is read), but raw ones are read whole: their checksums live in the index only.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from castore.beacon import EPOCH, Beacon
+from castore.errors import CorruptError
+from castore.index import Index, Write
+from castore.objects.directory import ObjectDirectory
+from castore.objects.encode import HashingFrames, raw_checksums
+from castore.objects.frames import frame_count, probe_size
+from castore.objects.packs import Damage, scan
+from castore.records import LOOSE, Blob
+
+if TYPE_CHECKING:
+    from castore.store import Store
+
+_ADD_BLOB = "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?, ?, ?, 0, NULL)"
+_SET_NAME = (
+    "INSERT OR REPLACE INTO entries (name, digest, size, serializer, metadata, created, expires, accessed, pinned)"
+    " VALUES (?1, ?2, 0, ?3, ?4, ?5, ?6, ?5, ?7)"
+)
+
+
+class Rebuilt(NamedTuple):
+    """What a rebuild found.
+
+    Attributes:
+        entries, blobs: rows of the new index.
+        lost: names whose bytes are not in the object directory; they are dropped.
+        damaged: objects and stretches of packs or journal that could not be read.
+    """
+
+    entries: int
+    blobs: int
+    lost: list[str]
+    damaged: list[str]
+
+
+def set_index_aside(path: Path, quarantine: Path, beacon: Beacon) -> Path | None:
+    """Move a damaged index out of the way, and tell every process not to use it any more."""
+    kept = None
+    for suffix in ("", "-wal", "-shm"):
+        file = path.with_name(path.name + suffix)
+        if file.exists():
+            kept = quarantine / f"index-{time.time_ns()}.sqlite{suffix}"
+            file.rename(kept)
+    beacon.words[EPOCH] += 1
+    return kept
+
+
+def rebuild(store: Store, progress: Callable[[int], object] | None = None) -> Rebuilt:
+    """Replace every row of the index by what the object directory says.
+
+    Args:
+        store: whose index can be written to.
+        progress: called with the stored bytes of each object and pack that was read.
+    """
+    damaged: list[str] = []
+    with store.index.write() as txn:
+        for table in ("entries", "blobs", "checksums", "packs"):
+            txn.execute(f"DELETE FROM {table}")
+        for blob, checksums in _blobs(store.objects, txn, damaged, progress):
+            txn.execute(_ADD_BLOB, blob)
+            if checksums is not None:
+                txn.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (blob.digest, checksums))
+        _names(store.index, txn, damaged)
+        lost = [row[0] for row in txn.execute(
+            "SELECT name FROM entries e WHERE NOT EXISTS (SELECT 1 FROM blobs b WHERE b.digest = e.digest)"
+        )]  # fmt: skip
+        txn.executemany("DELETE FROM entries WHERE name = ?", ((name,) for name in lost))
+        recount(txn)
+        txn.announce()
+    store.index.snapshot_journal()
+    totals = store.index.totals()
+    return Rebuilt(totals.entries, totals.blobs, lost, damaged)
+
+
+def _blobs(
+    objects: ObjectDirectory, txn: Write, damaged: list[str], progress: Callable[[int], object] | None
+) -> Iterator[tuple[Blob, bytes | None]]:
+    for pack in objects.packs.ids():
+        path = objects.packs.path(pack)
+        txn.execute("INSERT INTO packs (id, created) VALUES (?, ?)", (pack, time.time()))
+        for found in scan(path, pack):
+            if isinstance(found, Damage):
+                damaged.append(f"{path}: {found.length} bytes at {found.offset} are no record")
+            elif not found.intact:
+                damaged.append(f"{path}: the record at {found.blob.offset} fails its check")
+            else:
+                yield found.blob, None
+        if progress is not None:
+            progress(path.stat().st_size)
+    for digest, codec, path in objects.loose.listing():
+        stored = path.stat().st_size
+        try:
+            yield _loose_blob(digest, codec, path, stored)
+        except CorruptError as error:
+            damaged.append(f"{path}: {error}")
+        if progress is not None:
+            progress(stored)
+
+
+def _loose_blob(digest: bytes, codec: str, path: Path, stored: int) -> tuple[Blob, bytes | None]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = probe_size(codec, stored, lambda offset, length: os.pread(fd, length, offset))
+        blob = Blob(digest, size, stored, codec, LOOSE, 0)
+        if codec != "none" or frame_count(size) == 1:
+            return blob, None
+        frames = HashingFrames(fd)
+        checksums = raw_checksums(frames)
+        if frames.digest != digest:
+            raise CorruptError("the bytes do not have the digest they are stored under")
+        return blob, checksums
+    finally:
+        os.close(fd)
+
+
+def _names(index: Index, txn: Write, damaged: list[str]) -> None:
+    for record in index.journal.replay():
+        if record is None:
+            damaged.append(f"{index.journal.folder}: a stretch of the names journal is damaged")
+        elif record.digest is None:
+            txn.execute("DELETE FROM entries WHERE name = ?", (record.name,))
+        else:
+            txn.execute(_SET_NAME, record)
+
+
+def recount(txn: Write) -> None:
+    """Make what is kept beside the rows (sizes, references, totals) what the rows say."""
+    txn.execute("UPDATE entries SET size = (SELECT size FROM blobs b WHERE b.digest = entries.digest)")
+    txn.execute("DROP TABLE IF EXISTS temp.named")
+    txn.execute("CREATE TEMP TABLE named (digest BLOB PRIMARY KEY, refs INTEGER) WITHOUT ROWID")
+    txn.execute("INSERT INTO named SELECT digest, count(*) FROM entries GROUP BY digest")
+    txn.execute(
+        "UPDATE blobs SET refs = coalesce((SELECT refs FROM named n WHERE n.digest = blobs.digest), 0)"
+    )
+    txn.execute("UPDATE blobs SET orphaned = NULL WHERE refs > 0")
+    txn.execute("UPDATE blobs SET orphaned = ? WHERE refs = 0 AND orphaned IS NULL", (time.time(),))
+    txn.execute("DROP TABLE temp.named")
+    txn.execute(
+        "UPDATE totals SET (entries, logical) = (SELECT count(*), coalesce(sum(size), 0) FROM entries),"
+        " (blobs, uniq, stored) = (SELECT count(*), coalesce(sum(size), 0), coalesce(sum(stored), 0) FROM blobs)"
+    )
+
+
+def is_counted_right(index: Index) -> bool:
+    """Whether what `recount` makes is what there is."""
+    db: sqlite3.Connection = index.connection()
+    row = db.execute(
+        "SELECT (SELECT count(*) FROM entries), (SELECT coalesce(sum(size), 0) FROM entries), count(*),"
+        " coalesce(sum(size), 0), coalesce(sum(stored), 0), coalesce(sum(refs), 0) FROM blobs"
+    ).fetchone()
+    # Totals first, references by their sum, then one by one.
+    if tuple(row[:5]) != tuple(index.totals()) or row[5] != row[0]:
+        return False
+    wrong = (
+        "SELECT 1 FROM (SELECT digest, count(*) AS named FROM entries GROUP BY digest) n"
+        " LEFT JOIN blobs b ON b.digest = n.digest WHERE b.refs IS NOT n.named LIMIT 1"
+    )
+    return db.execute(wrong).fetchone() is None
