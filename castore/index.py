@@ -118,6 +118,20 @@ def to_entry(row: tuple[Any, ...]) -> Entry:
     )
 
 
+def _use_wal(db: sqlite3.Connection) -> None:
+    # Only the first connection to a new index changes its mode, and SQLite then answers "locked" at once to others
+    # who are just doing the same, however long they are willing to wait.
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.005)
+
+
 class Write:
     """One write transaction: everything in it is seen together, or not at all. Made by `Index.write`."""
 
@@ -126,6 +140,8 @@ class Write:
         self._records: list[bytes] = []
         self._new_folders: list[str] = []
         self._announce = False
+        #: Whether what was done here has come true.
+        self.committed = False
         self._entries = self._logical = self._blobs = self._unique = self._stored = 0
 
     def __enter__(self) -> Write:
@@ -150,8 +166,13 @@ class Write:
                 written = journal.append(records, durable=index.durable)
             if self._announce:
                 index.beacon.announce()  # for the next writer, which looks while it holds the lock
+            elif self._new_folders:
+                # Still under the lock: a moment later another process may have made a file of one of them.
+                index.remember_folders(self._new_folders)
             self._db.execute("COMMIT")
+            self.committed = True
         except BaseException:
+            index.forget_folders()
             if written is not None:
                 journal.retract(written)
             if self._db.in_transaction:
@@ -159,8 +180,6 @@ class Write:
             raise
         if self._announce:
             index.beacon.announce()  # for readers, which may have looked between the first time and the commit
-        elif self._new_folders:
-            index.remember_folders(self._new_folders)
 
     def look(self, name: str, digest: bytes) -> Standing:
         """What `set_entry` and whoever places the blob need to know, in one question."""
@@ -246,7 +265,7 @@ class Write:
         created, pinned = now, int(pin)
         row = (name, blob.digest, blob.size, serializer, metadata, now, expires, pinned)
         if standing.digest is None:
-            self._check_conflict(name, standing.child)
+            self._check_conflict(name, standing.child, now)
             self._db.execute(_ADD_ENTRY, row)
             if standing.blob is not None:
                 self._db.execute(_COUNT_REF, (blob.digest,))
@@ -265,7 +284,9 @@ class Write:
         )
         return created, bool(pinned)
 
-    def _check_conflict(self, name: str, child: str | None) -> None:
+    def _check_conflict(self, name: str, child: str | None, now: float) -> None:
+        if child is not None:
+            child = self._standing_in_the_way("name > ?1 || '/' AND name < ?1 || '0'", [name], now)
         if child is not None:
             raise NameConflictError(
                 f"{name!r} cannot be a file: it is the folder of {child!r}; choose another name or delete that one"
@@ -275,14 +296,24 @@ class Write:
             return
         parents = _parents(name)
         marks = ",".join("?" * len(parents))
-        row = self._db.execute(
-            f"SELECT name FROM entries WHERE name IN ({marks}) LIMIT 1", parents
-        ).fetchone()
-        if row:
+        file = self._standing_in_the_way(f"name IN ({marks})", parents, now)
+        if file is not None:
             raise NameConflictError(
-                f"{name!r} cannot lie inside {row[0]!r}, which is a file; choose another name or delete that one"
+                f"{name!r} cannot lie inside {file!r}, which is a file; choose another name or delete that one"
             )
         self._new_folders.append(folder)
+
+    def _standing_in_the_way(self, condition: str, parameters: list[str], now: float) -> str | None:
+        """One of the names that match and still stand; those that have expired are in nobody's way, and go."""
+        expired = []
+        sql = f"SELECT name, expires, pinned FROM entries WHERE {condition}"
+        for name, expires, pinned in self._db.execute(sql, parameters):
+            if pinned or expires is None or expires > now:
+                return str(name)
+            expired.append(name)
+        for name in expired:
+            self.delete_entry(name)
+        return None
 
     def delete_entry(self, name: str) -> bool:
         """Remove a name; False if there is none."""
@@ -375,7 +406,7 @@ class Index:
     def _after_fork(self) -> None:
         _inherited.append(getattr(self, "_open", None))
         self._local = threading.local()
-        self._open: list[sqlite3.Connection] = []
+        self._open: list[tuple[threading.Thread, sqlite3.Connection]] = []
         self._lock = threading.Lock()
         self._folders: set[str] = set()
         self._folders_seen = 0
@@ -404,7 +435,7 @@ class Index:
 
     def _connect(self) -> sqlite3.Connection:
         try:
-            # check_same_thread is off only so that close() can close every thread's connection.
+            # check_same_thread is off only so that this object can close every thread's connection.
             db = sqlite3.connect(
                 self.path,
                 timeout=_BUSY_SECONDS,
@@ -414,14 +445,19 @@ class Index:
             )
             # Small pages: a commit writes whole pages, and a put touches one of each table.
             db.execute("PRAGMA page_size = 2048")
-            db.execute("PRAGMA journal_mode = WAL")
+            _use_wal(db)
             db.execute(f"PRAGMA synchronous = {'FULL' if self.durable else 'NORMAL'}")
             db.execute("PRAGMA wal_autocheckpoint = 8000")
             db.execute("PRAGMA cache_size = -8192")
         except sqlite3.DatabaseError as error:
             raise self.damaged(error) from error
         with self._lock:
-            self._open.append(db)
+            # Threads come and go; what the gone ones leave open would use up the process's descriptors.
+            for thread, left in self._open:
+                if not thread.is_alive():
+                    left.close()
+            self._open = [(thread, kept) for thread, kept in self._open if thread.is_alive()]
+            self._open.append((threading.current_thread(), db))
         return db
 
     def damaged(self, error: sqlite3.Error) -> StoreError:
@@ -433,7 +469,7 @@ class Index:
         with self._lock:
             connections, self._open = self._open, []
         self._local = threading.local()
-        for db in connections:
+        for _, db in connections:
             db.close()
 
     def is_folder(self, folder: str) -> bool:
@@ -452,6 +488,10 @@ class Index:
         if len(self._folders) > 10_000:
             self._folders = set()
         self._folders.update(folders)
+
+    def forget_folders(self) -> None:
+        """Have `is_folder` look again: what made them folders did not come true."""
+        self._folders = set()
 
     def write(self) -> Write:
         """A write transaction, to be used as a context manager."""
@@ -519,7 +559,8 @@ class Index:
 
     def entries(self, prefix: str, now: float, *, after: str = "") -> Iterator[Entry]:
         """Entries at or below a prefix that are not expired, by name, read in pages."""
-        low, high = (prefix, prefix + "0") if prefix else ("", "\U0010ffff")
+        # No part of a name is long enough for as many of the last character.
+        low, high = (prefix, prefix + "0") if prefix else ("", "\U0010ffff" * 64)
         sql = (
             f"{_ENTRY} WHERE e.name > ? AND e.name < ? AND (e.expires IS NULL OR e.expires > ?)"
             " ORDER BY e.name LIMIT 1000"

@@ -113,12 +113,18 @@ class Journal:
 
     def size(self) -> int:
         """Bytes of all segments."""
-        return sum(self.path(number).stat().st_size for number in self.segments())
+        return sum(map(self._size, self.segments()))
 
     def snapshot_size(self) -> int:
         """Bytes of the oldest segment, which is the last snapshot once there was one."""
         segments = self.segments()
-        return self.path(segments[0]).stat().st_size if len(segments) > 1 else 0
+        return self._size(segments[0]) if len(segments) > 1 else 0
+
+    def _size(self, number: int) -> int:
+        try:
+            return self.path(number).stat().st_size
+        except FileNotFoundError:
+            return 0  # another process has just put a snapshot in its place
 
     def switch(self) -> int:
         """Start a new segment and return its number; the one below it is left for the snapshot.

@@ -36,9 +36,9 @@ def find(index: Index, objects: ObjectDirectory) -> Iterator[Leftover]:
     yield from _unindexed_objects(index, objects)
     registered = {row[0] for row in index.connection().execute("SELECT id FROM packs")}
     for pack in objects.packs.ids():
-        if pack not in registered:
-            path = objects.packs.path(pack)
-            yield Leftover(path, path.stat().st_size, pack=pack)
+        path = objects.packs.path(pack)
+        if pack not in registered and (size := _size(path)) is not None:
+            yield Leftover(path, size, pack=pack)
 
 
 def _unindexed_objects(index: Index, objects: ObjectDirectory) -> Iterator[Leftover]:
@@ -49,7 +49,17 @@ def _unindexed_objects(index: Index, objects: ObjectDirectory) -> Iterator[Lefto
         while row is not None and row.digest < digest:
             row = next(rows, None)
         if row is None or row.digest != digest or row.codec != codec:
-            yield Leftover(path, path.stat().st_size, digest=digest)
+            size = _size(path)
+            if size is not None:
+                yield Leftover(path, size, digest=digest)
+
+
+def _size(path: Path) -> int | None:
+    """Length of a file, or None if another gc was quicker."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def remove(index: Index, objects: ObjectDirectory, leftovers: list[Leftover]) -> int:

@@ -15,6 +15,7 @@ from castore.errors import CorruptError
 from castore.forks import reset_after_fork
 from castore.index import Found, Index
 from castore.memory import MemoryLRU
+from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
 from castore.objects.directory import ObjectDirectory
@@ -32,6 +33,13 @@ class _Binding(NamedTuple):
     digest: bytes
     changed: int
     until: float
+
+
+class Read(NamedTuple):
+    """What a name pointed to at one moment."""
+
+    data: bytes
+    serializer: str
 
 
 class BlobSource:
@@ -71,9 +79,12 @@ class BlobSource:
                     usage.counts["memory_hits"] += 1
                     usage.touched[name] = now
                     return data
-        return self._get(name)
+        read = self.read(name)
+        return None if read is None else read.data
 
-    def _get(self, name: str) -> bytes | None:
+    def read(self, name: str) -> Read | None:
+        """The bytes of a name and how they turn into an object, as they belong together, or None."""
+        check_name(name)
         # The word is read before the index: a change in between makes the binding stale, never fresh.
         changed = self._words[CHANGED]
         now = time.time()
@@ -94,7 +105,7 @@ class BlobSource:
         usage.touched[name] = now
         usage.counts[tier] += 1
         usage.flush_if_due()
-        return data
+        return Read(data, found.serializer)
 
     def _miss(self) -> None:
         self._usage.counts["misses"] += 1
@@ -111,6 +122,8 @@ class BlobSource:
     def get_many(self, names: list[str]) -> list[bytes | None]:
         """`get` for many names with one question to the index."""
         now = time.time()
+        for name in names:
+            check_name(name)
         found = self._index.find_many(names)
         results: list[bytes | None] = []
         for name in names:

@@ -63,5 +63,13 @@ def migrate(connection: sqlite3.Connection) -> None:
         for statement in _statements(_TABLES):
             db.execute(statement)
 
-    migrations.apply(Database(connection))
-    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    # Under the write lock from the first look to the last statement: else two processes would both find it missing.
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        migrations.apply(Database(connection))
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,7 +134,7 @@ def load(path: Path) -> Settings | None:
 def save(path: Path, settings: Settings) -> None:
     """Write the settings, whole or not at all."""
     content = {"format": FORMAT, **settings._asdict()}
-    temporary = path / f"{FILE}.{os.getpid()}.new"
+    temporary = path / f"{FILE}.{os.getpid()}.{threading.get_ident()}.new"
     temporary.write_text(json.dumps(content, indent=2) + "\n")
     temporary.chmod(settings.file_mode)
     temporary.rename(path / FILE)
@@ -147,7 +148,8 @@ def create(path: Path, settings: Settings) -> None:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if not (path / FILE).exists() and any(entry.name not in _own_names() for entry in path.iterdir()):
+        refuse_network(path)
+        if not (path / FILE).exists() and any(not _is_own(entry.name) for entry in path.iterdir()):
             raise StoreError(
                 f"{path} is not empty and no castore; choose an empty or new folder for the store"
             )
@@ -165,8 +167,10 @@ def create(path: Path, settings: Settings) -> None:
         raise StoreError(f"cannot make a store at {path}: {error.strerror or error}") from error
 
 
-def _own_names() -> set[str]:
-    return {FILE, ".gitignore", "CACHEDIR.TAG", "index.sqlite", *(name.split("/")[0] for name in FOLDERS)}
+def _is_own(name: str) -> bool:
+    # Files that are only there while another process makes the same store count too.
+    own = {FILE, ".gitignore", "CACHEDIR.TAG", "index.sqlite", *(folder.split("/")[0] for folder in FOLDERS)}
+    return name in own or name.startswith((f"{FILE}.", "index.sqlite-"))
 
 
 def _give_to_group(path: Path, group: str) -> None:

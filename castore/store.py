@@ -169,13 +169,8 @@ class Store:
         """
         pointing = self._pointing(name, ttl, metadata, pin, serializer)
         use = self._codec(codec, level)
-        if not isinstance(data, (bytes, bytearray, memoryview)):
-            raise SerializationError(
-                f"put takes bytes, not {type(data).__name__}; `save` keeps objects, `put_file` files"
-            )
-        if isinstance(data, memoryview):
-            data = data.cast("B")
-        return self._put_one(pointing, lambda known: self.writer.stage(data, *use, known=known))
+        plain = _plain(data)
+        return self._put_one(pointing, lambda known: self.writer.stage(plain, *use, known=known))
 
     def put_file(
         self,
@@ -217,12 +212,15 @@ class Store:
         use = self._codec(codec, level)
         batch: list[tuple[Pointing, Buffer]] = []
         size = 0
+        # A batch has to fit into the budget beside something else, or it would evict everything and still fail.
+        limit = min(_BATCH_BYTES, (self.settings.max_size or _BATCH_BYTES) // 2)
         for name, data in items:
-            batch.append((self._pointing(name, ttl, None, False, "bytes"), data))
-            size += len(data)
-            if size >= _BATCH_BYTES or len(batch) >= _BATCH_BLOBS:
+            plain = _plain(data)
+            if batch and (size + len(plain) > limit or len(batch) >= _BATCH_BLOBS):
                 entries += self._put_batch(batch, use)
                 batch, size = [], 0
+            batch.append((self._pointing(name, ttl, None, False, "bytes"), plain))
+            size += len(plain)
         return entries + self._put_batch(batch, use) if batch else entries
 
     def _put_batch(self, batch: list[tuple[Pointing, Buffer]], use: tuple[str, int | None]) -> list[Entry]:
@@ -287,7 +285,7 @@ class Store:
             raise self._not_found(name) from error
 
     def _blob(self, name: str) -> Blob:
-        found = self.index.find(name)
+        found = self.index.find(check_name(name))
         if found is None or (found.expires is not None and found.expires <= time.time()):
             raise self._not_found(name)
         return found.blob
@@ -317,10 +315,10 @@ class Store:
             NotFoundError: there is no such entry.
             SerializationError: it is a pickle, and the store was not opened with ``allow_pickle=True``.
         """
-        found, data = self.index.find(name), self.get(name)
-        if found is None or data is None:
+        read = self.source.read(name)
+        if read is None:
             raise self._not_found(name)
-        return serializers.load(data, found.serializer, allow_pickle=self.allow_pickle)
+        return serializers.load(read.data, read.serializer, allow_pickle=self.allow_pickle)
 
     def get_or_compute(
         self,
@@ -376,7 +374,7 @@ class Store:
 
     def entry(self, name: str) -> Entry | None:
         """What is known of a name, or None if there is no such entry or it has expired."""
-        entry = self.index.entry(name)
+        entry = self.index.entry(check_name(name))
         return (
             None if entry is None or (entry.expires is not None and entry.expires <= time.time()) else entry
         )
@@ -468,6 +466,17 @@ class Store:
         if not 0 < sample <= 1:
             raise InvalidValueError(f"sample must be above 0 and at most 1 (all), not {sample!r}")
         return verify.run(self, repair=repair, sample=sample, progress=progress)
+
+
+def _plain(data: Buffer) -> Buffer:
+    """``data`` as a run of bytes, whose length is its size."""
+    if isinstance(data, memoryview):
+        return data.cast("B") if data.c_contiguous and data.nbytes else data.tobytes()
+    if not isinstance(data, (bytes, bytearray)):
+        raise SerializationError(
+            f"put takes bytes, not {type(data).__name__}; `save` keeps objects, `put_file` files"
+        )
+    return data
 
 
 def _metadata_text(metadata: dict[str, Any] | None) -> str | None:

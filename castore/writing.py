@@ -174,6 +174,7 @@ class BlobWriter:
         self._max_size = max_size
         self._make_room = make_room
         self._pack: PackWriter | None = None
+        self._begun_by: Write | None = None
         reset_after_fork(self)
 
     def _after_fork(self) -> None:
@@ -189,10 +190,13 @@ class BlobWriter:
 
     def append(self, txn: Write, data: bytes) -> tuple[int, int]:
         """Append records to this process's pack: ``(pack id, where they begin)``."""
-        if self._pack is not None and self._pack.size > PACK_SIZE:
+        # A transaction that did not commit has given the id of the pack it began back, and another process may have
+        # begun a file of its own under it: what is appended to ours would be named by rows and lie nowhere.
+        taken_back = self._begun_by is not txn and not (self._begun_by and self._begun_by.committed)
+        if self._pack is not None and (self._pack.size > PACK_SIZE or taken_back):
             self.close()
         if self._pack is None:
-            self._pack = self._objects.start_pack(txn.new_pack())
+            self._pack, self._begun_by = self._objects.start_pack(txn.new_pack()), txn
         position = self._pack.add(data)
         if self._objects.durable:
             self._pack.sync()

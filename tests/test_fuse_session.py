@@ -42,8 +42,8 @@ def _can_mount() -> None:
         pytest.skip(str(error))
 
 
-def command(mountpoint: Path, *arguments: str) -> list[str]:
-    return [sys.executable, os.fspath(TOYFS), os.fspath(mountpoint), *arguments]
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, os.fspath(TOYFS), *arguments]
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ class Toy:
 def toy_at(mountpoint: Path, *arguments: str) -> Iterator[Toy]:
     orders = mountpoint.with_name("orders")
     os.mkfifo(orders)
-    with mounted(command(mountpoint, "--orders", os.fspath(orders), *arguments), mountpoint) as root:
+    with mounted(command("--orders", os.fspath(orders), *arguments), mountpoint) as root:
         yield Toy(root, orders)
 
 
@@ -272,7 +272,7 @@ def test_mount_is_read_only_and_trusts_no_file(toy: Toy) -> None:
 
 def test_hostile_store_path_is_shown_whole_in_the_mount_table(mountpoint: Path) -> None:
     source = "castore:/data/a,allow_other,b\\c d"
-    with mounted(command(mountpoint, "--source", source), mountpoint):
+    with mounted(command("--source", source), mountpoint):
         found = mountpoints.mount_at(mountpoint)
         assert found is not None
         assert (found.source, found.fstype) == (source, mountpoints.FSTYPE)
@@ -286,9 +286,7 @@ def test_hostile_store_path_is_shown_whole_in_the_mount_table(mountpoint: Path) 
 
 def test_umount_returns_when_the_daemon_is_gone(mountpoint: Path, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    pid = mount_background(
-        command(mountpoint, "--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log"
-    )
+    pid = mount_background(command("--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log")
     written = Record.read(record)
     assert written is not None
     assert (written.pid, written.mountpoint, written.alive()) == (pid, os.fspath(mountpoint), True)
@@ -303,9 +301,7 @@ def test_umount_returns_when_the_daemon_is_gone(mountpoint: Path, tmp_path: Path
 @pytest.mark.parametrize("by", ["umount", "fusermount3"])
 def test_daemon_ends_when_others_unmount(by: str, mountpoint: Path, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    mount_background(
-        command(mountpoint, "--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log"
-    )
+    mount_background(command("--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log")
     written = Record.read(record)
     assert written is not None
     subprocess.run([by, *(["-u"] if by == "fusermount3" else []), mountpoint], check=True)
@@ -313,16 +309,16 @@ def test_daemon_ends_when_others_unmount(by: str, mountpoint: Path, tmp_path: Pa
 
 
 def test_killed_daemon_is_cleared_by_the_next_mount(mountpoint: Path, tmp_path: Path) -> None:
-    pid = mount_background(command(mountpoint), mountpoint, log_path=tmp_path / "log")
+    pid = mount_background(command(), mountpoint, log_path=tmp_path / "log")
     os.kill(pid, signal.SIGKILL)
     until(lambda: mountpoints.is_dead(mountpoint))
     assert prepare_mountpoint(mountpoint, tmp_path / "store") == mountpoint
-    with mounted(command(mountpoint), mountpoint):
+    with mounted(command(), mountpoint):
         assert (mountpoint / "hello.txt").read_text() == "hello\n"
 
 
 def test_killed_daemon_is_cleared_by_umount(mountpoint: Path, tmp_path: Path) -> None:
-    pid = mount_background(command(mountpoint), mountpoint, log_path=tmp_path / "log")
+    pid = mount_background(command(), mountpoint, log_path=tmp_path / "log")
     os.kill(pid, signal.SIGKILL)
     until(lambda: mountpoints.is_dead(mountpoint))
     umount(mountpoint)
@@ -331,9 +327,7 @@ def test_killed_daemon_is_cleared_by_umount(mountpoint: Path, tmp_path: Path) ->
 
 def test_busy_mount_stays_and_umount_names_who_uses_it(mountpoint: Path, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    mount_background(
-        command(mountpoint, "--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log"
-    )
+    mount_background(command("--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log")
     with (mountpoint / "hello.txt").open() as held:
         with pytest.raises(BusyError, match=rf"in use by .*pid {os.getpid()}, .*hello\.txt"):
             umount(mountpoint, record_path=record)
@@ -349,9 +343,7 @@ def test_busy_mount_stays_and_umount_names_who_uses_it(mountpoint: Path, tmp_pat
 
 def test_sigterm_unmounts_and_serves_open_handles_to_their_end(mountpoint: Path, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    pid = mount_background(
-        command(mountpoint, "--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log"
-    )
+    pid = mount_background(command("--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log")
     written = Record.read(record)
     assert written is not None
     with (mountpoint / "pattern").open("rb", buffering=0) as held:
@@ -365,9 +357,7 @@ def test_sigterm_unmounts_and_serves_open_handles_to_their_end(mountpoint: Path,
 
 def test_second_sigterm_does_not_wait_for_open_handles(mountpoint: Path, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    pid = mount_background(
-        command(mountpoint, "--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log"
-    )
+    pid = mount_background(command("--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log")
     written = Record.read(record)
     assert written is not None
     with (mountpoint / "pattern").open("rb", buffering=0):
@@ -383,7 +373,7 @@ def test_mount_of_a_killed_program_goes_away(mountpoint: Path) -> None:
         "with mounted(sys.argv[2:], sys.argv[1]):\n    print('mounted', flush=True)\n    signal.pause()\n"
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", program, mountpoint, *command(mountpoint)],
+        [sys.executable, "-c", program, mountpoint, *command()],
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
@@ -396,7 +386,7 @@ def test_mount_of_a_killed_program_goes_away(mountpoint: Path) -> None:
 
 
 def test_fork_that_leaves_the_block_takes_no_mount_away(mountpoint: Path) -> None:
-    mount = mounted(command(mountpoint), mountpoint)
+    mount = mounted(command(), mountpoint)
     with mount as root:
         if (child := os.fork()) == 0:
             try:
@@ -407,13 +397,19 @@ def test_fork_that_leaves_the_block_takes_no_mount_away(mountpoint: Path) -> Non
         assert (root / "hello.txt").read_text() == "hello\n"
 
 
+def test_temporary_mountpoint_is_removed_with_its_mount() -> None:
+    with mounted(command()) as root:
+        assert (root / "hello.txt").read_text() == "hello\n"
+    assert not root.exists()
+
+
 # --- refusals --------------------------------------------------------------------------------------
 
 
 def test_daemon_that_cannot_mount_says_why(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     with pytest.raises(MountError, match=r"cannot mount at .*missing: .*No such file or directory"):
-        mount_background(command(missing), missing, log_path=tmp_path / "log")
+        mount_background(command(), missing, log_path=tmp_path / "log")
 
 
 def test_daemon_that_dies_at_once_is_reported(mountpoint: Path, tmp_path: Path) -> None:
@@ -454,7 +450,7 @@ def test_mountpoint_must_be_an_empty_folder(tmp_path: Path) -> None:
 
 def test_second_mount_at_the_same_place_is_refused(mountpoint: Path, tmp_path: Path) -> None:
     with (
-        mounted(command(mountpoint), mountpoint),
+        mounted(command(), mountpoint),
         pytest.raises(MountError, match=r"castore:toy is mounted at .* already; run `castore umount"),
     ):
         prepare_mountpoint(mountpoint, tmp_path / "store")
@@ -529,7 +525,7 @@ def test_ordinary_user_mounts_remounts_and_unmounts(anybody: tuple[Path, str]) -
     become = ["setpriv", "--reuid", user, "--regid", "nogroup", "--clear-groups"]
     become += ["--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]
     done = subprocess.run(
-        [*become, sys.executable, "-c", PROGRAM_OF_ANYBODY, folder, *command(folder / "mnt")],
+        [*become, sys.executable, "-c", PROGRAM_OF_ANYBODY, folder, *command()],
         cwd="/",
         capture_output=True,
         text=True,
@@ -543,7 +539,7 @@ def test_other_users_cannot_look_into_a_private_mount(anybody: tuple[Path, str])
     mountpoint = folder / "mnt"
     mountpoint.mkdir()
     for arguments, code in (((), 1), (("--allow-other",), 0)):
-        with mounted(command(mountpoint, *arguments), mountpoint):
+        with mounted(command(*arguments), mountpoint):
             done = subprocess.run(
                 ["cat", mountpoint / "hello.txt"], user=user, extra_groups=[], capture_output=True
             )

@@ -110,10 +110,12 @@ def _lz4_decompress(stored: Buffer, size: int) -> bytes:
         claimed = lz4.frame.get_frame_info(stored)["content_size"]
         if claimed != size:
             raise CorruptError(f"an LZ4 frame claims {claimed} bytes where {size} belong")
-        data, used = lz4.frame.decompress(stored, return_bytes_read=True)
+        decompressor = lz4.frame.LZ4FrameDecompressor()
+        # One byte more than belongs is enough to see a lie; `lz4.frame.decompress` unfolds a bomb before it sees one.
+        data = decompressor.decompress(stored, size + 1)
     except RuntimeError as error:
         raise CorruptError(f"an LZ4 frame does not decode: {error}") from error
-    if len(data) != size or used != len(stored):
+    if len(data) != size or not decompressor.eof or decompressor.unused_data:
         raise CorruptError(f"an LZ4 frame holds {len(data)} bytes where {size} belong")
     return data
 

@@ -11,6 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from itertools import islice
 from typing import NamedTuple
 
 import blake3
@@ -22,6 +23,8 @@ from castore.objects.workers import cores, workers
 
 #: `auto` keeps the compressed form if it saves at least this part; decoding for less is not worth its time.
 AUTO_SAVING = 0.05
+# Frames handed to a worker at a time: handing over costs as much as hashing a frame.
+_RUN = 4
 _SAMPLE_BYTES = 32 * 1024
 _SAMPLES = 4
 
@@ -94,16 +97,22 @@ def encode(
         tails.append(frame[-4:])
         write(frame)
 
+    def compress(run: list[Buffer]) -> list[bytes]:
+        return [chosen.compress(frame, level) for frame in run]
+
+    def drain(keep: int) -> None:
+        while len(pending) > keep or (pending and pending[0].done()):
+            for frame in pending.popleft().result():
+                emit(frame)
+
     pool = workers.pool()
-    window = 2 * cores() + 2
-    pending: deque[Future[bytes]] = deque()
+    pending: deque[Future[list[bytes]]] = deque()
+    remaining = iter(frames)
     try:
-        for frame in frames:
-            pending.append(pool.submit(chosen.compress, frame, level))
-            while len(pending) > window or (pending and pending[0].done()):
-                emit(pending.popleft().result())
-        while pending:
-            emit(pending.popleft().result())
+        while run := list(islice(remaining, _RUN)):
+            pending.append(pool.submit(compress, run))
+            drain(cores() + 1)
+        drain(0)
     finally:
         for future in pending:
             future.cancel()

@@ -18,12 +18,14 @@ from castore_fuse.lowlevel import BytesLike, LowLevel
 log = logging.getLogger("castore.fuse")
 
 MAX_BACKGROUND = 64
-"""Read-ahead requests the kernel may have under way at once, over all files: its default of 12 is for slow machines.
+"""Read-ahead requests the kernel may have under way at once, over all files of the mount (its default is 12).
 
-One sequential reader gains nothing from it (2.5 GB/s either way); many at once share it."""
+One sequential reader gains nothing from more; the limit is for many readers, who share it."""
 
 SMALL_REPLY = 32 * 1024
-"""Replies up to here are copied to the kernel without releasing the GIL; the copy takes under 5 µs."""
+"""Replies up to here are copied to the kernel without releasing the GIL.
+
+Where the line lies made no measurable difference; longer copies release it so that other threads can decode."""
 
 _Reply = TypeVar("_Reply")
 

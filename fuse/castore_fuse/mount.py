@@ -47,7 +47,7 @@ def mount_background(
     """Start a daemon of its own session and return once its mount answers.
 
     Args:
-        command: the daemon's command line. `--ready-fd N` is added to it, for `daemon.serve`.
+        command: the daemon's command line. `MOUNTPOINT --ready-fd N` is added to it, for `daemon.serve`.
         mountpoint: where it will mount, as `prepare_mountpoint` returned it.
         log_path: what the daemon prints is appended here.
         timeout: seconds to wait.
@@ -78,7 +78,7 @@ def mounted(
     waits for itself. The child unmounts when this process and all its forks are gone, however they went.
 
     Args:
-        command: the daemon's command line. `--ready-fd N --lifeline-fd N` is added, for `daemon.serve`.
+        command: the daemon's command line. `MOUNTPOINT --ready-fd N --lifeline-fd N` is added, for `daemon.serve`.
         mountpoint: a prepared folder; a temporary one when None.
         timeout: seconds to wait for the mount.
 
@@ -115,7 +115,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     """Start the daemon and wait until its mount answers; leave neither process nor mount behind if it does not."""
     ready_read, ready_write = os.pipe()
-    arguments = [*command, "--ready-fd", str(ready_write)]
+    arguments = [*command, os.fspath(mountpoint), "--ready-fd", str(ready_write)]
     for descriptor in lifeline:
         arguments += ["--lifeline-fd", str(descriptor)]
     try:
