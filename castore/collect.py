@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from castore import compact, leftovers
+from castore import compact, leftovers, mounts
 from castore.index import Index
 from castore.records import LOOSE
 from castore.writing import full
@@ -190,7 +190,7 @@ def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selec
 def run(store: Store, budget: int | None, grace: float, *, dry_run: bool) -> Plan:
     """Collect. See `Store.gc`."""
     index = store.index
-    leftovers.forget_dead_mounts(index)
+    mounts.forget_dead(index)
     now = time.time()
     stored = index.totals().stored
     chosen = _choose(index, budget, grace, now)
@@ -262,7 +262,7 @@ def make_room(store: Store, need: int) -> None:
     max_size = store.settings.max_size
     assert max_size is not None
     now = time.time()
-    leftovers.forget_dead_mounts(store.index)
+    mounts.forget_dead(store.index)
     store.flush()
     _remove(store, _choose(store.index, min(max_size - need, int(max_size * ROOM)), GRACE_SECONDS, now), now)
     if store.index.totals().stored + need > max_size:

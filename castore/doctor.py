@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from castore import leftovers, rebuild, settings
+from castore import leftovers, mounts, rebuild, settings
 from castore.beacon import Beacon
 from castore.errors import StoreError
 from castore.index import Index
@@ -138,7 +138,7 @@ def _strays(store: Store) -> list[Finding]:
 
 
 def _mounts(store: Store) -> list[Finding]:
-    gone = leftovers.forget_dead_mounts(store.index)
+    gone = mounts.forget_dead(store.index)
     return [
         Finding(f"the mount at {mountpoint} is gone without saying so; forgotten", True)
         for mountpoint in gone

@@ -509,6 +509,11 @@ class Index:
         row = self.connection().execute(_FIND, (name,)).fetchone()
         return Found(Blob._make(row[:6]), row[6], row[7]) if row else None
 
+    def find_digest(self, name: str) -> bytes | None:
+        """The digest a name points to, or None."""
+        row = self.connection().execute("SELECT digest FROM entries WHERE name = ?", (name,)).fetchone()
+        return row[0] if row else None
+
     def find_many(self, names: list[str]) -> dict[str, Found]:
         """`find` for many names, in one query a thousand."""
         found: dict[str, Found] = {}

@@ -203,3 +203,53 @@ def _next_record(fd: int, position: int, end: int) -> int:
             found = chunk.find(_MAGIC, found + 1)
         position += max(1, len(chunk) - 1)
     return end
+
+
+class JournalTail:
+    """Follows the journal from now on: the change feed of a mount.
+
+    Records appear here when they are appended, a moment before their transaction commits, and some never commit: who
+    acts on one looks at the index first.
+    """
+
+    def __init__(self, journal: Journal, beacon: Beacon) -> None:
+        self._journal = journal
+        self._beacon = beacon
+        self._number = beacon.segment
+        self._fd = self._open()
+        self._position = os.fstat(self._fd).st_size
+
+    def _open(self) -> int:
+        return os.open(self._journal.path(self._number), os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def poll(self) -> list[NameRecord] | None:
+        """What was appended since the last call; None if some of it was missed, so that anything may have changed."""
+        records = self._read()
+        number = self._beacon.segment
+        if number == self._number:
+            return records
+        # A rotation: the rest of the old segment, all of the new one. After two of them the middle one is missed.
+        complete = number == self._number + 2
+        records += self._read()
+        os.close(self._fd)
+        self._number, self._position = number, 0
+        self._fd = self._open()
+        records += self._read()
+        return records if complete else None
+
+    def _read(self) -> list[NameRecord]:
+        end = os.fstat(self._fd).st_size
+        self._position = min(self._position, end)  # a retracted record was cut off
+        records = []
+        while self._position < end:
+            record, following = _read_one(self._fd, self._position, end)
+            if record is None and following == end:
+                break  # not all there yet
+            if record is not None:
+                records.append(record)
+            self._position = following
+        return records
+
+    def close(self) -> None:
+        """Stop following."""
+        os.close(self._fd)

@@ -1,4 +1,4 @@
-"""What dead processes leave: temporary files, objects and packs that no row means, rows of mounts that are gone.
+"""What dead processes leave: temporary files, objects and packs that no row means.
 
 Also rewrites the names journal when it has grown well past what it describes. Everything here is found without the
 write lock and looked at again with it before anything is removed.
@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from castore.index import Index
 from castore.objects.directory import ObjectDirectory
-from castore.objects.loose import process_started
 from castore.records import LOOSE
 
 #: The journal is rewritten when it is larger than this and than JOURNAL_GROWTH times its last snapshot.
@@ -76,16 +75,6 @@ def remove(index: Index, objects: ObjectDirectory, leftovers: list[Leftover]) ->
             leftover.path.unlink(missing_ok=True)
             freed += leftover.size
     return freed
-
-
-def forget_dead_mounts(index: Index) -> list[str]:
-    """Drop the rows of mounts whose daemon is gone, so that they hold nothing any more; returns their mountpoints."""
-    rows = index.connection().execute("SELECT id, pid, started, mountpoint FROM mounts").fetchall()
-    dead = [row for row in rows if process_started(row[1]) != row[2]]
-    if dead:
-        with index.write() as txn:
-            txn.executemany("DELETE FROM mounts WHERE id = ?", [(row[0],) for row in dead])
-    return [row[3] for row in dead]
 
 
 def rotate_journal(index: Index) -> bool:

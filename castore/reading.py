@@ -7,6 +7,7 @@ again, and putting it heals the blob. Bytes that fail their check are never retu
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ from castore.usage import Usage
 #: Longest time the RAM tier answers for a name without asking the index.
 TRUST_SECONDS = 1.0
 _ATTEMPTS = 5
+#: A `_Binding` with its name, digest and place in the dictionary, as measured with tracemalloc.
+_BINDING_BYTES = 400
 
 
 class _Binding(NamedTuple):
@@ -40,6 +43,11 @@ class Read(NamedTuple):
 
     data: bytes
     serializer: str
+
+
+def _held(data: bytes) -> int:
+    """What a blob in the RAM tier occupies, with the binding of the one name that most blobs have."""
+    return sys.getsizeof(data) + _BINDING_BYTES
 
 
 class BlobSource:
@@ -60,7 +68,7 @@ class BlobSource:
         self._objects = objects
         self._words = beacon.words
         self._usage = usage
-        self.memory: MemoryLRU[bytes] = MemoryLRU(memory)
+        self.memory: MemoryLRU[bytes] = MemoryLRU(memory, _held)
         self._bindings: dict[str, _Binding] = {}
         reset_after_fork(self)
 
@@ -112,7 +120,7 @@ class BlobSource:
         self._usage.flush_if_due()
 
     def _bind(self, name: str, found: Found, changed: int, now: float) -> None:
-        if len(self._bindings) > 2 * len(self.memory) + 1024:
+        if len(self._bindings) > len(self.memory) + 256:
             self._bindings.clear()
         until = now + TRUST_SECONDS
         if found.expires is not None:

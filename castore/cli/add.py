@@ -6,20 +6,23 @@ ones go one after the other, since one alone keeps all cores busy.
 
 from __future__ import annotations
 
+import sys
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from castore.cli.opening import store_path
-from castore.cli.output import AsJson, Failures, print_json, progress
+from castore.cli.output import AsJson, Failures, plural, print_json, progress
 from castore.cli.walk import destinations, find
+from castore.errors import InvalidValueError
+from castore.sizes import format_size
 
 
 def add(
     context: typer.Context,
     path: Annotated[
-        list[str], typer.Argument(metavar="PATH...", help="Files, and folders with all below them.")
+        list[str], typer.Argument(metavar="PATH", help="Files, and folders with all below them.")
     ],
     prefix: Annotated[
         str | None,
@@ -50,7 +53,7 @@ def add(
     with Store(store_path(context), memory=0) as store:
         folder = str(store.path)
         before, evictions = store.index.totals(), store.index.counters().get("evictions", 0)
-        total = _measure(named, folder)
+        total = _total(named, folder) if sys.stderr.isatty() else None
         with progress("adding", total) as done:
             putter = Putter(store, options, failures, done)
             for one, name in named.items():
@@ -59,15 +62,48 @@ def add(
         report = {
             "store": folder,
             "files": putter.files,
-            "bytes": putter.bytes,
+            "bytes": putter.size,
             "new_blobs": max(0, after.blobs - before.blobs),
             "stored_bytes": max(0, after.stored - before.stored),
             "evicted": store.index.counters().get("evictions", 0) - evictions,
-            "skipped": failures.count,
+            "failed": failures.count,
             "seconds": round(time.monotonic() - started, 3),
         }
     if as_json:
         print_json(report)
     else:
-        _print(report)
+        _print(report, list(named.values()))
     failures.finish()
+
+
+def _metadata(pairs: list[str]) -> dict[str, str]:
+    metadata = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise InvalidValueError(f"--meta {pair} is not of the form KEY=VALUE")
+        metadata[key] = value
+    return metadata
+
+
+def _total(named: dict[str, str], store: str) -> int:
+    """Bytes to put, for the time that the bar says is left: a walk of its own, that complains of nothing."""
+    return sum(
+        source.size for path, name in named.items() for source in find(path, name, store=store, skip=str)
+    )
+
+
+def _print(report: dict[str, Any], names: list[str]) -> None:
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    rate = f", {format_size(int(report['bytes'] / report['seconds']))}/s" if report["seconds"] > 1 else ""
+    typer.echo(
+        f"added {plural(report['files'], 'file')} ({format_size(report['bytes'])}) as {shown or '/'}"
+        f" in {report['seconds']:.2f} s{rate}"
+    )
+    known = max(0, report["files"] - report["new_blobs"])
+    typer.echo(
+        f"{format_size(report['stored_bytes'])} more in {report['store']}: {plural(report['new_blobs'], 'new blob')},"
+        f" {known:,} known already"
+    )
+    if report["evicted"]:
+        typer.echo(f"{plural(report['evicted'], 'entry', 'entries')} evicted to stay under the budget")

@@ -55,7 +55,7 @@ def init(
     if old is None:
         settings.create(path, new)
     elif new != old:
-        if new.shared != old.shared:
+        if new.shared is not None and new.shared != old.shared:
             settings.create(path, new)
             _share(path, new.shared)
         settings.save(path, new)
@@ -64,7 +64,7 @@ def init(
     _report(path, new, verb, as_json)
 
 
-def _share(path: Path, group: str | None) -> None:
+def _share(path: Path, group: str) -> None:
     """Give what is in the store already to the group, with the rights that its owner has."""
     for folder, _, files in os.walk(path):
         for item in [folder, *(os.path.join(folder, name) for name in files)]:

@@ -24,7 +24,7 @@ def ls(
     prefix: Annotated[
         str,
         typer.Argument(
-            metavar="[PREFIX]", autocompletion=names, show_default=False, help="A name or a folder of names."
+            metavar="PREFIX", autocompletion=names, show_default=False, help="A name or a folder of names."
         ),
     ] = "",
     long: Annotated[

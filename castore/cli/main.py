@@ -87,7 +87,7 @@ def _main(
 
 def command() -> Any:
     """The whole command, as typer makes it."""
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
     app.callback()(_main)
     group = typer.main.get_command(app)
     group.commands = _Commands()  # type: ignore[attr-defined]
@@ -103,8 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 (it failed), 2 (usage), 130 (interrupted).
     """
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        code = command().main(args=arguments, prog_name="castore", standalone_mode=False) or 0
+        code = command().main(args=words, prog_name="castore", standalone_mode=False) or 0
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
@@ -126,13 +127,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _usage(error: Any) -> int:
-    context = error.ctx if hasattr(error, "ctx") else None
-    if type(error).__name__ == "NoArgsIsHelpError":
-        typer.echo(context.get_help())
-        return USAGE
+    context: Any = getattr(error, "ctx", None)
     line = error.format_message().rstrip(".")
-    if "--store" in line and context is not None and context.parent is not None:
-        line += ": it goes before the command: castore --store DIR " + context.info_name
+    if getattr(error, "option_name", None) == "--store":
+        line = f"--store goes before the command: castore --store DIR {context.info_name}"
     elif context is not None:
         line += f"; see `{context.command_path} --help`"
     complain(line)

@@ -12,7 +12,7 @@ from castore.cli.opening import open_store
 from castore.cli.output import Failures, describe
 from castore.errors import CastoreError
 
-_Names = Annotated[list[str], typer.Argument(metavar="NAME...", autocompletion=names, help="Names.")]
+_Names = Annotated[list[str], typer.Argument(metavar="NAME", autocompletion=names, help="Names.")]
 
 
 def pin(context: typer.Context, name: _Names) -> None:

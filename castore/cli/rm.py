@@ -15,10 +15,10 @@ from castore.errors import CastoreError
 
 def rm(
     context: typer.Context,
-    name: Annotated[list[str], typer.Argument(metavar="NAME...", autocompletion=names, help="Names.")],
+    name: Annotated[list[str], typer.Argument(metavar="NAME", autocompletion=names, help="Names.")],
     recursive: Annotated[bool, typer.Option("-r", "--recursive", help="Folders of names, too.")] = False,
 ) -> None:
-    """Remove names; `castore gc` frees the bytes that no name points to any more.
+    """Remove names. `castore gc` frees the bytes that no name points to any more.
 
     \b
     castore rm imagenet/train-00001.tar

@@ -20,7 +20,7 @@ import xxhash
 from castore.errors import CorruptError
 from castore.memory import MemoryLRU
 from castore.objects.codecs import CODECS, FRAME_SIZE, zstd_decompress_into
-from castore.objects.frames import FrameTable, frame_count, frame_length, raw_table, read_table
+from castore.objects.frames import FrameTable, frame_count, frame_length, read_table
 from castore.objects.workers import cores, workers
 from castore.records import Blob
 
@@ -75,7 +75,7 @@ class BlobReader:
         self._checksums = memoryview(checksums).cast("Q") if checksums else None
         self._cache = cache
         self._where = where
-        self._frames = frame_count(blob.size)
+        self.frames = frame_count(blob.size)
         self._table: FrameTable | None = None
         self._codec = CODECS[blob.codec]
         self._digest_hex = blob.digest.hex()
@@ -85,16 +85,18 @@ class BlobReader:
 
     def close(self) -> None:
         """Let go of the file, once no prefetch needs it; reading afterwards is an error."""
-        self._release()
+        self.unhold()
 
-    def _hold(self) -> bool:
+    def hold(self) -> bool:
+        """Keep the file open until `unhold`, even if it is closed meanwhile; False if it is closed already."""
         with self._lock:
             if self._holds == 0:
                 return False
             self._holds += 1
             return True
 
-    def _release(self) -> None:
+    def unhold(self) -> None:
+        """Undo `hold`, or the hold that a new reader is born with."""
         # The descriptor's number may be another file's a moment after it is closed, so whoever still reads keeps it.
         with self._lock:
             self._holds -= 1
@@ -115,9 +117,7 @@ class BlobReader:
         table = self._table
         if table is None:
             blob = self.blob
-            if blob.codec == "none":
-                table = raw_table(blob.size)
-            elif self._frames == 1 and blob.pack > 0:  # small packed blobs carry no table
+            if self.frames == 1 and blob.pack > 0:  # small packed blobs carry no table
                 table = FrameTable([0, blob.stored], None)
             else:
                 table = read_table(blob.codec, blob.size, blob.stored, self._read_at)
@@ -135,11 +135,11 @@ class BlobReader:
     def _load(self, index: int) -> bytes:
         try:
             frame = self._codec.decompress(self._stored_frame(index), frame_length(self.blob.size, index))
-            if self._frames == 1:
+            if self.frames == 1:
                 if blake3.blake3(frame).digest() != self.blob.digest:
                     raise CorruptError("the bytes do not have the digest they are stored under")
             elif not self._codec.checked:
-                if self._checksums is None or len(self._checksums) != self._frames:
+                if self._checksums is None or len(self._checksums) != self.frames:
                     raise CorruptError("the index keeps no checksums for this raw object")
                 if xxhash.xxh3_64_intdigest(frame) != self._checksums[index]:
                     raise CorruptError("the frame's bytes differ from the checksum the index keeps")
@@ -171,18 +171,27 @@ class BlobReader:
         """Have a worker put frame ``index`` into the shared cache, if there is one, it is missing and exists."""
         if (
             self._cache is None
-            or index >= self._frames
+            or index >= self.frames
             or self._cache.get((self.blob.digest, index)) is not None
         ):
             return
-        if self._hold():
+        if self.hold():
             # A damaged frame is reported by the read that needs it, not by the guess that it would be needed.
             workers.pool().submit(self.frame, index).add_done_callback(self._prefetched)
 
     def _prefetched(self, future: Future[bytes]) -> None:
-        self._release()
+        self.unhold()
 
     # Reading
+
+    def view(self, offset: int, size: int) -> bytes | memoryview:
+        """`read`, without copying where one frame holds the range."""
+        end = min(offset + size, self.blob.size)
+        first = offset // FRAME_SIZE
+        if offset < end and first == (end - 1) // FRAME_SIZE:
+            begin = first * FRAME_SIZE
+            return memoryview(self.frame(first))[offset - begin : end - begin]
+        return self.read(offset, size)
 
     def read(self, offset: int, size: int) -> bytes:
         """Up to ``size`` bytes from ``offset``; fewer only at the end of the blob.
@@ -209,7 +218,7 @@ class BlobReader:
         Raises:
             CorruptError: it is not what was put.
         """
-        if self._frames == 1:
+        if self.frames == 1:
             return self._load(0)
         try:
             self.table()  # first: it compares the size with what is really there before so much is allocated
@@ -224,10 +233,10 @@ class BlobReader:
         pool = workers.pool()
         # Frames are handed out in small runs, so that the queue's cost is shared, and hashed in order behind the
         # workers while the bytes are still in the cache.
-        run = max(1, min(8, self._frames // (4 * cores())))
-        starts = range(0, self._frames, run)
+        run = max(1, min(8, self.frames // (4 * cores())))
+        starts = range(0, self.frames, run)
         futures = [
-            pool.submit(self._decode_run, view, start, min(start + run, self._frames)) for start in starts
+            pool.submit(self._decode_run, view, start, min(start + run, self.frames)) for start in starts
         ]
         try:
             for start, future in zip(starts, futures, strict=True):

@@ -11,12 +11,13 @@ from typing import Any
 _HOMES = {
     "BusyError": "errors",
     "MountError": "errors",
-    "mount_background": "mount",
-    "mounted": "mount",
-    "umount": "mount",
+    "foreground": "api",
+    "mount": "api",
+    "mounted": "api",
+    "umount": "api",
 }
 
-__all__ = ["BusyError", "MountError", "mount_background", "mounted", "umount"]
+__all__ = ["BusyError", "MountError", "foreground", "mount", "mounted", "umount"]
 
 
 def __getattr__(name: str) -> Any:

@@ -72,6 +72,7 @@ def _start_time(pid: int) -> int | None:
 def serve(
     make_session: Callable[[], Session],
     *,
+    started: Callable[[], object] | None = None,
     ready_fd: int | None = None,
     lifeline_fd: int | None = None,
     record_path: Path | None = None,
@@ -80,6 +81,7 @@ def serve(
 
     Args:
         make_session: opens what is to be served. Its `CastoreError`s become the sentence that the caller gets.
+        started: called when the mount answers and threads may start.
         ready_fd: a pipe that gets the line `ready`, or an error's sentence.
         lifeline_fd: a pipe that nobody writes to: when its other end is closed the mount ends.
         record_path: where the `Record` lies while the mount lives.
@@ -87,9 +89,9 @@ def serve(
     Returns:
         The exit code: 0, or 1 when the mount could not be made.
     """
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s"
-    )
+    # On a lifeline the daemon shares its caller's standard error, where nobody asked for its diary.
+    level = logging.INFO if lifeline_fd is None else logging.WARNING
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s")
     _raise_file_limit()
     try:
         session = make_session()
@@ -105,6 +107,8 @@ def serve(
     def answering() -> None:
         if record_path is not None:
             Record.of_this_process(session.mountpoint).write(record_path)
+        if started is not None:
+            started()
         if lifeline_fd is not None:
             threading.Thread(target=_hold, args=(lifeline_fd, session), daemon=True).start()
         log.info("mounted at %s", session.mountpoint)

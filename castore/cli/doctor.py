@@ -1,0 +1,83 @@
+"""`castore doctor`: looks a store over, mends what can be mended, and says what to do about the rest."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from castore.cli.opening import store_path
+from castore.cli.output import AsJson, listed, plural, print_json, progress, spinner
+
+if TYPE_CHECKING:
+    from castore.doctor import Finding
+    from castore.rebuild import Rebuilt
+
+
+def doctor(
+    context: typer.Context,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild-index", help="Make the index anew from the object directory.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Look a store over and mend what can be mended. Exit code 1 means that something is left to do.
+
+    \b
+    castore doctor
+    castore doctor --rebuild-index
+    """
+    path = store_path(context)
+    findings, rebuilt = _rebuild(path) if rebuild else (_examine(path), None)
+    if as_json:
+        done = rebuilt._asdict() if rebuilt else {}
+        print_json({"findings": [finding._asdict() for finding in findings], **done})
+    else:
+        _print(findings, rebuilt, path)
+    if any(not finding.mended for finding in findings):
+        raise typer.Exit(1)
+
+
+def _examine(path: Path) -> list[Finding]:
+    from castore.doctor import examine
+
+    with spinner("looking"):
+        return examine(path)
+
+
+def _rebuild(path: Path) -> tuple[list[Finding], Rebuilt]:
+    from castore.doctor import rebuild_index
+
+    total = _bytes_below(path / "objects") if sys.stderr.isatty() else None
+    with progress("reading objects", total) as done:
+        return rebuild_index(path, done)
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(
+        os.lstat(os.path.join(place, name)).st_size for place, _, files in os.walk(folder) for name in files
+    )
+
+
+def _print(findings: list[Finding], rebuilt: Rebuilt | None, path: Path) -> None:
+    for finding in findings:
+        typer.echo(f"{'mended' if finding.mended else 'to do'}: {finding.what}")
+        if finding.advice and not finding.mended:
+            typer.echo(f"  {finding.advice}")
+    if rebuilt is not None:
+        entries = plural(rebuilt.entries, "entry", "entries")
+        typer.echo(f"{path}: a new index of {entries} and {plural(rebuilt.blobs, 'blob')}")
+        _list("names whose bytes are gone, dropped", rebuilt.lost)
+        _list("could not be read", rebuilt.damaged)
+    elif not findings:
+        typer.echo(f"{path}: all in order")
+
+
+def _list(what: str, items: list[str]) -> None:
+    if items:
+        typer.echo(f"{what}: {len(items):,}")
+        for item in listed(items):
+            typer.echo(f"  {item}")

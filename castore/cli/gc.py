@@ -1,0 +1,70 @@
+"""`castore gc`: removes what has expired, what is over the budget, and what nobody names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from castore.cli.opening import open_store
+from castore.cli.output import AsJson, listed, plural, print_json, spinner
+from castore.collect import GRACE_SECONDS, Plan
+from castore.sizes import format_duration, format_size
+
+
+def gc(
+    context: typer.Context,
+    max_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Budget in stored bytes for this run, like 200GB; default the store's."
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    grace: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME", help="How long bytes are kept whose last name is gone.", show_default=True
+        ),
+    ] = format_duration(GRACE_SECONDS),
+    as_json: AsJson = False,
+) -> None:
+    """Free space. What expired goes first, then the least recently used down to the budget, then what nobody names.
+
+    \b
+    castore gc --max-size 100GB --dry-run
+    """
+    with open_store(context) as store, spinner("collecting"):
+        budget = store.settings.max_size if max_size is None else max_size
+        plan = store.gc(budget, dry_run=dry_run, grace=grace)
+    if as_json:
+        print_json({**plan._asdict(), "remaining": plan.remaining})
+        return
+    for line in _lines(plan):
+        typer.echo(line)
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    would = "would go" if plan.dry_run else "gone"
+    yield (
+        f"{would}: {plural(len(plan.expired) + len(plan.evicted), 'entry', 'entries')},"
+        f" {plural(plan.blobs, 'blob')}, {format_size(plan.freed)} of {format_size(plan.stored)};"
+        f" {format_size(plan.remaining)} {'would stay' if plan.dry_run else 'stay'}"
+    )
+    groups = (
+        ("expired", plan.expired),
+        ("least recently used", plan.evicted),
+        ("left by writers that died", plan.leftovers),
+    )
+    for what, items in groups:
+        if items:
+            yield f"{what}: {len(items):,}"
+            yield from (f"  {item}" for item in listed(items))
+    if plan.packs:
+        yield f"packs {'to compact' if plan.dry_run else 'compacted'}: {len(plan.packs):,}"
+    if plan.waiting:
+        yield (
+            f"waiting: {format_size(plan.waiting)} that no name points to any more;"
+            " `castore gc --grace 0` frees them at once"
+        )

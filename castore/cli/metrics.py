@@ -1,0 +1,45 @@
+"""A store's figures in Prometheus' text exposition format.
+
+The format: https://prometheus.io/docs/instrumenting/exposition_formats/. Names follow its advice: base units, `_total`
+for what only grows. Each sample carries the store's path, so that the files of several stores can be collected together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from castore.stats import Stat
+
+
+def exposition(stat: Stat) -> str:
+    """The text that a scrape of this store would get."""
+    store = stat.path.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    lines = []
+    for name, kind, words, samples in _metrics(stat):
+        lines += [f"# HELP castore_{name} {words}", f"# TYPE castore_{name} {kind}"]
+        for labels, value in samples.items():
+            lines.append(f'castore_{name}{{store="{store}"{labels}}} {value}')
+    return "\n".join(lines) + "\n"
+
+
+def _metrics(stat: Stat) -> Iterator[tuple[str, str, str, dict[str, int]]]:
+    """Name, type, help, and samples by their further labels."""
+    yield "entries", "gauge", "Entries.", {"": stat.entries}
+    yield (
+        "expired_entries",
+        "gauge",
+        "Entries whose time is over and that gc has yet to remove.",
+        {"": stat.expired},
+    )
+    yield "blobs", "gauge", "Blobs.", {"": stat.blobs}
+    yield "logical_bytes", "gauge", "Sizes of all entries added up.", {"": stat.logical}
+    yield "unique_bytes", "gauge", "Sizes of all blobs added up.", {"": stat.unique}
+    yield "stored_bytes", "gauge", "Bytes that the blobs take as stored.", {"": stat.stored}
+    if stat.max_size is not None:
+        yield "max_size_bytes", "gauge", "Budget on the stored bytes.", {"": stat.max_size}
+    hits = {',tier="memory"': stat.memory_hits, ',tier="disk"': stat.disk_hits}
+    yield "hits_total", "counter", "Reads that found what they asked for.", hits
+    yield "misses_total", "counter", "Reads that did not.", {"": stat.misses}
+    yield "corrupt_total", "counter", "Blobs that were found damaged or missing.", {"": stat.corrupt}
+    yield "evictions_total", "counter", "Entries that gc removed.", {"": stat.evictions}
+    yield "mounts", "gauge", "Live mounts.", {"": len(stat.mounts)}

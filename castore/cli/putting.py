@@ -1,0 +1,163 @@
+"""How `castore add` puts what it found: small files in batches and threads, large ones one after the other.
+
+A file that cannot be put is reported and does not keep the others from being put. What concerns the store itself (a full
+disk, a budget taken up by pins) ends everything.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from castore import Store
+from castore.cli.output import Failures, describe, printable
+from castore.cli.walk import Source
+from castore.errors import CastoreError, FullError, StoreError
+from castore.objects.workers import cores
+
+#: Files up to this many bytes are read whole and put in batches.
+SMALL = 1 << 20
+_BATCH_BYTES = 8 << 20
+_BATCH_FILES = 500
+
+
+class Options(NamedTuple):
+    """What the user wants of every entry; None is the store's default."""
+
+    codec: str | None = None
+    ttl: str | None = None
+    metadata: dict[str, Any] | None = None
+    pin: bool = False
+
+
+class _Outcome(NamedTuple):
+    """What became of a batch: what was put, and a sentence about each file that was not."""
+
+    files: int
+    size: int
+    problems: list[str]
+
+
+class Putter:
+    """Puts files into a store.
+
+    Args:
+        store: where to.
+        options: for all of them.
+        failures: told of each file that cannot be put.
+        done: called with the bytes of files that are dealt with.
+
+    Attributes:
+        files, size: how many were put, and their bytes.
+    """
+
+    def __init__(
+        self, store: Store, options: Options, failures: Failures, done: Callable[[int], object]
+    ) -> None:
+        self._store = store
+        self._options = options
+        self._failures = failures
+        self._done = done
+        self.files = 0
+        self.size = 0
+
+    def put_all(self, sources: Iterable[Source]) -> None:
+        """Put every file.
+
+        Raises:
+            CastoreError, OSError: the store itself cannot go on.
+        """
+        pool = ThreadPoolExecutor(cores(), thread_name_prefix="castore-add")
+        running: deque[tuple[list[Source], Future[_Outcome]]] = deque()
+        try:
+            for batch in _batches(sources):
+                if batch[0].size > SMALL:
+                    # Here and not in the pool: Ctrl-C must not wait for the end of a large file.
+                    self._count(batch, self._put_file(batch[0]))
+                    continue
+                running.append((batch, pool.submit(self._put_batch, batch)))
+                # Few batches wait, so that memory stays bounded however quick the disk is.
+                if len(running) > 2 * cores():
+                    self._collect(*running.popleft())
+            while running:
+                self._collect(*running.popleft())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _collect(self, batch: list[Source], future: Future[_Outcome]) -> None:
+        self._count(batch, future.result())
+
+    def _count(self, batch: list[Source], outcome: _Outcome) -> None:
+        self.files += outcome.files
+        self.size += outcome.size
+        for problem in outcome.problems:
+            self._failures.add(problem)
+        self._done(sum(source.size for source in batch))
+
+    def _put_batch(self, batch: list[Source]) -> _Outcome:
+        problems, items = [], []
+        for source in batch:
+            try:
+                with open(source.path, "rb") as file:
+                    items.append((source, file.read()))
+            except OSError as error:
+                problems.append(f"{describe(error)}; skipped")
+        problems += self._put_items(items)
+        kept = len(batch) - len(problems)
+        return _Outcome(kept, sum(len(data) for _, data in items), problems)
+
+    def _put_items(self, items: list[tuple[Source, bytes]]) -> list[str]:
+        codec, ttl, metadata, pin = self._options
+        if not metadata and not pin:
+            try:
+                self._store.put_many([(source.name, data) for source, data in items], codec=codec, ttl=ttl)
+            except (FullError, StoreError):
+                raise
+            except CastoreError:
+                pass  # one of them spoilt the batch for all: put them singly, to see which
+            else:
+                return []
+        problems = []
+        for source, data in items:
+            try:
+                self._store.put(source.name, data, codec=codec, ttl=ttl, metadata=metadata, pin=pin)
+            except (FullError, StoreError):
+                raise
+            except CastoreError as error:
+                problems.append(f"{printable(source.path)}: {error}")
+        return problems
+
+    def _put_file(self, source: Source) -> _Outcome:
+        codec, ttl, metadata, pin = self._options
+        try:
+            entry = self._store.put_file(
+                source.name, source.path, codec=codec, ttl=ttl, metadata=metadata, pin=pin
+            )
+        except (FullError, StoreError):
+            raise
+        except OSError as error:
+            if error.filename != source.path:
+                raise  # it is the store that cannot be written to
+            return _Outcome(0, 0, [f"{describe(error)}; skipped"])
+        except CastoreError as error:
+            return _Outcome(0, 0, [f"{printable(source.path)}: {error}"])
+        return _Outcome(1, entry.size, [])
+
+
+def _batches(sources: Iterable[Source]) -> Iterator[list[Source]]:
+    """Small files together, each large one alone."""
+    batch: list[Source] = []
+    size = 0
+    for source in sources:
+        if source.size > SMALL:
+            yield [source]
+            continue
+        batch.append(source)
+        size += source.size
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_FILES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,70 @@
+"""`castore verify`: reads blobs back and sets aside what is not as it was put."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from castore.cli.opening import open_store
+from castore.cli.output import AsJson, listed, plural, print_json, progress
+from castore.errors import InvalidValueError
+from castore.sizes import format_size
+from castore.verify import Report
+
+
+def verify(
+    context: typer.Context,
+    sample: Annotated[
+        str, typer.Option(metavar="PART", help="Read this part of the blobs only, chosen at random.")
+    ] = "100%",
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Drop the entries of bad blobs, so that they are computed anew.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read everything back and check it. Exit code 1 means that something was bad.
+
+    \b
+    castore verify
+    castore verify --sample 5%
+    """
+    part = _part(sample)
+    with open_store(context) as store:
+        total = round(store.index.totals().stored * part)
+        with progress("verifying", total) as done:
+            report = store.verify(repair=repair, sample=part, progress=done)
+    if as_json:
+        print_json({**report._asdict(), "bad": [finding._asdict() for finding in report.bad]})
+    else:
+        _print(report, repair)
+    if report.bad:
+        raise typer.Exit(1)
+
+
+def _part(sample: str) -> float:
+    percent = sample.strip().endswith("%")
+    try:
+        part = float(sample.strip().removesuffix("%")) / (100 if percent else 1)
+    except ValueError:
+        part = 0.0
+    if not 0 < part <= 1:
+        raise InvalidValueError(f"{sample!r} is not a part of the store; write it like 5% or 0.05")
+    return part
+
+
+def _print(report: Report, repair: bool) -> None:
+    read = f"{plural(report.checked, 'blob')} ({format_size(report.stored)} as stored) read"
+    if not report.bad:
+        typer.echo(f"{read}: all as they were put")
+        return
+    typer.echo(f"{read}, {len(report.bad):,} bad and set aside in quarantine/:")
+    for finding in report.bad:
+        names = ", ".join(listed(finding.names)) or "no name points to it"
+        typer.echo(f"  {finding.digest[:16]}  {names}\n    {finding.where}: {finding.why}")
+    if repair:
+        typer.echo(f"{plural(len(report.dropped), 'entry', 'entries')} dropped; add or compute them again")
+    else:
+        typer.echo(
+            "they are misses now; putting the same bytes again heals them, --repair drops their entries"
+        )

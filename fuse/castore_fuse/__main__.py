@@ -1,0 +1,81 @@
+"""The daemon of one mount: ``python -m castore_fuse``, started by `api` and by nobody's hand.
+
+Opens the store, registers the mount with it, and serves the view until it is unmounted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from castore import Store, mounts
+from castore_fuse.daemon import serve
+from castore_fuse.follow import Follower
+from castore_fuse.mount import mount_options
+from castore_fuse.operations import Operations
+from castore_fuse.session import Session
+from castore_fuse.view import View
+
+
+class Mount:
+    """What one daemon serves, and what has to be undone when it ends."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+
+    def open(self) -> Session:
+        """Open the store and make the session that `daemon.serve` runs."""
+        given = self._options
+        self.store = Store(given.store, memory=0)
+        self.view = View(self.store, given.prefix, given.cache_size)
+        operations = Operations(self.view, pinned=given.pin)
+        options = mount_options(f"castore:{self.store.path}", allow_other=given.allow_other)
+        session = Session(operations, given.mountpoint, options, given.threads)
+        self.follower = Follower(self.view, operations.nodes, session)
+        # On the list before the mount answers: from then on gc must know of the pin.
+        self._row = mounts.register(self.store.index, str(session.mountpoint), given.prefix, pinned=given.pin)
+        return session
+
+    def started(self) -> None:
+        """The mount answers: threads may start."""
+        self.follower.start()
+
+    def close(self) -> None:
+        """Take everything back that `open` did."""
+        if hasattr(self, "follower"):
+            self.follower.stop()
+        if hasattr(self, "_row"):
+            mounts.unregister(self.store.index, self._row)
+            self.store.close()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve a mount until its end; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="castore_fuse", description=__doc__)
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--prefix", default="")
+    parser.add_argument("--pin", action="store_true")
+    parser.add_argument("--allow-other", action="store_true")
+    parser.add_argument("--cache-size", type=int, required=True)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("mountpoint")
+    parser.add_argument("--ready-fd", type=int)
+    parser.add_argument("--lifeline-fd", type=int)
+    given = parser.parse_args(arguments)
+    mount = Mount(given)
+    try:
+        return serve(
+            mount.open,
+            started=mount.started,
+            ready_fd=given.ready_fd,
+            lifeline_fd=given.lifeline_fd,
+            record_path=given.record,
+        )
+    finally:
+        mount.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

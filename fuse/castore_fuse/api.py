@@ -1,0 +1,149 @@
+"""Mounting a store: what `castore mount`, `castore umount` and Python code call.
+
+Each mount is served by a daemon of its own (``python -m castore_fuse``); nothing here serves anything itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from castore import Store
+from castore.errors import InvalidValueError
+from castore.names import check_prefix
+from castore.settings import load
+from castore.sizes import parse_size
+from castore_fuse import mount as lifecycle
+from castore_fuse import mountpoints
+from castore_fuse.errors import MountError
+
+#: Bound on decoded frames that a mount keeps in RAM. The kernel keeps what was read; this only bridges requests.
+CACHE_SIZE = 64 * 1024 * 1024
+
+
+def mount(
+    store: Store | str | os.PathLike[str],
+    mountpoint: str | os.PathLike[str],
+    *,
+    prefix: str = "",
+    pin: bool = False,
+    allow_other: bool = False,
+    cache_size: int | str = CACHE_SIZE,
+    threads: int | None = None,
+) -> Path:
+    """Mount a store in the background and return once the mount answers.
+
+    Args:
+        store: a `Store` or its folder.
+        mountpoint: an empty folder, made if it is missing; a dead mount that lies there is cleared.
+        prefix: show only what is below this prefix, without it.
+        pin: have gc leave everything under the prefix alone while it is mounted; opening a file that was read before
+            then needs no word with the daemon.
+        allow_other: let other users in (root, or with ``user_allow_other`` in ``/etc/fuse.conf``).
+        cache_size: bound on decoded frames kept in RAM, in bytes or as ``"256MB"``.
+        threads: how many requests are handled at once; default a few more than there are cores.
+
+    Returns:
+        The mountpoint's real path.
+
+    Raises:
+        MountError: with a sentence that says why not.
+        MissingDependencyError: libfuse 3 or fusermount3 is missing.
+    """
+    folder = _folder(store)
+    lifecycle.check_fuse()
+    path = lifecycle.prepare_mountpoint(mountpoint, folder)
+    command = _command(folder, prefix, pin, allow_other, cache_size, threads)
+    command += ["--record", os.fspath(_record_path(folder, path))]
+    lifecycle.mount_background(command, path, log_path=lifecycle.default_log_path(path))
+    return path
+
+
+@contextlib.contextmanager
+def mounted(
+    store: Store | str | os.PathLike[str],
+    mountpoint: str | os.PathLike[str] | None = None,
+    *,
+    prefix: str = "",
+    pin: bool = False,
+    allow_other: bool = False,
+    cache_size: int | str = CACHE_SIZE,
+    threads: int | None = None,
+) -> Iterator[Path]:
+    """A mount for the length of a ``with`` block; the arguments are those of `mount`.
+
+    Args:
+        mountpoint: default a temporary folder.
+
+    Yields:
+        The mountpoint.
+    """
+    folder = _folder(store)
+    lifecycle.check_fuse()
+    path = None if mountpoint is None else lifecycle.prepare_mountpoint(mountpoint, folder)
+    command = _command(folder, prefix, pin, allow_other, cache_size, threads)
+    with lifecycle.mounted(command, path) as root:
+        yield root
+
+
+def umount(mountpoint: str | os.PathLike[str]) -> None:
+    """End a mount, live or dead, and wait until its daemon is gone.
+
+    Raises:
+        BusyError: files in it are in use, and by whom.
+        MountError: there is no castore mount.
+    """
+    path = Path(os.path.realpath(mountpoint))
+    found = mountpoints.mount_at(path)
+    record = None
+    if found is not None and found.source.startswith("castore:"):
+        record = _record_path(Path(found.source.removeprefix("castore:")), path)
+    lifecycle.umount(path, record_path=record)
+
+
+def foreground(
+    store: Store | str | os.PathLike[str],
+    mountpoint: str | os.PathLike[str],
+    *,
+    prefix: str = "",
+    pin: bool = False,
+    allow_other: bool = False,
+    cache_size: int | str = CACHE_SIZE,
+    threads: int | None = None,
+) -> int:
+    """Serve a mount in this process until it is unmounted; returns the exit code. For service managers."""
+    from castore_fuse.__main__ import main
+
+    folder = _folder(store)
+    lifecycle.check_fuse()
+    path = lifecycle.prepare_mountpoint(mountpoint, folder)
+    command = _command(folder, prefix, pin, allow_other, cache_size, threads)[3:]
+    return main([*command, "--record", os.fspath(_record_path(folder, path)), os.fspath(path)])
+
+
+def _folder(store: Store | str | os.PathLike[str]) -> Path:
+    folder = store.path if isinstance(store, Store) else Path(os.path.abspath(store))
+    if load(folder) is None:
+        raise MountError(f"there is no store at {folder}; `castore init` or `castore add` makes one")
+    return folder
+
+
+def _command(
+    folder: Path, prefix: str, pin: bool, allow_other: bool, cache_size: int | str, threads: int | None
+) -> list[str]:
+    if threads is not None and not 1 <= threads <= 256:
+        raise InvalidValueError(f"threads must be from 1 to 256, not {threads}")
+    command = [sys.executable, "-m", "castore_fuse", "--store", os.fspath(folder)]
+    command += ["--prefix", check_prefix(prefix), "--cache-size", str(parse_size(cache_size))]
+    command += ["--pin"] if pin else []
+    command += ["--allow-other"] if allow_other else []
+    return command + (["--threads", str(threads)] if threads is not None else [])
+
+
+def _record_path(folder: Path, mountpoint: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(mountpoint)).hexdigest()[:16]
+    return folder / "locks" / f"mount-{name}.json"

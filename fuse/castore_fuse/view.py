@@ -1,0 +1,209 @@
+"""The view: what a store looks like as a tree of files. Defined here and only here, without a word of FUSE.
+
+Names are files and their parts folders; a folder exists as long as a name lies in it. Beside them stands ``.castore``,
+which no listing shows: ``.castore/objects/ab/<digest>`` reaches any blob, ``.castore/stat.json`` tells what
+``castore stat`` tells.
+
+A `File` is a name together with the blob it pointed to when it was looked up: it never changes, a re-pointed name
+looks up as another one. Threads may share a `View`; nothing in it is written after construction but its caches.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import xxhash
+
+from castore import Store
+from castore.errors import CorruptError
+from castore.index import below
+from castore.memory import MemoryLRU
+from castore.names import RESERVED
+from castore.objects.decode import BlobReader
+
+_CHILD = (
+    "SELECT digest, size, created, expires FROM entries WHERE name = ? AND (expires IS NULL OR expires > ?)"
+)
+_INSIDE = (
+    "SELECT name, digest, size, created, expires FROM entries"
+    " WHERE name >= ? AND name < ? AND (expires IS NULL OR expires > ?) ORDER BY name LIMIT ?"
+)
+_PAGE = 1000
+_INODE_MASK = (1 << 63) - 1
+
+
+class File(NamedTuple):
+    """A file of the view.
+
+    Attributes:
+        name: of the entry; empty for what is reached by digest or made up.
+        digest: 32 raw bytes; with `name`, the file's identity.
+        size: in bytes.
+        modified: when the name was last pointed at this blob, seconds since the epoch.
+        expires: when the entry stops existing, or None.
+        content: the bytes of a file that is made up on the spot, else None.
+    """
+
+    name: str
+    digest: bytes
+    size: int
+    modified: float
+    expires: float | None = None
+    content: bytes | None = None
+
+    @property
+    def inode(self) -> int:
+        """From the digest, so the same after every remount, and never 0 or 1."""
+        return int.from_bytes(self.digest[:8], "little") & _INODE_MASK | 2
+
+
+class Folder(NamedTuple):
+    """A folder of the view, by its path below the mountpoint ("" for the root)."""
+
+    path: str
+
+    @property
+    def inode(self) -> int:
+        """From the path; 1 for the root."""
+        return xxhash.xxh3_64_intdigest(self.path.encode()) & _INODE_MASK | 2 if self.path else 1
+
+
+class Space(NamedTuple):
+    """What ``df`` shows: bytes the store may hold, bytes still free, entries."""
+
+    total: int
+    free: int
+    files: int
+
+
+class View:
+    """The tree of one store.
+
+    Args:
+        store: open for reading.
+        prefix: only names below this one are shown, without it; "" shows all.
+        cache_bytes: bound on decoded frames kept in RAM for all files together.
+    """
+
+    def __init__(self, store: Store, prefix: str = "", cache_bytes: int = 64 * 1024 * 1024) -> None:
+        self.store = store
+        self.prefix = prefix
+        self.cache: MemoryLRU[bytes] = MemoryLRU(cache_bytes)
+        self.since = (store.path / "castore.json").stat().st_mtime
+
+    def _full(self, path: str) -> str:
+        return f"{self.prefix}/{path}" if self.prefix and path else self.prefix or path
+
+    # The tree
+
+    def lookup(self, folder: str, part: str) -> File | Folder | None:
+        """What lies in the folder under that name, or None.
+
+        Args:
+            folder: path below the mountpoint.
+            part: one part of a name.
+        """
+        path = f"{folder}/{part}" if folder else part
+        if path == RESERVED or path.startswith(RESERVED + "/"):
+            return self._reserved(path)
+        name, now = self._full(path), time.time()
+        db = self.store.index.connection()
+        row = db.execute(_CHILD, (name, now)).fetchone()
+        if row is not None:
+            return File(name, *row)
+        return Folder(path) if self.folder_exists(path) else None
+
+    def folder_exists(self, path: str) -> bool:
+        """Whether a name lies below that path."""
+        bounds = below(self._full(path))
+        return (
+            self.store.index.connection().execute(_INSIDE, (*bounds, time.time(), 1)).fetchone() is not None
+        )
+
+    def listing(self, folder: str) -> Iterator[tuple[str, File | Folder]]:
+        """The parts of names directly inside a folder, in the order of bytes, read in pages."""
+        if folder == RESERVED or folder.startswith(RESERVED + "/"):
+            return
+        base = self._full(folder)
+        low, high = below(base) if base else ("", "\U0010ffff")
+        skip = len(low)
+        now = time.time()
+        while True:
+            rows = self.store.index.connection().execute(_INSIDE, (low, high, now, _PAGE)).fetchall()
+            for name, digest, size, created, expires in rows:
+                if name < low:
+                    continue  # inside a folder that has just been listed
+                part, slash, _ = name[skip:].partition("/")
+                if slash:
+                    yield part, Folder(f"{folder}/{part}" if folder else part)
+                    low = name[: skip + len(part)] + "0"  # the first name behind that folder
+                else:
+                    yield part, File(name, digest, size, created, expires)
+                    low = name + "\0"
+            if len(rows) < _PAGE:
+                return
+
+    def _reserved(self, path: str) -> File | Folder | None:
+        parts = path.split("/")[1:]
+        if parts in ([], ["objects"]) or (len(parts) == 2 and parts[0] == "objects" and _is_hex(parts[1], 2)):
+            return Folder(path)
+        if parts == ["stat.json"]:
+            return self._stat_file()
+        if len(parts) == 3 and parts[0] == "objects" and _is_hex(parts[2], 64) and parts[2][:2] == parts[1]:
+            blob = self.store.index.blob(bytes.fromhex(parts[2]))
+            return File("", blob.digest, blob.size, self.since) if blob is not None else None
+        return None
+
+    def _stat_file(self) -> File:
+        figures = self.store.stat()
+        content = json.dumps(figures._asdict(), indent=2).encode() + b"\n"
+        return File("", xxhash.xxh3_128_digest(content) * 2, len(content), time.time(), 0.0, content)
+
+    # What a file holds
+
+    def open(self, file: File) -> BlobReader:
+        """A reader that holds the file's bytes until it is closed, whatever gc does.
+
+        Raises:
+            FileNotFoundError: the bytes are gone.
+        """
+        blob = self.store.index.blob(file.digest)
+        if blob is None:
+            raise FileNotFoundError(file.name)
+        return self.store.source.open(blob, self.cache)
+
+    def damaged(self, reader: BlobReader, error: CorruptError) -> None:
+        """Set aside what failed its check while it was read."""
+        self.store.source.quarantine(reader.blob, error)
+
+    def attributes(self, file: File) -> dict[str, str]:
+        """Extended attributes of a file: what is known of its entry and its blob."""
+        entry = self.store.entry(file.name) if file.name else None
+        found = {"digest": file.digest.hex(), "size": str(file.size)}
+        blob = self.store.index.blob(file.digest)
+        if blob is not None:
+            found |= {"codec": blob.codec, "stored": str(blob.stored)}
+        if entry is not None and entry.digest == found["digest"]:
+            found |= {"serializer": entry.serializer, "pinned": str(int(entry.pinned))}
+            if entry.expires is not None:
+                found["expires"] = repr(entry.expires)
+            if entry.metadata:
+                found["metadata"] = json.dumps(entry.metadata, sort_keys=True, ensure_ascii=False)
+        return found
+
+    def space(self) -> Space:
+        """How full the store is: against its budget, or against its disk if it has none."""
+        import shutil
+
+        totals = self.store.index.totals()
+        budget = self.store.settings.max_size
+        disk = shutil.disk_usage(self.store.path).free
+        free = disk if budget is None else max(0, min(disk, budget - totals.stored))
+        return Space(totals.stored + free, free, totals.entries)
+
+
+def _is_hex(text: str, length: int) -> bool:
+    return len(text) == length and all(char in "0123456789abcdef" for char in text)

@@ -1,0 +1,132 @@
+"""What several test files need: bytes to put, a recount of the index, crowds of processes, and damage.
+
+Bytes come from a seed, so that a failure can be repeated. Nothing here knows more of a store than its public parts
+and its index's tables.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from castore import Store
+from castore.records import LOOSE
+
+_WORDS = [b"frame", b"blob", b"digest", b"seek", b"table", b"epoch", b"shard", b"token", b"sample", b"rank"]
+
+
+def text(size: int, seed: int = 0) -> bytes:
+    """Bytes that compress well."""
+    chance = random.Random(f"text {seed}")
+    words = b" ".join(chance.choices(_WORDS, k=min(size, 2000) // 4 + 8))
+    return (words * (size // len(words) + 1))[:size]
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    """Bytes that do not compress."""
+    return random.Random(f"noise {seed}").randbytes(size)
+
+
+def mixed(size: int, seed: int = 0) -> bytes:
+    """Bytes of which about half can be saved, in every frame."""
+    quiet, loud = text(size, seed), noise(size, seed)
+    return b"".join((loud if at % 1024 < 512 else quiet)[at : at + 512] for at in range(0, size, 512))
+
+
+def recount(store: Store) -> None:
+    """Assert that what the index keeps beside its rows is what counting them gives."""
+    db = store.index.connection()
+    db.execute("BEGIN")
+    try:
+        entries, logical = db.execute("SELECT count(*), coalesce(sum(size), 0) FROM entries").fetchone()
+        sql = "SELECT count(*), coalesce(sum(size), 0), coalesce(sum(stored), 0) FROM blobs"
+        blobs, unique, stored = db.execute(sql).fetchone()
+        assert store.index.totals() == (entries, logical, blobs, unique, stored)
+        named = dict(db.execute("SELECT digest, count(*) FROM entries GROUP BY digest").fetchall())
+        for digest, refs, orphaned in db.execute("SELECT digest, refs, orphaned FROM blobs"):
+            assert refs == named.pop(digest, 0)
+            assert (orphaned is None) == (refs > 0)
+        assert not named, "an entry names a blob that has no row"
+    finally:
+        db.execute("ROLLBACK")
+
+
+def in_processes(count: int, task: Callable[[int], object], *, timeout: float = 60.0) -> list[Any]:
+    """Run ``task(0)`` to ``task(count - 1)``, each in a forked process, all at once; their results, in order."""
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(count)
+
+    def run(number: int, sender: Any) -> None:
+        try:
+            barrier.wait(timeout)
+            sender.send((True, task(number)))
+        except BaseException:
+            sender.send((False, traceback.format_exc()))
+        finally:
+            sender.close()
+
+    pipes = [context.Pipe(duplex=False) for _ in range(count)]
+    children = [context.Process(target=run, args=(i, pipes[i][1])) for i in range(count)]
+    for child in children:
+        child.start()
+    try:
+        answers = [_answer(receiver, timeout) for receiver, _ in pipes]
+    finally:
+        for child in children:
+            child.join(1)
+            child.kill()
+            child.join()
+        for pipe in pipes:
+            pipe[0].close()
+            pipe[1].close()
+    failures = [answer for good, answer in answers if not good]
+    assert not failures, f"{len(failures)} of {count} processes failed; the first:\n{failures[0]}"
+    return [answer for _, answer in answers]
+
+
+def _answer(receiver: Any, timeout: float) -> tuple[bool, Any]:
+    if not receiver.poll(timeout):
+        return False, f"no answer within {timeout} seconds"
+    good, answer = receiver.recv()
+    return good, answer
+
+
+def payload(store: Store, name: str) -> tuple[Path, int, int]:
+    """Where the stored bytes of an entry lie: file, offset and length (a record's header not included)."""
+    found = store.index.find(name)
+    assert found is not None
+    blob = found.blob
+    if blob.pack == LOOSE:
+        return Path(store.objects.loose.path(blob.digest, blob.codec)), 0, blob.stored
+    return store.objects.packs.path(blob.pack), blob.offset, blob.stored
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    """Change bytes of a file in place, whatever its permissions say."""
+    path.chmod(0o600)
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        assert os.pwrite(fd, data, offset) == len(data)
+    finally:
+        os.close(fd)
+
+
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    """Flip one bit of a file."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        old = file.read(1)[0]
+    overwrite(path, offset, bytes([old ^ (1 << bit)]))
+
+
+def object_files(store: Store) -> list[Path]:
+    """Every loose object and temporary file on disk."""
+    found = [path for path in (store.path / "objects").glob("??/*") if path.is_file()]
+    return sorted(found + list((store.path / "tmp").iterdir()))
+
+

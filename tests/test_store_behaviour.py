@@ -1,0 +1,357 @@
+"""What a store does, the same with every codec, placement and tier."""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from castore import (
+    Entry,
+    InvalidNameError,
+    InvalidValueError,
+    NameConflictError,
+    NotFoundError,
+    SerializationError,
+    Store,
+)
+from castore.objects.codecs import FRAME_SIZE
+from tests.helpers import mixed, noise, payload, recount, text
+
+CODECS = ["auto", "zstd", "lz4", "gzip", "none"]
+PLACEMENTS = {"pack": mixed(3_000), "one frame": mixed(200_000), "many frames": mixed(3 * FRAME_SIZE + 12_345)}
+TIERS = ["disk", "memory", "reopened"]
+
+
+class Case:
+    """A store to write to, one to read from, and bytes that end up in a known placement."""
+
+    def __init__(self, path: Path, codec: str, placement: str, tier: str) -> None:
+        self.codec = codec
+        self.placement = placement
+        self.data = PLACEMENTS[placement]
+        self.store = Store(path, codec=codec, memory="64MB" if tier == "memory" else 0)
+        self.reader = Store(path, memory=0) if tier == "reopened" else self.store
+
+    def close(self) -> None:
+        self.store.close()
+        self.reader.close()
+
+
+@pytest.fixture(params=TIERS)
+def tier(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=PLACEMENTS)
+def placement(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=CODECS)
+def case(request: pytest.FixtureRequest, placement: str, tier: str, tmp_path: Path) -> Iterator[Case]:
+    made = Case(tmp_path / "store", request.param, placement, tier)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair(tier: str, tmp_path: Path) -> Iterator[Case]:
+    """For what depends on names alone: any codec and placement will do."""
+    made = Case(tmp_path / "store", "auto", "pack", tier)
+    yield made
+    made.close()
+
+
+# Bytes
+
+
+def test_get_gives_back_what_was_put(case: Case) -> None:
+    entry = case.store.put("a/b", case.data)
+    assert entry.size == len(case.data)
+    assert entry.codec == ("zstd" if case.codec == "auto" else case.codec)
+    for _ in range(2):
+        assert case.reader.get("a/b") == case.data
+    assert case.reader.get("a/c") is None
+
+
+def test_blobs_lie_where_their_size_says(case: Case) -> None:
+    case.store.put("a", case.data)
+    path, _, _ = payload(case.store, "a")
+    assert (path.suffix == ".pack") == (case.placement == "pack")
+
+
+def test_put_returns_the_entry_that_the_store_then_shows(case: Case) -> None:
+    entry = case.store.put("a", case.data, ttl="1h", metadata={"rows": 3, "ä": [None, True]}, pin=True)
+    assert isinstance(entry, Entry)
+    assert entry == case.reader.entry("a")
+    again = case.store.put("a", case.data)
+    assert again == case.reader.entry("a")
+    assert again.pinned
+    assert again.created == entry.created
+    assert list(case.reader.entries()) == [again]
+
+
+def test_open_reads_any_range(case: Case) -> None:
+    case.store.put("a", case.data)
+    chance = random.Random(0)
+    size = len(case.data)
+    edges = [0, 1, size - 1, size, size + 10, FRAME_SIZE - 1, FRAME_SIZE, FRAME_SIZE + 1]
+    ranges = [(start, length) for start in edges for length in (0, 1, 100, FRAME_SIZE + 1)]
+    ranges += [(chance.randrange(size), chance.randrange(size)) for _ in range(16)]
+    with case.reader.open("a") as file:
+        for start, length in ranges:
+            assert file.seek(start) == start
+            assert file.read(length) == case.data[start : start + length], (start, length)
+            assert file.tell() == min(start + length, max(start, size))
+
+
+def test_an_open_file_behaves_like_any_file(case: Case) -> None:
+    case.store.put("folder/a", case.data)
+    file = case.reader.open("folder/a")
+    assert (file.readable(), file.seekable(), file.writable()) == (True, True, False)
+    assert file.read() == case.data
+    assert file.read() == b""
+    assert file.seek(-5, 2) == len(case.data) - 5
+    assert file.read() == case.data[-5:]
+    file.seek(3)
+    assert file.read() == case.data[3:]
+    buffer = bytearray(len(case.data))
+    file.seek(0)
+    assert file.readinto(buffer) == len(case.data)
+    assert buffer == case.data
+    with pytest.raises(ValueError, match="before the start"):
+        file.seek(-len(case.data) - 1, 2)
+    file.close()
+    with pytest.raises(ValueError, match="closed"):
+        file.read()
+
+
+def test_put_file_and_put_give_the_same_entry(case: Case, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(case.data)
+    from_file = case.store.put_file("file", source)
+    from_bytes = case.store.put("bytes", bytearray(case.data))
+    assert from_file.digest == from_bytes.digest
+    assert case.reader.get("file") == case.data
+    assert case.store.stat().blobs == 1
+
+
+def test_put_many_and_get_many_keep_order_and_duplicates(case: Case) -> None:
+    other = case.data[::-1]
+    entries = case.store.put_many(iter([("x", case.data), ("y", other), ("z", case.data)]))
+    assert entries == [case.reader.entry(name) for name in "xyz"]
+    expected = [case.data, None, other, case.data, case.data]
+    assert case.reader.get_many(["z", "gone", "y", "x", "z"]) == expected
+    assert case.store.stat().blobs == 2
+    recount(case.store)
+
+
+def test_the_same_bytes_are_kept_once(case: Case) -> None:
+    first = case.store.put("a", case.data)
+    before = case.store.stat()
+    second = case.store.put("b", case.data)
+    after = case.store.stat()
+    assert first.digest == second.digest
+    assert (after.blobs, after.stored, after.unique) == (before.blobs, before.stored, before.unique)
+    assert after.logical == 2 * before.logical
+
+
+def test_a_name_put_again_gives_the_new_bytes(case: Case) -> None:
+    case.store.put("a", case.data)
+    assert case.reader.get("a") == case.data
+    other = noise(500) + case.data
+    case.store.put("a", other)
+    assert case.reader.get("a") == other
+    case.store.put("a", case.data)
+    assert case.reader.get("a") == case.data
+    recount(case.store)
+
+
+def test_a_deleted_name_is_a_miss(case: Case) -> None:
+    case.store.put("a", case.data)
+    assert case.reader.get("a") == case.data
+    assert case.store.delete("a") is True
+    assert case.store.delete("a") is False
+    assert case.reader.get("a") is None
+    assert case.reader.entry("a") is None
+    with pytest.raises(NotFoundError):
+        case.reader.open("a")
+
+
+@pytest.mark.parametrize("size", [0, 1, FRAME_SIZE - 1, FRAME_SIZE, FRAME_SIZE + 1, 2 * FRAME_SIZE])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("make", [text, noise])
+def test_sizes_around_a_frame(store: Store, tmp_path: Path, size: int, codec: str, make: object) -> None:
+    data = make(size)  # type: ignore[operator]  # text or noise
+    store.put("a", data, codec=codec)
+    source = tmp_path / "source"
+    source.write_bytes(data + b"!")
+    store.put_file("b", source, codec=codec)
+    assert store.get_many(["a", "b"]) == [data, data + b"!"]
+    with store.open("a") as file:
+        assert file.read(size + 1) == data
+        file.seek(max(0, size - 1))
+        assert file.read() == data[-1:]
+
+
+def test_views_of_numbers_are_put_as_their_bytes(store: Store) -> None:
+    numbers = array("d", range(100))
+    every_other = memoryview(bytes(range(200)))[::2]
+    empty = memoryview(array("d"))
+    store.put_many([("many", memoryview(numbers)), ("many every other", every_other), ("many empty", empty)])
+    store.put("one", memoryview(numbers))
+    store.put("one every other", every_other)
+    store.put("one empty", empty)
+    for how in ("many", "one"):
+        assert store.get(how) == numbers.tobytes()
+        assert store.get(f"{how} every other") == bytes(range(0, 200, 2))
+        assert store.get(f"{how} empty") == b""
+
+
+@pytest.mark.parametrize("value", ["text", 5, None, [1]])
+def test_what_is_not_bytes_is_refused(store: Store, value: object) -> None:
+    with pytest.raises(SerializationError, match="bytes"):
+        store.put("a", value)  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(SerializationError, match="bytes"):
+        store.put_many([("a", value)])  # type: ignore[list-item]  # what is tested
+    assert store.stat().entries == 0
+
+
+def test_what_is_no_regular_file_is_refused(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match="regular file"):
+        store.put_file("a", "/dev/null")
+    with pytest.raises((InvalidValueError, IsADirectoryError)):
+        store.put_file("a", tmp_path)
+    with pytest.raises(FileNotFoundError):
+        store.put_file("a", tmp_path / "missing")
+
+
+# Names
+
+
+def test_an_expired_entry_is_a_miss(pair: Case) -> None:
+    pair.store.put("soon", b"x", ttl=0.05)
+    pair.store.put("late", b"x", ttl="1d")
+    time.sleep(0.06)
+    assert pair.reader.get("soon") is None
+    assert pair.reader.get_many(["soon", "late"]) == [None, b"x"]
+    assert pair.reader.entry("soon") is None
+    assert [entry.name for entry in pair.reader.entries()] == ["late"]
+    with pytest.raises(NotFoundError):
+        pair.reader.open("soon")
+    pair.store.put("soon", b"y")
+    assert pair.reader.get("soon") == b"y"
+
+
+def test_expiry_is_seen_by_who_has_the_bytes_in_memory(pair: Case) -> None:
+    pair.store.put("a", b"x", ttl=0.3)
+    assert pair.reader.get("a") == b"x"
+    time.sleep(0.31)
+    assert pair.reader.get("a") is None
+
+
+def test_an_expired_name_is_in_nobodys_way(pair: Case) -> None:
+    pair.store.put("file", b"x", ttl=0.001)
+    pair.store.put("folder/file", b"x", ttl=0.001)
+    time.sleep(0.01)
+    pair.store.put("file/below", b"y")
+    pair.store.put("folder", b"z")
+    assert pair.reader.get_many(["file", "file/below", "folder", "folder/file"]) == [None, b"y", b"z", None]
+    recount(pair.store)
+
+
+def test_a_name_cannot_be_both_file_and_folder(pair: Case) -> None:
+    pair.store.put("a/b", b"1")
+    for name in ("a", "a/b/c", "a/b/c/d"):
+        with pytest.raises(NameConflictError, match="a/b"):
+            pair.store.put(name, b"2")
+        with pytest.raises(NameConflictError, match="a/b"):
+            pair.store.put_many([("fine", b"3"), (name, b"2")])
+    pair.store.put_many([("a/bc", b"3"), ("a.b", b"4"), ("ab", b"5"), ("a0", b"6")])
+    assert [entry.name for entry in pair.reader.entries()] == ["a.b", "a/b", "a/bc", "a0", "ab"]
+    for name in ("a/b", "a/bc"):
+        pair.store.delete(name)
+    pair.store.put("a", b"7")
+    with pytest.raises(NameConflictError, match="'a'"):
+        pair.store.put("a/b", b"8")
+    recount(pair.store)
+
+
+def test_a_batch_is_seen_whole_or_not_at_all(pair: Case) -> None:
+    pair.store.put("file", b"x")
+    with pytest.raises(NameConflictError):
+        pair.store.put_many([("new", b"1"), ("file/below", b"2")])
+    assert pair.reader.get("new") is None
+    pair.store.put("next", b"3")
+    assert pair.reader.get("next") == b"3"
+    recount(pair.store)
+
+
+def test_entries_lists_whole_parts_of_names(pair: Case) -> None:
+    names = ["a/b/1", "a/b/2", "a/bc", "ab/1", "a-b", "a0", "\U0010ffff/last", "z"]
+    pair.store.put_many((name, name.encode()) for name in names)
+
+    def listed(prefix: str) -> list[str]:
+        return [entry.name for entry in pair.reader.entries(prefix)]
+
+    assert listed("") == sorted(names)
+    assert listed("a") == ["a/b/1", "a/b/2", "a/bc"]
+    assert listed("a/b/") == ["a/b/1", "a/b/2"]
+    assert listed("a/b/1") == ["a/b/1"]
+    assert listed("a/x") == []
+
+
+def test_entries_pages_through_thousands(store: Store) -> None:
+    store.put_many((f"n/{i:05d}", b"%d" % i) for i in range(4_321))
+    assert [entry.name for entry in store.entries("n")] == [f"n/{i:05d}" for i in range(4_321)]
+    assert store.delete_many(f"n/{i:05d}" for i in range(0, 5_000, 2)) == 2_161
+    assert store.stat().entries == 2_160
+
+
+def test_pin_and_metadata_stay_with_the_entry(pair: Case) -> None:
+    pair.store.put("a", b"x", metadata={"k": 1})
+    pair.store.pin("a")
+    kept = pair.reader.entry("a")
+    assert kept is not None
+    assert (kept.pinned, kept.metadata) == (True, {"k": 1})
+    pair.store.unpin("a")
+    kept = pair.reader.entry("a")
+    assert kept is not None
+    assert not kept.pinned
+    for act in (pair.store.pin, pair.store.unpin):
+        with pytest.raises(NotFoundError, match="'nothing'"):
+            act("nothing")
+
+
+@pytest.mark.parametrize("metadata", [{"a": b"bytes"}, {"a": float("nan")}, {1: 2}, {"a": {1, 2}}])
+def test_metadata_that_is_not_json_is_refused(store: Store, metadata: dict[str, object]) -> None:
+    with pytest.raises(SerializationError, match="metadata"):
+        store.put("a", b"x", metadata=metadata)
+
+
+@pytest.mark.parametrize("name", ["", "/a", "a/", "a//b", ".", "a/../b", "a\0b", "a\nb", "\ud800", "x" * 256, ".castore/a"])
+def test_hostile_names_are_refused_everywhere(store: Store, name: str) -> None:
+    for act in (store.get, store.open, store.entry, store.delete, store.pin, store.load):
+        with pytest.raises(InvalidNameError):
+            act(name)
+    with pytest.raises(InvalidNameError):
+        store.put(name, b"x")
+    with pytest.raises(InvalidNameError):
+        store.put_many([("good", b"x"), (name, b"x")])
+    with pytest.raises(InvalidNameError):
+        store.get_many(["good", name])
+    assert store.stat().entries == 0
+
+
+def test_reads_are_counted_over_stores(pair: Case) -> None:
+    pair.store.put("a", b"x")
+    pair.reader.get("a")
+    pair.reader.get("nothing")
+    pair.reader.flush()
+    shown = Store(pair.store.path, memory=0).stat()
+    assert (shown.memory_hits + shown.disk_hits, shown.misses, shown.corrupt) == (1, 1, 0)
