@@ -111,7 +111,13 @@ class Store:
             ) from error
         journal = Journal(self.path / "objects" / "names", self._beacon, mode)
         self.index = Index(self.path / "index.sqlite", self._beacon, journal, durable=durable, mode=mode)
-        self.objects = ObjectDirectory(self.path, self.settings, durable=durable)
+        self.objects = ObjectDirectory(
+            self.path,
+            object_mode=self.settings.object_mode,
+            file_mode=mode,
+            folder_mode=self.settings.folder_mode,
+            durable=durable,
+        )
         self._usage = Usage(self.index)
         self.source = BlobSource(self.index, self.objects, self._beacon, self._usage, memory)
         self.writer = BlobWriter(

@@ -21,6 +21,8 @@ from castore.objects.workers import cores
 SMALL = 1 << 20
 _BATCH_BYTES = 8 << 20
 _BATCH_FILES = 500
+# Compressing lets go of the GIL and the rest does not: more threads than these only get in one another's way.
+_THREADS = 4
 
 
 class Options(NamedTuple):
@@ -69,7 +71,7 @@ class Putter:
         Raises:
             CastoreError, OSError: the store itself cannot go on.
         """
-        pool = ThreadPoolExecutor(cores(), thread_name_prefix="castore-add")
+        pool = ThreadPoolExecutor(min(cores(), _THREADS), thread_name_prefix="castore-add")
         running: deque[tuple[list[Source], Future[_Outcome]]] = deque()
         try:
             for batch in _batches(sources):

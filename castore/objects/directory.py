@@ -19,7 +19,6 @@ from castore.objects.decode import BlobReader
 from castore.objects.loose import LooseFolder
 from castore.objects.packs import PackFolder, PackWriter
 from castore.records import LOOSE, LOST, Blob
-from castore.settings import Settings
 
 
 class ObjectDirectory:
@@ -27,19 +26,21 @@ class ObjectDirectory:
 
     Args:
         path: the store's folder.
-        settings: for permission bits.
+        object_mode: permission bits of finished objects.
+        file_mode: permission bits of files that are written to.
+        folder_mode: permission bits of folders.
         durable: finished objects survive a power cut.
     """
 
-    def __init__(self, path: Path, settings: Settings, *, durable: bool) -> None:
+    def __init__(
+        self, path: Path, *, object_mode: int, file_mode: int, folder_mode: int, durable: bool
+    ) -> None:
         objects = path / "objects"
         self.quarantine_folder = path / "quarantine"
         self.durable = durable
-        self.loose = LooseFolder(
-            objects, path / "tmp", mode=settings.object_mode, folder_mode=settings.folder_mode
-        )
+        self.loose = LooseFolder(objects, path / "tmp", mode=object_mode, folder_mode=folder_mode)
         self.packs = PackFolder(objects / "packs")
-        self._pack_mode = settings.file_mode
+        self._pack_mode = file_mode
 
     def where(self, blob: Blob) -> str:
         """What to call a blob's place in a message."""
