@@ -48,6 +48,7 @@ def add(
 
     named = destinations(path, prefix)
     options = Options(codec, ttl, _metadata(meta or []), pin)
+    options.check()
     failures = Failures()
     started = time.monotonic()
     with Store(store_path(context), memory=0) as store:
@@ -71,7 +72,7 @@ def add(
         }
     if as_json:
         print_json(report)
-    else:
+    elif putter.files or not failures.count:
         _print(report, list(named.values()))
     failures.finish()
 

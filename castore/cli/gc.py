@@ -46,12 +46,22 @@ def gc(
 
 
 def _lines(plan: Plan) -> Iterator[str]:
-    would = "would go" if plan.dry_run else "gone"
-    yield (
-        f"{would}: {plural(len(plan.expired) + len(plan.evicted), 'entry', 'entries')},"
+    if plan.expired or plan.evicted or plan.blobs:
+        yield _sum(plan)
+    else:
+        yield f"nothing to remove: {format_size(plan.stored)} stored"
+    yield from _details(plan)
+
+
+def _sum(plan: Plan) -> str:
+    return (
+        f"{'would go' if plan.dry_run else 'gone'}: {plural(len(plan.expired) + len(plan.evicted), 'entry', 'entries')},"
         f" {plural(plan.blobs, 'blob')}, {format_size(plan.freed)} of {format_size(plan.stored)};"
         f" {format_size(plan.remaining)} {'would stay' if plan.dry_run else 'stay'}"
     )
+
+
+def _details(plan: Plan) -> Iterator[str]:
     groups = (
         ("expired", plan.expired),
         ("least recently used", plan.evicted),

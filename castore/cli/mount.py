@@ -1,7 +1,57 @@
-"""`castore mount`: placeholder."""
+"""`castore mount`: names as plain files."""
 
 from __future__ import annotations
 
+from typing import Annotated
 
-def mount() -> None:
-    """Show names as plain files."""
+import typer
+
+from castore.cli.completion import names
+from castore.cli.opening import store_path
+
+
+def mount(
+    context: typer.Context,
+    mountpoint: Annotated[
+        str, typer.Argument(metavar="MOUNTPOINT", help="An empty folder, made if it is missing.")
+    ],
+    prefix: Annotated[
+        str,
+        typer.Option(
+            metavar="PREFIX", autocompletion=names, help="Show only what is below this.", show_default=False
+        ),
+    ] = "",
+    pin: Annotated[
+        bool,
+        typer.Option("--pin", help="Have gc leave all of it alone while mounted: the quickest way to read."),
+    ] = False,
+    foreground: Annotated[bool, typer.Option("--foreground", help="Serve until unmounted.")] = False,
+    allow_other: Annotated[bool, typer.Option("--allow-other", help="Let other users in.")] = False,
+    cache_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bound on decoded frames kept in RAM.")
+    ] = "64MB",
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", help="Requests handled at once.  [a few more than cores]")
+    ] = None,
+) -> None:
+    """Mount the store: names are plain read-only files then, until `castore umount`.
+
+    \b
+    castore mount /mnt/data
+    castore mount /mnt/imagenet --prefix imagenet --pin
+    """
+    import castore_fuse
+
+    serve = castore_fuse.foreground if foreground else castore_fuse.mount
+    result = serve(
+        store_path(context),
+        mountpoint,
+        prefix=prefix,
+        pin=pin,
+        allow_other=allow_other,
+        cache_size=cache_size,
+        threads=threads,
+    )
+    if foreground:
+        raise typer.Exit(int(result))
+    typer.echo(f"{store_path(context)} is mounted at {result}")

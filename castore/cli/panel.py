@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 from rich import box
 from rich.panel import Panel
@@ -22,33 +23,49 @@ def draw(stat: Stat, settings: Settings) -> None:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, text in _rows(stat, settings):
-        grid.add_row(label, text)
+    for place, section in enumerate(filter(None, _sections(stat, settings))):
+        if place:
+            grid.add_row()
+        for label, text in section:
+            grid.add_row(label, text)
     out = console()
     title = Text.assemble(" ", (stat.path, "bold"), " ")
     out.print(Panel(grid, title=title, title_align="left", box=box.ROUNDED, border_style="dim", expand=False))
 
 
-def _rows(stat: Stat, settings: Settings) -> list[tuple[str, Text]]:
-    rows = [("holds", _bold(f"{stat.entries:,}", " entries of ", f"{stat.blobs:,}", " blobs"))]
-    rows.append(("logical", _size(stat.logical, "as plain files")))
-    rows.append(("unique", _size(stat.unique, f"without duplicates: {stat.dedupe_ratio:.2f}x smaller")))
-    rows.append(
-        ("stored", _size(stat.stored, f"compressed: {stat.compression_ratio:.2f}x smaller{_saved(stat)}"))
-    )
-    rows.append(("budget", _budget(stat)))
-    rows.append(("", Text()))
+_Section = list[tuple[str, Text]]
+
+
+def _sections(stat: Stat, settings: Settings) -> Iterator[_Section]:
+    yield [
+        ("holds", _bold(f"{stat.entries:,}", " entries of ", f"{stat.blobs:,}", " blobs")),
+        ("logical", _size(stat.logical, "as plain files")),
+        ("unique", _size(stat.unique, f"without duplicates: {stat.dedupe_ratio:.2f}x smaller")),
+        ("stored", _size(stat.stored, f"compressed: {stat.compression_ratio:.2f}x smaller{_saved(stat)}")),
+        ("budget", _budget(stat)),
+    ]
+    yield _use(stat)
+    yield _expiries(stat)
+    yield _prefixes(stat)
+    codec = settings.codec if settings.level is None else f"{settings.codec}, level {settings.level}"
+    ttl = "never expire" if settings.ttl is None else f"expire after {format_duration(settings.ttl)}"
+    yield [
+        *_labelled("mounted", [Text(path) for path in stat.mounts]),
+        ("new entries", Text(f"codec {codec}; {ttl}")),
+    ]
+
+
+def _use(stat: Stat) -> _Section:
     hits = stat.memory_hits + stat.disk_hits
     reads = _bold(f"{hits:,}", " hits, ", f"{stat.misses:,}", " misses")
-    rows.append(("reads", reads.append(f", {stat.hit_rate:.1%} found") if hits + stat.misses else reads))
-    rows.append(("evicted", _bold(f"{stat.evictions:,}", " entries so far")))
+    if hits + stat.misses:
+        reads.append(f", {stat.hit_rate:.1%} found")
+    section = [("reads", reads), ("evicted", _bold(f"{stat.evictions:,}", " entries so far"))]
     if stat.corrupt:
-        rows.append(("damaged", Text(f"{stat.corrupt:,} blobs found; `castore verify` tells more", "red")))
-    rows += _expiries(stat) + _prefixes(stat)
-    rows += [("mounted" if place == 0 else "", Text(path)) for place, path in enumerate(stat.mounts)]
-    codec = settings.codec if settings.level is None else f"{settings.codec}, level {settings.level}"
-    ttl = "never expire" if settings.ttl is None else f"live {format_duration(settings.ttl)}"
-    return [*rows, ("new entries", Text(f"codec {codec}; {ttl}"))]
+        section.append(
+            ("damaged", Text(f"{stat.corrupt:,} blobs so far; `castore verify` tells more", "red"))
+        )
+    return section
 
 
 def _bold(*pieces: str) -> Text:
@@ -82,7 +99,7 @@ def _bar(part: float, colour: str) -> Text:
     return Text.assemble(("━" * filled, colour), ("─" * (_BAR - filled), "dim"))
 
 
-def _expiries(stat: Stat) -> list[tuple[str, Text]]:
+def _expiries(stat: Stat) -> _Section:
     now = time.time()
     rows = [
         Text.assemble((f"{format_duration(max(0.0, when - now)):>8}  ", "bold"), name)
@@ -95,7 +112,7 @@ def _expiries(stat: Stat) -> list[tuple[str, Text]]:
     return _labelled("expires in", rows)
 
 
-def _prefixes(stat: Stat) -> list[tuple[str, Text]]:
+def _prefixes(stat: Stat) -> _Section:
     if not stat.prefixes:
         return []
     most = max(prefix.logical for prefix in stat.prefixes) or 1
@@ -106,11 +123,5 @@ def _prefixes(stat: Stat) -> list[tuple[str, Text]]:
     return _labelled("largest", rows)
 
 
-def _labelled(label: str, rows: list[Text]) -> list[tuple[str, Text]]:
-    if not rows:
-        return []
-    return [
-        ("", Text()),
-        *((label if place == 0 else "", row) for place, row in enumerate(rows)),
-        ("", Text()),
-    ]
+def _labelled(label: str, rows: list[Text]) -> _Section:
+    return [("" if place else label, row) for place, row in enumerate(rows)]

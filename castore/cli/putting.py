@@ -15,7 +15,9 @@ from castore import Store
 from castore.cli.output import Failures, describe, printable
 from castore.cli.walk import Source
 from castore.errors import CastoreError, FullError, StoreError
+from castore.objects.codecs import check_codec
 from castore.objects.workers import cores
+from castore.sizes import parse_duration
 
 #: Files up to this many bytes are read whole and put in batches.
 SMALL = 1 << 20
@@ -32,6 +34,17 @@ class Options(NamedTuple):
     ttl: str | None = None
     metadata: dict[str, Any] | None = None
     pin: bool = False
+
+    def check(self) -> None:
+        """Refuse what no entry can have, before the first file is read.
+
+        Raises:
+            InvalidValueError: there is no such codec, or the ttl is no duration.
+        """
+        if self.codec is not None:
+            check_codec(self.codec, None)
+        if self.ttl is not None:
+            parse_duration(self.ttl)
 
 
 class _Outcome(NamedTuple):

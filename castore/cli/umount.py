@@ -1,7 +1,20 @@
-"""`castore mount`: placeholder."""
+"""`castore umount`: ends a mount."""
 
 from __future__ import annotations
 
+from typing import Annotated
 
-def umount() -> None:
-    """End a mount."""
+import typer
+
+
+def umount(
+    mountpoint: Annotated[str, typer.Argument(metavar="MOUNTPOINT", help="Where it is mounted.")],
+) -> None:
+    """End a mount, live or dead.
+
+    \b
+    castore umount /mnt/data
+    """
+    import castore_fuse
+
+    castore_fuse.umount(mountpoint)

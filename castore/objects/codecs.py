@@ -95,13 +95,14 @@ def zstd_decompress_into(stored: Buffer, view: memoryview) -> None:
 
 
 def _lz4_compress(frame: Buffer, level: int) -> bytes:
-    return lz4.frame.compress(
+    compressed: bytes = lz4.frame.compress(
         frame,
         compression_level=level,
         block_size=lz4.frame.BLOCKSIZE_MAX256KB,
         content_checksum=True,
         store_size=True,
     )
+    return compressed
 
 
 def _lz4_decompress(stored: Buffer, size: int) -> bytes:
