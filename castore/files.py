@@ -5,9 +5,15 @@ from __future__ import annotations
 import io
 import os
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from castore.errors import CorruptError
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
+from castore.records import Blob
+
+Damaged = Callable[[Blob, CorruptError], object]
 
 
 class BlobFile(io.RawIOBase):
@@ -16,9 +22,10 @@ class BlobFile(io.RawIOBase):
     One position, guarded by a lock: threads that share a file get whole reads, in some order.
     """
 
-    def __init__(self, reader: BlobReader, name: str) -> None:
+    def __init__(self, reader: BlobReader, name: str, damaged: Damaged) -> None:
         super().__init__()
         self._reader = reader
+        self._damaged = damaged
         self._position = 0
         self._lock = threading.Lock()
         self.name = name
@@ -48,7 +55,7 @@ class BlobFile(io.RawIOBase):
         if self.closed:
             raise ValueError("read of a closed file")
         view = memoryview(buffer).cast("B")  # type: ignore[arg-type]  # the buffer protocol has no type in 3.10
-        with self._lock:
+        with self._lock, self._reporting():
             # At most to the end of the frame, so that filling a small buffer never decodes two.
             room = FRAME_SIZE - self._position % FRAME_SIZE
             data = self._reader.read(self._position, min(len(view), room))
@@ -59,9 +66,20 @@ class BlobFile(io.RawIOBase):
     def readall(self) -> bytes:
         if self.closed:
             raise ValueError("read of a closed file")
-        with self._lock:
-            start, self._position = self._position, max(self._position, self._reader.blob.size)
-        return self._reader.read_all() if start == 0 else self._reader.read(start, self._reader.blob.size)
+        size = self._reader.blob.size
+        with self._lock, self._reporting():
+            start = self._position
+            data = self._reader.read_all() if start == 0 else self._reader.read(start, size)
+            self._position = max(start, size)
+        return data
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except CorruptError as error:
+            self._damaged(self._reader.blob, error)
+            raise
 
     def close(self) -> None:
         if not self.closed:
@@ -69,6 +87,6 @@ class BlobFile(io.RawIOBase):
         super().close()
 
 
-def open_blob(reader: BlobReader, name: str) -> io.BufferedReader:
-    """A buffered file over a reader, which it closes."""
-    return io.BufferedReader(BlobFile(reader, name), buffer_size=FRAME_SIZE)
+def open_blob(reader: BlobReader, name: str, damaged: Damaged) -> io.BufferedReader:
+    """A buffered file over a reader, which it closes; ``damaged`` is told what fails its check."""
+    return io.BufferedReader(BlobFile(reader, name, damaged), buffer_size=FRAME_SIZE)

@@ -127,6 +127,11 @@ class BlobSource:
             until = min(until, found.expires)
         self._bindings[name] = _Binding(found.blob.digest, changed, until)
 
+    def count_use(self, name: str) -> None:
+        """Count a read that went past `get`: gc takes the least recently used first."""
+        self._usage.touched[name] = time.time()
+        self._usage.counts["disk_hits"] += 1
+
     def get_many(self, names: list[str]) -> list[bytes | None]:
         """`get` for many names with one question to the index."""
         now = time.time()

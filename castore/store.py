@@ -286,9 +286,11 @@ class Store:
         """
         blob = self._blob(name)
         try:
-            return open_blob(self.source.open(blob), name)
+            reader = self.source.open(blob)
         except FileNotFoundError as error:
             raise self._not_found(name) from error
+        self.source.count_use(name)
+        return open_blob(reader, name, self.source.quarantine)
 
     def _blob(self, name: str) -> Blob:
         found = self.index.find(check_name(name))
@@ -424,6 +426,10 @@ class Store:
                 raise self._not_found(name)
 
     # Upkeep
+
+    def flush_if_due(self) -> None:
+        """`flush`, if the last one is some seconds ago; for whoever reads past `get`."""
+        self._usage.flush_if_due()
 
     def flush(self) -> None:
         """Write hit counts and last accesses to the index now instead of within seconds."""

@@ -193,7 +193,9 @@ class BlobWriter:
         # A transaction that did not commit has given the id of the pack it began back, and another process may have
         # begun a file of its own under it: what is appended to ours would be named by rows and lie nowhere.
         taken_back = self._begun_by is not txn and not (self._begun_by and self._begun_by.committed)
-        if self._pack is not None and (self._pack.size > PACK_SIZE or taken_back):
+        if self._pack is not None and (
+            self._pack.size > PACK_SIZE or taken_back or not self._pack.is_whole()
+        ):
             self.close()
         if self._pack is None:
             self._pack, self._begun_by = self._objects.start_pack(txn.new_pack()), txn

@@ -221,6 +221,11 @@ class PackWriter:
         self.size += written
         return position
 
+    def is_whole(self) -> bool:
+        """Whether the file is where and as long as this writer left it: else what is appended could not be found."""
+        status = os.fstat(self._fd)
+        return status.st_nlink > 0 and status.st_size == self.size
+
     def add(self, records: bytes) -> int:
         """Append whole records; returns where they begin."""
         return self._append(records)

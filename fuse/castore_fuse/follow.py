@@ -70,6 +70,7 @@ class Follower:
         while not self._stop.wait(INTERVAL):
             try:
                 self.look()
+                self._view.store.flush_if_due()
             except (OSError, sqlite3.Error, CastoreError):
                 log.exception("cannot follow the store's changes; trying again")
 

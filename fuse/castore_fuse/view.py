@@ -173,7 +173,10 @@ class View:
         blob = self.store.index.blob(file.digest)
         if blob is None:
             raise FileNotFoundError(file.name)
-        return self.store.source.open(blob, self.cache)
+        reader = self.store.source.open(blob, self.cache)
+        if file.name:
+            self.store.source.count_use(file.name)
+        return reader
 
     def damaged(self, reader: BlobReader, error: CorruptError) -> None:
         """Set aside what failed its check while it was read."""
