@@ -128,5 +128,3 @@ def object_files(store: Store) -> list[Path]:
     """Every loose object and temporary file on disk."""
     found = [path for path in (store.path / "objects").glob("??/*") if path.is_file()]
     return sorted(found + list((store.path / "tmp").iterdir()))
-
-

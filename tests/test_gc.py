@@ -247,7 +247,9 @@ def test_compaction_keeps_data_and_readers(store: Store) -> None:
     for name, reader in readers.items():
         assert reader.read() == values[name]
         reader.close()
-    assert {name: store.get(name) for name in names(store)} == {f"n/{i}": values[f"n/{i}"] for i in range(390, 400)}
+    assert {name: store.get(name) for name in names(store)} == {
+        f"n/{i}": values[f"n/{i}"] for i in range(390, 400)
+    }
     assert store.verify().bad == []
     recount(store)
     store.put("new", b"after compaction")
@@ -299,7 +301,9 @@ for i in itertools.count():
         while not any(tmp.iterdir()) and time.monotonic() < deadline:
             time.sleep(0.001)
         living = store.gc(grace=0)
-        assert not any("/tmp/" in path for path in _in_tmp(living.leftovers, tmp)), "a living writer's file was taken"
+        assert not any("/tmp/" in path for path in _in_tmp(living.leftovers, tmp)), (
+            "a living writer's file was taken"
+        )
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         writer.stdout.close()

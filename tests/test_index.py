@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sqlite3
@@ -42,12 +43,9 @@ def test_totals_stay_equal_to_a_recount(store: Store, seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(120):
         act = chance.choice(operations(store, chance))
-        try:
+        # A name may be in the way, and the object to be damaged may be gone or cut short already.
+        with contextlib.suppress(NameConflictError, FileNotFoundError, IndexError):
             act()
-        except (NameConflictError, AssertionError, IndexError):
-            pass
-        except FileNotFoundError:
-            pass  # the object to be damaged is gone already
         recount(store)
 
 
@@ -56,7 +54,7 @@ def test_rolled_back_writes_leave_no_trace(store: Store) -> None:
     before = (store.index.totals(), store.index.journal.size())
     with pytest.raises(NameConflictError):
         store.put_many([("b", text(200)), ("c", noise(50_000)), ("a/b", text(300))])
-    with pytest.raises(RuntimeError), store.index.write() as txn:
+    with contextlib.suppress(RuntimeError), store.index.write() as txn:
         txn.delete_entry("a")
         raise RuntimeError("changed my mind")
     assert (store.index.totals(), store.index.journal.size()) == before
@@ -231,8 +229,8 @@ def test_a_busy_index_makes_writers_wait_and_readers_not(store: Store) -> None:
         writer.start()
         begun = time.monotonic()
         assert store.get("a") == b"x"
-        assert time.monotonic() - begun < 0.3
-        time.sleep(0.4)
+        assert time.monotonic() - begun < 1
+        time.sleep(1.2)
     writer.join()
-    assert waited[0] > 0.3
+    assert waited[0] > 1
     assert store.get("b") == b"y"

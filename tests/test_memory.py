@@ -76,19 +76,27 @@ def test_any_order_of_calls_keeps_the_count_right() -> None:
     assert (memory.bytes, len(memory)) == (0, 0)
 
 
+def wait_for_all(asking: list[int]) -> None:
+    """Until ten threads have asked, and a little longer, so that they wait."""
+    deadline = time.monotonic() + 10
+    while len(asking) < 10 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+
+
 @pytest.mark.parametrize("bound", [0, MB])
 def test_ten_threads_that_ask_at_once_load_once(bound: int) -> None:
     memory: MemoryLRU[bytes] = MemoryLRU(bound)
-    loads = []
-    barrier = threading.Barrier(10)
+    loads: list[int] = []
+    asking: list[int] = []
 
     def load() -> bytes:
         loads.append(threading.get_ident())
-        time.sleep(0.2)
+        wait_for_all(asking)
         return b"value"
 
-    def ask(_: int) -> bytes:
-        barrier.wait()
+    def ask(number: int) -> bytes:
+        asking.append(number)
         return memory.get_or_load("key", load)
 
     with ThreadPoolExecutor(10) as pool:
@@ -100,16 +108,16 @@ def test_ten_threads_that_ask_at_once_load_once(bound: int) -> None:
 
 def test_an_error_reaches_all_who_wait_and_the_next_tries_again() -> None:
     memory: MemoryLRU[bytes] = MemoryLRU(MB)
-    barrier = threading.Barrier(10)
-    loads = []
+    loads: list[int] = []
+    asking: list[int] = []
 
     def load() -> bytes:
         loads.append(1)
-        time.sleep(0.2)
+        wait_for_all(asking)
         raise OSError("the disk is gone")
 
-    def ask(_: int) -> str:
-        barrier.wait()
+    def ask(number: int) -> str:
+        asking.append(number)
         try:
             memory.get_or_load("key", load)
         except OSError as error:

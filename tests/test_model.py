@@ -18,8 +18,12 @@ from castore.objects.packs import PACK_LIMIT
 from tests.helpers import mixed, noise, object_files, recount, text
 
 NAMES = st.sampled_from(["a", "a/b", "a/b/c", "ab", "d/e", "d/f", "ä/\U0010ffff", "z"])
-SIZES = st.sampled_from([0, 1, 500, PACK_LIMIT, PACK_LIMIT + 1, FRAME_SIZE, FRAME_SIZE + 1, 4 * FRAME_SIZE + 5])
-BLOBS = st.builds(lambda make, size, seed: make(size, seed), st.sampled_from([text, noise, mixed]), SIZES, st.integers(0, 2))
+SIZES = st.sampled_from(
+    [0, 1, 500, PACK_LIMIT, PACK_LIMIT + 1, FRAME_SIZE, FRAME_SIZE + 1, 4 * FRAME_SIZE + 5]
+)
+BLOBS = st.builds(
+    lambda make, size, seed: make(size, seed), st.sampled_from([text, noise, mixed]), SIZES, st.integers(0, 2)
+)
 CODECS = st.sampled_from(["auto", "zstd", "lz4", "gzip", "none"])
 
 
@@ -53,7 +57,9 @@ class Model(RuleBasedStateMachine):
         return any(other.startswith(name + "/") or name.startswith(other + "/") for other in standing)
 
     def pointed(self, name: str, data: bytes, pin: bool = False) -> None:
-        gone = {other for other in self.expired if other.startswith(name + "/") or name.startswith(other + "/")}
+        gone = {
+            other for other in self.expired if other.startswith(name + "/") or name.startswith(other + "/")
+        }
         self.expired -= gone | {name}
         self.kept[name] = data
         if pin:
@@ -133,7 +139,9 @@ class Model(RuleBasedStateMachine):
 
     def handed_over(self) -> None:
         """After a gc without grace: what is on disk is what rows mean."""
-        loose = {self.store.objects.loose.path(b.digest, b.codec) for b in self.store.index.blobs() if b.pack == 0}
+        loose = {
+            self.store.objects.loose.path(b.digest, b.codec) for b in self.store.index.blobs() if b.pack == 0
+        }
         assert {str(path) for path in object_files(self.store)} == loose
         named = {entry.digest for entry in self.store.entries()}
         held = {bytes.fromhex(digest) for digest in named}
@@ -162,7 +170,17 @@ class Model(RuleBasedStateMachine):
     def reads_give_exactly_what_was_put(self) -> None:
         if not hasattr(self, "store"):
             return
-        names = ["a", "a/b", "a/b/c", "ab", "d/e", "d/f", "ä/\U0010ffff", "z", *(f"many/{i}" for i in range(5))]
+        names = [
+            "a",
+            "a/b",
+            "a/b/c",
+            "ab",
+            "d/e",
+            "d/f",
+            "ä/\U0010ffff",
+            "z",
+            *(f"many/{i}" for i in range(5)),
+        ]
         for name in names:
             assert self.store.get(name) == self.kept.get(name)
         assert self.store.get_many(names) == [self.kept.get(name) for name in names]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import struct
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import blake3
@@ -189,7 +189,7 @@ BOMB = 100_000_000
 @pytest.mark.parametrize(
     ("codec", "frame"),
     [
-        ("gzip", lambda: zlib.compress(bytes(BOMB), wbits=31)),
+        ("gzip", lambda: gzip.compress(bytes(BOMB))),
         ("lz4", lambda: _lz4_that_claims(bytes(BOMB), FRAME_SIZE)),
         ("lz4", lambda: lz4.frame.compress(bytes(BOMB), store_size=False)),
         ("zstd", lambda: _zstd_that_claims(bytes(BOMB), FRAME_SIZE)),
@@ -309,7 +309,11 @@ def test_a_record_is_read_only_where_it_lies(tmp_path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         assert read_record(fd, second) == b"other"
-        for wrong in (first._replace(offset=second.offset), second._replace(stored=4), second._replace(offset=9**9)):
+        for wrong in (
+            first._replace(offset=second.offset),
+            second._replace(stored=4),
+            second._replace(offset=9**9),
+        ):
             with pytest.raises(CorruptError):
                 read_record(fd, wrong)
     finally:

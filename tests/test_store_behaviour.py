@@ -23,7 +23,11 @@ from castore.objects.codecs import FRAME_SIZE
 from tests.helpers import mixed, noise, payload, recount, text
 
 CODECS = ["auto", "zstd", "lz4", "gzip", "none"]
-PLACEMENTS = {"pack": mixed(3_000), "one frame": mixed(200_000), "many frames": mixed(3 * FRAME_SIZE + 12_345)}
+PLACEMENTS = {
+    "pack": mixed(3_000),
+    "one frame": mixed(200_000),
+    "many frames": mixed(3 * FRAME_SIZE + 12_345),
+}
 TIERS = ["disk", "memory", "reopened"]
 
 
@@ -249,9 +253,9 @@ def test_an_expired_entry_is_a_miss(pair: Case) -> None:
 
 
 def test_expiry_is_seen_by_who_has_the_bytes_in_memory(pair: Case) -> None:
-    pair.store.put("a", b"x", ttl=0.3)
+    pair.store.put("a", b"x", ttl=0.7)
     assert pair.reader.get("a") == b"x"
-    time.sleep(0.31)
+    time.sleep(0.71)
     assert pair.reader.get("a") is None
 
 
@@ -334,7 +338,9 @@ def test_metadata_that_is_not_json_is_refused(store: Store, metadata: dict[str, 
         store.put("a", b"x", metadata=metadata)
 
 
-@pytest.mark.parametrize("name", ["", "/a", "a/", "a//b", ".", "a/../b", "a\0b", "a\nb", "\ud800", "x" * 256, ".castore/a"])
+@pytest.mark.parametrize(
+    "name", ["", "/a", "a/", "a//b", ".", "a/../b", "a\0b", "a\nb", "\ud800", "x" * 256, ".castore/a"]
+)
 def test_hostile_names_are_refused_everywhere(store: Store, name: str) -> None:
     for act in (store.get, store.open, store.entry, store.delete, store.pin, store.load):
         with pytest.raises(InvalidNameError):

@@ -53,7 +53,10 @@ def _write_file(store: Store, blob: Blob, output: str, name: str) -> None:
         with open(target, "wb") as file:
             _write(store, blob, file, name)
         return
-    temporary = f"{target}.{secrets.token_hex(4)}.part"
+    folder = os.path.dirname(target)
+    if not os.path.isdir(folder):
+        raise CastoreError(f"there is no folder {folder} to write {output} into; make it first")
+    temporary = os.path.join(folder, f".castore-{secrets.token_hex(8)}.part")
     try:
         with open(temporary, "xb") as file:
             _write(store, blob, file, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,17 +35,18 @@ def mount(
         int | None, typer.Option(metavar="N", help="Requests handled at once.  [a few more than cores]")
     ] = None,
 ) -> None:
-    """Mount the store: names are plain read-only files then, until `castore umount`.
+    """Show the store as plain files. They are read-only, and there until `castore umount`.
 
     \b
     castore mount /mnt/data
     castore mount /mnt/imagenet --prefix imagenet --pin
     """
-    import castore_fuse
+    from castore_fuse import api
 
-    serve = castore_fuse.foreground if foreground else castore_fuse.mount
-    result = serve(
-        store_path(context),
+    store = store_path(context)
+    serve = api.foreground if foreground else api.mount
+    result: int | Path = serve(
+        store,
         mountpoint,
         prefix=prefix,
         pin=pin,
@@ -52,6 +54,6 @@ def mount(
         cache_size=cache_size,
         threads=threads,
     )
-    if foreground:
-        raise typer.Exit(int(result))
-    typer.echo(f"{store_path(context)} is mounted at {result}")
+    if isinstance(result, int):
+        raise typer.Exit(result)
+    typer.echo(f"{store} is mounted at {result}")

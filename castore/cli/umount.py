@@ -15,6 +15,6 @@ def umount(
     \b
     castore umount /mnt/data
     """
-    import castore_fuse
+    from castore_fuse import api
 
-    castore_fuse.umount(mountpoint)
+    api.umount(mountpoint)

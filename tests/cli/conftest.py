@@ -1,0 +1,83 @@
+"""What the tests of the command line share: `cli` runs a command in this process, `castore` in one of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from castore import Store
+from castore.cli.main import main
+
+
+class Ran(NamedTuple):
+    """What a command did."""
+
+    code: int
+    raw: bytes
+    err: str
+
+    @property
+    def out(self) -> str:
+        return self.raw.decode()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.raw)
+
+
+Cli = Callable[..., Ran]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the store of a test lies, and nothing does yet; the tests run beside it."""
+    monkeypatch.delenv("CASTORE_DIR", raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def cli(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Cli:
+    """Run a command on the store at `folder`, and tell what it did."""
+
+    def run(*words: str | Path) -> Ran:
+        capfdbinary.readouterr()
+        code = main(["--store", str(folder), *map(str, words)])
+        out, err = capfdbinary.readouterr()
+        return Ran(code, out, err.decode())
+
+    return run
+
+
+@pytest.fixture
+def store(folder: Path) -> Store:
+    """The store at `folder`, with two small entries and a large one."""
+    store = Store(folder)
+    store.put_many([("data/a.txt", b"alpha"), ("data/b.txt", b"beta")])
+    store.put("large.bin", bytes(range(256)) * 4096 * 3)
+    return store
+
+
+@pytest.fixture
+def castore(folder: Path) -> Callable[..., subprocess.Popen[bytes]]:
+    """Start a command in a process of its own, as a shell does."""
+
+    def start(
+        *words: str | Path, env: dict[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "castore", "--store", str(folder), *map(str, words)]
+        # The tests run elsewhere than in the checkout, which need not be installed.
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        around = os.environ | {"PYTHONPATH": path} | (env or {})
+        return subprocess.Popen(command, env=around, **streams | options)
+
+    return start

@@ -1,0 +1,201 @@
+"""`castore add`: which files are taken, what they are named, and what is said of those that are not."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from castore import Store
+from tests.cli.conftest import Cli
+
+
+@pytest.fixture
+def data(tmp_path: Path, folder: Path) -> Path:
+    """A folder with small files, a large one, and a folder in it."""
+    root = tmp_path / "data"
+    (root / "sub").mkdir(parents=True)
+    (root / "a.txt").write_bytes(b"alpha")
+    (root / "sub" / "b.txt").write_bytes(b"beta")
+    (root / "sub" / "large.bin").write_bytes(os.urandom(3 << 20))
+    (root / "empty").write_bytes(b"")
+    return root
+
+
+def names(folder: Path, prefix: str = "") -> list[str]:
+    with Store(folder) as store:
+        return [entry.name for entry in store.entries(prefix)]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["data"], ["data/a.txt", "data/empty", "data/sub/b.txt", "data/sub/large.bin"]),
+        (["data/"], ["data/a.txt", "data/empty", "data/sub/b.txt", "data/sub/large.bin"]),
+        (["data/../data/sub"], ["sub/b.txt", "sub/large.bin"]),
+        (["data/sub", "--as", "x/y"], ["x/y/b.txt", "x/y/large.bin"]),
+        (["data/sub", "--as", "x/"], ["x/b.txt", "x/large.bin"]),
+        (["data/sub", "--as", ""], ["b.txt", "large.bin"]),
+        (["data/a.txt"], ["a.txt"]),
+        (["data/a.txt", "--as", "x/other"], ["x/other"]),
+        (["data/a.txt", "--as", "x/"], ["x/a.txt"]),
+        (["data/a.txt", "data/sub", "--as", "x"], ["x/a.txt", "x/sub/b.txt", "x/sub/large.bin"]),
+    ],
+)
+def test_names_come_from_paths_and_as(
+    cli: Cli, data: Path, folder: Path, words: list[str], named: list[str]
+) -> None:
+    ran = cli("add", *words)
+    assert (ran.code, ran.err) == (0, "")
+    assert names(folder) == named
+
+
+def test_the_folder_one_is_in_has_its_own_name(
+    cli: Cli, data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(data / "sub")
+    assert cli("add", ".").code == 0
+    assert names(folder) == ["sub/b.txt", "sub/large.bin"]
+
+
+def test_bytes_are_those_of_the_files(cli: Cli, data: Path, folder: Path) -> None:
+    cli("add", "data")
+    with Store(folder) as store:
+        for name in ("a.txt", "empty", "sub/b.txt", "sub/large.bin"):
+            assert store.get(f"data/{name}") == (data / name).read_bytes()
+
+
+def test_report_tells_new_from_known(cli: Cli, data: Path) -> None:
+    size = sum(path.stat().st_size for path in data.rglob("*") if path.is_file())
+    first = cli("add", "data", "--json").json
+    assert (first["files"], first["bytes"], first["new_blobs"], first["failed"]) == (4, size, 4, 0)
+    assert first["stored_bytes"] >= 3 << 20
+    second = cli("add", "data", "--as", "again", "--json").json
+    assert (second["files"], second["new_blobs"], second["stored_bytes"]) == (4, 0, 0)
+    assert "4 known already" in cli("add", "data").out
+
+
+def test_two_paths_of_one_name_are_refused_before_anything_is_put(
+    cli: Cli, tmp_path: Path, folder: Path
+) -> None:
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "x.txt").write_text(place)
+    ran = cli("add", "one/x.txt", "two/x.txt")
+    assert ran.code == 2
+    assert "would both be named 'x.txt'" in ran.err
+    assert not folder.exists()
+
+
+def test_options_reach_every_entry_small_and_large(cli: Cli, data: Path, folder: Path) -> None:
+    ran = cli("add", "data", "--codec", "lz4", "--ttl", "1h", "--meta", "a=b=c", "--meta", "d=", "--pin")
+    assert ran.code == 0
+    with Store(folder) as store:
+        entries = list(store.entries())
+        assert len(entries) == 4
+        for entry in entries:
+            assert (entry.metadata, entry.pinned) == ({"a": "b=c", "d": ""}, True)
+            assert entry.expires is not None
+            assert 3590 < entry.expires - entry.accessed <= 3600
+        assert {entry.codec for entry in entries} <= {"lz4", "none"}
+
+
+@pytest.mark.parametrize("wrong", [["--meta", "a"], ["--codec", "rar"], ["--ttl", "soon"], ["--as", "../x"]])
+def test_wrong_options_are_refused_before_anything_is_put(
+    cli: Cli, data: Path, folder: Path, wrong: list[str]
+) -> None:
+    assert cli("add", "data", *wrong).code == 2
+    assert not folder.exists()
+
+
+def test_links_are_followed_and_loops_and_strange_things_are_named(
+    cli: Cli, data: Path, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "c.txt").write_text("gamma")
+    (data / "to-file").symlink_to(data / "a.txt")
+    (data / "to-folder").symlink_to(tmp_path / "elsewhere")
+    (data / "sub" / "up").symlink_to("..")
+    (data / "nowhere").symlink_to("gone")
+    (data / "itself").symlink_to("itself")
+    os.mkfifo(data / "pipe")
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(data / "socket"))
+        ran = cli("add", "data")
+    assert ran.code == 1
+    complaints = ran.err.splitlines()
+    assert len(complaints) == 5
+    for name, why in {
+        "sub/up": "links to a folder that it lies in", "nowhere": "links to nothing", "itself": "symbolic links",
+        "pipe": "neither a file nor a folder", "socket": "neither a file nor a folder",
+    }.items():  # fmt: skip
+        assert any(f"data/{name}" in line and why in line for line in complaints), name
+    put = names(folder, "data")
+    assert {"data/to-file", "data/to-folder/c.txt"} <= set(put)
+    assert len(put) == 6
+
+
+def test_one_bad_file_spoils_nothing_for_the_others(cli: Cli, data: Path, folder: Path) -> None:
+    (data / os.fsdecode(b"latin-\xe9")).write_bytes(b"x")
+    (data / "line\nbreak").write_bytes(b"x")
+    ran = cli("add", "data", "nosuch", "--as", "d")
+    assert ran.code == 1
+    assert len(ran.err.splitlines()) == 3  # however strange the names
+    assert "added 4 files" in ran.out
+    assert len(names(folder)) == 4
+
+
+def test_name_conflict_names_the_file_and_keeps_the_rest(cli: Cli, data: Path, folder: Path) -> None:
+    with Store(folder) as store:
+        store.put("data/sub", b"in the way")
+    ran = cli("add", "data")
+    assert ran.code == 1
+    assert sorted(line.split(":")[1].strip() for line in ran.err.splitlines()) == [
+        "data/sub/b.txt",
+        "data/sub/large.bin",
+    ]
+    assert names(folder) == ["data/a.txt", "data/empty", "data/sub"]
+
+
+def test_the_store_is_never_taken_into_itself(cli: Cli, data: Path, folder: Path, tmp_path: Path) -> None:
+    cli("init")
+    ran = cli("add", tmp_path, "--as", "all")
+    assert ran.code == 1
+    assert "is the store itself" in ran.err
+    assert {name.split("/")[1] for name in names(folder)} == {"data"}
+
+
+def test_full_budget_ends_it_with_one_line(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    cli("init", "--max-size", "100KB")
+    with Store(folder) as store:
+        store.put("pinned", os.urandom(90_000), pin=True)
+    (tmp_path / "many").mkdir()
+    for number in range(50):
+        (tmp_path / "many" / str(number)).write_bytes(os.urandom(5000))
+    ran = cli("add", "many")
+    assert ran.code == 1
+    assert ran.err.count("\n") == 1
+    assert "--max-size" in ran.err
+
+
+def test_thousands_of_small_files_are_all_there(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    for number in range(3000):
+        place = tmp_path / "many" / str(number % 7)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / str(number)).write_bytes(b"%d" % number * 50)
+    assert cli("add", "many", "--json").json["files"] == 3000
+    with Store(folder) as store:
+        for number in range(3000):
+            assert store.get(f"many/{number % 7}/{number}") == b"%d" % number * 50
+
+
+def test_deep_folders_do_not_end_in_a_recursion_error(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    place = tmp_path / "deep"
+    for _ in range(1200):
+        place.mkdir()
+        place /= "d"
+    place.write_bytes(b"x")
+    assert cli("add", "deep").code == 0
+    assert len(names(folder)) == 1

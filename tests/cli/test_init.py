@@ -1,0 +1,69 @@
+"""`castore init`."""
+
+from __future__ import annotations
+
+import grp
+import os
+import stat
+from pathlib import Path
+
+from castore import Store, settings
+from tests.cli.conftest import Cli
+
+
+def test_init_makes_a_store_that_says_what_it_will_do(cli: Cli, folder: Path) -> None:
+    ran = cli("init", "--codec", "lz4", "--level", "1", "--max-size", "2GB", "--ttl", "30d")
+    assert ran.code == 0
+    assert ran.out.splitlines()[0] == f"{folder}: made"
+    kept = settings.load(folder)
+    assert kept == settings.Settings("lz4", 1, 2 * 10**9, 30 * 86400.0, None)
+    assert (folder / "index.sqlite").exists()
+
+
+def test_init_again_changes_only_what_is_given(cli: Cli, folder: Path) -> None:
+    cli("init", "--codec", "gzip", "--max-size", "2GB", "--ttl", "1d")
+    report = cli("init", "--max-size", "3GB", "--json").json
+    assert report == {
+        "path": str(folder), "result": "changed", "codec": "gzip", "level": None, "max_size": 3 * 10**9,
+        "ttl": 86400.0, "shared": None,
+    }  # fmt: skip
+    assert cli("init", "--json").json["result"] == "unchanged"
+
+
+def test_none_takes_a_bound_away(cli: Cli, folder: Path) -> None:
+    cli("init", "--max-size", "2GB", "--ttl", "1d")
+    cli("init", "--max-size", "none", "--ttl", "none")
+    assert settings.load(folder) == settings.Settings()
+
+
+def test_wrong_settings_leave_the_store_as_it_was(cli: Cli, folder: Path) -> None:
+    cli("init", "--codec", "lz4")
+    assert cli("init", "--codec", "rar").code == 2
+    assert cli("init", "--codec", "zstd", "--level", "1000").code == 2
+    assert settings.load(folder) == settings.Settings("lz4")
+
+
+def test_folder_with_other_things_is_refused(cli: Cli, folder: Path) -> None:
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("dear reader")
+    ran = cli("init")
+    assert ran.code == 1
+    assert "no castore" in ran.err
+
+
+def test_sharing_a_store_in_use_opens_what_is_in_it_to_the_group(
+    cli: Cli, folder: Path, store: Store
+) -> None:
+    group = grp.getgrgid(os.getgid()).gr_name
+    assert cli("init", "--shared", group).code == 0
+    for path in [folder, *folder.rglob("*")]:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert (mode & 0o070) >> 3 == (mode & 0o700) >> 6, path
+        assert mode & 0o007 == 0 or path.name in (".gitignore", "CACHEDIR.TAG"), path
+        assert not path.is_dir() or mode & 0o2000, path
+
+
+def test_unknown_group_is_an_error(cli: Cli) -> None:
+    ran = cli("init", "--shared", "no-such-group")
+    assert ran.code == 1
+    assert "no-such-group" in ran.err

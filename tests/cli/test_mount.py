@@ -1,0 +1,73 @@
+"""`castore mount` and `umount`, as a shell uses them; what a mount promises is tested with the mount itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from castore import Store
+from tests.cli.conftest import Cli
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A mountpoint, free again at the end whatever happened."""
+    yield tmp_path / "mnt"
+    if os.path.ismount(tmp_path / "mnt"):
+        subprocess.run(["fusermount3", "-uz", str(tmp_path / "mnt")], check=True)
+
+
+def test_mount_returns_when_files_can_be_read(cli: Cli, store: Store, folder: Path, place: Path) -> None:
+    ran = cli("mount", place)
+    assert (ran.code, ran.out) == (0, f"{folder} is mounted at {place}\n")
+    assert (place / "data" / "a.txt").read_bytes() == b"alpha"
+    assert str(place) in cli("stat").out
+    assert cli("umount", place) == (0, b"", "")
+    assert list(place.iterdir()) == []
+
+
+def test_options_reach_the_mount(cli: Cli, store: Store, place: Path) -> None:
+    assert cli("mount", place, "--prefix", "data", "--pin", "--cache-size", "8MB", "--threads", "2").code == 0
+    assert sorted(path.name for path in place.iterdir()) == ["a.txt", "b.txt"]
+    cli("gc", "--max-size", "0", "--grace", "0")
+    assert cli("ls").out == "data/a.txt\ndata/b.txt\n"
+    assert cli("umount", place).code == 0
+
+
+def test_foreground_serves_until_it_is_told_to_end(castore: Start, store: Store, place: Path) -> None:
+    process = castore("mount", place, "--foreground")
+    deadline = time.monotonic() + 60
+    while not (place / "data" / "a.txt").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert not os.path.ismount(place)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("mount", "store/inside"), 1, "must lie apart"),
+        (("mount", "mnt", "--threads", "0"), 2, "threads"),
+        (("mount", "mnt", "--prefix", "../x"), 2, "part 1 is '..'"),
+        (("mount", "mnt", "--cache-size", "big"), 2, "is not a size"),
+        (("umount", "mnt"), 1, "nothing is mounted"),
+    ],
+)
+def test_what_cannot_be_mounted_is_a_line(
+    cli: Cli, store: Store, words: tuple[str, ...], code: int, says: str
+) -> None:
+    ran = cli(*words)
+    assert (ran.code, ran.err.count("\n")) == (code, 1)
+    assert says in ran.err

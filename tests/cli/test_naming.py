@@ -1,0 +1,51 @@
+"""`castore rm`, `pin` and `unpin`."""
+
+from __future__ import annotations
+
+from castore import Store
+from tests.cli.conftest import Cli
+
+
+def names(store: Store) -> list[str]:
+    return [entry.name for entry in store.entries()]
+
+
+def test_rm_removes_names_and_goes_on_after_a_missing_one(cli: Cli, store: Store) -> None:
+    ran = cli("rm", "data/a.txt", "nosuch", "large.bin")
+    assert ran.code == 1
+    assert ran.err.count("\n") == 1
+    assert "no entry 'nosuch'" in ran.err
+    assert names(store) == ["data/b.txt"]
+
+
+def test_rm_takes_folders_only_when_told(cli: Cli, store: Store) -> None:
+    ran = cli("rm", "data")
+    assert ran.code == 1
+    assert "`castore rm -r data`" in ran.err
+    assert len(names(store)) == 3
+    assert cli("rm", "-r", "data", "large.bin").code == 0
+    assert names(store) == []
+
+
+def test_rm_of_a_folder_takes_whole_parts_only(cli: Cli, store: Store) -> None:
+    store.put_many([("data2/x", b"x"), ("data.txt", b"y")])
+    cli("rm", "-r", "data/")
+    assert names(store) == ["data.txt", "data2/x", "large.bin"]
+
+
+def test_rm_of_many_thousands(cli: Cli, store: Store) -> None:
+    store.put_many((f"many/{number}", b"x") for number in range(5000))
+    assert cli("rm", "-r", "many").code == 0
+    assert len(names(store)) == 3
+
+
+def test_pin_and_unpin_and_their_complaints(cli: Cli, store: Store) -> None:
+    ran = cli("pin", "nosuch", "data/a.txt")
+    assert ran.code == 1
+    assert "no entry 'nosuch'" in ran.err
+    assert [entry.name for entry in store.entries() if entry.pinned] == ["data/a.txt"]
+    cli("gc", "--max-size", "1", "--grace", "0")
+    assert names(store) == ["data/a.txt"]
+    assert cli("unpin", "data/a.txt").code == 0
+    cli("gc", "--max-size", "1", "--grace", "0")
+    assert names(store) == []

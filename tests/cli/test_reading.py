@@ -1,0 +1,164 @@
+"""`castore ls`, `cat` and `get`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from castore import Store
+from tests.cli.conftest import Cli
+
+Start = Callable[..., subprocess.Popen[bytes]]
+LARGE = bytes(range(256)) * 4096 * 3
+
+
+def test_ls_prints_plain_names_a_line_each(cli: Cli, store: Store) -> None:
+    assert cli("ls").out == "data/a.txt\ndata/b.txt\nlarge.bin\n"
+    assert cli("ls", "data").out == "data/a.txt\ndata/b.txt\n"
+    assert cli("ls", "data/a.txt").out == "data/a.txt\n"
+
+
+def test_ls_of_an_empty_store_is_empty_and_of_an_unknown_prefix_an_error(cli: Cli) -> None:
+    cli("init")
+    assert cli("ls") == (0, b"", "")
+    ran = cli("ls", "dat")
+    assert (ran.code, ran.out) == (1, "")
+    assert "no entry at or below 'dat'" in ran.err
+
+
+def test_ls_long_tells_sizes_codec_ages_and_pins(cli: Cli, store: Store) -> None:
+    store.put("soon", b"x" * 2000, ttl="1h30m", pin=True)
+    head, line = cli("ls", "-l", "soon").out.splitlines()
+    assert head.split() == ["SIZE", "STORED", "CODEC", "AGE", "EXPIRES", "IN", "PIN", "NAME"]
+    assert line.startswith("     2 KB")
+    assert "1h29m" in line or "1h30m" in line
+    assert line.endswith("pin  soon")
+
+
+def test_ls_json_is_one_object_a_line(cli: Cli, store: Store) -> None:
+    lines = [json.loads(line) for line in cli("ls", "--json").out.splitlines()]
+    assert [line["name"] for line in lines] == ["data/a.txt", "data/b.txt", "large.bin"]
+    entry = store.entry("large.bin")
+    assert entry is not None
+    assert lines[2] == entry._asdict()
+
+
+def test_cat_writes_the_bytes_of_all_names(cli: Cli, store: Store) -> None:
+    assert cli("cat", "data/a.txt", "large.bin", "data/b.txt").raw == b"alpha" + LARGE + b"beta"
+
+
+def test_cat_goes_on_after_a_missing_name(cli: Cli, store: Store) -> None:
+    ran = cli("cat", "data/a.txt", "nosuch", "data", "data/b.txt")
+    assert (ran.code, ran.raw) == (1, b"alphabeta")
+    missing, folder = ran.err.splitlines()
+    assert "no entry 'nosuch'" in missing
+    assert "`castore ls data`" in folder
+
+
+@pytest.mark.parametrize("length", [64, 8, 9, 63])
+def test_digest_serves_where_a_name_does(cli: Cli, store: Store, length: int) -> None:
+    entry = store.entry("large.bin")
+    assert entry is not None
+    digest = entry.digest[:length]
+    assert cli("cat", digest).raw == LARGE
+    assert cli("get", digest, "-o", "out").code == 0
+    assert Path("out").read_bytes() == LARGE
+    assert cli("stat", digest, "--json").json["names"] == ["large.bin"]
+
+
+def test_short_digest_is_no_digest_and_names_come_first(cli: Cli, store: Store) -> None:
+    entry = store.entry("large.bin")
+    assert entry is not None
+    assert cli("cat", entry.digest[:7]).code == 1
+    store.put(entry.digest[:8], b"a name that looks like a digest")
+    assert cli("cat", entry.digest[:8]).raw == b"a name that looks like a digest"
+
+
+def test_ambiguous_digest_is_an_error_that_says_so(cli: Cli, store: Store) -> None:
+    # Digests with eight digits in common cannot be found by trying: the rows are made.
+    with store.index.write() as txn:
+        for last in (b"\x01", b"\x02"):
+            txn.execute(
+                "INSERT INTO blobs (digest, size, stored, codec, pack, offset) VALUES (?, 1, 1, 'none', 0, 0)",
+                (bytes.fromhex("abcdef12") + bytes(27) + last,),
+            )
+    ran = cli("cat", "abcdef12")
+    assert ran.code == 1
+    assert "several digests begin with abcdef12" in ran.err
+    assert cli("cat", "nosuch", "abcdef12", "data/a.txt").raw == b"alpha"
+
+
+def test_cat_takes_constant_memory(castore: Start, store: Store, tmp_path: Path) -> None:
+    size = 256 << 20
+    with open(tmp_path / "zeros", "wb") as file:
+        file.truncate(size)
+    store.put_file("zeros", tmp_path / "zeros")
+    program = (
+        "import resource, subprocess, sys; out = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL);"
+        "print(out.returncode, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    process = castore("cat", "zeros", stdout=subprocess.DEVNULL)
+    command = list(map(str, process.args))  # type: ignore[arg-type]
+    process.communicate()
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    out = subprocess.check_output(
+        [sys.executable, "-c", program, *command], env=os.environ | {"PYTHONPATH": path}, text=True
+    )
+    code, kilobytes = map(int, out.split())
+    assert code == 0
+    assert kilobytes < 160_000
+
+
+def test_get_writes_the_file_with_the_usual_rights(cli: Cli, store: Store, tmp_path: Path) -> None:
+    ran = cli("get", "large.bin", "-o", "out.bin")
+    assert (ran.code, ran.raw) == (0, b"")
+    assert Path("out.bin").read_bytes() == LARGE
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(Path("out.bin").stat().st_mode) == 0o666 & ~umask
+
+
+def test_get_to_standard_output(cli: Cli, store: Store) -> None:
+    assert cli("get", "large.bin", "-o", "-").raw == LARGE
+
+
+def test_get_replaces_a_file_only_by_a_whole_one(cli: Cli, store: Store, folder: Path) -> None:
+    store.put("bad", hashlib.shake_256(b"noise").digest(3 << 20))
+    entry = store.entry("bad")
+    assert entry is not None
+    (target,) = folder.glob(f"objects/*/{entry.digest}*")
+    target.chmod(0o600)
+    with open(target, "r+b") as file:
+        file.seek(2 << 20)
+        file.write(b"damage")
+    Path("out.bin").write_bytes(b"old")
+    ran = cli("get", "bad", "-o", "out.bin")
+    assert ran.code == 1
+    assert "damaged" in ran.err
+    assert Path("out.bin").read_bytes() == b"old"
+    assert list(Path().glob("*.part")) == list(Path().glob(".*.part")) == []
+    assert cli("cat", "bad").err.startswith("castore: the bytes of 'bad' were found damaged")
+
+
+def test_get_writes_through_links_and_into_devices(cli: Cli, store: Store) -> None:
+    Path("real").write_bytes(b"old")
+    Path("link").symlink_to("real")
+    assert cli("get", "data/a.txt", "-o", "link").code == 0
+    assert Path("link").is_symlink()
+    assert Path("real").read_bytes() == b"alpha"
+    assert cli("get", "data/a.txt", "-o", "/dev/null").code == 0
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_get_says_what_is_wrong_with_the_place(cli: Cli, store: Store, tmp_path: Path) -> None:
+    assert "is a folder" in cli("get", "data/a.txt", "-o", str(tmp_path)).err
+    assert "make it first" in cli("get", "data/a.txt", "-o", "nodir/x").err
+    assert not Path("nodir").exists()

@@ -1,0 +1,74 @@
+"""What is drawn on a terminal, and that nothing is where there is none."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from castore import Store
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+def drawn(start: Start, *words: str | Path) -> tuple[bytes, bytes]:
+    """Run a command whose standard error is a terminal: what it drew there, and its output."""
+    master, slave = pty.openpty()
+    process = start(*words, stderr=slave, env={"TERM": "xterm-256color"})
+    os.close(slave)
+    pieces = []
+    while True:
+        try:
+            piece = os.read(master, 65536)
+        except OSError:  # how Linux says that nobody holds the other end any more
+            break
+        if not piece:
+            break
+        pieces.append(piece)
+    os.close(master)
+    out, _ = process.communicate()
+    assert process.returncode == 0
+    return b"".join(pieces), out
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["add", "noise", "--as", "again"], b"adding"),
+        (["get", "noise", "-o", "copy"], b"noise"),
+        (["verify"], b"verifying"),
+        (["doctor", "--rebuild-index"], b"reading objects"),
+        (["gc"], b"collecting"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+def test_long_work_is_shown_on_a_terminal_only(
+    castore: Start, folder: Path, tmp_path: Path, words: list[str], what: bytes
+) -> None:
+    (tmp_path / "noise").write_bytes(os.urandom(33_000_000))
+    with Store(folder) as store:
+        store.put_file("noise", tmp_path / "noise")
+    seen, _ = drawn(castore, *words)
+    assert what in seen
+    assert what == b"collecting" or b"/33.0 MB" in seen
+    process = castore(*words)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, b"")
+    assert b"\x1b" not in out
+
+
+def test_complaints_are_readable_beside_the_bar(castore: Start, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "gone").symlink_to("nowhere")
+    master, slave = pty.openpty()
+    process = castore("add", "data", stderr=slave, env={"TERM": "xterm-256color", "COLUMNS": "200"})
+    os.close(slave)
+    process.communicate()
+    seen = os.read(master, 65536)
+    os.close(master)
+    assert process.returncode == 1
+    assert seen.count(b"castore: data/gone links to nothing; skipped") == 1
