@@ -146,7 +146,13 @@ class Write:
 
     def __enter__(self) -> Write:
         self._db = self._index.connection()
-        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+        except BaseException:
+            # A Ctrl-C while we wait is only raised once the lock is ours; kept, it would shut everybody else out.
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
         return self
 
     def __exit__(
@@ -173,9 +179,10 @@ class Write:
             self.committed = True
         except BaseException:
             index.forget_folders()
-            if written is not None:
-                journal.retract(written)
+            # Without the lock (a Ctrl-C can arrive just behind the COMMIT) others may have appended after us already.
             if self._db.in_transaction:
+                if written is not None:
+                    journal.retract(written)
                 self._db.execute("ROLLBACK")
             raise
         if self._announce:

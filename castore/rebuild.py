@@ -75,6 +75,7 @@ def rebuild(store: Store, progress: Callable[[int], object] | None = None) -> Re
             txn.execute(_ADD_BLOB, blob)
             if checksums is not None:
                 txn.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (blob.digest, checksums))
+        _skip_pack_ids(txn)
         _names(store.index, txn, damaged)
         lost = [row[0] for row in txn.execute(
             "SELECT name FROM entries e WHERE NOT EXISTS (SELECT 1 FROM blobs b WHERE b.digest = e.digest)"
@@ -85,6 +86,15 @@ def rebuild(store: Store, progress: Callable[[int], object] | None = None) -> Re
     store.index.snapshot_journal()
     totals = store.index.totals()
     return Rebuilt(totals.entries, totals.blobs, lost, damaged)
+
+
+def _skip_pack_ids(txn: Write) -> None:
+    """Have new packs take ids that no pack ever had: a process may still hold one open that was removed before."""
+    txn.execute(
+        "INSERT INTO packs (id, created) SELECT max(?, coalesce(max(id), 0) + 1), 0 FROM packs",
+        (int(time.time()),),
+    )
+    txn.execute("DELETE FROM packs WHERE created = 0")
 
 
 def _blobs(

@@ -437,7 +437,7 @@ class Store:
 
     def stat(self) -> stats.Stat:
         """What the store holds and how well it does."""
-        self._usage.flush()
+        self._usage.flush_if_possible()
         return stats.measure(self)
 
     def gc(

@@ -37,13 +37,16 @@ class Usage:
         self.due = time.monotonic() + FLUSH_SECONDS
 
     def flush_if_due(self) -> None:
-        """Flush every few seconds of use. A busy index is asked again next time: counts can wait, readers cannot."""
-        if time.monotonic() < self.due:
-            return
+        """Flush every few seconds of use."""
+        if time.monotonic() >= self.due:
+            self.flush_if_possible()
+
+    def flush_if_possible(self) -> None:
+        """Flush, or try again next time if the index is busy or the disk full: counts can wait, readers cannot."""
         try:
             self.flush()
         except sqlite3.OperationalError as error:
-            if "locked" not in str(error) and "busy" not in str(error):
+            if not any(word in str(error) for word in ("locked", "busy", "full")):
                 raise
 
     def flush(self) -> None:

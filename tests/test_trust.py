@@ -239,7 +239,6 @@ while True:
             writer.stdout.close()
             hits += any((store.path / "tmp").iterdir()) or bool(store.gc(dry_run=True, grace=0).leftovers)
             check_whole(store)
-        print("HITS", hits)
         assert hits >= 3, f"only {hits} of 30 kills hit a writer in the middle of something"
         store.gc(grace=0)
         assert not any((store.path / "tmp").iterdir())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import struct
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,9 @@ from castore.records import Blob
 PACK_LIMIT = 16 * 1024
 #: A pack that has grown past this is closed, and the next blob starts another.
 PACK_SIZE = 64 * 1024 * 1024
+
+#: Seconds between two looks for packs that are open and unlinked.
+_UNLINKED_SECONDS = 5.0
 
 FILE_HEAD = b"castore pack 1\r\n"
 _MAGIC = b"\xc5\x7erB"
@@ -139,7 +143,8 @@ class PackFolder:
         self.folder = folder
         self._keep_open = keep_open
         self._open: OrderedDict[int, list[int]] = OrderedDict()  # pack -> [fd, users]
-        self._owner: dict[int, int] = {}  # fd -> pack, for those acquired
+        self._owner: dict[int, int] = {}  # fd -> pack
+        self._look_again = 0.0
         self._after_fork()
         reset_after_fork(self)
 
@@ -161,6 +166,8 @@ class PackFolder:
             FileNotFoundError: there is no such pack (any more).
         """
         with self._lock:
+            if time.monotonic() > self._look_again:
+                self._drop_unlinked()
             slot = self._open.get(pack)
             if slot is None:
                 slot = self._open[pack] = [os.open(self.path(pack), os.O_RDONLY | os.O_CLOEXEC), 0]
@@ -182,6 +189,13 @@ class PackFolder:
         excess = len(self._open) - self._keep_open
         for pack in [pack for pack, slot in self._open.items() if not slot[1]][: max(0, excess)]:
             self._drop(pack)
+
+    def _drop_unlinked(self) -> None:
+        # gc unlinks packs; a descriptor that nobody uses must not keep their bytes on the disk.
+        self._look_again = time.monotonic() + _UNLINKED_SECONDS
+        for pack, (fd, users) in list(self._open.items()):
+            if not users and os.fstat(fd).st_nlink == 0:
+                self._drop(pack)
 
     def _drop(self, pack: int) -> None:
         fd = self._open.pop(pack)[0]

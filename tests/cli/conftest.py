@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,12 +58,12 @@ def cli(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Cli:
 
 
 @pytest.fixture
-def store(folder: Path) -> Store:
+def store(folder: Path) -> Iterator[Store]:
     """The store at `folder`, with two small entries and a large one."""
-    store = Store(folder)
-    store.put_many([("data/a.txt", b"alpha"), ("data/b.txt", b"beta")])
-    store.put("large.bin", bytes(range(256)) * 4096 * 3)
-    return store
+    with Store(folder) as store:
+        store.put_many([("data/a.txt", b"alpha"), ("data/b.txt", b"beta")])
+        store.put("large.bin", bytes(range(256)) * 4096 * 3)
+        yield store
 
 
 @pytest.fixture

@@ -12,9 +12,22 @@ from pathlib import Path
 import pytest
 
 from castore import Store
-from tests.cli.conftest import Cli
+from tests.cli.conftest import Ran
 
 Start = Callable[..., subprocess.Popen[bytes]]
+Shell = Callable[..., Ran]
+
+
+@pytest.fixture
+def shell(castore: Start) -> Shell:
+    """Run a command in a process of its own, so that each daemon is an orphan as it is in life."""
+
+    def run(*words: str | Path) -> Ran:
+        process = castore(*words)
+        out, err = process.communicate(timeout=100)
+        return Ran(process.returncode, out, err.decode())
+
+    return run
 
 
 @pytest.fixture
@@ -25,21 +38,23 @@ def place(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["fusermount3", "-uz", str(tmp_path / "mnt")], check=True)
 
 
-def test_mount_returns_when_files_can_be_read(cli: Cli, store: Store, folder: Path, place: Path) -> None:
-    ran = cli("mount", place)
+def test_mount_returns_when_files_can_be_read(shell: Shell, store: Store, folder: Path, place: Path) -> None:
+    ran = shell("mount", place)
     assert (ran.code, ran.out) == (0, f"{folder} is mounted at {place}\n")
     assert (place / "data" / "a.txt").read_bytes() == b"alpha"
-    assert str(place) in cli("stat").out
-    assert cli("umount", place) == (0, b"", "")
+    assert str(place) in shell("stat").out
+    assert shell("umount", place) == (0, b"", "")
     assert list(place.iterdir()) == []
 
 
-def test_options_reach_the_mount(cli: Cli, store: Store, place: Path) -> None:
-    assert cli("mount", place, "--prefix", "data", "--pin", "--cache-size", "8MB", "--threads", "2").code == 0
+def test_options_reach_the_mount(shell: Shell, store: Store, place: Path) -> None:
+    assert (
+        shell("mount", place, "--prefix", "data", "--pin", "--cache-size", "8MB", "--threads", "2").code == 0
+    )
     assert sorted(path.name for path in place.iterdir()) == ["a.txt", "b.txt"]
-    cli("gc", "--max-size", "0", "--grace", "0")
-    assert cli("ls").out == "data/a.txt\ndata/b.txt\n"
-    assert cli("umount", place).code == 0
+    shell("gc", "--max-size", "0", "--grace", "0")
+    assert shell("ls").out == "data/a.txt\ndata/b.txt\n"
+    assert shell("umount", place).code == 0
 
 
 def test_foreground_serves_until_it_is_told_to_end(castore: Start, store: Store, place: Path) -> None:
@@ -66,8 +81,8 @@ def test_foreground_serves_until_it_is_told_to_end(castore: Start, store: Store,
     ],
 )
 def test_what_cannot_be_mounted_is_a_line(
-    cli: Cli, store: Store, words: tuple[str, ...], code: int, says: str
+    shell: Shell, store: Store, words: tuple[str, ...], code: int, says: str
 ) -> None:
-    ran = cli(*words)
+    ran = shell(*words)
     assert (ran.code, ran.err.count("\n")) == (code, 1)
     assert says in ran.err
