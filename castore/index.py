@@ -162,14 +162,14 @@ class Write:
             self._db.execute("ROLLBACK")
             return
         journal, index = self._index.journal, self._index
-        written = None
+        records = b""
         totals = (self._entries, self._logical, self._blobs, self._unique, self._stored)
         try:
             if any(totals):
                 self._db.execute(_ADD_TOTALS, totals)
             if self._records:
                 records = self._records[0] if len(self._records) == 1 else b"".join(self._records)
-                written = journal.append(records, durable=index.durable)
+                journal.append(records, durable=index.durable)
             if self._announce:
                 index.beacon.announce()  # for the next writer, which looks while it holds the lock
             elif self._new_folders:
@@ -177,16 +177,21 @@ class Write:
                 index.remember_folders(self._new_folders)
             self._db.execute("COMMIT")
             self.committed = True
-        except BaseException:
+        except BaseException as failure:
             index.forget_folders()
-            # Without the lock (a Ctrl-C can arrive just behind the COMMIT) others may have appended after us already.
-            if self._db.in_transaction:
-                if written is not None:
-                    journal.retract(written)
-                self._db.execute("ROLLBACK")
+            # A Ctrl-C can arrive just behind the COMMIT: then there is nothing to take back.
+            if self._db.in_transaction or isinstance(failure, sqlite3.Error):
+                self._take_back(records)
             raise
         if self._announce:
             index.beacon.announce()  # for readers, which may have looked between the first time and the commit
+
+    def _take_back(self, records: bytes) -> None:
+        # On a full disk SQLite may have rolled back by itself, and let go of the lock that the journal needs.
+        if not self._db.in_transaction:
+            self._db.execute("BEGIN IMMEDIATE")
+        self._index.journal.retract(records)
+        self._db.execute("ROLLBACK")
 
     def look(self, name: str, digest: bytes) -> Standing:
         """What `set_entry` and whoever places the blob need to know, in one question."""

@@ -82,8 +82,8 @@ class Journal:
         """The segments there are, oldest first."""
         return sorted(int(path.stem) for path in self.folder.glob("????????.names"))
 
-    def append(self, records: bytes, *, durable: bool = False) -> int:
-        """Append whole records; returns their length. The caller holds the index's write lock."""
+    def append(self, records: bytes, *, durable: bool = False) -> None:
+        """Append whole records. The caller holds the index's write lock."""
         number = self._beacon.segment
         if number != self._number:
             self.close()
@@ -97,13 +97,18 @@ class Journal:
             if durable:
                 os.fsync(self._fd)
         except OSError:
-            self.retract(written)
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             raise
-        return written
 
-    def retract(self, length: int) -> None:
-        """Take back the last append, whose transaction did not commit. The caller still holds the write lock."""
-        os.ftruncate(self._fd, os.fstat(self._fd).st_size - length)
+    def retract(self, records: bytes) -> None:
+        """Take back an append whose transaction did not commit, if it was made and nobody has appended since.
+
+        The caller holds the write lock, this time or again.
+        """
+        if records and self._fd >= 0 and self._number == self._beacon.segment:
+            start = os.fstat(self._fd).st_size - len(records)
+            if start >= 0 and os.pread(self._fd, len(records), start) == records:
+                os.ftruncate(self._fd, start)
 
     def close(self) -> None:
         """Let go of the segment."""

@@ -49,7 +49,8 @@ def key(config: object, prefix: str | None = None, content: Content | None = Non
     Args:
         config: None, bool, int, float, complex, str, bytes, bytearray, list, tuple and named tuples, dict, set,
             frozenset, range, slice, paths, enums, dataclasses, dates and times, Decimal, UUID, NumPy scalars,
-            arrays and dtypes, nested as you like.
+            arrays and dtypes, nested as you like. Objects of your own count if their class has a method
+            `__castore_key__` that returns something of these which identifies them.
         prefix: a valid name; the key is then `prefix_<hex>`, else `<hex>`.
         content: bytes that the result depends on: a text (as UTF-8), bytes, the file at a path object, or
             an iterable of bytes in order. However it comes, the same bytes give the same key.
@@ -69,7 +70,7 @@ def key(config: object, prefix: str | None = None, content: Content | None = Non
     False
     >>> key({"model": object()})
     Traceback (most recent call last):
-    castore.errors.UnhashableError: config['model']: cannot hash <class 'object'>; pass a str or a number that identifies it
+    castore.errors.UnhashableError: config['model']: cannot hash <class 'object'>; pass a str or a number ...
     """
     hasher = blake3(_VERSION)
     hasher.update(_leaf(b"config", Encoder().encode(config, "config")))
@@ -145,6 +146,11 @@ class Encoder:
 
     def other(self, value: Any) -> bytes:
         """The canonical bytes of a value whose type is in no table."""
+        identify = getattr(type(value), "__castore_key__", None)
+        if identify is not None:
+            return _joined(
+                b"own", [_class_name(type(value)), self.part(identify(value), ".__castore_key__()")]
+            )
         if isinstance(value, enum.Enum):
             # A combination of flags has no name of its own before Python 3.11.
             member = value.value if isinstance(value, enum.Flag) else value.name
@@ -197,7 +203,7 @@ class Encoder:
 
 def refuse(value: object) -> NoReturn:
     """Say that `value` cannot be hashed."""
-    hint = "pass a str or a number that identifies it"
+    hint = "pass a str or a number that identifies it, or give its class a __castore_key__ method that does"
     for plain in (dict, list, set, str, int, float):
         if isinstance(value, plain):
             hint = f"pass {plain.__name__}(...) of it"

@@ -240,3 +240,17 @@ def test_a_known_key_stays_known() -> None:
         key({"model": "bert", "length": 128}, prefix="tokenized")
         == "tokenized_bcd4f5841631aadc72ac8ba3de7494fe38d36fb3"
     )
+
+
+class Encoderish:
+    def __init__(self, checkpoint: str) -> None:
+        self.checkpoint = checkpoint
+
+    def __castore_key__(self) -> str:
+        return self.checkpoint
+
+
+def test_own_classes_can_say_what_identifies_them() -> None:
+    assert key({"model": Encoderish("a")}) == key({"model": Encoderish("a")})
+    assert key({"model": Encoderish("a")}) != key({"model": Encoderish("b")})
+    assert key({"model": Encoderish("a")}) != key({"model": "a"})

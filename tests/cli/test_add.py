@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -191,11 +193,18 @@ def test_thousands_of_small_files_are_all_there(cli: Cli, folder: Path, tmp_path
             assert store.get(f"many/{number % 7}/{number}") == b"%d" % number * 50
 
 
-def test_deep_folders_do_not_end_in_a_recursion_error(cli: Cli, folder: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def deep(tmp_path: Path) -> Iterator[Path]:
+    """A file below more folders than Python may call functions, which pytest could not remove either."""
     place = tmp_path / "deep"
     for _ in range(1200):
         place.mkdir()
         place /= "d"
     place.write_bytes(b"x")
-    assert cli("add", "deep").code == 0
+    yield tmp_path / "deep"
+    subprocess.run(["rm", "-r", str(tmp_path / "deep")], check=True)
+
+
+def test_deep_folders_do_not_end_in_a_recursion_error(cli: Cli, deep: Path, folder: Path) -> None:
+    assert cli("add", deep).code == 0
     assert len(names(folder)) == 1

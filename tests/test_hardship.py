@@ -1,0 +1,134 @@
+"""What users do and disks do to a store: Ctrl-C at a bad moment, and no space left."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from castore import FullError, Store
+from tests.helpers import in_processes, noise, recount
+
+
+def journal_agrees(store: Store) -> bool:
+    """Whether replaying the names journal gives the names and digests of the index."""
+    last: dict[str, bytes | None] = {}
+    for record in store.index.journal.replay():
+        assert record is not None
+        last[record.name] = record.digest
+    kept = {name: digest.hex() for name, digest in last.items() if digest is not None}
+    return kept == {entry.name: entry.digest for entry in store.entries()}
+
+
+def test_an_interrupted_put_lets_go_of_the_index(store: Store) -> None:
+    # Regression: a Ctrl-C that came while a put waited for the write lock was raised when the lock was had, outside
+    # the block that gives it back.
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    store.put("before", b"0")
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with store.index.write():
+            held.set()
+            go_on.wait(30)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(5):
+            held.clear()
+            go_on.clear()
+            holder = threading.Thread(target=hold)
+            holder.start()
+            assert held.wait(10)
+            threading.Timer(0.1, go_on.set).start()
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(KeyboardInterrupt):
+                store.put("interrupted", b"x")
+            holder.join()
+            in_processes(1, lambda _: store.put("after", b"%d" % time.monotonic_ns()), timeout=20)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert journal_agrees(store)
+    recount(store)
+
+
+def test_interrupts_at_any_moment_leave_index_and_journal_agreeing(store: Store) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    interrupted = 0
+    try:
+        for turn in range(150):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0002 + turn * 0.00002)
+                for i in range(100):
+                    store.put(f"n/{turn}/{i % 20}", noise(500, turn * 100 + i))
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            in_processes(1, lambda _: store.delete("n/0/0"), timeout=20) if turn % 30 == 0 else None
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 50
+    assert journal_agrees(store)
+    assert store.verify().bad == []
+    recount(store)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=3M", "tmpfs", str(disk)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small disk takes root")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_is_a_clear_error_and_costs_nothing_that_was_there(small_disk: Path) -> None:
+    with Store(small_disk / "store", memory=0) as store:
+        spare = small_disk / "spare"
+        spare.write_bytes(bytes(300_000))
+        kept = {}
+        for size in (300_000, 3_000, 50):
+            refused: list[str] = []
+            for i in range(2_000):
+                name, data = f"n/{size}/{i}", noise(size, i)
+                try:
+                    store.put(name, data)
+                    kept[name] = data
+                except FullError as error:
+                    refused.append(str(error))
+                    if len(refused) == 10:
+                        break
+            assert len(refused) == 10
+            assert all(f"the disk of {store.path} is full" in message for message in refused)
+        with pytest.raises(FullError):
+            store.put_many((f"m/{i}", noise(3_000, i)) for i in range(100))
+        store.source._usage.due = 0.0  # a reader's turn to write down what it counted
+        assert {name: store.get(name) for name in kept} == kept
+        assert store.stat().entries == len(kept)
+        assert store.verify().bad == []
+        assert list((store.path / "tmp").iterdir()) == []
+        assert journal_agrees(store)
+        recount(store)
+        spare.unlink()
+        assert store.put("fits again", noise(3_000)).size == 3_000
+        store.gc(max_size=1_000_000, grace=0)
+        assert store.put("and again", noise(300_000)).size == 300_000
+        assert journal_agrees(store)
+        assert store.verify().bad == []
+        recount(store)
