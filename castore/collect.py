@@ -261,12 +261,16 @@ def make_room(store: Store, need: int) -> None:
     """
     max_size = store.settings.max_size
     assert max_size is not None
-    now = time.time()
     mounts.forget_dead(store.index)
     store.flush()
-    _remove(store, _choose(store.index, min(max_size - need, int(max_size * ROOM)), GRACE_SECONDS, now), now)
-    if store.index.totals().stored + need > max_size:
-        raise full(need, max_size)
+    # Others may fill the room as it is made: it is only missing for good when there is nothing left to take.
+    while (before := store.index.totals()).stored + need > max_size:
+        now = time.time()
+        chosen = _choose(store.index, min(max_size - need, int(max_size * ROOM)), GRACE_SECONDS, now)
+        if chosen.expired or chosen.evicted or chosen.blobs:
+            _remove(store, chosen, now)
+        elif store.index.totals() == before:
+            raise full(need, max_size)
 
 
 def _batches(items: list[_T]) -> Iterator[list[_T]]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from castore.errors import CorruptError
-from castore.index import Index, Write
+from castore.index import Index
 from castore.objects.directory import ObjectDirectory
 from castore.objects.packs import FILE_HEAD, HEAD_SIZE, Damage, PackRecord, read_record, record, scan
+from castore.transaction import Write
 
 if TYPE_CHECKING:
     from castore.store import Store

@@ -45,6 +45,10 @@ class Read(NamedTuple):
     serializer: str
 
 
+def _needs_checksums(blob: Blob) -> bool:
+    return blob.codec == "none" and blob.size > FRAME_SIZE
+
+
 def _held(data: bytes) -> int:
     """What a blob in the RAM tier occupies, with the binding of the one name that most blobs have."""
     return sys.getsizeof(data) + _BINDING_BYTES
@@ -190,13 +194,14 @@ class BlobSource:
         for _ in range(_ATTEMPTS):
             checksums = self._index.checksums(blob.digest) if blob.codec == "none" else None
             try:
+                if checksums is None and _needs_checksums(blob):
+                    raise FileNotFoundError("the row went between two questions")
                 return self._objects.open(blob, checksums=checksums, cache=cache)
             except FileNotFoundError:
                 current = self._index.blob(blob.digest)
                 if current is None or current.pack == LOST:
                     raise
-                if current == blob:
-                    self._lose(blob)
+                if current == blob and self._lose(blob):
                     raise
                 blob = current
         raise FileNotFoundError(f"blob {blob.digest.hex()} kept moving")
@@ -211,8 +216,20 @@ class BlobSource:
         self._usage.counts["corrupt"] += 1
         self.memory.discard(blob.digest)
 
-    def _lose(self, blob: Blob) -> None:
+    def _lose(self, blob: Blob) -> bool:
+        """Put a blob on record as lost; False if its bytes are in place after all, by a put that came in between."""
         with self._index.write() as txn:
-            if txn.blob(blob.digest) == blob:
-                txn.lose_blob(blob)
+            if txn.blob(blob.digest) != blob or self._in_place(blob):
+                return False
+            txn.lose_blob(blob)
         self._usage.counts["corrupt"] += 1
+        return True
+
+    def _in_place(self, blob: Blob) -> bool:
+        if _needs_checksums(blob) and self._index.checksums(blob.digest) is None:
+            return False
+        try:
+            self._objects.open(blob).close()
+        except FileNotFoundError:
+            return False
+        return True

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from castore.beacon import EPOCH, Beacon
 from castore.errors import CorruptError
-from castore.index import Index, Write
+from castore.index import Index
 from castore.objects.directory import ObjectDirectory
 from castore.objects.encode import HashingFrames, raw_checksums
 from castore.objects.frames import frame_count, probe_size
 from castore.objects.packs import Damage, scan
 from castore.records import LOOSE, Blob
+from castore.transaction import Write
 
 if TYPE_CHECKING:
     from castore.store import Store

@@ -94,6 +94,7 @@ def _check(store: Store, blob: Blob) -> str | None:
             raise CorruptError("the bytes do not have the digest they are stored under")
     except CorruptError as error:
         store.source.quarantine(blob, error)
+        now = store.index.blob(blob.digest)
         # Gone from the index by now: gc took it while it was being read.
         return None if store.index.blob(blob.digest) is None else str(error)
     finally:

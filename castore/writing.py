@@ -21,7 +21,7 @@ import blake3
 
 from castore.errors import FullError, InvalidValueError, TooLargeError
 from castore.forks import reset_after_fork
-from castore.index import Index, Write
+from castore.index import Index
 from castore.objects.codecs import FRAME_SIZE, Buffer
 from castore.objects.directory import ObjectDirectory
 from castore.objects.encode import (
@@ -37,6 +37,7 @@ from castore.objects.encode import (
 from castore.objects.packs import HEAD_SIZE, PACK_LIMIT, PACK_SIZE, PackWriter, record
 from castore.records import LOOSE, LOST, Blob, Entry, Pointing
 from castore.sizes import format_size
+from castore.transaction import Write
 
 #: Blobs larger than this are looked up before they are compressed.
 _LOOK_FIRST = 4096

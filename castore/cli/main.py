@@ -139,4 +139,11 @@ def _usage(error: Any) -> int:
 
 def run() -> None:
     """The entry point of the `castore` command."""
-    sys.exit(main())
+    code = main()
+    if code == INTERRUPTED:
+        # Ctrl-C in the moment in which a pool starts a thread leaves one that the pool does not know of, and Python
+        # would wait for it for ever. Stores are closed by now, and nothing else has to be.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

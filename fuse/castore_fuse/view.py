@@ -31,7 +31,8 @@ _INSIDE = (
     "SELECT name, digest, size, created, expires FROM entries"
     " WHERE name >= ? AND name < ? AND (expires IS NULL OR expires > ?) ORDER BY name LIMIT ?"
 )
-_PAGE = 1000
+#: Names asked for at a time: few behind a folder, whose other names are of no interest, many among files.
+_FEW, _MANY = 8, 1000
 _INODE_MASK = (1 << 63) - 1
 
 
@@ -128,23 +129,26 @@ class View:
         if folder == RESERVED or folder.startswith(RESERVED + "/"):
             return
         base = self._full(folder)
-        low, high = below(base) if base else ("", "\U0010ffff")
-        skip = len(low)
+        # SQLite sorts every blob, even the empty one, behind all text.
+        low, high = below(base) if base else ("", b"")
+        skip, page = len(low), _MANY
         now = time.time()
         while True:
-            rows = self.store.index.connection().execute(_INSIDE, (low, high, now, _PAGE)).fetchall()
+            rows = self.store.index.connection().execute(_INSIDE, (low, high, now, page)).fetchall()
             for name, digest, size, created, expires in rows:
-                if name < low:
-                    continue  # inside a folder that has just been listed
                 part, slash, _ = name[skip:].partition("/")
                 if slash:
                     yield part, Folder(f"{folder}/{part}" if folder else part)
                     low = name[: skip + len(part)] + "0"  # the first name behind that folder
-                else:
-                    yield part, File(name, digest, size, created, expires)
-                    low = name + "\0"
-            if len(rows) < _PAGE:
-                return
+                    break
+                yield part, File(name, digest, size, created, expires)
+                low = name + "\0"
+            else:
+                if len(rows) < page:
+                    return
+                page = _MANY
+                continue
+            page = _FEW
 
     def _reserved(self, path: str) -> File | Folder | None:
         parts = path.split("/")[1:]

@@ -1,0 +1,319 @@
+"""Write transactions: everything that changes a row of the index is a method of `Write`.
+
+A transaction is BEGIN IMMEDIATE, so there is one at a time on a machine; while it runs its caller also moves files into
+place, and before it commits it appends to the names journal: the write lock orders index, journal and object directory
+alike. What is kept beside the rows (how many entries name a blob, the totals) is kept here, in the same transaction.
+
+Digests are raw bytes, names are already checked, times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from castore.errors import NameConflictError
+from castore.journal import NameRecord, gone, pack_record
+from castore.records import LOST, Blob, Pointing
+
+if TYPE_CHECKING:
+    from castore.index import Index
+
+BLOB_OF = "SELECT digest, size, stored, codec, pack, offset FROM blobs WHERE digest = ?"
+_LOOK = (
+    "SELECT e.digest, e.size, (SELECT name FROM entries WHERE name > ?1 || '/' AND name < ?1 || '0' LIMIT 1),"
+    " b.digest, b.size, b.stored, b.codec, b.pack, b.offset"
+    " FROM (SELECT 1) LEFT JOIN entries e ON e.name = ?1 LEFT JOIN blobs b ON b.digest = ?2"
+)
+_ADD_BLOB = (
+    "INSERT INTO blobs (digest, size, stored, codec, pack, offset, refs) SELECT ?1, ?2, ?3, ?4, ?5, ?6, 1"
+    " WHERE ?5 = 0 OR EXISTS (SELECT 1 FROM packs WHERE id = ?5)"
+    " ON CONFLICT (digest) DO NOTHING"
+)
+_ADD_ENTRY = (
+    "INSERT INTO entries (name, digest, size, serializer, metadata, created, expires, accessed, pinned)"
+    " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?6, ?8)"
+)
+_POINT_ENTRY = (
+    "UPDATE entries SET digest = ?2, size = ?3, serializer = ?4, metadata = ?5, expires = ?7, accessed = ?6,"
+    " pinned = max(pinned, ?8), created = CASE WHEN digest = ?2 THEN created ELSE ?6 END"
+    " WHERE name = ?1 RETURNING created, pinned"
+)
+_COUNT_REF = "UPDATE blobs SET refs = refs + 1, orphaned = NULL WHERE digest = ?"
+_UNCOUNT_REF = "UPDATE blobs SET orphaned = CASE WHEN refs = 1 THEN ?2 END, refs = refs - 1 WHERE digest = ?1"
+_ADD_TOTALS = (
+    "UPDATE totals SET entries = entries + ?, logical = logical + ?, blobs = blobs + ?, uniq = uniq + ?,"
+    " stored = stored + ?"
+)
+
+
+class Standing(NamedTuple):
+    """What a put finds: where its name points, a name below it that makes it a folder, and its blob if known."""
+
+    digest: bytes | None
+    size: int
+    child: str | None
+    blob: Blob | None
+
+
+class Write:
+    """One write transaction: everything in it is seen together, or not at all. Made by `Index.write`."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._records: list[bytes] = []
+        self._new_folders: list[str] = []
+        self._announce = False
+        #: Whether what was done here has come true.
+        self.committed = False
+        self._entries = self._logical = self._blobs = self._unique = self._stored = 0
+
+    def __enter__(self) -> Write:
+        self._db = self._index.connection()
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+        except BaseException:
+            # A Ctrl-C while we wait is only raised once the lock is ours; kept, it would shut everybody else out.
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._db.execute("ROLLBACK")
+            return
+        journal, index = self._index.journal, self._index
+        records = b""
+        totals = (self._entries, self._logical, self._blobs, self._unique, self._stored)
+        try:
+            if any(totals):
+                self._db.execute(_ADD_TOTALS, totals)
+            if self._records:
+                records = self._records[0] if len(self._records) == 1 else b"".join(self._records)
+                journal.append(records, durable=index.durable)
+            if self._announce:
+                index.beacon.announce()  # for the next writer, which looks while it holds the lock
+            elif self._new_folders:
+                # Still under the lock: a moment later another process may have made a file of one of them.
+                index.remember_folders(self._new_folders)
+            self._db.execute("COMMIT")
+            self.committed = True
+        except BaseException as failure:
+            index.forget_folders()
+            # A Ctrl-C can arrive just behind the COMMIT: then there is nothing to take back.
+            if self._db.in_transaction or isinstance(failure, sqlite3.Error):
+                self._take_back(records)
+            raise
+        if self._announce:
+            index.beacon.announce()  # for readers, which may have looked between the first time and the commit
+
+    def _take_back(self, records: bytes) -> None:
+        # On a full disk SQLite may have rolled back by itself, and let go of the lock that the journal needs.
+        if not self._db.in_transaction:
+            self._db.execute("BEGIN IMMEDIATE")
+        self._index.journal.retract(records)
+        self._db.execute("ROLLBACK")
+
+    def look(self, name: str, digest: bytes) -> Standing:
+        """What `set_entry` and whoever places the blob need to know, in one question."""
+        row = self._db.execute(_LOOK, (name, digest)).fetchone()
+        return Standing(row[0], row[1], row[2], Blob._make(row[3:]) if row[3] is not None else None)
+
+    # Blobs
+
+    def blob(self, digest: bytes) -> Blob | None:
+        """The blob, lost or not, or None."""
+        row = self._db.execute(BLOB_OF, (digest,)).fetchone()
+        return Blob._make(row) if row else None
+
+    def add_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
+        """Record a blob whose bytes are in place; False if it is known already, or its pack has been retired.
+
+        It counts as named once: `set_entry` for the name that brought it follows in the same transaction.
+        """
+        if self._db.execute(_ADD_BLOB, blob).rowcount != 1:
+            return False
+        self._blobs += 1
+        self._unique += blob.size
+        self._stored += blob.stored
+        self._keep_checksums(blob.digest, checksums)
+        return True
+
+    def move_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
+        """Record where a known blob's bytes lie now; False if the pack they were moved to has been retired."""
+        before = self._db.execute("SELECT stored FROM blobs WHERE digest = ?", (blob.digest,)).fetchone()
+        moved = self._db.execute(
+            "UPDATE blobs SET stored = ?2, codec = ?3, pack = ?4, offset = ?5 WHERE digest = ?1"
+            " AND (?4 = 0 OR EXISTS (SELECT 1 FROM packs WHERE id = ?4))",
+            (blob.digest, blob.stored, blob.codec, blob.pack, blob.offset),
+        ).rowcount
+        if moved:
+            self._stored += blob.stored - before[0]
+            self._keep_checksums(blob.digest, checksums)
+        return moved == 1
+
+    def _keep_checksums(self, digest: bytes, checksums: bytes | None) -> None:
+        if checksums is not None:
+            self._db.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (digest, checksums))
+
+    def lose_blob(self, blob: Blob) -> None:
+        """Record that a blob's bytes are gone or bad: a miss, until they are put again."""
+        sql = "UPDATE blobs SET stored = 0, pack = ?, offset = 0 WHERE digest = ?"
+        self._stored -= blob.stored * self._db.execute(sql, (LOST, blob.digest)).rowcount
+        self._announce = True
+
+    def drop_blob(self, blob: Blob) -> bool:
+        """Forget a blob that no entry names; False if one does."""
+        if self._db.execute("DELETE FROM blobs WHERE digest = ? AND refs = 0", (blob.digest,)).rowcount == 0:
+            return False
+        self._db.execute("DELETE FROM checksums WHERE digest = ?", (blob.digest,))
+        self._blobs -= 1
+        self._unique -= blob.size
+        self._stored -= blob.stored
+        return True
+
+    # Packs
+
+    def new_pack(self) -> int:
+        """Register a pack about to be written, and return its id. Ids are never used twice."""
+        return self._db.execute("INSERT INTO packs (created) VALUES (?)", (time.time(),)).lastrowid or 0
+
+    def has_pack(self, pack: int) -> bool:
+        """Whether the pack may be written to and read from."""
+        return self._db.execute("SELECT 1 FROM packs WHERE id = ?", (pack,)).fetchone() is not None
+
+    def retire_pack(self, pack: int) -> None:
+        """Forget a pack that holds no live blob; whoever still writes to it has to start another."""
+        self._db.execute("DELETE FROM packs WHERE id = ?", (pack,))
+
+    # Names
+
+    def set_entry(self, pointing: Pointing, blob: Blob, now: float, standing: Standing) -> tuple[float, bool]:
+        """Point a name at a blob; returns when it was created and whether it is pinned.
+
+        Raises:
+            NameConflictError: the name is a folder of others, or a part of it is a file.
+        """
+        name, serializer, metadata, expires, pin = pointing
+        created, pinned = now, int(pin)
+        row = (name, blob.digest, blob.size, serializer, metadata, now, expires, pinned)
+        if standing.digest is None:
+            self._check_conflict(name, standing.child, now)
+            self._db.execute(_ADD_ENTRY, row)
+            if standing.blob is not None:
+                self._db.execute(_COUNT_REF, (blob.digest,))
+            self._entries += 1
+            self._logical += blob.size
+        else:
+            self._announce = True
+            created, pinned = self._db.execute(_POINT_ENTRY, row).fetchone()
+            if standing.digest != blob.digest:
+                self._db.execute(_UNCOUNT_REF, (standing.digest, now))
+                if standing.blob is not None:
+                    self._db.execute(_COUNT_REF, (blob.digest,))
+                self._logical += blob.size - standing.size
+        self._records.append(
+            pack_record(NameRecord(name, blob.digest, serializer, metadata, created, expires, pinned))
+        )
+        return created, bool(pinned)
+
+    def _check_conflict(self, name: str, child: str | None, now: float) -> None:
+        if child is not None:
+            child = self._standing_in_the_way("name > ?1 || '/' AND name < ?1 || '0'", [name], now)
+        if child is not None:
+            raise NameConflictError(
+                f"{name!r} cannot be a file: it is the folder of {child!r}; choose another name or delete that one"
+            )
+        folder = name.rpartition("/")[0]
+        if not folder or self._index.is_folder(folder):
+            return
+        parents = _parents(name)
+        marks = ",".join("?" * len(parents))
+        file = self._standing_in_the_way(f"name IN ({marks})", parents, now)
+        if file is not None:
+            raise NameConflictError(
+                f"{name!r} cannot lie inside {file!r}, which is a file; choose another name or delete that one"
+            )
+        self._new_folders.append(folder)
+
+    def _standing_in_the_way(self, condition: str, parameters: list[str], now: float) -> str | None:
+        """One of the names that match and still stand; those that have expired are in nobody's way, and go."""
+        expired = []
+        sql = f"SELECT name, expires, pinned FROM entries WHERE {condition}"
+        for name, expires, pinned in self._db.execute(sql, parameters):
+            if pinned or expires is None or expires > now:
+                return str(name)
+            expired.append(name)
+        for name in expired:
+            self.delete_entry(name)
+        return None
+
+    def delete_entry(self, name: str) -> bool:
+        """Remove a name; False if there is none."""
+        sql = "DELETE FROM entries WHERE name = ? RETURNING digest, size"
+        return self._entry_gone(name, self._db.execute(sql, (name,)).fetchone(), time.time())
+
+    def evict_entry(self, name: str, digest: bytes, accessed: float | None, now: float) -> bool:
+        """Remove an entry that gc chose, unless it changed since: was touched, pinned, or points elsewhere.
+
+        Args:
+            name: of the entry.
+            digest: what gc saw it point to.
+            accessed: last access that gc saw, for an entry chosen as least recently used; None for an expired one,
+                which must still be expired at ``now``.
+            now: when gc looked.
+        """
+        unchanged = "expires <= ?" if accessed is None else "accessed <= ?"
+        row = self._db.execute(
+            f"DELETE FROM entries WHERE name = ? AND digest = ? AND pinned = 0 AND {unchanged}"
+            " RETURNING digest, size",
+            (name, digest, now if accessed is None else accessed),
+        ).fetchone()
+        # It was gc that let go of the blob: nobody is about to name it, so no grace is owed, and its orphan is as
+        # old as time.
+        return self._entry_gone(name, row, 0.0)
+
+    def _entry_gone(self, name: str, row: tuple[bytes, int] | None, orphaned: float) -> bool:
+        if row is None:
+            return False
+        self._db.execute(_UNCOUNT_REF, (row[0], orphaned))
+        self._entries -= 1
+        self._logical -= row[1]
+        self._records.append(gone(name))
+        self._announce = True
+        return True
+
+    def set_pinned(self, name: str, pinned: bool) -> bool:
+        """Pin or unpin a name; False if there is none."""
+        row = self._db.execute(
+            "UPDATE entries SET pinned = ? WHERE name = ?"
+            " RETURNING name, digest, serializer, metadata, created, expires, pinned",
+            (int(pinned), name),
+        ).fetchone()
+        if row is None:
+            return False
+        self._records.append(pack_record(NameRecord(*row)))
+        return True
+
+    def announce(self) -> None:
+        """Have every RAM tier ask the index again once this is committed."""
+        self._announce = True
+
+    def execute(self, sql: str, parameters: Iterable[Any] = ()) -> sqlite3.Cursor:
+        """A statement of a caller that keeps its own tables here (counters, mounts, rebuilding)."""
+        return self._db.execute(sql, tuple(parameters))
+
+    def executemany(self, sql: str, rows: Iterable[Iterable[Any]]) -> None:
+        """The same for many rows."""
+        self._db.executemany(sql, map(tuple, rows))
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[:i]) for i in range(1, len(parts))]

@@ -1,0 +1,106 @@
+"""What every test of the mount needs: a place to mount at that is free again afterwards, waiting, another user."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import castore_fuse
+from castore import Store
+from castore.errors import CastoreError
+from castore_fuse import mountpoints
+from castore_fuse.mount import check_fuse
+from tests.mount import shelf
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _can_mount() -> None:
+    try:
+        check_fuse()
+    except CastoreError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def mountpoint(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder that is free again after the test, whatever the test did to it."""
+    path = tmp_path / "mnt"
+    path.mkdir()
+    yield path
+    while mountpoints.mount_at(path):
+        mountpoints.detach(path, lazy=True)
+
+
+def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def anybody() -> Iterator[tuple[Path, str]]:
+    """A folder of the user nobody, and that name. /dev/fuse is as open as distributions ship it."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    folder = Path(tempfile.mkdtemp(prefix="castore-nobody-"))
+    user = pwd.getpwnam("nobody")
+    os.chown(folder, user.pw_uid, user.pw_gid)
+    mode = stat.S_IMODE(os.stat("/dev/fuse").st_mode)
+    os.chmod("/dev/fuse", 0o666)
+    yield folder, user.pw_name
+    os.chmod("/dev/fuse", mode)
+    if mountpoints.mount_at(folder / "mnt"):
+        mountpoints.detach(folder / "mnt", lazy=True)
+    shutil.rmtree(folder)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loaders") / "plain"
+    shelf.fill(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def filled(plain: Path) -> Store:
+    """A store that holds every file of the folder under its path."""
+    with Store(plain.with_name("store")) as store:
+        for path in files(plain):
+            store.put_file(path.relative_to(plain).as_posix(), path)
+    return store
+
+
+@pytest.fixture(scope="session", params=["default", "pinned"])
+def root(request: pytest.FixtureRequest, filled: Store) -> Iterator[Path]:
+    with castore_fuse.mounted(filled.path, pin=request.param == "pinned") as mounted:
+        yield mounted
+
+
+def forget_pages(path: Path | int) -> None:
+    """Have the next read of a file, or of an open one, ask the daemon."""
+    descriptor = path if isinstance(path, int) else os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        if not isinstance(path, int):
+            os.close(descriptor)
+
+
+@pytest.fixture(params=["default", "pinned"])
+def live(request: pytest.FixtureRequest, store: Store) -> Iterator[Path]:
+    """The store of this test, mounted both ways: what the test puts appears."""
+    with castore_fuse.mounted(store, pin=request.param == "pinned") as root:
+        yield root

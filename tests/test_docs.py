@@ -1,0 +1,78 @@
+"""The pages under `docs/` are true: their Python runs as pasted, their links and the tests they name are there.
+
+Examples of a page share one session, in a folder of their own. Must not need anything but what the page says.
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from castore.errors import MissingDependencyError
+from castore_fuse.mount import check_fuse
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def python_blocks(page: Path) -> str:
+    """The ``>>>`` examples of a page, at the lines where they stand."""
+    out = []
+    inside = False
+    for line in page.read_text().splitlines():
+        inside = line == "```python" or (inside and line != "```")
+        out.append(line if inside and line != "```python" else "")
+    return "\n".join(out) + "\n"
+
+
+def test_the_python_of_the_python_page_runs_and_prints_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        check_fuse()
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "python.md"
+    examples = doctest.DocTestParser().get_doctest(
+        python_blocks(page), {"__name__": "page"}, page.name, str(page), 0
+    )
+    assert len(examples.examples) > 50
+    failed, _ = doctest.DocTestRunner(optionflags=_FLAGS).run(examples)
+    assert not failed, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert os.path.exists(page.parent / target), f"{page.name} links to {target}"
+
+
+def test_every_page_stands_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert [page.name for page in PAGES if f"]({page.name})" not in index and page.name != "index.md"] == []
+
+
+def test_every_test_and_module_that_the_design_names_is_there() -> None:
+    """The design says where each promise is kept and which test shows it: a renamed one would make it a rumour."""
+    design = (ROOT / "docs" / "design.md").read_text()
+    sources = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    named = set(re.findall(r"`(test_\w+)`", design))
+    assert len(named) > 20
+    there = {name for source in sources.values() for name in re.findall(r"def (test_\w+)", source)}
+    assert named - there == set()
+    modules = set(re.findall(r"`((?:castore|castore_fuse|objects)/[\w/]+\.py|\w+\.py)`", design))
+    assert len(modules) > 20
+    homes = [
+        ROOT / "castore",
+        ROOT / "castore" / "objects",
+        ROOT / "fuse",
+        ROOT / "fuse" / "castore_fuse",
+        ROOT,
+    ]
+    assert [name for name in modules if not any((home / name).exists() for home in homes)] == []
