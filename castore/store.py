@@ -7,9 +7,7 @@ store in shape. A `Store` is safe to share between threads, survives a fork, and
 from __future__ import annotations
 
 import io
-import json
 import os
-import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -21,26 +19,26 @@ from castore import collect, serializers, settings, stats, verify
 from castore.beacon import Beacon
 from castore.cached import cached
 from castore.compute import ComputeLocks
-from castore.errors import FullError, InvalidValueError, NotFoundError, SerializationError, StoreError
+from castore.errors import InvalidValueError, NotFoundError, StoreError
 from castore.files import open_blob
 from castore.index import Index
 from castore.journal import Journal
 from castore.names import check_name, check_prefix
-from castore.objects.codecs import Buffer, check_codec
+from castore.objects.codecs import Buffer
 from castore.objects.directory import ObjectDirectory
+from castore.putting import Putter
 from castore.reading import BlobSource
-from castore.records import Blob, Entry, Pointing
+from castore.records import Blob, Entry
 from castore.sizes import parse_duration, parse_size
 from castore.usage import Usage
-from castore.writing import BlobWriter, Staged, Vanished, open_source
+from castore.writing import BlobWriter
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: Bound on the RAM tier of a `Store` that is not told otherwise: each process has its own, so it is modest.
 DEFAULT_MEMORY = 128_000_000
-#: Bytes and blobs that `put_many` commits at a time.
-_BATCH_BYTES = 32 * 1024 * 1024
-_BATCH_BLOBS = 2000
+#: Names that `delete_many` removes in one commit.
+_BATCH = 2000
 
 
 class Store:
@@ -123,6 +121,7 @@ class Store:
         self.writer = BlobWriter(
             self.index, self.objects, self.settings.max_size, partial(collect.make_room, self)
         )
+        self._putter = Putter(self.writer, self.settings, self.path)
         self._locks = ComputeLocks(self.path / "locks" / "compute", mode)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -177,10 +176,8 @@ class Store:
             InvalidNameError, NameConflictError: the name cannot be used.
             TooLargeError, FullError: it does not fit into the budget or onto the disk.
         """
-        pointing = self._pointing(name, ttl, metadata, pin, serializer)
-        use = self._codec(codec, level)
-        plain = _plain(data)
-        return self._put_one(pointing, lambda known: self.writer.stage(plain, *use, known=known))
+        pointing = self._putter.pointing(name, ttl, metadata, pin, serializer)
+        return self._putter.put(pointing, data, *self._putter.codec(codec, level))
 
     def put_file(
         self,
@@ -199,13 +196,8 @@ class Store:
             OSError: the file cannot be read.
             InvalidValueError: it is not a regular file, or changed while it was read.
         """
-        pointing = self._pointing(name, ttl, metadata, pin, "bytes")
-        use = self._codec(codec, level)
-        fd = open_source(path)
-        try:
-            return self._put_one(pointing, lambda known: self.writer.stage_file(fd, *use, known=known))
-        finally:
-            os.close(fd)
+        pointing = self._putter.pointing(name, ttl, metadata, pin, "bytes")
+        return self._putter.put_file(pointing, path, *self._putter.codec(codec, level))
 
     def put_many(
         self,
@@ -218,58 +210,10 @@ class Store:
         """Keep many small blobs with one commit for up to 2,000 of them (or 32 MiB): several times faster than
         as many `put`. Items are consumed lazily; each batch is seen whole or not at all.
         """
-        entries: list[Entry] = []
-        use = self._codec(codec, level)
-        batch: list[tuple[Pointing, Buffer]] = []
-        size = 0
-        # A batch has to fit into the budget beside something else, or it would evict everything and still fail.
-        limit = min(_BATCH_BYTES, (self.settings.max_size or _BATCH_BYTES) // 2)
-        for name, data in items:
-            plain = _plain(data)
-            if batch and (size + len(plain) > limit or len(batch) >= _BATCH_BLOBS):
-                entries += self._put_batch(batch, use)
-                batch, size = [], 0
-            batch.append((self._pointing(name, ttl, None, False, "bytes"), plain))
-            size += len(plain)
-        return entries + self._put_batch(batch, use) if batch else entries
-
-    def _put_batch(self, batch: list[tuple[Pointing, Buffer]], use: tuple[str, int | None]) -> list[Entry]:
-        def stage(known: bool) -> list[tuple[Pointing, Staged]]:
-            return [(pointing, self.writer.stage(data, *use, known=known)) for pointing, data in batch]
-
-        return self._commit(stage)
-
-    def _put_one(self, pointing: Pointing, stage: Callable[[bool], Staged]) -> Entry:
-        return self._commit(lambda known: [(pointing, stage(known))])[0]
-
-    def _commit(self, stage: Callable[[bool], list[tuple[Pointing, Staged]]]) -> list[Entry]:
-        try:
-            try:
-                return self.writer.commit(stage(True))
-            except Vanished:
-                return self.writer.commit(stage(False))
-        except (OSError, sqlite3.OperationalError) as error:
-            if getattr(error, "errno", None) == 28 or "disk is full" in str(error):
-                if isinstance(error, FullError):
-                    raise
-                raise FullError(
-                    f"the disk of {self.path} is full; free some space, or lower the budget:"
-                    " `castore gc --max-size SIZE`"
-                ) from error
-            raise
-
-    def _pointing(
-        self, name: str, ttl: float | str | None, metadata: dict[str, Any] | None, pin: bool, serializer: str
-    ) -> Pointing:
-        check_name(name)
-        seconds = self.settings.ttl if ttl is None else parse_duration(ttl)
-        expires = None if seconds is None else time.time() + seconds
-        return Pointing(name, serializer, _metadata_text(metadata), expires, pin)
-
-    def _codec(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
-        if codec is None and level is None:
-            return self.settings.codec, self.settings.level
-        return check_codec(self.settings.codec if codec is None else codec, level)
+        use = self._putter.codec(codec, level)
+        return self._putter.put_many(
+            ((self._putter.pointing(name, ttl, None, False, "bytes"), data) for name, data in items), *use
+        )
 
     # Getting
 
@@ -403,7 +347,7 @@ class Store:
     def delete_many(self, names: Iterable[str]) -> int:
         """Remove many names, 2,000 to a commit; returns how many there were."""
         remaining, count = map(check_name, names), 0
-        while batch := list(islice(remaining, _BATCH_BLOBS)):
+        while batch := list(islice(remaining, _BATCH)):
             with self.index.write() as txn:
                 count += sum(txn.delete_entry(name) for name in batch)
         return count
@@ -482,25 +426,3 @@ class Store:
         if not 0 < sample <= 1:
             raise InvalidValueError(f"sample must be above 0 and at most 1 (all), not {sample!r}")
         return verify.run(self, repair=repair, sample=sample, progress=progress)
-
-
-def _plain(data: Buffer) -> Buffer:
-    """``data`` as a run of bytes, whose length is its size."""
-    if isinstance(data, memoryview):
-        return data.cast("B") if data.c_contiguous and data.nbytes else data.tobytes()
-    if not isinstance(data, (bytes, bytearray)):
-        raise SerializationError(
-            f"put takes bytes, not {type(data).__name__}; `save` keeps objects, `put_file` files"
-        )
-    return data
-
-
-def _metadata_text(metadata: dict[str, Any] | None) -> str | None:
-    if not metadata:
-        return None
-    try:
-        if any(not isinstance(key, str) for key in metadata):
-            raise TypeError("its keys must be text")
-        return json.dumps(metadata, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise SerializationError(f"metadata must be JSON-like: {error}") from error

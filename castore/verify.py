@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import blake3
 
 from castore.errors import CorruptError
+from castore.objects.decode import BlobReader
 from castore.objects.frames import frame_count
 from castore.objects.packs import read_record
 from castore.records import LOST, Blob
@@ -82,11 +83,10 @@ def _check(store: Store, blob: Blob) -> str | None:
     try:
         reader = store.source.open(blob)
     except FileNotFoundError:
-        now = store.index.blob(blob.digest)
-        return None if now is None else "its object is missing"
+        return _if_lost(store, blob, "its object is missing")
     try:
         blob = reader.blob  # compaction may have moved it
-        _check_placement(store, blob)
+        _check_placement(store, reader)
         hasher = blake3.blake3()
         for index in range(frame_count(blob.size)):
             hasher.update(reader.frame(index))
@@ -94,16 +94,21 @@ def _check(store: Store, blob: Blob) -> str | None:
             raise CorruptError("the bytes do not have the digest they are stored under")
     except CorruptError as error:
         store.source.quarantine(blob, error)
-        now = store.index.blob(blob.digest)
-        # Gone from the index by now: gc took it while it was being read.
-        return None if store.index.blob(blob.digest) is None else str(error)
+        return _if_lost(store, blob, str(error))
     finally:
         reader.close()
     return None
 
 
-def _check_placement(store: Store, blob: Blob) -> None:
+def _if_lost(store: Store, blob: Blob, why: str) -> str | None:
+    # If it is not on record as lost, gc took it or a put replaced it while we looked.
+    now = store.index.blob(blob.digest)
+    return why if now is not None and now.pack == LOST else None
+
+
+def _check_placement(store: Store, reader: BlobReader) -> None:
     """Check what reading the content does not: a record's header, a file's length."""
+    blob = reader.blob
     if blob.pack > 0:
         fd = store.objects.packs.acquire(blob.pack)
         try:
@@ -111,7 +116,7 @@ def _check_placement(store: Store, blob: Blob) -> None:
         finally:
             store.objects.packs.release(fd)
     else:
-        length = store.objects.loose.length(blob)
+        length = reader.file_length()
         if length != blob.stored:
             raise CorruptError(f"its file is {length} bytes long instead of {blob.stored}")
 

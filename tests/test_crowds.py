@@ -86,11 +86,19 @@ def test_a_store_pickles_as_its_path_and_options(tmp_path: Path) -> None:
 def test_parent_and_forked_child_write_to_packs_of_their_own(store: Store) -> None:
     store.put("before", b"0")
 
+    all_are_there = multiprocessing.get_context("fork").Event()
+
     def child(number: int) -> None:
+        all_are_there.set()
         for i in range(50):
             store.put(f"child/{number}/{i}", noise(500, number * 100 + i))
 
-    writer = threading.Thread(target=lambda: [store.put(f"parent/{i}", noise(400, i)) for i in range(200)])
+    def parent() -> None:
+        assert all_are_there.wait(30)
+        for i in range(200):
+            store.put(f"parent/{i}", noise(400, i))
+
+    writer = threading.Thread(target=parent)
     writer.start()
     in_processes(3, child)
     writer.join()

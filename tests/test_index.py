@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from castore import NameConflictError, Store, StoreError, doctor, settings
-from castore.index import SCHEMA_VERSION
+from castore.schema import SCHEMA_VERSION
 from tests.helpers import flip, in_processes, mixed, noise, payload, recount, text
 
 

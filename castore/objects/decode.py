@@ -104,6 +104,10 @@ class BlobReader:
                 return
         self._close(self._fd)
 
+    def file_length(self) -> int:
+        """Bytes of the file that is read, whatever lies under its name by now."""
+        return os.fstat(self._fd).st_size
+
     # Finding frames
 
     def _read_at(self, offset: int, length: int) -> bytes:

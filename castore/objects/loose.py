@@ -16,9 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from castore.errors import CorruptError
 from castore.objects.codecs import CODECS
-from castore.records import Blob
 
 _SUFFIXES = {codec.suffix: codec.name for codec in CODECS.values()}
 _OBJECT = re.compile(r"([0-9a-f]{64})(|\.zst|\.lz4|\.gz)")
@@ -69,17 +67,6 @@ class LooseFolder:
         """Where the object of ``digest`` lies when stored with ``codec``."""
         name = digest.hex()
         return f"{self._base}/{name[:2]}/{name}{CODECS[codec].suffix}"
-
-    def length(self, blob: Blob) -> int:
-        """Length of a loose object's file.
-
-        Raises:
-            CorruptError: it is not there.
-        """
-        try:
-            return os.stat(self.path(blob.digest, blob.codec)).st_size
-        except FileNotFoundError as error:
-            raise CorruptError("its object is missing") from error
 
     def create(self) -> tuple[int, Path]:
         """A new temporary file, open for writing."""

@@ -1,0 +1,140 @@
+"""What stands between `Store.put` and the writer: checking arguments, cutting batches, saying what went wrong.
+
+Knows the store's defaults; reads and writes nothing itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from castore.errors import FullError, SerializationError
+from castore.names import check_name
+from castore.objects.codecs import Buffer, check_codec
+from castore.records import Entry, Pointing
+from castore.settings import Settings
+from castore.sizes import parse_duration
+from castore.writing import BlobWriter, Staged, Vanished, open_source
+
+#: Bytes and blobs that `put_many` commits at a time.
+_BATCH_BYTES = 32 * 1024 * 1024
+_BATCH_BLOBS = 2000
+
+
+class Putter:
+    """Puts with a store's defaults.
+
+    Args:
+        writer: stages and commits.
+        settings: the defaults.
+        path: the store's folder, for messages.
+    """
+
+    def __init__(self, writer: BlobWriter, settings: Settings, path: Path) -> None:
+        self._writer = writer
+        self._settings = settings
+        self._path = path
+
+    def pointing(
+        self, name: str, ttl: float | str | None, metadata: dict[str, Any] | None, pin: bool, serializer: str
+    ) -> Pointing:
+        """What a put says of its name, checked."""
+        check_name(name)
+        seconds = self._settings.ttl if ttl is None else parse_duration(ttl)
+        expires = None if seconds is None else time.time() + seconds
+        return Pointing(name, serializer, _metadata_text(metadata), expires, pin)
+
+    def codec(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
+        """Codec and level of a put, checked."""
+        if codec is None and level is None:
+            return self._settings.codec, self._settings.level
+        return check_codec(self._settings.codec if codec is None else codec, level)
+
+    def put(self, pointing: Pointing, data: Buffer, codec: str, level: int | None) -> Entry:
+        """See `Store.put`."""
+        plain = _plain(data)
+        return self._commit(
+            lambda known: [(pointing, self._writer.stage(plain, codec, level, known=known))]
+        )[0]  # fmt: skip
+
+    def put_file(
+        self, pointing: Pointing, path: str | os.PathLike[str], codec: str, level: int | None
+    ) -> Entry:
+        """See `Store.put_file`."""
+        fd = open_source(path)
+        try:
+            return self._commit(
+                lambda known: [(pointing, self._writer.stage_file(fd, codec, level, known=known))]
+            )[0]  # fmt: skip
+        finally:
+            os.close(fd)
+
+    def put_many(
+        self, items: Iterable[tuple[Pointing, Buffer]], codec: str, level: int | None
+    ) -> list[Entry]:
+        """See `Store.put_many`."""
+        entries: list[Entry] = []
+        batch: list[tuple[Pointing, Buffer]] = []
+        size = 0
+        # A batch has to fit into the budget beside something else, or it would evict everything and still fail.
+        limit = min(_BATCH_BYTES, (self._settings.max_size or _BATCH_BYTES) // 2)
+        for pointing, data in items:
+            plain = _plain(data)
+            if batch and (size + len(plain) > limit or len(batch) >= _BATCH_BLOBS):
+                entries += self._put_batch(batch, codec, level)
+                batch, size = [], 0
+            batch.append((pointing, plain))
+            size += len(plain)
+        return entries + self._put_batch(batch, codec, level) if batch else entries
+
+    def _put_batch(self, batch: list[tuple[Pointing, Buffer]], codec: str, level: int | None) -> list[Entry]:
+        def stage(known: bool) -> list[tuple[Pointing, Staged]]:
+            return [
+                (pointing, self._writer.stage(data, codec, level, known=known)) for pointing, data in batch
+            ]
+
+        return self._commit(stage)
+
+    def _commit(self, stage: Callable[[bool], list[tuple[Pointing, Staged]]]) -> list[Entry]:
+        try:
+            try:
+                return self._writer.commit(stage(True))
+            except Vanished:
+                return self._writer.commit(stage(False))
+        except FullError:
+            raise
+        except (OSError, sqlite3.OperationalError) as error:
+            if getattr(error, "errno", None) != errno.ENOSPC and "disk is full" not in str(error):
+                raise
+            raise FullError(
+                f"the disk of {self._path} is full; free some space, or lower the budget:"
+                " `castore gc --max-size SIZE`"
+            ) from error
+
+
+def _plain(data: Buffer) -> Buffer:
+    """``data`` as a run of bytes, whose length is its size."""
+    if isinstance(data, memoryview):
+        return data.cast("B") if data.c_contiguous and data.nbytes else data.tobytes()
+    if not isinstance(data, (bytes, bytearray)):
+        raise SerializationError(
+            f"put takes bytes, not {type(data).__name__}; `save` keeps objects, `put_file` files"
+        )
+    return data
+
+
+def _metadata_text(metadata: dict[str, Any] | None) -> str | None:
+    if not metadata:
+        return None
+    try:
+        if any(not isinstance(key, str) for key in metadata):
+            raise TypeError("its keys must be text")
+        return json.dumps(metadata, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise SerializationError(f"metadata must be JSON-like: {error}") from error

@@ -1,0 +1,202 @@
+"""gc under a mount: whoever holds a file keeps its bytes, whatever goes; a pinned mount keeps everything."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import castore_fuse
+from castore import Store
+from castore.objects.codecs import FRAME_SIZE
+from castore_fuse import mountpoints
+from castore_fuse.daemon import Record
+from tests.helpers import mixed, noise, text
+from tests.mount.conftest import forget_pages, until
+
+HERE = Path(__file__).resolve().parents[2]
+KINDS = {
+    "zstd": (mixed(5 * FRAME_SIZE + 5), "zstd"),
+    "lz4": (mixed(3 * FRAME_SIZE, 1), "lz4"),
+    "gzip": (text(FRAME_SIZE + 9, 2), "gzip"),
+    "raw": (noise(4 * FRAME_SIZE + 1, 3), "none"),
+    "packed": (text(3000, 4), "zstd"),
+    "packed raw": (noise(3000, 5), "none"),
+}
+
+
+def put_kinds(store: Store) -> None:
+    for name, (data, codec) in KINDS.items():
+        store.put(f"kinds/{name}", data, codec=codec)
+
+
+def remove_everything(store: Store) -> list[str]:
+    return store.gc(max_size=0, grace=0).evicted
+
+
+@contextlib.contextmanager
+def program(*words: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """A Python program of ours that says `ready`, and is told to go on through its standard input."""
+    with subprocess.Popen(
+        [sys.executable, "-m", *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=HERE,
+        env=os.environ | {"PYTHONPATH": os.fspath(HERE)},
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+
+
+def finish(process: subprocess.Popen[str], say: str) -> str:
+    out, _ = process.communicate(say, timeout=60)
+    assert process.returncode == 0
+    return out
+
+
+def test_open_files_and_maps_keep_their_bytes_when_gc_removes_everything(store: Store) -> None:
+    put_kinds(store)
+    with castore_fuse.mounted(store) as root, contextlib.ExitStack() as stack:
+        held = {}
+        for name in KINDS:
+            file = stack.enter_context((root / "kinds" / name).open("rb", buffering=0))
+            held[name] = file, stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        assert sorted(remove_everything(store)) == sorted(f"kinds/{name}" for name in KINDS)
+        assert store.stat().stored == 0
+        for name, (file, mapped) in held.items():
+            data = KINDS[name][0]
+            forget_pages(file.fileno())
+            assert mapped[len(data) // 2 :] == data[len(data) // 2 :], name
+            assert file.read() == data, name
+        until(lambda: os.listdir(root) == [])
+        for name in KINDS:
+            with pytest.raises(FileNotFoundError):
+                (root / "kinds" / name).stat()
+            with pytest.raises(FileNotFoundError):
+                (root / "kinds" / name).open()
+
+
+def test_file_that_gc_removed_a_moment_ago_cannot_be_opened(store: Store) -> None:
+    put_kinds(store)
+    with castore_fuse.mounted(store) as root:
+        sizes = {name: (root / "kinds" / name).stat().st_size for name in KINDS}
+        assert all(sizes.values())
+        remove_everything(store)
+        for name in KINDS:  # the kernel may still know the names: none may open as something else
+            with pytest.raises(FileNotFoundError):
+                (root / "kinds" / name).open()
+
+
+def test_mapped_data_loader_goes_on_while_gc_removes_everything(store: Store, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    tokens = np.random.default_rng(0).integers(0, 50_000, 600_000, dtype=np.int32)
+    np.save(tmp_path / "tokens.npy", tokens)
+    store.put_file("tokens.npy", tmp_path / "tokens.npy")
+    with (
+        castore_fuse.mounted(store) as root,
+        program("tests.mount.training", root / "tokens.npy", "epochs") as process,
+    ):
+        assert remove_everything(store) == ["tokens.npy"]
+        forget_all_pages()
+        assert finish(process, "go on\n") == f"{int(tokens.sum(dtype=np.int64))}\ngood\n"
+
+
+def forget_all_pages() -> None:
+    if os.geteuid() == 0:
+        with contextlib.suppress(PermissionError, OSError):
+            Path("/proc/sys/vm/drop_caches").write_text("1")
+
+
+def test_pinned_mount_keeps_its_prefix_and_nothing_else(store: Store) -> None:
+    put_kinds(store)
+    store.put("kinds2/other", noise(5000))
+    with castore_fuse.mounted(store, prefix="kinds", pin=True) as root:
+        assert remove_everything(store) == ["kinds2/other"]
+        for name, (data, _) in KINDS.items():
+            assert (root / name).read_bytes() == data
+    assert len(remove_everything(store)) == len(KINDS)
+
+
+def test_pinned_mount_keeps_bytes_that_lost_their_name(store: Store) -> None:
+    put_kinds(store)
+    with castore_fuse.mounted(store, pin=True) as root, contextlib.ExitStack() as stack:
+        held = {
+            name: stack.enter_context((root / "kinds" / name).open("rb", buffering=0)) for name in KINDS
+        }
+        store.put_many((f"kinds/{name}", b"new " + name.encode()) for name in KINDS)
+        remove_everything(store)
+        until(lambda: all((root / "kinds" / name).read_bytes() == b"new " + name.encode() for name in KINDS))
+        for name, file in held.items():
+            forget_pages(file.fileno())
+            assert file.read() == KINDS[name][0]
+
+
+def test_killed_pinned_mount_holds_nothing(store: Store, mountpoint: Path) -> None:
+    put_kinds(store)
+    castore_fuse.mount(store, mountpoint, pin=True)
+    assert remove_everything(store) == []
+    record = Record.read(next((store.path / "locks").glob("mount-*.json")))
+    assert record is not None
+    os.kill(record.pid, signal.SIGKILL)
+    until(lambda: mountpoints.is_dead(mountpoint) and not record.alive())
+    assert len(remove_everything(store)) == len(KINDS)
+    assert store.stat().mounts == []
+
+
+def test_small_files_read_right_while_gc_compacts_their_packs(live: Path, store: Store, tmp_path: Path) -> None:
+    kept = {f"kept/{number}": text(2000 + number, number) for number in range(120)}
+    lines = [f"{live / name} {hashlib.sha256(data).hexdigest()}\n" for name, data in kept.items()]
+    (tmp_path / "list").write_text("".join(lines))
+
+    def churn(number: int) -> list[int]:
+        """Put the kept ones among others that go again, so that their pack is mostly dead."""
+        dead = [(f"dead/{number}/{n}", noise(3000, 1000 * number + n)) for n in range(150)]
+        with Store(store.path, memory=0) as writer:
+            writer.put_many(dead)
+            if number == 0:
+                writer.put_many(kept.items())
+        store.delete_many(name for name, _ in dead)
+        return store.gc(grace=0).packs
+
+    # A pinned mount keeps what lost its name: there is something to compact only for what went before it.
+    compacted = churn(0)
+    with (
+        program("tests.mount.reading", tmp_path / "list") as one,
+        program("tests.mount.reading", tmp_path / "list") as other,
+    ):
+        for number in range(1, 12):
+            compacted += churn(number)
+            for name, data in kept.items():  # moves them into this round's pack
+                if number % 4 == 0:
+                    store.delete(name)
+                    store.put(name, data)
+        assert int(finish(one, "\n")) > len(kept)
+        assert int(finish(other, "\n")) > len(kept)
+    assert "pinned" in os.environ.get("PYTEST_CURRENT_TEST", "") or compacted
+
+
+def test_bytes_that_gc_removed_from_under_a_known_digest_are_not_there(store: Store) -> None:
+    digest = store.put("name", mixed(2 * FRAME_SIZE)).digest
+    with castore_fuse.mounted(store) as root:
+        blob = root / ".castore" / "objects" / digest[:2] / digest
+        assert blob.stat().st_size == 2 * FRAME_SIZE
+        remove_everything(store)
+        with pytest.raises(OSError) as caught:  # noqa: PT011
+            blob.read_bytes()
+        assert caught.value.errno in (errno.ENOENT, errno.ESTALE)
