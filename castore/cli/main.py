@@ -9,6 +9,7 @@ import os
 import sqlite3
 import sys
 from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -143,7 +144,7 @@ def run() -> None:
     if code == INTERRUPTED:
         # Ctrl-C in the moment in which a pool starts a thread leaves one that the pool does not know of, and Python
         # would wait for it for ever. Stores are closed by now, and nothing else has to be.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(BrokenPipeError):
+            sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

@@ -6,16 +6,21 @@ Opens the store, registers the mount with it, and serves the view until it is un
 from __future__ import annotations
 
 import argparse
+import logging
+import sqlite3
 import sys
 from pathlib import Path
 
 from castore import Store, mounts
+from castore.errors import CastoreError
 from castore_fuse.daemon import serve
 from castore_fuse.follow import Follower
-from castore_fuse.mount import mount_options
+from castore_fuse.lifecycle import mount_options
 from castore_fuse.operations import Operations
 from castore_fuse.session import Session
 from castore_fuse.view import View
+
+log = logging.getLogger("castore.fuse")
 
 
 class Mount:
@@ -45,9 +50,14 @@ class Mount:
         """Take everything back that `open` did."""
         if hasattr(self, "follower"):
             self.follower.stop()
-        if hasattr(self, "_row"):
+        if not hasattr(self, "_row"):
+            return
+        try:
             mounts.unregister(self.store.index, self._row)
             self.store.close()
+        except (sqlite3.Error, CastoreError) as error:
+            # Whoever opens the store next sees that this process is gone.
+            log.warning("could not take the mount off the store's list: %s", error)
 
 
 def main(arguments: list[str] | None = None) -> int:

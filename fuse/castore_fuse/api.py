@@ -17,8 +17,7 @@ from castore.errors import InvalidValueError
 from castore.names import check_prefix
 from castore.settings import load
 from castore.sizes import parse_size
-from castore_fuse import mount as lifecycle
-from castore_fuse import mountpoints
+from castore_fuse import lifecycle, mountpoints
 from castore_fuse.errors import MountError
 
 #: Bound on decoded frames that a mount keeps in RAM. The kernel keeps what was read; this only bridges requests.

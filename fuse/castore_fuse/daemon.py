@@ -12,6 +12,7 @@ import logging
 import os
 import resource
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,6 +93,8 @@ def serve(
     # On a lifeline the daemon shares its caller's standard error, where nobody asked for its diary.
     level = logging.INFO if lifeline_fd is None else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_Repeated())
     _raise_file_limit()
     try:
         session = make_session()
@@ -121,6 +124,25 @@ def serve(
             record_path.unlink(missing_ok=True)
     log.info("unmounted from %s", session.mountpoint)
     return 0
+
+
+class _Repeated(logging.Filter):
+    """Lets an exception through once a minute: while an index is broken, every request of a mount fails alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._until: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info is None:
+            return True
+        key, now = repr(record.exc_info[1]), time.monotonic()
+        if self._until.get(key, 0.0) > now:
+            return False
+        if len(self._until) > 100:
+            self._until.clear()
+        self._until[key] = now + 60.0
+        return True
 
 
 def _say(descriptor: int | None, sentence: str) -> None:

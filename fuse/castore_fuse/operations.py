@@ -177,6 +177,7 @@ class Operations(LowLevel):
             data = reader.view(offset, size)
         except CorruptError as error:
             self.view.damaged(reader, error)
+            self._let_go(handle)
             raise OSError(errno.EIO, str(error)) from error
         if reader.frames > 1 and data:
             last = (offset + len(data) - 1) // FRAME_SIZE
@@ -204,6 +205,16 @@ class Operations(LowLevel):
                 if gone.reader is not None:
                     gone.reader.close()
         return handle
+
+    def _let_go(self, handle: _Handle) -> None:
+        """Keep a handle of pinned mode no longer: once its bytes are put again, they lie elsewhere."""
+        reader = handle.reader
+        with self._lock:
+            kept = reader is not None and self._kept.get(reader.blob.digest) is handle
+            if reader is None or not kept:
+                return
+            del self._kept[reader.blob.digest]
+        reader.close()
 
     # Folders
 

@@ -17,7 +17,7 @@ import castore_fuse
 from castore import Store
 from castore.errors import CastoreError
 from castore_fuse import mountpoints
-from castore_fuse.mount import check_fuse
+from castore_fuse.lifecycle import check_fuse
 from tests.mount import shelf
 
 

@@ -17,7 +17,6 @@ import pytest
 from tests.mount import shelf
 from tests.mount.conftest import files, forget_pages
 
-
 KINDS = ["raw/noise.bin", "raw/text.txt", "raw/mixed.bin", "raw/frame.bin", "raw/more.bin", "raw/small.txt",
          "raw/byte", "raw/empty", "tokens.npy", "weights.pt", "rows.parquet", "rows.sqlite"]  # fmt: skip
 

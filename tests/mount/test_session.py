@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from castore_fuse import mountpoints
-from castore_fuse.mount import mounted
+from castore_fuse.lifecycle import mounted
 from tests.mount.conftest import until
 from tests.mount.toys import PATTERN, Toy, command, toy_at
 

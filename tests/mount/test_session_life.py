@@ -15,7 +15,7 @@ import pytest
 from castore_fuse import mountpoints
 from castore_fuse.daemon import Record
 from castore_fuse.errors import BusyError, MountError
-from castore_fuse.mount import mount_background, mounted, prepare_mountpoint, umount
+from castore_fuse.lifecycle import mount_background, mounted, prepare_mountpoint, umount
 from tests.mount.conftest import until
 from tests.mount.toys import PATTERN, command
 
@@ -107,7 +107,7 @@ def test_second_sigterm_does_not_wait_for_open_handles(mountpoint: Path, tmp_pat
 
 def test_mount_of_a_killed_program_goes_away(mountpoint: Path) -> None:
     program = (
-        "import sys, os, signal\nfrom pathlib import Path\nfrom castore_fuse.mount import mounted\n"
+        "import sys, os, signal\nfrom pathlib import Path\nfrom castore_fuse.lifecycle import mounted\n"
         "with mounted(sys.argv[2:], sys.argv[1]):\n    print('mounted', flush=True)\n    signal.pause()\n"
     )
     child = subprocess.Popen(
@@ -209,7 +209,7 @@ import os, signal, sys, time
 from pathlib import Path
 from castore_fuse import mountpoints
 from castore_fuse.errors import BusyError
-from castore_fuse.mount import check_fuse, mount_background, prepare_mountpoint, umount
+from castore_fuse.lifecycle import check_fuse, mount_background, prepare_mountpoint, umount
 
 check_fuse()
 folder, command = Path(sys.argv[1]), sys.argv[2:]

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from castore_fuse.daemon import serve
+from castore_fuse.lifecycle import mount_options
 from castore_fuse.lowlevel import ROOT, LowLevel
-from castore_fuse.mount import mount_options
 from castore_fuse.session import Session
 from castore_fuse.wire import (
     CACHE_DIR,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from castore_fuse.mount import mounted
+from castore_fuse.lifecycle import mounted
 from tests.mount.conftest import until
 
 TOYFS = Path(__file__).with_name("toyfs.py")
