@@ -65,7 +65,7 @@ def mount_at(mountpoint: Path) -> Mount | None:
 def is_dead(mountpoint: Path) -> bool:
     """Whether the daemon behind a mountpoint is gone. Asks the mount itself."""
     try:
-        os.stat(mountpoint)
+        os.statvfs(mountpoint)  # os.stat may be answered from what the kernel remembers of the root
     except OSError as error:
         return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
     return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import mmap
 import os
 from pathlib import Path
@@ -49,6 +50,7 @@ def test_flipped_bit_in_an_object_is_an_error_where_it_is(live: Path, store: Sto
     digest = store.put("bad", DATA, codec=codec).digest
     store.put("good", OTHER, codec=codec)
     flip_in_frame(store, "bad", 2)
+    received: list[bytes] = []
     with (live / "bad").open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         assert file.read(FRAME_SIZE) == DATA[:FRAME_SIZE]
@@ -56,9 +58,10 @@ def test_flipped_bit_in_an_object_is_an_error_where_it_is(live: Path, store: Sto
         with pytest.raises(OSError, match="Input/output error") as caught:
             file.read(1000)
         assert caught.value.errno == errno.EIO
-        # The file that is open still has its intact frames.
+        # An open handle goes on serving the intact frames. A pinned mount has none: there the whole file is an error.
         file.seek(3 * FRAME_SIZE)
-        assert file.read(5000) == DATA[3 * FRAME_SIZE :][:5000]
+        error = fails(lambda: received.append(file.read(5000)))
+        assert (error, received) in [(None, [DATA[3 * FRAME_SIZE :][:5000]]), (errno.EIO, [])]
     assert quarantined(store) == [digest]
     assert (live / "good").read_bytes() == OTHER
     assert store.get("bad") is None
@@ -78,7 +81,16 @@ def test_flipped_bit_in_a_pack_costs_one_file(live: Path, store: Store) -> None:
         else:
             assert (live / name).read_bytes() == data
     assert len(quarantined(store)) == 1
-    until(lambda: store.stat().corrupt == 1)
+
+
+def test_damage_found_through_a_mount_is_counted_once(store: Store) -> None:
+    store.put("name", text(3000))
+    path, offset, length = payload(store, "name")
+    flip(path, offset + length // 2)
+    with castore_fuse.mounted(store) as root:
+        for _ in range(3):
+            assert fails((root / "name").read_bytes) == errno.EIO
+    assert store.stat().corrupt == 1
 
 
 @pytest.mark.parametrize("size", [3000, len(DATA)], ids=["packed", "loose"])
@@ -99,6 +111,7 @@ def test_damaged_page_of_a_map_is_a_bus_error_and_no_byte(store: Store) -> None:
     with castore_fuse.mounted(store) as root:
         child = os.fork()
         if child == 0:
+            faulthandler.disable()
             with (root / "name").open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 mapped.madvise(mmap.MADV_RANDOM)
