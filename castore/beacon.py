@@ -15,6 +15,8 @@ import os
 import time
 from pathlib import Path
 
+from castore.temporary import open_with_mode
+
 _SIZE = 24
 #: Places of the words.
 CHANGED, SEGMENT, EPOCH = 0, 1, 2
@@ -29,7 +31,7 @@ class Beacon:
     """
 
     def __init__(self, path: Path, mode: int) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+        fd = open_with_mode(path, os.O_RDWR, mode)
         try:
             if os.fstat(fd).st_size < _SIZE:
                 os.ftruncate(fd, _SIZE)

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import blake3
 
+from castore.errors import InvalidValueError
 from castore.forks import reset_after_fork
+from castore.temporary import open_with_mode
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 
@@ -39,18 +41,30 @@ class ComputeLocks:
 
     def _after_fork(self) -> None:
         self._guard = threading.Lock()
-        self._threads: dict[str, tuple[threading.RLock, int]] = {}
+        self._threads: dict[str, tuple[threading.Lock, int]] = {}
+        self._held = threading.local()
 
     @contextlib.contextmanager
     def hold(self, key: str) -> Iterator[None]:
-        """Hold the lock of ``key``; waits for whoever has it."""
+        """Hold the lock of ``key``; waits for whoever has it.
+
+        Raises:
+            InvalidValueError: this thread holds it already, and would wait for itself for ever.
+        """
+        held: set[str] = self._held.__dict__.setdefault("keys", set())
+        if key in held:
+            raise InvalidValueError(
+                f"{key!r} is being computed by this very thread: its computation asks for itself"
+            )
         with self._guard:
-            lock, users = self._threads.get(key, (threading.RLock(), 0))
+            lock, users = self._threads.get(key, (threading.Lock(), 0))
             self._threads[key] = lock, users + 1
         try:
             with lock, self._process_lock(key):
+                held.add(key)
                 yield
         finally:
+            held.discard(key)
             with self._guard:
                 lock, users = self._threads[key]
                 if users == 1:
@@ -61,7 +75,7 @@ class ComputeLocks:
     @contextlib.contextmanager
     def _process_lock(self, key: str) -> Iterator[None]:
         place = int.from_bytes(blake3.blake3(key.encode()).digest(8), "little") >> 2
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode)
+        fd = open_with_mode(self._path, os.O_RDWR, self._mode)
         try:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
             try:

@@ -16,6 +16,8 @@ from castore import leftovers, mounts, rebuild, settings
 from castore.beacon import Beacon
 from castore.errors import StoreError
 from castore.index import Index
+from castore.journal import Journal
+from castore.objects.directory import ObjectDirectory
 from castore.records import LOST
 from castore.store import Store
 
@@ -58,25 +60,36 @@ def rebuild_index(
         StoreError: there is no store at ``path``.
     """
     folder = _existing(path)
+    kept = settings.load(folder) or settings.Settings()
+    mode = kept.file_mode
     findings = []
+    beacon = Beacon(folder / "locks" / "beacon", mode)
     wrong = _index_damage(folder / "index.sqlite")
     if wrong:
-        kept = settings.load(folder) or settings.Settings()
-        beacon = Beacon(folder / "locks" / "beacon", kept.file_mode)
         aside = rebuild.set_index_aside(folder / "index.sqlite", folder / "quarantine", beacon)
-        beacon.close()
         where = f"; it is kept as {aside}" if aside else ""
         findings.append(Finding(f"the index was damaged: {wrong}{where}", True))
-    with Store(folder, memory=0) as store:
-        return findings, rebuild.rebuild(store, progress)
+    journal = Journal(folder / "objects" / "names", folder / "tmp", beacon, mode)
+    objects = ObjectDirectory(
+        folder, object_mode=kept.object_mode, file_mode=mode, folder_mode=kept.folder_mode, durable=True
+    )
+    index = Index(
+        folder / "index.sqlite", beacon, journal, mode=mode, is_empty=objects.is_empty, rebuilding=True
+    )
+    try:
+        return findings, rebuild.rebuild(index, objects, progress)
+    finally:
+        index.close()
+        journal.close()
+        beacon.close()
 
 
 def _existing(path: str | os.PathLike[str]) -> Path:
     folder = Path(os.path.abspath(path))
-    if settings.load(folder) is None:
+    kept = settings.load(folder)
+    if kept is None:
         raise StoreError(f"there is no store at {folder}; `castore init` makes one")
-    for name in settings.FOLDERS:
-        (folder / name).mkdir(exist_ok=True)
+    settings.make_folders(folder, kept)
     return folder
 
 

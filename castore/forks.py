@@ -7,6 +7,7 @@ runs before anything else can use the instance. Instances are held weakly: regis
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from typing import Protocol
 
@@ -17,6 +18,10 @@ class ForkAware(Protocol):
     def _after_fork(self) -> None: ...
 
 
+#: Held by whoever is inside an SQLite write, and while this process forks: SQLite's own mutexes and lock tables are
+#: copied into the child as they are, and a child born in the middle of a write would wait for it for ever.
+fork_gate = threading.RLock()
+
 _live: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
@@ -26,8 +31,11 @@ def reset_after_fork(instance: ForkAware) -> None:
 
 
 def _after_fork_in_child() -> None:
+    fork_gate.release()
     for instance in list(_live):
         instance._after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(
+    before=fork_gate.acquire, after_in_parent=fork_gate.release, after_in_child=_after_fork_in_child
+)

@@ -9,12 +9,13 @@ Digests are raw bytes here, names are already checked, times are seconds since t
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +25,12 @@ from castore.forks import reset_after_fork
 from castore.journal import Journal, NameRecord, pack_record
 from castore.records import Blob, Entry
 from castore.schema import SCHEMA_VERSION, migrate
+from castore.temporary import open_with_mode
 from castore.transaction import BLOB_OF, Write
 
 _BUSY_SECONDS = 120.0
+# Where SQLite's shared locks lie in the file, and how many bytes they are.
+_SHARED_FIRST, _SHARED_SIZE = 0x40000002, 510
 
 # Connections of a parent, kept so that a child never closes them: closing would drop SQLite's locks and could delete
 # the WAL under the parent.
@@ -75,6 +79,11 @@ def to_entry(row: tuple[Any, ...]) -> Entry:
     )
 
 
+def _version(db: sqlite3.Connection) -> int:
+    version: int = db.execute("PRAGMA user_version").fetchone()[0]
+    return version
+
+
 def _use_wal(db: sqlite3.Connection) -> None:
     # Only the first connection to a new index changes its mode, and SQLite then answers "locked" at once to others
     # who are just doing the same, however long they are willing to wait.
@@ -97,52 +106,94 @@ class Index:
         beacon: told of changes after they are committed.
         journal: appended to within each transaction.
         mode: permission bits of a new index; SQLite gives its WAL the same.
+        is_empty: tells whether there are no objects, so that an index without rows is right.
         durable: commits survive a power cut.
+        rebuilding: open it as it is, tables or not: for `rebuild`, whose transaction makes it whole.
 
     Raises:
         StoreError: the file is damaged or of another version.
     """
 
     def __init__(
-        self, path: Path, beacon: Beacon, journal: Journal, *, mode: int, durable: bool = False
+        self,
+        path: Path,
+        beacon: Beacon,
+        journal: Journal,
+        *,
+        mode: int,
+        is_empty: Callable[[], bool],
+        durable: bool = False,
+        rebuilding: bool = False,
     ) -> None:
         self.path = path
         self.beacon = beacon
         self.journal = journal
         self.durable = durable
+        self._rebuilding = rebuilding
         self._after_fork()
         reset_after_fork(self)
-        if not path.exists():
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode))
-            path.chmod(mode)
-        self._prepare()
+        os.close(open_with_mode(path, os.O_RDWR, mode))
+        if not rebuilding:
+            self._prepare(is_empty)
 
     def _after_fork(self) -> None:
-        _inherited.append(getattr(self, "_open", None))
+        if getattr(self, "_open", None):
+            _inherited.append(self._open)
+            self._share_lock()
         self._local = threading.local()
         self._open: list[tuple[threading.Thread, sqlite3.Connection]] = []
         self._lock = threading.Lock()
         self._folders: set[str] = set()
         self._folders_seen = 0
 
-    def _prepare(self) -> None:
-        db = self.connection()
-        version = db.execute("PRAGMA user_version").fetchone()[0]
+    def _share_lock(self) -> None:
+        """Lock in a forked child what SQLite there believes to be locked.
+
+        Its table of locks is copied into the child, the kernel's locks are not: the child's connections would count
+        on a shared lock that nobody holds, and the last of the others to close would delete the WAL under them. The
+        bytes are those of https://sqlite.org/fileformat2.html#the_lock_byte_page; the descriptor stays open, since
+        closing any would drop the lock.
+        """
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.lockf(fd, fcntl.LOCK_SH, _SHARED_SIZE, _SHARED_FIRST)
+        _inherited.append(fd)
+
+    def _prepare(self, is_empty: Callable[[], bool]) -> None:
+        """Make the tables of a new index, or bring an older one up to date."""
+        db = self._local.db = self._connect()
+        self._local.epoch = self.beacon.words[EPOCH]
+        version = _version(db)
         if version > SCHEMA_VERSION:
             raise StoreError(
                 f"{self.path} was written by a newer castore (schema {version}, this one knows {SCHEMA_VERSION});"
                 " upgrade castore"
             )
+        # Looked at again if there are objects: another process may have made the index and put them just now.
+        if version == 0 and not is_empty() and _version(db) == 0:
+            raise self._no_index()
         if version < SCHEMA_VERSION:
             migrate(db)
 
+    def _no_index(self) -> StoreError:
+        return StoreError(
+            f"the index {self.path} is missing or being rebuilt, and to an empty one all objects would be garbage;"
+            " `castore doctor --rebuild-index` makes a new one from them"
+        )
+
     def connection(self) -> sqlite3.Connection:
-        """This thread's connection, to the file that is the index now."""
+        """This thread's connection, to the file that is the index now.
+
+        Raises:
+            StoreError: the index was replaced and is not whole again yet.
+        """
         local = self._local
         db: sqlite3.Connection | None = getattr(local, "db", None)
         if db is None or local.epoch != self.beacon.words[EPOCH]:
-            local.epoch = self.beacon.words[EPOCH]
-            db = local.db = self._connect()
+            epoch = self.beacon.words[EPOCH]
+            db = self._connect()
+            if not self._rebuilding and _version(db) != SCHEMA_VERSION:
+                raise self._no_index()
+            local.db, local.epoch = db, epoch
         return db
 
     def _connect(self) -> sqlite3.Connection:

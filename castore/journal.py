@@ -5,8 +5,8 @@ Blobs describe themselves; names would be lost with the index. So each transacti
 file is the order of the commits, and replaying it gives the last word on each name. It is also the change feed that
 a mount follows.
 
-A segment is replaced by a snapshot of the index followed by a fresh segment (`rotate`) once it has grown well past
-what it describes. Replaying is idempotent, so a snapshot taken a little after the switch does no harm: whatever it
+Once the segments have grown well past what they describe, a fresh one is started and a snapshot of the index takes the
+place of those before it. Replaying is idempotent, so a snapshot taken a little after the switch does no harm: whatever it
 already contains is said again by the segment behind it, in order.
 """
 
@@ -23,6 +23,7 @@ import msgpack
 
 from castore.beacon import Beacon
 from castore.forks import reset_after_fork
+from castore.temporary import create_temporary, open_with_mode, sync_folder
 
 _HEAD = struct.Struct("<2sHII")  # magic, zero, length and CRC-32 of the payload
 _MAGIC = b"\xc5N"
@@ -57,26 +58,30 @@ class Journal:
 
     Args:
         folder: ``objects/names`` of the store.
+        tmp: where snapshots are written before they get their name.
         beacon: tells the current segment's number to all processes.
         mode: permission bits of new segments.
     """
 
-    def __init__(self, folder: Path, beacon: Beacon, mode: int) -> None:
+    def __init__(self, folder: Path, tmp: Path, beacon: Beacon, mode: int) -> None:
         self.folder = folder
+        self._tmp = tmp
         self._beacon = beacon
         self._mode = mode
         self._fd = -1
         self._number = -1
-        if beacon.segment == 0:
-            beacon.segment = max(self.segments(), default=1)
+        # After a power cut the beacon may hold an older number than there are segments, or none.
+        newest = max(self.segments(), default=1)
+        if beacon.segment < newest:
+            beacon.segment = newest
         reset_after_fork(self)
 
     def _after_fork(self) -> None:
         self._fd, self._number = -1, -1  # the parent's descriptor stays the parent's
 
-    def path(self, number: int) -> Path:
+    def path(self, number: int, suffix: str = ".names") -> Path:
         """Where segment ``number`` is."""
-        return self.folder / f"{number:08d}.names"
+        return self.folder / f"{number:08d}{suffix}"
 
     def segments(self) -> list[int]:
         """The segments there are, oldest first."""
@@ -87,8 +92,10 @@ class Journal:
         number = self._beacon.segment
         if number != self._number:
             self.close()
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._fd, self._number = os.open(self.path(number), flags, self._mode), number
+            self._fd = open_with_mode(self.path(number), os.O_RDWR | os.O_APPEND, self._mode)
+            self._number = number
+            if durable:
+                sync_folder(self.folder)
         written = 0
         try:
             written = os.write(self._fd, records)
@@ -120,47 +127,57 @@ class Journal:
         """Bytes of all segments."""
         return sum(map(self._size, self.segments()))
 
-    def snapshot_size(self) -> int:
-        """Bytes of the oldest segment, which is the last snapshot once there was one."""
-        segments = self.segments()
-        return self._size(segments[0]) if len(segments) > 1 else 0
+    def snapshots(self) -> list[int]:
+        """The snapshots there are, oldest first. Each stands for all segments of lower numbers."""
+        return sorted(int(path.stem) for path in self.folder.glob("????????.snapshot"))
 
-    def _size(self, number: int) -> int:
+    def snapshot_size(self) -> int:
+        """Bytes of the newest snapshot."""
+        return sum(self._size(number, ".snapshot") for number in self.snapshots()[-1:])
+
+    def _size(self, number: int, suffix: str = ".names") -> int:
         try:
-            return self.path(number).stat().st_size
+            return self.path(number, suffix).stat().st_size
         except FileNotFoundError:
             return 0  # another process has just put a snapshot in its place
 
     def switch(self) -> int:
-        """Start a new segment and return its number; the one below it is left for the snapshot.
-
-        The caller holds the write lock.
-        """
-        number = max([self._beacon.segment, *self.segments()]) + 2
-        os.close(os.open(self.path(number), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, self._mode))
+        """Start a new segment and return its number. The caller holds the write lock."""
+        number = max(self._beacon.segment, *self.segments(), *self.snapshots(), 1) + 1
+        os.close(open_with_mode(self.path(number), os.O_WRONLY, self._mode))
         self._beacon.segment = number
         return number
 
-    def write_snapshot(self, before: int, records: Iterable[bytes]) -> None:
-        """Put a snapshot in front of segment ``before``, then drop everything older than the snapshot.
+    def write_snapshot(self, number: int, records: Iterable[bytes]) -> None:
+        """Write what stands for all segments below ``number``, then drop those.
 
-        The caller has called `switch` and reads the records from the index afterwards.
+        The caller has called `switch` and reads the records from the index afterwards. Two processes may do this at
+        once: a snapshot that comes late lies below a newer one, and replaying starts at the newest.
         """
-        temporary = self.folder / f"{before - 1:08d}.new"
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, self._mode)
+        fd, temporary = create_temporary(self._tmp)
         with os.fdopen(fd, "wb", buffering=1024 * 1024) as file:
+            os.fchmod(fd, self._mode)
             file.writelines(records)
             file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(self.path(before - 1))
-        for number in self.segments():
-            if number < before - 1:
-                self.path(number).unlink(missing_ok=True)
+            os.fsync(fd)
+        temporary.rename(self.path(number, ".snapshot"))
+        sync_folder(self.folder)
+        newest = self.snapshots()[-1]
+        for older in self.segments():
+            if older < newest:
+                self.path(older).unlink(missing_ok=True)
+        for older in self.snapshots():
+            if older < newest:
+                self.path(older, ".snapshot").unlink(missing_ok=True)
 
     def replay(self) -> Iterator[NameRecord | None]:
-        """Every record, oldest first; None for each stretch that is damaged."""
+        """Every record that still counts, oldest first; None for each stretch that is damaged."""
+        start = max(self.snapshots(), default=0)
+        if start:
+            yield from read_segment(self.path(start, ".snapshot"))
         for number in self.segments():
-            yield from read_segment(self.path(number))
+            if number >= start:
+                yield from read_segment(self.path(number))
 
 
 def read_segment(path: Path, start: int = 0) -> Iterator[NameRecord | None]:
@@ -234,7 +251,7 @@ class JournalTail:
         if number == self._number:
             return records
         # A rotation: the rest of the old segment, all of the new one. After two of them the middle one is missed.
-        complete = number == self._number + 2
+        complete = number == self._number + 1
         records += self._read()
         os.close(self._fd)
         self._number, self._position = number, 0

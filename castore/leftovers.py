@@ -13,6 +13,7 @@ from typing import NamedTuple
 from castore.index import Index
 from castore.objects.directory import ObjectDirectory
 from castore.records import LOOSE
+from castore.temporary import left_behind
 
 #: The journal is rewritten when it is larger than this and than JOURNAL_GROWTH times its last snapshot.
 JOURNAL_BYTES = 4 * 1024 * 1024
@@ -30,7 +31,7 @@ class Leftover(NamedTuple):
 
 def find(index: Index, objects: ObjectDirectory) -> Iterator[Leftover]:
     """Every leftover file, as far as can be told without the write lock."""
-    for stray in objects.loose.left_behind():
+    for stray in left_behind(objects.loose.tmp):
         yield Leftover(stray.path, stray.size)
     yield from _unindexed_objects(index, objects)
     registered = {row[0] for row in index.connection().execute("SELECT id FROM packs")}

@@ -12,7 +12,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from castore.beacon import EPOCH, Beacon
 from castore.errors import CorruptError
@@ -22,10 +22,8 @@ from castore.objects.encode import HashingFrames, raw_checksums
 from castore.objects.frames import frame_count, probe_size
 from castore.objects.packs import Damage, scan
 from castore.records import LOOSE, Blob
+from castore.schema import apply_migrations
 from castore.transaction import Write
-
-if TYPE_CHECKING:
-    from castore.store import Store
 
 _ADD_BLOB = "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?, ?, ?, 0, NULL)"
 _SET_NAME = (
@@ -61,31 +59,38 @@ def set_index_aside(path: Path, quarantine: Path, beacon: Beacon) -> Path | None
     return kept
 
 
-def rebuild(store: Store, progress: Callable[[int], object] | None = None) -> Rebuilt:
-    """Replace every row of the index by what the object directory says.
+def rebuild(
+    index: Index, objects: ObjectDirectory, progress: Callable[[int], object] | None = None
+) -> Rebuilt:
+    """Replace every row of the index by what the object directory says, tables and all if it has none.
+
+    Nobody sees an index that knows less than there is: all of it is one transaction, and until it commits a new file
+    has no version, which others refuse.
 
     Args:
-        store: whose index can be written to.
+        index: can be written to.
+        objects: what there is.
         progress: called with the stored bytes of each object and pack that was read.
     """
     damaged: list[str] = []
-    with store.index.write() as txn:
+    with index.write() as txn:
+        apply_migrations(index.connection())
         for table in ("entries", "blobs", "checksums", "packs"):
             txn.execute(f"DELETE FROM {table}")
-        for blob, checksums in _blobs(store.objects, txn, damaged, progress):
+        for blob, checksums in _blobs(objects, txn, damaged, progress):
             txn.execute(_ADD_BLOB, blob)
             if checksums is not None:
                 txn.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (blob.digest, checksums))
         _skip_pack_ids(txn)
-        _names(store.index, txn, damaged)
+        _names(index, txn, damaged)
         lost = [row[0] for row in txn.execute(
             "SELECT name FROM entries e WHERE NOT EXISTS (SELECT 1 FROM blobs b WHERE b.digest = e.digest)"
         )]  # fmt: skip
         txn.executemany("DELETE FROM entries WHERE name = ?", ((name,) for name in lost))
         recount(txn)
         txn.announce()
-    store.index.snapshot_journal()
-    totals = store.index.totals()
+    index.snapshot_journal()
+    totals = index.totals()
     return Rebuilt(totals.entries, totals.blobs, lost, damaged)
 
 

@@ -29,7 +29,7 @@ CREATE TABLE packs (id INTEGER PRIMARY KEY AUTOINCREMENT, created REAL NOT NULL)
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE mounts (
     id INTEGER PRIMARY KEY, mountpoint TEXT NOT NULL, prefix TEXT NOT NULL, pinned INTEGER NOT NULL,
-    pid INTEGER NOT NULL, started REAL NOT NULL, since REAL NOT NULL
+    namespace INTEGER NOT NULL, pid INTEGER NOT NULL, started INTEGER NOT NULL, since REAL NOT NULL, seen REAL NOT NULL
 );
 CREATE TABLE totals (
     id INTEGER PRIMARY KEY CHECK (id = 1), entries INTEGER NOT NULL, logical INTEGER NOT NULL,
@@ -54,6 +54,19 @@ def _statements(script: str) -> list[str]:
 
 def migrate(connection: sqlite3.Connection) -> None:
     """Bring an index, new or old, to SCHEMA_VERSION. Safe against another process doing the same."""
+    # Under the write lock from the first look to the last statement: else two processes would both find it missing.
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        apply_migrations(connection)
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def apply_migrations(connection: sqlite3.Connection) -> None:
+    """`migrate` within the transaction that the caller has begun."""
     from sqlite_utils import Database, Migrations
 
     migrations = Migrations("castore")
@@ -63,13 +76,5 @@ def migrate(connection: sqlite3.Connection) -> None:
         for statement in _statements(_TABLES):
             db.execute(statement)
 
-    # Under the write lock from the first look to the last statement: else two processes would both find it missing.
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        migrations.apply(Database(connection))
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
+    migrations.apply(Database(connection))
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from castore.errors import StoreError
 from castore.objects.codecs import check_codec
 from castore.sizes import parse_duration, parse_size
+from castore.temporary import create_temporary
 
 FORMAT = 1
 FILE = "castore.json"
@@ -134,9 +134,10 @@ def load(path: Path) -> Settings | None:
 def save(path: Path, settings: Settings) -> None:
     """Write the settings, whole or not at all."""
     content = {"format": FORMAT, **settings._asdict()}
-    temporary = path / f"{FILE}.{os.getpid()}.{threading.get_ident()}.new"
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.chmod(settings.file_mode)
+    fd, temporary = create_temporary(path / "tmp")
+    with os.fdopen(fd, "w") as file:
+        os.fchmod(fd, settings.file_mode)
+        file.write(json.dumps(content, indent=2) + "\n")
     temporary.rename(path / FILE)
 
 
@@ -153,18 +154,21 @@ def create(path: Path, settings: Settings) -> None:
             raise StoreError(
                 f"{path} is not empty and no castore; choose an empty or new folder for the store"
             )
-        path.chmod(settings.folder_mode)
-        for name in FOLDERS:
-            folder = path / name
-            folder.mkdir(exist_ok=True)
-            folder.chmod(settings.folder_mode)
-        if settings.shared:
-            _give_to_group(path, settings.shared)
+        make_folders(path, settings)
         (path / ".gitignore").write_text("*\n")
         (path / "CACHEDIR.TAG").write_text(_CACHEDIR_TAG)
         save(path, settings)
     except OSError as error:
         raise StoreError(f"cannot make a store at {path}: {error.strerror or error}") from error
+
+
+def make_folders(path: Path, settings: Settings) -> None:
+    """Make what is missing of the store's folders, with the permission bits they must have."""
+    for folder in (path, *(path / name for name in FOLDERS)):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(settings.folder_mode)
+    if settings.shared:
+        _give_to_group(path, settings.shared)
 
 
 def _is_own(name: str) -> bool:

@@ -107,13 +107,20 @@ class Store:
             raise StoreError(
                 f"cannot use the store {self.path}: {error.strerror}: {error.filename}"
             ) from error
-        journal = Journal(self.path / "objects" / "names", self._beacon, mode)
-        self.index = Index(self.path / "index.sqlite", self._beacon, journal, durable=durable, mode=mode)
+        journal = Journal(self.path / "objects" / "names", self.path / "tmp", self._beacon, mode)
         self.objects = ObjectDirectory(
             self.path,
             object_mode=self.settings.object_mode,
             file_mode=mode,
             folder_mode=self.settings.folder_mode,
+            durable=durable,
+        )
+        self.index = Index(
+            self.path / "index.sqlite",
+            self._beacon,
+            journal,
+            mode=mode,
+            is_empty=self.objects.is_empty,
             durable=durable,
         )
         self._usage = Usage(self.index)

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from castore.errors import NameConflictError
+from castore.errors import FullError, NameConflictError
+from castore.forks import fork_gate
 from castore.journal import NameRecord, gone, pack_record
 from castore.records import LOST, Blob, Pointing
 
@@ -72,22 +73,38 @@ class Write:
         self._entries = self._logical = self._blobs = self._unique = self._stored = 0
 
     def __enter__(self) -> Write:
-        self._db = self._index.connection()
+        fork_gate.acquire()
         try:
+            self._db = self._index.connection()
             self._db.execute("BEGIN IMMEDIATE")
         except BaseException:
             # A Ctrl-C while we wait is only raised once the lock is ours; kept, it would shut everybody else out.
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
+            fork_gate.release()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self._db.execute("ROLLBACK")
-            return
+        try:
+            if kind is None:
+                self._commit()
+            elif self._db.in_transaction:  # on a full disk SQLite has rolled back by itself
+                self._db.execute("ROLLBACK")
+        except sqlite3.OperationalError as failure:
+            error = failure
+            if "disk is full" not in str(failure):
+                raise
+        finally:
+            fork_gate.release()
+        if isinstance(error, sqlite3.OperationalError) and "disk is full" in str(error):
+            raise FullError(
+                f"the disk of {self._index.path.parent} is full; free some space there"
+            ) from error
+
+    def _commit(self) -> None:
         journal, index = self._index.journal, self._index
         records = b""
         totals = (self._entries, self._logical, self._blobs, self._unique, self._stored)

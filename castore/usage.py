@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 
+from castore.errors import FullError
 from castore.forks import reset_after_fork
 from castore.index import Index
 
@@ -45,8 +46,10 @@ class Usage:
         """Flush, or try again next time if the index is busy or the disk full: counts can wait, readers cannot."""
         try:
             self.flush()
+        except FullError:
+            pass
         except sqlite3.OperationalError as error:
-            if not any(word in str(error) for word in ("locked", "busy", "full")):
+            if "locked" not in str(error) and "busy" not in str(error):
                 raise
 
     def flush(self) -> None:
@@ -59,7 +62,7 @@ class Usage:
             return
         try:
             self._index.record_use(touched, counts)
-        except sqlite3.OperationalError:
+        except (FullError, sqlite3.OperationalError):
             with self._lock:
                 self.touched = touched | self.touched
                 self.counts += counts

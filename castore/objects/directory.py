@@ -19,6 +19,7 @@ from castore.objects.decode import BlobReader
 from castore.objects.loose import LooseFolder
 from castore.objects.packs import PackFolder, PackWriter
 from castore.records import LOOSE, LOST, Blob
+from castore.temporary import sync_folder
 
 
 class ObjectDirectory:
@@ -66,6 +67,10 @@ class ObjectDirectory:
             close = self.packs.release
         return BlobReader(blob, fd, close=close, checksums=checksums, cache=cache, where=self.where(blob))
 
+    def is_empty(self) -> bool:
+        """Whether there is no object and no pack."""
+        return not self.packs.ids() and next(self.loose.listing(), None) is None
+
     def read_packed(self, blob: Blob) -> bytes:
         """All bytes of a packed blob of one frame: the short way, without a reader.
 
@@ -91,12 +96,13 @@ class ObjectDirectory:
     def start_pack(self, pack: int) -> PackWriter:
         """A pack to append to; the caller has registered its id and holds the write lock."""
         path = self.packs.path(pack)
-        try:
-            return PackWriter(path, pack, self._pack_mode)
-        except FileExistsError:
-            # Left by a transaction that registered the id and did not commit, so no row can mean this file.
-            path.unlink()
-            return PackWriter(path, pack, self._pack_mode)
+        # A file that is here already was left by a transaction that registered the id and did not commit, so no row
+        # can mean it.
+        path.unlink(missing_ok=True)
+        writer = PackWriter(path, pack, self._pack_mode)
+        if self.durable:
+            sync_folder(path.parent)
+        return writer
 
     def remove_loose(self, digest: bytes, codec: str) -> None:
         """Unlink an object. The caller holds the write lock and knows that no row means it."""

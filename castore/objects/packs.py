@@ -25,6 +25,7 @@ from castore.errors import CorruptError
 from castore.forks import reset_after_fork
 from castore.objects.codecs import CODECS
 from castore.records import Blob
+from castore.temporary import open_with_mode
 
 #: Blobs stored in at most this many bytes go into packs.
 PACK_LIMIT = 16 * 1024
@@ -217,8 +218,7 @@ class PackWriter:
     """
 
     def __init__(self, path: Path, pack: int, mode: int) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._fd = os.open(path, flags, mode)
+        self._fd = open_with_mode(path, os.O_WRONLY | os.O_EXCL | os.O_APPEND, mode)
         self.pack = pack
         self.size = 0
         self._append(FILE_HEAD)

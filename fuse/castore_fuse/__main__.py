@@ -38,6 +38,7 @@ class Mount:
         options = mount_options(f"castore:{self.store.path}", allow_other=given.allow_other)
         session = Session(operations, given.mountpoint, options, given.threads)
         self.follower = Follower(self.view, operations.nodes, session)
+        mounts.forget_dead(self.store.index)  # a killed daemon's, of this very mountpoint perhaps
         # On the list before the mount answers: from then on gc must know of the pin.
         self._row = mounts.register(self.store.index, str(session.mountpoint), given.prefix, pinned=given.pin)
         return session
