@@ -64,14 +64,21 @@ class Putter:
         )[0]  # fmt: skip
 
     def put_file(
-        self, pointing: Pointing, path: str | os.PathLike[str], codec: str, level: int | None
+        self,
+        pointing: Pointing,
+        path: str | os.PathLike[str],
+        codec: str,
+        level: int | None,
+        progress: Callable[[int], object] | None,
     ) -> Entry:
         """See `Store.put_file`."""
         fd = open_source(path)
+
+        def stage(known: bool) -> list[tuple[Pointing, Staged]]:
+            return [(pointing, self._writer.stage_file(fd, codec, level, known=known, progress=progress))]
+
         try:
-            return self._commit(
-                lambda known: [(pointing, self._writer.stage_file(fd, codec, level, known=known))]
-            )[0]  # fmt: skip
+            return self._commit(stage)[0]
         finally:
             os.close(fd)
 

@@ -196,15 +196,19 @@ class Store:
         ttl: float | str | None = None,
         metadata: dict[str, Any] | None = None,
         pin: bool = False,
+        progress: Callable[[int], object] | None = None,
     ) -> Entry:
         """Keep a file of any size, in constant memory; the arguments are those of `put`.
+
+        Args:
+            progress: called with the bytes of each piece that is compressed; not for bytes that are known already.
 
         Raises:
             OSError: the file cannot be read.
             InvalidValueError: it is not a regular file, or changed while it was read.
         """
         pointing = self._putter.pointing(name, ttl, metadata, pin, "bytes")
-        return self._putter.put_file(pointing, path, *self._putter.codec(codec, level))
+        return self._putter.put_file(pointing, path, *self._putter.codec(codec, level), progress)
 
     def put_many(
         self,

@@ -246,7 +246,15 @@ class BlobWriter:
             self._objects, Blob(digest, size, encoded.stored, used, LOOSE, 0), temporary, encoded.checksums
         )
 
-    def stage_file(self, fd: int, codec: str, level: int | None, *, known: bool = True) -> Staged:
+    def stage_file(
+        self,
+        fd: int,
+        codec: str,
+        level: int | None,
+        *,
+        known: bool = True,
+        progress: Callable[[int], object] | None = None,
+    ) -> Staged:
         """The same for an open file of any size, in constant memory."""
         size = os.fstat(fd).st_size
         if size <= 4 * FRAME_SIZE:
@@ -257,7 +265,7 @@ class BlobWriter:
             if (blob := self._index.blob(digest)) is not None and blob.pack != LOST:
                 return _Known(blob)
         used = choose_codec(codec, size, lambda at, length: os.pread(fd, length, at))
-        frames = HashingFrames(fd)
+        frames = HashingFrames(fd, progress)
         encoded, temporary = self._write_temporary(partial(encode, frames, size, used, level))
         if frames.size != size:
             temporary.unlink()

@@ -37,6 +37,7 @@ def get(
     """
     with open_store(context) as store:
         blob = find_blob(store, name)
+        store.source.count_use(name)
         if output == "-":
             _write(store, blob, sys.stdout.buffer, name)
             sys.stdout.buffer.flush()

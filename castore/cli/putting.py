@@ -90,7 +90,7 @@ class Putter:
             for batch in _batches(sources):
                 if batch[0].size > SMALL:
                     # Here and not in the pool: Ctrl-C must not wait for the end of a large file.
-                    self._count(batch, self._put_file(batch[0]))
+                    self._put_file(batch[0])
                     continue
                 running.append((batch, pool.submit(self._put_batch, batch)))
                 # Few batches wait, so that memory stays bounded however quick the disk is.
@@ -144,11 +144,22 @@ class Putter:
                 problems.append(f"{printable(source.path)}: {error}")
         return problems
 
-    def _put_file(self, source: Source) -> _Outcome:
+    def _put_file(self, source: Source) -> None:
+        seen = 0
+
+        def progress(size: int) -> None:
+            nonlocal seen
+            seen += size
+            self._done(size)
+
+        outcome = self._put_large(source, progress)
+        self._count([source._replace(size=max(0, source.size - seen))], outcome)
+
+    def _put_large(self, source: Source, progress: Callable[[int], object]) -> _Outcome:
         codec, ttl, metadata, pin = self._options
         try:
             entry = self._store.put_file(
-                source.name, source.path, codec=codec, ttl=ttl, metadata=metadata, pin=pin
+                source.name, source.path, codec=codec, ttl=ttl, metadata=metadata, pin=pin, progress=progress
             )
         except (FullError, StoreError):
             raise

@@ -171,19 +171,23 @@ class BlobReader:
             last = self._last = (index, self._load(index))
         return last[1]
 
-    def prefetch(self, index: int) -> None:
-        """Have a worker put frame ``index`` into the shared cache, if there is one, it is missing and exists."""
-        if (
-            self._cache is None
-            or index >= self.frames
-            or self._cache.get((self.blob.digest, index)) is not None
-        ):
+    def prefetch(self, indices: range) -> None:
+        """Have workers put those frames into the shared cache, if there is one, as far as they are missing and exist."""
+        if self._cache is None:
             return
-        if self.hold():
-            # A damaged frame is reported by the read that needs it, not by the guess that it would be needed.
-            workers.pool().submit(self.frame, index).add_done_callback(self._prefetched)
+        # Each worker takes a few frames in a row: handing over one costs a good part of what decoding it does.
+        step = max(1, len(indices) // cores())
+        for start in range(indices.start, min(indices.stop, self.frames), step):
+            if self.hold():
+                run = range(start, min(start + step, indices.stop, self.frames))
+                # A damaged frame is reported by the read that needs it, not by the guess that it would be needed.
+                workers.pool().submit(self._load_run, run).add_done_callback(self._prefetched)
 
-    def _prefetched(self, future: Future[bytes]) -> None:
+    def _load_run(self, indices: range) -> None:
+        for index in indices:
+            self.frame(index)
+
+    def _prefetched(self, future: Future[None]) -> None:
         self.unhold()
 
     # Reading

@@ -150,8 +150,9 @@ class HashingFrames:
     even if somebody writes to the file meanwhile.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, progress: Callable[[int], object] | None = None) -> None:
         self._fd = fd
+        self._progress = progress
         self._hash = blake3.blake3()
         self.size = 0
 
@@ -162,6 +163,8 @@ class HashingFrames:
                 self._hash.update(frame)
                 self.size += len(frame)
                 yield frame
+                if self._progress is not None:
+                    self._progress(len(frame))
             if len(frame) < FRAME_SIZE:
                 return
 

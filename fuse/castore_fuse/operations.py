@@ -46,29 +46,39 @@ class _Handle:
 
     __slots__ = ("ahead", "reader")
 
-    def __init__(self, reader: BlobReader | None) -> None:
+    def __init__(self, reader: BlobReader | None, ahead: int = 0) -> None:
         self.reader = reader
-        self.ahead = Sequence()
+        self.ahead = Sequence(ahead)
 
 
 class Sequence:
-    """Tells sequential reading from random, and how many frames to decode ahead of it."""
+    """Tells sequential reading from random, and which frames to decode ahead of it.
 
-    __slots__ = ("_next", "_window")
+    Args:
+        limit: most frames to be ahead.
+    """
 
-    def __init__(self) -> None:
-        self._next = 0
+    __slots__ = ("_asked", "_limit", "_next", "_window")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._next = self._asked = 0
         self._window = 1
 
     def after(self, first: int, last: int) -> range:
-        """The frames worth decoding now that ``first`` to ``last`` were asked for."""
+        """The frames to start decoding now that ``first`` to ``last`` were read; each is given out once."""
         if first > self._next or last < self._next - 1:
-            self._next, self._window = last + 1, 0  # a jump: wait and see
+            self._next = self._asked = last + 1  # a jump: wait and see
+            self._window = 0
             return range(0)
         if last >= self._next:
             self._next = last + 1
-            self._window = min(self._window * 2 or 1, 4 * cores())
-        return range(last + 1, last + 1 + self._window)
+            self._window = min(self._window * 2 or 1, self._limit)
+        start, stop = max(self._asked, self._next), self._next + self._window
+        if stop - start < (self._window + 1) // 2:
+            return range(0)  # soon, and several together
+        self._asked = stop
+        return range(start, stop)
 
 
 class Operations(LowLevel):
@@ -89,6 +99,8 @@ class Operations(LowLevel):
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, _Handle] = OrderedDict()
+        # What is decoded ahead must still be in the cache when its turn comes, also if several files are read at once.
+        self._ahead = min(4 * cores(), view.cache.max_bytes // (4 * FRAME_SIZE))
 
     # Names
 
@@ -148,7 +160,7 @@ class Operations(LowLevel):
         if file.content is not None:
             return _Handle(None)
         try:
-            return _Handle(self.view.open(file))
+            return _Handle(self.view.open(file), self._ahead)
         except FileNotFoundError as error:
             # Gone if nothing is known of it any more; known but unreadable is damage.
             known = self.view.store.index.blob(file.digest)
@@ -181,8 +193,8 @@ class Operations(LowLevel):
             raise OSError(errno.EIO, str(error)) from error
         if reader.frames > 1 and data:
             last = (offset + len(data) - 1) // FRAME_SIZE
-            for index in handle.ahead.after(offset // FRAME_SIZE, last):
-                reader.prefetch(index)
+            if ahead := handle.ahead.after(offset // FRAME_SIZE, last):
+                reader.prefetch(ahead)
         return data
 
     def _keep(self, file: File) -> _Handle:
