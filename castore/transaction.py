@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,6 +70,7 @@ class Write:
         self._announce = False
         #: Whether what was done here has come true.
         self.committed = False
+        self._before_commit: list[Callable[[], None]] = []
         self._entries = self._logical = self._blobs = self._unique = self._stored = 0
 
     def __enter__(self) -> Write:
@@ -109,6 +110,8 @@ class Write:
         records = b""
         totals = (self._entries, self._logical, self._blobs, self._unique, self._stored)
         try:
+            for prepare in self._before_commit:
+                prepare()
             if any(totals):
                 self._db.execute(_ADD_TOTALS, totals)
             if self._records:
@@ -136,6 +139,10 @@ class Write:
             self._db.execute("BEGIN IMMEDIATE")
         self._index.journal.retract(records)
         self._db.execute("ROLLBACK")
+
+    def before_commit(self, prepare: Callable[[], None]) -> None:
+        """Have ``prepare`` called under the lock when all that is left is to commit."""
+        self._before_commit.append(prepare)
 
     def look(self, name: str, digest: bytes) -> Standing:
         """What `set_entry` and whoever places the blob need to know, in one question."""

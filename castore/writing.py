@@ -176,10 +176,12 @@ class BlobWriter:
         self._make_room = make_room
         self._pack: PackWriter | None = None
         self._begun_by: Write | None = None
+        self._appending: Write | None = None
+        self._pending: list[bytes] = []
         reset_after_fork(self)
 
     def _after_fork(self) -> None:
-        self._pack = None  # it stays the parent's, which goes on appending
+        self._pack = self._appending = None  # the pack stays the parent's, which goes on appending
 
     def close(self) -> None:
         """Close the open pack."""
@@ -190,28 +192,48 @@ class BlobWriter:
     # The open pack; all under the write lock, which also keeps this process's threads apart
 
     def append(self, txn: Write, data: bytes) -> tuple[int, int]:
-        """Append records to this process's pack: ``(pack id, where they begin)``."""
-        # A transaction that did not commit has given the id of the pack it began back, and another process may have
-        # begun a file of its own under it: what is appended to ours would be named by rows and lie nowhere.
-        taken_back = self._begun_by is not txn and not (self._begun_by and self._begun_by.committed)
-        if self._pack is not None and (
-            self._pack.size > PACK_SIZE or taken_back or not self._pack.is_whole()
-        ):
+        """Append records to this process's pack: ``(pack id, where they begin)``.
+
+        They are written, all at once, before the transaction commits: nobody can know of them earlier.
+        """
+        if self._appending is not txn:
+            self._begin(txn)
+        elif self._pack is not None and self._pack.size + self._pending_size > PACK_SIZE:
+            self._flush()
             self.close()
         if self._pack is None:
             self._pack, self._begun_by = self._objects.start_pack(txn.new_pack()), txn
-        position = self._pack.add(data)
-        if self._objects.durable:
-            self._pack.sync()
+        position = self._pack.size + self._pending_size
+        self._pending.append(data)
+        self._pending_size += len(data)
         return self._pack.pack, position
+
+    def _begin(self, txn: Write) -> None:
+        # What an earlier transaction left pending was never committed.
+        self._appending, self._pending, self._pending_size = txn, [], 0
+        txn.before_commit(self._flush)
+        # A transaction that did not commit has given the id of the pack it began back, and another process may have
+        # begun a file of its own under it: what is appended to ours would be named by rows and lie nowhere.
+        taken_back = self._begun_by is not None and not self._begun_by.committed
+        pack = self._pack
+        if pack is not None and (pack.size > PACK_SIZE or taken_back or not pack.is_whole()):
+            self.close()
+
+    def _flush(self) -> None:
+        if self._pending and self._pack is not None:
+            self._pack.add(b"".join(self._pending))
+            if self._objects.durable:
+                self._pack.sync()
+        self._pending, self._pending_size = [], 0
 
     def leave_pack(self, pack: int) -> None:
         """Have the next append start another pack, if it is this one that is open."""
         if self._pack is not None and self._pack.pack == pack:
-            self.close()
+            self.forget_pack()
 
     def forget_pack(self) -> None:
-        """Have the next append start another pack."""
+        """Have the next append start another pack: this one has been retired, so nothing of it was kept."""
+        self._pending, self._pending_size = [], 0
         self.close()
 
     # Staging
