@@ -4,7 +4,8 @@
 still matches may answer without touching SQLite. ``segment`` is the number of the names journal's current segment. ``epoch``
 counts how often ``index.sqlite`` was replaced by another file: connections to an earlier one are not used any more.
 
-The words only save work. ``changed`` is written after the commit, so a writer killed in between leaves it as it was:
+The words only save work. ``changed`` is written before the commit, for the next writer, and after it, for readers; a
+writer killed in between leaves readers with the old row under the new word:
 whoever trusts it must ask the index itself once in a while (`Store` does so every second).
 """
 

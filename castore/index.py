@@ -26,9 +26,8 @@ from castore.journal import Journal, NameRecord, pack_record
 from castore.records import Blob, Entry
 from castore.schema import SCHEMA_VERSION, migrate
 from castore.temporary import open_with_mode
-from castore.transaction import BLOB_OF, Write
+from castore.transaction import BLOB_OF, BUSY_SECONDS, Write
 
-_BUSY_SECONDS = 120.0
 # Where SQLite's shared locks lie in the file, and how many bytes they are.
 _SHARED_FIRST, _SHARED_SIZE = 0x40000002, 510
 
@@ -87,7 +86,7 @@ def _version(db: sqlite3.Connection) -> int:
 def _use_wal(db: sqlite3.Connection) -> None:
     # Only the first connection to a new index changes its mode, and SQLite then answers "locked" at once to others
     # who are just doing the same, however long they are willing to wait.
-    deadline = time.monotonic() + _BUSY_SECONDS
+    deadline = time.monotonic() + BUSY_SECONDS
     while True:
         try:
             db.execute("PRAGMA journal_mode = WAL")
@@ -132,7 +131,10 @@ class Index:
         self._rebuilding = rebuilding
         self._after_fork()
         reset_after_fork(self)
-        os.close(open_with_mode(path, os.O_RDWR, mode))
+        # Never opened and closed if it is there: closing any descriptor of the file would drop the locks that SQLite
+        # holds on it in this process, for another `Store` of the same folder.
+        if not path.exists():
+            os.close(open_with_mode(path, os.O_RDWR, mode))
         if not rebuilding:
             self._prepare(is_empty)
 
@@ -154,7 +156,10 @@ class Index:
         bytes are those of https://sqlite.org/fileformat2.html#the_lock_byte_page; the descriptor stays open, since
         closing any would drop the lock.
         """
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return  # the store was removed: there is nothing to lock, and opening it again will say so
         fcntl.lockf(fd, fcntl.LOCK_SH, _SHARED_SIZE, _SHARED_FIRST)
         _inherited.append(fd)
 
@@ -201,7 +206,7 @@ class Index:
             # check_same_thread is off only so that this object can close every thread's connection.
             db = sqlite3.connect(
                 self.path,
-                timeout=_BUSY_SECONDS,
+                timeout=BUSY_SECONDS,
                 isolation_level=None,
                 cached_statements=256,
                 check_same_thread=False,
@@ -256,9 +261,13 @@ class Index:
         """Have `is_folder` look again: what made them folders did not come true."""
         self._folders = set()
 
-    def write(self) -> Write:
-        """A write transaction, to be used as a context manager."""
-        return Write(self)
+    def write(self, patience: float = BUSY_SECONDS) -> Write:
+        """A write transaction, to be used as a context manager.
+
+        Args:
+            patience: seconds to wait for other writers before entering raises sqlite3.OperationalError.
+        """
+        return Write(self, patience)
 
     def barrier(self) -> None:
         """Return once every transaction that has appended to the journal by now is over."""
@@ -351,9 +360,11 @@ class Index:
 
     # Batched bookkeeping
 
-    def record_use(self, touched: dict[str, float], counts: dict[str, int]) -> None:
+    def record_use(
+        self, touched: dict[str, float], counts: dict[str, int], patience: float = BUSY_SECONDS
+    ) -> None:
         """Add last accesses and counts in one transaction."""
-        with self.write() as txn:
+        with self.write(patience) as txn:
             txn.executemany(
                 "UPDATE entries SET accessed = ?1 WHERE name = ?2 AND accessed < ?1",
                 [(when, name) for name, when in list(touched.items())],

@@ -67,7 +67,7 @@ class Journal:
         self.folder = folder
         self._tmp = tmp
         self._beacon = beacon
-        self._mode = mode
+        self.mode = mode
         self._fd = -1
         self._number = -1
         # After a power cut the beacon may hold an older number than there are segments, or none.
@@ -92,7 +92,7 @@ class Journal:
         number = self._beacon.segment
         if number != self._number:
             self.close()
-            self._fd = open_with_mode(self.path(number), os.O_RDWR | os.O_APPEND, self._mode)
+            self._fd = open_with_mode(self.path(number), os.O_RDWR | os.O_APPEND, self.mode)
             self._number = number
             if durable:
                 sync_folder(self.folder)
@@ -144,7 +144,7 @@ class Journal:
     def switch(self) -> int:
         """Start a new segment and return its number. The caller holds the write lock."""
         number = max(self._beacon.segment, *self.segments(), *self.snapshots(), 1) + 1
-        os.close(open_with_mode(self.path(number), os.O_WRONLY, self._mode))
+        os.close(open_with_mode(self.path(number), os.O_WRONLY, self.mode))
         self._beacon.segment = number
         return number
 
@@ -156,7 +156,7 @@ class Journal:
         """
         fd, temporary = create_temporary(self._tmp)
         with os.fdopen(fd, "wb", buffering=1024 * 1024) as file:
-            os.fchmod(fd, self._mode)
+            os.fchmod(fd, self.mode)
             file.writelines(records)
             file.flush()
             os.fsync(fd)
@@ -242,7 +242,7 @@ class JournalTail:
         self._position = os.fstat(self._fd).st_size
 
     def _open(self) -> int:
-        return os.open(self._journal.path(self._number), os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return open_with_mode(self._journal.path(self._number), os.O_RDONLY, self._journal.mode)
 
     def poll(self) -> list[NameRecord] | None:
         """What was appended since the last call; None if some of it was missed, so that anything may have changed."""

@@ -135,10 +135,14 @@ def save(path: Path, settings: Settings) -> None:
     """Write the settings, whole or not at all."""
     content = {"format": FORMAT, **settings._asdict()}
     fd, temporary = create_temporary(path / "tmp")
-    with os.fdopen(fd, "w") as file:
-        os.fchmod(fd, settings.file_mode)
-        file.write(json.dumps(content, indent=2) + "\n")
-    temporary.rename(path / FILE)
+    try:
+        with os.fdopen(fd, "w") as file:
+            os.fchmod(fd, settings.file_mode)
+            file.write(json.dumps(content, indent=2) + "\n")
+        temporary.rename(path / FILE)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StoreError(f"cannot write {path / FILE}: {error.strerror}") from error
 
 
 def create(path: Path, settings: Settings) -> None:
@@ -166,7 +170,8 @@ def make_folders(path: Path, settings: Settings) -> None:
     """Make what is missing of the store's folders, with the permission bits they must have."""
     for folder in (path, *(path / name for name in FOLDERS)):
         folder.mkdir(exist_ok=True)
-        folder.chmod(settings.folder_mode)
+        if folder.stat().st_mode & 0o7777 != settings.folder_mode:
+            folder.chmod(settings.folder_mode)
     if settings.shared:
         _give_to_group(path, settings.shared)
 
@@ -182,8 +187,9 @@ def _give_to_group(path: Path, group: str) -> None:
 
     try:
         for folder in (path, *(path / name for name in FOLDERS)):
-            shutil.chown(folder, group=group)
-            folder.chmod(0o2770)  # chown clears the set-group-id bit
+            if folder.group() != group:
+                shutil.chown(folder, group=group)
+                folder.chmod(0o2770)  # chown clears the set-group-id bit
     except LookupError as error:
         raise StoreError(f"there is no group {group!r} to share {path} with") from error
 

@@ -142,8 +142,8 @@ class Store:
         return f"Store({str(self.path)!r})"
 
     def close(self) -> None:
-        """Write what has been counted and let go of files and connections; reading again is an error."""
-        self._usage.flush()
+        """Let go of files and connections, after writing what has been counted if there is room for it."""
+        self._usage.flush_if_possible()
         self.writer.close()
         self.objects.close()
         self.index.journal.close()
@@ -249,6 +249,7 @@ class Store:
         except FileNotFoundError as error:
             raise self._not_found(name) from error
         self.source.count_use(name)
+        self._usage.flush_if_due()
         return open_blob(reader, name, self.source.quarantine)
 
     def _blob(self, name: str) -> Blob:

@@ -9,6 +9,7 @@ Digests are raw bytes, names are already checked, times are seconds since the ep
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +24,8 @@ from castore.records import LOST, Blob, Pointing
 if TYPE_CHECKING:
     from castore.index import Index
 
+#: Seconds a writer waits for others.
+BUSY_SECONDS = 120.0
 BLOB_OF = "SELECT digest, size, stored, codec, pack, offset FROM blobs WHERE digest = ?"
 _LOOK = (
     "SELECT e.digest, e.size, (SELECT name FROM entries WHERE name > ?1 || '/' AND name < ?1 || '0' LIMIT 1),"
@@ -63,8 +66,9 @@ class Standing(NamedTuple):
 class Write:
     """One write transaction: everything in it is seen together, or not at all. Made by `Index.write`."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, patience: float) -> None:
         self._index = index
+        self._patience = patience
         self._records: list[bytes] = []
         self._new_folders: list[str] = []
         self._announce = False
@@ -74,17 +78,30 @@ class Write:
         self._entries = self._logical = self._blobs = self._unique = self._stored = 0
 
     def __enter__(self) -> Write:
-        fork_gate.acquire()
+        if not fork_gate.acquire(timeout=self._patience):
+            raise sqlite3.OperationalError("database is locked by another thread")
         try:
             self._db = self._index.connection()
+            self._begin()
+        except BaseException:
+            fork_gate.release()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        usual = self._patience >= BUSY_SECONDS
+        try:
+            if not usual:
+                self._db.execute(f"PRAGMA busy_timeout = {int(self._patience * 1000)}")
             self._db.execute("BEGIN IMMEDIATE")
         except BaseException:
             # A Ctrl-C while we wait is only raised once the lock is ours; kept, it would shut everybody else out.
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            fork_gate.release()
             raise
-        return self
+        finally:
+            if not usual:
+                self._db.execute(f"PRAGMA busy_timeout = {int(BUSY_SECONDS * 1000)}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -94,13 +111,13 @@ class Write:
                 self._commit()
             elif self._db.in_transaction:  # on a full disk SQLite has rolled back by itself
                 self._db.execute("ROLLBACK")
-        except sqlite3.OperationalError as failure:
+        except (sqlite3.OperationalError, OSError) as failure:
             error = failure
-            if "disk is full" not in str(failure):
+            if not _is_full(failure):
                 raise
         finally:
             fork_gate.release()
-        if isinstance(error, sqlite3.OperationalError) and "disk is full" in str(error):
+        if error is not None and _is_full(error):
             raise FullError(
                 f"the disk of {self._index.path.parent} is full; free some space there"
             ) from error
@@ -341,3 +358,9 @@ class Write:
 def _parents(name: str) -> list[str]:
     parts = name.split("/")
     return ["/".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def _is_full(error: BaseException) -> bool:
+    if isinstance(error, FullError):
+        return False  # said already
+    return getattr(error, "errno", None) == errno.ENOSPC or "disk is full" in str(error)

@@ -14,9 +14,12 @@ from collections import Counter
 from castore.errors import FullError
 from castore.forks import reset_after_fork
 from castore.index import Index
+from castore.transaction import BUSY_SECONDS
 
 #: Seconds between two writes of a busy reader.
 FLUSH_SECONDS = 5.0
+# How long a reader that flushes waits for writers.
+_PATIENCE = 0.05
 
 
 class Usage:
@@ -45,15 +48,15 @@ class Usage:
     def flush_if_possible(self) -> None:
         """Flush, or try again next time if the index is busy or the disk full: counts can wait, readers cannot."""
         try:
-            self.flush()
+            self.flush(_PATIENCE)
         except FullError:
             pass
         except sqlite3.OperationalError as error:
             if "locked" not in str(error) and "busy" not in str(error):
                 raise
 
-    def flush(self) -> None:
-        """Write what has been counted."""
+    def flush(self, patience: float = BUSY_SECONDS) -> None:
+        """Write what has been counted; waits at most ``patience`` seconds for other writers."""
         with self._lock:
             touched, self.touched = self.touched, {}
             counts, self.counts = self.counts, Counter()
@@ -61,7 +64,7 @@ class Usage:
         if not touched and not counts:
             return
         try:
-            self._index.record_use(touched, counts)
+            self._index.record_use(touched, counts, patience)
         except (FullError, sqlite3.OperationalError):
             with self._lock:
                 self.touched = touched | self.touched

@@ -195,3 +195,32 @@ def test_a_shared_store_ignores_the_umask(tmp_path: Path) -> None:
             assert path.stat().st_mode & 0o040, f"{path} cannot be read by the group"
         elif path.is_dir():
             assert path.stat().st_mode & 0o2070 == 0o2070, f"{path} is closed to the group"
+
+
+def test_a_second_store_in_the_process_leaves_the_locks_of_the_first(tmp_path: Path) -> None:
+    """Closing any descriptor of the index would drop SQLite's locks, and the next visitor would delete the WAL."""
+    first = Store(tmp_path / "store", memory=0)
+    first.put("a", b"1")
+    with Store(tmp_path / "store", memory=0) as second:
+        second.put("b", b"2")
+        visit = f"import castore; castore.Store({str(first.path)!r}).close()"
+        subprocess.run([sys.executable, "-c", visit], check=True)
+        first.put("c", b"3")
+        look = f"import castore; print(castore.Store({str(first.path)!r}).get('c'))"
+        seen = subprocess.run([sys.executable, "-c", look], check=True, capture_output=True, text=True)
+    assert seen.stdout.strip() == "b'3'"
+    first.close()
+
+
+def test_a_put_while_the_index_is_replaced_is_refused_and_holds_nobody_up(tmp_path: Path) -> None:
+    store = filled(tmp_path / "store")
+    remove_index(tmp_path / "store")
+    store.index.beacon.words[2] += 1  # as `doctor` does when it sets a damaged index aside
+    with pytest.raises(StoreError, match="rebuilt"):
+        store.put("x", b"1")
+    doctor.rebuild_index(tmp_path / "store")
+    done = threading.Thread(target=store.put, args=("x", b"2"))
+    done.start()
+    done.join(20)
+    assert store.get("x") == b"2"
+    store.close()

@@ -241,12 +241,31 @@ def test_the_journal_and_the_beacon_are_what_the_page_says(disk: Store) -> None:
     disk.put("b", b"2")
     disk.index.snapshot_journal()
     number = parse(beacon.read_bytes(), words)[1]
-    assert number == before[1] + 2
+    assert number == before[1] + 1
     folder = disk.path / "objects" / "names"
-    snapshot, fresh = (folder / f"{n:08d}.names" for n in (number - 1, number))
-    assert sorted(folder.iterdir()) == [snapshot, fresh]
+    fresh, snapshot = (folder / f"{number:08d}{suffix}" for suffix in (".names", ".snapshot"))
+    assert sorted(folder.iterdir()) == [fresh, snapshot]
     assert [record[0] for record in journal(snapshot)] == ["b"]
     assert fresh.stat().st_size == 0
+    disk.put("c", b"3")
+    assert [record[0] for record in journal(fresh)] == ["c"]
+
+
+def test_replaying_the_journal_as_the_page_says_gives_the_names_there_are(disk: Store) -> None:
+    for name in ("a", "b", "c"):
+        disk.put(name, name.encode())
+    disk.index.snapshot_journal()
+    disk.delete("b")
+    disk.put("d", b"d")
+    folder = disk.path / "objects" / "names"
+    newest = max(folder.glob("*.snapshot"))
+    segments = sorted(path for path in folder.glob("*.names") if int(path.stem) >= int(newest.stem))
+    last = {}
+    for path in (newest, *segments):
+        last.update({record[0]: record[1] for record in journal(path)})
+    names = {name: digest for name, digest in last.items() if digest is not None}
+    assert names == dict(query(disk, "SELECT name, digest FROM entries"))
+    assert sorted(names) == ["a", "c", "d"]
 
 
 def columns(db: sqlite3.Connection) -> dict[str, object]:
@@ -286,6 +305,7 @@ def test_every_file_of_a_store_stands_in_the_page_with_its_mode(disk: Store) -> 
     disk.put("small", b"1")
     disk.put("large", noise(20_000))
     disk.get_or_compute("computed", lambda: "value")
+    disk.index.snapshot_journal()
     rows = re.findall(r"^\| (`.+?`.*?) \| .+? \| (\d{4})? ?\|$", PAGE, re.M)
     modes = {}
     for paths, mode in rows:
@@ -295,6 +315,7 @@ def test_every_file_of_a_store_stands_in_the_page_with_its_mode(disk: Store) -> 
         r"objects/../[0-9a-f]{64}": "objects/ab/abcd….zst",
         r"objects/packs/[0-9a-f]{8}\.pack": "objects/packs/0000002a.pack",
         r"objects/names/\d{8}\.names": "objects/names/00000003.names",
+        r"objects/names/\d{8}\.snapshot": "objects/names/00000003.snapshot",
         r"index\.sqlite-wal": "-wal",
         r"index\.sqlite-shm": "-shm",
     }
@@ -309,7 +330,7 @@ def test_every_file_of_a_store_stands_in_the_page_with_its_mode(disk: Store) -> 
         if modes[kind]:
             assert path.stat().st_mode & 0o7777 == int(modes[kind], 8), relative
         seen.add(kind)
-    assert len(seen) >= 10
+    assert len(seen) >= 11
 
 
 def test_a_temporary_file_is_named_as_the_page_says(disk: Store) -> None:

@@ -119,6 +119,7 @@ class ObjectDirectory:
                 fd = self.packs.acquire(blob.pack)
                 try:
                     target.write_bytes(os.pread(fd, min(blob.stored, 1 << 20), blob.offset))
+                    target.chmod(self.loose.mode)
                 finally:
                     self.packs.release(fd)
         except FileNotFoundError:

@@ -31,7 +31,7 @@ class LooseFolder:
     def __init__(self, objects: Path, tmp: Path, *, mode: int, folder_mode: int) -> None:
         self.objects = objects
         self.tmp = tmp
-        self._mode = mode
+        self.mode = mode
         self._folder_mode = folder_mode
         self._base = str(objects)
 
@@ -46,7 +46,7 @@ class LooseFolder:
 
     def seal(self, fd: int, *, durable: bool) -> None:
         """Make a finished temporary file what an object is: read-only, and on the disk if ``durable``."""
-        os.fchmod(fd, self._mode)
+        os.fchmod(fd, self.mode)
         if durable:
             os.fsync(fd)
 

@@ -9,6 +9,7 @@ import argparse
 import logging
 import sqlite3
 import sys
+from functools import partial
 from pathlib import Path
 
 from castore import Store, mounts
@@ -37,10 +38,11 @@ class Mount:
         operations = Operations(self.view, pinned=given.pin)
         options = mount_options(f"castore:{self.store.path}", allow_other=given.allow_other)
         session = Session(operations, given.mountpoint, options, given.threads)
-        self.follower = Follower(self.view, operations.nodes, session)
         mounts.forget_dead(self.store.index)  # a killed daemon's, of this very mountpoint perhaps
         # On the list before the mount answers: from then on gc must know of the pin.
-        self._row = mounts.register(self.store.index, str(session.mountpoint), given.prefix, pinned=given.pin)
+        self._row = row = mounts.register(self.store.index, str(session.mountpoint), given.prefix, pinned=given.pin)
+        beat = partial(mounts.still_here, self.store.index, row)
+        self.follower = Follower(self.view, operations.nodes, session, beat)
         return session
 
     def started(self) -> None:

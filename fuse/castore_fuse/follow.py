@@ -10,6 +10,7 @@ import logging
 import sqlite3
 import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from castore.errors import CastoreError
@@ -22,6 +23,8 @@ log = logging.getLogger("castore.fuse")
 
 #: Seconds between two looks at the journal.
 INTERVAL = 0.1
+#: Seconds between two signs of life.
+BEAT_SECONDS = 300.0
 #: Seconds after which a record that the index does not confirm counts as never committed.
 _PATIENCE = 10.0
 
@@ -45,12 +48,17 @@ class Follower:
         view: of the mount.
         nodes: what the kernel knows.
         session: takes the invalidations.
+        beat: called every few minutes, to say that the mount is alive.
     """
 
-    def __init__(self, view: View, nodes: NodeTable, session: Invalidating) -> None:
+    def __init__(
+        self, view: View, nodes: NodeTable, session: Invalidating, beat: Callable[[], object]
+    ) -> None:
         self._view = view
         self._nodes = nodes
         self._session = session
+        self._beat = beat
+        self._next_beat = time.monotonic() + BEAT_SECONDS
         self._stop = threading.Event()
         self._waiting: dict[str, tuple[NameRecord, float]] = {}
         self._tail = JournalTail(view.store.index.journal, view.store.index.beacon)
@@ -71,6 +79,9 @@ class Follower:
             try:
                 self.look()
                 self._view.store.flush_if_due()
+                if time.monotonic() > self._next_beat:
+                    self._next_beat = time.monotonic() + BEAT_SECONDS
+                    self._beat()
             except (OSError, sqlite3.Error, CastoreError):
                 log.exception("cannot follow the store's changes; trying again")
 

@@ -9,6 +9,7 @@ Must never be called from the process that serves the mount.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import select
@@ -33,8 +34,20 @@ END_TIMEOUT = 15.0
 """Seconds a daemon may take to end after its mount was taken away."""
 _LOG_LIMIT = 1 << 20
 
-# Daemons started here. Keeping the objects keeps Python from warning that they still run.
+# Daemons started here, to be waited for once they have ended.
 _started: list[subprocess.Popen[bytes]] = []
+
+
+def _reap() -> None:
+    _started[:] = [daemon for daemon in _started if daemon.poll() is None]
+
+
+@atexit.register
+def _leave_daemons() -> None:
+    """They outlive this process on purpose; without a return code Python would warn of forgotten children."""
+    _reap()
+    for daemon in _started:
+        daemon.returncode = 0
 
 
 def mount_background(
@@ -61,7 +74,8 @@ def mount_background(
     path = Path(os.path.realpath(mountpoint))
     with _open_log(log_path) as log:
         process = _start(command, path, log.fileno(), (), timeout, f"see {log_path}")
-    _started[:] = [daemon for daemon in _started if daemon.poll() is None] + [process]
+    _reap()
+    _started.append(process)
     return process.pid
 
 
@@ -286,6 +300,7 @@ def umount(mountpoint: str | os.PathLike[str], *, record_path: Path | None = Non
         if time.monotonic() > deadline:
             raise MountError(f"{path} is unmounted, but its daemon (pid {record.pid}) still runs")
         time.sleep(0.01)
+    _reap()
     if record_path is not None:
         record_path.unlink(missing_ok=True)
 

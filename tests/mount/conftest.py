@@ -22,11 +22,15 @@ from tests.mount import shelf
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _can_mount() -> None:
+def _can_mount(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Skip where nothing can be mounted; keep the daemons' logs out of the user's home."""
     try:
         check_fuse()
     except CastoreError as error:
         pytest.skip(str(error))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", os.fspath(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture

@@ -112,7 +112,9 @@ def _chunks(folder: Path) -> None:
     import zarr
 
     data = np.arange(120_000, dtype=np.float32).reshape(400, 300)
-    array = zarr.create_array(str(folder / "array.zarr"), shape=data.shape, chunks=(100, 100), dtype=data.dtype)
+    array = zarr.create_array(
+        str(folder / "array.zarr"), shape=data.shape, chunks=(100, 100), dtype=data.dtype
+    )
     array[:] = data
     with h5py.File(folder / "data.h5", "w") as file:
         file.create_dataset("x", data=data, chunks=(50, 50), compression="gzip")

@@ -156,5 +156,5 @@ def test_broken_index_is_an_error_and_a_rebuilt_one_serves_again(live: Path, sto
             assert (live / name).read_bytes() == data
     with Store(store.path, memory=0) as again:
         again.put("folder-3/new", b"seen")
-    until(lambda: (live / "folder-3" / "new").exists())
+    until((live / "folder-3" / "new").exists)
     assert len(os.listdir(live / "folder-3")) == 61

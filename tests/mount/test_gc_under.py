@@ -132,9 +132,7 @@ def test_pinned_mount_keeps_its_prefix_and_nothing_else(store: Store) -> None:
 def test_pinned_mount_keeps_bytes_that_lost_their_name(store: Store) -> None:
     put_kinds(store)
     with castore_fuse.mounted(store, pin=True) as root, contextlib.ExitStack() as stack:
-        held = {
-            name: stack.enter_context((root / "kinds" / name).open("rb", buffering=0)) for name in KINDS
-        }
+        held = {name: stack.enter_context((root / "kinds" / name).open("rb", buffering=0)) for name in KINDS}
         store.put_many((f"kinds/{name}", b"new " + name.encode()) for name in KINDS)
         remove_everything(store)
         until(lambda: all((root / "kinds" / name).read_bytes() == b"new " + name.encode() for name in KINDS))
@@ -155,7 +153,9 @@ def test_killed_pinned_mount_holds_nothing(store: Store, mountpoint: Path) -> No
     assert store.stat().mounts == []
 
 
-def test_small_files_read_right_while_gc_compacts_their_packs(live: Path, store: Store, tmp_path: Path) -> None:
+def test_small_files_read_right_while_gc_compacts_their_packs(
+    live: Path, store: Store, tmp_path: Path
+) -> None:
     kept = {f"kept/{number}": text(2000 + number, number) for number in range(120)}
     lines = [f"{live / name} {hashlib.sha256(data).hexdigest()}\n" for name, data in kept.items()]
     (tmp_path / "list").write_text("".join(lines))

@@ -113,7 +113,8 @@ def test_tarfile_lists_and_extracts(root: Path, plain: Path) -> None:
                 assert one.read() == other.read()
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset leaves the last shard to the collector
+# webdataset leaves its last shard to the garbage collector.
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 def test_webdataset_streams_shards(root: Path, plain: Path) -> None:
     import webdataset
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import random
@@ -111,7 +110,7 @@ def test_inodes_are_the_same_everywhere_and_after_a_remount(background: Path, st
     assert inodes() == first
 
 
-def test_foreground_and_background_options_reach_the_daemon(store: Store, mountpoint: Path) -> None:
+def test_options_reach_the_daemon(store: Store, mountpoint: Path) -> None:
     store.put_many([("data/x", b"x"), ("other/y", b"y")])
     castore_fuse.mount(store, mountpoint, prefix="data/", pin=True, cache_size="2MB", threads=1)
     try:
@@ -121,7 +120,7 @@ def test_foreground_and_background_options_reach_the_daemon(store: Store, mountp
         assert words[words.index("--prefix") + 1] == "data"
         assert words[words.index("--cache-size") + 1] == "2000000"
         threads = os.listdir(f"/proc/{daemon(store).pid}/task")
-        assert len(threads) <= 4  # main, one for requests, one that follows changes, one that waits to be told
+        assert len(threads) <= 3  # the main one, one for requests, one that follows changes
     finally:
         castore_fuse.umount(mountpoint)
 
@@ -153,7 +152,7 @@ def test_what_cannot_be_mounted_is_refused_in_a_sentence(store: Store, tmp_path:
 
 
 def test_second_mount_at_the_same_place_is_refused(background: Path, store: Store) -> None:
-    with pytest.raises(MountError, match="is mounted at .* already"):
+    with pytest.raises(MountError, match=r"is mounted at .* already"):
         castore_fuse.mount(store, background)
     assert (background / "a/b").read_bytes() == b"content"
 
@@ -184,7 +183,11 @@ def test_blobs_are_reached_by_digest(live: Path, store: Store) -> None:
     assert (objects / digest[:2] / digest).read_bytes() == data
     assert ".castore" not in os.listdir(live)
     assert os.listdir(objects / digest[:2]) == []
-    for path in (objects / "00" / digest, objects / digest[:2] / digest[1:], objects / digest[:2] / digest.upper()):
+    for path in (
+        objects / "00" / digest,
+        objects / digest[:2] / digest[1:],
+        objects / digest[:2] / digest.upper(),
+    ):
         assert not path.exists()
     assert (objects / ".." / ".." / "name").read_bytes() == data
     with pytest.raises(FileNotFoundError):
@@ -232,9 +235,13 @@ def test_df_shows_the_store(tmp_path: Path) -> None:
 # --- reading ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache", [0, FRAME_SIZE + 400, 4 * FRAME_SIZE], ids=["none", "one frame", "three frames"])
+@pytest.mark.parametrize(
+    "cache", [0, FRAME_SIZE + 400, 4 * FRAME_SIZE], ids=["none", "one frame", "three frames"]
+)
 def test_readers_get_the_right_bytes_from_a_tiny_cache(store: Store, cache: int) -> None:
-    files = {f"{codec}": mixed(9 * FRAME_SIZE + seed, seed) for seed, codec in enumerate(("zstd", "lz4", "none"))}
+    files = {
+        f"{codec}": mixed(9 * FRAME_SIZE + seed, seed) for seed, codec in enumerate(("zstd", "lz4", "none"))
+    }
     for codec, data in files.items():
         store.put(codec, data, codec=codec)
 
@@ -243,9 +250,8 @@ def test_readers_get_the_right_bytes_from_a_tiny_cache(store: Store, cache: int)
             for _ in range(3):
                 forget_pages(file.fileno())
                 file.seek(0)
-                digest = hashlib.file_digest if sys.version_info >= (3, 11) else None
-                got = digest(file, "sha256").digest() if digest else hashlib.sha256(file.read()).digest()
-                if got != hashlib.sha256(files[name]).digest():
+                pieces = iter(lambda: file.read(100_000), b"")
+                if b"".join(pieces) != files[name]:
                     return False
         return True
 

@@ -79,6 +79,15 @@ def test_busy_mount_stays_and_umount_names_who_uses_it(mountpoint: Path, tmp_pat
     umount(mountpoint, record_path=record)
 
 
+def test_defect_that_every_request_meets_is_logged_once(mountpoint: Path, tmp_path: Path) -> None:
+    mount_background(command(), mountpoint, log_path=tmp_path / "log")
+    for _ in range(50):
+        with pytest.raises(OSError, match="Input/output error"):
+            (mountpoint / "broken").stat()
+    assert (tmp_path / "log").read_text().count("Traceback") == 1
+    umount(mountpoint)
+
+
 def test_sigterm_unmounts_and_serves_open_handles_to_their_end(mountpoint: Path, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     pid = mount_background(command("--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log")

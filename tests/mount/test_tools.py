@@ -34,7 +34,9 @@ def test_cp_copies_everything(root: Path, plain: Path, tmp_path: Path) -> None:
     assert same(tmp_path / "copy", plain)
     run("cp", "-a", root / "tree", tmp_path / "archive")
     one = next(path for path in files(tmp_path / "archive"))
-    assert one.stat().st_mtime_ns == (root / "tree" / one.relative_to(tmp_path / "archive")).stat().st_mtime_ns
+    assert (
+        one.stat().st_mtime_ns == (root / "tree" / one.relative_to(tmp_path / "archive")).stat().st_mtime_ns
+    )
 
 
 def test_tar_packs_and_unpacks(root: Path, plain: Path, tmp_path: Path) -> None:

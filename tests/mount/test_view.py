@@ -58,7 +58,14 @@ def test_lookup_tells_files_from_folders(store: Store, view: View) -> None:
     assert view.lookup("a", "b") == Folder("a/b")
     file = view.lookup("a/b", "c.txt")
     assert file == File("a/b/c.txt", bytes.fromhex(entry.digest), 7, entry.created, entry.expires)
-    for folder, part in [("", "b"), ("a", "b.txt"), ("a/b", "c"), ("a/b/c.txt", "d"), ("", "a/"), ("a/b", "c.tx")]:
+    for folder, part in [
+        ("", "b"),
+        ("a", "b.txt"),
+        ("a/b", "c"),
+        ("a/b/c.txt", "d"),
+        ("", "a/"),
+        ("a/b", "c.tx"),
+    ]:
         assert view.lookup(folder, part) is None
 
 
@@ -118,7 +125,8 @@ def test_listing_goes_on_while_names_come_and_go(store: Store, view: View) -> No
     put(store, *(f"n/{number:04d}" for number in range(1, 3000, 2)))
     rest = [part for part, _ in listing]
     assert len(set(first + rest)) == len(first + rest)
-    assert set(first + rest) >= {f"{number:04d}" for number in range(2, 3000, 4)}  # those that were there throughout
+    throughout = {f"{number:04d}" for number in range(2, 3000, 4)}
+    assert set(first + rest) >= throughout
 
 
 # --- prefix ----------------------------------------------------------------------------------------
@@ -199,7 +207,12 @@ def test_blobs_are_reached_by_digest_and_only_so(store: Store, view: View) -> No
     other = "0" if digest[0] != "0" else "1"
     for part in (digest.upper(), digest[:-1], digest[:-1] + "g", other + digest[1:], "..", digest + "0"):
         assert looked_up(view, f".castore/objects/{digest[:2]}/{part}") is None
-    for path in (".castore/other", ".castore/objects/xyz", f".castore/objects/00/{digest}", ".castore/objects/.."):
+    for path in (
+        ".castore/other",
+        ".castore/objects/xyz",
+        f".castore/objects/00/{digest}",
+        ".castore/objects/..",
+    ):
         assert looked_up(view, path) is None
 
 
@@ -233,7 +246,8 @@ def test_attributes_tell_of_entry_and_blob(store: Store, view: View) -> None:
         "metadata": '{"ü": 1}',
     }
     store.put("x", b"other")
-    assert "metadata" not in view.attributes(file)  # of the blob that it was, and nothing of what the name is now
+    # Of the blob that it was, and nothing of what the name is now.
+    assert "metadata" not in view.attributes(file)
 
 
 def test_space_is_the_budget_where_there_is_one(store: Store) -> None:

@@ -50,7 +50,8 @@ class Tokens(Dataset[torch.Tensor]):
 def methods(folder: Path) -> None:
     """Every sample arrives whole with no worker, and with two under each start method."""
     plain, mounted = folder, Path(sys.argv[3])
-    want = list(Folder(plain))
+    source = Folder(plain)
+    want = [source[index] for index in range(len(source))]
     for method in (None, "fork", "forkserver", "spawn"):
         loader: DataLoader[tuple[int, str]] = DataLoader(
             Folder(mounted),
@@ -67,7 +68,9 @@ def methods(folder: Path) -> None:
 
 def epochs(path: Path) -> None:
     """Epochs of two workers that keep their map: one that says `ready` in its middle and goes on when it is told."""
-    loader = DataLoader(Tokens(path, 1000), batch_size=8, num_workers=2, shuffle=True, persistent_workers=True)
+    loader = DataLoader(
+        Tokens(path, 1000), batch_size=8, num_workers=2, shuffle=True, persistent_workers=True
+    )
     sums = []
     for epoch in range(3):
         total = 0
