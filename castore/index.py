@@ -16,17 +16,18 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from castore.beacon import CHANGED, EPOCH, Beacon
-from castore.errors import StoreError
-from castore.forks import reset_after_fork
+from castore.errors import FullError, StoreError
+from castore.forks import fork_gate, reset_after_fork
 from castore.journal import Journal, NameRecord, pack_record
 from castore.records import Blob, Entry
 from castore.schema import SCHEMA_VERSION, migrate
 from castore.temporary import open_with_mode
-from castore.transaction import BLOB_OF, BUSY_SECONDS, Write
+from castore.transaction import BLOB_OF, BUSY_SECONDS, Write, is_full
 
 # Where SQLite's shared locks lie in the file, and how many bytes they are.
 _SHARED_FIRST, _SHARED_SIZE = 0x40000002, 510
@@ -261,13 +262,35 @@ class Index:
         """Have `is_folder` look again: what made them folders did not come true."""
         self._folders = set()
 
-    def write(self, patience: float = BUSY_SECONDS) -> Write:
-        """A write transaction, to be used as a context manager.
+    @contextmanager
+    def write(self, patience: float = BUSY_SECONDS) -> Iterator[Write]:
+        """A write transaction: commits at the end of the block, takes everything back on an error.
 
         Args:
             patience: seconds to wait for other writers before entering raises sqlite3.OperationalError.
+
+        Raises:
+            FullError: the disk is full.
         """
-        return Write(self, patience)
+        if patience < BUSY_SECONDS:
+            if not fork_gate.acquire(blocking=False):
+                raise sqlite3.OperationalError("database is locked by another thread")
+            fork_gate.release()
+        # Everything behind the `with` is inside the `try`: a Ctrl-C can strike between any two instructions, and must
+        # leave neither the gate closed nor the transaction open.
+        with fork_gate:
+            txn = Write(self)
+            try:
+                txn.begin(patience)
+                yield txn
+                txn.commit()
+            except BaseException as error:
+                txn.abandon(error)
+                if is_full(error):
+                    raise FullError(
+                        f"the disk of {self.path.parent} is full; free some space there"
+                    ) from error
+                raise
 
     def barrier(self) -> None:
         """Return once every transaction that has appended to the journal by now is over."""

@@ -13,11 +13,9 @@ import errno
 import sqlite3
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from castore.errors import FullError, NameConflictError
-from castore.forks import fork_gate
 from castore.journal import NameRecord, gone, pack_record
 from castore.records import LOST, Blob, Pointing
 
@@ -66,10 +64,11 @@ class Standing(NamedTuple):
 class Write:
     """One write transaction: everything in it is seen together, or not at all. Made by `Index.write`."""
 
-    def __init__(self, index: Index, patience: float) -> None:
+    def __init__(self, index: Index) -> None:
         self._index = index
-        self._patience = patience
+        self._db: sqlite3.Connection | None = None
         self._records: list[bytes] = []
+        self._appended = b""
         self._new_folders: list[str] = []
         self._announce = False
         #: Whether what was done here has come true.
@@ -77,85 +76,60 @@ class Write:
         self._before_commit: list[Callable[[], None]] = []
         self._entries = self._logical = self._blobs = self._unique = self._stored = 0
 
-    def __enter__(self) -> Write:
-        if not fork_gate.acquire(timeout=self._patience):
-            raise sqlite3.OperationalError("database is locked by another thread")
+    def begin(self, patience: float) -> None:
+        """Take SQLite's write lock."""
+        db = self._db = self._index.connection()
+        if patience >= BUSY_SECONDS:
+            db.execute("BEGIN IMMEDIATE")
+            return
+        db.execute(f"PRAGMA busy_timeout = {int(patience * 1000)}")
         try:
-            self._db = self._index.connection()
-            self._begin()
-        except BaseException:
-            fork_gate.release()
-            raise
-        return self
-
-    def _begin(self) -> None:
-        usual = self._patience >= BUSY_SECONDS
-        try:
-            if not usual:
-                self._db.execute(f"PRAGMA busy_timeout = {int(self._patience * 1000)}")
-            self._db.execute("BEGIN IMMEDIATE")
-        except BaseException:
-            # A Ctrl-C while we wait is only raised once the lock is ours; kept, it would shut everybody else out.
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
+            db.execute("BEGIN IMMEDIATE")
         finally:
-            if not usual:
-                self._db.execute(f"PRAGMA busy_timeout = {int(BUSY_SECONDS * 1000)}")
+            db.execute(f"PRAGMA busy_timeout = {int(BUSY_SECONDS * 1000)}")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._commit()
-            elif self._db.in_transaction:  # on a full disk SQLite has rolled back by itself
-                self._db.execute("ROLLBACK")
-        except (sqlite3.OperationalError, OSError) as failure:
-            error = failure
-            if not _is_full(failure):
-                raise
-        finally:
-            fork_gate.release()
-        if error is not None and _is_full(error):
-            raise FullError(
-                f"the disk of {self._index.path.parent} is full; free some space there"
-            ) from error
-
-    def _commit(self) -> None:
-        journal, index = self._index.journal, self._index
-        records = b""
+    def commit(self) -> None:
+        """Make it true, journal first."""
+        index = self._index
         totals = (self._entries, self._logical, self._blobs, self._unique, self._stored)
-        try:
-            for prepare in self._before_commit:
-                prepare()
-            if any(totals):
-                self._db.execute(_ADD_TOTALS, totals)
-            if self._records:
-                records = self._records[0] if len(self._records) == 1 else b"".join(self._records)
-                journal.append(records, durable=index.durable)
-            if self._announce:
-                index.beacon.announce()  # for the next writer, which looks while it holds the lock
-            elif self._new_folders:
-                # Still under the lock: a moment later another process may have made a file of one of them.
-                index.remember_folders(self._new_folders)
-            self._db.execute("COMMIT")
-            self.committed = True
-        except BaseException as failure:
-            index.forget_folders()
-            # A Ctrl-C can arrive just behind the COMMIT: then there is nothing to take back.
-            if self._db.in_transaction or isinstance(failure, sqlite3.Error):
-                self._take_back(records)
-            raise
+        for prepare in self._before_commit:
+            prepare()
+        if any(totals):
+            self.db.execute(_ADD_TOTALS, totals)
+        if self._records:
+            records = self._appended = (
+                self._records[0] if len(self._records) == 1 else b"".join(self._records)
+            )
+            index.journal.append(records, durable=index.durable)
+        if self._announce:
+            index.beacon.announce()  # for the next writer, which looks while it holds the lock
+        elif self._new_folders:
+            # Still under the lock: a moment later another process may have made a file of one of them.
+            index.remember_folders(self._new_folders)
+        self.db.execute("COMMIT")
+        self.committed = True
         if self._announce:
             index.beacon.announce()  # for readers, which may have looked between the first time and the commit
 
-    def _take_back(self, records: bytes) -> None:
-        # On a full disk SQLite may have rolled back by itself, and let go of the lock that the journal needs.
-        if not self._db.in_transaction:
-            self._db.execute("BEGIN IMMEDIATE")
-        self._index.journal.retract(records)
-        self._db.execute("ROLLBACK")
+    def abandon(self, error: BaseException) -> None:
+        """Take everything back, wherever an error or a Ctrl-C has struck. After the COMMIT there is nothing to."""
+        db = self._db
+        if db is None:
+            return
+        self._index.forget_folders()
+        if not db.in_transaction and isinstance(error, sqlite3.Error) and self._appended:
+            # On a full disk SQLite may have rolled back by itself, and let go of the lock that the journal needs.
+            db.execute("BEGIN IMMEDIATE")
+        if db.in_transaction:
+            if self._appended:
+                self._index.journal.retract(self._appended)
+            db.execute("ROLLBACK")
+
+    @property
+    def db(self) -> sqlite3.Connection:
+        """The connection that the transaction runs on."""
+        assert self._db is not None, "the transaction has not begun"
+        return self._db
 
     def before_commit(self, prepare: Callable[[], None]) -> None:
         """Have ``prepare`` called under the lock when all that is left is to commit."""
@@ -163,14 +137,14 @@ class Write:
 
     def look(self, name: str, digest: bytes) -> Standing:
         """What `set_entry` and whoever places the blob need to know, in one question."""
-        row = self._db.execute(_LOOK, (name, digest)).fetchone()
+        row = self.db.execute(_LOOK, (name, digest)).fetchone()
         return Standing(row[0], row[1], row[2], Blob._make(row[3:]) if row[3] is not None else None)
 
     # Blobs
 
     def blob(self, digest: bytes) -> Blob | None:
         """The blob, lost or not, or None."""
-        row = self._db.execute(BLOB_OF, (digest,)).fetchone()
+        row = self.db.execute(BLOB_OF, (digest,)).fetchone()
         return Blob._make(row) if row else None
 
     def add_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
@@ -178,7 +152,7 @@ class Write:
 
         It counts as named once: `set_entry` for the name that brought it follows in the same transaction.
         """
-        if self._db.execute(_ADD_BLOB, blob).rowcount != 1:
+        if self.db.execute(_ADD_BLOB, blob).rowcount != 1:
             return False
         self._blobs += 1
         self._unique += blob.size
@@ -188,8 +162,8 @@ class Write:
 
     def move_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
         """Record where a known blob's bytes lie now; False if the pack they were moved to has been retired."""
-        before = self._db.execute("SELECT stored FROM blobs WHERE digest = ?", (blob.digest,)).fetchone()
-        moved = self._db.execute(
+        before = self.db.execute("SELECT stored FROM blobs WHERE digest = ?", (blob.digest,)).fetchone()
+        moved = self.db.execute(
             "UPDATE blobs SET stored = ?2, codec = ?3, pack = ?4, offset = ?5 WHERE digest = ?1"
             " AND (?4 = 0 OR EXISTS (SELECT 1 FROM packs WHERE id = ?4))",
             (blob.digest, blob.stored, blob.codec, blob.pack, blob.offset),
@@ -201,19 +175,19 @@ class Write:
 
     def _keep_checksums(self, digest: bytes, checksums: bytes | None) -> None:
         if checksums is not None:
-            self._db.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (digest, checksums))
+            self.db.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (digest, checksums))
 
     def lose_blob(self, blob: Blob) -> None:
         """Record that a blob's bytes are gone or bad: a miss, until they are put again."""
         sql = "UPDATE blobs SET stored = 0, pack = ?, offset = 0 WHERE digest = ?"
-        self._stored -= blob.stored * self._db.execute(sql, (LOST, blob.digest)).rowcount
+        self._stored -= blob.stored * self.db.execute(sql, (LOST, blob.digest)).rowcount
         self._announce = True
 
     def drop_blob(self, blob: Blob) -> bool:
         """Forget a blob that no entry names; False if one does."""
-        if self._db.execute("DELETE FROM blobs WHERE digest = ? AND refs = 0", (blob.digest,)).rowcount == 0:
+        if self.db.execute("DELETE FROM blobs WHERE digest = ? AND refs = 0", (blob.digest,)).rowcount == 0:
             return False
-        self._db.execute("DELETE FROM checksums WHERE digest = ?", (blob.digest,))
+        self.db.execute("DELETE FROM checksums WHERE digest = ?", (blob.digest,))
         self._blobs -= 1
         self._unique -= blob.size
         self._stored -= blob.stored
@@ -223,15 +197,15 @@ class Write:
 
     def new_pack(self) -> int:
         """Register a pack about to be written, and return its id. Ids are never used twice."""
-        return self._db.execute("INSERT INTO packs (created) VALUES (?)", (time.time(),)).lastrowid or 0
+        return self.db.execute("INSERT INTO packs (created) VALUES (?)", (time.time(),)).lastrowid or 0
 
     def has_pack(self, pack: int) -> bool:
         """Whether the pack may be written to and read from."""
-        return self._db.execute("SELECT 1 FROM packs WHERE id = ?", (pack,)).fetchone() is not None
+        return self.db.execute("SELECT 1 FROM packs WHERE id = ?", (pack,)).fetchone() is not None
 
     def retire_pack(self, pack: int) -> None:
         """Forget a pack that holds no live blob; whoever still writes to it has to start another."""
-        self._db.execute("DELETE FROM packs WHERE id = ?", (pack,))
+        self.db.execute("DELETE FROM packs WHERE id = ?", (pack,))
 
     # Names
 
@@ -246,18 +220,18 @@ class Write:
         row = (name, blob.digest, blob.size, serializer, metadata, now, expires, pinned)
         if standing.digest is None:
             self._check_conflict(name, standing.child, now)
-            self._db.execute(_ADD_ENTRY, row)
+            self.db.execute(_ADD_ENTRY, row)
             if standing.blob is not None:
-                self._db.execute(_COUNT_REF, (blob.digest,))
+                self.db.execute(_COUNT_REF, (blob.digest,))
             self._entries += 1
             self._logical += blob.size
         else:
             self._announce = True
-            created, pinned = self._db.execute(_POINT_ENTRY, row).fetchone()
+            created, pinned = self.db.execute(_POINT_ENTRY, row).fetchone()
             if standing.digest != blob.digest:
-                self._db.execute(_UNCOUNT_REF, (standing.digest, now))
+                self.db.execute(_UNCOUNT_REF, (standing.digest, now))
                 if standing.blob is not None:
-                    self._db.execute(_COUNT_REF, (blob.digest,))
+                    self.db.execute(_COUNT_REF, (blob.digest,))
                 self._logical += blob.size - standing.size
         self._records.append(
             pack_record(NameRecord(name, blob.digest, serializer, metadata, created, expires, pinned))
@@ -287,7 +261,7 @@ class Write:
         """One of the names that match and still stand; those that have expired are in nobody's way, and go."""
         expired = []
         sql = f"SELECT name, expires, pinned FROM entries WHERE {condition}"
-        for name, expires, pinned in self._db.execute(sql, parameters):
+        for name, expires, pinned in self.db.execute(sql, parameters):
             if pinned or expires is None or expires > now:
                 return str(name)
             expired.append(name)
@@ -298,7 +272,7 @@ class Write:
     def delete_entry(self, name: str) -> bool:
         """Remove a name; False if there is none."""
         sql = "DELETE FROM entries WHERE name = ? RETURNING digest, size"
-        return self._entry_gone(name, self._db.execute(sql, (name,)).fetchone(), time.time())
+        return self._entry_gone(name, self.db.execute(sql, (name,)).fetchone(), time.time())
 
     def evict_entry(self, name: str, digest: bytes, accessed: float | None, now: float) -> bool:
         """Remove an entry that gc chose, unless it changed since: was touched, pinned, or points elsewhere.
@@ -311,7 +285,7 @@ class Write:
             now: when gc looked.
         """
         unchanged = "expires <= ?" if accessed is None else "accessed <= ?"
-        row = self._db.execute(
+        row = self.db.execute(
             f"DELETE FROM entries WHERE name = ? AND digest = ? AND pinned = 0 AND {unchanged}"
             " RETURNING digest, size",
             (name, digest, now if accessed is None else accessed),
@@ -323,7 +297,7 @@ class Write:
     def _entry_gone(self, name: str, row: tuple[bytes, int] | None, orphaned: float) -> bool:
         if row is None:
             return False
-        self._db.execute(_UNCOUNT_REF, (row[0], orphaned))
+        self.db.execute(_UNCOUNT_REF, (row[0], orphaned))
         self._entries -= 1
         self._logical -= row[1]
         self._records.append(gone(name))
@@ -332,7 +306,7 @@ class Write:
 
     def set_pinned(self, name: str, pinned: bool) -> bool:
         """Pin or unpin a name; False if there is none."""
-        row = self._db.execute(
+        row = self.db.execute(
             "UPDATE entries SET pinned = ? WHERE name = ?"
             " RETURNING name, digest, serializer, metadata, created, expires, pinned",
             (int(pinned), name),
@@ -348,11 +322,11 @@ class Write:
 
     def execute(self, sql: str, parameters: Iterable[Any] = ()) -> sqlite3.Cursor:
         """A statement of a caller that keeps its own tables here (counters, mounts, rebuilding)."""
-        return self._db.execute(sql, tuple(parameters))
+        return self.db.execute(sql, tuple(parameters))
 
     def executemany(self, sql: str, rows: Iterable[Iterable[Any]]) -> None:
         """The same for many rows."""
-        self._db.executemany(sql, map(tuple, rows))
+        self.db.executemany(sql, map(tuple, rows))
 
 
 def _parents(name: str) -> list[str]:
@@ -360,7 +334,8 @@ def _parents(name: str) -> list[str]:
     return ["/".join(parts[:i]) for i in range(1, len(parts))]
 
 
-def _is_full(error: BaseException) -> bool:
+def is_full(error: BaseException) -> bool:
+    """Whether SQLite or a file ran out of space."""
     if isinstance(error, FullError):
         return False  # said already
     return getattr(error, "errno", None) == errno.ENOSPC or "disk is full" in str(error)

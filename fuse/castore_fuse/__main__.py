@@ -40,7 +40,9 @@ class Mount:
         session = Session(operations, given.mountpoint, options, given.threads)
         mounts.forget_dead(self.store.index)  # a killed daemon's, of this very mountpoint perhaps
         # On the list before the mount answers: from then on gc must know of the pin.
-        self._row = row = mounts.register(self.store.index, str(session.mountpoint), given.prefix, pinned=given.pin)
+        self._row = row = mounts.register(
+            self.store.index, str(session.mountpoint), given.prefix, pinned=given.pin
+        )
         beat = partial(mounts.still_here, self.store.index, row)
         self.follower = Follower(self.view, operations.nodes, session, beat)
         return session
