@@ -84,8 +84,9 @@ class BlobSource:
         binding = self._bindings.get(name)
         if binding is not None:
             now = time.time()
-            if now < binding.until and self._words[CHANGED] == binding.changed:
-                data = self.memory.get(binding.digest)
+            digest, changed, until = binding
+            if now < until and self._words[CHANGED] == changed:
+                data = self.memory.get(digest)
                 if data is not None:
                     usage = self._usage
                     usage.counts["memory_hits"] += 1
