@@ -241,7 +241,7 @@ class BlobReader:
         pool = workers.pool()
         # Frames are handed out in small runs, so that the queue's cost is shared, and hashed in order behind the
         # workers while the bytes are still in the cache.
-        run = max(1, min(8, self.frames // (4 * cores())))
+        run = max(1, min(16, self.frames // (4 * cores())))
         starts = range(0, self.frames, run)
         futures = [
             pool.submit(self._decode_run, view, start, min(start + run, self.frames)) for start in starts
