@@ -292,11 +292,6 @@ class Index:
                     ) from error
                 raise
 
-    def barrier(self) -> None:
-        """Return once every transaction that has appended to the journal by now is over."""
-        with self.write():
-            pass
-
     # Reads
 
     def find(self, name: str) -> Found | None:

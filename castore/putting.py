@@ -5,10 +5,8 @@ Knows the store's defaults; reads and writes nothing itself.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import sqlite3
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,6 +18,7 @@ from castore.objects.codecs import Buffer, check_codec
 from castore.records import Entry, Pointing
 from castore.settings import Settings
 from castore.sizes import parse_duration
+from castore.transaction import is_full
 from castore.writing import BlobWriter, Staged, Vanished, open_source
 
 #: Bytes and blobs that `put_many` commits at a time.
@@ -114,10 +113,8 @@ class Putter:
                 return self._writer.commit(stage(True))
             except Vanished:
                 return self._writer.commit(stage(False))
-        except FullError:
-            raise
-        except (OSError, sqlite3.OperationalError) as error:
-            if getattr(error, "errno", None) != errno.ENOSPC and "disk is full" not in str(error):
+        except OSError as error:
+            if not is_full(error):
                 raise
             raise FullError(
                 f"the disk of {self._path} is full; free some space, or lower the budget:"

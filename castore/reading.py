@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from castore.beacon import CHANGED, Beacon
 from castore.errors import CorruptError
-from castore.forks import reset_after_fork
 from castore.index import Found, Index
 from castore.memory import MemoryLRU
 from castore.names import check_name
@@ -74,10 +73,6 @@ class BlobSource:
         self._usage = usage
         self.memory: MemoryLRU[bytes] = MemoryLRU(memory, _held)
         self._bindings: dict[str, _Binding] = {}
-        reset_after_fork(self)
-
-    def _after_fork(self) -> None:
-        self._bindings = dict(self._bindings)
 
     def get(self, name: str) -> bytes | None:
         """The bytes of a name, or None."""
@@ -193,7 +188,7 @@ class BlobSource:
             FileNotFoundError: the bytes are lost, which is then on record.
         """
         for _ in range(_ATTEMPTS):
-            checksums = self._index.checksums(blob.digest) if blob.codec == "none" else None
+            checksums = self._index.checksums(blob.digest) if _needs_checksums(blob) else None
             try:
                 if checksums is None and _needs_checksums(blob):
                     raise FileNotFoundError("the row went between two questions")

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 import blake3
 
-from castore.errors import FullError, InvalidValueError, TooLargeError
+from castore.errors import FullError, InvalidValueError, StoreError, TooLargeError
 from castore.forks import reset_after_fork
 from castore.index import Index
 from castore.objects.codecs import FRAME_SIZE, Buffer
@@ -67,7 +67,7 @@ class Staged(Protocol):
         ...
 
 
-class _Vanished(Exception):
+class Vanished(Exception):
     """A blob that was known when it was looked up is not there any more: stage its bytes after all."""
 
 
@@ -83,7 +83,7 @@ class _Known(NamedTuple):
 
     def place(self, txn: Write, known: Blob | None) -> Blob:
         if known is None or known.pack == LOST:
-            raise _Vanished
+            raise Vanished
         return known
 
     def discard(self) -> None:
@@ -178,6 +178,7 @@ class BlobWriter:
         self._begun_by: Write | None = None
         self._appending: Write | None = None
         self._pending: list[bytes] = []
+        self._pending_size = 0
         reset_after_fork(self)
 
     def _after_fork(self) -> None:
@@ -220,7 +221,10 @@ class BlobWriter:
             self.close()
 
     def _flush(self) -> None:
-        if self._pending and self._pack is not None:
+        if self._pending:
+            if self._pack is None:
+                # Rows of this transaction name bytes that were never written: it must not commit.
+                raise StoreError("the store was closed by another thread while this put was under way")
             self._pack.add(b"".join(self._pending))
             if self._objects.durable:
                 self._pack.sync()
@@ -319,7 +323,7 @@ class BlobWriter:
         Raises:
             TooLargeError: one blob alone passes the budget.
             FullError: what is pinned leaves no room, or the disk is full.
-            _Vanished: a known blob is not there any more; stage again with ``known=False``.
+            Vanished: a known blob is not there any more; stage again with ``known=False``.
         """
         try:
             self._check_budget(staged)
@@ -348,9 +352,6 @@ class BlobWriter:
         need = sum(item.stored for _, item in staged)
         if need and self._index.totals().stored + need > self._max_size:
             self._make_room(need)
-
-
-Vanished = _Vanished
 
 
 def _entry(pointing: Pointing, blob: Blob, now: float, created: float, pinned: bool) -> Entry:

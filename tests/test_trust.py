@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from castore import CorruptError, InvalidNameError, NotFoundError, Store
+from castore import CorruptError, InvalidNameError, NotFoundError, Store, StoreError
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.packs import HEAD_SIZE
 from tests.helpers import flip, in_processes, mixed, object_files, overwrite, payload, recount, text
@@ -309,3 +309,20 @@ def test_a_reader_that_races_a_gc_gets_the_bytes_or_a_miss(store: Store) -> None
 
     assert sum(in_processes(4, act)) > 0
     assert corrupt_count(store) == 0
+
+
+def test_a_put_whose_pack_was_closed_under_it_does_not_commit(tmp_path: Path) -> None:
+    """Another thread may close the store between a put's append and its commit."""
+    with Store(tmp_path / "closing", memory=0) as store:
+        before = store.index.totals()
+
+        def put_while_closing() -> None:
+            with store.index.write() as txn:
+                store.writer.append(txn, b"a record")
+                store.writer.close()
+
+        with pytest.raises(StoreError, match="closed by another thread"):
+            put_while_closing()
+        assert store.index.totals() == before
+        store.put("next", b"works")
+        assert store.get("next") == b"works"
