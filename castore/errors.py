@@ -53,6 +53,10 @@ class TooLargeError(CastoreError):
     """A blob is larger than the whole budget."""
 
 
+class OutOfRangeError(CastoreError, IndexError):
+    """There is no sample, or no slot, of that index."""
+
+
 class NotFoundError(CastoreError, KeyError):
     """There is no such entry or blob."""
 
@@ -77,6 +81,14 @@ class MissingDependencyError(CastoreError, ImportError):
         error = cls(f'this needs the package {package}; install it with: pip install "castore[{extra}]"')
         error.name = package
         return error
+
+
+class SegmentError(CastoreError):
+    """A piece of shared memory cannot be used: another user's, laid out otherwise, closed or gone."""
+
+
+class SlotError(CastoreError, RuntimeError):
+    """A slot of a shared cache is empty, or holds a sample already."""
 
 
 class FullError(CastoreError, OSError):

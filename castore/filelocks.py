@@ -1,0 +1,24 @@
+"""Locks on bytes of a file that belong to the open file description: they go with whoever held them, however that ends.
+
+Unlike POSIX record locks they survive the closing of another descriptor of the file in the same process; unlike those
+of ``flock`` there is one for each byte. Threads that share a descriptor are not kept apart, nor is a forked child that
+still uses its parent's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
+
+
+def lock_byte(fd: int, place: int) -> None:
+    """Wait for the exclusive lock of the byte at ``place``, which need not exist."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
+
+
+def unlock_byte(fd: int, place: int) -> None:
+    """Let go of it. Closing would not do where a child forked meanwhile has the description too."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, place, 1, 0))

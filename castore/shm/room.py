@@ -1,0 +1,60 @@
+"""How much memory there is to take, before it is taken.
+
+Pages of ``/dev/shm`` are RAM: what a segment may have is bounded by the file system's size, by the machine's free memory
+and by the control group that a container or a batch job runs in. Assumes Linux.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+SHM = Path("/dev/shm")  # noqa: S108 - not a temporary folder of ours, but the kernel's way to share memory
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def shm_size() -> int:
+    """Bytes that ``/dev/shm`` can hold in all."""
+    status = os.statvfs(SHM)
+    return status.f_frsize * status.f_blocks
+
+
+def shm_free() -> int:
+    """Bytes of ``/dev/shm`` that nobody uses, whether or not the machine has the RAM for them."""
+    status = os.statvfs(SHM)
+    return status.f_frsize * status.f_bavail
+
+
+def memory_free() -> int:
+    """Bytes of RAM and swap that can be had without another process losing any; page cache counts as free."""
+    with open("/proc/meminfo") as file:
+        kibibytes = {line.split(":")[0]: int(line.split()[1]) for line in file}
+    free = (kibibytes["MemAvailable"] + kibibytes["SwapFree"]) * 1024
+    return max(0, min([free, *_group_rooms()]))
+
+
+def _group_rooms() -> list[int]:
+    """What each control group (version 2) around this process leaves it."""
+    with open("/proc/self/cgroup") as file:
+        path = next((line.strip()[3:] for line in file if line.startswith("0::")), "/")
+    group = _CGROUPS / path.lstrip("/")
+    rooms = []
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(_CGROUPS):
+            break
+        room = _group_room(folder)
+        if room is not None:
+            rooms.append(room)
+    return rooms
+
+
+def _group_room(folder: Path) -> int | None:
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        used = int((folder / "memory.current").read_text())
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except FileNotFoundError:
+        return None  # the root group, or one without the memory controller
+    return int(limit) - used + int(statistics.get("inactive_file", 0))

@@ -1,0 +1,336 @@
+"""Segments: named pieces of ``/dev/shm`` that processes share, and that go when the last user goes.
+
+Who lives is told by the kernel: each process holds a shared ``flock`` on the file through a description of its own, which
+ends with the process, however it ends. Whoever leaves tries for the exclusive lock: who gets it was the last, and
+unlinks. What a crash leaves has no lock on it; the next process that makes a segment clears it away. No resource
+tracker is involved: Python's unlinks segments that others still use (cpython #82300).
+
+Pages are reserved before they are touched, so that a full ``/dev/shm`` is an error here and never a bus error there.
+Bytes are zero at first. What they mean, and who may write which when, is the business of the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import re
+import stat
+import struct
+import threading
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from castore.errors import FullError, InvalidValueError, SegmentError
+from castore.filelocks import lock_byte, unlock_byte
+from castore.forks import reset_after_fork
+from castore.shm.room import SHM, memory_free, shm_free, shm_size
+from castore.sizes import format_size
+
+_MAGIC = b"castore1"
+_HEAD = struct.Struct("<8sQ")  # magic (written last: who sees it sees the rest), length of the layout's JSON
+_HEADER = 4096
+# Reserving is cut into pieces so that Ctrl-C gets a turn.
+_STEP = 1 << 28
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}", re.ASCII)
+
+
+class Segment:
+    """A named piece of shared memory: attached if it is there and lives, else made.
+
+    Survives fork, forkserver and spawn: a forked child keeps the mapping and takes a lock of its own; a pickle
+    holds the name and the layout, and attaches where it is loaded.
+
+    Args:
+        name: letters, digits, ".", "_" and "-"; all processes of this user on this machine that give the same
+            name get the same memory. None takes a name that nobody has.
+        size: bytes, for whoever makes it; who attaches takes the size that is there.
+        layout: what the bytes mean, as JSON can say it. Whoever attaches must bring the same.
+        reserve: take all pages now. If False, `reserve` has to be called before bytes are touched.
+
+    Raises:
+        FullError: ``/dev/shm`` or the machine's memory is too small; nothing has been taken.
+        SegmentError: a living segment of that name has another layout, or belongs to another user.
+    """
+
+    def __init__(
+        self, name: str | None, size: int, layout: Mapping[str, Any], *, reserve: bool = True
+    ) -> None:
+        if name is not None and not _NAME.fullmatch(name):
+            raise InvalidValueError(
+                f"{name!r} cannot name a shared segment; take 1 to 200 of the characters A-Z a-z 0-9 . _ -"
+            )
+        #: Without the prefix that marks files of castore and of this user.
+        self.name = name or f"{os.getpid()}-{uuid.uuid4().hex[:16]}"
+        self._layout = dict(layout)
+        handle, self.created = _open(path_of(self.name), self._layout, size, reserve)
+        self._attach(handle)
+
+    def _attach(self, handle: _Handle) -> None:
+        self._handle = handle
+        self.size = os.fstat(handle.fd).st_size - _HEADER
+        self._map = mmap.mmap(handle.fd, _HEADER + self.size)
+        #: The bytes, writable, the same in every process.
+        self.buffer = memoryview(self._map)[_HEADER:]
+        self._threads = threading.Lock()
+        self._finalizer = weakref.finalize(self, handle.release)
+        reset_after_fork(self)
+
+    def _after_fork(self) -> None:
+        self._threads = threading.Lock()
+        self._handle.renew()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rejoin, (self.name, self._layout)
+
+    def __repr__(self) -> str:
+        return f"Segment({self.name!r}, {format_size(self.size)})"
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._handle.fd < 0
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Exclusive among all threads and processes that use this segment; a process that dies lets go."""
+        with self._threads:
+            fd = self._fd()
+            lock_byte(fd, 0)
+            try:
+                yield
+            finally:
+                unlock_byte(fd, 0)
+
+    def reserve(self, start: int, end: int) -> None:
+        """Have ``buffer[start:end]`` backed by memory. Reserving twice is harmless.
+
+        Raises:
+            FullError: ``/dev/shm`` has no room for them; the rest of the segment is as it was.
+        """
+        _reserve(self._fd(), self.name, _HEADER + start, _HEADER + end)
+
+    def private(self) -> memoryview:
+        """The bytes once more, read as they are in the segment; what is written stays in this process."""
+        return memoryview(mmap.mmap(self._fd(), _HEADER + self.size, flags=mmap.MAP_PRIVATE))[_HEADER:]
+
+    def close(self) -> None:
+        """Leave. The last to leave removes the file; memory stays mapped while views of it are around."""
+        self._finalizer()
+
+    def _fd(self) -> int:
+        if self._handle.fd < 0:
+            raise SegmentError(f"the shared segment {self.name!r} is closed")
+        return self._handle.fd
+
+
+class _Handle:
+    """A descriptor with a shared lock on it, and the end of it. Apart from Segment: a finalizer must not hold that."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self.fd = fd
+        self._path = path
+
+    def renew(self) -> None:
+        """In a forked child: a description, and so a lock, of its own. The parent keeps the inherited one."""
+        if self.fd < 0:
+            return
+        inherited, self.fd = self.fd, os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(self.fd, fcntl.LOCK_SH)
+        os.close(inherited)
+
+    def release(self) -> None:
+        """Unlock and close; unlink if nobody else has it."""
+        fd, self.fd = self.fd, -1
+        if fd < 0:
+            return
+        try:
+            # Two that leave at once: to ask for this is to give up the shared lock first, so one of them gets it.
+            if _try_alone(fd) and _is_at(fd, self._path):
+                self._path.unlink()
+        finally:
+            os.close(fd)
+
+
+def path_of(name: str) -> Path:
+    """The file of this user's segment of that name."""
+    return SHM / f"{_prefix()}{name}"
+
+
+def is_alive(name: str) -> bool:
+    """Whether some process uses this user's segment of that name."""
+    try:
+        fd = os.open(path_of(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _try_alone(fd)
+    finally:
+        os.close(fd)
+
+
+def clear_dead() -> list[str]:
+    """Remove this user's segments that no process uses any more; their names."""
+    cleared = []
+    for path in SHM.glob(f"{_prefix()}*"):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # its last user just left; or it is a link, or another user's: none of ours
+        try:
+            # Who attaches at this moment waits for our lock, then sees that the file is gone, and begins again.
+            if os.fstat(fd).st_uid == os.geteuid() and _try_alone(fd) and _is_at(fd, path):
+                path.unlink()
+                cleared.append(path.name.removeprefix(_prefix()))
+        finally:
+            os.close(fd)
+    return cleared
+
+
+def _prefix() -> str:
+    return f"castore-{os.geteuid()}-"
+
+
+def _rejoin(name: str, layout: dict[str, Any]) -> Segment:
+    """What a pickle calls: the segment must be there, for whoever pickled it lives."""
+    fd = _existing(path_of(name))
+    if fd is None or not _matches(fd, path_of(name), layout):
+        raise SegmentError(
+            f"the shared segment {name!r} is gone: the process that pickled it must live until this one has it"
+        )
+    segment = Segment.__new__(Segment)
+    segment.name, segment._layout, segment.created = name, layout, False
+    segment._attach(_Handle(fd, path_of(name)))
+    return segment
+
+
+def _open(path: Path, layout: dict[str, Any], size: int, reserve: bool) -> tuple[_Handle, bool]:
+    """A handle on the file, with the shared lock held, and whether this call made it."""
+    clear_dead()
+    while True:
+        fd = _existing(path)
+        if fd is not None:
+            if _matches(fd, path, layout):
+                return _Handle(fd, path), False
+            continue
+        made = _make(path, layout, size, reserve)
+        if made is not None:
+            return _Handle(made, path), True
+
+
+def _existing(path: Path) -> int | None:
+    """A descriptor of the segment there, with the shared lock held; None if there is none that lives."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise SegmentError(
+            f"{path} cannot be opened ({error.strerror}); remove it, or take another name"
+        ) from None
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise SegmentError(
+            f"{path} belongs to user {status.st_uid}, not to user {os.geteuid()}; have it removed, or take another name"
+        )
+    fcntl.flock(fd, fcntl.LOCK_SH)  # waits for whoever is making it
+    return fd
+
+
+def _matches(fd: int, path: Path, layout: dict[str, Any]) -> bool:
+    """Whether the segment is whole, in place and laid out so; if not, ``fd`` is closed."""
+    header = os.pread(fd, _HEADER, 0)
+    if not _is_at(fd, path) or not header.startswith(_MAGIC):
+        # Unlinked while we waited; or whoever was making it died: nobody holds it, so it is cleared away.
+        os.close(fd)
+        clear_dead()
+        return False
+    length = _HEAD.unpack_from(header)[1]
+    found = json.loads(header[_HEAD.size : _HEAD.size + length])
+    if found == layout:
+        return True
+    os.close(fd)
+    other = ", ".join(
+        f"{key}={found.get(key)!r}, here {layout.get(key)!r}"
+        for key in sorted({*found, *layout})
+        if found.get(key) != layout.get(key)
+    )
+    raise SegmentError(f"the shared segment {path.name!r} is in use with {other}; take another name")
+
+
+def _make(path: Path, layout: dict[str, Any], size: int, reserve: bool) -> int | None:
+    """A new segment's descriptor, with the shared lock held; None if somebody else was quicker."""
+    text = json.dumps(layout).encode()
+    if len(text) > _HEADER - _HEAD.size:
+        raise InvalidValueError(
+            f"the layout of a shared segment is {len(text)} bytes of JSON, which is too long"
+        )
+    _check_room(path.name, size)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return None
+    try:
+        if not _try_alone(fd):
+            os.close(fd)
+            return None
+        os.ftruncate(fd, _HEADER + size)
+        _reserve(fd, path.name, 0, _HEADER + (size if reserve else 0))
+        os.pwrite(fd, text, _HEAD.size)
+        os.pwrite(fd, _HEAD.pack(_MAGIC, len(text)), 0)
+        # Turning one lock into the other is not atomic: a sweep may come in between, hence the look.
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if _is_at(fd, path):
+            return fd
+    except BaseException:
+        path.unlink(missing_ok=True)
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
+
+
+def _check_room(name: str, size: int) -> None:
+    if size > shm_free():
+        raise _shm_full(name, size)
+    if size > memory_free():
+        raise FullError(
+            f"the machine has {format_size(memory_free())} of memory free, and {name} needs {format_size(size)}: "
+            "lower the limit"
+        )
+
+
+def _reserve(fd: int, name: str, start: int, end: int) -> None:
+    try:
+        for place in range(start, end, _STEP):
+            os.posix_fallocate(fd, place, min(_STEP, end - place))
+    except OSError as error:
+        raise _shm_full(name, end - start) from error
+
+
+def _shm_full(name: str, size: int) -> FullError:
+    return FullError(
+        f"{SHM} has {format_size(shm_free())} free of {format_size(shm_size())}, and {name} needs "
+        f"{format_size(size)}: lower the limit, or enlarge it with: mount -o remount,size=… {SHM}"
+    )
+
+
+def _try_alone(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False

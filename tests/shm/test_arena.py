@@ -1,0 +1,222 @@
+"""Arenas and tallies: records whole or not at all, whatever happens to their writers; counts that add up."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from castore.errors import InvalidValueError
+from castore.shm.arena import Arena
+from castore.shm.segments import Segment
+from castore.shm.tallies import Tallies
+
+ITEMS = 50
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    made = Segment(None, Arena.needed(ITEMS, 64 * 100), {}, reserve=False)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def arena(segment: Segment) -> Arena:
+    return Arena(segment, 0, ITEMS, 64 * 100)
+
+
+def held(arena: Arena, index: int) -> bytes | None:
+    record = arena.read(index)
+    return None if record is None else bytes(record)
+
+
+def forked(task: Callable[[], object]) -> int:
+    """Run ``task`` in a forked child; its wait status."""
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            task()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_records_come_back_as_private_copies(segment: Segment, arena: Arena) -> None:
+    with segment.lock():
+        assert arena.append(3, [b"ab", b"", memoryview(b"cde")], 5)
+    assert arena.holds(3)
+    record = arena.read(3)
+    assert record is not None
+    record[0] = 0
+    assert held(arena, 3) == b"abcde"
+    assert arena.read(4) is None
+    assert not arena.holds(4)
+
+
+def test_an_arena_that_is_full_says_so_and_keeps_what_it_has(segment: Segment, arena: Arena) -> None:
+    with segment.lock():
+        taken = [index for index in range(ITEMS) if arena.append(index, [bytes([index]) * 200], 200)]
+        assert len(taken) == 25  # 200 bytes take 256
+        assert not arena.fits(257)
+        assert not arena.append(40, [bytes(257)], 257)
+        assert arena.count == 25
+        assert arena.used == 25 * 256
+    assert all(held(arena, index) == bytes([index]) * 200 for index in taken)
+
+
+def test_a_replaced_record_is_gone_and_the_new_one_there(segment: Segment, arena: Arena) -> None:
+    with segment.lock():
+        arena.append(1, [b"one"], 3)
+        arena.append(2, [b"two"], 3)
+        extent = arena.extent(0)
+        assert extent is not None
+        assert extent == (1, 64)
+        arena.replace(0, 7, [b"seven"], 5)
+    assert arena.read(1) is None
+    assert held(arena, 7) == b"seven"
+    assert held(arena, 2) == b"two"
+
+
+def test_a_removed_record_leaves_its_place_to_another(segment: Segment, arena: Arena) -> None:
+    with segment.lock():
+        arena.append(1, [b"one"], 3)
+        arena.remove(1)
+        arena.remove(9)
+        assert arena.extent(0) is None
+        assert arena.capacity(0) == 64
+        arena.replace(0, 5, [b"five"], 4)
+    assert arena.read(1) is None
+    assert held(arena, 5) == b"five"
+
+
+def test_a_writer_killed_in_the_middle_leaves_no_half_record(segment: Segment, arena: Arena) -> None:
+    with segment.lock():
+        arena.append(1, [b"a" * 64], 64)
+
+    class Killer(bytes):
+        def __len__(self) -> int:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return 0
+
+    def die_writing() -> None:
+        with segment.lock():
+            arena.replace(0, 2, [b"b" * 32, Killer()], 64)
+
+    assert os.WTERMSIG(forked(die_writing)) == signal.SIGKILL
+    assert bytes(segment.buffer).count(b"b" * 32) == 1, "it was killed before it wrote: this tests nothing"
+    assert arena.read(1) is None
+    assert arena.read(2) is None
+    with segment.lock():  # and its place is free
+        assert arena.extent(0) is None
+        arena.replace(0, 3, [b"c" * 64], 64)
+    assert held(arena, 3) == b"c" * 64
+
+
+def test_readers_never_see_half_a_record_while_writers_replace_it(segment: Segment, arena: Arena) -> None:
+    size = 3000
+    with segment.lock():
+        arena.append(0, [bytes(size)], size)
+        arena.append(1, [bytes(size)], size)
+    stop = time.monotonic() + 1.0
+
+    def write(seed: int) -> None:
+        chance = random.Random(seed)
+        while time.monotonic() < stop:
+            with segment.lock():
+                arena.replace(
+                    chance.randrange(2), chance.randrange(4), [bytes([chance.randrange(256)]) * size], size
+                )
+
+    def read() -> None:
+        seen = set()
+        while time.monotonic() < stop:
+            for index in range(4):
+                record = arena.read(index)
+                if record is not None:
+                    assert len(set(record)) == 1, "a reader saw two writers' bytes"
+                    seen.add(record[0])
+        assert len(seen) > 10, "nothing was replaced: this tests nothing"
+
+    pids = []
+    for number in range(4):
+        pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                write(number) if number < 2 else read()
+                status = 0
+            finally:
+                os._exit(status)
+        pids.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 4
+
+
+def test_an_arena_lies_on_a_boundary(segment: Segment) -> None:
+    with pytest.raises(InvalidValueError, match="multiple of 64"):
+        Arena(segment, 8, 1, 64)
+
+
+def test_pages_are_taken_as_they_are_needed() -> None:
+    size = 256 << 20
+    segment = Segment(None, Arena.needed(10, size), {}, reserve=False)
+    arena = Arena(segment, 0, 10, size)
+    file = os.stat(f"/dev/shm/castore-{os.geteuid()}-{segment.name}")
+    assert file.st_size > size
+    assert file.st_blocks * 512 < 1 << 20
+    with segment.lock():
+        assert arena.append(0, [bytes(20 << 20)], 20 << 20)
+    taken = os.stat(f"/dev/shm/castore-{os.geteuid()}-{segment.name}").st_blocks * 512
+    assert 20 << 20 <= taken < 60 << 20
+    segment.close()
+
+
+def test_tallies_add_up_over_processes_also_of_the_dead() -> None:
+    segment = Segment(None, Tallies.needed(2), {})
+    tallies = Tallies(segment, 0, 2)
+    hits, misses = tallies.tally(0), tallies.tally(1)
+    hits.add()
+
+    def count() -> None:
+        for _ in range(100):
+            hits.add()
+        misses.add(7)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for _ in range(20):
+        assert os.WTERMSIG(forked(count)) == signal.SIGKILL
+    assert (hits.value, misses.value) == (2001, 140)
+    segment.close()
+
+
+def test_tallies_of_more_processes_than_there_are_rows() -> None:
+    segment = Segment(None, Tallies.needed(1), {})
+    tallies = Tallies(segment, 0, 1)
+    for _ in range(1100):
+        assert forked(lambda: tallies.add(0)) == 0
+    assert tallies.total(0) == 1100
+    segment.close()
+
+
+def test_tallies_add_up_over_threads() -> None:
+    segment = Segment(None, Tallies.needed(1), {})
+    tallies = Tallies(segment, 0, 1)
+
+    def count() -> None:
+        for _ in range(5000):
+            tallies.add(0)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tallies.total(0) == 20_000
+    segment.close()
