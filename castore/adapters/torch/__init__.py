@@ -1,0 +1,17 @@
+"""PyTorch datasets over the store: samples in shared memory, on disk, and shards by rank."""
+
+from __future__ import annotations
+
+from castore.errors import MissingDependencyError
+
+try:
+    from castore.adapters.torch.bilevel import BiLevelCachedDataset
+    from castore.adapters.torch.cached import CachedDataset
+    from castore.adapters.torch.lazy import LazyShardDataset
+    from castore.adapters.torch.shared import SharedCache, get_shm_size
+except ModuleNotFoundError as error:
+    if error.name not in ("torch", "numpy", "tqdm"):
+        raise
+    raise MissingDependencyError.of(error.name, "torch") from error
+
+__all__ = ["BiLevelCachedDataset", "CachedDataset", "LazyShardDataset", "SharedCache", "get_shm_size"]

@@ -1,0 +1,207 @@
+"""BiLevelCachedDataset: any map-style dataset, its samples kept in shared memory and on the local disk.
+
+A sample is looked for in memory, then on disk, then read from the dataset, packed, and offered to the levels. The class
+and its arguments are BiLevelCache's (Jay Rothenberger); where things lie is `TwoLevels`' business, what stays `Policy`'s.
+
+Assumes that the dataset answers the same sample for the same index every time: random transforms belong behind this
+wrapper. Must never remove the folder it was given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from blake3 import blake3
+
+from castore.adapters.torch.filling import cache_missing, fill
+from castore.adapters.torch.identity import dataset_key
+from castore.adapters.torch.levels import DiskLevel, LevelStats, MemoryLevel
+from castore.adapters.torch.ranks import job_id
+from castore.adapters.torch.samples import pack, unpack
+from castore.adapters.torch.sizing import Size, is_off
+from castore.adapters.torch.twolevels import TwoLevels
+from castore.adapters.torch.wrapper import DatasetWrapper
+from castore.errors import InvalidValueError
+
+
+class BiLevelStats(NamedTuple):
+    """What the levels of a dataset answered and hold, over all workers and ranks of the node.
+
+    Attributes:
+        memory, disk: None where there is no such level.
+        reads: samples that had to be read from the dataset.
+    """
+
+    memory: LevelStats | None
+    disk: LevelStats | None
+    reads: int
+
+
+class BiLevelCachedDataset(DatasetWrapper):
+    """A dataset whose samples stay in RAM and on the local disk, shared by all workers and ranks of a node.
+
+    Which samples stay, once a level is full: those that are there, as long as all are used alike (as in
+    epochs, shuffled or not), and the most used where some are used more.
+
+    Args:
+        data: a map-style dataset. Its samples are what `torch.utils.data.default_collate` takes: tensors, arrays,
+            numbers, strings, bytes, PIL images, and tuples, lists and dicts of them.
+        memory_cache_size: bytes of shared memory, as an int or a text ("100GB"), or as a float in (0, 1] the fraction
+            of what is free; 0 for no memory level. It is taken as it fills up.
+        disk_cache_size: the same for the disk. It bounds the whole folder: samples of earlier versions of the data,
+            or of other data, make room.
+        disk_cache_path: a folder on a local disk. It becomes a store (`castore stat`, `castore mount`).
+        write_through: write each sample to disk when it is first read; by default only what memory does not take,
+            or lets go. `flush` writes the rest.
+        keep: whether samples on disk serve later runs. If False, `close` removes them, or where a run was killed,
+            the next that uses the folder.
+        name: share the levels with all processes of this user on this machine that give the same name. By
+            default, the ranks that torchrun starts on a node share them, and otherwise a process and its workers.
+        key: what identifies the data: a name, or a config for `castore.key`. By default the fingerprint of ``data``:
+            its class's code, its parameters, its files.
+        codec: how samples are compressed on disk: "auto", "zstd", "lz4", "gzip" or "none".
+
+    Raises:
+        InvalidValueError: a size makes no sense, or both levels are off.
+        FullError: a size is more than there is.
+        UnhashableError: the data has no fingerprint; the message says which part of it. Pass ``key``.
+        StoreError: the folder cannot be used: read-only, on a network file system, of another format.
+        SegmentError: other processes share under that name with other parameters.
+
+    >>> import tempfile, torch
+    >>> squares = torch.utils.data.TensorDataset(torch.arange(10.) ** 2)
+    >>> with BiLevelCachedDataset(squares, "1MB", "10MB", tempfile.mkdtemp()) as cached:
+    ...     first, again = cached[3], cached[3]
+    ...     stats = cached.stats()
+    >>> again, stats.memory.hits, stats.reads
+    ((tensor(9.),), 1, 1)
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        memory_cache_size: Size,
+        disk_cache_size: Size = 0,
+        disk_cache_path: str | os.PathLike[str] | None = None,
+        *,
+        write_through: bool = False,
+        keep: bool = True,
+        name: str | None = None,
+        key: object = None,
+        codec: str = "auto",
+    ) -> None:
+        super().__init__(data)
+        on_disk = not is_off(disk_cache_size, "disk_cache_size")
+        if not on_disk and is_off(memory_cache_size, "memory_cache_size"):
+            raise InvalidValueError(
+                "memory_cache_size and disk_cache_size are both 0: there is nowhere to keep samples"
+            )
+        if on_disk and disk_cache_path is None:
+            raise InvalidValueError("disk_cache_size needs a disk_cache_path: a folder on a local disk")
+        job = None if name else job_id()
+        # Samples that nobody else can meet need no name.
+        self.key = dataset_key(data, key) if on_disk or name or job else ""
+        self._levels = TwoLevels(
+            len(self),
+            memory_cache_size,
+            disk_cache_size,
+            disk_cache_path,
+            name=name or (f"{job}.{blake3(self.key.encode()).hexdigest()[:16]}" if job else None),
+            key=self.key,
+            write_through=write_through,
+            keep=keep,
+            codec=codec,
+        )
+
+    # Samples
+
+    def _one(self, index: int) -> Any:
+        record = self._levels.get(index)
+        # From its record too where it is read: the first epoch gets what later ones get.
+        return unpack(self._read([index])[0] if record is None else record)
+
+    def _many(self, indices: list[int]) -> list[Any]:
+        records = [self._levels.get(index) for index in indices]
+        # An index that is asked for twice and is not there is read once.
+        missing = list(dict.fromkeys(i for i, record in zip(indices, records, strict=True) if record is None))
+        read = dict(zip(missing, self._read(missing), strict=True))
+        return [
+            unpack(read[index] if record is None else record)
+            for index, record in zip(indices, records, strict=True)
+        ]
+
+    def _read(self, indices: list[int]) -> list[bytes]:
+        """Records from the dataset, offered to the levels."""
+        records = [pack(sample) for sample in self._source(indices)]
+        for index, record in zip(indices, records, strict=True):
+            self._levels.put(index, record)
+        return records
+
+    # Filling
+
+    def _held(self, index: int) -> bool:
+        return index in self._levels
+
+    def _cache(self, indices: list[int]) -> int:
+        self._read(indices)
+        return sum(index in self._levels for index in indices)
+
+    def prefetch(self, indices: Iterable[int]) -> int:
+        """Read those of ``indices`` that no level has, and keep what there is room for; how many were added."""
+        return cache_missing(self, [self._index(index) for index in indices])
+
+    def fill(self, *, num_workers: int = 0, batch_size: int = 64, progress: bool | None = None) -> int:
+        """Read all that no level has, until the levels are full; how many samples were added.
+
+        Args:
+            num_workers: processes that read, as in `torch.utils.data.DataLoader`.
+            batch_size: samples that one of them reads at a time.
+            progress: show a bar; None: on a terminal.
+        """
+        return fill(self, num_workers=num_workers, batch_size=batch_size, progress=progress)
+
+    def flush(self) -> None:
+        """Write on disk, as far as there is room, what is in memory only, so that a later run finds it."""
+        self._levels.flush()
+
+    # What it did
+
+    @property
+    def memory_cache(self) -> MemoryLevel | None:
+        """The memory level with its counters: ``memory_cache.hits.value``. None if there is none."""
+        return self._levels.memory
+
+    @property
+    def disk_cache(self) -> DiskLevel | None:
+        """The disk level, likewise."""
+        return self._levels.disk
+
+    @property
+    def hits(self) -> int:
+        """Samples that one of the levels had."""
+        return sum(level.hits.value for level in (self.memory_cache, self.disk_cache) if level is not None)
+
+    @property
+    def misses(self) -> int:
+        """Samples that had to be read from the dataset."""
+        return self._levels.reads.value
+
+    def stats(self) -> BiLevelStats:
+        """Hits, misses, bytes and rates of both levels, over all workers and ranks."""
+        memory, disk = self.memory_cache, self.disk_cache
+        return BiLevelStats(memory.stats() if memory else None, disk.stats() if disk else None, self.misses)
+
+    def close(self) -> None:
+        """Leave the levels; shared memory goes with the last process that uses it."""
+        self._levels.close()
+
+    def __enter__(self) -> BiLevelCachedDataset:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,174 @@
+"""CachedDataset: the simple wrapper, which keeps each sample of a dataset as an entry of a store.
+
+A sample is looked for in the store, else read from the dataset, packed and put. Names are made of the dataset's
+fingerprint and the index, so a second run and another process start warm, another version of the data starts anew, and
+a mount shows each sample as a safetensors file. What bounds the store, and when entries expire, is the store's
+business.
+
+Assumes that the dataset answers the same sample for the same index every time: random transforms belong behind this
+wrapper. What cannot be read back is read from the dataset again, and replaced.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from castore import Store
+from castore.adapters.torch.filling import cache_missing, fill
+from castore.adapters.torch.identity import dataset_key
+from castore.adapters.torch.samples import pack, unpack
+from castore.adapters.torch.wrapper import DatasetWrapper
+from castore.errors import CorruptError
+from castore.shm.segments import Segment
+from castore.shm.tallies import Tallies
+
+_BUCKET = 1000
+_HITS, _MISSES, _COUNTS = range(3)
+
+
+class CachedDataset(DatasetWrapper):
+    """A dataset whose samples are kept in a store.
+
+    Args:
+        dataset: a map-style dataset. Its samples are what `torch.utils.data.default_collate` takes: tensors, arrays,
+            numbers, strings, bytes, PIL images, and tuples, lists and dicts of them.
+        store: a `castore.Store`, or the folder of one. A store that is opened here has no RAM tier, which every
+            worker would fill for itself.
+        key: what identifies the data: a name, or a config for `castore.key`. By default the fingerprint of
+            ``dataset``: its class's code, its parameters, its files.
+
+    Raises:
+        UnhashableError: the dataset has no fingerprint; the message says which part of it. Pass ``key``.
+        StoreError: the folder cannot be used.
+
+    >>> import tempfile, torch
+    >>> squares = torch.utils.data.TensorDataset(torch.arange(10.) ** 2)
+    >>> cached = CachedDataset(squares, tempfile.mkdtemp(), key="squares")
+    >>> cached[3], cached[3], cached.hits, cached.misses
+    ((tensor(9.),), (tensor(9.),), 1, 1)
+    >>> [entry.name for entry in cached.store.entries()]
+    ['squares/000000/000000003.safetensors']
+    """
+
+    def __init__(self, dataset: Any, store: Store | str | os.PathLike[str], key: object = None) -> None:
+        super().__init__(dataset)
+        #: The folder of this dataset's samples in the store.
+        self.key = dataset_key(dataset, key)
+        self._owns_store = not isinstance(store, Store)
+        self.store = store if isinstance(store, Store) else Store(store, memory=0)
+        self._count(None)
+
+    def _count(self, name: str | None) -> None:
+        self._segment = Segment(name, Tallies.needed(_COUNTS), {"kind": "counts of a CachedDataset"})
+        self._tallies = Tallies(self._segment, 0, _COUNTS)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_segment": self._segment.name, "_tallies": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # By name, since a copy that outlives the process it was made in just counts from nought.
+        self._count(state["_segment"])
+
+    def name_of(self, index: int) -> str:
+        """The name of a sample's entry in the store."""
+        return f"{self.key}/{index // _BUCKET:06d}/{index:09d}.safetensors"
+
+    # Samples
+
+    def _one(self, index: int) -> Any:
+        name = self.name_of(index)
+        kept, sample = _unpacked(self.store.get(name))
+        self._tallies.add(_HITS if kept else _MISSES)
+        if kept:
+            return sample
+        record = pack(self._data[index])
+        self.store.put(name, record)
+        # From its record too: the first epoch gets what later ones get.
+        return unpack(record)
+
+    def _many(self, indices: list[int]) -> list[Any]:
+        if not indices:
+            return []
+        records = self.store.get_many(map(self.name_of, indices))
+        found = [_unpacked(record) for record in records]
+        missing = [index for index, (kept, _) in zip(indices, found, strict=True) if not kept]
+        self._tallies.add(_HITS, len(indices) - len(missing))
+        self._tallies.add(_MISSES, len(missing))
+        read = self._read(missing)
+        return [
+            sample if kept else unpack(read[index])
+            for index, (kept, sample) in zip(indices, found, strict=True)
+        ]
+
+    def _read(self, indices: list[int]) -> dict[int, bytes]:
+        """Records from the dataset, put in one transaction."""
+        distinct = list(dict.fromkeys(indices))
+        records = {
+            index: pack(sample) for index, sample in zip(distinct, self._source(distinct), strict=True)
+        }
+        if records:
+            self.store.put_many((self.name_of(index), record) for index, record in records.items())
+        return records
+
+    # Filling
+
+    def _held(self, index: int) -> bool:
+        return self.store.entry(self.name_of(index)) is not None
+
+    def _cache(self, indices: list[int]) -> int:
+        return len(self._read(indices))
+
+    def prefetch(self, indices: Iterable[int]) -> int:
+        """Keep those of ``indices`` that are not kept yet; how many were added."""
+        return cache_missing(self, [self._index(index) for index in indices])
+
+    def fill(self, *, num_workers: int = 0, batch_size: int = 64, progress: bool | None = None) -> int:
+        """Keep all samples that are not kept yet; how many were added.
+
+        Args:
+            num_workers: processes that read, as in `torch.utils.data.DataLoader`.
+            batch_size: samples that one of them reads at a time.
+            progress: show a bar; None: on a terminal.
+        """
+        return fill(self, num_workers=num_workers, batch_size=batch_size, progress=progress)
+
+    # What it did
+
+    @property
+    def hits(self) -> int:
+        """Samples that came from the store, in all processes that have a copy of this dataset."""
+        return self._tallies.total(_HITS)
+
+    @property
+    def misses(self) -> int:
+        """Samples that came from the dataset, likewise."""
+        return self._tallies.total(_MISSES)
+
+    def close(self) -> None:
+        """Let go of the counts, and of the store if it was opened here."""
+        self._segment.close()
+        if self._owns_store:
+            self.store.close()
+
+    def __enter__(self) -> CachedDataset:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _unpacked(record: bytes | None) -> tuple[bool, Any]:
+    """Whether there is a sample, and the sample: it may be None itself."""
+    if record is None:
+        return False, None
+    try:
+        return True, unpack(record)
+    except CorruptError:
+        # Whole, but no sample: somebody else's entry of that name. It is replaced, as any damage is.
+        return False, None

@@ -1,0 +1,84 @@
+"""Filling a cache ahead of training: the missing samples, read in batches, by worker processes if wanted, with a bar.
+
+Ranks that fill one cache at once each begin in another place and skip what is there by then: together they read each
+sample about once, and one of them alone still fills it all. Assumes a dataset that knows what it holds; must not count
+what it reads as uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch.utils.data
+from tqdm.auto import tqdm
+
+from castore.adapters.torch.ranks import read_ranks
+
+
+class Fillable(Protocol):
+    """What a cached dataset shows to be filled."""
+
+    def __len__(self) -> int: ...
+
+    def _held(self, index: int) -> bool:
+        """Whether the sample is cached."""
+
+    def _cache(self, indices: list[int]) -> int:
+        """Read these samples and keep what there is room for; how many were kept."""
+
+
+def fill(dataset: Fillable, *, num_workers: int, batch_size: int, progress: bool | None) -> int:
+    """Cache what is missing, until all is there or there is no more room; how many samples were added."""
+    ranks = read_ranks()
+    start = len(dataset) * ranks.local_rank // ranks.local_world_size
+    missing = [index for index in (*range(start, len(dataset)), *range(start)) if not dataset._held(index)]
+    added = 0
+    # tqdm's None: a bar where somebody looks at a terminal.
+    with tqdm(
+        total=len(dataset),
+        initial=len(dataset) - len(missing),
+        desc="caching",
+        unit=" samples",
+        disable=None if progress is None else not progress,
+    ) as bar:
+        for asked, kept in _batches(dataset, missing, num_workers, batch_size):
+            added += kept
+            bar.update(asked)
+            if asked and not kept:
+                bar.set_postfix_str("full")
+                break
+    return added
+
+
+def cache_missing(dataset: Fillable, indices: Sequence[int]) -> int:
+    """Cache those of ``indices`` that are not there; how many were added."""
+    missing = [index for index in dict.fromkeys(indices) if not dataset._held(index)]
+    return dataset._cache(missing) if missing else 0
+
+
+def _batches(
+    dataset: Fillable, missing: list[int], num_workers: int, batch_size: int
+) -> Iterator[tuple[int, int]]:
+    """For each batch: how many samples had to be read, and how many of them were kept."""
+    loader = torch.utils.data.DataLoader(
+        _Batches(dataset, missing, batch_size), batch_size=None, num_workers=num_workers
+    )
+    yield from loader
+
+
+class _Batches(torch.utils.data.Dataset[tuple[int, int]]):
+    """Batches of samples to be read and kept wherever the loader's worker is: nothing but counts travels back."""
+
+    def __init__(self, dataset: Fillable, missing: list[int], batch_size: int) -> None:
+        self._dataset = dataset
+        self._missing = missing
+        self._batch_size = batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self._missing) // self._batch_size)
+
+    def __getitem__(self, number: int) -> tuple[int, int]:
+        batch = self._missing[number * self._batch_size : (number + 1) * self._batch_size]
+        batch = [index for index in batch if not self._dataset._held(index)]
+        return len(batch), self._dataset._cache(batch) if batch else 0

@@ -1,0 +1,315 @@
+"""Which data a dataset stands for: a fingerprint that changes when its samples may have changed, and at no other time.
+
+Covers the dataset's class by its code (followed through the user's own modules), and all that the object holds, as
+pickle would see it: parameters by value, tensors and arrays by content, transforms by their code and parameters,
+datasets inside by their own fingerprint. Files that it names, as path objects or as text with a "/", count by path, size
+and time of change, so that an edit is noticed; they are not read. Folders count by path alone.
+
+Assumes that user code follows pickle's protocol: what `__getstate__` leaves out does not count. Must never give a
+random answer, nor one that differs in another process or on another day: what has no stable hash is an
+UnhashableError that names it. Sources of random numbers are such errors on purpose: samples drawn from one must not
+be cached, and the state of one that is only left over would change the key with every use.
+"""
+
+from __future__ import annotations
+
+import marshal
+import mmap
+import os
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
+
+from castore.adapters.torch.leaves import MisfitError, take_tensor
+from castore.errors import UnhashableError
+from castore.fingerprints import FunctionEncoder
+from castore.keys import KEY_DIGITS, UnencodableError
+from castore.keys import key as key_of_config
+from castore.names import check_name
+
+_VERSION = b"castore.dataset.1"
+#: What marshal writes the same everywhere, and what a long list may hold to be hashed at once.
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+_LONG = 64
+# Version 2 of the format has no references, which would tell how often a value is referred to.
+_MARSHAL = 2
+_CODE = (types.FunctionType, types.MethodType, types.ModuleType, type)
+_RANDOM = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+# Containers of data whose own version does not matter, so that an update of torch does not recompute all.
+_CONTAINERS = (TensorDataset, Subset, ConcatDataset, StackDataset)
+
+
+def dataset_key(dataset: Any, key: object = None) -> str:
+    """The name under which what is made of a dataset belongs.
+
+    Args:
+        dataset: a map-style dataset, a list, an array: what a `torch.utils.data.DataLoader` takes.
+        key: what identifies the data, where the fingerprint does not: a name, or a config for `castore.key`.
+
+    Returns:
+        40 hexadecimal digits, or the name that was given as ``key``.
+
+    Raises:
+        UnhashableError: a part of the dataset has no stable hash; the message has the path to it.
+        InvalidNameError: ``key`` is a text and no valid name.
+
+    >>> from torch.utils.data import TensorDataset
+    >>> first, again, other = (TensorDataset(torch.ones(n)) for n in (3, 3, 4))
+    >>> dataset_key(first) == dataset_key(again), dataset_key(first) == dataset_key(other)
+    (True, False)
+    """
+    if isinstance(key, str):
+        return check_name(key)
+    if key is not None:
+        return key_of_config(key)
+    try:
+        code = DatasetEncoder().encode(dataset, "dataset")
+    except UnhashableError as error:
+        raise UnhashableError(f"{error}; or say what identifies the data with key=...") from None
+    return str(blake3(_VERSION + code).hexdigest()[:KEY_DIGITS])
+
+
+class DatasetEncoder(FunctionEncoder):
+    """A FunctionEncoder that also takes objects, by their class and state, and what datasets hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Inside code, text is a constant: only data names files.
+        self._in_code = 0
+        # Folder datasets hold their list of files under two names.
+        self._lists: dict[int, tuple[bytes | None, Any]] = {}
+
+    def part(self, value: Any, step: str = "") -> bytes:
+        """As in FunctionEncoder, but text may name a file, and long lists are hashed at once."""
+        kind = type(value)
+        if kind is str and not self._in_code and "/" in value:
+            return self._named_file(value)
+        if kind in (list, tuple) and len(value) >= _LONG and not self._in_code:
+            if id(value) not in self._lists:
+                self._lists[id(value)] = self._long(value), value
+            code, _ = self._lists[id(value)]
+            if code is not None:
+                return code
+        return super().part(value, step)
+
+    def other(self, value: Any) -> bytes:
+        """As in FunctionEncoder, with what datasets hold besides."""
+        encode = next((encode for kind, encode in _kinds() if isinstance(value, kind)), None)
+        if encode is not None:
+            return self.tagged(*encode(self, value))
+        if isinstance(value, os.PathLike):
+            return self.tagged("path", super().other(value), *_stat(value))
+        if not isinstance(value, _CODE):
+            return super().other(value)
+        self._in_code += 1
+        try:
+            return super().other(value)
+        finally:
+            self._in_code -= 1
+
+    def class_(self, cls: type) -> Iterator[Any]:
+        """As in FunctionEncoder, without what copyreg notes in a class once an object of it is pickled."""
+        for part in super().class_(cls):
+            if not (type(part) is tuple and part[0] == "__slotnames__"):
+                yield part
+
+    def _numpy(self, value: Any) -> bytes:
+        # The last resort of Encoder: what comes here and is not NumPy's is an object of some class.
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            return self.tagged("objects", value.shape, value.ravel().tolist())
+        if isinstance(value, np.ndarray | np.generic | np.dtype):
+            return super()._numpy(value)
+        return self.tagged("object", *self.object_(value))
+
+    def object_(self, value: Any) -> Iterator[Any]:
+        """What an object is made of: its class, and what pickle would keep of it."""
+        # Objects refer to one another in circles: the second time, a number stands for what was met before.
+        self._met[id(value)] = (len(self._met), value)
+        yield self.part(type(value), f" -> {type(value).__name__}")
+        try:
+            reduced = value.__reduce_ex__(4)
+        except Exception as error:  # whatever the user's __getstate__ does
+            raise UnencodableError(
+                f"cannot hash {type(value)}: {error}; leave it out in __getstate__, or give the dataset's class a"
+                " __castore_key__ method"
+            ) from error
+        if isinstance(reduced, str):  # the name of something global
+            yield reduced
+            return
+        make, arguments, state, items, pairs = (*reduced, None, None, None, None)[:5]
+        yield self.part(make)
+        # The class is here already, and stands in front of every object's arguments.
+        yield self.part(tuple(item for item in arguments if item is not type(value)), " -> arguments")
+        yield self.part(list(items) if items is not None else None)
+        yield self.part(dict(pairs) if pairs is not None else None)
+        yield from self._state(state)
+
+    def _state(self, state: Any) -> Iterator[Any]:
+        # With __slots__: attributes from __dict__, and the others.
+        parts = state if type(state) is tuple and len(state) == 2 else (state,)
+        for part in parts:
+            if type(part) is dict and all(type(name) is str for name in part):
+                yield [(name, self.part(part[name], f".{name}")) for name in sorted(part)]
+            else:
+                yield self.part(part, ".__getstate__()")
+
+    def _long(self, values: list[Any] | tuple[Any, ...]) -> bytes | None:
+        """A long list of plain values, or of tuples or lists of them, at once; None if it holds anything else."""
+        kinds = set(map(type, values))
+        if kinds in ({tuple}, {list}):
+            kinds = set(map(type, chain.from_iterable(values)))
+        if not kinds <= _PLAIN:
+            return None
+        digest = blake3(marshal.dumps(values, _MARSHAL)).digest()
+        return self.tagged("long", len(values), digest, _stats(values))
+
+    def _named_file(self, text: str) -> bytes:
+        return self.tagged("text", super().part(text), *_stat(text))
+
+
+def _stat(path: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Size and time of change of a file; nothing of a folder, or where there is none."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):  # text that happens to look like a path may be no possible one
+        return ()
+    return () if _is_folder(found) else (found.st_size, found.st_mtime_ns)
+
+
+def _is_folder(found: os.stat_result) -> bool:
+    return found.st_mode & 0o170000 == 0o040000
+
+
+def _stats(values: Iterable[Any]) -> bytes:
+    """Of a list of paths, or of tuples that start with one, all files' sizes and times; if the first is there."""
+    hasher = blake3()
+    for place, value in enumerate(values):
+        path = value[0] if type(value) in (tuple, list) and value else value
+        if type(path) is not str or "/" not in path:
+            return b""
+        found = _stat(path)
+        if not found and not place:
+            return b""
+        hasher.update(b"%d %d\n" % found if found else b"-\n")
+    return hasher.digest()
+
+
+# --- what datasets hold -----------------------------------------------------------------------------------------
+
+
+def _tensor(encoder: DatasetEncoder, value: torch.Tensor) -> Iterator[Any]:
+    payloads: list[Any] = []
+    plain = value.detach()
+    try:
+        take_tensor(plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor), payloads)
+    except MisfitError as error:
+        raise UnencodableError(f"{error.problem}, or leave it out in __getstate__") from None
+    yield from (
+        "tensor",
+        str(value.dtype),
+        tuple(value.shape),
+        blake3(memoryview(payloads[0]).cast("B")).digest(),
+    )
+    if type(value) is not torch.Tensor:
+        yield encoder.part(type(value))
+
+
+def _mapped(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
+    # A view of a mapping does not say which part it is.
+    if not isinstance(value.base, mmap.mmap) or value.filename is None:
+        yield from ("mapped", encoder.part(np.asarray(value)))
+        return
+    where = os.path.abspath(value.filename)
+    yield from (
+        "mapped file",
+        where,
+        *_stat(where),
+        value.offset,
+        str(value.dtype),
+        value.shape,
+        value.strides,
+    )
+
+
+def _container(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
+    yield type(value).__name__
+    if type(value) not in _CONTAINERS:
+        yield encoder.part(type(value))
+    state = dict(vars(value))
+    indices = state.get("indices")
+    if isinstance(value, Subset) and not isinstance(indices, list):
+        state["indices"] = [int(index) for index in value.indices]  # the same subset, whoever chose it
+    yield from encoder._state(state)
+
+
+def _hugging_face(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
+    # 64 bits of what was done to the data since it was read; the rest is what can be asked at no cost.
+    yield from (
+        "datasets",
+        value._fingerprint,
+        len(value),
+        str(value.features),
+        encoder.part(value.format, ".format"),
+    )
+
+
+def _zarr_array(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
+    import zarr
+
+    yield from ("zarr", value.path, encoder.part(value.metadata.to_dict(), ".metadata"))
+    store = value.store
+    if isinstance(store, zarr.storage.LocalStore):
+        folder = os.path.join(os.path.abspath(store.root), value.path)
+        yield folder
+        yield _folder_digest(folder)
+    elif isinstance(store, zarr.storage.MemoryStore):
+        yield encoder.part(np.asarray(value[...]))
+    else:
+        yield str(store)
+
+
+def _folder_digest(folder: str) -> bytes:
+    """Names, sizes and times of all files below a folder: of an array's chunks."""
+    hasher = blake3()
+    for parent, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            path = os.path.join(parent, name)
+            hasher.update(repr((path, _stat(path))).encode("utf-8", "surrogatepass"))
+    return hasher.digest()
+
+
+def _refuse_random(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
+    raise UnencodableError(
+        f"is a source of random numbers, {type(value)}: cache what comes before it, and draw from it behind the cache"
+    )
+
+
+_Encode = Callable[[Any, Any], Iterator[Any]]
+_KINDS: list[tuple[Any, _Encode]] = [
+    (torch.Tensor, _tensor),
+    (np.memmap, _mapped),
+    (_RANDOM, _refuse_random),
+    (_CONTAINERS, _container),
+]
+_OPTIONAL: dict[str, tuple[str, _Encode]] = {
+    "datasets": ("Dataset", _hugging_face),
+    "zarr": ("Array", _zarr_array),
+}
+
+
+def _kinds() -> Iterator[tuple[Any, _Encode]]:
+    """The kinds of `_KINDS`, and those of libraries that somebody has imported."""
+    yield from _KINDS
+    for module, (name, encode) in _OPTIONAL.items():
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None:
+            yield kind, encode

@@ -1,0 +1,366 @@
+"""LazyShardDataset: each rank, or each node, reads its own shard of a dataset, and keeps it near after the first epoch.
+
+The shard travels to the node as training asks for it, sample by sample, into the node's two-level cache; from the second
+epoch on the source is left alone. Who has which samples is `sharding`'s, how many `shares`', the cache
+`BiLevelCachedDataset`'s, the epoch `progress`'; here they come together. The class and its arguments are BiLevelCache's
+(Jay Rothenberger).
+
+Assumes that all ranks make it with the same arguments. Must never need a process group, let an epoch change who has
+which samples, nor leave samples out in silence.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from castore.adapters.torch.bilevel import BiLevelCachedDataset, BiLevelStats
+from castore.adapters.torch.filling import fill
+from castore.adapters.torch.levels import DiskLevel, MemoryLevel
+from castore.adapters.torch.progress import Progress, dump_state, parse_state
+from castore.adapters.torch.ranks import read_ranks
+from castore.adapters.torch.sharding import Indices, Step, epoch_order, remaining, slice_of
+from castore.adapters.torch.shares import (
+    check_least,
+    cut_shards,
+    find_rooms,
+    ranks_on_each,
+    sample_bytes,
+    whole_shards,
+)
+from castore.adapters.torch.sizing import Size
+from castore.adapters.torch.wrapper import check_index
+from castore.errors import InvalidValueError, UnhashableError
+from castore.sizes import format_size
+
+Mode = Literal["rank", "node", "disk"]
+Balance = Literal["equal", "room"]
+
+
+class _View(NamedTuple):
+    """What this process made of the progress: the indices that the epoch visits, and when it was made."""
+
+    changes: int
+    order: memoryview
+
+
+class LazyShardDataset(Dataset[Any]):
+    """This rank's shard of a dataset, read when asked for and kept in the RAM and on the disk of its node.
+
+    Args:
+        data: anything with a length and integer indices: a map-style dataset, a list, a NumPy or zarr array.
+        shuffle: visit the shard in another order each epoch (`set_epoch`); else by rising index.
+        disk_size, memory_size: what the node's cache may take, all its ranks together: bytes, a text ("100GB"), or
+            as a float the fraction of what is free.
+        overflow: None for no limit. Else a shard may exceed what its cache holds by this fraction at most (0.1: by a
+            tenth); the rest of it is left out, with one warning. What the cache holds is estimated from a few
+            samples, uncompressed.
+        min_elements: samples that every shard must have at least.
+        rank, num_replicas: this rank and how many there are; by default as torchrun's variables say.
+        seed: decides who has which samples, and the orders.
+        mode: "rank" gives each rank a shard, "node" each node one that its ranks share (through a
+            `DistributedSampler` over `LOCAL_WORLD_SIZE` replicas), "disk" is "node" without the level in RAM. In all
+            of them a node has one cache.
+        disk_cache_path: a folder on a local disk; see `BiLevelCachedDataset`.
+        balance: "equal" shards differ by one sample at most; "room" makes them as large as the room that their
+            nodes have for them, which the nodes tell each other if there is a process group.
+        rooms: the bytes that each node can cache, where there is no process group to ask.
+        write_through, name, key: as in `BiLevelCachedDataset`.
+
+    Raises:
+        InvalidValueError: an argument makes no sense, `min_elements` cannot be met, or nodes that may differ have no
+            way to tell each other.
+        CastoreError: what `BiLevelCachedDataset` raises.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        shuffle: bool = False,
+        disk_size: Size = 0.8,
+        memory_size: Size = 0.5,
+        overflow: float | None = None,
+        min_elements: int = 0,
+        rank: int | None = None,
+        num_replicas: int | None = None,
+        seed: int = 13,
+        mode: Mode = "rank",
+        disk_cache_path: str | os.PathLike[str] = "./castore-shards",
+        *,
+        balance: Balance = "equal",
+        rooms: Sequence[int | str] | None = None,
+        write_through: bool = False,
+        name: str | None = None,
+        key: object = None,
+    ) -> None:
+        _check_arguments(mode, balance, overflow, seed)
+        self.data = data
+        self.shuffle = bool(shuffle)
+        self.seed = int(seed)
+        self.mode = mode
+        #: Where this process is in the job.
+        self.ranks = read_ranks(rank=rank, num_replicas=num_replicas)
+        #: The cache of the node, over the indices of the whole dataset.
+        self.cache = BiLevelCachedDataset(
+            data,
+            0 if mode == "disk" else memory_size,
+            disk_size,
+            disk_cache_path,
+            write_through=write_through,
+            name=name,
+            key=key,
+        )
+        self._n = len(self.cache)
+        try:
+            alike = not any(isinstance(size, float) for size in (memory_size, disk_size))
+            self._share_out(balance, rooms, overflow, min_elements, alike)
+            self._progress = Progress()
+        except BaseException:
+            self.cache.close()
+            raise
+        self._members: Indices | None = None
+        self._view: _View | None = self._look()
+
+    def _share_out(
+        self,
+        balance: Balance,
+        rooms: Sequence[int | str] | None,
+        overflow: float | None,
+        least: int,
+        alike: bool,
+    ) -> None:
+        """Decide how large every shard is; the same on every rank."""
+        each_rank = self.mode == "rank"
+        self._shard = self.ranks.rank if each_rank else self.ranks.node
+        shard_rooms = None
+        if balance == "room" or overflow is not None:
+            same = alike and balance == "equal"
+            nodes = find_rooms(self._own_room(), self.ranks, rooms, same_everywhere=same)
+            shard_rooms = nodes.rooms_of_ranks() if each_rank else nodes.rooms
+        elif rooms is not None:
+            raise InvalidValueError('rooms decide nothing here; give balance="room" or overflow with them')
+        shards = self.ranks.world_size if each_rank else self.ranks.nodes
+        #: What shards are sized by, and the shards of a whole epoch.
+        self._weights = shard_rooms if balance == "room" and shard_rooms else (1,) * shards
+        self._whole = whole_shards(self._n, self._weights)
+        if overflow is not None and shard_rooms is not None:
+            if balance == "equal":
+                # Equal shards stay equal where caches are not: ranks that step together would wait for ever.
+                shard_rooms = (min(shard_rooms),) * shards
+            each = sample_bytes(self.data, self._n, self.seed)
+            self._whole = cut_shards(self._whole.sizes, shard_rooms, each, overflow)
+            self._tell_cut(each)
+        check_least(self._whole, least, shard_rooms)
+
+    def _own_room(self) -> int:
+        stats = self.cache.stats()
+        return sum(level.limit for level in (stats.memory, stats.disk) if level is not None)
+
+    def _tell_cut(self, each: float) -> None:
+        step, shard = self._whole, self._shard
+        cut = sum(step.sizes) - sum(step.kept)
+        if cut:
+            warnings.warn(
+                f"{cut} of {self._n} samples are left out, because the caches do not hold them: shard {shard} keeps "
+                f"{step.kept[shard]} of {step.sizes[shard]}, at {format_size(round(each))} a sample; raise memory_size or "
+                "disk_size, or take overflow=None for whole shards",
+                stacklevel=4,
+            )
+
+    # The order of an epoch -----------------------------------------------------------------------------------------
+
+    def _look(self) -> _View:
+        """The order of the epoch that the progress tells of."""
+        changes, epoch, steps = self._progress.read()
+        last = steps[-1] if steps else self._whole
+        members = self._members_of(epoch, steps[:-1], last)
+        order = epoch_order(
+            members,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            epoch=epoch,
+            step=max(0, len(steps) - 1),
+            shard=self._shard,
+        )
+        return _View(changes, members[order[last.consumed[self._shard] :]].data)
+
+    def _members_of(self, epoch: int, before: Sequence[Step], last: Step) -> Indices:
+        whole = not before and (last.sizes, last.kept) == (self._whole.sizes, self._whole.kept)
+        if whole and self._members is not None:
+            return self._members
+        pool = remaining(self._n, self.seed, epoch, before, shuffle=self.shuffle)
+        # A copy: a slice would keep the indices of all shards in memory.
+        members: Indices = pool[slice_of(last.sizes, self._shard)][: last.kept[self._shard]].copy()
+        if whole:
+            self._members = members
+        return members
+
+    def _order(self) -> memoryview:
+        view = self._view
+        if view is None or view.changes != self._progress.changes:
+            view = self._view = self._look()
+        return view.order
+
+    @property
+    def indices(self) -> Indices:
+        """The indices of `data` that this shard visits in this epoch, in their order."""
+        return np.array(self._order())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: another order if shuffled, always the same samples. Call it between epochs.
+
+        Reaches the copies in DataLoader workers, persistent ones too. For the epoch that `load_state_dict` resumed it
+        does nothing; any other is visited whole.
+
+        Raises:
+            InvalidValueError: it is no whole number from 0 up.
+        """
+        if isinstance(epoch, bool) or not hasattr(epoch, "__index__") or epoch < 0:
+            raise InvalidValueError(f"the epoch is {epoch!r}; give a whole number from 0 up")
+        epoch = int(epoch)
+        if epoch != self.epoch:
+            self._progress.write(epoch, [])
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being visited."""
+        return self._progress.read()[1]
+
+    # Resuming ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, consumed: int | Sequence[int] | None = None) -> dict[str, Any]:
+        """Where the epoch is, in plain numbers. Any rank's state serves all of them, and any number of ranks.
+
+        Args:
+            consumed: samples that this rank, and every other, has taken since the epoch began or was resumed; or a
+                list of the samples taken from each shard, where ranks do not step together. They are counted in this
+                dataset's own order, so the loader must not shuffle. None where the loader keeps its own place, as
+                torchdata's `StatefulDataLoader` does.
+
+        Raises:
+            InvalidValueError: more was consumed than there is.
+        """
+        _, epoch, steps = self._progress.read()
+        last = steps[-1] if steps else self._whole
+        if consumed is not None:
+            last = last.advanced(self._taken(consumed, last))
+        return dump_state(self._n, self.seed, self.shuffle, epoch, [*steps[:-1], last])
+
+    def _taken(self, consumed: int | Sequence[int], step: Step) -> list[int]:
+        """Samples taken from each shard."""
+        if isinstance(consumed, Sequence):
+            return [int(count) for count in consumed]
+        sharing = 1 if self.mode == "rank" else ranks_on_each(self.ranks)
+        taken, most = int(consumed) * sharing, max(step.left())
+        # Ranks that run out before others, and samplers that repeat samples to come out even, are the rule.
+        if taken >= most + sharing:
+            raise InvalidValueError(
+                f"consumed={consumed} is more than this epoch had left: {most} samples in the largest shard, for "
+                f"{sharing} ranks; count from the last load_state_dict or set_epoch on"
+            )
+        return [min(taken, left) for left in step.left()]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a state was saved. Until another epoch is set, only what was left of this one is visited.
+
+        In a world of as many shards, each goes on with its own samples; otherwise what all had left is shared out
+        anew. Samplers that take the length when they are made, as `DistributedSampler` does, are made after this.
+
+        Raises:
+            InvalidValueError: the state is not one, or of other data, another seed or order.
+        """
+        epoch, steps = parse_state(state, self._n, self.seed, self.shuffle)
+        if steps:
+            last = steps[-1]
+            # What a whole epoch keeps may have changed with the room; what this one does is in the state.
+            again = self._whole if len(steps) == 1 else whole_shards(sum(last.sizes), self._weights)
+            if last.sizes != again.sizes:
+                steps.append(whole_shards(sum(last.left()), self._weights))
+        if (epoch, steps) != self._progress.read()[1:]:
+            self._progress.write(epoch, steps)
+
+    # Samples -------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._order())
+
+    def __getitem__(self, index: int) -> Any:
+        order = self._order()
+        return self.cache[order[check_index(index, len(order))]]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        order = self._order()
+        return self.cache.__getitems__([order[check_index(index, len(order))] for index in indices])
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.cache[index] for index in self._order())
+
+    def prefetch(self, indices: Iterable[int]) -> int:
+        """Read those of these samples of the shard that the cache has not; how many were added."""
+        order = self._order()
+        return self.cache.prefetch([order[check_index(index, len(order))] for index in indices])
+
+    def fill(self, *, num_workers: int = 0, batch_size: int = 64, progress: bool | None = None) -> int:
+        """Read what the cache lacks of the shard, until it is full; how many samples were added.
+
+        Args:
+            num_workers, batch_size, progress: as in `BiLevelCachedDataset.fill`.
+        """
+        return fill(self, num_workers=num_workers, batch_size=batch_size, progress=progress)
+
+    def _held(self, place: int) -> bool:
+        return self.cache._held(self._order()[place])
+
+    def _cache(self, places: list[int]) -> int:
+        order = self._order()
+        return self.cache._cache([order[place] for place in places])
+
+    # The cache -----------------------------------------------------------------------------------------------------
+
+    @property
+    def memory_cache(self) -> MemoryLevel | None:
+        """The node's level in RAM, with `hits.value` and `misses.value`; None in mode "disk"."""
+        return self.cache.memory_cache
+
+    @property
+    def disk_cache(self) -> DiskLevel | None:
+        """The node's level on disk."""
+        return self.cache.disk_cache
+
+    def stats(self) -> BiLevelStats:
+        """What the node's levels answered and hold, over all its ranks and their workers."""
+        return self.cache.stats()
+
+    def close(self) -> None:
+        """Leave the node's cache. What is on disk stays."""
+        self.cache.close()
+        self._progress.close()
+
+    def __castore_key__(self) -> object:
+        # A cache around this one would find another epoch's samples at the same places.
+        raise UnhashableError(
+            "the samples of a LazyShardDataset change places every epoch, and it caches them itself; to cache them "
+            "elsewhere too, wrap what it reads: LazyShardDataset(CachedDataset(data, ...))"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Indices are worked out again where they are needed: workers get no more than numbers and names.
+        return {**self.__dict__, "_view": None, "_members": None}
+
+
+def _check_arguments(mode: str, balance: str, overflow: float | None, seed: int) -> None:
+    for name, value, known in (("mode", mode, get_args(Mode)), ("balance", balance, get_args(Balance))):
+        if value not in known:
+            raise InvalidValueError(f"{name} is {value!r}; take one of {', '.join(map(repr, known))}")
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise InvalidValueError(f"the seed is {seed!r}; give a whole number")
+    if overflow is not None and not 0 <= overflow < math.inf:
+        raise InvalidValueError(
+            f"overflow is {overflow!r}; give the fraction by which a shard may exceed its cache, 0.0 for none, or None"
+        )

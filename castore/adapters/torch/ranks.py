@@ -1,0 +1,153 @@
+"""Who this process is among the processes of a training job, as torchrun tells it in environment variables.
+
+Assumes nothing: without torchrun there is one rank, on one node. Reads the environment whenever asked, because
+launchers set it late. Must never need `torch`, nor a process group: datasets are made before, or without,
+`init_process_group`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from castore.errors import InvalidValueError
+
+_JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The place of one process in its job: among all, on its node, and its node among the nodes."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node: int = 0
+    nodes: int = 1
+
+
+def read_ranks(
+    environ: Mapping[str, str] | None = None, *, rank: int | None = None, num_replicas: int | None = None
+) -> Ranks:
+    """The ranks of this process.
+
+    `RANK`, `LOCAL_RANK`, `WORLD_SIZE` and `LOCAL_WORLD_SIZE` default to 0, 0, 1, 1. The node is `GROUP_RANK` of
+    `GROUP_WORLD_SIZE`; where a launcher does not set these, nodes are taken to run `LOCAL_WORLD_SIZE` ranks each.
+
+    Args:
+        environ: the variables; None is those of this process.
+        rank, num_replicas: say the rank and the world size instead, as in `DistributedSampler`.
+
+    Raises:
+        InvalidValueError: a variable is no whole number, or two of them contradict each other.
+
+    >>> read_ranks({})
+    Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, node=0, nodes=1)
+    >>> read_ranks({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}).node
+    1
+    >>> read_ranks({"RANK": "2", "WORLD_SIZE": "2"})
+    Traceback (most recent call last):
+    castore.errors.InvalidValueError: RANK is 2, but WORLD_SIZE is 2: ranks run from 0 to 1; start with torchrun, or set both
+    """
+    environ = os.environ if environ is None else environ
+    local_rank, local_size = _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if rank is None and num_replicas is None:
+        own, size = _pair(environ, "RANK", "WORLD_SIZE")
+        if local_size > size:
+            raise InvalidValueError(
+                f"LOCAL_WORLD_SIZE is {local_size}, but WORLD_SIZE is {size}: a node cannot run more ranks than "
+                "the whole job; start with torchrun, or set both"
+            )
+    else:
+        own = _whole(environ, "RANK", 0) if rank is None else _given(rank, "rank")
+        size = (
+            _whole(environ, "WORLD_SIZE", 1) if num_replicas is None else _given(num_replicas, "num_replicas")
+        )
+        _check_below(own, size, "rank", "num_replicas", "give both")
+    node, nodes = _node(environ, own, size, local_size)
+    return Ranks(own, local_rank, size, local_size, node, nodes)
+
+
+def _node(environ: Mapping[str, str], rank: int, size: int, local_size: int) -> tuple[int, int]:
+    told = "GROUP_RANK" in environ and "GROUP_WORLD_SIZE" in environ
+    # What the caller says instead of the environment's RANK is not what the environment's GROUP_RANK is about.
+    if told and (rank, size) == (_whole(environ, "RANK", 0), _whole(environ, "WORLD_SIZE", 1)):
+        return _pair(environ, "GROUP_RANK", "GROUP_WORLD_SIZE")
+    return rank // local_size, -(-size // local_size)
+
+
+def job_id(environ: Mapping[str, str] | None = None) -> str | None:
+    """16 hex digits, the same in all ranks that a job runs on this node, and others in every other job.
+
+    Made from `MASTER_ADDR`, `MASTER_PORT` and `TORCHELASTIC_RUN_ID`, and from `GROUP_RANK`, because two groups
+    of ranks that a launcher calls nodes may run on one machine.
+
+    Args:
+        environ: the variables; None is those of this process.
+
+    Returns:
+        None where this is the only rank of its node: there is nobody to share with.
+
+    Raises:
+        InvalidValueError: several ranks run on this node, and no variable tells their job from others.
+
+    >>> job_id({}) is None
+    True
+    >>> job = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    >>> job_id(job | {"RANK": "0"}) == job_id(job | {"RANK": "1", "LOCAL_RANK": "1"})
+    True
+    >>> job_id(job) == job_id(job | {"MASTER_PORT": "29501"})
+    False
+    """
+    environ = os.environ if environ is None else environ
+    ranks = read_ranks(environ)
+    if ranks.local_world_size == 1:
+        return None
+    # A host name alone does not tell two jobs apart; torchrun without --rdzv-id says "none".
+    if not environ.get("MASTER_PORT") and environ.get("TORCHELASTIC_RUN_ID", "none") == "none":
+        raise InvalidValueError(
+            f"LOCAL_WORLD_SIZE is {ranks.local_world_size}, but neither MASTER_PORT nor TORCHELASTIC_RUN_ID tells "
+            "this job from others on this node; start with torchrun, set MASTER_ADDR and MASTER_PORT, or give a name"
+        )
+    parts = [environ.get(name, "") for name in _JOB_VARIABLES] + [str(ranks.node)]
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
+    own, all_ = _whole(environ, rank, 0), _whole(environ, size, 1)
+    _check_below(own, all_, rank, size, "start with torchrun, or set both")
+    return own, all_
+
+
+def _check_below(own: int, size: int, rank_name: str, size_name: str, advice: str) -> None:
+    if size < 1:
+        raise InvalidValueError(f"{size_name} is {size}, but there is at least one rank; {advice}")
+    if not 0 <= own < size:
+        raise InvalidValueError(
+            f"{rank_name} is {own}, but {size_name} is {size}: ranks run from 0 to {size - 1}; {advice}"
+        )
+
+
+def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name)
+    if text is None or not text.strip():
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidValueError(
+            f"the environment variable {name} is {text!r}, which is no whole number; "
+            "start with torchrun, or set it to one"
+        ) from None
+
+
+def _given(value: object, name: str) -> int:
+    # An int in disguise (a NumPy integer) is welcome; True and 1.0 are slips.
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InvalidValueError(
+            f"{name} is {value!r}; give a whole number, or leave it out to ask torchrun's variables"
+        )
+    return int(value.__index__())

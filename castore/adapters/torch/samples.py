@@ -1,0 +1,362 @@
+"""A sample to one record of bytes and back: what datasets return and `torch.utils.data` collates, without pickle.
+
+A record is a valid safetensors file. Every value that holds bytes is a tensor of it, named by its place in the sample
+(``image``, ``boxes.0``; ``sample`` if it is all there is): ints as I64, floats as F64, text and bytes as U8. How they
+nest, and which type each has, stands in the header's ``__metadata__`` as JSON under ``castore``. So the header says
+nothing of values, samples of one shape share one header, and both sides remember what they made of it.
+
+Assumes that records may be hostile: what they claim is checked against their length before memory is taken for it.
+Must never pickle, nor change a value silently: what would not come back as the same type and value is a
+SerializationError with the path to it. Some conveniences are meant: a tensor from a GPU comes back on the CPU, any
+layout in memory comes back in C order, a memory-mapped array as an array, and of images see
+`castore.adapters.torch.images`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from castore.adapters.torch.images import build_pixels, is_image, parts_of, put_together, take_pixels
+from castore.adapters.torch.leaves import (
+    BUILDERS,
+    NUMBERS,
+    SIZES,
+    TAKERS,
+    Build,
+    Leaf,
+    Mark,
+    MisfitError,
+    Payloads,
+    leaf_of,
+    take_numbers,
+    take_scalar,
+)
+from castore.errors import CorruptError, SerializationError
+
+T = TypeVar("T")
+
+_VERSION = 1
+_SIZE = struct.Struct("<Q").unpack_from
+# Far beyond any sample; each level takes a few Python frames.
+_DEEPEST = 64
+#: What safetensors accepts.
+_LONGEST_HEADER = 100_000_000
+_LONGEST_SHAPE = 64
+_KEYS = (str, int, bool, type(None))
+_BUILDERS = {**BUILDERS, "pixels": build_pixels}
+
+
+class _Remembered(dict[Any, T]):
+    """What was made of headers, until they would take more than `budget` bytes together; then it starts anew.
+
+    Threads may share it: at worst something is made twice, or the count is off by what raced.
+    """
+
+    def __init__(self, budget: int) -> None:
+        super().__init__()
+        self._budget = budget
+        self._held = 0
+
+    def remember(self, key: Any, value: T, weight: int) -> None:
+        if weight + self._held > self._budget:
+            self.clear()
+            self._held = 0
+        if weight <= self._budget:
+            self[key] = value
+            self._held += weight
+
+
+# --- packing ----------------------------------------------------------------------------------------------------
+
+
+class _Layout(NamedTuple):
+    header: bytes
+    order: tuple[int, ...]  # of the payloads
+
+
+# With a header of 250 bytes, as an image and its label have, 4000 kinds of samples; ten times the memory in all.
+_layouts: _Remembered[_Layout] = _Remembered(1 << 20)
+_plans: _Remembered[_Plan] = _Remembered(1 << 20)
+
+
+def pack(sample: Any) -> bytes:
+    """The record of a sample.
+
+    Args:
+        sample: torch tensors of any dtype, NumPy arrays and scalars, PIL images, None, bool, int, float, complex,
+            str, bytes, bytearray, and tuples, lists and dicts of these.
+
+    Returns:
+        a safetensors file; equal samples give equal bytes.
+
+    Raises:
+        SerializationError: a part would not come back as it is; the message has the path to it and what to do.
+
+    >>> unpack(pack({"image": torch.zeros(2, dtype=torch.uint8), "label": (3, "cat")}))
+    {'image': tensor([0, 0], dtype=torch.uint8), 'label': (3, 'cat')}
+    >>> pack({"x": [1, {2}]})
+    Traceback (most recent call last):
+    castore.errors.SerializationError: sample['x'][1]: <class 'set'> cannot be kept; convert it to a list, ...
+    """
+    payloads: Payloads = []
+    try:
+        mark = _take(sample, payloads, 0)
+    except MisfitError as error:
+        raise SerializationError(f"sample{''.join(reversed(error.path))}: {error.problem}") from None
+    layout = _layouts.get(mark)
+    if layout is None:
+        layout = _lay_out(mark)
+        _layouts.remember(mark, layout, len(layout.header))
+    return b"".join([layout.header, *[payloads[place] for place in layout.order]])
+
+
+def _take(value: Any, payloads: Payloads, depth: int) -> Mark:
+    take = TAKERS.get(type(value))
+    if take is not None:
+        return take(value, payloads)
+    if value is None:
+        return None
+    if depth > _DEEPEST:
+        raise MisfitError(f"is nested more than {_DEEPEST} levels deep, or contains itself")
+    nested = _CONTAINERS.get(type(value))
+    if nested is not None:
+        return nested(value, payloads, depth)
+    if isinstance(value, np.generic):
+        return take_scalar(value, payloads)
+    if is_image(value):
+        pixels = take_pixels(value, payloads)
+        parts = [_take(part, payloads, depth + 1) for part in parts_of(value)]
+        return "image", (pixels, *parts)
+    raise MisfitError(_refusal(value))
+
+
+def _take_sequence(value: list[Any] | tuple[Any, ...], payloads: Payloads, depth: int) -> Mark:
+    if value and type(value[0]) in NUMBERS:
+        numbers = take_numbers(value, payloads)
+        if numbers is not None:
+            return numbers
+    marks = []
+    for place, item in enumerate(value):
+        try:
+            marks.append(_take(item, payloads, depth + 1))
+        except MisfitError as error:
+            error.path.append(f"[{place}]")
+            raise
+    return type(value).__name__, tuple(marks)
+
+
+def _take_dict(value: dict[Any, Any], payloads: Payloads, depth: int) -> Mark:
+    marks = []
+    for key, item in value.items():
+        if type(key) not in _KEYS:
+            raise MisfitError(f"has the key {key!r} of {type(key)}; keys are str, int, bool or None")
+        try:
+            # The type belongs to the mark: 1 and True are equal and hash alike.
+            marks.append((type(key), key, _take(item, payloads, depth + 1)))
+        except MisfitError as error:
+            error.path.append(f"[{key!r}]")
+            raise
+    return "dict", tuple(marks)
+
+
+_CONTAINERS: dict[type, Callable[[Any, Payloads, int], Mark]] = {
+    list: _take_sequence,
+    tuple: _take_sequence,
+    dict: _take_dict,
+}
+
+
+def _refusal(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        remedy = "convert it with detach().as_subclass(torch.Tensor)"
+    else:
+        bases = (dict, list, tuple, str, bytes, int, float, np.ndarray)
+        plain = next((base.__name__ for base in bases if isinstance(value, base)), None)
+        remedy = f"pass {plain}(...) of it" if plain else "convert it to a list, a tensor, a number or text"
+    return f"{type(value)} cannot be kept; {remedy}"
+
+
+def _lay_out(mark: Mark) -> _Layout:
+    leaves: list[tuple[str, Leaf]] = []
+    tree = _describe(mark, "", leaves, set())
+    # Descending sizes of elements: every tensor starts at a multiple of its own.
+    order = sorted(range(len(leaves)), key=lambda place: -SIZES[leaves[place][1].code])
+    about = json.dumps({"version": _VERSION, "sample": tree}, separators=(",", ":"))
+    header: dict[str, Any] = {"__metadata__": {"castore": about}}
+    end = 0
+    for place in order:
+        name, leaf = leaves[place]
+        start, end = end, end + prod(leaf.shape) * SIZES[leaf.code]
+        header[name] = {"dtype": leaf.code, "shape": leaf.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _LONGEST_HEADER:
+        raise SerializationError(
+            f"sample: has {len(leaves)} parts, too many for one record; make tensors of them"
+        )
+    return _Layout(struct.pack("<Q", len(text)) + text, tuple(order))
+
+
+def _describe(mark: Mark, path: str, leaves: list[tuple[str, Leaf]], names: set[str]) -> Any:
+    """The JSON for a mark; its leaves are appended with the names of their tensors, in the order of payloads."""
+
+    def inner(step: object, part: Mark) -> Any:
+        return _describe(part, f"{path}.{step}" if path else str(step), leaves, names)
+
+    if mark is None:
+        return None
+    kind = mark if type(mark) is str else mark[0]
+    if kind in ("list", "tuple"):
+        return [kind, [inner(place, part) for place, part in enumerate(mark[1])]]
+    if kind == "dict":
+        return [kind, [[key, inner(key, part)] for _, key, part in mark[1]]]
+    if kind == "image":
+        pixels, palette, transparency = mark[1]
+        steps = (("palette", palette), ("transparency", transparency))
+        return [
+            kind,
+            [_describe(pixels, path, leaves, names), *(inner(step, part) for step, part in steps)],
+        ]
+    leaf = leaf_of(mark)
+    name = _new_name(path, names)
+    leaves.append((name, leaf))
+    return [kind, name] if leaf.detail is None else [kind, name, leaf.detail]
+
+
+def _new_name(path: str, names: set[str]) -> str:
+    """A name for a tensor that no other has: {"a": {"b": x}, "a.b": y} has two at the path a.b."""
+    plain = path.encode("utf-8", "backslashreplace").decode() or "sample"
+    name, count = plain, 1
+    while name in names or name == "__metadata__":
+        count += 1
+        name = f"{plain}~{count}"
+    names.add(name)
+    return name
+
+
+# --- unpacking --------------------------------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    """How records with one header are read."""
+
+    start: int  # of the payloads
+    length: int  # of the record
+    build: Build
+
+
+def unpack(record: bytes | bytearray | memoryview) -> Any:
+    """The sample of a record.
+
+    Args:
+        record: what `pack` made. If it is writable, the tensors and arrays of the sample are views of it, and it
+            must be left alone from then on; bytes are copied once, and the sample's memory is its own.
+
+    Raises:
+        CorruptError: it is no record, or not all of one.
+    """
+    if type(record) is not bytearray:
+        record = _private(record)
+    try:
+        start = 8 + _SIZE(record)[0]
+        header = bytes(record[8:start])
+        plan = _plans.get(header)
+        if plan is None:
+            plan = _plan(header)
+            _plans.remember(header, plan, len(header))
+        if plan.start != start or plan.length != len(record):
+            raise ValueError(f"it has {len(record)} bytes, and its header is about {plan.length}")
+        return plan.build(record)
+    except (
+        ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error, RuntimeError, MemoryError,
+    ) as error:  # fmt: skip
+        raise CorruptError(
+            f"the bytes are no sample: {str(error) or type(error).__name__}", where="sample"
+        ) from error
+
+
+def _private(record: bytes | bytearray | memoryview) -> bytearray | memoryview:
+    view = memoryview(record)
+    return bytearray(view) if view.readonly else view.cast("B")
+
+
+def _plan(header: bytes) -> _Plan:
+    """What a header says, checked; raises what `unpack` catches."""
+    tensors = json.loads(header.decode())
+    about = json.loads(tensors.pop("__metadata__")["castore"])
+    if about["version"] != _VERSION:
+        raise ValueError(f"it is of version {about['version']!r}, which this castore does not know")
+    start = 8 + len(header)
+    places = {name: _placed(about, start) for name, about in tensors.items()}
+    end = start
+    for first, last, _, _ in sorted(places.values()):
+        if first != end:
+            raise ValueError("its tensors overlap or leave gaps")
+        end = last
+    build = _compile(about["sample"], places, 0)
+    if places:
+        raise ValueError(f"it has tensors that are not part of the sample: {next(iter(places))!r}")
+    return _Plan(start, end, build)
+
+
+_Place = tuple[int, int, str, tuple[int, ...]]
+
+
+def _placed(about: Any, start: int) -> _Place:
+    """Where a tensor starts and stops in the record, its code and shape."""
+    code, shape, (first, last) = about["dtype"], about["shape"], about["data_offsets"]
+    if len(shape) > _LONGEST_SHAPE or not all(type(side) is int and 0 <= side < 1 << 63 for side in shape):
+        raise ValueError("a tensor has an impossible shape")
+    if type(first) is not int or type(last) is not int or not 0 <= first <= last:
+        raise ValueError("a tensor has impossible offsets")
+    if last - first != prod(shape) * SIZES[code]:
+        raise ValueError(f"a tensor of {code} and shape {shape} claims {last - first} bytes")
+    return start + first, start + last, code, tuple(shape)
+
+
+def _compile(node: Any, places: dict[str, _Place], depth: int) -> Build:
+    """The function that builds what a node of the tree describes; takes the places that it uses out of `places`."""
+    if node is None:
+        return lambda _: None
+    if depth > 2 * _DEEPEST:
+        raise ValueError("it is nested too deep")
+    kind, about, *rest = node
+    if kind in ("list", "tuple", "image"):
+        parts = tuple(_compile(part, places, depth + 1) for part in about)
+        return _CONTAINER_BUILDERS[kind](parts)
+    if kind == "dict":
+        keys = [key for key, _ in about]
+        if not all(type(key) in _KEYS for key in keys):
+            raise ValueError("a dict has a key of another type")
+        return _build_dict(
+            list(zip(keys, (_compile(part, places, depth + 1) for _, part in about), strict=True))
+        )
+    start, stop, code, shape = places.pop(about)
+    return _BUILDERS[kind](Leaf(kind, rest[0] if rest else None, code, shape), start, stop)
+
+
+def _build_list(parts: tuple[Build, ...]) -> Build:
+    return lambda record: [build(record) for build in parts]
+
+
+def _build_tuple(parts: tuple[Build, ...]) -> Build:
+    return lambda record: tuple([build(record) for build in parts])
+
+
+def _build_image(parts: tuple[Build, ...]) -> Build:
+    pixels, palette, transparency = parts
+    return lambda record: put_together(pixels(record), palette(record), transparency(record))
+
+
+def _build_dict(parts: list[tuple[Any, Build]]) -> Build:
+    return lambda record: {key: build(record) for key, build in parts}
+
+
+_CONTAINER_BUILDERS = {"list": _build_list, "tuple": _build_tuple, "image": _build_image}

@@ -1,0 +1,420 @@
+"""SharedCache: samples in slots of shared memory, one copy for all workers and ranks of a node.
+
+Surface and idea are stocaching's (https://github.com/charl-ai/stochastic-caching). Samples are checked on their way in
+and copied on their way out. Must never hand out memory that others see, nor a sample that is not whole.
+
+The read path is flat on purpose: a word, a copy, the word again (see `castore.shm.slots`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import math
+import operator
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from castore.adapters.torch.parts import Structure
+from castore.adapters.torch.ranks import job_id
+from castore.adapters.torch.rooms import Columns, Records, Room
+from castore.errors import FullError, InvalidValueError, OutOfRangeError, SegmentError, SlotError
+from castore.shm.room import shm_size
+from castore.shm.segments import Segment
+from castore.shm.slots import STATE, Slots, SlotState
+from castore.sizes import format_size, parse_size
+
+_log = logging.getLogger(__name__)
+_GIB = 1 << 30
+_ALIGNMENT = 64
+_READY = int(SlotState.READY)
+# Caches without a name that this process made: the ranks of a job make theirs in the same order.
+_made = itertools.count()
+
+
+class SharedCache:
+    """A list of slots in shared memory, one for each sample that fits.
+
+    The dataset makes the cache in its ``__init__``; workers and ranks get at the same memory under every start method,
+    and the last user takes it away. Which samples are kept is decided by index: the first ``len(cache)``.
+
+    Args:
+        size_limit_gib: GiB for samples, fractions too, or a text like "32GB". The slots' states come on top, 4
+            bytes for each sample of the dataset; ragged samples need about 50 more each.
+        dataset_len: how many samples the dataset has.
+        data_dims: the dimensions of a sample, such as (3, 32, 32). None for one that varies; None in their place
+            if even their number does. For samples of several tensors a tuple or dict of such.
+        dtype: of the samples; one for all tensors of a sample, or a tuple or dict like `data_dims`.
+        name: processes of this user that give the same name share one cache. None: under torchrun the ranks of a
+            node share the cache that each makes first, second, ... with the same arguments; else it is private to
+            this process and those that get it from here.
+
+    Raises:
+        InvalidValueError: an argument makes no sense, or not one sample fits in the limit.
+        FullError: ``/dev/shm`` or the machine's memory has no room for it.
+        SegmentError: the name is in use for a cache with other arguments.
+
+    >>> cache = SharedCache(0.001, dataset_len=100, data_dims=(3, 8, 8))
+    >>> cache.get_slot(7) is None
+    True
+    >>> cache.set_slot(7, torch.full((3, 8, 8), 5, dtype=torch.uint8))
+    >>> cache.get_slot(7).sum()
+    tensor(960)
+    """
+
+    def __init__(
+        self,
+        size_limit_gib: float | str,
+        dataset_len: int,
+        data_dims: Any,
+        dtype: Any = torch.uint8,
+        *,
+        name: str | None = None,
+    ) -> None:
+        structure = Structure(data_dims, dtype)
+        limit = _limit(size_limit_gib)
+        count = _index(dataset_len, "dataset_len")
+        if count < 1:
+            raise InvalidValueError(f"dataset_len is {count}; a cache is for at least one sample")
+        slots, size = _slots(structure, count, limit)
+        layout = {
+            "kind": "SharedCache", "dataset_len": count, "slots": slots, **structure.describe(),
+            **({"size": limit} if structure.varies else {}),
+        }  # fmt: skip
+        if name is None:
+            name = _common_name(layout)
+        segment = Segment(name, size, layout, reserve=not structure.varies)
+        self._attach(segment, structure, count, slots, limit)
+        # As text: a handler that keeps its records would keep the memory.
+        _log.info("%s", repr(self))
+
+    def _attach(self, segment: Segment, structure: Structure, count: int, slots: int, limit: int) -> None:
+        self._segment = segment
+        self._structure = structure
+        self._arguments = (count, slots, limit)
+        end = Slots.needed(count)
+        start = _round_up(end)
+        if segment.created:
+            segment.reserve(0, end)
+        self._slots = Slots(segment.buffer[:end], slots)
+        self._words = self._slots.words
+        self._room: Room = (
+            Records(segment, start, slots, limit, structure)
+            if structure.varies
+            else Columns(segment.buffer, start, slots, structure)
+        )
+        self._read = self._room.read
+        self._private: memoryview | None = None
+        self._thread = threading.local()
+        self._told_full = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attached, (self._segment, self._structure.arguments, *self._arguments)
+
+    def __repr__(self) -> str:
+        count, slots, _ = self._arguments
+        return f"SharedCache({self._segment.name!r}, {slots} of {count} samples, {format_size(self._segment.size)})"
+
+    def __len__(self) -> int:
+        """How many slots there are. Of ragged samples nobody knows how many fit: as many as the dataset has."""
+        return self._arguments[1]
+
+    def get_slot(self, idx: int, allow_oob_idx: bool = True, allow_empty_slot: bool = True) -> Any:
+        """A copy of sample ``idx``, or None.
+
+        Args:
+            idx: index in the dataset, from 0.
+            allow_oob_idx: whether an index beyond the cache, but not beyond the dataset, gives None.
+            allow_empty_slot: whether a slot that nobody has set gives None.
+
+        Raises:
+            OutOfRangeError: `idx` is no index of the dataset, or beyond the cache and that is not allowed. An IndexError.
+            SlotError: the slot is empty and that is not allowed. A RuntimeError.
+        """
+        if type(idx) is int and 0 <= idx < len(words := self._words):
+            word = words[idx]
+            if word & _READY:  # of the states, READY alone has this bit
+                sample = self._read(idx)
+                if words[idx] == word:
+                    return sample
+        return self._get(self._index(idx), allow_oob_idx, allow_empty_slot)
+
+    def get_slots(self, indices: Iterable[int]) -> list[Any]:
+        """Copies of many samples at once, None for each that is not there; order and duplicates are kept.
+
+        Faster than one by one. The tensors of one call share a storage, which only the caller has.
+
+        Raises:
+            OutOfRangeError: one of them is no index of the dataset.
+        """
+        chosen = self._indices(indices)
+        words = self._words
+        before = [words[index] for index in chosen]
+        ready = [index for index, word in zip(chosen, before, strict=True) if word & _READY]
+        samples = iter(self._room.gather(ready))
+        found = [next(samples) if word & _READY else None for word in before]
+        if [words[index] for index in chosen] == before:
+            return found
+        # Some changed meanwhile: those again, each for itself.
+        return [
+            sample if words[index] == word else self.get_slot(index)
+            for index, word, sample in zip(chosen, before, found, strict=True)
+        ]
+
+    def set_slot(
+        self, idx: int, value: Any, allow_oob_idx: bool = True, allow_overwrite: bool = False
+    ) -> None:
+        """Keep a copy of ``value`` as sample ``idx``, if there is room for it.
+
+        If another process or thread was quicker, its sample stays and nothing is raised.
+
+        Args:
+            idx: index in the dataset, from 0.
+            value: a sample like those that were announced.
+            allow_oob_idx: whether to do nothing if the cache has no room for it; else that is an error.
+            allow_overwrite: whether to put it in place of what is there.
+
+        Raises:
+            InvalidValueError: the value has another shape, dtype or form than announced.
+            OutOfRangeError: `idx` is no index of the dataset, or beyond the cache and that is not allowed. An IndexError.
+            SlotError: this thread itself has set the slot, and overwriting is not allowed. A RuntimeError.
+            FullError: there is no room for a ragged sample and that is not allowed; or, allowed or not, ``/dev/shm``
+                has been filled by others.
+        """
+        index = self._index(idx)
+        if self._within(index, allow_oob_idx) and self._is_open(index, allow_overwrite):
+            values = self._structure.take(index, value)
+            with self._segment.lock():
+                kept = self._set(index, values, allow_overwrite)
+            self._tell_full(index, kept, allow_oob_idx)
+
+    def set_slots(
+        self,
+        indices: Iterable[int],
+        values: Iterable[Any],
+        allow_oob_idx: bool = True,
+        allow_overwrite: bool = False,
+    ) -> None:
+        """`set_slot` for many samples at once; nothing is set if one of them is refused."""
+        chosen, samples = self._indices(indices), list(values)
+        if len(chosen) != len(samples):
+            raise InvalidValueError(
+                f"{len(chosen)} indices came with {len(samples)} values; give one for each"
+            )
+        todo = [
+            (index, self._structure.take(index, sample))
+            for index, sample in zip(chosen, samples, strict=True)
+            if self._within(index, allow_oob_idx) and self._is_open(index, allow_overwrite)
+        ]
+        with self._segment.lock():
+            kept = [self._set(index, parts, allow_overwrite) for index, parts in todo]
+        for (index, _), one in zip(todo, kept, strict=True):
+            self._tell_full(index, one, allow_oob_idx)
+
+    def __getitem__(self, idx: int) -> Any:
+        """A copy of sample ``idx``, which must be there; negative indices count from the last slot."""
+        return self._get(self._place(idx), False, False)
+
+    def __setitem__(self, idx: int, value: Any) -> None:
+        """Keep a copy of ``value`` as sample ``idx``, in place of what is there."""
+        self.set_slot(self._place(idx), value, allow_oob_idx=False, allow_overwrite=True)
+
+    @property
+    def array(self) -> Any:
+        """All slots as one tensor of shape (len(cache), *data_dims), or a tuple or dict of such.
+
+        Shows what is set later too, and zeros where nothing is. Written to, it changes for this process alone. Not for
+        ragged samples.
+        """
+        return self._room.view(self._mapped())
+
+    @property
+    def aux_array(self) -> torch.Tensor:
+        """The state of every sample of the dataset: 0 not set, 1 set, 2 out of the cache's range; uint8.
+
+        Shows what is set later too. Written to, it changes for this process alone.
+        """
+        count = self._arguments[0]
+        words = torch.frombuffer(self._mapped(), dtype=torch.uint8, count=Slots.needed(count))
+        # The lowest byte of each word is made for this: see castore.shm.slots.
+        return words.view(count, -1)[:, 0]
+
+    def clear(self) -> None:
+        """Empty all slots, for everybody."""
+        with self._segment.lock():
+            self._slots.clear()
+            self._room.clear()
+
+    def close(self) -> None:
+        """Leave; the last user's leaving frees the memory. Happens by itself when the cache is no longer used."""
+        self._words = self._words[:0]
+        self._private = None
+        self._segment.close()
+
+    # --- reading --------------------------------------------------------------------------------------
+
+    def _get(self, index: int, allow_oob_idx: bool, allow_empty_slot: bool) -> Any:
+        if not self._within(index, allow_oob_idx):
+            return None
+        while (word := self._words[index]) & _READY:
+            sample = self._read(index)
+            if self._words[index] == word:
+                return sample
+        if allow_empty_slot:
+            return None
+        if word & STATE == SlotState.WRITING:
+            # Its writer has the lock: once we have it, the sample is there, or the writer is gone.
+            with self._segment.lock():
+                if self._slots.state(index) is SlotState.READY:
+                    return self._read(index)
+        raise SlotError(f"slot {index} is empty; set it first, or ask with get_slot, which then answers None")
+
+    def _mapped(self) -> memoryview:
+        if self._private is None:
+            self._private = self._segment.private()
+        return self._private
+
+    # --- writing --------------------------------------------------------------------------------------
+
+    def _is_open(self, index: int, allow_overwrite: bool) -> bool:
+        """Whether the slot may be set now; it may have changed by the time we hold the lock."""
+        word = self._words[index]
+        if allow_overwrite or word & _READY == 0:
+            return True
+        if self._own()[index] == word:
+            raise SlotError(
+                f"slot {index} holds a sample that was set from here; pass allow_overwrite=True to put another there"
+            )
+        return False
+
+    def _own(self) -> memoryview:
+        """The words under which this thread published: who meets one again was not outrun by another."""
+        own: memoryview | None = getattr(self._thread, "words", None)
+        if own is None:
+            own = self._thread.words = memoryview(bytearray(Slots.needed(len(self)))).cast("I")
+        return own
+
+    def _set(self, index: int, values: list[torch.Tensor], allow_overwrite: bool) -> bool:
+        """Write a sample, holding the lock; False if there is no room for it."""
+        if self._slots.state(index) is SlotState.READY and not allow_overwrite:
+            return True
+        # Fails anything from here on, the slot stays claimed: nobody reads it, and the next to set it takes it over.
+        self._slots.claim(index)
+        if not self._room.write(index, values):
+            self._slots.release(index)
+            return False
+        self._own()[index] = self._slots.publish(index)
+        return True
+
+    def _tell_full(self, index: int, kept: bool, allow_oob_idx: bool) -> None:
+        if kept:
+            return
+        message = f"{self!r} is full: sample {index} does not fit; make it with a larger limit to keep more"
+        if not allow_oob_idx:
+            raise FullError(message)
+        if not self._told_full:
+            self._told_full = True
+            _log.info("%s", message)
+
+    # --- indices --------------------------------------------------------------------------------------
+
+    def _within(self, index: int, allow_oob_idx: bool) -> bool:
+        """Whether the cache has a slot for the index."""
+        if index < len(self):
+            return True
+        if not allow_oob_idx:
+            raise OutOfRangeError(f"index {index} is out of range: the cache has {len(self)} slots")
+        return False
+
+    def _index(self, idx: Any) -> int:
+        index = _index(idx, "an index")
+        if 0 <= index < len(self._words):
+            return index
+        self._check_open()
+        raise OutOfRangeError(f"index {index} is out of range: the dataset has {len(self._words)} samples")
+
+    def _indices(self, indices: Iterable[Any]) -> list[int]:
+        chosen = list(indices)
+        if set(map(type, chosen)) - {int}:
+            chosen = [_index(index, "an index") for index in chosen]
+        if chosen and (min(chosen) < 0 or max(chosen) >= len(self._words)):
+            for index in chosen:
+                self._index(index)
+        return chosen
+
+    def _place(self, idx: Any) -> int:
+        index = _index(idx, "an index")
+        self._check_open()
+        if not -len(self) <= index < len(self):
+            raise OutOfRangeError(f"index {index} is out of range: the cache has {len(self)} slots")
+        return index % len(self)
+
+    def _check_open(self) -> None:
+        if self._segment.closed:
+            raise SegmentError(f"{self!r} is closed")
+
+
+def get_shm_size() -> float:
+    """The size of ``/dev/shm`` in GiB. A cache cannot be larger; what others keep there counts against it too.
+
+    >>> cache = SharedCache(min(0.01, 0.5 * get_shm_size()), dataset_len=10, data_dims=(3, 8, 8))
+    """
+    return shm_size() / _GIB
+
+
+def _attached(segment: Segment, arguments: Sequence[Any], *rest: int) -> SharedCache:
+    cache = SharedCache.__new__(SharedCache)
+    cache._attach(segment, Structure(*arguments), *rest)
+    return cache
+
+
+def _limit(size: Any) -> int:
+    """Bytes, of a number of GiB or a text."""
+    if isinstance(size, str):
+        return parse_size(size)
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf:
+        raise InvalidValueError(f'size_limit_gib is {size!r}; give GiB as a number, or a text like "32GB"')
+    return int(size * _GIB)
+
+
+def _slots(structure: Structure, count: int, limit: int) -> tuple[int, int]:
+    """How many slots there are, and how many bytes all of it takes."""
+    words = _round_up(Slots.needed(count))
+    if structure.varies:
+        if limit < 1:
+            raise InvalidValueError("the limit is 0 bytes, which no sample fits in; give more")
+        return count, words + Records.needed(count, limit)
+    if limit < structure.nbytes:
+        raise InvalidValueError(
+            f"the limit is {format_size(limit)}, but a sample takes {format_size(structure.nbytes)}; give at least "
+            "as much"
+        )
+    slots = min(count, limit // structure.nbytes) if structure.nbytes else count
+    return slots, words + Columns.needed(slots, structure)
+
+
+def _common_name(layout: dict[str, Any]) -> str | None:
+    """What the ranks of this node call the cache that each of them makes now; None without a job."""
+    job, order = job_id(), next(_made)
+    if job is None:
+        return None
+    shape = hashlib.blake2b(json.dumps(layout).encode(), digest_size=6).hexdigest()
+    return f"shared-{job}-{order}-{shape}"
+
+
+def _index(value: Any, what: str) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise InvalidValueError(f"{what} is a whole number, not {value!r}")
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

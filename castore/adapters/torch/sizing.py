@@ -1,0 +1,75 @@
+"""Sizes of cache levels: bytes, texts such as "100GB", or a fraction of what is free; checked against what there is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from castore.errors import FullError, InvalidValueError
+from castore.shm.room import SHM, memory_free, shm_free
+from castore.sizes import format_size, parse_size
+
+Size = int | float | str
+
+
+def memory_bytes(size: Size, what: str) -> int:
+    """Bytes of shared memory that ``size`` means; a float is a fraction of what ``/dev/shm`` and the RAM have free.
+
+    Raises:
+        InvalidValueError: it is no size.
+        FullError: it is more than is free.
+    """
+    free = min(shm_free(), memory_free())
+    return _checked(size, what, free, f"{SHM}, with the machine's memory,")
+
+
+def disk_bytes(size: Size, what: str, folder: str | os.PathLike[str], held: int = 0) -> int:
+    """Bytes of the disk under ``folder`` that ``size`` means; a float is a fraction of what is free.
+
+    Args:
+        size: the size.
+        what: its name in errors.
+        folder: it need not exist yet.
+        held: bytes that a cache there holds already: they count as free, so that a second run gets the limit of the first.
+
+    Raises:
+        InvalidValueError: it is no size.
+        FullError: it is more than is free.
+    """
+    place = Path(os.path.abspath(folder))
+    while not place.exists():
+        place = place.parent
+    return _checked(size, what, shutil.disk_usage(place).free + held, f"the disk of {folder}")
+
+
+def is_off(size: Size, what: str) -> bool:
+    """Whether ``size`` says that there is to be no such level.
+
+    Raises:
+        InvalidValueError: it is no size.
+    """
+    return _bytes(size, what, 1 << 40) == 0
+
+
+def _checked(size: Size, what: str, free: int, where: str) -> int:
+    wanted = _bytes(size, what, free)
+    if wanted > free or free == 0:
+        raise FullError(
+            f"{what}={size!r} is {format_size(wanted)}, but {where} has {format_size(free)} free: lower it, or make room"
+        )
+    return wanted
+
+
+def _bytes(size: Size, what: str, free: int) -> int:
+    if isinstance(size, float) and size:
+        if 0 < size <= 1:
+            return int(free * size)
+        raise InvalidValueError(
+            f"{what}={size!r}: a float is the fraction of what is free, so from 0 to 1; give bytes as an int, or a text "
+            'like "100GB"'
+        )
+    try:
+        return parse_size(size)
+    except InvalidValueError as error:
+        raise InvalidValueError(f"{what}: {error}") from None

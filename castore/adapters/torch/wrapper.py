@@ -1,0 +1,139 @@
+"""What all wrappers of map-style datasets share: length, indices, batches, and the wrapped dataset's other attributes.
+
+A subclass says how one sample and how many are found; here it becomes the protocol of `torch.utils.data`:
+``len(d)``, ``d[i]``, ``d.__getitems__([i, …])`` with order and duplicates kept. Assumes that the wrapped dataset keeps its
+length. Must never hand out a private or magic attribute of the wrapped dataset as its own: pickle, copy and the
+loaders ask for those.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from castore.errors import InvalidValueError, OutOfRangeError
+
+
+def check_index(index: Any, length: int) -> int:
+    """The place of a sample, from 0 up.
+
+    Args:
+        index: an int, a NumPy integer or an integer tensor without dimensions; negative ones count from the end.
+        length: how many samples there are.
+
+    Raises:
+        OutOfRangeError: there is no such sample.
+        InvalidValueError: it is no whole number: a bool, a float, a slice, a list.
+
+    >>> check_index(-1, 10)
+    9
+    """
+    if type(index) is not int:
+        index = _whole(index)
+    if 0 <= index < length:
+        return int(index)
+    if -length <= index < 0:
+        return int(index) + length
+    raise OutOfRangeError(f"index {index} is out of range: there are {length} samples")
+
+
+def _whole(index: Any) -> int:
+    # Tensors of one element and booleans pass for whole numbers with Python.
+    odd = isinstance(index, bool) or (
+        isinstance(index, torch.Tensor) and (index.ndim > 0 or index.dtype is torch.bool)
+    )
+    try:
+        if not odd:
+            return operator.index(index)
+    except TypeError:
+        pass
+    raise InvalidValueError(
+        f"an index is a whole number, not {type(index).__name__}: {_shown(index)}; for several samples take"
+        " torch.utils.data.Subset or __getitems__"
+    )
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class DatasetWrapper(Dataset[Any]):
+    """A dataset in front of another.
+
+    Args:
+        data: anything with a length and integer indices: a map-style dataset, a list, a NumPy or zarr array.
+
+    Raises:
+        InvalidValueError: it has no length or no indices.
+    """
+
+    def __init__(self, data: Any) -> None:
+        if isinstance(data, IterableDataset) or not (
+            hasattr(data, "__getitem__") and hasattr(data, "__len__")
+        ):
+            raise InvalidValueError(
+                f"{type(data)} is no map-style dataset; pass one that has __len__ and takes indices from 0 up"
+            )
+        self._data = data
+        self._length = len(data)
+
+    def _one(self, index: int) -> Any:
+        """The sample of a checked index."""
+        raise NotImplementedError
+
+    def _many(self, indices: list[int]) -> list[Any]:
+        """The samples of checked indices, in their order."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._one(check_index(index, self._length))
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        length = self._length
+        return self._many([check_index(index, length) for index in indices])
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._one, range(self._length))
+
+    def _index(self, index: Any) -> int:
+        return check_index(index, self._length)
+
+    def _source(self, indices: Sequence[int]) -> list[Any]:
+        """Samples of the wrapped dataset, in the order of ``indices``; each is read once, all in one call if it can."""
+        distinct = list(dict.fromkeys(indices))
+        fetch = getattr(self._data, "__getitems__", None)
+        if fetch is None or not distinct:
+            read = [self._data[index] for index in distinct]
+        else:
+            read = list(fetch(distinct))
+            if len(read) != len(distinct):
+                raise InvalidValueError(
+                    f"__getitems__ of {type(self._data)} gave {len(read)} samples for {len(distinct)} indices"
+                )
+        if len(distinct) == len(indices):
+            return read
+        samples = dict(zip(distinct, read, strict=True))
+        return [samples[index] for index in indices]
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached for what the wrapper lacks. Unpickling asks before there is any state.
+        if name.startswith("_") or "_data" not in self.__dict__:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
+            )
+        return getattr(self._data, name)
+
+    def __castore_key__(self) -> Any:
+        """A wrapper gives the samples of what it wraps, and is known by that."""
+        return self._data
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({_shown(self._data)})"
