@@ -17,7 +17,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from castore.adapters.torch.lazy import LazyShardDataset
 from castore.shm.segments import is_alive
+from tests.torch.shards import Make, Numbers
 
 
 @dataclass(frozen=True)
@@ -133,3 +135,21 @@ def same_batch(first: Any, second: Any) -> None:
             same_batch(one, other)
     else:
         assert first == second
+
+
+@pytest.fixture
+def make_shard(tmp_path: Path) -> Iterator[Make]:
+    """LazyShardDatasets with small caches in a folder of the test's, closed at its end."""
+    made: list[LazyShardDataset] = []
+
+    def make(data: Any = 40, **options: Any) -> LazyShardDataset:
+        data = Numbers(data) if isinstance(data, int) else data
+        small: dict[str, Any] = {
+            "memory_size": "1MB", "disk_size": "1MB", "disk_cache_path": tmp_path / "cache",
+        }  # fmt: skip
+        made.append(LazyShardDataset(data, **small | options))
+        return made[-1]
+
+    yield make
+    for dataset in made:
+        dataset.close()

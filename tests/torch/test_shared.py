@@ -555,7 +555,7 @@ def test_a_writer_that_fails_halfway_leaves_the_slot_to_the_next(monkeypatch: py
     cache = SharedCache("1MB", 4, (DIMS, ()), (torch.uint8, torch.int64))
     sample = (image(1), torch.tensor(1))
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "copy_", lambda *_: 1 / 0)
+        patch.setattr(torch.Tensor, "numpy", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cache.set_slot(1, sample)
     assert cache.get_slot(1) is None

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from castore.shm.segments import is_alive, path_of
 from castore.shm.room import SHM
+from castore.shm.segments import is_alive, path_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -170,5 +170,6 @@ def test_the_example_for_several_ranks_stops_and_goes_on(tmp_path: Path) -> None
     assert "; 0 samples read" in done.stdout.splitlines()[-1]
     done = run(torchrun(*example, "--epochs", "3", nproc=1), tmp_path)
     assert done.returncode == 0, done.stderr
-    # The epoch that was finished has nothing left; the next one goes on with what is on disk.
+    # The epoch that was finished has nothing left; the next one finds on disk what both ranks read.
     assert "epoch 2" in done.stdout
+    assert "; 0 samples read" in done.stdout.splitlines()[-1]

@@ -108,7 +108,7 @@ def test_iterable_datasets_are_refused() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter([1])
 
-    for data in (Stream(), iter([1]), 5, {1, 2}):
+    for data in (Stream(), iter([1]), 5, {1, 2}, np.array(5), torch.tensor(5)):
         with pytest.raises(InvalidValueError, match="map-style"):
             Plain(data)
 

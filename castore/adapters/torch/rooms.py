@@ -2,6 +2,9 @@
 
 Both read without a lock and hand out copies; whether a copy is whole is told by the slot's word, looked at before and
 after. Both are written under the segment's lock. Never hands out memory that others see.
+
+Bytes are copied by NumPy, not by torch: torch's threads do not survive a fork, so that a child would wait for them for ever,
+maybe with the lock held, and on busy cores a copy waits for the slowest of them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from castore.adapters.torch.parts import Part, Structure
 from castore.errors import InvalidValueError
 from castore.shm.ragged import RaggedArena
 from castore.shm.segments import Segment
+from castore.sizes import format_size
 
 _ALIGNMENT = 64
 # Of a tensor in a record of its own: enough for complex128, and what Python gives a bytearray.
@@ -44,6 +48,21 @@ class Room(Protocol):
         """All samples as they lie in ``buffer``, another mapping of the segment."""
 
 
+def plan(structure: Structure, count: int, limit: int) -> tuple[int, int]:
+    """How many of ``count`` samples get a slot within ``limit`` bytes, and how many bytes of a segment that takes."""
+    if structure.varies:
+        if limit < 1:
+            raise InvalidValueError("the limit is 0 bytes, which no sample fits in; give more")
+        return count, Records.needed(count, limit)
+    size = structure.nbytes
+    if limit < size:
+        raise InvalidValueError(
+            f"the limit is {format_size(limit)}, but a sample takes {format_size(size)}; give at least as much"
+        )
+    slots = min(count, limit // size) if size else count
+    return slots, Columns.needed(slots, structure)
+
+
 class Columns:
     """One array a part, a row a slot.
 
@@ -58,9 +77,8 @@ class Columns:
         self._structure = structure
         self._start = start
         self._slots = slots
-        rows = self._rows(buffer)
-        self._tables = [from_numpy(array) for array in rows]
-        readers = [_reader(array, part) for array, part in zip(rows, structure.parts, strict=True)]
+        self._arrays = self._rows(buffer)
+        readers = [_reader(array, part) for array, part in zip(self._arrays, structure.parts, strict=True)]
         #: A copy of the sample in a slot.
         self.read = readers[0] if structure.is_single else _joined(readers, structure)
 
@@ -71,10 +89,10 @@ class Columns:
 
     def gather(self, indices: list[int]) -> Sequence[Any]:
         """Copies of several samples, in order. Those of one call share a storage of their own."""
-        places = torch.tensor(indices, dtype=torch.int64)
+        places = np.array(indices, np.intp)
         columns = [
-            _as(table.index_select(0, places), part).unbind(0)
-            for table, part in zip(self._tables, self._structure.parts, strict=True)
+            _as(from_numpy(rows[places]), part).unbind(0)
+            for rows, part in zip(self._arrays, self._structure.parts, strict=True)
         ]
         if self._structure.is_single:
             return columns[0]
@@ -82,14 +100,14 @@ class Columns:
 
     def write(self, index: int, values: list[torch.Tensor]) -> bool:
         """Put a sample there."""
-        for table, part, value in zip(self._tables, self._structure.parts, values, strict=True):
-            table[index].copy_(_carried(value, part))
+        for rows, part, value in zip(self._arrays, self._structure.parts, values, strict=True):
+            rows[index] = _carried(value, part)
         return True
 
     def clear(self) -> None:
         """Zeros everywhere, for those who look at the columns as a whole."""
-        for table in self._tables:
-            table.zero_()
+        for rows in self._arrays:
+            rows.fill(0)
 
     def view(self, buffer: memoryview) -> Any:
         """The columns, in another mapping of the segment."""
@@ -202,11 +220,11 @@ def _as(tensor: torch.Tensor, part: Part) -> torch.Tensor:
     return tensor if part.dtype is part.carrier else tensor.view(part.dtype)
 
 
-def _carried(value: torch.Tensor, part: Part) -> torch.Tensor:
-    """A tensor of the user's as its carrier."""
-    if part.dtype is part.carrier:
-        return value
-    return value.resolve_conj().resolve_neg().view(part.carrier)
+def _carried(value: torch.Tensor, part: Part) -> np.ndarray[Any, Any]:
+    """A tensor of the user's as NumPy has its carrier."""
+    if value.device.type != "cpu" or value.is_conj() or value.is_neg():
+        value = value.cpu().resolve_conj().resolve_neg()
+    return (value if part.dtype is part.carrier else value.view(part.carrier)).numpy()
 
 
 def _round_up(size: int, step: int) -> int:

@@ -1,9 +1,8 @@
 """SharedCache: samples in slots of shared memory, one copy for all workers and ranks of a node.
 
 Surface and idea are stocaching's (https://github.com/charl-ai/stochastic-caching). Samples are checked on their way in
-and copied on their way out. Must never hand out memory that others see, nor a sample that is not whole.
-
-The read path is flat on purpose: a word, a copy, the word again (see `castore.shm.slots`).
+and copied on their way out. Must never hand out memory that others see, nor a sample that is not whole. The read path
+is flat on purpose: a word, a copy, the word again (see `castore.shm.slots`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 
 from castore.adapters.torch.parts import Structure
 from castore.adapters.torch.ranks import job_id
-from castore.adapters.torch.rooms import Columns, Records, Room
+from castore.adapters.torch.rooms import Columns, Records, Room, plan
 from castore.errors import FullError, InvalidValueError, OutOfRangeError, SegmentError, SlotError
 from castore.shm.room import shm_size
 from castore.shm.segments import Segment
@@ -81,14 +80,14 @@ class SharedCache:
         count = _index(dataset_len, "dataset_len")
         if count < 1:
             raise InvalidValueError(f"dataset_len is {count}; a cache is for at least one sample")
-        slots, size = _slots(structure, count, limit)
+        slots, size = plan(structure, count, limit)
         layout = {
             "kind": "SharedCache", "dataset_len": count, "slots": slots, **structure.describe(),
             **({"size": limit} if structure.varies else {}),
         }  # fmt: skip
         if name is None:
             name = _common_name(layout)
-        segment = Segment(name, size, layout, reserve=not structure.varies)
+        segment = Segment(name, _start(count) + size, layout, reserve=not structure.varies)
         self._attach(segment, structure, count, slots, limit)
         # As text: a handler that keeps its records would keep the memory.
         _log.info("%s", repr(self))
@@ -97,8 +96,7 @@ class SharedCache:
         self._segment = segment
         self._structure = structure
         self._arguments = (count, slots, limit)
-        end = Slots.needed(count)
-        start = _round_up(end)
+        end, start = Slots.needed(count), _start(count)
         if segment.created:
             segment.reserve(0, end)
         self._slots = Slots(segment.buffer[:end], slots)
@@ -270,7 +268,7 @@ class SharedCache:
         if word & STATE == SlotState.WRITING:
             # Its writer has the lock: once we have it, the sample is there, or the writer is gone.
             with self._segment.lock():
-                if self._slots.state(index) is SlotState.READY:
+                if self._words[index] & _READY:
                     return self._read(index)
         raise SlotError(f"slot {index} is empty; set it first, or ask with get_slot, which then answers None")
 
@@ -301,7 +299,7 @@ class SharedCache:
 
     def _set(self, index: int, values: list[torch.Tensor], allow_overwrite: bool) -> bool:
         """Write a sample, holding the lock; False if there is no room for it."""
-        if self._slots.state(index) is SlotState.READY and not allow_overwrite:
+        if not allow_overwrite and self._words[index] & _READY:
             return True
         # Fails anything from here on, the slot stays claimed: nobody reads it, and the next to set it takes it over.
         self._slots.claim(index)
@@ -382,22 +380,6 @@ def _limit(size: Any) -> int:
     return int(size * _GIB)
 
 
-def _slots(structure: Structure, count: int, limit: int) -> tuple[int, int]:
-    """How many slots there are, and how many bytes all of it takes."""
-    words = _round_up(Slots.needed(count))
-    if structure.varies:
-        if limit < 1:
-            raise InvalidValueError("the limit is 0 bytes, which no sample fits in; give more")
-        return count, words + Records.needed(count, limit)
-    if limit < structure.nbytes:
-        raise InvalidValueError(
-            f"the limit is {format_size(limit)}, but a sample takes {format_size(structure.nbytes)}; give at least "
-            "as much"
-        )
-    slots = min(count, limit // structure.nbytes) if structure.nbytes else count
-    return slots, words + Columns.needed(slots, structure)
-
-
 def _common_name(layout: dict[str, Any]) -> str | None:
     """What the ranks of this node call the cache that each of them makes now; None without a job."""
     job, order = job_id(), next(_made)
@@ -416,5 +398,6 @@ def _index(value: Any, what: str) -> int:
     raise InvalidValueError(f"{what} is a whole number, not {value!r}")
 
 
-def _round_up(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _start(count: int) -> int:
+    """Where the samples begin: after the words, at a multiple of what arenas and processors like."""
+    return -(-Slots.needed(count) // _ALIGNMENT) * _ALIGNMENT

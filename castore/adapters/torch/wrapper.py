@@ -62,6 +62,22 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def length_of(data: Any) -> int:
+    """How many samples a dataset has; zarr's arrays have a shape and no length.
+
+    Raises:
+        InvalidValueError: it is no map-style dataset.
+    """
+    if hasattr(data, "__getitem__") and not isinstance(data, IterableDataset):
+        if hasattr(data, "__len__") and getattr(data, "shape", True) != ():
+            return len(data)
+        if getattr(data, "shape", ()):
+            return int(data.shape[0])
+    raise InvalidValueError(
+        f"{type(data)} is no map-style dataset; pass one that has __len__ and takes indices from 0 up"
+    )
+
+
 class DatasetWrapper(Dataset[Any]):
     """A dataset in front of another.
 
@@ -73,14 +89,8 @@ class DatasetWrapper(Dataset[Any]):
     """
 
     def __init__(self, data: Any) -> None:
-        if isinstance(data, IterableDataset) or not (
-            hasattr(data, "__getitem__") and hasattr(data, "__len__")
-        ):
-            raise InvalidValueError(
-                f"{type(data)} is no map-style dataset; pass one that has __len__ and takes indices from 0 up"
-            )
         self._data = data
-        self._length = len(data)
+        self._length = length_of(data)
 
     def _one(self, index: int) -> Any:
         """The sample of a checked index."""
