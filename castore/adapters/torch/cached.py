@@ -19,13 +19,12 @@ from typing import Any
 from castore import Store
 from castore.adapters.torch.filling import cache_missing, fill
 from castore.adapters.torch.identity import dataset_key
-from castore.adapters.torch.samples import pack, unpack
+from castore.adapters.torch.samples import pack, record_name, unpack
 from castore.adapters.torch.wrapper import DatasetWrapper
 from castore.errors import CorruptError
 from castore.shm.segments import Segment
 from castore.shm.tallies import Tallies
 
-_BUCKET = 1000
 _HITS, _MISSES, _COUNTS = range(3)
 
 
@@ -75,7 +74,7 @@ class CachedDataset(DatasetWrapper):
 
     def name_of(self, index: int) -> str:
         """The name of a sample's entry in the store."""
-        return f"{self.key}/{index // _BUCKET:06d}/{index:09d}.safetensors"
+        return record_name(self.key, index)
 
     # Samples
 

@@ -7,6 +7,7 @@ what it reads as uses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -76,7 +77,7 @@ class _Batches(torch.utils.data.Dataset[tuple[int, int]]):
         self._batch_size = batch_size
 
     def __len__(self) -> int:
-        return -(-len(self._missing) // self._batch_size)
+        return math.ceil(len(self._missing) / self._batch_size)
 
     def __getitem__(self, number: int) -> tuple[int, int]:
         batch = self._missing[number * self._batch_size : (number + 1) * self._batch_size]

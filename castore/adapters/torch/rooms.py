@@ -9,6 +9,7 @@ maybe with the lock held, and on busy cores a copy waits for the slowest of them
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -21,8 +22,9 @@ from castore.adapters.torch.parts import Part, Structure
 from castore.errors import InvalidValueError
 from castore.shm.ragged import RaggedArena
 from castore.shm.segments import Segment
-from castore.sizes import format_size
+from castore.sizes import format_size, parse_size
 
+GIB = 1 << 30
 _ALIGNMENT = 64
 # Of a tensor in a record of its own: enough for complex128, and what Python gives a bytearray.
 _PAYLOAD_ALIGNMENT = 16
@@ -46,6 +48,16 @@ class Room(Protocol):
 
     def view(self, buffer: memoryview) -> Any:
         """All samples as they lie in ``buffer``, another mapping of the segment."""
+
+
+def limit_of(size_limit_gib: Any) -> int:
+    """The bytes that a number of GiB, or a text with a unit, means."""
+    size = size_limit_gib
+    if isinstance(size, str):
+        return parse_size(size)
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf:
+        raise InvalidValueError(f'size_limit_gib is {size!r}; give GiB as a number, or a text like "32GB"')
+    return int(size * GIB)
 
 
 def plan(structure: Structure, count: int, limit: int) -> tuple[int, int]:

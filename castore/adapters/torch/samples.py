@@ -43,6 +43,7 @@ from castore.errors import CorruptError, SerializationError
 T = TypeVar("T")
 
 _VERSION = 1
+_BUCKET = 1000
 _SIZE = struct.Struct("<Q").unpack_from
 # Far beyond any sample; each level takes a few Python frames.
 _DEEPEST = 64
@@ -84,6 +85,15 @@ class _Layout(NamedTuple):
 # With a header of 250 bytes, as an image and its label have, 4000 kinds of samples; ten times the memory in all.
 _layouts: _Remembered[_Layout] = _Remembered(1 << 20)
 _plans: _Remembered[_Plan] = _Remembered(1 << 20)
+
+
+def record_name(folder: str, index: int) -> str:
+    """The name of a sample's entry in a store: a thousand to a folder, which any file browser bears.
+
+    >>> record_name("cifar", 1234)
+    'cifar/000001/000001234.safetensors'
+    """
+    return f"{folder}/{index // _BUCKET:06d}/{index:09d}.safetensors"
 
 
 def pack(sample: Any) -> bytes:

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 import operator
 import threading
 from collections.abc import Iterable, Sequence
@@ -21,15 +20,14 @@ import torch
 
 from castore.adapters.torch.parts import Structure
 from castore.adapters.torch.ranks import job_id
-from castore.adapters.torch.rooms import Columns, Records, Room, plan
+from castore.adapters.torch.rooms import GIB, Columns, Records, Room, limit_of, plan
 from castore.errors import FullError, InvalidValueError, OutOfRangeError, SegmentError, SlotError
 from castore.shm.room import shm_size
 from castore.shm.segments import Segment
 from castore.shm.slots import STATE, Slots, SlotState
-from castore.sizes import format_size, parse_size
+from castore.sizes import format_size
 
 _log = logging.getLogger(__name__)
-_GIB = 1 << 30
 _ALIGNMENT = 64
 _READY = int(SlotState.READY)
 # Caches without a name that this process made: the ranks of a job make theirs in the same order.
@@ -76,7 +74,7 @@ class SharedCache:
         name: str | None = None,
     ) -> None:
         structure = Structure(data_dims, dtype)
-        limit = _limit(size_limit_gib)
+        limit = limit_of(size_limit_gib)
         count = _index(dataset_len, "dataset_len")
         if count < 1:
             raise InvalidValueError(f"dataset_len is {count}; a cache is for at least one sample")
@@ -362,22 +360,13 @@ def get_shm_size() -> float:
 
     >>> cache = SharedCache(min(0.01, 0.5 * get_shm_size()), dataset_len=10, data_dims=(3, 8, 8))
     """
-    return shm_size() / _GIB
+    return shm_size() / GIB
 
 
 def _attached(segment: Segment, arguments: Sequence[Any], *rest: int) -> SharedCache:
     cache = SharedCache.__new__(SharedCache)
     cache._attach(segment, Structure(*arguments), *rest)
     return cache
-
-
-def _limit(size: Any) -> int:
-    """Bytes, of a number of GiB or a text."""
-    if isinstance(size, str):
-        return parse_size(size)
-    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf:
-        raise InvalidValueError(f'size_limit_gib is {size!r}; give GiB as a number, or a text like "32GB"')
-    return int(size * _GIB)
 
 
 def _common_name(layout: dict[str, Any]) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 from castore import Store
 from castore.adapters.torch.levels import TALLIES, Buffer, DiskLevel, DiskTable, MemoryLevel
 from castore.adapters.torch.policy import Policy
+from castore.adapters.torch.samples import record_name
 from castore.adapters.torch.sizing import Size, disk_bytes, is_off, memory_bytes
 from castore.errors import InvalidValueError
 from castore.shm.arena import Arena
@@ -24,7 +25,6 @@ from castore.sizes import format_size
 _READY, _DISK_LIMIT, _CLOCK, _WORDS = range(4)
 _TALLIES_AT = 64
 _RUN = "run-"
-_BUCKET = 1000
 
 
 class TwoLevels:
@@ -143,7 +143,7 @@ class TwoLevels:
 
     def name_of(self, index: int) -> str:
         """The name of an index's entry in the store."""
-        return f"{self._prefix}/{index // _BUCKET:06d}/{index:09d}.safetensors"
+        return record_name(self._prefix, index)
 
     def __contains__(self, index: int) -> bool:
         return any(level is not None and index in level for level in (self.memory, self.disk))
