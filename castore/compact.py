@@ -55,37 +55,34 @@ def compact(store: Store, pack: int) -> None:
     """Move the pack's live records elsewhere, retire it and unlink its file."""
     path = store.objects.packs.path(pack)
     try:
-        fd = store.objects.packs.acquire(pack)
+        opened = store.objects.packs.open(pack)  # held by this name until all is moved
+        fd = opened.fd
     except FileNotFoundError:
         fd = -1
-    try:
-        done = damaged = False
-        position = 0
-        while not done:
-            with store.index.write() as txn:
-                if not txn.has_pack(pack):
-                    return  # another gc was here first
-                store.writer.leave_pack(pack)
-                moved = 0
-                done = True
-                for found in scan(path, pack, start=position, payloads=False) if fd >= 0 else ():
-                    if isinstance(found, Damage):
-                        damaged = True
-                        position = found.offset + found.length
-                        continue
-                    position = found.blob.offset + found.blob.stored
-                    moved += _move(store, txn, fd, found)
-                    if moved >= _BATCH:
-                        done = False
-                        break
-                if done:
-                    if damaged or fd < 0:
-                        _lose_rest(txn, pack)
-                    txn.retire_pack(pack)
-        path.unlink(missing_ok=True)
-    finally:
-        if fd >= 0:
-            store.objects.packs.release(fd)
+    done = damaged = False
+    position = 0
+    while not done:
+        with store.index.write() as txn:
+            if not txn.has_pack(pack):
+                return  # another gc was here first
+            store.writer.leave_pack(pack)
+            moved = 0
+            done = True
+            for found in scan(path, pack, start=position, payloads=False) if fd >= 0 else ():
+                if isinstance(found, Damage):
+                    damaged = True
+                    position = found.offset + found.length
+                    continue
+                position = found.blob.offset + found.blob.stored
+                moved += _move(store, txn, fd, found)
+                if moved >= _BATCH:
+                    done = False
+                    break
+            if done:
+                if damaged or fd < 0:
+                    _lose_rest(txn, pack)
+                txn.retire_pack(pack)
+    path.unlink(missing_ok=True)
 
 
 def _move(store: Store, txn: Write, fd: int, found: PackRecord) -> int:

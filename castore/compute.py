@@ -9,9 +9,7 @@ still whole.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +17,9 @@ from pathlib import Path
 import blake3
 
 from castore.errors import InvalidValueError
+from castore.filelocks import lock_byte, unlock_byte
 from castore.forks import reset_after_fork
 from castore.temporary import open_with_mode
-
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 
 
 class ComputeLocks:
@@ -77,11 +74,10 @@ class ComputeLocks:
         place = int.from_bytes(blake3.blake3(key.encode()).digest(8), "little") >> 2
         fd = open_with_mode(self._path, os.O_RDWR, self._mode)
         try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
+            lock_byte(fd, place)
             try:
                 yield
             finally:
-                # Unlock by word, not by close: a child forked meanwhile has this description too.
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, place, 1, 0))
+                unlock_byte(fd, place)
         finally:
             os.close(fd)

@@ -38,7 +38,8 @@ from castore.keys import Encoder, UnencodableError, refuse
 _VERSION = b"castore.function.1"
 # Arguments and kind of function; the rest of the flags tells of the compiler and of __future__.
 _FLAGS = 0xFF | 0x200
-_BODY_NOISE = {"__doc__", "__firstlineno__", "__static_attributes__"}
+# copyreg leaves __slotnames__ in a class once one of its objects was pickled.
+_BODY_NOISE = {"__doc__", "__firstlineno__", "__static_attributes__", "__slotnames__"}
 _CLASS_NOISE = {
     *_BODY_NOISE, "__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__dict__",
     "__module__", "__weakref__", "_abc_impl", "__dataclass_fields__", "__dataclass_params__", "__match_args__",

@@ -1,40 +1,33 @@
 """The index: SQLite in WAL mode, the one record of which names and blobs there are.
 
-A connection belongs to one process and one thread: each thread opens its own at first use, a forked child starts with
-none. Here are the connections and the questions; every change is a method of `transaction.Write`, for which reads never
-wait. Statements are plain sqlite3; sqlite-utils makes and migrates the schema (schema.py).
+Here are the questions; every change is a method of `transaction.Write`, for which reads never wait. Each thread asks on a
+connection of its own (connections.py). Statements are plain sqlite3; sqlite-utils makes and migrates the schema (schema.py).
 
 Digests are raw bytes here, names are already checked, times are seconds since the epoch.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from castore.beacon import CHANGED, EPOCH, Beacon
+from castore.connections import BUSY_SECONDS, Connections
 from castore.errors import FullError, StoreError
 from castore.forks import fork_gate, reset_after_fork
-from castore.journal import Journal, NameRecord, pack_record
+from castore.journal import Journal, pack_record
 from castore.records import Blob, Entry
 from castore.schema import SCHEMA_VERSION, migrate
 from castore.temporary import open_with_mode
-from castore.transaction import BLOB_OF, BUSY_SECONDS, Write, is_full
+from castore.transaction import BLOB_OF, Write, is_full
 
-# Where SQLite's shared locks lie in the file, and how many bytes they are.
-_SHARED_FIRST, _SHARED_SIZE = 0x40000002, 510
-
-# Connections of a parent, kept so that a child never closes them: closing would drop SQLite's locks and could delete
-# the WAL under the parent.
-_inherited: list[object] = []
+T = TypeVar("T")
 
 _ENTRY_COLUMNS = (
     "e.name, e.digest, e.size, coalesce(b.stored, 0), coalesce(b.codec, 'none'), e.created, e.expires, e.accessed,"
@@ -84,20 +77,6 @@ def _version(db: sqlite3.Connection) -> int:
     return version
 
 
-def _use_wal(db: sqlite3.Connection) -> None:
-    # Only the first connection to a new index changes its mode, and SQLite then answers "locked" at once to others
-    # who are just doing the same, however long they are willing to wait.
-    deadline = time.monotonic() + BUSY_SECONDS
-    while True:
-        try:
-            db.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or time.monotonic() > deadline:
-                raise
-            time.sleep(0.005)
-
-
 class Index:
     """The index of one store.
 
@@ -127,9 +106,11 @@ class Index:
     ) -> None:
         self.path = path
         self.beacon = beacon
+        self._words = beacon.words
         self.journal = journal
         self.durable = durable
         self._rebuilding = rebuilding
+        self._connections = Connections(path, durable)
         self._after_fork()
         reset_after_fork(self)
         # Never opened and closed if it is there: closing any descriptor of the file would drop the locks that SQLite
@@ -140,34 +121,14 @@ class Index:
             self._prepare(is_empty)
 
     def _after_fork(self) -> None:
-        if getattr(self, "_open", None):
-            _inherited.append(self._open)
-            self._share_lock()
         self._local = threading.local()
-        self._open: list[tuple[threading.Thread, sqlite3.Connection]] = []
-        self._lock = threading.Lock()
         self._folders: set[str] = set()
         self._folders_seen = 0
-
-    def _share_lock(self) -> None:
-        """Lock in a forked child what SQLite there believes to be locked.
-
-        Its table of locks is copied into the child, the kernel's locks are not: the child's connections would count
-        on a shared lock that nobody holds, and the last of the others to close would delete the WAL under them. The
-        bytes are those of https://sqlite.org/fileformat2.html#the_lock_byte_page; the descriptor stays open, since
-        closing any would drop the lock.
-        """
-        try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return  # the store was removed: there is nothing to lock, and opening it again will say so
-        fcntl.lockf(fd, fcntl.LOCK_SH, _SHARED_SIZE, _SHARED_FIRST)
-        _inherited.append(fd)
 
     def _prepare(self, is_empty: Callable[[], bool]) -> None:
         """Make the tables of a new index, or bring an older one up to date."""
         db = self._local.db = self._connect()
-        self._local.epoch = self.beacon.words[EPOCH]
+        self._local.epoch = self._words[EPOCH]
         version = _version(db)
         if version > SCHEMA_VERSION:
             raise StoreError(
@@ -193,40 +154,16 @@ class Index:
             StoreError: the index was replaced and is not whole again yet.
         """
         local = self._local
-        db: sqlite3.Connection | None = getattr(local, "db", None)
-        if db is None or local.epoch != self.beacon.words[EPOCH]:
-            epoch = self.beacon.words[EPOCH]
-            db = self._connect()
-            if not self._rebuilding and _version(db) != SCHEMA_VERSION:
-                raise self._no_index()
-            local.db, local.epoch = db, epoch
-        return db
-
-    def _connect(self) -> sqlite3.Connection:
+        epoch = self._words[EPOCH]
         try:
-            # check_same_thread is off only so that this object can close every thread's connection.
-            db = sqlite3.connect(
-                self.path,
-                timeout=BUSY_SECONDS,
-                isolation_level=None,
-                cached_statements=256,
-                check_same_thread=False,
-            )
-            # Small pages: a commit writes whole pages, and a put touches one of each table.
-            db.execute("PRAGMA page_size = 2048")
-            _use_wal(db)
-            db.execute(f"PRAGMA synchronous = {'FULL' if self.durable else 'NORMAL'}")
-            db.execute("PRAGMA wal_autocheckpoint = 8000")
-            db.execute("PRAGMA cache_size = -8192")
-        except sqlite3.DatabaseError as error:
-            raise self.damaged(error) from error
-        with self._lock:
-            # Threads come and go; what the gone ones leave open would use up the process's descriptors.
-            for thread, left in self._open:
-                if not thread.is_alive():
-                    left.close()
-            self._open = [(thread, kept) for thread, kept in self._open if thread.is_alive()]
-            self._open.append((threading.current_thread(), db))
+            if local.epoch == epoch:
+                return local.db  # type: ignore[no-any-return]
+        except AttributeError:
+            pass  # this thread's first use
+        db = self._connect()
+        if not self._rebuilding and _version(db) != SCHEMA_VERSION:
+            raise self._no_index()
+        local.db, local.epoch = db, epoch
         return db
 
     def damaged(self, error: sqlite3.Error) -> StoreError:
@@ -235,11 +172,14 @@ class Index:
 
     def close(self) -> None:
         """Close every thread's connection."""
-        with self._lock:
-            connections, self._open = self._open, []
         self._local = threading.local()
-        for _, db in connections:
-            db.close()
+        self._connections.close()
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            return self._connections.open()
+        except sqlite3.DatabaseError as error:
+            raise self.damaged(error) from error
 
     def is_folder(self, folder: str) -> bool:
         """Whether this process saw, since names last changed, that no part of ``folder`` is a file.
@@ -247,7 +187,7 @@ class Index:
         The caller holds the write lock. Adding names under a folder cannot make it a file, and what can (removing
         or re-pointing) is announced before it is committed.
         """
-        changed = self.beacon.words[CHANGED]
+        changed = self._words[CHANGED]
         if changed != self._folders_seen:
             self._folders, self._folders_seen = set(), changed
         return folder in self._folders
@@ -285,19 +225,36 @@ class Index:
                 yield txn
                 txn.commit()
             except BaseException as error:
-                txn.abandon(error)
-                if is_full(error):
-                    raise FullError(
-                        f"the disk of {self.path.parent} is full; free some space there"
-                    ) from error
+                self._take_back(txn, error)
                 raise
+
+    def transact(self, work: Callable[[Write], T]) -> T:
+        """What ``work`` returns, done in a write transaction: `write` for callers in a hurry."""
+        with fork_gate:
+            txn = Write(self)
+            try:
+                txn.begin(BUSY_SECONDS)
+                result = work(txn)
+                txn.commit()
+                return result
+            except BaseException as error:
+                self._take_back(txn, error)
+                raise
+
+    def _take_back(self, txn: Write, error: BaseException) -> None:
+        txn.abandon(error)
+        if is_full(error):
+            raise FullError(f"the disk of {self.path.parent} is full; free some space there") from error
 
     # Reads
 
     def find(self, name: str) -> Found | None:
         """The blob a name points to, whether expired or not, or None."""
         row = self.connection().execute(_FIND, (name,)).fetchone()
-        return Found(Blob._make(row[:6]), row[6], row[7]) if row else None
+        if row is None:
+            return None
+        digest, size, stored, codec, pack, offset, expires, serializer = row
+        return Found(Blob(digest, size, stored, codec, pack, offset), expires, serializer)
 
     def find_digest(self, name: str) -> bytes | None:
         """The digest a name points to, or None."""
@@ -406,5 +363,5 @@ class Index:
         )
         while rows := self.connection().execute(sql, (last,)).fetchall():
             for row in rows:
-                yield pack_record(NameRecord(*row))
+                yield pack_record(row)
             last = rows[-1][0]

@@ -42,8 +42,8 @@ class NameRecord(NamedTuple):
     pinned: int = 0
 
 
-def pack_record(record: NameRecord) -> bytes:
-    """The bytes of one journal record."""
+def pack_record(record: tuple[str, bytes | None, str, str | None, float, float | None, int]) -> bytes:
+    """The bytes of one journal record: a `NameRecord`, or a row of the same columns."""
     payload: bytes = msgpack.packb(record)
     return _HEAD.pack(_MAGIC, 0, len(payload), zlib.crc32(payload)) + payload
 

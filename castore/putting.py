@@ -18,8 +18,9 @@ from castore.objects.codecs import Buffer, check_codec
 from castore.records import Entry, Pointing
 from castore.settings import Settings
 from castore.sizes import parse_duration
+from castore.staged import Staged, Vanished
 from castore.transaction import is_full
-from castore.writing import BlobWriter, Staged, Vanished, open_source
+from castore.writing import BlobWriter, open_source
 
 #: Bytes and blobs that `put_many` commits at a time.
 _BATCH_BYTES = 32 * 1024 * 1024

@@ -100,19 +100,21 @@ class BlobSource:
         if found is None or (found.expires is not None and found.expires <= now):
             self._miss()
             return None
-        data = self.memory.get(found.blob.digest)
-        tier = "memory_hits"
+        memory, data, tier = self.memory, None, "memory_hits"
+        if memory.max_bytes:
+            data = memory.get(found.blob.digest)
         if data is None:
             data, tier = self.fetch(found.blob), "disk_hits"
         if data is None:
             self._miss()
             return None
-        if self.memory.max_bytes:
+        if memory.max_bytes:
             self._bind(name, found, changed, now)
         usage = self._usage
         usage.touched[name] = now
         usage.counts[tier] += 1
-        usage.flush_if_due()
+        if time.monotonic() >= usage.due:
+            usage.flush_if_possible()
         return Read(data, found.serializer)
 
     def _miss(self) -> None:

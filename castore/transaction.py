@@ -13,31 +13,29 @@ import errno
 import sqlite3
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from castore.connections import BUSY_SECONDS
 from castore.errors import FullError, NameConflictError
-from castore.journal import NameRecord, gone, pack_record
+from castore.journal import gone, pack_record
 from castore.records import LOST, Blob, Pointing
 
 if TYPE_CHECKING:
     from castore.index import Index
 
-#: Seconds a writer waits for others.
-BUSY_SECONDS = 120.0
 BLOB_OF = "SELECT digest, size, stored, codec, pack, offset FROM blobs WHERE digest = ?"
-_LOOK = (
-    "SELECT e.digest, e.size, (SELECT name FROM entries WHERE name > ?1 || '/' AND name < ?1 || '0' LIMIT 1),"
-    " b.digest, b.size, b.stored, b.codec, b.pack, b.offset"
-    " FROM (SELECT 1) LEFT JOIN entries e ON e.name = ?1 LEFT JOIN blobs b ON b.digest = ?2"
-)
 _ADD_BLOB = (
     "INSERT INTO blobs (digest, size, stored, codec, pack, offset, refs) SELECT ?1, ?2, ?3, ?4, ?5, ?6, 1"
     " WHERE ?5 = 0 OR EXISTS (SELECT 1 FROM packs WHERE id = ?5)"
     " ON CONFLICT (digest) DO NOTHING"
 )
+# Adding is tried before looking, for both tables: most puts bring a new name and a new blob, and a question costs as
+# much as the answer.
 _ADD_ENTRY = (
     "INSERT INTO entries (name, digest, size, serializer, metadata, created, expires, accessed, pinned)"
-    " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?6, ?8)"
+    " SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?6, ?8"
+    " WHERE NOT EXISTS (SELECT 1 FROM entries WHERE name > ?1 || '/' AND name < ?1 || '0')"
+    " ON CONFLICT (name) DO NOTHING"
 )
 _POINT_ENTRY = (
     "UPDATE entries SET digest = ?2, size = ?3, serializer = ?4, metadata = ?5, expires = ?7, accessed = ?6,"
@@ -50,15 +48,6 @@ _ADD_TOTALS = (
     "UPDATE totals SET entries = entries + ?, logical = logical + ?, blobs = blobs + ?, uniq = uniq + ?,"
     " stored = stored + ?"
 )
-
-
-class Standing(NamedTuple):
-    """What a put finds: where its name points, a name below it that makes it a folder, and its blob if known."""
-
-    digest: bytes | None
-    size: int
-    child: str | None
-    blob: Blob | None
 
 
 class Write:
@@ -135,11 +124,6 @@ class Write:
         """Have ``prepare`` called under the lock when all that is left is to commit."""
         self._before_commit.append(prepare)
 
-    def look(self, name: str, digest: bytes) -> Standing:
-        """What `set_entry` and whoever places the blob need to know, in one question."""
-        row = self.db.execute(_LOOK, (name, digest)).fetchone()
-        return Standing(row[0], row[1], row[2], Blob._make(row[3:]) if row[3] is not None else None)
-
     # Blobs
 
     def blob(self, digest: bytes) -> Blob | None:
@@ -209,42 +193,50 @@ class Write:
 
     # Names
 
-    def set_entry(self, pointing: Pointing, blob: Blob, now: float, standing: Standing) -> tuple[float, bool]:
+    def set_entry(self, pointing: Pointing, blob: Blob, now: float, *, added: bool) -> tuple[float, bool]:
         """Point a name at a blob; returns when it was created and whether it is pinned.
+
+        Args:
+            pointing: the name, and what is said of it.
+            blob: what it points to from now on.
+            now: the time, which becomes that of the last access.
+            added: whether `add_blob` has just added the blob, and so counted this name already.
 
         Raises:
             NameConflictError: the name is a folder of others, or a part of it is a file.
         """
         name, serializer, metadata, expires, pin = pointing
-        created, pinned = now, int(pin)
-        row = (name, blob.digest, blob.size, serializer, metadata, now, expires, pinned)
-        if standing.digest is None:
-            self._check_conflict(name, standing.child, now)
-            self.db.execute(_ADD_ENTRY, row)
-            if standing.blob is not None:
-                self.db.execute(_COUNT_REF, (blob.digest,))
+        digest, size = blob[:2]
+        created, pinned, before = now, int(pin), None
+        row = (name, digest, size, serializer, metadata, now, expires, pinned)
+        if self.db.execute(_ADD_ENTRY, row).rowcount != 1:
+            before = self.db.execute("SELECT digest, size FROM entries WHERE name = ?", (name,)).fetchone()
+            if before is None:
+                self._clear_below(name, now)
+                self.db.execute(_ADD_ENTRY, row)
+        if before is None:
+            self._check_parents(name, now)
             self._entries += 1
-            self._logical += blob.size
+            self._logical += size
         else:
             self._announce = True
             created, pinned = self.db.execute(_POINT_ENTRY, row).fetchone()
-            if standing.digest != blob.digest:
-                self.db.execute(_UNCOUNT_REF, (standing.digest, now))
-                if standing.blob is not None:
-                    self.db.execute(_COUNT_REF, (blob.digest,))
-                self._logical += blob.size - standing.size
-        self._records.append(
-            pack_record(NameRecord(name, blob.digest, serializer, metadata, created, expires, pinned))
-        )
+            if before[0] != digest:
+                self.db.execute(_UNCOUNT_REF, (before[0], now))
+                self._logical += size - before[1]
+        if not added and (before is None or before[0] != digest):
+            self.db.execute(_COUNT_REF, (digest,))
+        self._records.append(pack_record((name, digest, serializer, metadata, created, expires, pinned)))
         return created, bool(pinned)
 
-    def _check_conflict(self, name: str, child: str | None, now: float) -> None:
-        if child is not None:
-            child = self._standing_in_the_way("name > ?1 || '/' AND name < ?1 || '0'", [name], now)
+    def _clear_below(self, name: str, now: float) -> None:
+        child = self._standing_in_the_way("name > ?1 || '/' AND name < ?1 || '0'", [name], now)
         if child is not None:
             raise NameConflictError(
                 f"{name!r} cannot be a file: it is the folder of {child!r}; choose another name or delete that one"
             )
+
+    def _check_parents(self, name: str, now: float) -> None:
         folder = name.rpartition("/")[0]
         if not folder or self._index.is_folder(folder):
             return
@@ -313,7 +305,7 @@ class Write:
         ).fetchone()
         if row is None:
             return False
-        self._records.append(pack_record(NameRecord(*row)))
+        self._records.append(pack_record(row))
         return True
 
     def announce(self) -> None:

@@ -11,10 +11,10 @@ import threading
 import time
 from collections import Counter
 
+from castore.connections import BUSY_SECONDS
 from castore.errors import FullError
 from castore.forks import reset_after_fork
 from castore.index import Index
-from castore.transaction import BUSY_SECONDS
 
 #: Seconds between two writes of a busy reader.
 FLUSH_SECONDS = 5.0

@@ -110,11 +110,8 @@ def _check_placement(store: Store, reader: BlobReader) -> None:
     """Check what reading the content does not: a record's header, a file's length."""
     blob = reader.blob
     if blob.pack > 0:
-        fd = store.objects.packs.acquire(blob.pack)
-        try:
-            read_record(fd, blob)
-        finally:
-            store.objects.packs.release(fd)
+        pack = store.objects.packs.open(blob.pack)
+        read_record(pack.fd, blob)
     else:
         length = reader.file_length()
         if length != blob.stored:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import blake3
 
@@ -34,119 +34,16 @@ from castore.objects.encode import (
     hash_file,
     slices,
 )
-from castore.objects.packs import HEAD_SIZE, PACK_LIMIT, PACK_SIZE, PackWriter, record
+from castore.objects.packs import PACK_LIMIT, PACK_SIZE, PackWriter
 from castore.records import LOOSE, LOST, Blob, Entry, Pointing
 from castore.sizes import format_size
+from castore.staged import Known, Large, Small, Staged
 from castore.transaction import Write
 
 #: Blobs larger than this are looked up before they are compressed.
 _LOOK_FIRST = 4096
 
 _Encoding = Callable[[Callable[[bytes], object]], Encoded]
-
-
-class Staged(Protocol):
-    """Bytes that are ready to be placed: all that is left happens under the write lock."""
-
-    @property
-    def digest(self) -> bytes:
-        """Of the blob."""
-        ...
-
-    def place(self, txn: Write, known: Blob | None) -> Blob:
-        """Give the bytes their place and their row, unless the index knows them as good already."""
-        ...
-
-    def discard(self) -> None:
-        """Undo what is left over if `place` was not reached, or did not need the bytes."""
-        ...
-
-    @property
-    def stored(self) -> int:
-        """Bytes this will add to the store."""
-        ...
-
-
-class Vanished(Exception):
-    """A blob that was known when it was looked up is not there any more: stage its bytes after all."""
-
-
-class _Known(NamedTuple):
-    """A blob whose bytes are in the store already."""
-
-    blob: Blob
-    stored: int = 0
-
-    @property
-    def digest(self) -> bytes:
-        return self.blob.digest
-
-    def place(self, txn: Write, known: Blob | None) -> Blob:
-        if known is None or known.pack == LOST:
-            raise Vanished
-        return known
-
-    def discard(self) -> None:
-        pass
-
-
-class _Small:
-    """A blob that goes into this process's pack."""
-
-    def __init__(self, writer: BlobWriter, digest: bytes, size: int, codec: str, payload: bytes) -> None:
-        self._writer = writer
-        self._blob = Blob(digest, size, len(payload), codec, 0, 0)
-        self._payload = payload
-        self.digest = digest
-        self.stored = len(payload)
-
-    def place(self, txn: Write, known: Blob | None) -> Blob:
-        digest, size, stored, codec, _, _ = self._blob
-        if known is not None and known.pack != LOST:
-            return known
-        data = record(digest, size, codec, self._payload)
-        while True:
-            pack, position = self._writer.append(txn, data)
-            placed = Blob(digest, size, stored, codec, pack, position + HEAD_SIZE)
-            if txn.add_blob(placed) if known is None else txn.move_blob(placed):
-                return placed
-            self._writer.forget_pack()  # gc retired the pack under us: its file will go
-
-    def discard(self) -> None:
-        pass
-
-
-class _Large:
-    """A blob that is a file of its own, written to ``tmp/`` and waiting for its name."""
-
-    def __init__(
-        self, objects: ObjectDirectory, blob: Blob, temporary: Path, checksums: bytes | None
-    ) -> None:
-        self._objects = objects
-        self._blob = blob
-        self._temporary: Path | None = temporary
-        self._checksums = checksums
-        self.digest = blob.digest
-        self.stored = blob.stored
-
-    def place(self, txn: Write, known: Blob | None) -> Blob:
-        if known is None:
-            txn.add_blob(self._blob, self._checksums)
-        elif known.pack == LOST:
-            txn.move_blob(self._blob, self._checksums)
-        else:
-            return known
-        assert self._temporary is not None
-        self._objects.loose.publish(
-            self._temporary, self._blob.digest, self._blob.codec, durable=self._objects.durable
-        )
-        self._temporary = None
-        return self._blob
-
-    def discard(self) -> None:
-        if self._temporary is not None:
-            self._temporary.unlink(missing_ok=True)
-            self._temporary = None
 
 
 class MakeRoom(Protocol):
@@ -209,6 +106,15 @@ class BlobWriter:
         self._pending_size += len(data)
         return self._pack.pack, position
 
+    @property
+    def has_pack(self) -> bool:
+        """Whether a pack is open."""
+        return self._pack is not None
+
+    def take_back(self) -> None:
+        """Undo the last `append` of this transaction: its bytes were known."""
+        self._pending_size -= len(self._pending.pop())
+
     def _begin(self, txn: Write) -> None:
         # What an earlier transaction left pending was never committed.
         self._appending, self._pending, self._pending_size = txn, [], 0
@@ -257,18 +163,18 @@ class BlobWriter:
             and (blob := self._index.blob(digest)) is not None
             and blob.pack != LOST
         ):
-            return _Known(blob)
+            return Known(blob)
         if size <= FRAME_SIZE:
             used, payload = encode_small(data, codec, level)
             if len(payload) <= PACK_LIMIT:
-                return _Small(self, digest, size, used, payload)
+                return Small(self, digest, size, used, payload)
             encoding: _Encoding = partial(encode_one, payload, size, used)
         else:
             view = memoryview(data)
             used = choose_codec(codec, size, lambda at, length: view[at : at + length])
             encoding = partial(encode, slices(data), size, used, level)
         encoded, temporary = self._write_temporary(encoding)
-        return _Large(
+        return Large(
             self._objects, Blob(digest, size, encoded.stored, used, LOOSE, 0), temporary, encoded.checksums
         )
 
@@ -289,7 +195,7 @@ class BlobWriter:
             # Some blob of this size is here: reading twice costs less than compressing what may be known.
             digest, size = hash_file(fd)
             if (blob := self._index.blob(digest)) is not None and blob.pack != LOST:
-                return _Known(blob)
+                return Known(blob)
         used = choose_codec(codec, size, lambda at, length: os.pread(fd, length, at))
         frames = HashingFrames(fd, progress)
         encoded, temporary = self._write_temporary(partial(encode, frames, size, used, level))
@@ -300,7 +206,7 @@ class BlobWriter:
                 " put it again when nobody writes to it"
             )
         blob = Blob(frames.digest, size, encoded.stored, used, LOOSE, 0)
-        return _Large(self._objects, blob, temporary, encoded.checksums)
+        return Large(self._objects, blob, temporary, encoded.checksums)
 
     def _write_temporary(self, encoding: _Encoding) -> tuple[Encoded, Path]:
         fd, temporary = self._objects.loose.create()
@@ -327,18 +233,10 @@ class BlobWriter:
         """
         try:
             self._check_budget(staged)
-            now = time.time()
-            entries = []
-            with self._index.write() as txn:
-                for pointing, item in staged:
-                    standing = txn.look(pointing.name, item.digest)
-                    blob = item.place(txn, standing.blob)
-                    created, pinned = txn.set_entry(pointing, blob, now, standing)
-                    entries.append(_entry(pointing, blob, now, created, pinned))
+            return self._index.transact(partial(_place, staged, time.time()))
         finally:
             for _, item in staged:
                 item.discard()
-        return entries
 
     def _check_budget(self, staged: Sequence[tuple[Pointing, Staged]]) -> None:
         if self._max_size is None:
@@ -352,6 +250,15 @@ class BlobWriter:
         need = sum(item.stored for _, item in staged)
         if need and self._index.totals().stored + need > self._max_size:
             self._make_room(need)
+
+
+def _place(staged: Sequence[tuple[Pointing, Staged]], now: float, txn: Write) -> list[Entry]:
+    entries = []
+    for pointing, item in staged:
+        blob, added = item.place(txn)
+        created, pinned = txn.set_entry(pointing, blob, now, added=added)
+        entries.append(_entry(pointing, blob, now, created, pinned))
+    return entries
 
 
 def _entry(pointing: Pointing, blob: Blob, now: float, created: float, pinned: bool) -> Entry:

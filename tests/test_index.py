@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from castore import NameConflictError, Store, StoreError, doctor, settings
+from castore.objects.packs import HEAD_SIZE
 from castore.schema import SCHEMA_VERSION
 from tests.helpers import flip, in_processes, mixed, noise, payload, recount, text
 
@@ -234,3 +235,37 @@ def test_a_busy_index_makes_writers_wait_and_readers_not(store: Store) -> None:
     writer.join()
     assert waited[0] > 1
     assert store.get("b") == b"y"
+
+
+def test_known_bytes_begin_no_pack_and_are_counted_once(store: Store) -> None:
+    store.put("a", text(500))
+    with Store(store.path) as other:
+        for name in ("b", "c"):
+            other.put(name, text(500))
+        assert len(other.objects.packs.ids()) == 1
+        other.put("d", text(600))  # begins its own pack
+        end = other.objects.packs.path(2).stat().st_size
+        other.put_many([("e", text(500)), ("f", text(700)), ("g", text(700)), ("b", text(600))])
+        assert other.get_many(list("abcdefg")) == [text(size) for size in (500, 600, 500, 600, 500, 700, 700)]
+        appended = other.objects.packs.path(2).stat().st_size - end
+    _, _, length = payload(store, "f")
+    assert appended == HEAD_SIZE + length
+    recount(store)
+
+
+def test_a_pack_cut_short_behind_its_writer_is_left(store: Store) -> None:
+    store.put("a", text(500))
+    path, _, _ = payload(store, "a")
+    os.truncate(path, 20)
+    store.put("b", text(600))
+    assert store.get("b") == text(600)
+    assert store.get("a") is None
+
+
+def test_a_pack_removed_behind_its_writer_is_left_within_a_second(store: Store) -> None:
+    store.put("a", text(500))
+    payload(store, "a")[0].unlink()
+    time.sleep(1.05)
+    store.put("b", text(600))
+    store.objects.packs.close()
+    assert store.get("b") == text(600)

@@ -23,7 +23,16 @@ from castore.objects.codecs import CODECS, FRAME_SIZE
 from castore.objects.decode import BlobReader
 from castore.objects.encode import encode, slices
 from castore.objects.frames import build_trailer, frame_count, frame_length, read_table
-from castore.objects.packs import FILE_HEAD, HEAD_SIZE, Damage, PackRecord, read_record, record, scan
+from castore.objects.packs import (
+    FILE_HEAD,
+    HEAD_SIZE,
+    Damage,
+    PackFolder,
+    PackRecord,
+    read_record,
+    record,
+    scan,
+)
 from castore.records import LOOSE, Blob
 from tests.helpers import flip, mixed, noise, payload, text
 
@@ -324,3 +333,21 @@ def test_frames_cover_a_blob_without_gap() -> None:
     for size in (0, 1, FRAME_SIZE, FRAME_SIZE + 1, 10 * FRAME_SIZE):
         assert sum(frame_length(size, i) for i in range(frame_count(size))) == size
     assert {codec.name for codec in CODECS.values()} == {"zstd", "lz4", "gzip", "none"}
+
+
+def test_an_open_pack_is_readable_for_as_long_as_somebody_holds_it(tmp_path: Path) -> None:
+    folder = PackFolder(tmp_path, keep_open=1)
+    for pack in (1, 2):
+        folder.path(pack).write_bytes(b"pack %d" % pack)
+    held = folder.open(1)
+    assert folder.open(1) is held
+    folder.path(1).unlink()
+    folder.open(2)  # the folder lets go of the first one
+    folder.close()
+    assert os.pread(held.fd, 100, 0) == b"pack 1"
+    fd = held.fd
+    del held
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    with pytest.raises(FileNotFoundError):
+        folder.open(1)

@@ -11,7 +11,6 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import blake3
@@ -21,6 +20,7 @@ from castore.errors import CorruptError
 from castore.memory import MemoryLRU
 from castore.objects.codecs import CODECS, FRAME_SIZE, zstd_decompress_into
 from castore.objects.frames import FrameTable, frame_count, frame_length, read_table
+from castore.objects.packs import OpenPack
 from castore.objects.workers import cores, workers
 from castore.records import Blob
 
@@ -53,7 +53,8 @@ class BlobReader:
 
     Args:
         blob: what is read, and where it begins in the file.
-        fd: an open descriptor, which the reader closes.
+        fd: an open descriptor, which the reader closes unless it is the pack's.
+        pack: the open pack, which is held until the reader is closed.
         checksums: XXH3-64 of each frame, packed, of a raw blob of several frames.
         cache: frames shared with other readers, or None to keep only the last one used.
         where: what to call the file in errors.
@@ -64,14 +65,14 @@ class BlobReader:
         blob: Blob,
         fd: int,
         *,
-        close: Callable[[int], object] = os.close,
+        pack: OpenPack | None = None,
         checksums: bytes | None = None,
         cache: MemoryLRU[bytes] | None = None,
         where: str = "",
     ) -> None:
         self.blob = blob
         self._fd = fd
-        self._close = close
+        self._pack = pack
         self._checksums = memoryview(checksums).cast("Q") if checksums else None
         self._cache = cache
         self._where = where
@@ -102,7 +103,9 @@ class BlobReader:
             self._holds -= 1
             if self._holds:
                 return
-        self._close(self._fd)
+        if self._pack is None:
+            os.close(self._fd)
+        self._pack = None
 
     def file_length(self) -> int:
         """Bytes of the file that is read, whatever lies under its name by now."""

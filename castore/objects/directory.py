@@ -61,11 +61,11 @@ class ObjectDirectory:
             raise FileNotFoundError(f"blob {blob.digest.hex()} is lost")
         if blob.pack == LOOSE:
             fd = os.open(self.loose.path(blob.digest, blob.codec), os.O_RDONLY | os.O_CLOEXEC)
-            close = os.close
+            opened = None
         else:
-            fd = self.packs.acquire(blob.pack)
-            close = self.packs.release
-        return BlobReader(blob, fd, close=close, checksums=checksums, cache=cache, where=self.where(blob))
+            opened = self.packs.open(blob.pack)
+            fd = opened.fd
+        return BlobReader(blob, fd, pack=opened, checksums=checksums, cache=cache, where=self.where(blob))
 
     def is_empty(self) -> bool:
         """Whether there is no object and no pack."""
@@ -78,14 +78,12 @@ class ObjectDirectory:
             FileNotFoundError: the pack is not there (any more).
             CorruptError: the bytes are not those that were put.
         """
-        fd = self.packs.acquire(blob.pack)
+        digest, size, stored, codec, number, offset = blob
+        pack = self.packs.open(number)  # held by this name until the bytes are read
+        payload = os.pread(pack.fd, stored, offset)
         try:
-            stored = os.pread(fd, blob.stored, blob.offset)
-        finally:
-            self.packs.release(fd)
-        try:
-            data = CODECS[blob.codec].decompress(stored, blob.size)
-            if blake3(data).digest() != blob.digest:
+            data = CODECS[codec].decompress(payload, size)
+            if blake3(data).digest() != digest:
                 raise CorruptError("the bytes do not have the digest they are stored under")
         except CorruptError as error:
             where = self.where(blob)
@@ -116,12 +114,9 @@ class ObjectDirectory:
             if blob.pack == LOOSE:
                 os.rename(self.loose.path(blob.digest, blob.codec), target)
             elif blob.pack > 0:
-                fd = self.packs.acquire(blob.pack)
-                try:
-                    target.write_bytes(os.pread(fd, min(blob.stored, 1 << 20), blob.offset))
-                    target.chmod(self.loose.mode)
-                finally:
-                    self.packs.release(fd)
+                pack = self.packs.open(blob.pack)
+                target.write_bytes(os.pread(pack.fd, min(blob.stored, 1 << 20), blob.offset))
+                target.chmod(self.loose.mode)
         except FileNotFoundError:
             return None
         return target

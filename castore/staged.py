@@ -1,0 +1,141 @@
+"""Bytes that are ready to be placed: known already, to go into a pack, or waiting in a file of their own.
+
+All that is left for them happens under the write lock, in `place`; none of them looks at names.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from castore.objects.directory import ObjectDirectory
+from castore.objects.packs import HEAD_SIZE, record
+from castore.records import LOST, Blob
+from castore.transaction import Write
+
+if TYPE_CHECKING:
+    from castore.writing import BlobWriter
+
+
+class Staged(Protocol):
+    """Bytes that are ready to be placed: all that is left happens under the write lock."""
+
+    @property
+    def digest(self) -> bytes:
+        """Of the blob."""
+        ...
+
+    def place(self, txn: Write) -> tuple[Blob, bool]:
+        """Give the bytes their place and their row, unless the index knows them as good already.
+
+        Returns:
+            The blob, and whether its row is new.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Undo what is left over if `place` was not reached, or did not need the bytes."""
+        ...
+
+    @property
+    def stored(self) -> int:
+        """Bytes this will add to the store."""
+        ...
+
+
+class Vanished(Exception):
+    """A blob that was known when it was looked up is not there any more: stage its bytes after all."""
+
+
+class Known(NamedTuple):
+    """A blob whose bytes are in the store already."""
+
+    blob: Blob
+    stored: int = 0
+
+    @property
+    def digest(self) -> bytes:
+        """Of the blob."""
+        return self.blob.digest
+
+    def place(self, txn: Write) -> tuple[Blob, bool]:
+        """See `Staged`."""
+        known = txn.blob(self.blob.digest)
+        if known is None or known.pack == LOST:
+            raise Vanished
+        return known, False
+
+    def discard(self) -> None:
+        """Nothing is left over."""
+
+
+class Small:
+    """A blob that goes into this process's pack."""
+
+    def __init__(self, writer: BlobWriter, digest: bytes, size: int, codec: str, payload: bytes) -> None:
+        self._writer = writer
+        self._size = size
+        self._codec = codec
+        self._payload = payload
+        self.digest = digest
+        self.stored = len(payload)
+
+    def place(self, txn: Write) -> tuple[Blob, bool]:
+        """See `Staged`."""
+        writer, digest = self._writer, self.digest
+        # A new row is tried before one is looked for; but no pack is begun for bytes that may be known.
+        known = None if writer.has_pack else txn.blob(digest)
+        if known is not None and known.pack != LOST:
+            return known, False
+        data = record(digest, self._size, self._codec, self._payload)
+        while True:
+            pack, position = writer.append(txn, data)
+            placed = Blob(digest, self._size, self.stored, self._codec, pack, position + HEAD_SIZE)
+            if txn.add_blob(placed):
+                return placed, True
+            known = txn.blob(digest)
+            if known is not None and known.pack != LOST:
+                writer.take_back()
+                return known, False
+            if known is not None and txn.move_blob(placed):
+                return placed, False
+            writer.forget_pack()  # gc retired the pack under us: its file will go
+
+    def discard(self) -> None:
+        """Nothing is left over."""
+
+
+class Large:
+    """A blob that is a file of its own, written to ``tmp/`` and waiting for its name."""
+
+    def __init__(
+        self, objects: ObjectDirectory, blob: Blob, temporary: Path, checksums: bytes | None
+    ) -> None:
+        self._objects = objects
+        self._blob = blob
+        self._temporary: Path | None = temporary
+        self._checksums = checksums
+        self.digest = blob.digest
+        self.stored = blob.stored
+
+    def place(self, txn: Write) -> tuple[Blob, bool]:
+        """See `Staged`."""
+        known = txn.blob(self.digest)
+        if known is None:
+            txn.add_blob(self._blob, self._checksums)
+        elif known.pack == LOST:
+            txn.move_blob(self._blob, self._checksums)
+        else:
+            return known, False
+        assert self._temporary is not None
+        self._objects.loose.publish(
+            self._temporary, self._blob.digest, self._blob.codec, durable=self._objects.durable
+        )
+        self._temporary = None
+        return self._blob, known is None
+
+    def discard(self) -> None:
+        """Remove the temporary file, unless it has its name."""
+        if self._temporary is not None:
+            self._temporary.unlink(missing_ok=True)
+            self._temporary = None
