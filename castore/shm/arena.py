@@ -19,8 +19,8 @@ from castore.shm.segments import Segment
 Buffer = bytes | bytearray | memoryview
 
 _ALIGNMENT = 64
-_WORDS = 2
-_USED, _COUNT = range(_WORDS)
+_WORDS = 3
+_USED, _COUNT, _LIVE = range(_WORDS)
 # An extent's row.
 _VERSION, _OWNER, _OFFSET, _CAPACITY, _LENGTH = range(5)
 _ROW = 5
@@ -86,6 +86,11 @@ class Arena:
         return self._words[_COUNT]
 
     @property
+    def live(self) -> int:
+        """Records there are."""
+        return self._words[_LIVE]
+
+    @property
     def used(self) -> int:
         """Bytes of all extents."""
         return self._words[_USED]
@@ -122,11 +127,13 @@ class Arena:
         self._reserve(self._data_at, offset, capacity, self._size)
         self._reserve(self._rows_at, number * 8 * _ROW, 8 * _ROW, self._items * 8 * _ROW)
         row = number * _ROW
+        # Odd until it is written: if we are killed from here on, the extent is there and empty, and nobody's twice.
+        self._rows[row] |= 1
         self._rows[row + _OFFSET] = offset
         self._rows[row + _CAPACITY] = capacity
-        self._write(number, index, parts, length)
         self._words[_USED] = offset + capacity
         self._words[_COUNT] = number + 1
+        self._write(number, index, parts, length)
         return True
 
     def replace(self, number: int, index: int, parts: Sequence[Buffer], length: int) -> None:
@@ -158,6 +165,7 @@ class Arena:
         owner = self._rows[row + _OWNER]
         if self._places[owner] == number + 1:
             self._places[owner] = 0
+            self._words[_LIVE] -= 1
 
     def _write(self, number: int, index: int, parts: Sequence[Buffer], length: int) -> None:
         row, rows = number * _ROW, self._rows
@@ -171,6 +179,7 @@ class Arena:
             place = end
         rows[row] += 1
         self._places[index] = number + 1
+        self._words[_LIVE] += 1
 
     def _reserve(self, base: int, place: int, length: int, limit: int) -> None:
         """Reserve ``length`` bytes at ``place``, whose predecessors are reserved, up to the next multiple of _AHEAD."""

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import json
 import mmap
+import multiprocessing.util
 import os
 import re
 import stat
@@ -79,6 +80,8 @@ class Segment:
         self.buffer = memoryview(self._map)[_HEADER:]
         self._threads = threading.Lock()
         self._finalizer = weakref.finalize(self, handle.release)
+        self._finalizer.atexit = False  # too early: see _leave_at_exit
+        _living.add(self)
         reset_after_fork(self)
 
     def _after_fork(self) -> None:
@@ -127,6 +130,26 @@ class Segment:
         if self._handle.fd < 0:
             raise SegmentError(f"the shared segment {self.name!r} is closed")
         return self._handle.fd
+
+
+_living: weakref.WeakSet[Segment] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    # Not through the finalizers: weakref runs none that late.
+    for segment in list(_living):
+        segment._handle.release()
+
+
+def _leave_at_exit(_: object = None) -> None:
+    # Below zero: after multiprocessing has ended and joined its daemons. A persistent loader's workers live until then,
+    # and are ended by a signal, so that neither they nor we, if we left before them, would remove the file.
+    multiprocessing.util.Finalize(None, _leave_all, exitpriority=-100)
+
+
+_leave_at_exit()
+# A child forked by multiprocessing forgets what its parent has registered, and runs what it has registered itself.
+multiprocessing.util.register_after_fork(_leave_all, _leave_at_exit)
 
 
 class _Handle:

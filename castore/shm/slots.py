@@ -44,7 +44,7 @@ class SlotState(enum.IntEnum):
     WRITING = 0x100
 
 
-_NEXT = {
+_NEXT: dict[int, frozenset[SlotState]] = {
     SlotState.EMPTY: frozenset({SlotState.WRITING}),
     SlotState.WRITING: frozenset({SlotState.WRITING, SlotState.READY, SlotState.EMPTY}),
     SlotState.READY: frozenset({SlotState.WRITING, SlotState.EMPTY}),
@@ -100,7 +100,8 @@ class Slots:
 
     def _move(self, index: int, to: SlotState) -> int:
         word = self.words[index]
-        assert to in _NEXT[SlotState(word & STATE)], f"slot {index}: {SlotState(word & STATE)!r} to {to!r}"
+        # Looked up by the bare number, which a state equals: to make the state of it would take most of the time.
+        assert to in _NEXT[word & STATE], f"slot {index}: {SlotState(word & STATE)!r} to {to!r}"
         word = ((word & ~STATE) + _CHANGE) % (1 << _BITS) | to
         self.words[index] = word
         return word

@@ -67,7 +67,7 @@ def test_an_arena_that_is_full_says_so_and_keeps_what_it_has(segment: Segment, a
         assert len(taken) == 25  # 200 bytes take 256
         assert not arena.fits(257)
         assert not arena.append(40, [bytes(257)], 257)
-        assert arena.count == 25
+        assert arena.count == arena.live == 25
         assert arena.used == 25 * 256
     assert all(held(arena, index) == bytes([index]) * 200 for index in taken)
 
@@ -91,6 +91,7 @@ def test_a_removed_record_leaves_its_place_to_another(segment: Segment, arena: A
         arena.remove(1)
         arena.remove(9)
         assert arena.extent(0) is None
+        assert (arena.count, arena.live) == (1, 0)
         assert arena.capacity(0) == 64
         arena.replace(0, 5, [b"five"], 4)
     assert arena.read(1) is None

@@ -285,6 +285,38 @@ def test_a_killed_loader_leaves_nothing_once_its_workers_are_gone() -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.parametrize("start", ["fork", "forkserver", "spawn"])
+def test_a_script_that_ends_with_the_workers_of_a_persistent_loader_alive_leaves_nothing(start: str) -> None:
+    script = (
+        "import torch; from castore.adapters.torch import SharedCache\n"
+        "from torch.utils.data import DataLoader\n"
+        "from tests.torch.test_shared_processes import Holder\n"
+        "if __name__ == '__main__':\n"
+        "    holder = Holder(SharedCache('1MB', 10, (10,)))\n"
+        f"    loader = DataLoader(holder, num_workers=1, persistent_workers=True, multiprocessing_context='{start}')\n"
+        "    assert len(list(loader)) == 10\n"
+        "    print(holder.cache._segment.name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not path_of(done.stdout.strip()).exists()
+
+
+class Holder(Dataset[int]):
+    """A dataset that has a cache."""
+
+    def __init__(self, cache: SharedCache) -> None:
+        self.cache = cache
+
+    def __len__(self) -> int:
+        return len(self.cache)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 # --- ranks ----------------------------------------------------------------------------------------------------------
 
 

@@ -115,12 +115,6 @@ class DatasetEncoder(FunctionEncoder):
         finally:
             self._in_code -= 1
 
-    def class_(self, cls: type) -> Iterator[Any]:
-        """As in FunctionEncoder, without what copyreg notes in a class once an object of it is pickled."""
-        for part in super().class_(cls):
-            if not (type(part) is tuple and part[0] == "__slotnames__"):
-                yield part
-
     def _numpy(self, value: Any) -> bytes:
         # The last resort of Encoder: what comes here and is not NumPy's is an object of some class.
         if isinstance(value, np.ndarray) and value.dtype.hasobject:

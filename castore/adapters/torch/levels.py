@@ -132,13 +132,20 @@ class MemoryLevel(Level):
 
     def _victim(self, index: int, length: int) -> int | None:
         arena = self._arena
+        empty: list[int] = []
 
         def resident(place: int) -> int | None:
-            extent = arena.extent(place)
             # A far too large extent would be wasted on a small sample.
-            return extent.owner if extent and length <= extent.capacity <= 2 * length + 1024 else None
+            if not length <= arena.capacity(place) <= 2 * length + 1024:
+                return None
+            extent = arena.extent(place)
+            if extent is None:  # its writer died
+                empty.append(place)
+                return None
+            return extent.owner
 
-        return self._policy.victim(index, arena.count, resident)
+        victim = self._policy.victim(index, arena.count, resident)
+        return empty[0] if empty else victim
 
     def stats(self) -> LevelStats:
         """What it answered and holds."""

@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 #: Measured: 2 lets ageing in mid-epoch move samples for nothing, 4 follows skew more slowly.
 MARGIN = 3
-#: Uses a sample between halvings. Measured: 8 lags behind LRU where popularity drifts, 2 does not.
-AGEING = 2
+#: Uses a sample between halvings. Measured: 8 lags behind LRU where popularity drifts; 2 loses more where a rank lags.
+AGEING = 3
 #: Victims looked at: with 16, the least used of them is in the least used sixth with 95 % probability.
 LOOKS = 16
 
