@@ -35,5 +35,5 @@ bench:  ## measures castore beside its peers into docs/benchmarks.md (ARGS="--qu
 
 clean:  ## removes environments, caches and the working folders of demo and bench
 	@! grep -qs " $(CURDIR)/" /proc/mounts || { echo "clean: unmount first: $$(grep -o " $(CURDIR)/[^ ]*" /proc/mounts)"; exit 1; }
-	rm -rf .venv .venv-bench .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	rm -rf .venv .venv-bench .venv-bench-numpy1 .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
 	find castore fuse tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -4,6 +4,9 @@
 #
 # usage: tools/setup.sh demo|test|bench
 #
+# `bench` makes two environments: peers that castore is measured beside must not leak into what it is developed and
+# tested with, and one peer (stocaching) needs a NumPy older than castore's.
+#
 # A second call with nothing changed takes milliseconds. The environment is marked ready only at the very end,
 # so an interrupted set-up is simply resumed. Never touches anything but the environment and apt.
 set -euo pipefail
@@ -12,7 +15,6 @@ cd "$(dirname "$0")/.."
 purpose=${1:?usage: tools/setup.sh demo|test|bench}
 python=${PYTHON:-python3}
 venv=.venv
-torch=yes
 case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
   demo)
     wanted="fusermount3=fuse3"
@@ -20,10 +22,15 @@ case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
   test)
     wanted="fusermount3=fuse3 zstd=zstd lz4=lz4 gzip=gzip rsync=rsync"
     requirements=(-e '.[dev]') ;;
-  bench)  # an environment of its own: peers must not leak into what castore is developed and tested with
-    venv=.venv-bench torch=no
+  bench)
+    tools/setup.sh bench-numpy1
+    venv=.venv-bench
     wanted="fusermount3=fuse3 zstd=zstd lz4=lz4 squashfuse_ll=squashfuse mksquashfs=squashfs-tools"
-    requirements=(-e '.[fuse]' diskcache lmdb) ;;
+    requirements=(-e '.[fuse,torch]' diskcache lmdb matplotlib pillow psutil) ;;
+  bench-numpy1)  # the second environment of `bench`
+    venv=.venv-bench-numpy1
+    wanted=""
+    requirements=('numpy<2' stocaching) ;;
   *) echo "setup: unknown purpose '$purpose': demo, test or bench" >&2; exit 2 ;;
 esac
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1 PYTHONUNBUFFERED=1
@@ -90,10 +97,8 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
   "$python" -m venv --clear "$venv"
 fi
 : >"$venv/setup.log"
-if [ $torch = yes ]; then
-  say "installing torch (CPU build) into $venv"
-  pip_install torch  # the version is in constraints.txt; first, so that nothing else chooses a build
-fi
-say "installing castore and what 'make $purpose' uses into $venv"
+say "installing torch (CPU build) into $venv"
+pip_install torch  # the version is in constraints.txt; first, so that nothing else chooses a build
+say "installing what 'make ${purpose%-*}' uses into $venv"
 pip_install "${requirements[@]}"
 echo "$inputs" >"$stamp"

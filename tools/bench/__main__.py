@@ -23,13 +23,14 @@ from rich.status import Status
 from rich.table import Table
 
 from tools.bench import corpus, machine, report, suites
-from tools.bench.harness import Bench, Result, Suite, measure
+from tools.bench.harness import Bench, Result, Row, Study, Suite, measure
 
 HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parent.parent
 WORK = PROJECT / ".bench"
 RESULTS = HERE / "results"
 PAGE = PROJECT / "docs" / "benchmarks.md"
+PICTURES = PAGE.parent / "images"
 
 
 def main() -> None:
@@ -49,7 +50,9 @@ def main() -> None:
         folder = WORK / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-        bench = Bench(folder, options.quick, options.rounds or (3 if options.quick else 5))
+        pictures = folder / "images" if options.quick else PICTURES
+        pictures.mkdir(exist_ok=True)
+        bench = Bench(folder, pictures, options.quick, options.rounds or (3 if options.quick else 5))
         run = _run(name, suite, bench, console)
         _keep(name, run, quick=options.quick)
         _say(run, console)
@@ -69,12 +72,22 @@ def _run(name: str, suite: Suite, bench: Bench, console: Console) -> dict[str, A
         "machine": machine.describe(bench.work),
         "versions": machine.versions(),
         "rows": [],
+        "studies": [],
     }
     with console.status("setting up") as status, closing(_iterator(suite, bench)) as rows:
-        for row in rows:
-            result = measure(row, bench.rounds, partial(_progress, status, row.name))
-            console.print(_show(result))
-            run["rows"].append(result.to_json())
+        for item in rows:
+            study: Study | None = None
+            if isinstance(item, Row):
+                result = measure(item, bench.rounds, partial(_progress, status, item.name))
+                console.print(_show(result))
+                run["rows"].append(result.to_json())
+                if item.conclude is not None and not result.skipped:
+                    study = item.conclude(result)
+            else:
+                study = item
+            if study is not None:
+                console.print(_lay_out(study))
+                run["studies"].append(study.to_json())
             status.update("setting up the next row")
     archive = next((WORK / "corpus").glob(f"archive-{bench.size(512, 64)}MB.tar"), None)
     if archive is not None and name in ("mount", "stream"):
@@ -106,9 +119,19 @@ def _show(result: Result) -> Table:
     return table
 
 
+def _lay_out(study: Study) -> Table:
+    table = Table(title=study.name, title_justify="left", box=None, padding=(0, 2), min_width=72)
+    for number, header in enumerate(study.header):
+        table.add_column(header, justify="right" if number >= study.labels else "left")
+    for line in study.lines:
+        table.add_row(*(cell.replace("**", "") for cell in line))
+    return table
+
+
 def _say(run: dict[str, Any], console: Console) -> None:
     results = [Result.from_json(row) for row in run["rows"]]
-    for line in [*report.goals(results), *report.peers_ahead(results)]:
+    met = [goal for study in run["studies"] for goal in study["goals"]]
+    for line in [*report.goals(results), *met, *report.peers_ahead(results)]:
         console.print("•", line.replace("*", ""), soft_wrap=True)
 
 

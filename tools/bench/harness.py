@@ -84,21 +84,51 @@ class Goal:
 
 @dataclass(frozen=True)
 class Row:
-    """One question. Ratios are given against `reference`, the name of one of the contestants."""
+    """One question. Ratios are given against `reference`, the name of one of the contestants, if there is one.
+
+    `conclude` makes a study of the row's result: what the figures say together.
+    """
 
     name: str
     unit: Unit
     contestants: Sequence[Contestant]
-    reference: str
+    reference: str | None = None
     cold: bool = False
     goals: Sequence[Goal] = ()
+    conclude: Callable[[Result], Study] | None = None
+
+
+@dataclass(frozen=True)
+class Study:
+    """A table that no contestants run for: what was simulated, counted, or follows from a row.
+
+    The first `labels` columns are words, the others figures. `goals` are sentences of `verdict`; `picture` is the name
+    of a file in `Bench.pictures`, and `note` stands below the table.
+    """
+
+    name: str
+    header: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    labels: int = 1
+    note: str = ""
+    goals: Sequence[str] = ()
+    picture: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def verdict(reached: bool, what: str) -> str:
+    """The sentence for a goal: reached or missed, and by what."""
+    return f"{'reached' if reached else '**missed**'}: {what}"
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What a suite gets: an empty folder of its own, and the size of the job."""
+    """What a suite gets: an empty folder of its own, where its pictures go, and the size of the job."""
 
     work: Path
+    pictures: Path
     quick: bool
     rounds: int
 
@@ -108,12 +138,12 @@ class Bench:
 
 
 class Suite(Protocol):
-    """A module in `tools/bench/suites`. `rows` sets up, yields rows one by one, and cleans up when closed."""
+    """A module in `tools/bench/suites`. `rows` sets up, yields rows and studies one by one, and cleans up when closed."""
 
     TITLE: str
     ABOUT: str
 
-    def rows(self, bench: Bench) -> Iterator[Row]: ...
+    def rows(self, bench: Bench) -> Iterator[Row | Study]: ...
 
 
 @dataclass
@@ -137,7 +167,7 @@ class Result:
     unit: str
     more_is_better: bool
     cold: bool
-    reference: str
+    reference: str | None
     timings: list[Timing]
     goals: list[Goal]
     skipped: str = ""
@@ -174,7 +204,7 @@ def measure(row: Row, rounds: int, tick: Callable[[str], None] = lambda _: None)
         tick: Called with the name of each contestant as its turn comes.
     """
     names = [contestant.name for contestant in row.contestants]
-    assert row.reference in names, f"row {row.name!r} compares with nobody in it"
+    assert row.reference in (*names, None), f"row {row.name!r} compares with nobody in it"
     result = Result(
         name=row.name,
         unit=row.unit.name,

@@ -1,6 +1,6 @@
-"""The other programs that a row needs running: castore's own command line, squashfuse, the stock compressors.
+"""The other programs that a row needs running: castore's own command line, squashfuse, the stock compressors, data loaders.
 
-Every mount made here is a context manager, so that a failing row leaves none behind.
+Every mount and process made here is a context manager, so that a failing row leaves none behind.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
+from typing import IO
+
+_PROJECT = Path(__file__).resolve().parents[2]
 
 
 def run(*command: str | os.PathLike[str]) -> None:
@@ -75,6 +78,61 @@ class Mount(AbstractContextManager["Mount"]):
 
     def _unmount(self) -> None:
         run(*self._down)
+
+
+class Reader(AbstractContextManager["Reader"]):
+    """A process of `tools.bench.epochs`: a warm dataset, of which it reads epochs when asked to.
+
+    Args:
+        contestant: a name in `tools.bench.epochs.CONTESTANTS`.
+        samples: how many the dataset has.
+        workers: of its `DataLoader`.
+        environment: the folder of the virtual environment that it runs in, below the project.
+    """
+
+    def __init__(self, contestant: str, samples: int, workers: int, environment: str = ".venv-bench") -> None:
+        self._what = contestant
+        python = _PROJECT / environment / "bin" / "python"
+        if not python.exists():
+            raise RuntimeError(f"there is no {python}: make it with tools/setup.sh bench")
+        self._process = subprocess.Popen(
+            [python, "-m", "tools.bench.epochs", contestant, str(samples), str(workers)],
+            cwd=_PROJECT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._listen()
+
+    @property
+    def pid(self) -> int:
+        """Of the process; its workers are its children."""
+        return self._process.pid
+
+    def read(self, epochs: int) -> float:
+        """Has it read some epochs; returns the seconds of one."""
+        _stream(self._process.stdin).write(f"{epochs}\n")
+        _stream(self._process.stdin).flush()
+        return float(self._listen())
+
+    def _listen(self) -> str:
+        answer = _stream(self._process.stdout).readline()
+        if not answer:
+            _, said = self._process.communicate()
+            raise RuntimeError(f"the reader of {self._what} failed: {said.strip()[-2000:]}")
+        return answer
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The end of its input is the end of the process; its workers go with it.
+        self._process.communicate()
+
+
+def _stream(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None
+    return stream
 
 
 def squashfs(source: Path, image: Path, codec: str) -> Path:

@@ -1,4 +1,4 @@
-"""Results as Markdown, between markers in `docs/benchmarks.md`.
+"""Results and studies as Markdown, between markers in `docs/benchmarks.md`.
 
 Renders only from the JSON of a run, so the page can be made again without measuring. States goals missed and
 peers ahead as plainly as the rest.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.bench.harness import Goal, Result
+from tools.bench.harness import Goal, Result, Study, verdict
 
 _INTRODUCTION = """\
 # Benchmarks
@@ -24,12 +24,17 @@ between machines; absolute figures do not. Cold rows start with the kernel's cac
 
 
 def write(page: Path, suite: str, run: dict[str, Any]) -> None:
-    """Puts the report of one suite between its markers, adding page and markers where they are missing."""
+    """Puts the report of one suite between its markers; where they are missing, below those of the other suites."""
     begin, end = f"<!-- bench:{suite} -->", f"<!-- /bench:{suite} -->"
     text = page.read_text() if page.exists() else _INTRODUCTION
     block = f"{begin}\n{render(run)}\n{end}"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    text = pattern.sub(lambda _: block, text) if pattern.search(text) else f"{text.rstrip()}\n\n{block}\n"
+    if pattern.search(text):
+        text = pattern.sub(lambda _: block, text)
+    else:
+        others = [found.end() for found in re.finditer("<!-- /bench:[a-z]+ -->", text)]
+        above, below = text[: max(others, default=None)], text[max(others, default=len(text)) :]
+        text = f"{above.rstrip()}\n\n{block}" + (below or "\n")
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(text)
 
@@ -37,13 +42,14 @@ def write(page: Path, suite: str, run: dict[str, Any]) -> None:
 def render(run: dict[str, Any]) -> str:
     """One suite's run as a section of Markdown."""
     results = [Result.from_json(row) for row in run["rows"]]
+    studies = [Study(**study) for study in run.get("studies", ())]
     return "\n".join(
         [
             f"## {run['title']}\n",
             f"{run['about']}\n",
             *_table(results),
-            "",
-            *_section("Goals", goals(results)),
+            *(line for study in studies for line in _study(study)),
+            *_section("Goals", [*goals(results), *(goal for study in studies for goal in study.goals)]),
             *_section("Where a peer is ahead", peers_ahead(results)),
             *_circumstances(run),
         ]
@@ -51,6 +57,8 @@ def render(run: dict[str, Any]) -> str:
 
 
 def _table(results: list[Result]) -> Iterator[str]:
+    if not results:
+        return
     yield "| what | contestant | median | least – greatest | ratio |"
     yield "|---|---|---:|---:|---:|"
     for result in results:
@@ -65,6 +73,19 @@ def _table(results: list[Result]) -> Iterator[str]:
                 f"| {result.name if number == 0 else ''} | {name} | {figure(timing.median)} {result.unit} "
                 f"| {spread} | {ratio} |"
             )
+    yield ""
+
+
+def _study(study: Study) -> Iterator[str]:
+    yield f"**{study.name}**\n"
+    yield f"| {' | '.join(study.header)} |"
+    yield "|---" * study.labels + "|---:" * (len(study.header) - study.labels) + "|"
+    yield from (f"| {' | '.join(line)} |" for line in study.lines)
+    yield ""
+    if study.note:
+        yield f"{study.note}\n"
+    if study.picture:
+        yield f"![{study.name}](images/{study.picture})\n"
 
 
 def goals(results: list[Result]) -> list[str]:
@@ -82,7 +103,7 @@ def _goal(result: Result, goal: Goal) -> str:
         assert goal.at_most is not None, "a goal has a peer or a figure"
         reached = (median := result.timing(goal.contestant).median) <= goal.at_most
         wanted, found = f"at most {goal.at_most:g} {result.unit}", f"{figure(median)} {result.unit}"
-    return f"{'reached' if reached else '**missed**'}: {result.name}: {goal.contestant}, {wanted}: {found}"
+    return verdict(reached, f"{result.name}: {goal.contestant}, {wanted}: {found}")
 
 
 def peers_ahead(results: list[Result]) -> list[str]:
@@ -128,4 +149,5 @@ def figure(value: float) -> str:
 
 
 def times(result: Result, name: str) -> str:
-    return f"{result.ratio(name, result.reference):.2f}"
+    """The ratio against the row's reference; nothing where there is none."""
+    return f"{result.ratio(name, result.reference):.2f}" if result.reference is not None else ""

@@ -1,0 +1,104 @@
+"""The pictures of the benchmark pages, drawn from figures that are in their tables too.
+
+Colours are Okabe and Ito's, which colour-blind readers tell apart; every line has a marker of its own as well. Imports
+matplotlib only where it draws: only the benchmarks' environment has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_BLACK, _ORANGE, _BLUE, _GREEN, _RED = "#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00"
+# In the order in which lines are given: colour, marker, dashes, width, size of marker.
+_STYLES = [
+    (_BLACK, "s", "--", 1.2, 8.0),
+    (_RED, "o", "-", 2.2, 5.0),
+    (_BLUE, "x", "-", 1.2, 7.0),
+    (_GREEN, "^", "-", 1.2, 6.0),
+]
+_STAR = (_ORANGE, "*", "none", 0.0, 13.0)
+
+
+def hit_rates(
+    path: Path,
+    parts: Sequence[float],
+    rates: Mapping[str, Mapping[str, Sequence[float]]],
+    measured: Mapping[str, tuple[float, float]],
+    measured_as: str,
+) -> None:
+    """One panel a trace, one line a policy.
+
+    Args:
+        path: of the PNG.
+        parts: of the data that fit, from 0 to 1.
+        rates: by trace and policy, a hit rate for each of ``parts``.
+        measured: by trace, the part and the hit rate of the real thing.
+        measured_as: what the legend calls that.
+    """
+    figure, panels = _subplots(1, len(rates), (3.1 * len(rates), 3.6))
+    for panel, (trace, lines) in zip(panels, rates.items(), strict=True):
+        for (policy, values), (colour, marker, dashes, width, size) in zip(
+            lines.items(), _STYLES, strict=True
+        ):
+            # Open markers: where policies agree, all of them stay visible.
+            panel.plot(
+                [100 * part for part in parts],
+                [100 * value for value in values],
+                color=colour, marker=marker, linestyle=dashes, linewidth=width, markersize=size,
+                fillstyle="none", label=policy,
+            )  # fmt: skip
+        colour, marker, dashes, width, size = _STAR
+        part, value = measured[trace]
+        panel.plot(
+            [100 * part], [100 * value],
+            color=colour, marker=marker, linestyle=dashes, linewidth=width, markersize=size, label=measured_as,
+        )  # fmt: skip
+        panel.set(title=trace, xlim=(0, 100), ylim=(-3, 103), xlabel="part of the data that fits, %")
+    panels[0].set_ylabel("hits, % of reads")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    _save(figure, path)
+
+
+def against_line(
+    path: Path, parts: Sequence[float], times: Sequence[float], spreads: Sequence[tuple[float, float]]
+) -> None:
+    """Time of an epoch by the part that is cached, with the straight line from nothing to all.
+
+    Args:
+        path: of the PNG.
+        parts: that were cached, from 0 to 1, ascending.
+        times: seconds of an epoch, one for each of ``parts``.
+        spreads: least and greatest of those.
+    """
+    figure, (panel,) = _subplots(1, 1, (5.2, 3.6))
+    cached = [100 * part for part in parts]
+    low = [time - least for time, (least, _) in zip(times, spreads, strict=True)]
+    high = [greatest - time for time, (_, greatest) in zip(times, spreads, strict=True)]
+    panel.plot(
+        [cached[0], cached[-1]], [times[0], times[-1]], color=_BLACK, linestyle="--", label="straight line"
+    )
+    panel.errorbar(
+        cached, times, [low, high], color=_RED, marker="o", linestyle="none", capsize=3, label="measured"
+    )
+    panel.set(xlabel="samples in memory, % of the data", ylabel="one epoch, s", ylim=(0, None))
+    panel.legend(frameon=False)
+    _save(figure, path)
+
+
+def _subplots(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure  # type: ignore[import-not-found]
+
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    for panel in panels.flat:
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure, [*panels.flat]
+
+
+def _save(figure: Any, path: Path) -> None:
+    # Without metadata the same figures make the same bytes.
+    figure.savefig(path, dpi=130, facecolor="white", metadata={"Software": None})
