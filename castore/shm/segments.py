@@ -114,8 +114,9 @@ class Segment:
         """Have ``buffer[start:end]`` backed by memory. Reserving twice is harmless.
 
         Raises:
-            FullError: ``/dev/shm`` has no room for them; the rest of the segment is as it was.
+            FullError: ``/dev/shm`` or the machine's memory has no room for them; the rest is as it was.
         """
+        _check_memory(self.name, end - start)
         _reserve(self._fd(), self.name, _HEADER + start, _HEADER + end)
 
     def private(self) -> memoryview:
@@ -322,6 +323,11 @@ def _make(path: Path, layout: dict[str, Any], size: int, reserve: bool) -> int |
 def _check_room(name: str, size: int) -> None:
     if size > shm_free():
         raise _shm_full(name, size)
+    _check_memory(name, size)
+
+
+def _check_memory(name: str, size: int) -> None:
+    # Pages that the file system grants and the machine does not have would end in the out-of-memory killer.
     if size > memory_free():
         raise FullError(
             f"the machine has {format_size(memory_free())} of memory free, and {name} needs {format_size(size)}: "

@@ -20,7 +20,6 @@ from castore import Store
 from castore.adapters.torch import BiLevelCachedDataset
 from castore.adapters.torch.twolevels import fixed_bytes
 from castore.errors import (
-    CastoreError,
     InvalidValueError,
     OutOfRangeError,
     SerializationError,
@@ -72,8 +71,8 @@ def test_the_seeds_example_runs_with_only_the_import_changed(squares: Squares, f
     data = squares
     cached_dataset = BiLevelCachedDataset(
         data,
-        memory_cache_size=100_000_000,
-        disk_cache_size=300_000_000,
+        memory_cache_size=100_000_000_000,
+        disk_cache_size=300_000_000_000,
         disk_cache_path=path
     )  # fmt: skip
     loader_kwargs: Any = {
@@ -320,7 +319,6 @@ def test_an_index_out_of_range_is_an_index_error(squares: Squares, index: int) -
         (("8MB", "1MB"), InvalidValueError, "disk_cache_size needs a disk_cache_path"),
         (("eight",), InvalidValueError, "memory_cache_size: 'eight' is not a size"),
         ((1.5,), InvalidValueError, "a float is the fraction of what is free"),
-        (("900PB",), CastoreError, "/dev/shm"),
         ((10,), InvalidValueError, "memory_cache_size"),
     ],
 )

@@ -19,7 +19,7 @@ from castore import Store
 from castore.adapters.torch.levels import DiskTable
 from castore.adapters.torch.sizing import Size, disk_bytes, is_off, memory_bytes
 from castore.adapters.torch.twolevels import TwoLevels, fixed_bytes
-from castore.errors import FullError, InvalidValueError, SegmentError, StoreError
+from castore.errors import InvalidValueError, SegmentError, StoreError
 from castore.shm.room import shm_free
 from tests.helpers import in_processes, noise
 
@@ -250,14 +250,18 @@ from castore.adapters.torch.twolevels import TwoLevels
 from castore.errors import FullError
 from tests.helpers import noise
 options = dict(name=None, key="data", write_through=False, keep=True, codec="auto")
+import os
+with open(sys.argv[1] + "/hog", "wb") as hog:
+    left = os.statvfs(sys.argv[1])
+    os.posix_fallocate(hog.fileno(), 0, (left.f_bavail - 2) * left.f_frsize)
 try:
     TwoLevels(100, 0, "1GB", sys.argv[1] + "/a", **options)
 except FullError as error:
     print(error)
+os.unlink(sys.argv[1] + "/hog")
 levels = TwoLevels(4000, 0, "6MB", sys.argv[1] + "/b", **options)
 with open(sys.argv[1] + "/hog", "wb", buffering=0) as hog:  # somebody else takes the space that was free
     hog.truncate(0)
-    import os
     left = os.statvfs(sys.argv[1]); os.posix_fallocate(hog.fileno(), 0, left.f_bavail * left.f_frsize - (1 << 20))
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -290,7 +294,8 @@ def test_a_full_disk_is_an_error_at_the_start_and_a_warning_later(tmp_path: Path
         subprocess.run(["umount", place], check=True)
     assert done.returncode == 0, done.stderr
     refused, warned, hits, samples = done.stdout.splitlines()
-    assert "disk_cache_size='1GB' is 1 GB, but the disk of" in refused
+    assert refused.startswith("the disk of ")
+    assert refused.endswith("free: make room")
     assert warned.startswith("1 no more samples are cached for now: "), "one warning, not thousands"
     assert "full" in warned
     assert int(hits) > 50
@@ -327,13 +332,22 @@ def test_sizes_that_make_no_sense_say_which_argument(bad: Any) -> None:
         memory_bytes(bad, "memory_cache_size")
 
 
-def test_more_than_there_is_is_an_error_with_the_sizes(folder: Path) -> None:
-    with pytest.raises(
-        FullError, match=r"memory_cache_size='900TB' is 900 TB, but /dev/shm, with .* has .* free"
-    ):
-        TwoLevels(10, "900TB", 0, None, name=None, key="", write_through=False, keep=True, codec="auto")
-    with pytest.raises(FullError, match=r"disk_cache_size='900PB' is 900 PB"):
-        open_levels(0, "900PB", folder)
+def test_limits_beyond_what_there_is_are_cut_with_a_word(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    levels = TwoLevels(
+        10, "900TB", "900PB", folder, name=None, key="k", write_through=False, keep=True, codec="auto"
+    )
+    assert levels.memory is not None
+    assert levels.disk is not None
+    assert levels.memory.stats().limit <= shm_free()
+    assert levels.disk.stats().limit <= shutil.disk_usage(folder).free * 1.1
+    assert len(caplog.records) == 2
+    assert "memory_cache_size='900TB' is more than /dev/shm (or the machine's memory) has free" in caplog.text
+    assert "disk_cache_size='900PB' is more than the disk of" in caplog.text
+    assert visit(levels, list(range(10))) == 10
+    assert visit(levels, list(range(10))) == 0
+    levels.close()
 
 
 def test_a_table_of_disk_counts_what_it_holds() -> None:

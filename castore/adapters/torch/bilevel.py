@@ -50,7 +50,8 @@ class BiLevelCachedDataset(DatasetWrapper):
         data: a map-style dataset. Its samples are what `torch.utils.data.default_collate` takes: tensors, arrays,
             numbers, strings, bytes, PIL images, and tuples, lists and dicts of them.
         memory_cache_size: bytes of shared memory, as an int or a text ("100GB"), or as a float in (0, 1] the fraction
-            of what is free; 0 for no memory level. It is taken as it fills up.
+            of what is free; 0 for no memory level. A limit: memory is taken as the level fills, and what is beyond
+            what is free is no error.
         disk_cache_size: the same for the disk. It bounds the whole folder: samples of earlier versions of the data,
             or of other data, make room.
         disk_cache_path: a folder on a local disk. It becomes a store (`castore stat`, `castore mount`).
@@ -66,7 +67,7 @@ class BiLevelCachedDataset(DatasetWrapper):
 
     Raises:
         InvalidValueError: a size makes no sense, or both levels are off.
-        FullError: a size is more than there is.
+        FullError: ``/dev/shm`` or the disk is full.
         UnhashableError: the data has no fingerprint; the message says which part of it. Pass ``key``.
         StoreError: the folder cannot be used: read-only, on a network file system, of another format.
         SegmentError: other processes share under that name with other parameters.

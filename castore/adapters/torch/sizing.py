@@ -1,7 +1,12 @@
-"""Sizes of cache levels: bytes, texts such as "100GB", or a fraction of what is free; checked against what there is."""
+"""Sizes of cache levels: bytes, texts such as "100GB", or a fraction of what is free.
+
+A size is a limit, and a level grows into it. So one that goes beyond what is free is cut to that, with a word in the
+log: the same script runs on a workstation and on a large node. No room at all is an error.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -12,16 +17,20 @@ from castore.sizes import format_size, parse_size
 
 Size = int | float | str
 
+_log = logging.getLogger("castore.adapters.torch")
+# With less than that, a level would hold nothing worth its tables.
+_LEAST = 1 << 16
+
 
 def memory_bytes(size: Size, what: str) -> int:
     """Bytes of shared memory that ``size`` means; a float is a fraction of what ``/dev/shm`` and the RAM have free.
 
     Raises:
         InvalidValueError: it is no size.
-        FullError: it is more than is free.
+        FullError: nothing is free.
     """
     free = min(shm_free(), memory_free())
-    return _checked(size, what, free, f"{SHM}, with the machine's memory,")
+    return _checked(size, what, free, f"{SHM} (or the machine's memory)")
 
 
 def disk_bytes(size: Size, what: str, folder: str | os.PathLike[str], held: int = 0) -> int:
@@ -35,12 +44,23 @@ def disk_bytes(size: Size, what: str, folder: str | os.PathLike[str], held: int 
 
     Raises:
         InvalidValueError: it is no size.
-        FullError: it is more than is free.
+        FullError: nothing is free.
     """
+    return _checked(size, what, _disk_free(folder) + held, f"the disk of {folder}")
+
+
+def refuse_full_disk(folder: str | os.PathLike[str]) -> None:
+    """Raise FullError where not even an empty store would fit."""
+    free = _disk_free(folder)
+    if free < _LEAST:
+        raise FullError(f"the disk of {folder} has only {format_size(free)} free: make room")
+
+
+def _disk_free(folder: str | os.PathLike[str]) -> int:
     place = Path(os.path.abspath(folder))
     while not place.exists():
         place = place.parent
-    return _checked(size, what, shutil.disk_usage(place).free + held, f"the disk of {folder}")
+    return shutil.disk_usage(place).free
 
 
 def is_off(size: Size, what: str) -> bool:
@@ -54,11 +74,13 @@ def is_off(size: Size, what: str) -> bool:
 
 def _checked(size: Size, what: str, free: int, where: str) -> int:
     wanted = _bytes(size, what, free)
-    if wanted > free or free == 0:
-        raise FullError(
-            f"{what}={size!r} is {format_size(wanted)}, but {where} has {format_size(free)} free: lower it, or make room"
+    if free < min(wanted, _LEAST):
+        raise FullError(f"{what}={size!r}, but {where} has only {format_size(free)} free: make room")
+    if wanted > free:
+        _log.warning(
+            "%s=%r is more than %s has free, %s: that is the limit then", what, size, where, format_size(free)
         )
-    return wanted
+    return min(wanted, free)
 
 
 def _bytes(size: Size, what: str, free: int) -> int:

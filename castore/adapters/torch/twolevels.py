@@ -14,7 +14,7 @@ from castore import Store
 from castore.adapters.torch.levels import TALLIES, Buffer, DiskLevel, DiskTable, MemoryLevel
 from castore.adapters.torch.policy import Policy
 from castore.adapters.torch.samples import record_name
-from castore.adapters.torch.sizing import Size, disk_bytes, is_off, memory_bytes
+from castore.adapters.torch.sizing import Size, disk_bytes, is_off, memory_bytes, refuse_full_disk
 from castore.errors import InvalidValueError
 from castore.shm.arena import Arena
 from castore.shm.segments import Segment, is_alive
@@ -85,6 +85,8 @@ class TwoLevels:
 
     def _set_up_disk(self, size: Size, folder: str | os.PathLike[str], codec: str) -> Store:
         """The store, bounded; the first to come decides the limit, and looks what is there."""
+        if not os.path.exists(folder):
+            refuse_full_disk(folder)
         store = Store(folder, codec=codec, memory=0)
         self._segment.reserve(0, _arena_at(self._items))
         words = self._segment.buffer[: 8 * _WORDS].cast("Q")
