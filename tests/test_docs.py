@@ -72,7 +72,14 @@ def test_the_rooms_of_the_design_are_the_modules_there_are() -> None:
     design = (ROOT / "docs" / "design.md").read_text()
     rooms = re.search(r"## Rooms\n\n```\n(.*?)```", design, re.S)
     assert rooms is not None
-    folders = ["castore", "castore/objects", "castore/shm", "castore/adapters/torch", "fuse/castore_fuse"]
+    folders = [
+        "castore",
+        "castore/objects",
+        "castore/shm",
+        "castore/adapters/torch",
+        "castore/adapters/tree",
+        "fuse/castore_fuse",
+    ]
     there = {path.name for folder in folders for path in (ROOT / folder).glob("[!_]*.py")}
     assert set(re.findall(r"\b\w+\.py\b", rooms[1])) == there
     assert set(re.findall(r"\b\w+\.py\b", design)) - {f"{name}.py" for name in ["test_model"]} <= there

@@ -1,0 +1,13 @@
+"""A cache of Python objects in two levels, RAM over a store: any text is a key, each value comes with metadata.
+
+The interface is that of EasyDeL's EasyData, itself after Levanter's TreeCache.
+"""
+
+from __future__ import annotations
+
+from castore.adapters.tree.disk import DiskCache
+from castore.adapters.tree.manager import TreeCacheManager
+from castore.adapters.tree.memory import MemoryCache
+from castore.adapters.tree.metadata import CacheMetadata
+
+__all__ = ["CacheMetadata", "DiskCache", "MemoryCache", "TreeCacheManager"]

@@ -1,0 +1,120 @@
+"""`DiskCache`: Python objects on disk, compressed, checked and shared between processes. No RAM is kept."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+from castore.adapters.tree.level import DiskLevel
+from castore.adapters.tree.metadata import CacheMetadata
+from castore.adapters.tree.naming import name_of
+from castore.adapters.tree.packing import pack, unpack
+from castore.adapters.tree.tally import Tally
+from castore.errors import CorruptError
+from castore.store import Store
+
+
+class DiskCache:
+    """Values in the store of a folder.
+
+    Args:
+        cache_dir: the folder, on a local disk; made if it is not there.
+        compression: ``"none"``, ``"gzip"``, ``"lz4"`` or ``"zstd"``, for what is put from here on.
+        expiry_seconds: seconds (or ``"1h"``) after its put at which a value is a miss; default never. A value expires by
+            the shorter of what it was put with and what it is read with.
+        max_size: budget on disk in bytes (or ``"10GB"``): the least recently used go first; default none.
+        allow_pickle: take values that only pickle can hold. Loading a pickle runs code.
+
+    Raises:
+        InvalidValueError: an argument is not understood; no folder is made then.
+        StoreError: the folder holds other things, or lies on a network file system.
+
+    >>> import tempfile
+    >>> cache = DiskCache(tempfile.mkdtemp() + "/cache", compression="lz4", expiry_seconds=3600)
+    >>> cache.put("key", [1, 2, 3])
+    >>> cache.get("key")[0]
+    [1, 2, 3]
+    """
+
+    def __init__(
+        self,
+        cache_dir: str | os.PathLike[str],
+        compression: str = "zstd",
+        expiry_seconds: float | str | None = None,
+        *,
+        max_size: int | str | None = None,
+        allow_pickle: bool = False,
+    ) -> None:
+        self._level = DiskLevel(cache_dir, compression, expiry_seconds, max_size)
+        self._allow_pickle = allow_pickle
+        self._tally = Tally()
+        self._again = partial(
+            DiskCache,
+            self.store.path,
+            compression,
+            expiry_seconds,
+            max_size=max_size,
+            allow_pickle=allow_pickle,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._again, ()
+
+    @property
+    def store(self) -> Store:
+        """The store underneath, for upkeep; the entries are below ``tree/``."""
+        return self._level.store
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+        self._level.close()
+
+    def __enter__(self) -> DiskCache:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def put(self, key: str, data: object, metadata: CacheMetadata | None = None) -> None:
+        """Keep ``data`` under ``key``, whole or not at all.
+
+        Raises:
+            SerializationError: no serializer takes ``data``; the message has the path to the part.
+            TooLargeError, FullError: it does not fit into the budget or onto the disk.
+        """
+        self._level.put(name_of(key), pack(data, metadata, allow_pickle=self._allow_pickle))
+
+    def get(self, key: str) -> tuple[Any, CacheMetadata] | None:
+        """The value, verified, and its metadata; or None, also for what has expired or is damaged.
+
+        Raises:
+            SerializationError: the value is a pickle, and ``allow_pickle`` is not set.
+        """
+        read = self._level.read(name_of(key))
+        if read is not None:
+            try:
+                found = unpack(read[1], allow_pickle=self._allow_pickle)
+            except CorruptError:
+                pass  # bytes that were put past this cache and are no object: a miss, as all damage
+            else:
+                self._tally.hits += 1
+                return found
+        self._tally.misses += 1
+        return None
+
+    def contains(self, key: str) -> bool:
+        """Whether there is a value that has not expired. Does not count as a read."""
+        return self._level.holds(name_of(key))
+
+    def invalidate(self, key: str | None = None) -> None:
+        """Forget one value, or without a key all of them, bytes included."""
+        if key is None:
+            self._level.clear()
+        else:
+            self._level.store.delete(name_of(key))
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """``hits misses hit_rate`` of this object; ``size`` in values; ``bytes``, ``max_bytes``, ``evictions`` of the folder."""
+        return {**self._tally.figures(), **self._level.figures()}

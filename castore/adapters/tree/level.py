@@ -1,0 +1,166 @@
+"""The level on disk: packed values as entries of a store, below one folder of names.
+
+Knows the store and nothing of objects: what is read and written here are bytes with their metadata, from one row of
+the index, so that value and metadata always belong together. Codec and expiry are said with each put; whoever
+opens a folder later reads what is there, whatever it was put with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+from castore import collect
+from castore.adapters.tree.metadata import to_text
+from castore.adapters.tree.naming import FOLDER
+from castore.adapters.tree.packing import Packed
+from castore.errors import InvalidValueError
+from castore.index import below
+from castore.records import LOST, Entry
+from castore.sizes import parse_duration
+from castore.store import Store
+from castore.usage import Usage
+
+#: What users may ask for; `Store` has ``auto`` besides.
+COMPRESSIONS = ("none", "gzip", "lz4", "zstd")
+#: Seconds between two looks for expired and orphaned bytes by a process that puts.
+SWEEP_SECONDS = 300.0
+_ATTEMPTS = 5
+_DEAD = (
+    "SELECT EXISTS (SELECT 1 FROM entries WHERE expires <= ?1 AND pinned = 0)"
+    " OR EXISTS (SELECT 1 FROM blobs WHERE orphaned <= ?2)"
+)
+_COUNT = "SELECT count(*) FROM entries WHERE name > ?1 AND name < ?2 AND (expires IS NULL OR expires > ?3)"
+
+
+class DiskLevel:
+    """Packed values in a store.
+
+    Args:
+        folder: of the store, made if it is not there.
+        compression: one of `COMPRESSIONS`.
+        expiry: seconds or a text; None for never.
+        max_size: budget in stored bytes; None for what the store was made with.
+
+    Raises:
+        InvalidValueError: an argument is not understood; no folder is made then.
+        StoreError: the folder cannot be a store.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        compression: str,
+        expiry: float | str | None,
+        max_size: int | str | None,
+    ) -> None:
+        if compression not in COMPRESSIONS:
+            raise InvalidValueError(
+                f"unknown compression {compression!r}: choose one of {', '.join(COMPRESSIONS)}"
+            )
+        self._compression = compression
+        self._expiry = None if expiry is None else parse_duration(expiry)
+        # Without a RAM tier: the caches have one of their own, which can be bounded in items.
+        self.store = Store(folder, max_size=max_size, memory=0)
+        # What the level above answers is counted apart: the store does not see it.
+        self._usage = Usage(self.store.index)
+        self._sweep_due = time.monotonic()
+
+    def put(self, name: str, packed: Packed) -> Entry:
+        """Keep a value.
+
+        Raises:
+            TooLargeError, FullError: it does not fit into the budget or onto the disk.
+        """
+        self._sweep_if_due()
+        if self.store.settings.max_size is not None:
+            self._usage.flush_if_possible()  # so that the budget takes what was not just used
+        return self.store.put(
+            name,
+            packed.data,
+            codec=self._compression,
+            ttl=self._expiry,
+            metadata=json.loads(packed.about),
+            serializer=packed.serializer,
+        )
+
+    def entry(self, name: str) -> Entry | None:
+        """The entry of a name that has not expired, be it as it was put or by this level's expiry."""
+        entry = self.store.entry(name)
+        return None if entry is None or self.remaining(entry) <= 0 else entry
+
+    def remaining(self, entry: Entry) -> float:
+        """Seconds until an entry expires. Measured by the date: entries outlive the clock of a running machine."""
+        now = time.time()
+        left = float("inf") if entry.expires is None else entry.expires - now
+        if self._expiry is not None:
+            left = min(left, _put_at(entry) + self._expiry - now)
+        return left
+
+    def read(self, name: str) -> tuple[Entry, Packed] | None:
+        """The value of a name, checked, with the row that it belongs to; None on a miss."""
+        store = self.store
+        for _ in range(_ATTEMPTS):
+            entry = self.entry(name)
+            if entry is not None:
+                blob = store.index.blob(bytes.fromhex(entry.digest))
+                data = None if blob is None else store.source.fetch(blob)
+                if data is not None:
+                    store.source.count_use(name)
+                    store.flush_if_due()
+                    return entry, Packed(entry.serializer, data, to_text(entry.metadata))
+            # The store's own read counts the miss, and finds what somebody may have put just now.
+            if (entry is None and store.entry(name) is not None) or store.source.read(name) is None:
+                return None
+        return None
+
+    def count_memory_hit(self, name: str) -> None:
+        """Have an answer from RAM count as a use, so that the budget takes other entries first."""
+        usage = self._usage
+        usage.touched[name] = time.time()
+        usage.counts["memory_hits"] += 1
+        usage.flush_if_due()
+
+    def holds(self, name: str) -> bool:
+        """Whether `read` would find something, but for damage nobody has met yet."""
+        entry = self.entry(name)
+        blob = None if entry is None else self.store.index.blob(bytes.fromhex(entry.digest))
+        return blob is not None and blob.pack != LOST
+
+    def close(self) -> None:
+        """Let go of files and connections, after writing what has been counted."""
+        self._usage.flush_if_possible()
+        self.store.close()
+
+    def clear(self) -> None:
+        """Remove every entry of these caches, and what the store then holds for nobody."""
+        self.store.delete_many(entry.name for entry in self.store.entries(FOLDER))
+        self.store.gc(grace=0)
+
+    def figures(self) -> dict[str, int | None]:
+        """Entries, and the bytes and evictions of the whole store."""
+        index = self.store.index
+        size = index.connection().execute(_COUNT, (*below(FOLDER), time.time())).fetchone()[0]
+        return {
+            "size": size,
+            "max_size": None,
+            "bytes": index.totals().stored,
+            "max_bytes": self.store.settings.max_size,
+            "evictions": index.counters().get("evictions", 0),
+        }
+
+    def _sweep_if_due(self) -> None:
+        """Take away what has expired or was replaced. Without a budget nothing else would, and the disk would fill."""
+        if time.monotonic() < self._sweep_due:
+            return
+        self._sweep_due = time.monotonic() + SWEEP_SECONDS
+        now = time.time()
+        dead = self.store.index.connection().execute(_DEAD, (now, now - collect.GRACE_SECONDS)).fetchone()[0]
+        if dead:
+            self.store.gc(grace=collect.GRACE_SECONDS)
+
+
+def _put_at(entry: Entry) -> float:
+    at = entry.metadata.get("created_at")
+    return at if isinstance(at, int | float) else entry.created

@@ -1,0 +1,295 @@
+"""`TreeCacheManager`: RAM over disk. The disk has the last word; RAM only answers sooner.
+
+A value in RAM is bound to the digest of its entry. It answers by itself while the store's beacon says that no name
+changed, and for at most a second and no longer than the entry lives; then the index is asked (some 10 µs), and a name
+that points elsewhere, is gone or has expired is not answered from RAM. So every process sees what another invalidated or
+replaced, and RAM never holds what the disk does not.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from castore import keys
+from castore.adapters.tree.level import DiskLevel
+from castore.adapters.tree.memory import BoundedLRU, parse_bounds
+from castore.adapters.tree.metadata import CacheMetadata, to_text
+from castore.adapters.tree.naming import compute_key, name_of
+from castore.adapters.tree.packing import Packed, held, pack, unpack
+from castore.adapters.tree.tally import Tally
+from castore.beacon import CHANGED
+from castore.compute import ComputeLocks
+from castore.errors import CorruptError
+from castore.reading import TRUST_SECONDS
+from castore.records import Entry
+from castore.store import DEFAULT_MEMORY, Store
+
+Found = tuple[Any, CacheMetadata]
+Accept = Callable[[CacheMetadata], bool]
+
+
+class _Slot:
+    """A value in RAM, the digest it is bound to, and until when (beacon's word, monotonic time) to believe that.
+
+    ``trust`` is one tuple, so that no thread sees half of a new one.
+    """
+
+    __slots__ = ("digest", "packed", "trust")
+
+    def __init__(self, packed: Packed, digest: str, trust: tuple[int, float]) -> None:
+        self.packed = packed
+        self.digest = digest
+        self.trust = trust
+
+
+# The slot, its tuples and the digest, as measured with tracemalloc.
+_SLOT_BYTES = 270
+
+
+class TreeCacheManager:
+    """A cache of Python objects in RAM and on disk.
+
+    Args:
+        cache_dir: folder of the store, on a local disk; made if it is not there.
+        memory_size: how many values RAM may hold, or a text such as ``"1GB"``: how many bytes. 0 for none.
+        disk_expiry: seconds (or ``"1d"``) after its put at which a value is a miss, in RAM too; default never.
+        compression: ``"none"``, ``"gzip"``, ``"lz4"`` or ``"zstd"``, for what is put from here on.
+        memory_bytes: with a number of values, a bound in bytes besides; default 128 MB, for each process has its own.
+        max_size: budget on disk in bytes (or ``"10GB"``): the least recently used go first; default none.
+        allow_pickle: take values that only pickle can hold. Loading a pickle runs code.
+
+    Raises:
+        InvalidValueError: an argument is not understood; no folder is made then.
+        StoreError: the folder holds other things, or lies on a network file system.
+
+    >>> import tempfile
+    >>> cache = TreeCacheManager(tempfile.mkdtemp() + "/cache")
+    >>> cache.get_or_compute("squares", lambda: [n * n for n in range(4)])
+    [0, 1, 4, 9]
+    >>> data, metadata = cache.get("squares")
+    >>> cache.stats["memory"]["hits"]
+    1
+    """
+
+    def __init__(
+        self,
+        cache_dir: str | os.PathLike[str],
+        memory_size: int | str = 100,
+        disk_expiry: float | str | None = None,
+        compression: str = "zstd",
+        *,
+        memory_bytes: int | str | None = None,
+        max_size: int | str | None = None,
+        allow_pickle: bool = False,
+    ) -> None:
+        bounds = parse_bounds(memory_size, "memory_size", memory_bytes, "memory_bytes")
+        if bounds.bytes is None:
+            bounds = bounds._replace(bytes=DEFAULT_MEMORY)
+        self._disk = DiskLevel(cache_dir, compression, disk_expiry, max_size)
+        self._slots: BoundedLRU[_Slot] = BoundedLRU(bounds, lambda slot: held(slot.packed) + _SLOT_BYTES)
+        self._words = self.store.index.beacon.words
+        # The very lock file of the store: who computes a name there and who does here meet.
+        self._locks = ComputeLocks(self.store.path / "locks" / "compute", self.store.settings.file_mode)
+        self._allow_pickle = allow_pickle
+        self._memory_tally, self._disk_tally = Tally(), Tally()
+        self._again = partial(
+            TreeCacheManager,
+            self.store.path,
+            memory_size,
+            disk_expiry,
+            compression,
+            memory_bytes=memory_bytes,
+            max_size=max_size,
+            allow_pickle=allow_pickle,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._again, ()
+
+    @property
+    def store(self) -> Store:
+        """The store underneath, for upkeep; the entries are below ``tree/``."""
+        return self._disk.store
+
+    def close(self) -> None:
+        """Let go of RAM, files and connections."""
+        self._slots.clear()
+        self._disk.close()
+
+    def __enter__(self) -> TreeCacheManager:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @staticmethod
+    def compute_key(
+        config: object,
+        prefix: str | None = None,
+        include_content_hash: bool = False,
+        content: keys.Content | None = None,
+    ) -> str:
+        """``<prefix>_<hex>`` or ``<prefix>_<hex>_<hex>``: what identifies a config, and the content it is applied to.
+
+        Args:
+            config: what `castore.key` takes. The order of dicts does not matter; every type does.
+            prefix: any text in front; default none.
+            include_content_hash: add the hash of ``content``, which does not count otherwise.
+            content: a text, bytes, a path object (the file's bytes) or an iterable of bytes.
+
+        Returns:
+            a key; each ``<hex>`` is 40 digits (160 bits).
+
+        Raises:
+            UnhashableError: a part of ``config`` has no stable hash; the message has the path to it.
+            InvalidValueError: the content is missing, or of another kind.
+
+        >>> TreeCacheManager.compute_key({"tokenizer": "llama"}, prefix="tokenized")[:13]
+        'tokenized_...'
+        """
+        return compute_key(config, prefix, include_content_hash, content)
+
+    def put(self, key: str, data: object, metadata: CacheMetadata | None = None) -> None:
+        """Keep ``data`` under ``key`` on disk, whole or not at all, and in RAM.
+
+        Raises:
+            SerializationError: no serializer takes ``data``; the message has the path to the part.
+            TooLargeError, FullError: it does not fit into the budget or onto the disk.
+        """
+        name = name_of(key)
+        packed = pack(data, metadata, allow_pickle=self._allow_pickle)
+        # Read before the put: whoever changes a name in between makes the slot stale, never fresh.
+        changed = self._words[CHANGED]
+        self._keep(name, self._disk.put(name, packed), packed, changed)
+
+    def get(self, key: str) -> Found | None:
+        """The value, the caller's own, and its metadata; or None, also for what has expired or is damaged.
+
+        Raises:
+            SerializationError: the value is a pickle, and ``allow_pickle`` is not set.
+        """
+        tally, found = self._find(name_of(key), None)
+        self._count(tally)
+        return found
+
+    def get_or_compute(
+        self,
+        key: str,
+        compute_fn: Callable[[], Any],
+        metadata: CacheMetadata | None = None,
+        validate_fn: Accept | None = None,
+    ) -> Any:
+        """The value of ``key``; on a miss ``compute_fn()`` makes it, once for all threads and processes of the machine.
+
+        Args:
+            key: any text.
+            compute_fn: takes nothing, returns what `put` takes.
+            metadata: kept with a computed value.
+            validate_fn: says of the metadata of a kept value whether it still serves; if not, it is computed anew.
+
+        Raises:
+            Exception: what ``compute_fn`` raised; nothing is kept then, and the next caller tries again.
+        """
+        name = name_of(key)
+        tally, found = self._find(name, validate_fn)
+        if found is None:
+            with self._locks.hold(name):
+                tally, found = self._find(name, validate_fn)
+                self._count(tally)
+                if found is None:
+                    data = compute_fn()
+                    self.put(key, data, metadata)
+                    return data
+        else:
+            self._count(tally)
+        return found[0]
+
+    def contains(self, key: str) -> bool:
+        """Whether there is a value that has not expired. Does not count as a read."""
+        name = name_of(key)
+        return self._disk.holds(name) or self._from_memory(name) is not None
+
+    def invalidate(self, key: str | None = None) -> None:
+        """Forget one value, or without a key all of them, bytes included. Other processes see it at their next look."""
+        if key is None:
+            self._disk.clear()
+            self._slots.clear()
+        else:
+            name = name_of(key)
+            self.store.delete(name)
+            self._slots.discard(name)
+
+    @property
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Figures of ``memory`` and of ``disk``: ``hits misses hit_rate size max_size bytes max_bytes evictions``.
+
+        Hits and misses are those of this object; the disk is asked only for what RAM does not have. Sizes are in
+        values. On disk, bytes and evictions are those of the whole folder.
+        """
+        return {
+            "memory": {**self._memory_tally.figures(), **self._slots.figures()},
+            "disk": {**self._disk_tally.figures(), **self._disk.figures()},
+        }
+
+    def _find(self, name: str, accept: Accept | None) -> tuple[Tally | None, Found | None]:
+        """What ``name`` holds, if ``accept`` takes its metadata, and the tally of the level that had it."""
+        packed = self._from_memory(name)
+        if packed is not None:
+            # What is refused in RAM is on disk the same.
+            found = self._decoded(packed, accept)
+            if found is None:
+                return None, None
+            self._disk.count_memory_hit(name)
+            return self._memory_tally, found
+        changed = self._words[CHANGED]
+        read = self._disk.read(name)
+        found = None if read is None else self._decoded(read[1], accept)
+        if read is None or found is None:
+            return None, None
+        self._keep(name, *read, changed)
+        return self._disk_tally, found
+
+    def _count(self, hit: Tally | None) -> None:
+        """Count one read, by the level that answered it, if one did."""
+        if hit is self._memory_tally:
+            hit.hits += 1
+            return
+        self._memory_tally.misses += 1
+        if hit is None:
+            self._disk_tally.misses += 1
+        else:
+            hit.hits += 1
+
+    def _decoded(self, packed: Packed, accept: Accept | None) -> Found | None:
+        try:
+            found = unpack(packed, allow_pickle=self._allow_pickle)
+        except CorruptError:
+            return None  # bytes that were put past this cache and are no object: a miss, as all damage
+        return found if accept is None or accept(found[1]) else None
+
+    def _from_memory(self, name: str) -> Packed | None:
+        """What RAM holds of ``name``, as long as it is what the disk says."""
+        slot = self._slots.get(name)
+        if slot is None:
+            return None
+        changed, until = slot.trust
+        now_changed = self._words[CHANGED]
+        if changed == now_changed and time.monotonic() < until:
+            return slot.packed
+        entry = self._disk.entry(name)
+        said = None if entry is None else (entry.digest, entry.serializer, to_text(entry.metadata))
+        if entry is None or said != (slot.digest, slot.packed.serializer, slot.packed.about):
+            self._slots.discard(name)
+            return None
+        slot.trust = self._trust(entry, now_changed)
+        return slot.packed
+
+    def _keep(self, name: str, entry: Entry, packed: Packed, changed: int) -> None:
+        self._slots.put(name, _Slot(packed, entry.digest, self._trust(entry, changed)))
+
+    def _trust(self, entry: Entry, changed: int) -> tuple[int, float]:
+        return changed, time.monotonic() + min(TRUST_SECONDS, self._disk.remaining(entry))

@@ -1,0 +1,190 @@
+"""The level in RAM: an LRU bounded in items and in bytes, and `MemoryCache`, which is that level alone.
+
+Values are held encoded (see packing.py) and expire by the monotonic clock, which no correction of the date moves.
+Each process has its own; nothing here is shared or written.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import time
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
+
+from castore.adapters.tree.metadata import CacheMetadata
+from castore.adapters.tree.naming import check_key
+from castore.adapters.tree.packing import Packed, held, pack, unpack
+from castore.adapters.tree.tally import Tally
+from castore.errors import InvalidValueError
+from castore.memory import MemoryLRU
+from castore.sizes import parse_duration, parse_size
+
+V = TypeVar("V")
+
+
+class Bounds(NamedTuple):
+    """How much a level in RAM may hold; None is no bound."""
+
+    items: int | None
+    bytes: int | None
+
+
+def parse_bounds(size: int | str, size_name: str, most: int | str | None, most_name: str) -> Bounds:
+    """Bounds as users write them: an int counts items, a text such as "1GB" bytes; ``most`` bounds bytes as well.
+
+    Raises:
+        InvalidValueError: one of them is not understood, or both bound bytes.
+    """
+    if isinstance(size, str):
+        if most is not None:
+            raise InvalidValueError(
+                f"{size_name}={size!r} and {most_name}={most!r} both bound bytes; give one of them"
+            )
+        return Bounds(None, parse_size(size))
+    try:
+        items = -1 if isinstance(size, bool) else operator.index(size)
+    except TypeError:
+        items = -1
+    if items < 0:
+        raise InvalidValueError(
+            f"{size_name} is a number of items, or a text of bytes like '1GB', not {size!r}"
+        )
+    return Bounds(items, None if most is None else parse_size(most))
+
+
+class BoundedLRU(MemoryLRU[V]):
+    """A `MemoryLRU` that is bounded in items too.
+
+    Args:
+        bounds: on items and bytes.
+        measure: bytes a value occupies.
+    """
+
+    def __init__(self, bounds: Bounds, measure: Callable[[V], int]) -> None:
+        super().__init__(sys.maxsize if bounds.bytes is None else bounds.bytes, measure)
+        self.bounds = bounds
+
+    def put(self, key: Hashable, value: V) -> None:
+        """Keep ``value``, letting go of the least recently used; one larger than all of the room is not kept."""
+        super().put(key, value)
+        if self.bounds.items is None:
+            return
+        with self._lock:
+            while len(self._slots) > self.bounds.items:
+                _, (_, freed) = self._slots.popitem(last=False)
+                self.bytes -= freed
+                self.evictions += 1
+
+    def figures(self) -> dict[str, int | None]:
+        """What it holds, its bounds, and what it let go of to stay within them."""
+        return {
+            "size": len(self),
+            "max_size": self.bounds.items,
+            "bytes": self.bytes,
+            "max_bytes": self.bounds.bytes,
+            "evictions": self.evictions,
+        }
+
+
+class _Timed(NamedTuple):
+    """A value and when it is over, on the monotonic clock."""
+
+    packed: Packed
+    deadline: float
+
+
+# The tuple, its float and what `Packed` costs besides its two texts, as measured with tracemalloc.
+_TIMED_BYTES = 100
+
+
+class MemoryCache:
+    """Values in the RAM of this process, least recently used first to go.
+
+    Args:
+        max_size: how many values, or a text such as ``"1GB"``: how many bytes.
+        max_bytes: with a number of values, a bound in bytes besides; default none.
+        expiry_seconds: seconds (or ``"1h"``) until a value is a miss; default never.
+        allow_pickle: take values that only pickle can hold.
+
+    Raises:
+        InvalidValueError: an argument is not understood.
+
+    >>> cache = MemoryCache(max_size=1000)
+    >>> cache.put("key1", {"data": "value"})
+    >>> data, metadata = cache.get("key1")
+    >>> data
+    {'data': 'value'}
+    """
+
+    def __init__(
+        self,
+        max_size: int | str = 1000,
+        *,
+        max_bytes: int | str | None = None,
+        expiry_seconds: float | str | None = None,
+        allow_pickle: bool = False,
+    ) -> None:
+        self._options = (max_size, max_bytes, expiry_seconds, allow_pickle)
+        self._expiry = float("inf") if expiry_seconds is None else parse_duration(expiry_seconds)
+        self._allow_pickle = allow_pickle
+        bounds = parse_bounds(max_size, "max_size", max_bytes, "max_bytes")
+        self._values: BoundedLRU[_Timed] = BoundedLRU(bounds, lambda timed: held(timed.packed) + _TIMED_BYTES)
+        self._tally = Tally()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _memory_cache, self._options
+
+    def put(self, key: str, data: object, metadata: CacheMetadata | None = None) -> None:
+        """Keep ``data`` under ``key``. What alone is larger than the bound on bytes is not kept.
+
+        Raises:
+            SerializationError: no serializer takes ``data``; the message has the path to the part.
+        """
+        key = check_key(key)
+        packed = pack(data, metadata, allow_pickle=self._allow_pickle)
+        self._values.put(key, _Timed(packed, time.monotonic() + self._expiry))
+
+    def get(self, key: str) -> tuple[Any, CacheMetadata] | None:
+        """The value, the caller's own, and its metadata; or None."""
+        timed = self._alive(check_key(key))
+        if timed is None:
+            self._tally.misses += 1
+            return None
+        self._tally.hits += 1
+        return unpack(timed.packed, allow_pickle=self._allow_pickle)
+
+    def contains(self, key: str) -> bool:
+        """Whether there is a value that has not expired. Does not count as a read."""
+        return self._alive(check_key(key)) is not None
+
+    def invalidate(self, key: str | None = None) -> None:
+        """Forget one value, or without a key all of them."""
+        if key is None:
+            self._values.clear()
+        else:
+            self._values.discard(check_key(key))
+
+    def _alive(self, key: str) -> _Timed | None:
+        timed = self._values.get(key)
+        if timed is not None and timed.deadline <= time.monotonic():
+            self._values.discard(key)
+            return None
+        return timed
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """``hits misses hit_rate size max_size bytes max_bytes evictions`` of this object."""
+        return {**self._tally.figures(), **self._values.figures()}
+
+
+def _memory_cache(
+    max_size: int | str,
+    max_bytes: int | str | None,
+    expiry_seconds: float | str | None,
+    allow_pickle: bool,
+) -> MemoryCache:
+    """What a pickled `MemoryCache` becomes: an empty one with its options."""
+    return MemoryCache(
+        max_size, max_bytes=max_bytes, expiry_seconds=expiry_seconds, allow_pickle=allow_pickle
+    )

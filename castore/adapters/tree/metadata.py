@@ -1,0 +1,111 @@
+"""What is said of a cached value besides the value: hashes of what it was made from, kept as JSON with its entry.
+
+Assumes nothing of where it is kept. Must never hand out a part that somebody else holds too: metadata goes in and
+comes out as text, so nobody's later change reaches the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from castore.errors import InvalidValueError, SerializationError
+
+
+@dataclass
+class CacheMetadata:
+    """What a cached value was made from.
+
+    Args:
+        version: of the caller's format.
+        source_hash: identifies the source data.
+        tokenizer_hash: identifies the tokenizer.
+        transform_hash: identifies the transforms.
+        num_examples: how many examples the value holds.
+        config_hash: identifies the configuration.
+        extra: anything else that JSON can say.
+        created_at: when it was put, seconds since the epoch. `put` sets it; it does not count when two are compared.
+
+    >>> CacheMetadata(config_hash="xyz789", source_hash="abc123").is_valid_for(config_hash="xyz789")
+    True
+    """
+
+    version: str = "1.0"
+    source_hash: str | None = None
+    tokenizer_hash: str | None = None
+    transform_hash: str | None = None
+    num_examples: int | None = None
+    config_hash: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    created_at: float = field(default_factory=time.time, compare=False)
+
+    def is_valid_for(
+        self,
+        *,
+        version: str | None = None,
+        source_hash: str | None = None,
+        tokenizer_hash: str | None = None,
+        transform_hash: str | None = None,
+        config_hash: str | None = None,
+    ) -> bool:
+        """Whether everything that is given here is what this metadata says; what is not given does not count.
+
+        >>> CacheMetadata(source_hash="abc").is_valid_for(source_hash="abc", config_hash="new")
+        False
+        """
+        wanted = (version, source_hash, tokenizer_hash, transform_hash, config_hash)
+        said = (self.version, self.source_hash, self.tokenizer_hash, self.transform_hash, self.config_hash)
+        return all(want is None or want == have for want, have in zip(wanted, said, strict=True))
+
+
+_FIELDS = tuple(entry.name for entry in dataclasses.fields(CacheMetadata))
+
+
+def to_fields(metadata: CacheMetadata | None) -> dict[str, Any]:
+    """What is kept of ``metadata`` that is put now: its fields but for those that say nothing.
+
+    Raises:
+        InvalidValueError: it is no CacheMetadata.
+        SerializationError: a part of it would not come back from JSON as it is.
+    """
+    if metadata is None:
+        metadata = CacheMetadata()
+    elif not isinstance(metadata, CacheMetadata):
+        raise InvalidValueError(
+            f"metadata is a CacheMetadata, not {type(metadata).__name__}; pass CacheMetadata(extra=...)"
+        )
+    given = {name: getattr(metadata, name) for name in _FIELDS}
+    fields = {name: value for name, value in given.items() if value is not None and value != {}}
+    fields["created_at"] = time.time()
+    for name, value in fields.items():
+        _check(name, value)
+    return fields
+
+
+def _check(name: str, value: Any) -> None:
+    try:
+        same = json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SerializationError(f"metadata.{name} is kept as JSON, which cannot hold it: {error}") from error
+    if not same:
+        raise SerializationError(
+            f"metadata.{name} is kept as JSON and would come back changed; use lists, and text as keys: {value!r}"
+        )
+
+
+def to_text(fields: dict[str, Any]) -> str:
+    """Fields as one text, the same for equal fields."""
+    return json.dumps(fields, sort_keys=True, ensure_ascii=False)
+
+
+def from_text(text: str) -> CacheMetadata:
+    """The metadata of such a text; what an entry says that is no field of ours (it was put some other way) is extra."""
+    fields: dict[str, Any] = json.loads(text)
+    known = {name: fields.pop(name) for name in _FIELDS if name in fields}
+    extra: Any = known.pop("extra", {})
+    return CacheMetadata(
+        **known, extra={**fields, **(extra if isinstance(extra, dict) else {"extra": extra})}
+    )
