@@ -159,10 +159,13 @@ class Arena:
         """Bytes that fit into extent ``number``."""
         return self._rows[number * _ROW + _CAPACITY]
 
+    def _spoil(self, number: int) -> None:
+        """Have whoever is reading extent ``number`` take nothing of it."""
+        self._rows[number * _ROW] |= 1
+
     def _drop(self, number: int) -> None:
-        row = number * _ROW
-        self._rows[row] |= 1
-        owner = self._rows[row + _OWNER]
+        self._spoil(number)
+        owner = self._rows[number * _ROW + _OWNER]
         if self._places[owner] == number + 1:
             self._places[owner] = 0
             self._words[_LIVE] -= 1

@@ -37,5 +37,8 @@ class RaggedArena(Arena):
     def clear(self) -> None:
         """Forget all records; their space is free again. The memory stays with the segment."""
         self._places[:] = memoryview(bytes(self._places.nbytes)).cast("I")
+        # Extents will lie elsewhere from now on, over one another's old places: whoever is copying one must notice.
+        for number in range(self.count):
+            self._spoil(number)
         # Only now: a record that can still be found must not be written over.
         self._words[:] = memoryview(bytes(self._words.nbytes)).cast("Q")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -77,3 +77,32 @@ def test_an_index_whose_writer_died_halfway_takes_no_record_from_another(arena: 
     assert _put(arena, 2, b"takes the extent")
     assert _put(arena, 1, b"again")
     assert [_read(arena, index) for index in range(3)] == [b"first", b"again", b"takes the extent"]
+
+
+class _Meanwhile:
+    """The bytes of an arena; before they are copied, something happens, as another process might do it."""
+
+    def __init__(self, data: memoryview, happens: Callable[[], object]) -> None:
+        self._data = data
+        self._happens = happens
+
+    def __getitem__(self, place: slice) -> memoryview:
+        self._happens()
+        return self._data[place]
+
+
+def test_a_reader_of_a_place_that_was_cleared_and_given_to_another_gets_nothing(
+    arena: RaggedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _put(arena, 0, b"a" * 64)
+    _put(arena, 1, b"b" * 64)
+    data = arena._data
+
+    def clear_and_fill() -> None:
+        monkeypatch.setattr(arena, "_data", data)
+        arena.clear()
+        assert _put(arena, 2, b"c" * 128)  # lies over the places of both
+
+    monkeypatch.setattr(arena, "_data", _Meanwhile(data, clear_and_fill))
+    assert _read(arena, 1) is None
+    assert bytes(data[64:128]) == b"c" * 64, "its place was not written over: this tests nothing"
