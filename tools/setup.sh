@@ -26,7 +26,7 @@ case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
     tools/setup.sh bench-numpy1
     venv=.venv-bench
     wanted="fusermount3=fuse3 zstd=zstd lz4=lz4 squashfuse_ll=squashfuse mksquashfs=squashfs-tools"
-    requirements=(-e '.[fuse,torch]' diskcache lmdb matplotlib pillow psutil) ;;
+    requirements=(-e '.[fuse,torch,datasets]' diskcache lmdb matplotlib pillow psutil) ;;
   bench-numpy1)  # the second environment of `bench`
     venv=.venv-bench-numpy1
     wanted=""

@@ -25,6 +25,7 @@ from castore.errors import CastoreError, InvalidNameError, InvalidValueError
 COMMANDS = {
     "init": "init", "add": "add", "ls": "ls", "cat": "cat", "get": "get", "rm": "rm", "pin": "pin", "unpin": "pin",
     "stat": "stat", "gc": "gc", "verify": "verify", "doctor": "doctor", "mount": "mount", "umount": "umount",
+    "watch": "watch", "process": "process",
 }  # fmt: skip
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130

@@ -6,18 +6,21 @@ disk, a budget taken up by pins) ends everything.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from castore import Store
+from castore import Store, putting
 from castore.cli.output import Failures, describe, printable
 from castore.cli.walk import Source
 from castore.errors import CastoreError, FullError, StoreError
 from castore.objects.codecs import check_codec
 from castore.objects.workers import cores
+from castore.records import Pointing
 from castore.sizes import parse_duration
+from castore.watching import sources
 
 #: Files up to this many bytes are read whole and put in batches.
 SMALL = 1 << 20
@@ -72,6 +75,7 @@ class Putter:
         self, store: Store, options: Options, failures: Failures, done: Callable[[int], object]
     ) -> None:
         self._store = store
+        self._batches = putting.Putter(store.writer, store.settings, store.path)
         self._options = options
         self._failures = failures
         self._done = done
@@ -116,32 +120,41 @@ class Putter:
         for source in batch:
             try:
                 with open(source.path, "rb") as file:
-                    items.append((source, file.read()))
+                    status = os.fstat(file.fileno())
+                    items.append((source.path, self._pointing(source, status), file.read()))
             except OSError as error:
                 problems.append(f"{describe(error)}; skipped")
         problems += self._put_items(items)
         kept = len(batch) - len(problems)
-        return _Outcome(kept, sum(len(data) for _, data in items), problems)
+        return _Outcome(kept, sum(len(data) for _, _, data in items), problems)
 
-    def _put_items(self, items: list[tuple[Source, bytes]]) -> list[str]:
-        codec, ttl, metadata, pin = self._options
-        if not metadata and not pin:
-            try:
-                self._store.put_many([(source.name, data) for source, data in items], codec=codec, ttl=ttl)
-            except (FullError, StoreError):
-                raise
-            except CastoreError:
-                pass  # one of them spoilt the batch for all: put them singly, to see which
-            else:
-                return []
+    def _pointing(self, source: Source, status: os.stat_result) -> Pointing:
+        _, ttl, _, pin = self._options
+        return self._batches.pointing(source.name, ttl, self._metadata(source.path, status), pin, "bytes")
+
+    def _metadata(self, path: str, status: os.stat_result) -> dict[str, Any]:
+        """The user's, and the file that the entry is made from."""
+        source = sources.own(os.path.abspath(path), status)
+        return ({} if source is None else {"source": source}) | (self._options.metadata or {})
+
+    def _put_items(self, items: list[tuple[str, Pointing, bytes]]) -> list[str]:
+        codec = self._batches.codec(self._options.codec, None)
+        try:
+            self._batches.put_many(((pointing, data) for _, pointing, data in items), *codec)
+        except (FullError, StoreError):
+            raise
+        except CastoreError:
+            pass  # one of them spoilt the batch for all: put them singly, to see which
+        else:
+            return []
         problems = []
-        for source, data in items:
+        for path, pointing, data in items:
             try:
-                self._store.put(source.name, data, codec=codec, ttl=ttl, metadata=metadata, pin=pin)
+                self._batches.put(pointing, data, *codec)
             except (FullError, StoreError):
                 raise
             except CastoreError as error:
-                problems.append(f"{printable(source.path)}: {error}")
+                problems.append(f"{printable(path)}: {error}")
         return problems
 
     def _put_file(self, source: Source) -> None:
@@ -156,8 +169,9 @@ class Putter:
         self._count([source._replace(size=max(0, source.size - seen))], outcome)
 
     def _put_large(self, source: Source, progress: Callable[[int], object]) -> _Outcome:
-        codec, ttl, metadata, pin = self._options
+        codec, ttl, _, pin = self._options
         try:
+            metadata = self._metadata(source.path, os.stat(source.path))
             entry = self._store.put_file(
                 source.name, source.path, codec=codec, ttl=ttl, metadata=metadata, pin=pin, progress=progress
             )

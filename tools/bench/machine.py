@@ -12,6 +12,7 @@ from typing import Any
 
 _PACKAGES = (
     "castore", "blake3", "zstandard", "lz4", "mfusepy", "diskcache", "lmdb", "torch", "numpy", "safetensors", "pillow",
+    "datasets", "pyarrow", "dill",
 )  # fmt: skip
 # What runs in the second environment of `tools/setup.sh bench`.
 _APART = ("stocaching", "numpy")
