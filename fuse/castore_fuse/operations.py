@@ -130,7 +130,9 @@ class Operations(LowLevel):
             mode, size, modified, links = stat.S_IFDIR | 0o555, 0, self.view.since, 2
         else:
             mode, size, modified, links = stat.S_IFREG | 0o444, item.size, item.modified, 1
-        return Attr(item.inode, mode, size, int(modified * 1e9), self._uid, self._gid, links)
+        # In whole numbers: a product of floats is up to 128 ns off, and loaders compare times for equality.
+        nanoseconds = int(modified) * 10**9 + round(modified % 1 * 1e9)
+        return Attr(item.inode, mode, size, nanoseconds, self._uid, self._gid, links)
 
     def forget(self, node: int, count: int) -> None:
         self.nodes.forget(node, count)

@@ -1,0 +1,298 @@
+"""`castore process`: sends files through a chain of operators, each step of which comes from the cache if nothing before it changed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from castore import Store
+from castore.cli.opening import store_path
+from castore.cli.output import AsJson, complain, console, plural, print_json
+from castore.errors import CastoreError, InvalidValueError
+from castore.sizes import format_duration, format_size
+
+if TYPE_CHECKING:
+    from castore.adapters.datasets.config import Recipe
+    from castore.adapters.datasets.processing import Outcome
+    from castore.adapters.datasets.reports import Progress
+    from castore.adapters.datasets.space import Estimate
+
+_TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def _truth(text: str | None) -> bool | None:
+    if text is None:
+        return None
+    if text.lower() not in _TRUTHS:
+        raise typer.BadParameter(f"{text!r} is neither true nor false")
+    return _TRUTHS[text.lower()]
+
+
+def process(
+    context: typer.Context,
+    config: Annotated[Path, typer.Option("--config", metavar="FILE", help="The recipe, in YAML.")],
+    dataset_path: Annotated[
+        str | None,
+        typer.Option("--dataset-path", "--dataset_path", metavar="PATH", help="Files to process."),
+    ] = None,
+    export_path: Annotated[
+        str | None,
+        typer.Option("--export-path", "--export_path", metavar="PATH", help="Where the result goes."),
+    ] = None,
+    project_name: Annotated[
+        str | None,
+        typer.Option("--project-name", "--project_name", metavar="NAME", help="Whose checkpoint it is."),
+    ] = None,
+    text_keys: Annotated[
+        str | None,
+        typer.Option("--text-keys", "--text_keys", metavar="COLUMN", help="The column of the text."),
+    ] = None,
+    num_proc: Annotated[
+        int | None,
+        typer.Option("--np", "--num-proc", "--num_proc", metavar="N", help="Processes for each step."),
+    ] = None,
+    use_cache: Annotated[
+        bool | None,
+        typer.Option("--use-cache/--no-use-cache", help="Keep each step, and take what is there."),
+    ] = None,
+    use_cache_text: Annotated[
+        str | None, typer.Option("--use_cache", metavar="true|false", help="The same, as Data-Juicer has it.")
+    ] = None,
+    cache_compress: Annotated[
+        str | None,
+        typer.Option("--cache-compress", "--cache_compress", metavar="C", help="zstd, lz4, gzip or none."),
+    ] = None,
+    ds_cache_dir: Annotated[
+        str | None,
+        typer.Option("--ds-cache-dir", "--ds_cache_dir", metavar="DIR", help="The store; as --store."),
+    ] = None,
+    temp_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--temp-dir", "--temp_dir", metavar="DIR", help="For uncompressed files while steps run."
+        ),
+    ] = None,
+    use_checkpoint: Annotated[
+        bool | None,
+        typer.Option("--use-checkpoint/--no-use-checkpoint", help="Keep the latest step only; no cache."),
+    ] = None,
+    use_checkpoint_text: Annotated[
+        str | None,
+        typer.Option("--use_checkpoint", metavar="true|false", help="The same, as Data-Juicer has it."),
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Only say which steps would run, and what has changed.")
+    ] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Only say how much disk it would take.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Send files through the operators of a recipe. Options stand in for the keys of the file.
+
+    \b
+    castore process --config recipe.yaml
+    castore process --config recipe.yaml --cache_compress zstd --use_cache false
+    """
+    from castore.adapters.datasets import config as recipes
+
+    _find_modules(config)
+    recipe = recipes.read(config).replace(
+        dataset_path=dataset_path,
+        export_path=export_path,
+        project_name=project_name,
+        text_keys=text_keys,
+        num_proc=num_proc,
+        use_cache=use_cache if use_cache_text is None else _truth(use_cache_text),
+        cache_compress=cache_compress,
+        ds_cache_dir=ds_cache_dir,
+        temp_dir=temp_dir,
+        use_checkpoint=use_checkpoint if use_checkpoint_text is None else _truth(use_checkpoint_text),
+    )
+    with _complaining(), Store(_store_of(context, recipe, ds_cache_dir), memory=0) as store:
+        if explain:
+            _explain(recipe, store, as_json)
+        elif estimate:
+            _estimate(recipe, store, as_json)
+        else:
+            _run(recipe, store, as_json)
+
+
+def _find_modules(config: Path) -> None:
+    """Have operators found beside the recipe and in the working folder, as `python` finds modules beside a script."""
+    for folder in (os.getcwd(), os.path.dirname(os.path.abspath(config))):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+
+
+def _store_of(context: typer.Context, recipe: Recipe, given: str | None) -> Path:
+    """The store: what the command line says, then the recipe, then the environment, then the default."""
+    source = context.find_root().get_parameter_source("store")
+    on_command_line = source is not None and source.name == "COMMANDLINE"
+    if given is not None and on_command_line:
+        raise InvalidValueError("--store and --ds-cache-dir both name the store; give one of them")
+    if recipe.ds_cache_dir is None or on_command_line:
+        return store_path(context)
+    return Path(recipe.ds_cache_dir)
+
+
+@contextmanager
+def _complaining() -> Iterator[None]:
+    """Print warnings as complaints of one line."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        complain(str(message))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)
+        warnings.showwarning = show
+        yield
+
+
+def _run(recipe: Recipe, store: Store, as_json: bool) -> None:
+    from castore.adapters.datasets.processing import process as run
+
+    current = _Current()
+    try:
+        with _bars(current) as (steps, rows):
+            outcome = run(recipe, store=store, progress=steps, exported=rows)
+    except (CastoreError, OSError):
+        raise
+    except Exception as error:  # whatever a user's operator raises
+        raise CastoreError(_blame(error, current.name)) from error
+    if as_json:
+        print_json(outcome.to_dict())
+    else:
+        _draw(outcome, recipe)
+
+
+class _Current:
+    """The step that is running."""
+
+    name = ""
+
+
+def _blame(error: Exception, step: str) -> str:
+    """Which step failed, where in whose code, and why."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename
+        and not frame.filename.startswith(os.path.dirname(os.path.dirname(__file__)))
+    ]
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"step {step!r} failed{place}: {what}; the steps before it are kept"
+
+
+_Bars = tuple[Callable[["Progress"], None], Callable[[int], None]]
+
+
+@contextmanager
+def _bars(current: _Current) -> Iterator[_Bars]:
+    """A bar for each step, and for the export, on a terminal; yields what to call with how far it is."""
+    if not sys.stderr.isatty():
+
+        def note(progress: Progress) -> None:
+            current.name = progress.name
+
+        yield note, lambda rows: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as RichProgress
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )  # fmt: skip
+    with RichProgress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[int, Any] = {}
+
+        def steps(progress: Progress) -> None:
+            current.name = progress.name
+            if progress.step not in tasks:
+                title = f"{progress.step + 1}/{progress.steps} {progress.name}"
+                tasks[progress.step] = bars.add_task(title, total=progress.total, note="")
+            note = "from the cache" if progress.report is not None and progress.report.hit else ""
+            bars.update(tasks[progress.step], completed=progress.done, total=progress.total, note=note)
+
+        def rows(count: int) -> None:
+            if -1 not in tasks:
+                tasks[-1] = bars.add_task("exporting", total=None, note="")
+            bars.advance(tasks[-1], count)
+
+        yield steps, rows
+
+
+def _draw(outcome: Outcome, recipe: Recipe) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step", no_wrap=not sys.stdout.isatty(), overflow="fold")
+    table.add_column("cache")
+    for name in ("rows in", "rows out", "seconds", "logical", "stored"):
+        table.add_column(name, justify="right", no_wrap=True)
+    found = "checkpoint" if recipe.use_checkpoint else "hit"
+    missed = "miss" if recipe.use_cache and not recipe.use_checkpoint else "run"
+    for step in outcome.steps:
+        table.add_row(
+            step.name,
+            found if step.hit else missed,
+            f"{step.rows_in:,}",
+            f"{step.rows_out:,}",
+            f"{step.seconds:.2f}",
+            format_size(step.logical) if step.logical else "-",
+            format_size(step.stored) if step.stored else "-",
+        )
+    out = console()
+    if not out.is_terminal:
+        out.width = max(out.width, 160)  # in a file or a pipe nothing is gained by folding
+    out.print(table)
+    typer.echo(
+        f"{plural(outcome.rows_out, 'row')} of {outcome.rows_in:,} in {outcome.export_path} "
+        f"({format_size(outcome.exported)}) after {format_duration(outcome.seconds)}"
+    )
+
+
+def _explain(recipe: Recipe, store: Store, as_json: bool) -> None:
+    from castore.adapters.datasets.processing import explain
+
+    explanations = explain(recipe, store)
+    if as_json:
+        print_json([explanation.to_dict() for explanation in explanations])
+        return
+    for explanation in explanations:
+        typer.echo(str(explanation))
+
+
+def _estimate(recipe: Recipe, store: Store, as_json: bool) -> None:
+    from castore.adapters.datasets.processing import estimate
+
+    found = estimate(recipe, store)
+    if as_json:
+        print_json(found.to_dict())
+        return
+    for line in _told(found):
+        typer.echo(line)
+    for problem in found.problems:
+        complain(problem)
+
+
+def _told(found: Estimate) -> Iterator[str]:
+    yield f"input    {format_size(found.size):>8}  uncompressed"
+    counts = ((found.mappers, "mapper"), (found.filters, "filter"), (found.deduplicators, "deduplicator"))
+    steps = ", ".join(plural(*count) for count in counts)
+    yield f"formula  {format_size(found.formula):>8}  for {steps}, if every step were kept as it is"
+    yield f"peak     {format_size(found.peak):>8}  by measured sizes ({found.measured} steps) and compression"
+    yield f"store    {format_size(found.store_needs):>8}  more; {format_size(found.store_free)} are free there"
+    yield f"work     {format_size(found.work_needs):>8}  at a time; {format_size(found.work_free)} are free there"

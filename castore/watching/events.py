@@ -1,0 +1,165 @@
+"""Where something has happened in a folder, and when it has been quiet there for long enough to look.
+
+watchdog tells of what happens, through inotify. What exactly happened is of no interest: events come late, twice, or
+not at all, so they only say where to look. Each path waits until nothing has happened to it for the settling time.
+
+Memory is bounded: past `LIMIT` waiting paths, or when the kernel drops events, `lost` says to look everywhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from castore.errors import CastoreError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from watchdog.events import FileSystemEvent
+
+LIMIT = 100_000
+_IN_DELETE_SELF = 0x400
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class WatchError(CastoreError):
+    """A folder cannot be watched (any longer)."""
+
+
+class Events(logging.Handler):
+    """Paths below a folder on which something has happened.
+
+    Args:
+        root: the folder.
+        settle: seconds of quiet after which a path is due.
+        counts: whether a path is of interest.
+    """
+
+    def __init__(self, root: str, settle: float, counts: Callable[[str], bool]) -> None:
+        super().__init__(logging.WARNING)
+        self._root = root
+        self._settle = settle
+        self._counts = counts
+        self._guard = threading.Lock()
+        self._due: dict[str, float] = {}
+        self._observer: Any = None
+        self._new_folders = False
+        self.lost = False
+
+    def start(self) -> None:
+        """Begin to watch: whatever happens after this returns is told.
+
+        Raises:
+            WatchError: inotify's limits are reached.
+            MissingDependencyError: watchdog is not installed.
+        """
+        try:
+            from watchdog import events
+            from watchdog.observers import Observer
+        except ImportError as error:
+            raise MissingDependencyError.of("watchdog", "watch") from error
+        # Everything else, above all each write to a file, would only fill the kernel's queue.
+        kinds: list[type[FileSystemEvent]] = [
+            events.FileClosedEvent, events.FileCreatedEvent, events.FileMovedEvent, events.FileDeletedEvent,
+            events.DirCreatedEvent, events.DirMovedEvent, events.DirDeletedEvent,
+        ]  # fmt: skip
+        handler = events.FileSystemEventHandler()
+        handler.on_any_event = self._on_event  # type: ignore[method-assign]
+        # watchdog tells of dropped events in its log only.
+        logging.getLogger("watchdog").addHandler(self)
+        self._observer = Observer()
+        try:
+            self._observer.schedule(handler, self._root, recursive=True, event_filter=kinds)
+            self._observer.start()
+            self.check_limits()
+        except OSError as error:
+            self.stop()
+            raise _limit(error, self._root) from error
+
+    def stop(self) -> None:
+        """End watching."""
+        logging.getLogger("watchdog").removeHandler(self)
+        if self._observer is not None and self._observer.is_alive():
+            self._observer.stop()
+            self._observer.join()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Read watchdog's log for dropped events."""
+        if "overflow" in record.getMessage():
+            self.lost = True
+
+    def _on_event(self, event: FileSystemEvent) -> None:
+        self._new_folders |= event.is_directory
+        for path in (event.src_path, event.dest_path):
+            if path:
+                self.put(os.fsdecode(path), self._settle)
+
+    def put(self, path: str, seconds: float) -> None:
+        """Have a path be due in some seconds, counted anew if it waits already."""
+        if path == self._root or not self._counts(path):
+            return
+        with self._guard:
+            self._due[path] = time.monotonic() + seconds
+            if len(self._due) > LIMIT:
+                self._due.clear()
+                self.lost = True
+
+    def take(self) -> list[str]:
+        """The paths that are due, each told once.
+
+        Raises:
+            WatchError: new folders can no longer be watched.
+        """
+        now = time.monotonic()
+        with self._guard:
+            due = sorted(path for path, when in self._due.items() if when <= now)
+            for path in due:
+                del self._due[path]
+            new_folders, self._new_folders = self._new_folders, False
+        if new_folders:
+            try:
+                self.check_limits()
+            except OSError as error:
+                raise _limit(error, self._root) from error
+        return due
+
+    def forget(self) -> None:
+        """Begin anew before a look at everything: what happens from now on is told."""
+        with self._guard:
+            self._due.clear()
+            self.lost = False
+
+    def check_limits(self) -> None:
+        """Ask the kernel for one more watch. watchdog passes over folders below the root that it cannot watch.
+
+        Raises:
+            OSError: there is none to be had.
+        """
+        fd = _libc.inotify_init1(os.O_CLOEXEC)
+        if fd < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        try:
+            if _libc.inotify_add_watch(fd, os.fsencode(self._root), _IN_DELETE_SELF) < 0:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        finally:
+            os.close(fd)
+
+
+def _limit(error: OSError, root: str) -> WatchError:
+    what = {errno.ENOSPC: "max_user_watches", errno.EMFILE: "max_user_instances"}.get(error.errno or 0)
+    if what is None:
+        return WatchError(f"cannot watch {root}: {error.strerror}")
+    try:
+        with open(f"/proc/sys/fs/inotify/{what}", encoding="ascii") as file:
+            limit = int(file.read())
+    except (OSError, ValueError):
+        limit = 8192
+    return WatchError(
+        f"cannot watch all folders below {root}: inotify's {what} ({limit:,}) is reached;"
+        f" raise it: sysctl fs.inotify.{what}={max(4 * limit, 524_288 if what == 'max_user_watches' else 1024)}"
+    )

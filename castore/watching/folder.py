@@ -1,0 +1,122 @@
+"""A watched folder: which of its files count, and what each is called in the store.
+
+Counts: regular files, links that stand for one of them, and links to files inside the folder. Does not: what tools
+write under a temporary name, folders behind links, folders of other file systems (a mount below the folder would be
+added to itself), and the store.
+
+Memory grows with the depth and the width of one folder, not with the number of files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+
+#: Names that begin so are this package's own, on their way.
+SWAP, PART = ".castore-swap-", ".castore-part-"
+# What Python's tempfile, browsers, rsync, editors, Hugging Face's libraries and others call a file that is not ready; and locks.
+_TEMPORARY = re.compile(
+    r"\.castore-(?:swap|part)-.*|tmp[a-z0-9_]{8}|\.~.*|~\$.*|.*~|\.#.*|\.nfs[0-9a-f]{16,}|"
+    r".*\.(?:tmp|temp|part|partial|incomplete|crdownload|download|lock|lck|swp|swx)",
+    re.IGNORECASE,
+).fullmatch
+
+
+def is_temporary(basename: str) -> bool:
+    """Whether tools give such names to what is not ready, or never content.
+
+    >>> is_temporary("model.bin.incomplete"), is_temporary("train.arrow")
+    (True, False)
+    """
+    return _TEMPORARY(basename) is not None
+
+
+class Folder:
+    """A folder and the prefix that its files are named under.
+
+    Args:
+        root: absolute, without links.
+        prefix: checked; "" for none.
+        store: the store's folder, which is left out if it lies in this one.
+    """
+
+    def __init__(self, root: str, prefix: str, store: str) -> None:
+        self.root = root
+        self.prefix = prefix
+        self._store = os.path.realpath(store)
+        found = os.stat(root)
+        self.identity = found.st_dev, found.st_ino
+
+    def is_there(self) -> bool:
+        """Whether the folder is still the one that was there at the start."""
+        try:
+            found = os.stat(self.root)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == self.identity
+
+    def name(self, path: str) -> str:
+        """The name of a file in the folder; of the folder itself, the prefix."""
+        below = path[len(self.root) :].lstrip("/")
+        return f"{self.prefix}/{below}" if self.prefix and below else self.prefix or below
+
+    def path(self, name: str) -> str:
+        """The file that has a name under the prefix."""
+        return os.path.join(self.root, self.below(name))
+
+    def below(self, name: str) -> str:
+        """A name without the prefix: the path of its file, seen from the folder."""
+        return name[len(self.prefix) :].lstrip("/")
+
+    def has(self, path: str) -> bool:
+        """Whether a path lies in the folder."""
+        return path == self.root or path.startswith(self.root.rstrip("/") + "/")
+
+    def counts(self, path: str) -> bool:
+        """Whether what happens at a path in the folder is of interest: no part of it is temporary, or the store."""
+        if path == self._store or path.startswith(self._store + "/"):
+            return False
+        return not any(map(is_temporary, path[len(self.root) :].split("/")))
+
+    def files(
+        self, path: str, skip: Callable[[OSError], object], leftover: Callable[[str], object]
+    ) -> Iterator[str]:
+        """Files and links at or below a folder that count, each folder's in the order of their names.
+
+        Args:
+            path: the folder.
+            skip: told of a folder that cannot be listed.
+            leftover: told of each file that lies there under a name of this package's own.
+        """
+        waiting: list[Iterator[os.DirEntry[str]]] = [self._inside(path, skip, leftover)]
+        while waiting:
+            item = next(waiting[-1], None)
+            if item is None:
+                waiting.pop()
+            elif not item.is_dir(follow_symlinks=False):
+                yield item.path
+            elif self._is_same_device(item.path):
+                waiting.append(self._inside(item.path, skip, leftover))
+
+    def _is_same_device(self, path: str) -> bool:
+        try:
+            return os.lstat(path).st_dev == self.identity[0]
+        except OSError:
+            return False  # went between the listing and the look, or is the mountpoint of a dead mount
+
+    def _inside(
+        self, path: str, skip: Callable[[OSError], object], leftover: Callable[[str], object]
+    ) -> Iterator[os.DirEntry[str]]:
+        try:
+            with os.scandir(path) as found:
+                below = sorted(found, key=lambda item: item.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return iter(())
+        except OSError as error:
+            skip(error)
+            return iter(())
+        for item in below:
+            if item.name.startswith((SWAP, PART)):
+                leftover(item.path)
+        return (item for item in below if self.counts(item.path))

@@ -1,0 +1,112 @@
+"""Whether anybody is writing to a file, asked of the kernel.
+
+A read lease (fcntl(2), F_SETLEASE with F_RDLCK) is granted only while nobody has the file open for writing, a shared
+writable mapping included, and while it is held nobody can open it so: an opener waits, and we are told. So it is asked
+for and given back at once, or held for the few system calls of a swap, never while anything is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+
+class BusyError(Exception):
+    """Somebody writes to the file, or it changed: look again when it is quiet. Never leaves this package."""
+
+
+class NoLeaseError(Exception):
+    """This file system, or this user, gets no lease: nobody can tell whether the file is being written."""
+
+
+class Snapshot:
+    """A file as it is now, open for reading.
+
+    Args:
+        path: of a regular file; a link is refused.
+
+    Raises:
+        BusyError: it is not there any more, or something else is.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise BusyError(path) from error
+            raise
+        self.status = os.fstat(self.fd)
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self.fd)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether it is a file of bytes, and no socket or device."""
+        return stat.S_ISREG(self.status.st_mode)
+
+    def check(self) -> None:
+        """Raise `BusyError` if the file has changed since, is another one by now, or is being written."""
+        try:
+            there = os.lstat(self.path)
+        except OSError as error:
+            raise BusyError(self.path) from error
+        if not same(there, self.status) or not same(os.fstat(self.fd), self.status):
+            raise BusyError(self.path)
+        # Where nobody can tell, being unchanged since the settling time began has to do.
+        with suppress(NoLeaseError), lease(self.fd):
+            pass
+
+
+def same(one: os.stat_result, other: os.stat_result) -> bool:
+    """Whether two looks found the same file with the same content."""
+    return (one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) == (
+        other.st_dev,
+        other.st_ino,
+        other.st_size,
+        other.st_mtime_ns,
+    )
+
+
+@contextmanager
+def lease(fd: int) -> Iterator[None]:
+    """Hold a read lease on a file, open for reading only, for some system calls.
+
+    Raises:
+        BusyError: it is open for writing.
+        NoLeaseError: there are no leases here.
+    """
+    try:
+        # The signal for an opener that waits would end the process; this one is ignored by default.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES) and not _refused(fd):
+            raise BusyError(str(fd)) from error
+        raise NoLeaseError(error.strerror) from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # broken by force, after the kernel's patience of 45 seconds
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+
+def _refused(fd: int) -> bool:
+    """Whether leases are refused to this user: on files of others they need CAP_LEASE."""
+    return os.geteuid() not in (0, os.fstat(fd).st_uid)
+
+
+def is_wanted(fd: int) -> bool:
+    """Whether somebody waits to open a leased file for writing."""
+    return fcntl.fcntl(fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK

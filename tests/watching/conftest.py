@@ -1,0 +1,148 @@
+"""What the tests of watching share: a folder, a store that lies beside it, watchers as processes, and a mount."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import castore_fuse
+from castore import Store
+from castore.errors import CastoreError
+from castore_fuse import mountpoints
+from castore_fuse.lifecycle import check_fuse
+
+pytest.importorskip("watchdog")
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+
+
+class Watching:
+    """A running `castore watch`, and what it has told so far."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.events: list[dict[str, Any]] = []
+        self._taken: set[int] = set()
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def _next(self, seconds: float) -> dict[str, Any] | None:
+        line = self._lines.get(timeout=seconds)
+        if line is None:
+            return None
+        self.events.append(json.loads(line))
+        return self.events[-1]
+
+    def until(self, event: str, name: str = "", seconds: float = 30.0) -> dict[str, Any]:
+        """Wait until it tells that event of that name, or has, and return it; each is returned once."""
+        while True:
+            for told in self.events:
+                if (
+                    told["event"] == event
+                    and (not name or told["name"] == name)
+                    and id(told) not in self._taken
+                ):
+                    self._taken.add(id(told))
+                    return told
+            assert self._next(seconds) is not None, f"it ended: {self.error()}"
+
+    def error(self) -> str:
+        """What it said on standard error; it has ended, or does so now."""
+        self.process.wait(20)
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """End it with a signal, read the rest of what it told, and return its exit code."""
+        self.process.send_signal(number)
+        code = self.process.wait(20)
+        while self._next(20) is not None:
+            pass
+        return code
+
+    def told(self, event: str) -> list[str]:
+        """The names of which it told that event."""
+        return [told["name"] for told in self.events if told["event"] == event]
+
+
+Watch = Callable[..., Watching]
+
+
+def castore(store: Path, *words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "castore", "--store", str(store), *map(str, words)]
+
+
+def run(store: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command from its start to its end."""
+    command = castore(store, *words)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "folder"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def watch(folder: Path, store: Store) -> Iterator[Watch]:
+    """Start `castore watch FOLDER --as in` and wait until it has caught up."""
+    started: list[Watching] = []
+
+    def start(*words: str, settle: str = "200ms", ready: bool = True) -> Watching:
+        command = castore(store.path, "watch", folder, "--as", "in", "--json", "--settle", settle, *words)
+        process = subprocess.Popen(
+            command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        watching = Watching(process)
+        started.append(watching)
+        if ready:
+            watching.until("ready")
+        return watching
+
+    yield start
+    for watching in started:
+        watching.process.kill()
+        watching.process.wait()
+        assert watching.process.stderr is not None
+        watching.process.stderr.close()
+        watching.reader.join()
+
+
+@pytest.fixture
+def mountpoint(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A live mount of the store."""
+    try:
+        check_fuse()
+    except CastoreError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    path = castore_fuse.mount(store, tmp_path / "mnt")
+    yield path
+    while mountpoints.mount_at(path):
+        mountpoints.detach(path, lazy=True)
+
+
+def age(path: Path, seconds: float = 60.0) -> None:
+    """Have a file's mtime lie in the past, so that it can be trusted."""
+    then = path.stat().st_mtime - seconds
+    os.utime(path, (then, then))
