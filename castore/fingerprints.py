@@ -42,7 +42,7 @@ _FLAGS = 0xFF | 0x200
 _BODY_NOISE = {"__doc__", "__firstlineno__", "__static_attributes__", "__slotnames__"}
 _CLASS_NOISE = {
     *_BODY_NOISE, "__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__dict__",
-    "__module__", "__weakref__", "_abc_impl", "__dataclass_fields__", "__dataclass_params__", "__match_args__",
+    "__module__", "__weakref__", "_abc_impl", "__abstractmethods__", "__dataclass_fields__", "__dataclass_params__", "__match_args__",
 }  # fmt: skip
 # What namedtuple writes; the fields say all about it.
 _TUPLE_NOISE = {

@@ -164,7 +164,7 @@ class Encoder:
             )
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return self._fields(b"namedtuple", value, value._fields)
-        return self._numpy(value)
+        return self.rest(value)
 
     def _fields(self, tag: bytes, value: Any, names: Iterable[str]) -> bytes:
         parts = [_class_name(type(value))]
@@ -172,7 +172,8 @@ class Encoder:
             parts += [_text(name), self.part(_attribute(value, name), f".{name}")]
         return _joined(tag, parts)
 
-    def _numpy(self, value: Any) -> bytes:
+    def rest(self, value: Any) -> bytes:
+        """The canonical bytes of what nothing else takes: NumPy's values; the rest is refused."""
         np = sys.modules.get("numpy")
         if np is not None:
             if isinstance(value, np.dtype):

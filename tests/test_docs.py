@@ -73,12 +73,8 @@ def test_the_rooms_of_the_design_are_the_modules_there_are() -> None:
     rooms = re.search(r"## Rooms\n\n```\n(.*?)```", design, re.S)
     assert rooms is not None
     folders = [
-        "castore",
-        "castore/objects",
-        "castore/shm",
-        "castore/adapters/torch",
-        "castore/adapters/tree",
-        "fuse/castore_fuse",
+        *("castore", "castore/objects", "castore/shm", "castore/watching", "fuse/castore_fuse"),
+        *(f"castore/adapters/{name}" for name in ("torch", "tree", "datasets", "datasets/ops")),
     ]
     there = {path.name for folder in folders for path in (ROOT / folder).glob("[!_]*.py")}
     assert set(re.findall(r"\b\w+\.py\b", rooms[1])) == there

@@ -30,7 +30,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from castore.adapters.torch.leaves import MisfitError, take_tensor
 from castore.errors import UnhashableError
-from castore.fingerprints import FunctionEncoder
+from castore.instances import InstanceEncoder
 from castore.keys import KEY_DIGITS, UnencodableError
 from castore.keys import key as key_of_config
 from castore.names import check_name
@@ -77,8 +77,8 @@ def dataset_key(dataset: Any, key: object = None) -> str:
     return str(blake3(_VERSION + code).hexdigest()[:KEY_DIGITS])
 
 
-class DatasetEncoder(FunctionEncoder):
-    """A FunctionEncoder that also takes objects, by their class and state, and what datasets hold."""
+class DatasetEncoder(InstanceEncoder):
+    """An InstanceEncoder that also takes what datasets hold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class DatasetEncoder(FunctionEncoder):
         self._lists: dict[int, tuple[bytes | None, Any]] = {}
 
     def part(self, value: Any, step: str = "") -> bytes:
-        """As in FunctionEncoder, but text may name a file, and long lists are hashed at once."""
+        """As in InstanceEncoder, but text may name a file, and long lists are hashed at once."""
         kind = type(value)
         if kind is str and not self._in_code and "/" in value:
             return self._named_file(value)
@@ -101,7 +101,7 @@ class DatasetEncoder(FunctionEncoder):
         return super().part(value, step)
 
     def other(self, value: Any) -> bytes:
-        """As in FunctionEncoder, with what datasets hold besides."""
+        """As in InstanceEncoder, with what datasets hold besides."""
         encode = next((encode for kind, encode in _kinds() if isinstance(value, kind)), None)
         if encode is not None:
             return self.tagged(*encode(self, value))
@@ -115,45 +115,11 @@ class DatasetEncoder(FunctionEncoder):
         finally:
             self._in_code -= 1
 
-    def _numpy(self, value: Any) -> bytes:
-        # The last resort of Encoder: what comes here and is not NumPy's is an object of some class.
+    def numpy(self, value: Any) -> bytes:
+        """As in InstanceEncoder, and arrays of objects by what they hold."""
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             return self.tagged("objects", value.shape, value.ravel().tolist())
-        if isinstance(value, np.ndarray | np.generic | np.dtype):
-            return super()._numpy(value)
-        return self.tagged("object", *self.object_(value))
-
-    def object_(self, value: Any) -> Iterator[Any]:
-        """What an object is made of: its class, and what pickle would keep of it."""
-        # Objects refer to one another in circles: the second time, a number stands for what was met before.
-        self._met[id(value)] = (len(self._met), value)
-        yield self.part(type(value), f" -> {type(value).__name__}")
-        try:
-            reduced = value.__reduce_ex__(4)
-        except Exception as error:  # whatever the user's __getstate__ does
-            raise UnencodableError(
-                f"cannot hash {type(value)}: {error}; leave it out in __getstate__, or give the dataset's class a"
-                " __castore_key__ method"
-            ) from error
-        if isinstance(reduced, str):  # the name of something global
-            yield reduced
-            return
-        make, arguments, state, items, pairs = (*reduced, None, None, None, None)[:5]
-        yield self.part(make)
-        # The class is here already, and stands in front of every object's arguments.
-        yield self.part(tuple(item for item in arguments if item is not type(value)), " -> arguments")
-        yield self.part(list(items) if items is not None else None)
-        yield self.part(dict(pairs) if pairs is not None else None)
-        yield from self._state(state)
-
-    def _state(self, state: Any) -> Iterator[Any]:
-        # With __slots__: attributes from __dict__, and the others.
-        parts = state if type(state) is tuple and len(state) == 2 else (state,)
-        for part in parts:
-            if type(part) is dict and all(type(name) is str for name in part):
-                yield [(name, self.part(part[name], f".{name}")) for name in sorted(part)]
-            else:
-                yield self.part(part, ".__getstate__()")
+        return super().numpy(value)
 
     def _long(self, values: list[Any] | tuple[Any, ...]) -> bytes | None:
         """A long list of plain values, or of tuples or lists of them, at once; None if it holds anything else."""
@@ -241,7 +207,7 @@ def _container(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
     indices = state.get("indices")
     if isinstance(value, Subset) and not isinstance(indices, list):
         state["indices"] = [int(index) for index in value.indices]  # the same subset, whoever chose it
-    yield from encoder._state(state)
+    yield from encoder.state(state)
 
 
 def _hugging_face(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:

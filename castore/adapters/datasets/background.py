@@ -1,0 +1,115 @@
+"""Putting datasets into a store in a thread of its own, while whoever made them goes on.
+
+One thread a process, first come first served: compressing uses all cores by itself. What is on its way can be waited
+for, and is waited for when the interpreter ends. What went wrong is told as a `CacheWarning` by the next call that
+uses this module, or at the end; the dataset is then not in the cache, and nothing half of it is.
+
+A forked child begins with nothing on its way: the parent's thread is not there, and its work is the parent's.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+
+from castore.adapters.datasets.kept import Size
+from castore.adapters.datasets.reports import CacheWarning
+from castore.forks import reset_after_fork
+
+
+class OnItsWay(NamedTuple):
+    """A dataset that is being stored: itself, what is known of it, and the future of its size; None if that failed."""
+
+    dataset: datasets.Dataset
+    record: dict[str, Any]
+    size: Future[Size | None]
+
+
+class Background:
+    """The thread, and what is on its way through it."""
+
+    def __init__(self) -> None:
+        self._after_fork()
+        reset_after_fork(self)
+
+    def _after_fork(self) -> None:
+        self._guard = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._waiting: dict[tuple[Path, str], OnItsWay] = {}
+        self._failures: list[str] = []
+
+    def find(self, store: Path, name: str) -> OnItsWay | None:
+        """What is on its way to that name."""
+        with self._guard:
+            return self._waiting.get((store, name))
+
+    def submit(
+        self,
+        store: Path,
+        name: str,
+        dataset: datasets.Dataset,
+        record: dict[str, Any],
+        put: Callable[[], Size],
+    ) -> OnItsWay:
+        """Have ``put`` called in the thread."""
+        with self._guard:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="castore-datasets")
+            pool = self._pool
+        # Registered before it can be done: else it would stay registered.
+        future: Future[Size | None] = Future()
+        found = OnItsWay(dataset, record, future)
+        with self._guard:
+            self._waiting[store, name] = found
+        pool.submit(self._put, store, name, put, future)
+        return found
+
+    def _put(self, store: Path, name: str, put: Callable[[], Size], future: Future[Size | None]) -> None:
+        size = None
+        try:
+            size = put()
+        except Exception as error:  # noqa: BLE001 - told in the caller's thread, whatever it is
+            with self._guard:
+                self._failures.append(f"{name!r} was not kept in {store}: {error}")
+        finally:
+            with self._guard:
+                del self._waiting[store, name]
+            future.set_result(size)
+
+    def warn(self, stacklevel: int = 3) -> None:
+        """Warn of what has gone wrong since the last time."""
+        with self._guard:
+            failures, self._failures = self._failures, []
+        for failure in failures:
+            warnings.warn(failure, CacheWarning, stacklevel=stacklevel)
+
+    def wait(self) -> None:
+        """Wait until nothing is on its way, and warn of what has gone wrong."""
+        with self._guard:
+            waiting = [found.size for found in self._waiting.values()]
+        for size in waiting:
+            size.result()
+        self.warn()
+
+
+background = Background()
+
+
+def wait() -> None:
+    """Wait until every dataset that this process is storing is in its store.
+
+    Warns:
+        CacheWarning: one of them could not be stored.
+    """
+    background.wait()
+
+
+# Not `atexit`: by then `concurrent.futures` takes no more work, and compressing is work for its threads. Hooks run in
+# reverse order, so this one comes before that of `concurrent.futures`, which is imported above.
+threading._register_atexit(wait)  # type: ignore[attr-defined]

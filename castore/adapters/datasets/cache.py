@@ -1,0 +1,168 @@
+"""DatasetCache: whole Hugging Face datasets by name, compressed in a store, mapped when they come back.
+
+kept.py says how a dataset lies in the store, mapping.py how it is mapped; this file is what users call.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import datasets
+import pyarrow as pa
+
+from castore.adapters.datasets import kept
+from castore.adapters.datasets.reports import CacheWarning
+from castore.adapters.datasets.tables import SPLITS, STATE, assemble_stream, part_of
+from castore.errors import CorruptError, InvalidValueError, NotFoundError
+from castore.files import open_blob
+from castore.names import check_name
+from castore.objects.codecs import check_codec
+from castore.sizes import parse_duration
+from castore.store import Store
+
+AnyDataset: TypeAlias = (
+    "datasets.Dataset | datasets.DatasetDict | datasets.IterableDataset | datasets.IterableDatasetDict"
+)
+_KINDS = (datasets.Dataset, datasets.IterableDataset, datasets.DatasetDict, datasets.IterableDatasetDict)
+
+
+class DatasetCache:
+    """Datasets by name.
+
+    Args:
+        store: a `Store`, or the folder of one, made if it does not exist.
+        codec: ``"zstd"``, ``"lz4"``, ``"gzip"``, ``"none"``, or ``"auto"``.
+        ttl: seconds (or ``"7d"``) until a dataset expires; default the store's.
+        max_size: budget in stored bytes, or ``"50GB"``; for a folder only, since a `Store` has its own.
+
+    Raises:
+        InvalidValueError: the codec is not known, or ``max_size`` is given with a `Store`.
+
+    >>> import tempfile
+    >>> cache = DatasetCache(tempfile.mkdtemp() + "/cache")
+    >>> cache.put("greetings", datasets.Dataset.from_dict({"text": ["hello", "world"]}))
+    >>> cache.get("greetings")["text"][1], cache.get("farewells")
+    ('world', None)
+    """
+
+    def __init__(
+        self,
+        store: Store | str | os.PathLike[str],
+        *,
+        codec: str = "zstd",
+        ttl: float | str | None = None,
+        max_size: int | str | None = None,
+    ) -> None:
+        codec, level = check_codec(codec, None)
+        if isinstance(store, Store) and max_size is not None:
+            raise InvalidValueError("a Store has its own budget; open it with Store(..., max_size=...)")
+        self.store = store if isinstance(store, Store) else Store(store, max_size=max_size)
+        seconds = self.store.settings.ttl if ttl is None else parse_duration(ttl)
+        self._options = kept.Options(codec, level, seconds)
+
+    def __repr__(self) -> str:
+        return f"DatasetCache({str(self.store.path)!r})"
+
+    def put(self, name: str, dataset: AnyDataset) -> None:
+        """Keep a dataset under a name; of an iterable one, all that it yields now.
+
+        Args:
+            name: a name as `Store.put` takes it; the dataset's files lie below it.
+            dataset: with its format, features, split and fingerprint.
+
+        Raises:
+            InvalidValueError: it is no dataset.
+            SerializationError: its format holds what JSON cannot: a transform, say.
+            FullError, TooLargeError: it does not fit.
+        """
+        if not isinstance(dataset, _KINDS):
+            raise InvalidValueError(f"{name!r}: a DatasetCache keeps datasets, not {type(dataset).__name__}")
+        metadata = {"kind": type(dataset).__name__}
+        members = dict(dataset) if isinstance(dataset, dict) else {"": dataset}
+        parts = {split: part_of(member) for split, member in members.items()}
+        kept.put_parts(self.store, name, parts, self._options, metadata)
+
+    def get(self, name: str) -> Any:
+        """The dataset of that name as it was put, or None.
+
+        Rows are mapped from a live mount of the store if there is one; else the dataset is decompressed once, into
+        an entry of the store that all processes map and that gc may take. An iterable dataset is read as it goes.
+
+        Warns:
+            CacheWarning: the dataset was there and is damaged; it is dropped.
+        """
+        return self._read(name, streaming=False)
+
+    def stream(self, name: str) -> Any:
+        """As `get`, as iterable datasets, which decompress only what is read: the first rows are there at once."""
+        return self._read(name, streaming=True)
+
+    def _read(self, name: str, *, streaming: bool) -> Any:
+        check_name(name)
+        try:
+            kind = kept.kind_of(self.store, name)
+            if kind is None:
+                return None
+            if kind == "dataset":
+                return self._one(name, streaming)
+            members = {split: self._one(f"{name}/{split}", streaming) for split in kept.splits_of(self.store, name)}
+        except NotFoundError:
+            kept.drop(self.store, name)  # gc took a part of it
+            return None
+        except CorruptError as error:
+            kept.drop(self.store, name)
+            message = f"the dataset {name!r} in {self.store.path} is damaged and dropped: {error}"
+            warnings.warn(message, CacheWarning, stacklevel=3)
+            return None
+        iterable = any(isinstance(member, datasets.IterableDataset) for member in members.values())
+        return datasets.IterableDatasetDict(members) if iterable else datasets.DatasetDict(members)
+
+    def _one(self, name: str, streaming: bool) -> Any:
+        metadata = kept.metadata_of(self.store, name) or {}
+        if streaming or str(metadata.get("kind")).startswith("Iterable"):
+            return streamed(self.store, name)
+        return kept.load(self.store, name)
+
+    def contains(self, name: str) -> bool:
+        """Whether there is a dataset of that name."""
+        return kept.kind_of(self.store, check_name(name)) is not None
+
+    def invalidate(self, name: str | None = None) -> bool:
+        """Drop a dataset, or all of them; False if there was none."""
+        if name is not None:
+            return kept.drop(self.store, check_name(name))
+        names = [entry.name for entry in self.store.entries()]
+        return sum(kept.drop(self.store, found) for found in _datasets_among(names)) > 0
+
+
+def _datasets_among(names: list[str]) -> list[str]:
+    """Which folders hold a dataset, or a dictionary of some."""
+    files = (STATE, SPLITS)
+    return [folder for folder, _, file in (name.rpartition("/") for name in names) if folder and file in files]
+
+
+def streamed(store: Store, name: str) -> datasets.IterableDataset:
+    """A kept dataset as an iterable one, one shard a data file, decompressed as it is read.
+
+    Raises:
+        NotFoundError, CorruptError: as for `kept.files_of`.
+    """
+    files = kept.files_of(store, name)
+    for part in files.blobs:
+        store.source.count_use(part)
+    digests = [blob.digest.hex() for _, blob in files.data]
+    return assemble_stream(files.state, files.info, _batches, {"store": store, "digests": digests})
+
+
+def _batches(store: Store, digests: list[str]) -> Iterator[tuple[int, pa.Table]]:
+    for digest in digests:
+        blob = store.index.blob(bytes.fromhex(digest))
+        if blob is None:
+            raise NotFoundError(f"blob {digest} has been removed from {store.path} while its dataset was read")
+        file = open_blob(store.source.open(blob), digest, store.source.quarantine)
+        with file, pa.ipc.open_stream(pa.PythonFile(file, mode="r")) as batches:
+            for number, batch in enumerate(batches):
+                yield number, pa.Table.from_batches([batch])

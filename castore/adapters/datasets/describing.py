@@ -1,0 +1,116 @@
+"""What is said of an operator beside its fingerprint, so that it can be told later what about it has changed.
+
+A description is plain JSON: digests of the user's functions and classes, of each parameter, and of each value that the
+code refers to, with a short text of what can be shown. Nothing here decides anything: keys come from the fingerprint.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from blake3 import blake3
+
+from castore.adapters.datasets.hashing import OperatorEncoder, encode
+from castore.errors import UnhashableError
+from castore.fingerprints import FunctionEncoder
+
+_SHOWN = 80
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
+
+
+class Description(NamedTuple):
+    """What is known of an operator.
+
+    Attributes:
+        fingerprint: of all that counts, 64 hexadecimal digits.
+        parts: what it is made of, by what to call it: a digest and a short text each.
+    """
+
+    fingerprint: str
+    parts: dict[str, list[str]]
+
+
+def describe(operator: Any, name: str, fingerprint: str | None = None) -> Description:
+    """The fingerprint and the description of an operator.
+
+    Args:
+        operator: a function, or an object.
+        name: what to call it in errors.
+        fingerprint: what identifies it, in place of its code and parameters.
+
+    Raises:
+        UnhashableError: a part of it has no stable hash.
+    """
+    if fingerprint is not None:
+        digits = str(blake3(f"given: {fingerprint}".encode()).hexdigest())
+        return Description(digits, {"the fingerprint that was given": [digits[:32], fingerprint[:_SHOWN]]})
+    encoder = _Describing()
+    digits = str(blake3(encode(operator, name, encoder)).hexdigest())
+    parts = {f"the code of {qualified}": [digest, ""] for qualified, digest in encoder.code.items()}
+    parts |= encoder.values
+    for parameter, value in _parameters(operator):
+        parts[f"the parameter {parameter!r}"] = [_digest(value), _text(value)]
+    parts["Python"] = [version := ".".join(platform.python_version_tuple()[:2]), version]
+    for library in encoder.libraries:
+        package, _, version = library.rpartition(" of ")[2].rpartition(" ")
+        parts[f"the library {package}"] = [version, version]
+    return Description(digits, parts)
+
+
+class _Describing(OperatorEncoder):
+    """An OperatorEncoder that takes notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, list[str]] = {}
+        self.libraries: set[str] = set()
+        self._owners: list[str] = []
+
+    def function(self, function: types.FunctionType) -> Iterator[Any]:
+        self._owners.append(f"{function.__module__}.{function.__qualname__}")
+        try:
+            parts = list(super().function(function))
+        finally:
+            self._owners.pop()
+        yield from parts
+
+    def _reference(self, value: Any, names: set[str], step: str) -> bytes:
+        code = super()._reference(value, names, step)
+        if self._owners and not isinstance(value, _CODE) and not callable(value):
+            what = step.removeprefix(" -> ").replace("closure ", "").replace("global ", "")
+            digest = str(blake3(code).hexdigest()[:32])
+            self.values[f"the value of {what} in {self._owners[-1]}"] = [digest, _text(value)]
+        return code
+
+    def tagged(self, tag: str, *parts: Any) -> bytes:
+        if tag == "library" and parts and isinstance(parts[0], str):
+            self.libraries.add(parts[0])
+        return FunctionEncoder.tagged(self, tag, *parts)
+
+
+def _parameters(operator: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(operator, functools.partial):
+        yield from ((f"[{place}]", value) for place, value in enumerate(operator.args))
+        yield from operator.keywords.items()
+    elif isinstance(operator, types.MethodType):
+        yield from _parameters(operator.__self__)
+    elif not isinstance(operator, _CODE) and hasattr(operator, "__dict__"):
+        yield from vars(operator).items()
+
+
+def _digest(value: Any) -> str:
+    try:
+        return str(blake3(encode(value, "parameter")).hexdigest()[:32])
+    except UnhashableError:
+        return ""  # what pickle would leave out, else the operator had no fingerprint
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | list | tuple | dict | set):
+        text = repr(value)
+        return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return type(value).__name__

@@ -1,0 +1,102 @@
+"""Why a step of a pipeline is a hit or a miss: what has changed since the run that comes nearest to it.
+
+Compares the descriptions that are kept with each step's result; reads no data and runs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from castore.adapters.datasets import kept
+from castore.adapters.datasets.plans import Planned
+from castore.adapters.datasets.running import FOLDER
+from castore.adapters.datasets.tables import STATE, our_fingerprint
+from castore.store import Store
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Of one step.
+
+    Attributes:
+        name, kind: as in `StepReport`.
+        hit: whether its result is kept.
+        key: under which it is, or would be, kept.
+        changes: on a miss, a sentence for each thing that differs from the nearest run that is kept.
+    """
+
+    name: str
+    kind: str
+    hit: bool
+    key: str
+    changes: list[str]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'hit' if self.hit else 'miss: ' + '; '.join(self.changes)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as a dictionary, for JSON."""
+        return dataclasses.asdict(self)
+
+
+def explain(store: Store, pipeline: str, planned: Sequence[Planned]) -> list[Explanation]:
+    """For each step hit or miss, and on a miss what changed."""
+    records = _records(store, pipeline)
+    there = [kept.metadata_of(store, step.name) is not None for step in planned]
+    # A step whose result was dropped is not run again as long as one behind it is kept.
+    needed = max((number for number, is_there in enumerate(there) if is_there), default=-1)
+    explanations: list[Explanation] = []
+    for step, is_there in zip(planned, there, strict=True):
+        hit = is_there or step.number < needed
+        before = [earlier.name for earlier in explanations if not earlier.hit]
+        changes = [] if hit else _changes(step, records, before)
+        explanations.append(Explanation(step.step.name, step.step.kind, hit, step.key, changes))
+    return explanations
+
+
+def _records(store: Store, pipeline: str) -> list[dict[str, Any]]:
+    """What is kept with the steps of that pipeline, and of those that ran outside any, the latest first."""
+    entries = [entry for entry in store.entries(FOLDER) if entry.name.endswith(f"/{STATE}")]
+    entries.sort(key=lambda entry: entry.created, reverse=True)
+    found = [entry.metadata for entry in entries if "parts" in entry.metadata]
+    return sorted(found, key=lambda record: record.get("pipeline") != pipeline)
+
+
+def _changes(step: Planned, records: list[dict[str, Any]], missed: list[str]) -> list[str]:
+    same = [r for r in records if r["step"] == step.step.name and r["kind"] == step.step.kind]
+    if not same:
+        return ["nothing of this operator is kept"]
+    same_input = [record for record in same if record["input"] == step.source]
+    if same_input:
+        return _differences(same_input[0]["parts"], step.what.parts)
+    same_operator = [record for record in same if record["operator"] == step.what.fingerprint]
+    changes = [] if same_operator else _differences(same[0]["parts"], step.what.parts)
+    if missed:
+        return [*changes, f"its input is new, since {missed[-1]!r} runs again"]
+    nearest = (same_operator or same)[0]
+    what = "the dataset is another one" if step.number == 0 else _other_chain(step, nearest, records)
+    return [*changes, what]
+
+
+def _other_chain(step: Planned, nearest: dict[str, Any], records: list[dict[str, Any]]) -> str:
+    makers = [record for record in records if our_fingerprint(record["key"]) == nearest["input"]]
+    behind = f"behind {makers[0]['step']!r}" if makers else "on another input"
+    return f"it ran {behind} before, and has another step in front of it now"
+
+
+def _differences(old: dict[str, list[str]], new: dict[str, list[str]]) -> list[str]:
+    """Sentences on what differs between two descriptions."""
+    changes = []
+    for what in sorted({*old, *new}):
+        before, now = old.get(what), new.get(what)
+        if before == now:
+            continue
+        if before is None or now is None:
+            changes.append(f"{what} {'is new' if before is None else 'is gone'}")
+        elif before[1] != now[1]:
+            changes.append(f"{what} was {before[1]} and is {now[1]}")
+        else:
+            changes.append(f"{what} has changed")
+    return changes or ["something that its description does not tell has changed, such as the version of castore"]

@@ -1,0 +1,152 @@
+"""Which data a dataset holds: a fingerprint of its rows, for the key of what is made of them.
+
+The datasets library's own fingerprint is 64 bits, and random wherever it could not hash something, so it counts only
+where it is one of ours: made from a key, by a cached step. Every other dataset counts by its content: Arrow files by
+the digest of their bytes, remembered in the store by path, size and times; tables in memory by the digest of their
+columns; a selection by the rows it selects; the format by its name, since it decides what a function sees.
+
+Assumes that nobody changes a file in place and turns its clock back. Must never give a random answer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from blake3 import blake3
+
+from castore.adapters.datasets.tables import table_files
+from castore.errors import InvalidValueError, UnhashableError
+from castore.keys import fingerprint, key
+from castore.objects.encode import hash_file
+from castore.store import Store
+
+#: Where digests of files are remembered.
+FILES = ".datasets/files"
+_OURS = re.compile(r"castore[0-9a-f]{40}").fullmatch
+_ROWS = 10_000
+# Hashing less than this again costs no more than asking the store.
+_REMEMBERED = 4 * 1024 * 1024
+_REMEMBERED_SECONDS = 30 * 86400.0
+
+
+def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
+    """Digits that tell a dataset, as a function sees it, from every other one.
+
+    Args:
+        dataset: a `datasets.Dataset`, or a `datasets.DatasetDict`.
+        store: remembers the digests of large files; None hashes them each time.
+
+    Raises:
+        UnhashableError: its format holds something without a stable hash.
+        InvalidValueError: it is neither.
+    """
+    if isinstance(dataset, datasets.DatasetDict):
+        return fingerprint({name: dataset_fingerprint(part, store) for name, part in dataset.items()})
+    if not isinstance(dataset, datasets.Dataset):
+        raise InvalidValueError(
+            f"a {type(dataset).__name__} has no rows to tell it by; a DatasetCache makes a Dataset of it"
+        )
+    shown = _format(dataset)
+    if _OURS(dataset._fingerprint) and not shown:
+        return str(dataset._fingerprint)
+    told = {
+        "rows": dataset._fingerprint if _OURS(dataset._fingerprint) else _rows(dataset, store),
+        "features": str(dataset.features),
+        "split": None if dataset.split is None else str(dataset.split),
+        "format": shown,
+    }
+    return fingerprint(told, "dataset")
+
+
+def _rows(dataset: datasets.Dataset, store: Store | None) -> list[Any]:
+    indices = None if dataset._indices is None else table_digest(dataset._indices.table)
+    paths = table_files(dataset._data)
+    if paths is None:
+        return [table_digest(dataset._data.table), indices]
+    return [[file_digest(path, store) for path in paths], indices]
+
+
+def _format(dataset: datasets.Dataset) -> list[Any]:
+    from castore.adapters.datasets.hashing import operator_fingerprint
+
+    shown = dataset._format_columns
+    # Naming all columns is the same as naming none.
+    columns = None if shown is None or set(shown) == set(dataset.column_names) else sorted(shown)
+    if dataset._format_type is None and columns is None:
+        return []
+    arguments = operator_fingerprint(dataset._format_kwargs, "dataset.format['format_kwargs']")
+    return [dataset._format_type, columns, bool(dataset._output_all_columns), arguments]
+
+
+def table_digest(table: pa.Table) -> str:
+    """64 hexadecimal digits of a table's columns and rows, however it is cut into chunks."""
+    sink = _Hashing()
+    plain = table.replace_schema_metadata(None)
+    # Two chunks are always copied into one, which then looks the same wherever it was cut from.
+    none = plain.schema.empty_table()
+    with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), plain.schema) as writer:
+        for start in range(0, len(plain), _ROWS):
+            rows = pa.concat_tables([plain.slice(start, _ROWS), none])
+            writer.write_table(rows.combine_chunks(), max_chunksize=_ROWS)
+    return str(sink.hasher.hexdigest())
+
+
+class _Hashing:
+    """A file that keeps nothing but the digest of what is written to it."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.hasher = blake3(max_threads=blake3.AUTO)
+
+    def write(self, data: Any) -> int:
+        self.hasher.update(data)
+        return len(data)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def file_digest(path: str, store: Store | None) -> str:
+    """BLAKE3 of a file, in hexadecimal digits; of a large one it is remembered until the file changes.
+
+    Raises:
+        UnhashableError: the file is gone.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UnhashableError(
+            f"the dataset's file {path} cannot be read: {error.strerror}; load the dataset again"
+        ) from error
+    try:
+        seen = os.fstat(fd)
+        if store is None or seen.st_size < _REMEMBERED:
+            return _digest(fd)
+        told = [os.path.realpath(path), seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns]
+        return remembered(store, f"{FILES}/{key(told)}", partial(_digest, fd))
+    finally:
+        os.close(fd)
+
+
+def _digest(fd: int) -> str:
+    return hash_file(fd)[0].hex()
+
+
+def remembered(store: Store, name: str, compute: Callable[[], str]) -> str:
+    """A short text that the store keeps under a name, made by ``compute`` if it does not."""
+    known = store.get(name)
+    if known is not None:
+        return known.decode()
+    text = compute()
+    store.put(name, text.encode(), ttl=_REMEMBERED_SECONDS)
+    return text
+
+

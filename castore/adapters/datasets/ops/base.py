@@ -1,0 +1,195 @@
+"""What mappers, filters and deduplicators of texts share: where the text is, where the statistics go, what a parameter may be.
+
+An operator is a plain object: what it was made with are its attributes, nothing of it changes while it works, so it
+pickles into worker processes and hashes the same everywhere. Must never look at anything but the sample it is given.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any, ClassVar
+
+from castore.errors import InvalidValueError
+
+#: The column of statistics, as Data-Juicer names it.
+STATS = "__dj__stats__"
+#: Columns of the deduplicators begin so; an export leaves them out, and the statistics.
+HASHES = "__dj__hash"
+
+#: "No upper bound" for counts.
+UNBOUNDED = sys.maxsize
+
+Sample = dict[str, Any]
+
+
+class Operator:
+    """Something that is done to the text of each sample.
+
+    Args:
+        text_key: the column of the text.
+    """
+
+    _name: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        # What recipes and reports call it: TextLengthFilter is text_length_filter.
+        cls._name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    def __init__(self, *, text_key: str = "text") -> None:
+        self.text_key = text_key
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        )
+
+    def text_of(self, sample: Sample) -> str:
+        """The text of a sample; a missing value is an empty text.
+
+        Raises:
+            InvalidValueError: the sample has no such column, or something else than text in it.
+        """
+        try:
+            text = sample[self.text_key]
+        except KeyError:
+            columns = ", ".join(map(repr, sample))
+            raise InvalidValueError(
+                f"there is no column {self.text_key!r} for {type(self).__name__}, only {columns}; set text_keys"
+            ) from None
+        if text is None:
+            return ""
+        if not isinstance(text, str):
+            raise InvalidValueError(
+                f"{type(self).__name__} needs text in the column {self.text_key!r}, not {type(text).__name__}"
+            )
+        return text
+
+
+class Mapper(Operator):
+    """Changes the text of a sample."""
+
+    def clean(self, text: str) -> str:
+        """The text as it is to be."""
+        raise NotImplementedError
+
+    def process(self, sample: Sample) -> Sample:
+        """The sample with its text changed."""
+        sample[self.text_key] = self.clean(self.text_of(sample))
+        return sample
+
+
+class Filter(Operator):
+    """Keeps the samples of which a figure lies between two bounds, both included.
+
+    Attributes:
+        stat: name of the figure in the column of statistics.
+    """
+
+    stat: ClassVar[str]
+
+    def __init__(self, low: float, high: float, *, names: tuple[str, str], text_key: str = "text") -> None:
+        super().__init__(text_key=text_key)
+        if not low <= high:
+            raise InvalidValueError(
+                f"{names[0]}={low!r} is above {names[1]}={high!r} in {type(self).__name__}: it would keep nothing"
+            )
+        # Under the names that the user gave them: those of a message that says what changed.
+        setattr(self, names[0], low)
+        setattr(self, names[1], high)
+
+    def measure(self, text: str) -> float:
+        """The figure of a text."""
+        raise NotImplementedError
+
+    def bounds(self) -> tuple[float, float]:
+        """The least and the most that is kept."""
+        raise NotImplementedError
+
+    def compute_stats(self, sample: Sample) -> Sample:
+        """The sample with the figure among its statistics."""
+        # Always measured anew: a mapper in between, or a filter of the same name with another window, makes a
+        # figure that stands there already another one's.
+        sample[STATS] = {**(sample.get(STATS) or {}), self.stat: self.measure(self.text_of(sample))}
+        return sample
+
+    def process(self, sample: Sample) -> bool:
+        """Whether the sample stays."""
+        low, high = self.bounds()
+        return bool(low <= sample[STATS][self.stat] <= high)
+
+
+class CountFilter(Filter):
+    """A filter on a length: ``min_len`` to ``max_len``."""
+
+    min_len: float
+    max_len: float
+
+    def __init__(self, min_len: int = 10, max_len: int = UNBOUNDED, *, text_key: str = "text") -> None:
+        super().__init__(min_len, max_len, names=("min_len", "max_len"), text_key=text_key)
+
+    def bounds(self) -> tuple[float, float]:
+        """The least and the most that is kept."""
+        return self.min_len, self.max_len
+
+
+class RatioFilter(Filter):
+    """A filter on a part of the whole, from 0 to 1: ``min_ratio`` to ``max_ratio``."""
+
+    min_ratio: float
+    max_ratio: float
+
+    def __init__(self, min_ratio: float, max_ratio: float, *, text_key: str = "text") -> None:
+        for name, value in (("min_ratio", min_ratio), ("max_ratio", max_ratio)):
+            if not 0 <= value <= 1:
+                raise InvalidValueError(f"{name}={value!r} in {type(self).__name__}: a ratio is from 0 to 1")
+        super().__init__(min_ratio, max_ratio, names=("min_ratio", "max_ratio"), text_key=text_key)
+
+    def bounds(self) -> tuple[float, float]:
+        """The least and the most that is kept."""
+        return self.min_ratio, self.max_ratio
+
+
+class Deduplicator(Operator):
+    """Gives each sample a hash, then keeps one of each kind.
+
+    Attributes:
+        column: where the hash goes.
+    """
+
+    column: ClassVar[str]
+
+    def compute_hash(self, sample: Sample) -> Sample:
+        """The sample with its hash."""
+        raise NotImplementedError
+
+    def process(self, dataset: Any) -> Any:
+        """The dataset without duplicates: of each kind the first stays."""
+        raise NotImplementedError
+
+    def hashes(self, dataset: Any) -> Any:
+        """The hashes of a dataset, as Arrow tables of one column, ten thousand rows each."""
+        return dataset.select_columns([self.column]).with_format("arrow").iter(batch_size=10_000)
+
+
+def at_least(least: int, value: int, what: str) -> int:
+    """``value``, if it is not below ``least``.
+
+    Raises:
+        InvalidValueError: it is.
+    """
+    if value < least:
+        raise InvalidValueError(f"{what}={value!r} must be at least {least}")
+    return value
+
+
+def compiled(pattern: str, what: str) -> re.Pattern[str]:
+    """A regular expression, with ``.`` for any character, line breaks too.
+
+    Raises:
+        InvalidValueError: it is none.
+    """
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise InvalidValueError(f"{what}={pattern!r} is no regular expression: {error}") from None

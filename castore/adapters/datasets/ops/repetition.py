@@ -1,0 +1,89 @@
+"""Filters on how much a text says again: characters, words, lines, and what a compressor makes of it."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter
+from typing import Any
+
+from castore.adapters.datasets.ops.base import RatioFilter, at_least
+
+
+class CharacterRepetitionFilter(RatioFilter):
+    """Keeps texts whose repeated runs of ``rep_len`` characters make up ``min_ratio`` to ``max_ratio`` of all runs.
+
+    Of n different runs the most frequent sqrt(n) count, if they occur more than once: the measure of BigScience's ROOTS.
+
+    >>> op = CharacterRepetitionFilter(rep_len=3)
+    >>> [round(op.measure(text), 2) for text in ("abcabcabcabc", "the quick brown fox")]
+    [0.4, 0.0]
+    """
+
+    stat = "char_rep_ratio"
+
+    def __init__(
+        self, rep_len: int = 10, min_ratio: float = 0.0, max_ratio: float = 0.5, *, text_key: str = "text"
+    ) -> None:
+        super().__init__(min_ratio, max_ratio, text_key=text_key)
+        self.rep_len = at_least(1, rep_len, "rep_len")
+
+    def measure(self, text: str) -> float:
+        """The part of the most frequent runs."""
+        runs = Counter(text[at : at + self.rep_len] for at in range(len(text) - self.rep_len + 1))
+        repeated = sorted((count for count in runs.values() if count > 1), reverse=True)
+        frequent = repeated[: math.isqrt(len(runs))]
+        return sum(frequent) / runs.total() if frequent else 0.0
+
+
+class WordRepetitionFilter(RatioFilter):
+    """Keeps texts of whose runs of ``rep_len`` words ``min_ratio`` to ``max_ratio`` occur more than once."""
+
+    stat = "word_rep_ratio"
+
+    def __init__(
+        self, rep_len: int = 10, min_ratio: float = 0.0, max_ratio: float = 0.5, *, text_key: str = "text"
+    ) -> None:
+        super().__init__(min_ratio, max_ratio, text_key=text_key)
+        self.rep_len = at_least(1, rep_len, "rep_len")
+
+    def measure(self, text: str) -> float:
+        """The part of runs that occur more than once."""
+        words = text.lower().split()
+        return _repeated(Counter(zip(*(words[at:] for at in range(self.rep_len)), strict=False)))
+
+
+class LineRepetitionFilter(RatioFilter):
+    """Keeps texts of whose lines ``min_ratio`` to ``max_ratio`` occur more than once (Gopher's rule); empty ones do not count."""
+
+    stat = "line_rep_ratio"
+
+    def __init__(self, min_ratio: float = 0.0, max_ratio: float = 0.3, *, text_key: str = "text") -> None:
+        super().__init__(min_ratio, max_ratio, text_key=text_key)
+
+    def measure(self, text: str) -> float:
+        """The part of lines that occur more than once."""
+        return _repeated(Counter(line for line in map(str.strip, text.splitlines()) if line))
+
+
+class CompressionRatioFilter(RatioFilter):
+    """Keeps texts that zlib makes ``min_ratio`` to ``max_ratio`` of their size.
+
+    Prose of every language comes to 0.3 to 0.6; boilerplate shrinks to less, random and encoded data hardly at all. Texts below
+    some hundred bytes hardly shrink either, so let a length filter go first.
+    """
+
+    stat = "compression_ratio"
+
+    def __init__(self, min_ratio: float = 0.1, max_ratio: float = 0.9, *, text_key: str = "text") -> None:
+        super().__init__(min_ratio, max_ratio, text_key=text_key)
+
+    def measure(self, text: str) -> float:
+        """Compressed bytes for each byte; 1 where nothing is gained."""
+        data = text.encode("utf-8", "surrogatepass")
+        return min(1.0, len(zlib.compress(data, 6)) / len(data)) if data else 1.0
+
+
+def _repeated(counts: Counter[Any]) -> float:
+    total = sum(counts.values())
+    return sum(count for count in counts.values() if count > 1) / total if total else 0.0

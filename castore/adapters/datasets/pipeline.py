@@ -1,0 +1,337 @@
+"""A chain of operators over a dataset, each step of which comes from the cache unless something before it changed.
+
+Keys of all steps follow from the input and the operators, so a run looks for the last step that is kept and goes on
+behind it; the steps before that are not even read. running.py runs one step once among all processes; checkpoint.py
+keeps the latest step only; this file is the chain.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from castore.adapters.datasets import kept, running, space, work
+from castore.adapters.datasets.background import background
+from castore.adapters.datasets.checkpoint import Checkpoint
+from castore.adapters.datasets.explain import Explanation, explain
+from castore.adapters.datasets.inputs import dataset_fingerprint
+from castore.adapters.datasets.plans import Planned, plan
+from castore.adapters.datasets.progress import Teller
+from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Progress, StepReport
+from castore.adapters.datasets.retention import drop_intermediate
+from castore.adapters.datasets.steps import RunOptions, Step, steps_of
+from castore.adapters.datasets.tables import our_fingerprint
+from castore.errors import InvalidValueError
+from castore.objects.codecs import check_codec
+from castore.store import Store
+
+ProgressCallback = Callable[[Progress], object]
+
+
+class Pipeline:
+    """Operators, in order (steps.py says what one is).
+
+    Args:
+        operators: functions and objects.
+        store: where steps are kept; default the default store.
+        name: of the pipeline, in records and messages.
+        codec: of what is kept.
+        use_cache: keep every step, and take what is there.
+        use_checkpoint: keep only the latest step, and go on there after a crash; excludes the cache.
+        num_proc: processes that share the rows of a step; does not change what comes out.
+        temp_dir: folder of uncompressed files while steps run; default the store's.
+
+    Raises:
+        InvalidValueError: an operator is none, or an option makes no sense.
+
+    >>> import tempfile
+    >>> store = Store(tempfile.mkdtemp() + "/cache")
+    >>> def shout(sample):
+    ...     return {"text": sample["text"].upper()}
+    >>> texts = datasets.Dataset.from_dict({"text": ["hello", "world"]})
+    >>> [Pipeline([shout], store=store).run(texts).hits for _ in range(2)]
+    [0, 1]
+    """
+
+    def __init__(
+        self,
+        operators: Iterable[Any],
+        *,
+        store: Store | None = None,
+        name: str = "pipeline",
+        codec: str = "zstd",
+        use_cache: bool = True,
+        use_checkpoint: bool = False,
+        num_proc: int | None = None,
+        temp_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        check_codec(codec, None)
+        self.operators = list(operators)
+        self.steps: list[Step] = [step for operator in self.operators for step in steps_of(operator)]
+        self.store = Store() if store is None else store
+        self.name = name
+        self.codec = codec
+        self.use_cache = use_cache and not use_checkpoint
+        self.use_checkpoint = use_checkpoint
+        self.num_proc = num_proc
+        self.temp_dir = temp_dir
+
+    @property
+    def mode(self) -> str:
+        """``"cache"``, ``"checkpoint"`` or ``"none"``."""
+        return "cache" if self.use_cache else "checkpoint" if self.use_checkpoint else "none"
+
+    def run(self, dataset: datasets.Dataset, *, progress: ProgressCallback | None = None) -> PipelineResult:
+        """Send a dataset through all steps; what is to be kept is in the store when this returns.
+
+        Args:
+            dataset: the input; stays as it is.
+            progress: told how far the run is.
+
+        Raises:
+            InvalidValueError: it is no `datasets.Dataset`.
+            UnhashableError: a part of an operator has no stable hash.
+            Exception: what an operator raised; the steps before it are kept.
+
+        Warns:
+            CacheWarning: a step was damaged, or could not be kept, or will not fit.
+        """
+        _check(dataset)
+        background.warn()
+        run = _Run(self, dataset, Teller(self.steps, progress))
+        with run:
+            if self.use_cache:
+                return run.cached()
+            return run.from_checkpoint() if self.use_checkpoint else run.plain()
+
+    def plan(self, dataset: datasets.Dataset) -> list[Planned]:
+        """The steps with their keys over that dataset.
+
+        Raises:
+            UnhashableError: a part of an operator has no stable hash.
+        """
+        _check(dataset)
+        return plan(self.steps, dataset_fingerprint(dataset, self.store))
+
+    def explain(self, dataset: datasets.Dataset) -> list[Explanation]:
+        """For each step, whether it is kept, and if not, what changed since the nearest run that is."""
+        background.wait()
+        return explain(self.store, self.name, self.plan(dataset))
+
+    def estimate_space(self, dataset: datasets.Dataset) -> space.Estimate:
+        """How much disk a run over that dataset will take, by Data-Juicer's formula and by what was measured."""
+        return self._estimate(dataset, self.plan(dataset) if self.use_cache else [])
+
+    def _estimate(self, dataset: datasets.Dataset, planned: Sequence[Planned]) -> space.Estimate:
+        known = [_known(self.store, step) for step in planned] or [space.Known(step.kind) for step in self.steps]
+        return space.estimate(
+            space.logical_size(dataset),
+            known,
+            ratio=space.measure_ratio(dataset, self.codec),
+            mode=self.mode,
+            store=self.store.path,
+            settings=self.store.settings,
+            work=self.temp_dir,
+        )
+
+    def warn_of_space(self, dataset: datasets.Dataset, planned: Sequence[Planned]) -> None:
+        """Warn of what will not fit, before anything runs."""
+        for problem in self._estimate(dataset, planned).problems:
+            warnings.warn(problem, CacheWarning, stacklevel=5)
+
+    def drop_intermediate(
+        self, *, older_than: float | str | None = None, budget: int | str | None = None
+    ) -> list[str]:
+        """Remove results of steps of pipelines of this name, but never what the last step of a run made.
+
+        Args:
+            older_than: seconds (or ``"7d"``) since a result was made or read; default any age.
+            budget: bytes that results of all steps may take in the store, the last ones included; the least
+                recently used go first. Default none: all that is old enough goes.
+
+        Returns:
+            The names of what was removed.
+        """
+        background.wait()
+        return drop_intermediate(self.store, self.name, older_than=older_than, budget=budget)
+
+
+def _check(dataset: Any) -> None:
+    if not isinstance(dataset, datasets.Dataset):
+        raise InvalidValueError(
+            f"a pipeline takes a datasets.Dataset, not {type(dataset).__name__}; run it on each split, and put an"
+            " iterable dataset into a DatasetCache first"
+        )
+
+
+def _known(store: Store, step: Planned) -> space.Known:
+    """What is kept of a step; of one that ran with other parameters or on other rows, nothing is taken for known."""
+    if kept.metadata_of(store, step.name) is None:
+        return space.Known(step.step.kind)
+    size = kept.size_of(store, step.name)
+    return space.Known(step.step.kind, size.logical, size.stored, True)
+
+
+class _Run:
+    """One run of a pipeline; removes the uncompressed files that its result does not need."""
+
+    def __init__(self, pipeline: Pipeline, dataset: datasets.Dataset, teller: Teller) -> None:
+        self._pipeline = pipeline
+        self._store = pipeline.store
+        self._input = dataset
+        self._dataset = dataset
+        self._teller = teller
+        self._files: set[Path] = set()
+        self._options = kept.Options(*check_codec(pipeline.codec, None), pipeline.store.settings.ttl)
+
+    def __enter__(self) -> _Run:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        # Also after a failure: what is on its way is read from files that would go.
+        background.wait()
+        if exc[0] is not None:
+            self._dataset = self._input
+        self._drop_unused()
+
+    def _drop_unused(self, being_stored: Sequence[datasets.Dataset] = ()) -> None:
+        used = (self._dataset, *being_stored)
+        work.drop_unused(self._files, {file["filename"] for dataset in used for file in dataset.cache_files})
+
+    def _make(self, number: int, fingerprint: str | None) -> running.Make:
+        """What runs a step on the dataset as it is now."""
+        step, dataset = self._pipeline.steps[number], self._dataset
+
+        def make(file: Path) -> datasets.Dataset:
+            self._files.add(file)
+            count = self._teller.counter(number, len(dataset))
+            return step.run(dataset, RunOptions(self._pipeline.num_proc, str(file), count, fingerprint))
+
+        return make
+
+    # With the cache
+
+    def cached(self) -> PipelineResult:
+        """Every step from the cache, or run and kept."""
+        pipeline, store = self._pipeline, self._store
+        planned = pipeline.plan(self._dataset)
+        begin, outcome = self._latest(planned)
+        reports = self._reports_before(planned[:begin])
+        if outcome is not None:
+            self._dataset = outcome.dataset
+        if begin < len(planned):
+            pipeline.warn_of_space(self._dataset, planned)
+        outcomes: list[tuple[Planned, running.Outcome, float]] = []
+        for step in planned[begin:]:
+            rows, began = len(self._dataset), time.perf_counter()
+            self._teller.begin(step.number, rows)
+            record = {**step.record(pipeline.name, len(planned)), "history": _history(planned, reports)}
+            make = self._make(step.number, our_fingerprint(step.key))
+            outcome = running.run_or_load(
+                store, step.name, make, record, self._options, rows_in=rows, temp_dir=pipeline.temp_dir
+            )
+            self._dataset = outcome.dataset
+            seconds = time.perf_counter() - began
+            outcomes.append((step, outcome, seconds))
+            self._drop_unused([earlier.dataset for _, earlier, _ in outcomes if not earlier.size.done()])
+            reports.append(_report(step, outcome.hit, rows, len(self._dataset), seconds, None))
+            self._teller.end(step.number, reports[-1])
+        # What it takes is known once it is stored.
+        for step, outcome, seconds in outcomes:
+            old = reports[step.number]
+            reports[step.number] = _report(step, old.hit, old.rows_in, old.rows_out, seconds, outcome.size.result())
+        return PipelineResult(self._dataset, reports)
+
+    def _latest(self, planned: list[Planned]) -> tuple[int, running.Outcome | None]:
+        """How many steps need not run, and the result of the last of these."""
+        for step in reversed(planned):
+            outcome = running.load(self._store, step.name)
+            if outcome is not None:
+                return step.number + 1, outcome
+        return 0, None
+
+    def _reports_before(self, planned: list[Planned]) -> list[StepReport]:
+        """Of steps that need not run; those whose results were dropped are known from the history of the last."""
+        if not planned:
+            return []
+        last = self._record(planned[-1])
+        told = {item["key"]: item for item in last.get("history", [])}
+        reports = []
+        for step in planned:
+            record = self._record(step) or told.get(step.key, {})
+            size = kept.size_of(self._store, step.name)
+            rows = record.get("rows_in", 0), record.get("rows_out", 0)
+            reports.append(_report(step, True, *rows, 0.0, size))
+            self._teller.end(step.number, reports[-1])
+        return reports
+
+    def _record(self, step: Planned) -> dict[str, Any]:
+        coming = background.find(self._store.path, step.name)
+        return coming.record if coming else kept.metadata_of(self._store, step.name) or {}
+
+    # With a checkpoint, and with nothing
+
+    def from_checkpoint(self) -> PipelineResult:
+        """From the latest step that a run like this one has finished; only the latest is kept."""
+        pipeline = self._pipeline
+        planned = pipeline.plan(self._dataset)
+        marks, source = [step.mark() for step in planned], planned[0].source if planned else ""
+        checkpoint = Checkpoint(self._store, pipeline.name, pipeline.codec)
+        with checkpoint.alone():
+            found = checkpoint.find(source, marks)
+            if found.reason:
+                warnings.warn(found.reason, CacheWarning, stacklevel=4)
+            if found.dataset is not None:
+                self._dataset = found.dataset
+            reports = [_report(step, True, 0, len(self._dataset), 0.0, None) for step in planned[: found.done]]
+            for number, report in enumerate(reports):
+                self._teller.end(number, report)
+            if found.done < len(planned):
+                pipeline.warn_of_space(self._dataset, [])
+            for step in planned[found.done :]:
+                report = self._run_plainly(step.number, our_fingerprint(step.key))
+                size = checkpoint.save(self._dataset, source, marks[: step.number + 1])
+                reports.append(_report(step, False, report.rows_in, report.rows_out, report.seconds, size))
+                self._teller.end(step.number, reports[-1])
+            return PipelineResult(self._dataset, reports)
+
+    def plain(self) -> PipelineResult:
+        """Nothing is kept."""
+        if self._pipeline.steps:
+            self._pipeline.warn_of_space(self._dataset, [])
+        reports = []
+        for number in range(len(self._pipeline.steps)):
+            reports.append(self._run_plainly(number, None))
+            self._teller.end(number, reports[-1])
+        return PipelineResult(self._dataset, reports)
+
+    def _run_plainly(self, number: int, fingerprint: str | None) -> StepReport:
+        rows, began = len(self._dataset), time.perf_counter()
+        self._teller.begin(number, rows)
+        make = self._make(number, fingerprint)
+        self._dataset = running.run(self._store, make, fingerprint, self._pipeline.temp_dir)
+        self._drop_unused()
+        step, seconds = self._pipeline.steps[number], time.perf_counter() - began
+        return StepReport(step.name, step.kind, False, rows, len(self._dataset), seconds, 0, 0, "")
+
+
+def _history(planned: Sequence[Planned], reports: Sequence[StepReport]) -> list[dict[str, Any]]:
+    """What a step remembers of those before it, whose results may be dropped."""
+    return [
+        {"key": step.key, "rows_in": report.rows_in, "rows_out": report.rows_out}
+        for step, report in zip(planned, reports, strict=False)
+    ]
+
+
+def _report(
+    step: Planned, hit: bool, rows_in: int, rows_out: int, seconds: float, size: kept.Size | None
+) -> StepReport:
+    logical, stored = size or (0, 0)
+    key = step.key if size is not None else ""
+    return StepReport(step.step.name, step.step.kind, hit, rows_in, rows_out, seconds, logical, stored, key)

@@ -1,0 +1,69 @@
+"""A pipeline's steps with their keys, before anything runs: keys follow from the input and the operators alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from castore.adapters.datasets.checkpoint import Mark
+from castore.adapters.datasets.describing import Description, describe
+from castore.adapters.datasets.running import step_key, step_name
+from castore.adapters.datasets.steps import Step
+from castore.adapters.datasets.tables import our_fingerprint
+
+
+class Planned(NamedTuple):
+    """A step, and what is known of it beforehand.
+
+    Attributes:
+        number: from 0.
+        step: what is done.
+        key: 40 hexadecimal digits.
+        name: of its result in the store.
+        source: fingerprint of its input.
+        what: its operator's fingerprint and description.
+    """
+
+    number: int
+    step: Step
+    key: str
+    name: str
+    source: str
+    what: Description
+
+    def record(self, pipeline: str, steps: int) -> dict[str, Any]:
+        """What is kept with its result, in a pipeline of so many steps."""
+        return {
+            "pipeline": pipeline,
+            "number": self.number,
+            "steps": steps,
+            "step": self.step.name,
+            "kind": self.step.kind,
+            "key": self.key,
+            "input": self.source,
+            "operator": self.what.fingerprint,
+            "parts": self.what.parts,
+        }
+
+    def mark(self) -> Mark:
+        """What tells it in a checkpoint."""
+        parameters = {name: text or digest for name, (digest, text) in self.what.parts.items()}
+        return Mark(self.step.name, self.step.kind, self.what.fingerprint, parameters)
+
+
+def plan(steps: Sequence[Step], source: str) -> list[Planned]:
+    """The steps of a pipeline over the input of fingerprint ``source``.
+
+    Raises:
+        UnhashableError: a part of an operator has no stable hash.
+    """
+    planned, known = [], dict[int, Description]()
+    for number, step in enumerate(steps):
+        # An operator that takes two steps is hashed once; the list of steps keeps it alive, and so its id.
+        what = known.get(id(step.operator))
+        if what is None:
+            what = known[id(step.operator)] = describe(step.operator, step.name.removesuffix(" (stats)"))
+        digits = step_key(source, step.name, step.kind, what.fingerprint)
+        planned.append(Planned(number, step, digits, step_name(step.name, digits), source, what))
+        source = our_fingerprint(digits)
+    return planned

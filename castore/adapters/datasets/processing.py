@@ -1,0 +1,219 @@
+"""Running a recipe: from its files, through its operators, to where the result goes. What `castore process` does, for programs.
+
+The input is a step like any other: read once, kept compressed, and not even looked at where the first operator's result is known already.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import datasets
+
+from castore.adapters.datasets import exporting, kept, running, space
+from castore.adapters.datasets.background import wait
+from castore.adapters.datasets.config import Recipe
+from castore.adapters.datasets.explain import Explanation
+from castore.adapters.datasets.late import LateDataset
+from castore.adapters.datasets.pipeline import Pipeline, ProgressCallback
+from castore.adapters.datasets.quiet import quiet
+from castore.adapters.datasets.reports import StepReport
+from castore.adapters.datasets.sources import SAVED, Source, find, identify, read
+from castore.adapters.datasets.tables import our_fingerprint
+from castore.errors import CastoreError
+from castore.store import Store
+
+Telling = Literal["content", "path", "combined"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a recipe.
+
+    Attributes:
+        project_name: the recipe's.
+        export_path: where the result is.
+        exported: its bytes.
+        rows_in, rows_out: of the source, and of the result.
+        seconds: all it took.
+        steps: one report for each.
+    """
+
+    project_name: str
+    export_path: str
+    exported: int
+    rows_in: int
+    rows_out: int
+    seconds: float
+    steps: list[StepReport]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as a dictionary, for JSON."""
+        return dataclasses.asdict(self)
+
+
+def pipeline_of(recipe: Recipe, store: Store) -> Pipeline:
+    """The pipeline of a recipe.
+
+    Raises:
+        InvalidValueError: an operator, or a parameter of one, is wrong.
+    """
+    return Pipeline(
+        recipe.operators(),
+        store=store,
+        name=recipe.project_name,
+        codec=recipe.cache_compress or store.settings.codec,
+        use_cache=recipe.use_cache,
+        use_checkpoint=recipe.use_checkpoint,
+        num_proc=recipe.num_proc if recipe.num_proc > 1 else None,
+        temp_dir=recipe.temp_dir,
+    )
+
+
+def input_of(recipe: Recipe, pipeline: Pipeline) -> datasets.Dataset:
+    """The dataset of a recipe's source.
+
+    Raises:
+        NotFoundError, InvalidValueError, OSError: it is not there, or cannot be read.
+    """
+    return open_source(
+        find(recipe.dataset_path),
+        pipeline.store,
+        cached=pipeline.use_cache,
+        codec=pipeline.codec,
+        temp_dir=recipe.temp_dir,
+    )
+
+
+def explain(recipe: Recipe, store: Store) -> list[Explanation]:
+    """For each step of a recipe whether it is kept, and if not, what has changed; reads no data but to tell the files.
+
+    Raises:
+        CastoreError, OSError: the recipe is wrong, or its files are not there.
+    """
+    pipeline = pipeline_of(recipe, store)
+    source = find(recipe.dataset_path)
+    fingerprint = our_fingerprint(identify(source, store))
+    return pipeline.explain(
+        LateDataset(datasets.DatasetInfo(), None, fingerprint, 0, 0, lambda: input_of(recipe, pipeline))
+    )
+
+
+def estimate(recipe: Recipe, store: Store) -> space.Estimate:
+    """How much disk a recipe will take; reads its source.
+
+    Raises:
+        CastoreError, OSError: the recipe is wrong, or its files are not there.
+    """
+    pipeline = pipeline_of(recipe, store)
+    with quiet():
+        return pipeline.estimate_space(input_of(recipe, pipeline))
+
+
+def process(
+    recipe: Recipe,
+    *,
+    store: Store | None = None,
+    progress: ProgressCallback | None = None,
+    exported: Callable[[int], object] | None = None,
+) -> Outcome:
+    """Run a recipe.
+
+    Args:
+        recipe: what to do.
+        store: where steps are kept; default the recipe's ``ds_cache_dir``, else the default store.
+        progress: told how far the run is.
+        exported: called with the rows of each piece of the result that is written.
+
+    Raises:
+        CastoreError, OSError: the recipe is wrong, its files are not there, or the disk is full.
+        Exception: what an operator raised; the steps before it are kept.
+    """
+    began = time.perf_counter()
+    exporting.check(recipe.export_path)
+    if store is None:
+        store = Store(recipe.ds_cache_dir, memory=0)
+    pipeline = pipeline_of(recipe, store)
+    with quiet():
+        try:
+            dataset = input_of(recipe, pipeline)
+            rows = len(dataset)
+            result = pipeline.run(dataset, progress=progress)
+            size = exporting.export(result.dataset, recipe.export_path, exported)
+        finally:
+            # After a Ctrl-C too: the steps that are done must be there the next time.
+            wait()
+    return Outcome(
+        recipe.project_name,
+        os.path.abspath(recipe.export_path),
+        size,
+        rows,
+        len(result.dataset),
+        round(time.perf_counter() - began, 3),
+        result.steps,
+    )
+
+
+def open_source(
+    source: Source,
+    store: Store,
+    *,
+    cached: bool,
+    codec: str,
+    temp_dir: str | os.PathLike[str] | None = None,
+    telling: Telling = "content",
+) -> datasets.Dataset:
+    """The dataset of files; with a fingerprint that tells them, and not read before it is looked at if it is in the store.
+
+    Args:
+        source: the files.
+        store: where the dataset is kept.
+        cached: whether it is.
+        codec: of what is kept.
+        temp_dir: where it lies uncompressed while it is used; default below the store.
+        telling: what tells files from others: their content, their path (with size and time of change), or both.
+
+    Raises:
+        InvalidValueError, FullError, OSError: see `read`.
+    """
+    digits = identify(source, store, telling)
+    if source.kind == SAVED:
+        # Mapped where it is: nothing is gained by another copy.
+        dataset = read(source, "")
+        dataset._fingerprint = our_fingerprint(digits)
+        return dataset
+    if not cached:
+        return running.run(store, lambda file: read(source, file.parent), our_fingerprint(digits), temp_dir)
+    name = running.step_name("source", digits)
+
+    def load() -> datasets.Dataset:
+        return running.run_or_load(
+            store,
+            name,
+            lambda file: read(source, file.parent),
+            {"step": "source", "kind": "source", "key": digits, "input": "", "operator": "", "parts": {}},
+            kept.Options(codec, None, store.settings.ttl),
+            rows_in=0,
+            temp_dir=temp_dir,
+        ).dataset
+
+    return _late(store, name, load) or load()
+
+
+def _late(store: Store, name: str, load: Callable[[], datasets.Dataset]) -> datasets.Dataset | None:
+    """The dataset of that name, to be read when it is looked at; None if it is not all there."""
+    try:
+        files = kept.files_of(store, name)
+    except CastoreError:
+        return None  # and `load` says what of it is damaged
+    state, info = json.loads(files.state), datasets.DatasetInfo.from_dict(json.loads(files.info))
+    record = kept.metadata_of(store, name)
+    if record is None:
+        return None
+    split = None if state["_split"] is None else datasets.Split(state["_split"])
+    size = sum(blob.size for _, blob in files.data)
+    return LateDataset(info, split, state["_fingerprint"], record["rows_out"], size, load)

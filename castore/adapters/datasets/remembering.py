@@ -1,0 +1,122 @@
+"""A pipeline that keeps the results of operators in this process, in front of the store or in place of it.
+
+Results are mapped files or tables that somebody has anyway: keeping one costs what its pages cost. What came out of here is a dataset like any
+other; datasets are never changed in place, so it may be shared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import datasets
+
+from castore.adapters.datasets.hashing import operator_fingerprint
+from castore.adapters.datasets.inputs import dataset_fingerprint
+from castore.adapters.datasets.pipeline import Pipeline, ProgressCallback
+from castore.adapters.datasets.reports import PipelineResult, Progress, StepReport
+from castore.adapters.datasets.running import step_key
+from castore.forks import reset_after_fork
+
+
+class Results:
+    """Results of operators by key, the least recently used going first; safe to share between threads and pipelines.
+
+    Args:
+        most: how many are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: OrderedDict[str, PipelineResult] = OrderedDict()
+        self._after_fork()
+        reset_after_fork(self)
+
+    def _after_fork(self) -> None:
+        self._guard = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, key: str) -> PipelineResult | None:
+        """What is kept under a key."""
+        with self._guard:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def keep(self, key: str, result: PipelineResult) -> None:
+        """Keep a result."""
+        with self._guard:
+            self._kept[key] = result
+            self._kept.move_to_end(key)
+            while len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+
+
+class RememberingPipeline(Pipeline):
+    """A `Pipeline` that looks among results in RAM first.
+
+    Args:
+        operators, **options: as for `Pipeline`.
+        results: where to look, and to keep.
+    """
+
+    def __init__(self, operators: Iterable[Any], *, results: Results, **options: Any) -> None:
+        super().__init__(operators, **options)
+        self._results = results
+
+    def run(self, dataset: datasets.Dataset, *, progress: ProgressCallback | None = None) -> PipelineResult:
+        """As `Pipeline.run`, an operator at a time."""
+        fingerprint = dataset_fingerprint(dataset, self.store)
+        reports: list[StepReport] = []
+        for operator in self.operators:
+            one = self._alone(operator)
+            codes = [operator_fingerprint(step.hashed, step.name) for step in one.steps]
+            fingerprint = step_key(fingerprint, one.steps[0].name, "operator", codes[0], codes)
+            found = self._results.find(fingerprint)
+            if found is None:
+                found = one.run(dataset, progress=self._shifted(progress, len(reports)))
+                self._results.keep(fingerprint, found)
+            else:
+                found = _as_hits(found)
+                self._tell(progress, len(reports), found.steps)
+            reports += found.steps
+            dataset = found.dataset
+        return PipelineResult(dataset, reports)
+
+    def _alone(self, operator: Any) -> Pipeline:
+        return Pipeline(
+            [operator],
+            store=self.store,
+            name=self.name,
+            codec=self.codec,
+            use_cache=self.use_cache,
+            num_proc=self.num_proc,
+            temp_dir=self.temp_dir,
+        )
+
+    def _shifted(self, progress: ProgressCallback | None, before: int) -> ProgressCallback | None:
+        """``progress`` for the steps of one operator, told their numbers among all."""
+        if progress is None:
+            return None
+
+        def tell(state: Progress) -> None:
+            progress(dataclasses.replace(state, step=state.step + before, steps=len(self.steps)))
+
+        return tell
+
+    def _tell(self, progress: ProgressCallback | None, before: int, steps: list[StepReport]) -> None:
+        for number, report in enumerate(steps, start=before):
+            if progress is not None:
+                rows = report.rows_in
+                progress(Progress(number, len(self.steps), report.name, report.kind, rows, rows, report))
+
+
+def _as_hits(result: PipelineResult) -> PipelineResult:
+    return PipelineResult(
+        result.dataset, [dataclasses.replace(step, hit=True, seconds=0.0) for step in result.steps]
+    )

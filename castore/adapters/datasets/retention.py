@@ -1,0 +1,74 @@
+"""Which results of a pipeline's steps go, when there are too many of them; what the last step of a run made never does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from castore.adapters.datasets import kept
+from castore.adapters.datasets.running import FOLDER
+from castore.adapters.datasets.tables import STATE
+from castore.sizes import parse_duration, parse_size
+from castore.store import Store
+
+
+class Result(NamedTuple):
+    """A step's result: where it is kept, when it was last of use, and what it takes."""
+
+    name: str
+    used: float
+    stored: int
+
+
+def select(results: Sequence[Result], *, before: float | None, budget: int | None, needed: int) -> list[Result]:
+    """Choose what goes. Knows no store and no clock.
+
+    Args:
+        results: what may go.
+        before: what was last of use before this time goes; None for any.
+        budget: bytes that may stay, or None for none of what ``before`` chooses.
+        needed: bytes of what stays in any case.
+    """
+    old = sorted((r for r in results if before is None or r.used < before), key=lambda result: result.used)
+    if budget is None:
+        return old
+    over = needed + sum(result.stored for result in results) - budget
+    chosen = []
+    for result in old:
+        if over <= 0:
+            break
+        chosen.append(result)
+        over -= result.stored
+    return chosen
+
+
+def drop_intermediate(
+    store: Store, pipeline: str, *, older_than: float | str | None, budget: int | str | None
+) -> list[str]:
+    """See `Pipeline.drop_intermediate`."""
+    store.flush()
+    last, others = _results(store, pipeline)
+    chosen = select(
+        others,
+        before=None if older_than is None else time.time() - parse_duration(older_than),
+        budget=None if budget is None else parse_size(budget),
+        needed=sum(result.stored for result in last),
+    )
+    for result in chosen:
+        kept.drop(store, result.name)
+    return [result.name for result in chosen]
+
+
+def _results(store: Store, pipeline: str) -> tuple[list[Result], list[Result]]:
+    """Results of the last steps of runs, and of all others."""
+    entries = [entry for entry in store.entries(FOLDER) if entry.name.endswith(f"/{STATE}")]
+    last: list[Result] = []
+    others: list[Result] = []
+    for entry in entries:
+        record = entry.metadata
+        if record.get("pipeline") == pipeline:
+            name = entry.name.removesuffix(f"/{STATE}")
+            result = Result(name, entry.accessed, kept.size_of(store, name).stored)
+            (last if record["number"] + 1 == record["steps"] else others).append(result)
+    return last, others

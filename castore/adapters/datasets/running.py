@@ -1,0 +1,175 @@
+"""One step, once: from the cache, from what is on its way there, or run now and stored behind the caller's back.
+
+A step's name is ``steps/<operator>_<key>``. Whoever runs it holds the lock of that name until the result is stored, so that
+another process, which finds nothing yet, waits and then finds it. Locks only save work: two that do not see each
+other's both run the step, and put the same.
+
+Must never hand out a damaged result, nor keep one of a step that failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+
+from castore.adapters.datasets import kept, work
+from castore.adapters.datasets.background import background
+from castore.adapters.datasets.mapping import store_locks
+from castore.adapters.datasets.reports import CacheWarning
+from castore.adapters.datasets.tables import our_fingerprint, part_of
+from castore.errors import CorruptError, FullError, NotFoundError
+from castore.keys import key
+from castore.store import Store
+from castore.transaction import is_full
+
+#: Where steps are kept.
+FOLDER = "steps"
+_VERSION = 1
+_NAME = 60
+
+Make = Callable[[Path], datasets.Dataset]
+
+
+class Outcome(NamedTuple):
+    """A step's result.
+
+    Attributes:
+        dataset: the rows.
+        hit: whether nothing had to be run.
+        record: what is known of the step; see `run_or_load`.
+        size: of it in the store, once it is there; None if it could not be stored.
+    """
+
+    dataset: datasets.Dataset
+    hit: bool
+    record: dict[str, Any]
+    size: Future[kept.Size | None]
+
+
+def step_key(input_fingerprint: str, name: str, kind: str, operator: str, parameters: Any = None) -> str:
+    """The key of a step: 40 hexadecimal digits that tell its input, its operator and all that can change the result."""
+    told = {"version": _VERSION, "input": input_fingerprint, "name": name, "kind": kind, "operator": operator}
+    return key({**told, "parameters": parameters})
+
+
+def step_name(name: str, digits: str) -> str:
+    """Where the result of a step is kept."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:_NAME]
+    return f"{FOLDER}/{plain or 'step'}_{digits}"
+
+
+def load(store: Store, name: str) -> Outcome | None:
+    """A step's result if it is kept and good, or on its way.
+
+    Warns:
+        CacheWarning: it was kept and is damaged; it is dropped.
+    """
+    coming = background.find(store.path, name)
+    if coming is not None:
+        return Outcome(coming.dataset, True, coming.record, coming.size)
+    record = kept.metadata_of(store, name)
+    if record is None:
+        return None
+    try:
+        dataset = kept.load(store, name)
+    except NotFoundError:
+        kept.drop(store, name)  # gc took a part of it
+        return None
+    except CorruptError as error:
+        kept.drop(store, name)
+        warnings.warn(f"the cached step {name!r} is damaged and runs again: {error}", CacheWarning, stacklevel=3)
+        return None
+    return Outcome(dataset, True, record, done(kept.size_of(store, name)))
+
+
+def done(size: kept.Size | None) -> Future[kept.Size | None]:
+    """A future of what is known already."""
+    future: Future[kept.Size | None] = Future()
+    future.set_result(size)
+    return future
+
+
+def run_or_load(
+    store: Store,
+    name: str,
+    make: Make,
+    record: dict[str, Any],
+    options: kept.Options,
+    *,
+    rows_in: int,
+    temp_dir: str | os.PathLike[str] | None = None,
+    fresh: bool = False,
+) -> Outcome:
+    """A step's result, run only if it is not kept, by nobody else at the same time.
+
+    Args:
+        store, name: where it is kept.
+        make: runs the step; given a path for the Arrow file of its result.
+        record: kept with it; ``rows_in``, ``rows_out`` and ``seconds`` are added.
+        options: how it is stored.
+        rows_in: rows of its input.
+        temp_dir: where its uncompressed file lies; default below the store.
+        fresh: run it even if it is kept.
+
+    Raises:
+        Exception: what ``make`` raised; nothing is kept then.
+    """
+    found = background.find(store.path, name)  # this very thread may hold the lock for it
+    if found is not None and not fresh:
+        return Outcome(found.dataset, True, found.record, found.size)
+    if found is not None:
+        found.size.result()
+    if not fresh and (hit := load(store, name)) is not None:
+        return hit
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(store_locks(store).hold(name))
+        if not fresh and (hit := load(store, name)) is not None:
+            return hit
+        began = time.perf_counter()
+        dataset = run(store, make, our_fingerprint(name.rpartition("_")[2]), temp_dir)
+        seconds = time.perf_counter() - began
+        record = {**record, "rows_in": rows_in, "rows_out": len(dataset), "seconds": round(seconds, 6)}
+        lock = stack.pop_all()
+
+    def put() -> kept.Size:
+        # Held until others can find the result. With a Store of its own: the caller may close his at any time.
+        with lock, copy.copy(store) as own:
+            return kept.put_parts(own, name, {"": part_of(dataset)}, options, record)
+
+    coming = background.submit(store.path, name, dataset, record, put)
+    return Outcome(dataset, False, record, coming.size)
+
+
+def run(
+    store: Store, make: Make, fingerprint: str | None, temp_dir: str | os.PathLike[str] | None
+) -> datasets.Dataset:
+    """Run a step; its result has that fingerprint, and its file is removed if it fails."""
+    file = work.new_file(store, temp_dir)
+    try:
+        dataset = make(file)
+    except BaseException as error:
+        work.drop(file)
+        if isinstance(error, OSError) and is_full(error) and not isinstance(error, FullError):
+            free = shutil.disk_usage(file.parent.parent).free
+            raise FullError(
+                f"the disk of {file.parent.parent} is full ({free} bytes free): a step writes its result there,"
+                " uncompressed, before it is stored; free some space, or name another folder with temp_dir"
+            ) from error
+        raise
+    if fingerprint is None:
+        return dataset
+    # The object may be the input itself, if the step changed nothing.
+    dataset = copy.copy(dataset)
+    dataset._fingerprint = fingerprint
+    return dataset

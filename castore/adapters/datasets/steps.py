@@ -1,0 +1,214 @@
+"""Operators as steps: what kind each is, what of it counts for the key, and how a dataset goes through it.
+
+An operator is a function from a sample to a sample, or an object with Data-Juicer's methods:
+
+- ``process(sample)`` (or ``process_batched(samples)``): a mapper;
+- ``compute_stats(sample)`` and ``process(sample) -> bool``: a filter, whose statistics pass is a step of its own;
+- ``compute_hash(sample)`` and ``process(dataset)``: a deduplicator.
+
+Assumes nothing of a store. Must never change a dataset that it is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import datasets
+
+from castore.errors import InvalidValueError
+
+#: Data-Juicer's column for what filters measure.
+STATS = "__dj__stats__"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """How a step is run; none of it changes what comes out.
+
+    Attributes:
+        num_proc: processes that share the rows, or None.
+        file: where the step writes its Arrow file; None for memory.
+        count: told the rows that were done, where that can be known.
+        fingerprint: of the result; `datasets` would find one by pickling the operator.
+    """
+
+    num_proc: int | None = None
+    file: str | None = None
+    count: Callable[[int], object] | None = None
+    fingerprint: str | None = None
+
+    def keywords(self) -> dict[str, Any]:
+        """For `datasets.Dataset.map` and `filter`; its own cache stays out of it."""
+        place = {"keep_in_memory": True} if self.file is None else {"cache_file_name": self.file}
+        fingerprint = self.fingerprint or uuid.uuid4().hex
+        return {"num_proc": self.num_proc, "load_from_cache_file": False, "new_fingerprint": fingerprint, **place}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One pass over a dataset.
+
+    Attributes:
+        name: of the operator; a statistics pass has " (stats)" behind it.
+        kind: ``"map"``, ``"stats"``, ``"filter"`` or ``"deduplicate"``.
+        operator: the function or object.
+        hashed: what of it counts for the key.
+    """
+
+    name: str
+    kind: str
+    operator: Any
+    hashed: Any
+
+    def run(self, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
+        """The dataset behind this step."""
+        return _RUN[self.kind](self.operator, dataset, options)
+
+
+def steps_of(operator: Any) -> list[Step]:
+    """The steps that an operator takes.
+
+    Raises:
+        InvalidValueError: it is neither callable nor an object with `process`.
+    """
+    name = operator_name(operator)
+    if inspect.isclass(operator):
+        raise InvalidValueError(f"{name} is no operator but the class of some: pass {name}(...)")
+    if hasattr(operator, "compute_hash"):
+        methods = [operator.compute_hash, _needed(operator, "process")]
+        return [Step(name, "deduplicate", operator, methods)]
+    if hasattr(operator, "compute_stats") or hasattr(operator, "compute_stats_batched"):
+        stats = _method(operator, "compute_stats")[0]
+        return [
+            Step(f"{name} (stats)", "stats", operator, stats),
+            Step(name, "filter", operator, _method(operator, "process")[0]),
+        ]
+    if hasattr(operator, "process") or hasattr(operator, "process_batched"):
+        return [Step(name, "map", operator, _method(operator, "process")[0])]
+    if callable(operator):
+        return [Step(name, "map", operator, operator)]
+    raise InvalidValueError(
+        f"{operator!r} is no operator: pass a function, or an object with a method process, compute_stats or compute_hash"
+    )
+
+
+def operator_name(operator: Any) -> str:
+    """What an operator is called in reports."""
+    own = getattr(operator, "_name", None)
+    if isinstance(own, str) and own:
+        return own
+    function = getattr(operator, "func", operator)  # of a functools.partial
+    return str(getattr(function, "__qualname__", type(operator).__name__)).rpartition(".<locals>.")[2]
+
+
+def _needed(operator: Any, name: str) -> Callable[..., Any]:
+    method: Callable[..., Any] | None = getattr(operator, name, None)
+    if method is None:
+        raise InvalidValueError(f"operator {operator_name(operator)!r} has no method {name}")
+    return method
+
+
+def _method(operator: Any, name: str) -> tuple[Callable[..., Any], bool]:
+    """A method of an operator, and whether it takes batches."""
+    wants = getattr(operator, "is_batched_op", None)
+    batched = bool(wants()) if callable(wants) else not hasattr(operator, name)
+    return _needed(operator, f"{name}_batched" if batched else name), batched
+
+
+def _map(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
+    plain = not (hasattr(operator, "process") or hasattr(operator, "process_batched"))
+    function, batched = (operator, False) if plain else _method(operator, "process")
+    return dataset.map(_counted(function, batched, options), batched=batched, **options.keywords())
+
+
+def _stats(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
+    function, batched = _method(operator, "compute_stats")
+    with_room = _StatsOfBatch(function) if batched else _StatsOfSample(function)
+    # The column's type grows with each filter that measures something new.
+    return dataset.map(
+        _counted(with_room, batched, options), batched=batched, try_original_type=False, **options.keywords()
+    )
+
+
+def _filter(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
+    function, batched = _method(operator, "process")
+    function = _ListOf(function) if batched else function
+    return dataset.filter(_counted(function, batched, options), batched=batched, **options.keywords())
+
+
+def _deduplicate(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
+    if not len(dataset):
+        return dataset  # `map` would not have given it the columns that process looks at
+    function, batched = _method(operator, "compute_hash")
+    hashed = dataset.map(_counted(function, batched, options), batched=batched, **options.keywords())
+    # Data-Juicer's own return the duplicates that they found, too.
+    result = operator.process(hashed)
+    kept = result[0] if isinstance(result, tuple) else result
+    return kept.remove_columns([name for name in kept.column_names if name not in dataset.column_names])
+
+
+_RUN: dict[str, Callable[[Any, datasets.Dataset, RunOptions], datasets.Dataset]] = {
+    "map": _map,
+    "stats": _stats,
+    "filter": _filter,
+    "deduplicate": _deduplicate,
+}
+
+
+class _StatsOfSample:
+    """Gives a sample room for statistics before it is measured."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, sample: dict[str, Any]) -> Any:
+        sample[STATS] = dict(sample.get(STATS) or {})
+        return self._function(sample)
+
+
+class _StatsOfBatch:
+    """The same for a batch, whose statistics are one dictionary a sample."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, samples: dict[str, list[Any]]) -> Any:
+        rows = len(next(iter(samples.values())))
+        samples[STATS] = [dict(stats or {}) for stats in samples.get(STATS) or [None] * rows]
+        return self._function(samples)
+
+
+class _ListOf:
+    """Data-Juicer's batched filters return an iterator of bools; `filter` wants a list."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, samples: dict[str, list[Any]]) -> list[bool]:
+        return list(self._function(samples))
+
+
+class _Counting:
+    """Tells how many rows have gone through a function."""
+
+    def __init__(self, function: Callable[..., Any], batched: bool, count: Callable[[int], object]) -> None:
+        self._function = function
+        self._batched = batched
+        self._count = count
+
+    def __call__(self, sample: dict[str, Any]) -> Any:
+        rows = len(next(iter(sample.values()))) if self._batched else 1
+        result = self._function(sample)
+        self._count(rows)
+        return result
+
+
+def _counted(function: Callable[..., Any], batched: bool, options: RunOptions) -> Callable[..., Any]:
+    # Other processes could not tell, and `map` looks at coroutines itself.
+    if options.count is None or options.num_proc or inspect.iscoroutinefunction(function):
+        return function
+    return _Counting(function, batched, options.count)

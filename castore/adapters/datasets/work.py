@@ -1,0 +1,72 @@
+"""Folders for Arrow files that are being worked on, uncompressed, until their dataset is in the store.
+
+One a process and place: below the store, which is where there is room for data, or below a folder of the user's.
+Its name tells which process it belongs to; it goes when that process ends, and what a killed one left goes when the
+next one makes its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import threading
+import uuid
+from pathlib import Path
+
+from castore.store import Store
+from castore.temporary import pid_namespace, process_started
+
+_folders: dict[tuple[int, Path], Path] = {}
+_guard = threading.Lock()
+
+
+def new_file(store: Store, temp_dir: str | os.PathLike[str] | None = None) -> Path:
+    """A path for a new Arrow file of this process, in a folder of its own."""
+    parent = store.path / "work" if temp_dir is None else Path(os.path.abspath(temp_dir)) / "castore-work"
+    folder = _folder(parent, store.settings.folder_mode) / uuid.uuid4().hex
+    folder.mkdir()
+    return folder / "data.arrow"
+
+
+def drop(file: Path) -> None:
+    """Remove a file that `new_file` named, and what stands beside it. Who has it mapped keeps the bytes."""
+    shutil.rmtree(file.parent, ignore_errors=True)
+
+
+def drop_unused(files: set[Path], used: set[str]) -> None:
+    """Remove those files, made by `new_file`, in whose folder nothing is used; ``files`` keeps the others."""
+    folders = {os.path.dirname(path) for path in used}
+    for file in [file for file in files if str(file.parent) not in folders]:
+        drop(file)
+        files.discard(file)
+
+
+def _folder(parent: Path, mode: int) -> Path:
+    place = os.getpid(), parent
+    with _guard:
+        if place not in _folders:
+            if not parent.is_dir():
+                parent.mkdir(parents=True, exist_ok=True)
+                parent.chmod(mode)  # whatever the umask says, as for the store's other folders
+            _clear_dead(parent)
+            name = f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}-{uuid.uuid4().hex}"
+            folder = parent / name
+            folder.mkdir(mode=0o700)
+            atexit.register(_remove, os.getpid(), folder)
+            _folders[place] = folder
+        return _folders[place]
+
+
+def _remove(pid: int, folder: Path) -> None:
+    if pid == os.getpid():  # a forked child inherits the hook, not the folder
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _clear_dead(parent: Path) -> None:
+    """Remove the folders of processes that are gone; those of other PID namespaces cannot be told, and stay."""
+    for folder in parent.iterdir():
+        parts = folder.name.split("-")
+        ours = len(parts) == 4 and all(map(str.isdigit, parts[:3])) and int(parts[0]) == pid_namespace()
+        if ours and process_started(int(parts[1])) != int(parts[2]):
+            shutil.rmtree(folder, ignore_errors=True)

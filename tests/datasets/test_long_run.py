@@ -1,0 +1,21 @@
+"""The long run of the benchmarks, over little text: what `make bench` shows over 200 MB holds here each time."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tools.bench import longrun
+
+
+@pytest.mark.timeout(300)
+def test_five_steps_run_again_changed_killed_and_resumed_give_what_plain_datasets_gives(
+    tmp_path: Path,
+) -> None:
+    seed = random.randrange(10**9)
+    found = list(longrun.stages(tmp_path, tmp_path / "corpus", 4_000_000, random.Random(seed)))
+    wrong = [stage for stage in found if not (stage.equal and stage.as_wanted)]
+    assert len(found) == 8
+    assert not wrong, f"killed as random.Random({seed}) says: {wrong}"
