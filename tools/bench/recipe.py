@@ -1,0 +1,165 @@
+"""Five steps over text, and three ways to run them: plain `datasets`, castore's cached calls, castore's Pipeline.
+
+Two recipes share their first two steps: one leaves text, the other token ids (int32). The third step has a parameter, to
+change it. Operators are written once; no way of running them gets an easier task than another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from blake3 import blake3
+
+from castore.adapters.datasets import Pipeline, cached_filter, cached_map, wait
+from castore.store import Store
+
+#: Data-Juicer's column for what filters measure.
+_STATS = "__dj__stats__"
+_LINK = re.compile(r"https?://\S+|[\w.+-]+@[\w-]+\.[\w.]+")
+_PIECE = re.compile(r" ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+")
+#: Beside the bytes, as in a byte-pair vocabulary.
+_BYTES = 256
+
+Sample = dict[str, Any]
+
+
+def strip_lines(sample: Sample) -> Sample:
+    """Takes white space from the ends of lines."""
+    return {"text": "\n".join(line.rstrip() for line in sample["text"].splitlines())}
+
+
+def mask_links(sample: Sample) -> Sample:
+    """Puts a word in the place of links and addresses."""
+    return {"text": _LINK.sub("<link>", sample["text"])}
+
+
+@dataclasses.dataclass(frozen=True)
+class CutLines:
+    """Cuts lines to so many characters."""
+
+    width: int
+
+    def __call__(self, sample: Sample) -> Sample:
+        return {"text": "\n".join(line[: self.width] for line in sample["text"].split("\n"))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenize:
+    """Token ids in the place of the text: of pieces in the vocabulary by their rank, of others by their bytes."""
+
+    vocabulary: dict[str, int]
+    most: int
+
+    def __call__(self, sample: Sample) -> Sample:
+        known, ids = self.vocabulary, []
+        for piece in _PIECE.findall(sample["text"]):
+            number = known.get(piece)
+            if number is None:
+                ids += piece.encode()
+            else:
+                ids.append(number)
+        del sample["text"]
+        return {"ids": np.array(ids[: self.most], dtype=np.int32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Letters:
+    """Keeps what has at least this part of letters."""
+
+    least: float
+
+    def compute_stats(self, sample: Sample) -> Sample:
+        text = sample["text"]
+        share = sum(map(str.isalpha, text)) / max(1, len(text))
+        sample[_STATS] = dict(sample.get(_STATS) or {}) | {"letters": share}
+        return sample
+
+    def process(self, sample: Sample) -> bool:
+        return bool(sample[_STATS]["letters"] >= self.least)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Keeps what has at least so many tokens."""
+
+    least: int
+
+    def compute_stats(self, sample: Sample) -> Sample:
+        sample[_STATS] = dict(sample.get(_STATS) or {}) | {"tokens": len(sample["ids"])}
+        return sample
+
+    def process(self, sample: Sample) -> bool:
+        return bool(sample[_STATS]["tokens"] >= self.least)
+
+
+def vocabulary(texts: Sequence[str], words: int) -> dict[str, int]:
+    """The pieces that occur most often, numbered by rank behind the bytes."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(_PIECE.findall(text))
+    return {piece: _BYTES + rank for rank, (piece, _) in enumerate(counts.most_common(words))}
+
+
+def operators(name: str, third: int, texts: Callable[[], Sequence[str]]) -> list[Any]:
+    """The operators of a recipe; the last one is a filter, which takes two steps.
+
+    Args:
+        name: ``"text"`` or ``"tokens"``.
+        third: parameter of the third step: the width of a line, or how many tokens are kept of a document.
+        texts: some documents, to make the vocabulary from.
+    """
+    if name == "text":
+        return [strip_lines, mask_links, CutLines(third), Letters(0.4)]
+    return [strip_lines, mask_links, Tokenize(vocabulary(texts(), 50_000 - _BYTES), third), Tokens(100)]
+
+
+#: The third step's parameter, and another value.
+THIRD = {"text": (100, 80), "tokens": (1_000_000, 500_000)}
+
+
+def plain(dataset: datasets.Dataset, chain: Sequence[Any]) -> datasets.Dataset:
+    """With `Dataset.map` and `Dataset.filter`, cached by `datasets`."""
+    for operator in chain:
+        if hasattr(operator, "compute_stats"):
+            dataset = dataset.map(operator.compute_stats).filter(operator.process)
+        else:
+            dataset = dataset.map(operator)
+    return dataset
+
+
+def calls(dataset: datasets.Dataset, chain: Sequence[Any], store: Store) -> datasets.Dataset:
+    """The same calls with `cached_map` and `cached_filter`; what they keep is in the store when this returns."""
+    for operator in chain:
+        if hasattr(operator, "compute_stats"):
+            dataset = cached_map(dataset, operator.compute_stats, store=store)
+            dataset = cached_filter(dataset, operator.process, store=store)
+        else:
+            dataset = cached_map(dataset, operator, store=store)
+    wait()
+    return dataset
+
+
+def pipeline(chain: Sequence[Any], store: Store, *, checkpoint: bool = False) -> Pipeline:
+    """The same steps as a `Pipeline`."""
+    return Pipeline(chain, store=store, name="recipe", use_cache=not checkpoint, use_checkpoint=checkpoint)
+
+
+def digest(dataset: datasets.Dataset) -> str:
+    """Of the features and of all rows in order, however they are kept."""
+    hasher = blake3(str(dataset.features).encode())
+    for batch in dataset.with_format("arrow").iter(1000):
+        for column in batch.columns:
+            hasher.update(repr(column.to_pylist()).encode())
+    return hasher.hexdigest()
+
+
+def size_on_disk(folder: Path, pattern: str = "*") -> int:
+    """Bytes that the files below a folder take on its disk."""
+    return sum(512 * file.lstat().st_blocks for file in folder.rglob(pattern) if file.is_file())

@@ -1,0 +1,156 @@
+"""A process that runs a recipe once, and tells how long that took and what came out.
+
+    python -m tools.bench.textrun WAY RECIPE THIRD INPUT CACHE
+
+Says "begins" on standard output when everything is imported, so that whoever wants to kill it at work can; then, at the
+end, one line of JSON. Times nothing but the run: reading the input and hashing the operators included, imports and
+the making of a vocabulary not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+
+from castore.adapters.datasets import CacheWarning
+from castore.store import Store
+from tools.bench import recipe
+
+#: Plain `datasets`, castore's cached calls, its Pipeline with the cache, its Pipeline with a checkpoint.
+WAYS = ("datasets", "calls", "cache", "checkpoint")
+_PROJECT = Path(__file__).resolve().parents[2]
+_DOCUMENTS = 2000
+
+
+class Ran(NamedTuple):
+    """What a run tells.
+
+    Attributes:
+        seconds: it took.
+        hits: for each step, whether it came from the cache; empty where that is not told.
+        rows: of the result.
+        digest: of the result; "" if nobody asked.
+        warned: what castore had to say.
+        stored: bytes that each step takes in the store; empty where that is not told.
+    """
+
+    seconds: float
+    hits: list[bool]
+    rows: int
+    digest: str
+    warned: list[str]
+    stored: list[int]
+
+
+def run(way: str, chain: list[Any], source: Path, cache: Path, *, check: bool = True) -> Ran:
+    """Runs a chain of operators one of the ways.
+
+    Args:
+        way: one of `WAYS`.
+        chain: of `recipe.operators`.
+        source: a folder of `texts.saved`; plain `datasets` keeps its cache there.
+        cache: the folder of the store.
+        check: also make the digest of the result, untimed.
+    """
+    hits: list[bool] = []
+    stored: list[int] = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", CacheWarning)
+        began = time.perf_counter()
+        dataset = datasets.load_from_disk(source)
+        if way == "datasets":
+            dataset = recipe.plain(dataset, chain)
+            dataset[:1]
+            seconds = time.perf_counter() - began
+            return Ran(seconds, hits, len(dataset), recipe.digest(dataset) if check else "", [], [])
+        with Store(cache) as store:
+            if way == "calls":
+                dataset = recipe.calls(dataset, chain, store)
+            else:
+                result = recipe.pipeline(chain, store, checkpoint=way == "checkpoint").run(dataset)
+                dataset, hits = result.dataset, [step.hit for step in result.steps]
+                stored = [step.stored for step in result.steps]
+            dataset[:1]
+            seconds = time.perf_counter() - began
+        said = [str(item.message) for item in warned if issubclass(item.category, CacheWarning)]
+        return Ran(seconds, hits, len(dataset), recipe.digest(dataset) if check else "", said, stored)
+
+
+def documents(source: Path) -> list[str]:
+    """What a vocabulary is made from: some documents from all over the input."""
+    dataset = datasets.load_from_disk(source)
+    texts: list[str] = dataset.select(range(0, len(dataset), max(1, len(dataset) // _DOCUMENTS)))["text"][:]
+    return texts
+
+
+class Process:
+    """A process of this module at its work.
+
+    Args:
+        way, name, third: as for `run` and `recipe.operators`.
+        source, cache: as for `run`; beside the cache lies what `datasets` keeps elsewhere.
+        check: as for `run`.
+    """
+
+    def __init__(
+        self, way: str, name: str, third: int, source: Path, cache: Path, *, check: bool = True
+    ) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "tools.bench.textrun",
+            way,
+            name,
+            str(third),
+            str(source),
+            str(cache),
+        ]
+        self._process = subprocess.Popen(
+            [*command, *(["--check"] if check else [])],
+            cwd=_PROJECT,
+            env={**os.environ, "HF_DATASETS_CACHE": str(cache.parent / "hugging-face")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "begins\n":
+            self.end()
+
+    def end(self) -> Ran:
+        """Waits for its end; returns what it tells.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        told, said = self._process.communicate()
+        if self._process.returncode != 0 or not told:
+            raise RuntimeError(f"a run failed ({self._process.returncode}): {said.strip()[-2000:]}")
+        return Ran(**json.loads(told))
+
+    def kill(self) -> bool:
+        """Kills it as a power cut would; False if it had ended."""
+        self._process.kill()
+        self._process.communicate()
+        return self._process.returncode < 0
+
+
+def main() -> None:
+    way, name, third, source, cache, *rest = sys.argv[1:]
+    datasets.disable_progress_bars()
+    chain = recipe.operators(name, int(third), lambda: documents(Path(source)))
+    print("begins", flush=True)
+    ran = run(way, chain, Path(source), Path(cache), check="--check" in rest)
+    print(json.dumps(ran._asdict()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
