@@ -1,4 +1,6 @@
-"""`castore process`: sends files through a chain of operators, each step of which comes from the cache if nothing before it changed."""
+"""`castore process`: sends files through a chain of operators, each step of which comes from the cache if
+nothing before it changed.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ def process(
 
 
 def _find_modules(config: Path) -> None:
-    """Have operators found beside the recipe and in the working folder, as `python` finds modules beside a script."""
+    """Have operators found beside the recipe and in the working folder, as `python` finds modules beside a
+    script.
+    """
     for folder in (os.getcwd(), os.path.dirname(os.path.abspath(config))):
         if folder not in sys.path:
             sys.path.insert(0, folder)

@@ -81,7 +81,9 @@ class LettersFilter:
     def compute_stats(self, sample: dict[str, Any]) -> dict[str, Any]:
         """How much of the text is letters."""
         noted("t")
-        sample[STATS]["letters"] = sum(map(str.isalpha, sample["text"][:2000])) / max(1, len(sample["text"][:2000]))
+        sample[STATS]["letters"] = sum(map(str.isalpha, sample["text"][:2000])) / max(
+            1, len(sample["text"][:2000])
+        )
         return sample
 
     def process(self, sample: dict[str, Any]) -> bool:

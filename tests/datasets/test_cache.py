@@ -140,7 +140,9 @@ def test_a_stream_decompresses_only_what_is_read(cache: DatasetCache, large: dat
     assert not list(cache.store.entries(MAPS))
 
 
-def test_a_stream_is_shared_among_the_workers_of_a_loader(cache: DatasetCache, large: datasets.Dataset) -> None:
+def test_a_stream_is_shared_among_the_workers_of_a_loader(
+    cache: DatasetCache, large: datasets.Dataset
+) -> None:
     from torch.utils.data import DataLoader
 
     cache.put("large", large)
@@ -229,7 +231,9 @@ def test_load_from_disk_reads_the_mount_unmodified(
         del one, two
 
 
-def test_a_plain_map_keeps_its_cache_where_datasets_keeps_it(cache: DatasetCache, large: datasets.Dataset) -> None:
+def test_a_plain_map_keeps_its_cache_where_datasets_keeps_it(
+    cache: DatasetCache, large: datasets.Dataset
+) -> None:
     cache.put("large", large)
     before = {path for path in cache.store.path.rglob("*") if path.suffix == ".arrow"}
     mapped = cache.get("large").map(lambda sample: {"twice": 2 * sample["number"]})
@@ -256,7 +260,9 @@ def test_a_spawned_worker_reads_what_it_is_given(cache: DatasetCache, large: dat
 
 
 @pytest.mark.parametrize("file", ["data-00000-of-00001.arrow", "state.json", "dataset_info.json"])
-def test_a_damaged_dataset_is_a_miss_and_says_so(file: str, cache: DatasetCache, large: datasets.Dataset) -> None:
+def test_a_damaged_dataset_is_a_miss_and_says_so(
+    file: str, cache: DatasetCache, large: datasets.Dataset
+) -> None:
     cache.put("large", large)
     path, offset, length = payload(cache.store, f"large/{file}")
     flip(path, offset + length // 2)
@@ -313,7 +319,9 @@ def test_a_name_put_again_is_the_new_dataset_and_nothing_of_the_old(
     ]  # fmt: skip
 
 
-def test_invalidating_one_or_all_leaves_what_is_no_dataset(cache: DatasetCache, large: datasets.Dataset) -> None:
+def test_invalidating_one_or_all_leaves_what_is_no_dataset(
+    cache: DatasetCache, large: datasets.Dataset
+) -> None:
     cache.store.put("other/file", b"bytes")
     cache.store.put("a/notes.txt", b"bytes")
     for name in ("a", "b", "c/d"):
@@ -337,7 +345,9 @@ def test_a_dataset_expires(tmp_path: Path, large: datasets.Dataset) -> None:
 
 
 def test_readers_see_one_dataset_whole_or_the_next(cache: DatasetCache, large: datasets.Dataset) -> None:
-    versions = [large.select([number] * (number + 1)).map(lambda s: {"v": s["number"]}) for number in range(4)]
+    versions = [
+        large.select([number] * (number + 1)).map(lambda s: {"v": s["number"]}) for number in range(4)
+    ]
     cache.put("moving", versions[0])
 
     def task(number: int) -> set[tuple[int, ...]]:

@@ -43,7 +43,10 @@ class Tokenizer:
     ("make", "part"),
     [
         (lambda: io.StringIO("text"), "cannot hash <class '_io.StringIO'>"),
-        (lambda: open("/proc/self/status", encoding="ascii"), "what is read from it depends on where it stands"),  # noqa: SIM115
+        (
+            lambda: open("/proc/self/status", encoding="ascii"),
+            "what is read from it depends on where it stands",
+        ),  # noqa: SIM115
         (lambda: (n for n in range(3)), "cannot hash a generator"),
         (lambda: weakref.ref(Operator), "what it refers to may be gone"),
         (lambda: __import__("sqlite3").connect(":memory:"), "cannot pickle 'sqlite3.Connection'"),
@@ -115,8 +118,12 @@ def test_a_tokenizer_is_told_by_its_rules() -> None:
         vocabulary = {word: number for number, word in enumerate(["[UNK]", *words])}
         return tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
 
-    assert operator_fingerprint(Operator(make(["a", "b"]))) == operator_fingerprint(Operator(make(["a", "b"])))
-    assert operator_fingerprint(Operator(make(["a", "b"]))) != operator_fingerprint(Operator(make(["a", "c"])))
+    assert operator_fingerprint(Operator(make(["a", "b"]))) == operator_fingerprint(
+        Operator(make(["a", "b"]))
+    )
+    assert operator_fingerprint(Operator(make(["a", "b"]))) != operator_fingerprint(
+        Operator(make(["a", "c"]))
+    )
 
 
 def test_a_tokenizer_of_transformers_that_was_used_is_the_same() -> None:
@@ -125,7 +132,9 @@ def test_a_tokenizer_of_transformers_that_was_used_is_the_same() -> None:
     transformers = pytest.importorskip("transformers")
     rules = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     rules.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=rules, unk_token="[UNK]", pad_token="[UNK]")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=rules, unk_token="[UNK]", pad_token="[UNK]"
+    )
     before = operator_fingerprint(Operator(tokenizer))
     tokenizer(["a a a a", "a"], truncation=True, max_length=3, padding="max_length")
     assert operator_fingerprint(Operator(tokenizer)) == before

@@ -117,7 +117,9 @@ def test_what_cannot_change_the_result_does_not_count(
     ],
     ids=lambda other: next(iter(other)),
 )  # fmt: skip
-def test_what_can_change_the_result_counts(other: dict[str, Any], store: Store, texts: datasets.Dataset) -> None:
+def test_what_can_change_the_result_counts(
+    other: dict[str, Any], store: Store, texts: datasets.Dataset
+) -> None:
     cached_map(texts, size_of_batch, store=store, batched=True)
     made = []
     assert again(lambda: made.append(cached_map(texts, size_of_batch, store=store, batched=True, **other)))
@@ -263,7 +265,9 @@ def test_storing_does_not_delay_whoever_goes_on(
     assert not again(lambda: cached_map(texts, size, store=store))
 
 
-def test_what_cannot_be_hashed_is_an_error_and_a_fingerprint_helps(store: Store, texts: datasets.Dataset) -> None:
+def test_what_cannot_be_hashed_is_an_error_and_a_fingerprint_helps(
+    store: Store, texts: datasets.Dataset
+) -> None:
     handle = threading.Thread(target=print)
     stream = iter([1])
 
@@ -310,7 +314,9 @@ def test_a_damaged_result_runs_again_and_says_so(store: Store, texts: datasets.D
     assert not again(lambda: cached_map(texts, size, store=store))
 
 
-def test_what_cannot_be_stored_is_said_and_the_result_is_good(tmp_path: Path, texts: datasets.Dataset) -> None:
+def test_what_cannot_be_stored_is_said_and_the_result_is_good(
+    tmp_path: Path, texts: datasets.Dataset
+) -> None:
     store = Store(tmp_path / "small", max_size=50_000)
     result = cached_map(texts, size, store=store)
     with pytest.warns(CacheWarning, match="was not kept"):

@@ -63,7 +63,10 @@ def test_a_run_is_what_datasets_makes_and_a_rerun_runs_nothing(
     assert ran() == ""
     assert second.dataset[:] == plain[:]
     assert second.hits == len(second.steps) == 7
-    told = [(step.name, step.kind, step.rows_in, step.rows_out, step.logical, step.stored, step.key) for step in first.steps]
+    told = [
+        (step.name, step.kind, step.rows_in, step.rows_out, step.logical, step.stored, step.key)
+        for step in first.steps
+    ]
     assert told == [
         (step.name, step.kind, step.rows_in, step.rows_out, step.logical, step.stored, step.key) for step in second.steps
     ]  # fmt: skip
@@ -88,7 +91,9 @@ def test_changing_the_third_step_runs_it_and_those_behind_it(
     assert all(explanation.hit for explanation in changed.explain(data))
 
 
-def test_explain_tells_what_of_the_code_changed(store: Store, data: datasets.Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_tells_what_of_the_code_changed(
+    store: Store, data: datasets.Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Pipeline([pipelines.lower], store=store).run(data)
 
     def lower(sample: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +156,12 @@ def _kept(store: Store, mode: str) -> object:
 
 
 def _start(store: Store, mode: str, pause: float, home: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(home), "HF_DATASETS_CACHE": str(home)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "HF_HOME": str(home),
+        "HF_DATASETS_CACHE": str(home),
+    }
     command = [sys.executable, "-m", "tests.datasets.pipelines", str(store.path), mode, str(pause)]
     return subprocess.Popen(
         command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -164,7 +174,9 @@ def _finish(process: subprocess.Popen[str]) -> dict[str, Any]:
     return dict(json.loads(out))
 
 
-def test_intermediate_steps_go_and_the_last_still_hits(store: Store, data: datasets.Dataset, ran: Any) -> None:
+def test_intermediate_steps_go_and_the_last_still_hits(
+    store: Store, data: datasets.Dataset, ran: Any
+) -> None:
     pipeline = Pipeline(operators(), store=store)
     first = pipeline.run(data)
     assert pipeline.drop_intermediate(older_than="1h") == []
@@ -216,7 +228,9 @@ def test_without_a_cache_nothing_is_kept(store: Store, data: datasets.Dataset, r
     assert {step.key for step in result.steps} == {""}
 
 
-def test_a_checkpoint_excludes_the_cache_and_keeps_one_step(store: Store, data: datasets.Dataset, ran: Any) -> None:
+def test_a_checkpoint_excludes_the_cache_and_keeps_one_step(
+    store: Store, data: datasets.Dataset, ran: Any
+) -> None:
     pipeline = Pipeline(operators(), store=store, use_checkpoint=True)
     assert not pipeline.use_cache
     first = pipeline.run(data)
@@ -246,7 +260,9 @@ def test_progress_tells_of_each_step_and_of_rows(store: Store, data: datasets.Da
     assert [event.report for event in told if event.report is not None] != []
     ends = [event for event in told if event.report is not None]
     assert [event.step for event in ends] == list(range(7))
-    assert [event.report.rows_out for event in ends if event.report] == [step.rows_out for step in result.steps]
+    assert [event.report.rows_out for event in ends if event.report] == [
+        step.rows_out for step in result.steps
+    ]
     assert all(0 <= event.done <= event.total for event in told)
     again: list[Progress] = []
     Pipeline(operators(), store=store).run(data, progress=again.append)
@@ -271,7 +287,9 @@ def test_space_is_estimated_by_the_formula_and_by_measure(store: Store, data: da
     assert 0.3 < before.store_needs / sum(step.stored for step in result.steps) < 3
 
 
-def test_what_will_not_fit_is_said_before_anything_runs(tmp_path: Path, data: datasets.Dataset, ran: Any) -> None:
+def test_what_will_not_fit_is_said_before_anything_runs(
+    tmp_path: Path, data: datasets.Dataset, ran: Any
+) -> None:
     store = Store(tmp_path / "small", max_size=600_000)
     seen: list[int] = []
     with warnings.catch_warnings(record=True) as caught:

@@ -287,7 +287,9 @@ def test_values_without_one_type_come_back_as_they_were(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines)
     dataset = sources.read(sources.find(tmp_path / "a.jsonl"), tmp_path / "work")
     exporting.export(dataset, tmp_path / "o.jsonl")
-    assert [json.loads(line)["meta"] for line in (tmp_path / "o.jsonl").read_text().splitlines()] == dataset["meta"][:]
+    assert [json.loads(line)["meta"] for line in (tmp_path / "o.jsonl").read_text().splitlines()] == dataset[
+        "meta"
+    ][:]
 
 
 def test_statistics_and_hashes_stay_out(tmp_path: Path) -> None:

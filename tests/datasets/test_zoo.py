@@ -26,13 +26,20 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]
         name: subprocess.Popen(
             [sys.executable, zoo.__file__, str(folder / name)],
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT), "HF_HOME": str(folder / f"hf {name}")},
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": seed,
+                "PYTHONPATH": str(ROOT),
+                "HF_HOME": str(folder / f"hf {name}"),
+            },
         )
         for name, seed in (("here", "1"), ("elsewhere", "4242"), ("changed", "1"))
     }
     answers = {name: run.communicate(timeout=110)[0] for name, run in runs.items()}
     assert {name: run.returncode for name, run in runs.items()} == dict.fromkeys(runs, 0)
-    return {name: {kind: told[0] for kind, told in json.loads(text).items()} for name, text in answers.items()}
+    return {
+        name: {kind: told[0] for kind, told in json.loads(text).items()} for name, text in answers.items()
+    }
 
 
 def test_the_zoo_has_at_least_forty_kinds() -> None:

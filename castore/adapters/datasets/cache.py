@@ -108,7 +108,9 @@ class DatasetCache:
                 return None
             if kind == "dataset":
                 return self._one(name, streaming)
-            members = {split: self._one(f"{name}/{split}", streaming) for split in kept.splits_of(self.store, name)}
+            members = {
+                split: self._one(f"{name}/{split}", streaming) for split in kept.splits_of(self.store, name)
+            }
         except NotFoundError:
             kept.drop(self.store, name)  # gc took a part of it
             return None
@@ -141,7 +143,9 @@ class DatasetCache:
 def _datasets_among(names: list[str]) -> list[str]:
     """Which folders hold a dataset, or a dictionary of some."""
     files = (STATE, SPLITS)
-    return [folder for folder, _, file in (name.rpartition("/") for name in names) if folder and file in files]
+    return [
+        folder for folder, _, file in (name.rpartition("/") for name in names) if folder and file in files
+    ]
 
 
 def streamed(store: Store, name: str) -> datasets.IterableDataset:
@@ -161,7 +165,9 @@ def _batches(store: Store, digests: list[str]) -> Iterator[tuple[int, pa.Table]]
     for digest in digests:
         blob = store.index.blob(bytes.fromhex(digest))
         if blob is None:
-            raise NotFoundError(f"blob {digest} has been removed from {store.path} while its dataset was read")
+            raise NotFoundError(
+                f"blob {digest} has been removed from {store.path} while its dataset was read"
+            )
         file = open_blob(store.source.open(blob), digest, store.source.quarantine)
         with file, pa.ipc.open_stream(pa.PythonFile(file, mode="r")) as batches:
             for number, batch in enumerate(batches):

@@ -1,11 +1,13 @@
-"""The latest step of a run, kept so that the next run goes on behind it; the one before goes as soon as it is there.
+"""The latest step of a run, kept so that the next run goes on behind it; the one before goes as soon as it is
+there.
 
-A checkpoint is a dataset in the store, `checkpoints/<project>`, whose metadata tells the input and the steps that made it. Dataset and
-metadata are committed together, so a run that is killed at any moment leaves the checkpoint before, or the new one, whole. It is pinned:
-gc must not take what a run of days stands on.
+A checkpoint is a dataset in the store, `checkpoints/<project>`, whose metadata tells the input and the steps
+that made it. Dataset and metadata are committed together, so a run that is killed at any moment leaves the
+checkpoint before, or the new one, whole. It is pinned: gc must not take what a run of days stands on.
 
-Serves a run only if its input and its first steps are the same; steps behind the checkpoint may change. Must never hand out a dataset that
-other steps made: whoever runs a changed recipe under the name of the old one starts over, and is told which operator differs.
+Serves a run only if its input and its first steps are the same; steps behind the checkpoint may change. Must
+never hand out a dataset that other steps made: whoever runs a changed recipe under the name of the old one
+starts over, and is told which operator differs.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Mark(NamedTuple):
         name: of the operator.
         kind: as in `StepReport`.
         code: a fingerprint of its code and parameters.
-        parameters: what it is made of, for the message that says what differs: texts, or digests of what has none.
+        parameters: what it is made of, for the message that says what differs: texts, or digests of what has
+            none.
     """
 
     name: str
@@ -81,7 +84,9 @@ class Checkpoint:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """For the length of a run: a second one of the same name waits for the end of the first, and finds its work done."""
+        """For the length of a run: a second one of the same name waits for the end of the first, and finds
+        its work done.
+        """
         with store_locks(self._store).hold(self.name):
             yield
 

@@ -1,7 +1,8 @@
-"""Recipes: a YAML file, with Data-Juicer's keys, that says what to process, how, and where the result and the cache go.
+"""Recipes: a YAML file, with Data-Juicer's keys, that says what to process, how, and where the result and the
+cache go.
 
-Reads and checks, runs nothing. Every error says the file, the line, the value that is wrong, and the nearest right word. Only plain YAML
-is read (`yaml.safe_load`'s): a tag that would make a Python object is an error.
+Reads and checks, runs nothing. Every error says the file, the line, the value that is wrong, and the nearest
+right word. Only plain YAML is read (`yaml.safe_load`'s): a tag that would make a Python object is an error.
 """
 
 from __future__ import annotations
@@ -43,16 +44,20 @@ class Recipe:
     """What to do to which data.
 
     Attributes:
-        dataset_path: a file (jsonl, json, csv, parquet, txt, each also with .gz), a folder of such, a folder of `save_to_disk`, or a
-            pattern with ``*``.
-        export_path: where the result goes: a file (jsonl, json, csv, parquet), or a folder (as `save_to_disk` makes).
-        process: the operators, in order: names, dotted paths, objects, or one-key maps of a name and its parameters.
+        dataset_path: a file (jsonl, json, csv, parquet, txt, each also with .gz), a folder of such, a folder
+            of `save_to_disk`, or a pattern with ``*``.
+        export_path: where the result goes: a file (jsonl, json, csv, parquet), or a folder (as `save_to_disk`
+            makes).
+        process: the operators, in order: names, dotted paths, objects, or one-key maps of a name and its
+            parameters.
         project_name: whose checkpoint it is.
         use_cache: keep the result of each step, and take it from there the next time.
-        cache_compress: codec of what is kept: ``"zstd"``, ``"lz4"``, ``"gzip"``, ``"none"``; None for the store's own.
+        cache_compress: codec of what is kept: ``"zstd"``, ``"lz4"``, ``"gzip"``, ``"none"``; None for the
+            store's own.
         ds_cache_dir: the store; None for the default one.
         temp_dir: where uncompressed intermediate data lies while it is used; None for the system's.
-        use_checkpoint: keep the latest step only, and go on from there after a failure; switches the cache off.
+        use_checkpoint: keep the latest step only, and go on from there after a failure; switches the cache
+            off.
         num_proc: processes that run an operator (also ``np``).
         text_keys: the column of the text.
 
@@ -150,7 +155,8 @@ def parse(text: str, source: str = "recipe") -> Recipe:
     (4, 100)
     >>> parse("dataset_paths: data/*.jsonl", "recipe.yaml")
     Traceback (most recent call last):
-    castore.errors.InvalidValueError: recipe.yaml:1: there is no key 'dataset_paths'; did you mean 'dataset_path'?
+    castore.errors.InvalidValueError: recipe.yaml:1: there is no key 'dataset_paths'; did you mean
+    'dataset_path'?
     """
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)

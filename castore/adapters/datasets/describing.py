@@ -110,7 +110,9 @@ def _digest(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | list | tuple | dict | set):
+    if value is None or isinstance(
+        value, bool | int | float | complex | str | bytes | list | tuple | dict | set
+    ):
         text = repr(value)
         return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
     return type(value).__name__

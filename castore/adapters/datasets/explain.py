@@ -99,4 +99,6 @@ def _differences(old: dict[str, list[str]], new: dict[str, list[str]]) -> list[s
             changes.append(f"{what} was {before[1]} and is {now[1]}")
         else:
             changes.append(f"{what} has changed")
-    return changes or ["something that its description does not tell has changed, such as the version of castore"]
+    return changes or [
+        "something that its description does not tell has changed, such as the version of castore"
+    ]

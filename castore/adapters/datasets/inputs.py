@@ -130,7 +130,14 @@ def file_digest(path: str, store: Store | None) -> str:
         seen = os.fstat(fd)
         if store is None or seen.st_size < _REMEMBERED:
             return _digest(fd)
-        told = [os.path.realpath(path), seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns]
+        told = [
+            os.path.realpath(path),
+            seen.st_dev,
+            seen.st_ino,
+            seen.st_size,
+            seen.st_mtime_ns,
+            seen.st_ctime_ns,
+        ]
         return remembered(store, f"{FILES}/{key(told)}", partial(_digest, fd))
     finally:
         os.close(fd)
@@ -148,5 +155,3 @@ def remembered(store: Store, name: str, compute: Callable[[], str]) -> str:
     text = compute()
     store.put(name, text.encode(), ttl=_REMEMBERED_SECONDS)
     return text
-
-

@@ -107,7 +107,13 @@ def put_parts(
 
 
 def _put(
-    store: Store, name: str, parts: Mapping[str, Part], options: Options, metadata: dict[str, Any], *, known: bool
+    store: Store,
+    name: str,
+    parts: Mapping[str, Part],
+    options: Options,
+    metadata: dict[str, Any],
+    *,
+    known: bool,
 ) -> Size:
     staging, started = _Staging(store, options, known), time.time()
     try:
@@ -117,7 +123,9 @@ def _put(
             staging.bytes(f"{name}/{SPLITS}", json.dumps({"splits": list(parts)}).encode(), metadata)
         old = _kept_names(store, name)
         if old and (f"{name}/{STATE}" in old) != ("" in parts):
-            store.delete_many(old)  # a dataset and a dictionary of some under one name would look like neither
+            store.delete_many(
+                old
+            )  # a dataset and a dictionary of some under one name would look like neither
         entries = store.writer.commit(staging.staged)
     finally:
         staging.discard()
@@ -194,7 +202,9 @@ def _kept_names(store: Store, name: str) -> list[str]:
 
 def _is_file_of(name: str, folders: list[str]) -> bool:
     folder, _, file = name.rpartition("/")
-    return folder in folders and (file in (STATE, INFO) or (file.startswith("data-") and file.endswith(".arrow")))
+    return folder in folders and (
+        file in (STATE, INFO) or (file.startswith("data-") and file.endswith(".arrow"))
+    )
 
 
 # --- finding ------------------------------------------------------------------------------------------------------
@@ -237,13 +247,17 @@ def files_of(store: Store, name: str) -> Files:
         blobs = {part: found[part].blob for part in names if _is_there(found.get(part))}
         if len(blobs) < len(names):
             missing = next(part for part in names if part not in blobs)
-            raise NotFoundError(f"there is no {missing!r} in {store.path}, which is a part of the dataset {name!r}")
+            raise NotFoundError(
+                f"there is no {missing!r} in {store.path}, which is a part of the dataset {name!r}"
+            )
         if found[names[0]].blob.digest == blake3(state).digest():
             info = store.source.fetch(blobs[names[1]])
             if info is None:
                 raise _damaged(names[1])
             return Files(blobs, state, info)
-    raise NotFoundError(f"the dataset {name!r} is put anew all the time; none of its states stayed for a look")
+    raise NotFoundError(
+        f"the dataset {name!r} is put anew all the time; none of its states stayed for a look"
+    )
 
 
 def _is_there(found: Found | None) -> bool:

@@ -1,7 +1,9 @@
-"""A dataset that is known by its fingerprint, features and length, and read only when somebody looks at a row.
+"""A dataset that is known by its fingerprint, features and length, and read only when somebody looks at a
+row.
 
-A run whose first step comes from the cache never looks at its input: reading that, or decoding it, would be most of the time of such a run.
-Must behave as the dataset that it stands for in everything but when it is read.
+A run whose first step comes from the cache never looks at its input: reading that, or decoding it, would be
+most of the time of such a run. Must behave as the dataset that it stands for in everything but when it is
+read.
 """
 
 from __future__ import annotations

@@ -145,7 +145,9 @@ def _note_good(store: Store, blob: Blob, seen: bytes) -> None:
 def forget(store: Store, blobs: Iterable[Blob]) -> None:
     """Drop what was materialised of blobs, and what was noted of them."""
     digests = {(blob.digest.hex(), blob.codec) for blob in blobs}
-    store.delete_many(name for digest, codec in digests for name in (f"{MAPS}/{digest}", f"{CHECKED}/{digest}-{codec}"))
+    store.delete_many(
+        name for digest, codec in digests for name in (f"{MAPS}/{digest}", f"{CHECKED}/{digest}-{codec}")
+    )
 
 
 def _status(store: Store, blob: Blob) -> os.stat_result | None:
@@ -191,7 +193,9 @@ def frames_of(reader: BlobReader) -> Iterator[bytes]:
 
 def _in_mount(store: Store, blob: Blob) -> str | None:
     """The blob's path in a mount of this store that answers, or None."""
-    rows = store.index.connection().execute("SELECT mountpoint, namespace, pid, started FROM mounts").fetchall()
+    rows = (
+        store.index.connection().execute("SELECT mountpoint, namespace, pid, started FROM mounts").fetchall()
+    )
     digest = blob.digest.hex()
     for mountpoint, namespace, pid, started in rows:
         if namespace != pid_namespace() or process_started(pid) != started:

@@ -30,7 +30,13 @@ _IGNORED = {
     "cache_file_name", "suffix_template", "new_fingerprint",
 }  # fmt: skip
 # Of datasets' own cache, which stays out of it.
-_REPLACED = {"load_from_cache_file", "keep_in_memory", "cache_file_name", "suffix_template", "new_fingerprint"}
+_REPLACED = {
+    "load_from_cache_file",
+    "keep_in_memory",
+    "cache_file_name",
+    "suffix_template",
+    "new_fingerprint",
+}
 
 
 def cached_map(
@@ -89,7 +95,8 @@ def _cached(
     if isinstance(dataset, datasets.DatasetDict):
         store = Store() if store is None else store
         parts = {
-            split: _cached(kind, part, function, store, fingerprint, codec, given) for split, part in dataset.items()
+            split: _cached(kind, part, function, store, fingerprint, codec, given)
+            for split, part in dataset.items()
         }
         return datasets.DatasetDict(parts)
     if not isinstance(dataset, datasets.Dataset):
@@ -135,9 +142,13 @@ def _arguments(kind: str, given: dict[str, Any]) -> dict[str, Any]:
     signature = inspect.signature(getattr(datasets.Dataset, kind))
     unknown = [name for name in given if name not in signature.parameters]
     if unknown:
-        raise InvalidValueError(f"Dataset.{kind} has no argument {unknown[0]!r}; it has {', '.join(signature.parameters)}")
+        raise InvalidValueError(
+            f"Dataset.{kind} has no argument {unknown[0]!r}; it has {', '.join(signature.parameters)}"
+        )
     if given.get("new_fingerprint") is not None:
-        raise InvalidValueError("new_fingerprint is of datasets' own cache; fingerprint=... identifies the function here")
+        raise InvalidValueError(
+            "new_fingerprint is of datasets' own cache; fingerprint=... identifies the function here"
+        )
     bound = signature.bind(None, None, **given)
     bound.apply_defaults()
     return dict(bound.arguments)

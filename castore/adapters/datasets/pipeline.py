@@ -129,7 +129,9 @@ class Pipeline:
         return self._estimate(dataset, self.plan(dataset) if self.use_cache else [])
 
     def _estimate(self, dataset: datasets.Dataset, planned: Sequence[Planned]) -> space.Estimate:
-        known = [_known(self.store, step) for step in planned] or [space.Known(step.kind) for step in self.steps]
+        known = [_known(self.store, step) for step in planned] or [
+            space.Known(step.kind) for step in self.steps
+        ]
         return space.estimate(
             space.logical_size(dataset),
             known,
@@ -245,7 +247,9 @@ class _Run:
         # What it takes is known once it is stored.
         for step, outcome, seconds in outcomes:
             old = reports[step.number]
-            reports[step.number] = _report(step, old.hit, old.rows_in, old.rows_out, seconds, outcome.size.result())
+            reports[step.number] = _report(
+                step, old.hit, old.rows_in, old.rows_out, seconds, outcome.size.result()
+            )
         return PipelineResult(self._dataset, reports)
 
     def _latest(self, planned: list[Planned]) -> tuple[int, running.Outcome | None]:
@@ -289,7 +293,9 @@ class _Run:
                 warnings.warn(found.reason, CacheWarning, stacklevel=4)
             if found.dataset is not None:
                 self._dataset = found.dataset
-            reports = [_report(step, True, 0, len(self._dataset), 0.0, None) for step in planned[: found.done]]
+            reports = [
+                _report(step, True, 0, len(self._dataset), 0.0, None) for step in planned[: found.done]
+            ]
             for number, report in enumerate(reports):
                 self._teller.end(number, report)
             if found.done < len(planned):

@@ -1,6 +1,8 @@
-"""Running a recipe: from its files, through its operators, to where the result goes. What `castore process` does, for programs.
+"""Running a recipe: from its files, through its operators, to where the result goes. What `castore process`
+does, for programs.
 
-The input is a step like any other: read once, kept compressed, and not even looked at where the first operator's result is known already.
+The input is a step like any other: read once, kept compressed, and not even looked at where the first
+operator's result is known already.
 """
 
 from __future__ import annotations
@@ -90,7 +92,8 @@ def input_of(recipe: Recipe, pipeline: Pipeline) -> datasets.Dataset:
 
 
 def explain(recipe: Recipe, store: Store) -> list[Explanation]:
-    """For each step of a recipe whether it is kept, and if not, what has changed; reads no data but to tell the files.
+    """For each step of a recipe whether it is kept, and if not, what has changed; reads no data but to tell
+    the files.
 
     Raises:
         CastoreError, OSError: the recipe is wrong, or its files are not there.
@@ -167,7 +170,8 @@ def open_source(
     temp_dir: str | os.PathLike[str] | None = None,
     telling: Telling = "content",
 ) -> datasets.Dataset:
-    """The dataset of files; with a fingerprint that tells them, and not read before it is looked at if it is in the store.
+    """The dataset of files; with a fingerprint that tells them, and not read before it is looked at if it is
+    in the store.
 
     Args:
         source: the files.
@@ -175,7 +179,8 @@ def open_source(
         cached: whether it is.
         codec: of what is kept.
         temp_dir: where it lies uncompressed while it is used; default below the store.
-        telling: what tells files from others: their content, their path (with size and time of change), or both.
+        telling: what tells files from others: their content, their path (with size and time of change), or
+            both.
 
     Raises:
         InvalidValueError, FullError, OSError: see `read`.

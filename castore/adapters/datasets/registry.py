@@ -1,8 +1,10 @@
-"""Finding operators: by name, by dotted path, or as they are; and making them with the parameters of a recipe.
+"""Finding operators: by name, by dotted path, or as they are; and making them with the parameters of a
+recipe.
 
-A name stands for a class of `castore.adapters.datasets.ops`, or for what `register` was given. A dotted path names any importable class,
-function or object, which means that **a recipe can run any code that is installed**: run only recipes you trust.
-Must never guess: what is misspelt is an error that offers the nearest right word.
+A name stands for a class of `castore.adapters.datasets.ops`, or for what `register` was given. A dotted path
+names any importable class, function or object, which means that **a recipe can run any code that is
+installed**: run only recipes you trust. Must never guess: what is misspelt is an error that offers the
+nearest right word.
 """
 
 from __future__ import annotations
@@ -89,10 +91,10 @@ def find(name: str) -> Any:
         return getattr(import_module(f"{_OPS}.{module}"), cls)
     if "." in name:
         return _at(name)
-    raise InvalidValueError(
-        f"there is no operator {name!r}{nearest(name, names())}; one of your own goes by its dotted path, "
-        "like my_package.my_module.MyMapper"
+    hint = nearest(name, names()) or (
+        "; one of your own goes by its dotted path, like my_package.my_module.MyMapper"
     )
+    raise InvalidValueError(f"there is no operator {name!r}{hint}")
 
 
 def make(
@@ -113,7 +115,8 @@ def make(
     100
     >>> make("text_length_filter", {"min_length": 100})
     Traceback (most recent call last):
-    castore.errors.InvalidValueError: text_length_filter has no parameter 'min_length'; did you mean 'min_len'?
+    castore.errors.InvalidValueError: text_length_filter has no parameter 'min_length'; did you mean
+    'min_len'?
     """
     label = operator if isinstance(operator, str) else getattr(operator, "__name__", type(operator).__name__)
     target = find(operator) if isinstance(operator, str) else operator
@@ -222,7 +225,8 @@ def _hints(target: Any) -> dict[str, Any]:
 
 
 def check_type(value: object, hint: Any, what: str) -> None:
-    """Raise InvalidValueError if ``value`` is not of the type that ``hint`` says; types that no recipe can hold pass.
+    """Raise InvalidValueError if ``value`` is not of the type that ``hint`` says; types that no recipe can
+    hold pass.
 
     >>> check_type("ten", int, "min_len of text_length_filter")
     Traceback (most recent call last):

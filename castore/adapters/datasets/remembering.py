@@ -1,7 +1,7 @@
 """A pipeline that keeps the results of operators in this process, in front of the store or in place of it.
 
-Results are mapped files or tables that somebody has anyway: keeping one costs what its pages cost. What came out of here is a dataset like any
-other; datasets are never changed in place, so it may be shared.
+Results are mapped files or tables that somebody has anyway: keeping one costs what its pages cost. What came
+out of here is a dataset like any other; datasets are never changed in place, so it may be shared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from castore.forks import reset_after_fork
 
 
 class Results:
-    """Results of operators by key, the least recently used going first; safe to share between threads and pipelines.
+    """Results of operators by key, the least recently used going first; safe to share between threads and
+    pipelines.
 
     Args:
         most: how many are kept.

@@ -21,7 +21,9 @@ class Result(NamedTuple):
     stored: int
 
 
-def select(results: Sequence[Result], *, before: float | None, budget: int | None, needed: int) -> list[Result]:
+def select(
+    results: Sequence[Result], *, before: float | None, budget: int | None, needed: int
+) -> list[Result]:
     """Choose what goes. Knows no store and no clock.
 
     Args:

@@ -88,7 +88,9 @@ def load(store: Store, name: str) -> Outcome | None:
         return None
     except CorruptError as error:
         kept.drop(store, name)
-        warnings.warn(f"the cached step {name!r} is damaged and runs again: {error}", CacheWarning, stacklevel=3)
+        warnings.warn(
+            f"the cached step {name!r} is damaged and runs again: {error}", CacheWarning, stacklevel=3
+        )
         return None
     return Outcome(dataset, True, record, done(kept.size_of(store, name)))
 

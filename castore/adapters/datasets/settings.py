@@ -1,7 +1,7 @@
 """EasyData's settings of a pipeline as dataclasses: which data, and where and how its steps are cached.
 
-They configure the one `Pipeline`: a store at ``cache_dir``, its codec, its expiry, a bound on results in RAM. Every field is checked when the
-object is made.
+They configure the one `Pipeline`: a store at ``cache_dir``, its codec, its expiry, a bound on results in RAM.
+Every field is checked when the object is made.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class CacheStageConfig(_Checked):
 
     Attributes:
         enabled: whether they are.
-        cache_type: ``"disk"`` keeps every step in the store; ``"memory"`` keeps the results of the last runs in this process, and
-            nothing else; ``"hierarchical"`` does both.
+        cache_type: ``"disk"`` keeps every step in the store; ``"memory"`` keeps the results of the last runs
+            in this process, and nothing else; ``"hierarchical"`` does both.
         cache_dir: the store; None for the default one.
         memory_cache_size: results that are kept in RAM.
         disk_cache_expiry: seconds, or a text like ``"7d"``, after which a step is made anew; None for never.
         compression: of the store: ``"none"``, ``"gzip"``, ``"lz4"`` or ``"zstd"``.
-        hash_fn: what tells input files apart: their ``"content"``; their ``"path"``, size and time of change, which reads nothing; or both,
-            ``"combined"``, which has a copied file computed anew.
+        hash_fn: what tells input files apart: their ``"content"``; their ``"path"``, size and time of change,
+            which reads nothing; or both, ``"combined"``, which has a copied file computed anew.
 
     Raises:
         InvalidValueError: a field has no such value.

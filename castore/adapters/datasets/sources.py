@@ -1,7 +1,8 @@
-"""Where a recipe's data comes from: files of the usual kinds, found, told apart by their content, and read into a dataset.
+"""Where a recipe's data comes from: files of the usual kinds, found, told apart by their content, and read
+into a dataset.
 
-Files are known by their digests, in order; the kind and the reader's version count too. So a copy of a folder is the same source, and a changed
-byte makes another. Must never change what it reads.
+Files are known by their digests, in order; the kind and the reader's version count too. So a copy of a folder
+is the same source, and a changed byte makes another. Must never change what it reads.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Source(NamedTuple):
 
     Attributes:
         path: what the user called it.
-        kind: ``"json"``, ``"csv"``, ``"tsv"``, ``"parquet"``, ``"text"`` or ``"saved"`` (a folder of `save_to_disk`).
+        kind: ``"json"``, ``"csv"``, ``"tsv"``, ``"parquet"``, ``"text"`` or ``"saved"`` (a folder of
+            `save_to_disk`).
         files: all of them; of a saved folder, those in it.
     """
 
@@ -50,7 +52,8 @@ class Source(NamedTuple):
 
 
 def find(path: str | os.PathLike[str]) -> Source:
-    """The files that a path means: one, all below a folder, or those that fit a pattern (``**`` for any folders).
+    """The files that a path means: one, all below a folder, or those that fit a pattern (``**`` for any
+    folders).
 
     Raises:
         NotFoundError: there are none.
@@ -144,7 +147,8 @@ def identify(
     Args:
         source: the files.
         store: remembers the digests of large files, so that they are read once.
-        telling: what tells files from others: their content, their path with size and time of change, or both.
+        telling: what tells files from others: their content, their path with size and time of change, or
+            both.
 
     Raises:
         UnhashableError, OSError: a file cannot be read.

@@ -1,8 +1,10 @@
-"""How much disk a run will take, before it takes it: by Data-Juicer's formula, and by what steps were measured to take.
+"""How much disk a run will take, before it takes it: by Data-Juicer's formula, and by what steps were
+measured to take.
 
-The formula counts full copies: ``(1 + M + F + [F > 0] + D) x S`` for an input of S bytes with M mappers, F filters and D deduplicators,
-since each step leaves a copy and the first filter's statistics another; a checkpoint needs 3 x S whatever the steps. What is really taken
-is less: steps are compressed once the next one has its input. Knows sizes and disks; runs nothing, removes nothing.
+The formula counts full copies: ``(1 + M + F + [F > 0] + D) x S`` for an input of S bytes with M mappers, F
+filters and D deduplicators, since each step leaves a copy and the first filter's statistics another; a
+checkpoint needs 3 x S whatever the steps. What is really taken is less: steps are compressed once the next
+one has its input. Knows sizes and disks; runs nothing, removes nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import datasets
 
+from castore.adapters.datasets.late import LateDataset
 from castore.adapters.datasets.tables import arrow_files
 from castore.objects.encode import encode_small, slices
 from castore.settings import Settings
@@ -50,7 +53,8 @@ class Estimate:
         formula: the peak by the formula, or 3 x S with a checkpoint, or 2 x S with neither.
         store_needs: what will be added to the store.
         work_needs: uncompressed files at a time: input and output of the largest step.
-        peak: of all steps' data on disk at the worst moment: what is kept already, what will be, and the working files.
+        peak: of all steps' data on disk at the worst moment: what is kept already, what will be, and the
+            working files.
         store_free, work_free: free on the disks of the store and of the temporary files.
         one_disk: whether these are the same.
         budget: the store's, or None.
@@ -175,6 +179,8 @@ def _existing(folder: Path) -> Path:
 
 def logical_size(dataset: datasets.Dataset) -> int:
     """About how many bytes a dataset takes as Arrow files."""
+    if isinstance(dataset, LateDataset):
+        return dataset.size
     whole = len(dataset._data)
     return round(dataset._data.nbytes * len(dataset) / whole) if whole else 0
 

@@ -45,7 +45,12 @@ class RunOptions:
         """For `datasets.Dataset.map` and `filter`; its own cache stays out of it."""
         place = {"keep_in_memory": True} if self.file is None else {"cache_file_name": self.file}
         fingerprint = self.fingerprint or uuid.uuid4().hex
-        return {"num_proc": self.num_proc, "load_from_cache_file": False, "new_fingerprint": fingerprint, **place}
+        return {
+            "num_proc": self.num_proc,
+            "load_from_cache_file": False,
+            "new_fingerprint": fingerprint,
+            **place,
+        }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ from castore.adapters.datasets.ops.base import RatioFilter
 
 
 class AlphanumericFilter(RatioFilter):
-    """Keeps texts of which ``min_ratio`` to ``max_ratio`` of the characters are letters (with their marks) or digits.
+    """Keeps texts of which ``min_ratio`` to ``max_ratio`` of the characters are letters (with their marks) or
+    digits.
 
     >>> op = AlphanumericFilter(min_ratio=0.5)
     >>> [op.process(op.compute_stats({"text": text})) for text in ("Grüße!", "हिन्दी", "-=-=-a")]
@@ -28,7 +29,8 @@ class AlphanumericFilter(RatioFilter):
 
 
 class SpecialCharactersFilter(RatioFilter):
-    """Keeps texts of which ``min_ratio`` to ``max_ratio`` of the characters are special: neither letters nor marks on them.
+    """Keeps texts of which ``min_ratio`` to ``max_ratio`` of the characters are special: neither letters nor
+    marks on them.
 
     So spaces, digits, punctuation, symbols and emoji are special.
     """

@@ -1,6 +1,8 @@
-"""Mappers that take out or replace parts of a text: links, e-mail addresses, odd spaces, whatever a pattern finds.
+"""Mappers that take out or replace parts of a text: links, e-mail addresses, odd spaces, whatever a pattern
+finds.
 
-The patterns here take time in proportion to the text, whatever is in it: no run of characters is scanned from each of its places.
+The patterns here take time in proportion to the text, whatever is in it: no run of characters is scanned from
+each of its places.
 """
 
 from __future__ import annotations
@@ -51,8 +53,11 @@ class ReplaceContentMapper(Mapper):
 
 
 def _check_replacement(pattern: re.Pattern[str], repl: str) -> None:
-    """Raise InvalidValueError for a reference to a group that is not there: else the first sample that fits would."""
-    # An empty alternative matches the empty text whatever the pattern is; the line break ends a comment in it.
+    """Raise InvalidValueError for a reference to a group that is not there: else the first sample that fits
+    would.
+    """
+    # An empty alternative matches the empty text whatever the pattern is; the line break ends a comment in
+    # it.
     try:
         re.sub(f"{pattern.pattern}\n|", repl, "")
     except (re.error, IndexError) as error:
@@ -90,7 +95,8 @@ class CleanEmailMapper(ReplaceContentMapper):
 class WhitespaceNormalizationMapper(Mapper):
     """Makes every kind of space one plain space, every kind of line break ``\\n``, and strips the ends.
 
-    Spaces without a width go where they mean nothing, but for the zero-width space, which parts words in Thai and Khmer; joiners stay.
+    Spaces without a width go where they mean nothing, but for the zero-width space, which parts words in Thai
+    and Khmer; joiners stay.
 
     >>> WhitespaceNormalizationMapper().process({"text": "\\ufeffa\\u00a0b\\tc\\r\\nd\\u2028e "})
     {'text': 'a b c\\nd\\ne'}

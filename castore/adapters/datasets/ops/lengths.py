@@ -21,7 +21,9 @@ class TextLengthFilter(CountFilter):
 
 
 class AverageLineLengthFilter(CountFilter):
-    """Keeps texts whose lines have ``min_len`` to ``max_len`` characters on average; lists and tables have short ones."""
+    """Keeps texts whose lines have ``min_len`` to ``max_len`` characters on average; lists and tables have
+    short ones.
+    """
 
     stat = "avg_line_length"
 
@@ -32,7 +34,9 @@ class AverageLineLengthFilter(CountFilter):
 
 
 class MaximumLineLengthFilter(CountFilter):
-    """Keeps texts whose longest line has ``min_len`` to ``max_len`` characters; minified code and dumps have long ones."""
+    """Keeps texts whose longest line has ``min_len`` to ``max_len`` characters; minified code and dumps have
+    long ones.
+    """
 
     stat = "max_line_length"
 
@@ -44,7 +48,8 @@ class MaximumLineLengthFilter(CountFilter):
 class AverageWordLengthFilter(CountFilter):
     """Keeps texts whose words have ``min_len`` to ``max_len`` characters on average.
 
-    For languages that put spaces between words; prose has 3 to 10, symbols have fewer and encoded data more (Gopher's rule).
+    For languages that put spaces between words; prose has 3 to 10, symbols have fewer and encoded data more
+    (Gopher's rule).
     """
 
     stat = "avg_word_length"

@@ -1,8 +1,8 @@
 """The deduplicator of texts that are nearly equal: MinHash signatures, found by locality-sensitive hashing.
 
-After Broder (1997), with the bands of Leskovec, Rajaraman and Ullman's "Mining of Massive Datasets". A pair that shares a band is
-looked at again by its whole signatures, so no pair is dropped for one band's sake. Everything follows from the seed: the same texts give the
-same signatures on every machine.
+After Broder (1997), with the bands of Leskovec, Rajaraman and Ullman's "Mining of Massive Datasets". A pair
+that shares a band is looked at again by its whole signatures, so no pair is dropped for one band's sake.
+Everything follows from the seed: the same texts give the same signatures on every machine.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ class DocumentMinhashDeduplicator(Deduplicator):
     """Keeps the first of the samples whose texts share most of their shingles (runs of tokens).
 
     Args:
-        tokenization: what a token is: ``"space"`` (what stands between spaces), ``"punctuation"`` (words without punctuation) or
-            ``"character"`` (for scripts without spaces).
+        tokenization: what a token is: ``"space"`` (what stands between spaces), ``"punctuation"`` (words
+            without punctuation) or ``"character"`` (for scripts without spaces).
         window_size: tokens of a shingle.
         lowercase: take upper and lower case for equal.
         ignore_pattern: a regular expression of what does not count.
-        num_permutations: numbers of a signature; the similarity is known to about ``1 / sqrt(num_permutations)``.
+        num_permutations: numbers of a signature; the similarity is known to about ``1 /
+            sqrt(num_permutations)``.
         jaccard_threshold: from which part of common shingles (of all of both) two texts are duplicates.
-        num_bands, num_rows_per_band: how signatures are cut up to find pairs; default what the threshold asks for.
+        num_bands, num_rows_per_band: how signatures are cut up to find pairs; default what the threshold asks
+            for.
         seed: of the permutations.
         text_key: the column of the text.
 
@@ -121,7 +123,9 @@ class DocumentMinhashDeduplicator(Deduplicator):
             yield " ".join(tokens[at : at + self.window_size]).encode("utf-8", "surrogatepass")
 
     def process(self, dataset: Any) -> Any:
-        """The dataset without near duplicates, in its order; takes 4 bytes of RAM a sample for each permutation."""
+        """The dataset without near duplicates, in its order; takes 4 bytes of RAM a sample for each
+        permutation.
+        """
         import numpy as np
 
         signatures = np.empty((len(dataset), self.num_permutations), "<u4")
@@ -136,7 +140,9 @@ class DocumentMinhashDeduplicator(Deduplicator):
         return dataset if len(first) == len(dataset) else dataset.select(first)
 
     def clusters(self, signatures: Words) -> npt.NDArray[np.int64]:
-        """For each signature the first one of its cluster: pairs are alike, and what is like a like one is in it too."""
+        """For each signature the first one of its cluster: pairs are alike, and what is like a like one is in
+        it too.
+        """
         import numpy as np
 
         forest = _Forest(len(signatures))
@@ -207,8 +213,8 @@ def _permutations(seed: int, count: int) -> tuple[Any, Any]:
 def best_bands(permutations: int, threshold: float) -> tuple[int, int]:
     """The number of bands and the rows of each that miss few pairs above a threshold and find few below it.
 
-    The chance that two texts of similarity s share one of b bands of r rows is ``1 - (1 - s**r)**b``. Since what is found is looked at
-    again, a missed pair costs more than one too many: it counts nine times.
+    The chance that two texts of similarity s share one of b bands of r rows is ``1 - (1 - s**r)**b``. Since
+    what is found is looked at again, a missed pair costs more than one too many: it counts nine times.
 
     >>> best_bands(256, 0.7)
     (32, 8)

@@ -11,9 +11,11 @@ from castore.adapters.datasets.ops.base import RatioFilter, at_least
 
 
 class CharacterRepetitionFilter(RatioFilter):
-    """Keeps texts whose repeated runs of ``rep_len`` characters make up ``min_ratio`` to ``max_ratio`` of all runs.
+    """Keeps texts whose repeated runs of ``rep_len`` characters make up ``min_ratio`` to ``max_ratio`` of all
+    runs.
 
-    Of n different runs the most frequent sqrt(n) count, if they occur more than once: the measure of BigScience's ROOTS.
+    Of n different runs the most frequent sqrt(n) count, if they occur more than once: the measure of
+    BigScience's ROOTS.
 
     >>> op = CharacterRepetitionFilter(rep_len=3)
     >>> [round(op.measure(text), 2) for text in ("abcabcabcabc", "the quick brown fox")]
@@ -54,7 +56,9 @@ class WordRepetitionFilter(RatioFilter):
 
 
 class LineRepetitionFilter(RatioFilter):
-    """Keeps texts of whose lines ``min_ratio`` to ``max_ratio`` occur more than once (Gopher's rule); empty ones do not count."""
+    """Keeps texts of whose lines ``min_ratio`` to ``max_ratio`` occur more than once (Gopher's rule); empty
+    ones do not count.
+    """
 
     stat = "line_rep_ratio"
 
@@ -69,8 +73,8 @@ class LineRepetitionFilter(RatioFilter):
 class CompressionRatioFilter(RatioFilter):
     """Keeps texts that zlib makes ``min_ratio`` to ``max_ratio`` of their size.
 
-    Prose of every language comes to 0.3 to 0.6; boilerplate shrinks to less, random and encoded data hardly at all. Texts below
-    some hundred bytes hardly shrink either, so let a length filter go first.
+    Prose of every language comes to 0.3 to 0.6; boilerplate shrinks to less, random and encoded data hardly
+    at all. Texts below some hundred bytes hardly shrink either, so let a length filter go first.
     """
 
     stat = "compression_ratio"
