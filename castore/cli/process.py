@@ -1,6 +1,4 @@
-"""`castore process`: sends files through a chain of operators, each step of which comes from the cache if
-nothing before it changed.
-"""
+"""`castore process`: sends files through the operators of a recipe; what did not change comes from the cache."""
 
 from __future__ import annotations
 
@@ -129,9 +127,7 @@ def process(
 
 
 def _find_modules(config: Path) -> None:
-    """Have operators found beside the recipe and in the working folder, as `python` finds modules beside a
-    script.
-    """
+    """Have operators found beside the recipe and in the working folder, as `python` does for a script."""
     for folder in (os.getcwd(), os.path.dirname(os.path.abspath(config))):
         if folder not in sys.path:
             sys.path.insert(0, folder)

@@ -44,9 +44,9 @@ class Tokenizer:
     [
         (lambda: io.StringIO("text"), "cannot hash <class '_io.StringIO'>"),
         (
-            lambda: open("/proc/self/status", encoding="ascii"),
+            lambda: open("/proc/self/status", encoding="ascii"),  # noqa: SIM115
             "what is read from it depends on where it stands",
-        ),  # noqa: SIM115
+        ),
         (lambda: (n for n in range(3)), "cannot hash a generator"),
         (lambda: weakref.ref(Operator), "what it refers to may be gone"),
         (lambda: __import__("sqlite3").connect(":memory:"), "cannot pickle 'sqlite3.Connection'"),

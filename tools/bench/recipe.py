@@ -22,7 +22,8 @@ from castore.store import Store
 
 #: Data-Juicer's column for what filters measure.
 _STATS = "__dj__stats__"
-_LINK = re.compile(r"https?://\S+|[\w.+-]+@[\w-]+\.[\w.]+")
+# The lookbehind keeps it from trying each end of every word.
+_LINK = re.compile(r"https?://\S+|(?<![\w.+-])[\w.+-]{1,64}@[\w-]+\.[\w.]+")
 _PIECE = re.compile(r" ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+")
 #: Beside the bytes, as in a byte-pair vocabulary.
 _BYTES = 256

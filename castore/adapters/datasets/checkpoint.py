@@ -1,5 +1,4 @@
-"""The latest step of a run, kept so that the next run goes on behind it; the one before goes as soon as it is
-there.
+"""The latest step of a run, kept so that the next run goes on behind it, and no step before it.
 
 A checkpoint is a dataset in the store, `checkpoints/<project>`, whose metadata tells the input and the steps
 that made it. Dataset and metadata are committed together, so a run that is killed at any moment leaves the
@@ -84,9 +83,7 @@ class Checkpoint:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """For the length of a run: a second one of the same name waits for the end of the first, and finds
-        its work done.
-        """
+        """For the length of a run: a second one of the same name waits, and then finds the work done."""
         with store_locks(self._store).hold(self.name):
             yield
 

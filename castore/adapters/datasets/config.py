@@ -1,5 +1,4 @@
-"""Recipes: a YAML file, with Data-Juicer's keys, that says what to process, how, and where the result and the
-cache go.
+"""Recipes: YAML files, with Data-Juicer's keys, that say what to process, how, and where the result goes.
 
 Reads and checks, runs nothing. Every error says the file, the line, the value that is wrong, and the nearest
 right word. Only plain YAML is read (`yaml.safe_load`'s): a tag that would make a Python object is an error.
@@ -56,8 +55,7 @@ class Recipe:
             store's own.
         ds_cache_dir: the store; None for the default one.
         temp_dir: where uncompressed intermediate data lies while it is used; None for the system's.
-        use_checkpoint: keep the latest step only, and go on from there after a failure; switches the cache
-            off.
+        use_checkpoint: keep the latest step only, and go on from there after a failure; no cache then.
         num_proc: processes that run an operator (also ``np``).
         text_keys: the column of the text.
 
@@ -155,8 +153,7 @@ def parse(text: str, source: str = "recipe") -> Recipe:
     (4, 100)
     >>> parse("dataset_paths: data/*.jsonl", "recipe.yaml")
     Traceback (most recent call last):
-    castore.errors.InvalidValueError: recipe.yaml:1: there is no key 'dataset_paths'; did you mean
-    'dataset_path'?
+    castore.errors.InvalidValueError: recipe.yaml:1: there is no key 'dataset_paths'; did you mean 'dataset_path'?
     """
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -1,5 +1,4 @@
-"""Writing a dataset to where users want it: jsonl, json, csv or parquet in one file, or a folder of
-`save_to_disk`.
+"""Writing a dataset to where users want it: a jsonl, json, csv or parquet file, or a `save_to_disk` folder.
 
 What is written is whole or not there at all: it is written beside its place and renamed. Columns of
 statistics and hashes stay out.
@@ -112,8 +111,7 @@ def _replace(temporary: Path, place: Path) -> None:
     if not place.is_dir():
         temporary.rename(place)
         return
-    # A folder cannot be renamed over another: for a moment there is none, and a crash leaves the old one
-    # beside.
+    # A folder cannot be renamed over another: a crash in between leaves the old one beside.
     old = place.with_name(f".{place.name}.{uuid.uuid4().hex[:12]}.old")
     place.rename(old)
     temporary.rename(place)
@@ -188,8 +186,7 @@ def _write_parquet(dataset: datasets.Dataset, path: Path, done: Callable[[int], 
     import pyarrow.parquet
     from datasets.table import embed_table_storage
 
-    # By path and not through a Python file: Arrow 26 ends the process if one of these raises while it is
-    # closed.
+    # By path: Arrow 26 ends the process if a Python file raises while it is closed.
     with pyarrow.parquet.ParquetWriter(
         str(path), dataset.features.arrow_schema, compression="zstd"
     ) as writer:

@@ -1,5 +1,4 @@
-"""A dataset that is known by its fingerprint, features and length, and read only when somebody looks at a
-row.
+"""A dataset known by its fingerprint, features and length, and read only when somebody looks at a row.
 
 A run whose first step comes from the cache never looks at its input: reading that, or decoding it, would be
 most of the time of such a run. Must behave as the dataset that it stands for in everything but when it is

@@ -1,5 +1,4 @@
-"""Running a recipe: from its files, through its operators, to where the result goes. What `castore process`
-does, for programs.
+"""Running a recipe: from its files, through its operators, to where the result goes.
 
 The input is a step like any other: read once, kept compressed, and not even looked at where the first
 operator's result is known already.
@@ -92,8 +91,9 @@ def input_of(recipe: Recipe, pipeline: Pipeline) -> datasets.Dataset:
 
 
 def explain(recipe: Recipe, store: Store) -> list[Explanation]:
-    """For each step of a recipe whether it is kept, and if not, what has changed; reads no data but to tell
-    the files.
+    """For each step of a recipe whether it is kept, and if not, what has changed.
+
+    Reads files only to tell them apart.
 
     Raises:
         CastoreError, OSError: the recipe is wrong, or its files are not there.
@@ -170,8 +170,7 @@ def open_source(
     temp_dir: str | os.PathLike[str] | None = None,
     telling: Telling = "content",
 ) -> datasets.Dataset:
-    """The dataset of files; with a fingerprint that tells them, and not read before it is looked at if it is
-    in the store.
+    """The dataset of files, with a fingerprint that tells them; if it is in the store it is read when looked at.
 
     Args:
         source: the files.

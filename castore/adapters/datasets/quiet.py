@@ -1,6 +1,4 @@
-"""Having the datasets library draw no bars and log no lines of its own: what it finds reaches users as our
-errors and reports.
-"""
+"""Having the datasets library draw no bars and log no lines: what it finds reaches users as our errors."""
 
 from __future__ import annotations
 

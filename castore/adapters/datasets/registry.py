@@ -1,5 +1,4 @@
-"""Finding operators: by name, by dotted path, or as they are; and making them with the parameters of a
-recipe.
+"""Finding operators, by name, by dotted path or as they are, and making them with their parameters.
 
 A name stands for a class of `castore.adapters.datasets.ops`, or for what `register` was given. A dotted path
 names any importable class, function or object, which means that **a recipe can run any code that is
@@ -225,8 +224,7 @@ def _hints(target: Any) -> dict[str, Any]:
 
 
 def check_type(value: object, hint: Any, what: str) -> None:
-    """Raise InvalidValueError if ``value`` is not of the type that ``hint`` says; types that no recipe can
-    hold pass.
+    """Raise InvalidValueError if ``value`` is not of the type of ``hint``; types that YAML has not pass.
 
     >>> check_type("ten", int, "min_len of text_length_filter")
     Traceback (most recent call last):

@@ -23,8 +23,7 @@ from castore.forks import reset_after_fork
 
 
 class Results:
-    """Results of operators by key, the least recently used going first; safe to share between threads and
-    pipelines.
+    """Results of operators by key, the least recently used going first; threads and pipelines may share it.
 
     Args:
         most: how many are kept.

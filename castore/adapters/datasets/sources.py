@@ -1,5 +1,4 @@
-"""Where a recipe's data comes from: files of the usual kinds, found, told apart by their content, and read
-into a dataset.
+"""Where a recipe's data comes from: files of the usual kinds, found, told apart, and read into a dataset.
 
 Files are known by their digests, in order; the kind and the reader's version count too. So a copy of a folder
 is the same source, and a changed byte makes another. Must never change what it reads.
@@ -52,8 +51,7 @@ class Source(NamedTuple):
 
 
 def find(path: str | os.PathLike[str]) -> Source:
-    """The files that a path means: one, all below a folder, or those that fit a pattern (``**`` for any
-    folders).
+    """The files that a path means: one, all below a folder, or those that fit a pattern (with ``**``, too).
 
     Raises:
         NotFoundError: there are none.

@@ -1,5 +1,4 @@
-"""How much disk a run will take, before it takes it: by Data-Juicer's formula, and by what steps were
-measured to take.
+"""How much disk a run will take, before it takes it: by Data-Juicer's formula, and by measured sizes.
 
 The formula counts full copies: ``(1 + M + F + [F > 0] + D) x S`` for an input of S bytes with M mappers, F
 filters and D deduplicators, since each step leaves a copy and the first filter's statistics another; a

@@ -55,7 +55,7 @@ def rows(bench: Bench) -> Iterator[Row | Study]:
         with ExitStack() as stack:
             steps = Steps(name, saved, bench.work / name)
             yield steps.space(f"{size // 10**6} MB of text")
-            mounted = steps.mount(bench.work / f"{name}-mount", stack)
+            mounted = steps.mount(bench.work / name / "mount", stack)
             yield steps.in_one_process(f"all-hit rerun, {name}, in one process")
             yield steps.in_processes(f"all-hit rerun, {name}, in a new process", mounted)
         shutil.rmtree(bench.work / name)
@@ -64,6 +64,7 @@ def rows(bench: Bench) -> Iterator[Row | Study]:
         yield _first_batch(
             bench.work / "batch", texts.saved(corpus, size), f"first batch of {size // 10**6} MB", stack
         )
+    shutil.rmtree(bench.work / "batch")
     yield from _hashing(bench.size(400, 40) * 10**6)
 
 

@@ -11,7 +11,7 @@ from tools.bench.harness import Bench, Study, verdict
 TITLE = "A pipeline over much text"
 ABOUT = (
     "Three maps, a map that measures and a filter (five steps) over text files installed on the machine, each run in a process of its "
-    "own, once; its imports do not count. Killed means SIGKILL at random points of the work, twice, before the run that is shown. "
+    "own, once; its imports do not count. Killed means SIGKILL at a random point of the work, before the run that is shown. "
     "Equal means that features and all rows are those of plain `datasets` in the same order. Plain `datasets` ran once with an empty cache; "
     "castore's first run also compresses every step, and has everything stored when it ends."
 )

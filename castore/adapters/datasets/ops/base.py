@@ -1,5 +1,4 @@
-"""What mappers, filters and deduplicators of texts share: where the text is, where the statistics go, what a
-parameter may be.
+"""What mappers, filters and deduplicators of texts share: where the text is, and where the statistics go.
 
 An operator is a plain object: what it was made with are its attributes, nothing of it changes while it works,
 so it pickles into worker processes and hashes the same everywhere. Must never look at anything but the sample

@@ -10,8 +10,7 @@ from castore.adapters.datasets.ops.base import RatioFilter
 
 
 class AlphanumericFilter(RatioFilter):
-    """Keeps texts of which ``min_ratio`` to ``max_ratio`` of the characters are letters (with their marks) or
-    digits.
+    """Keeps texts by their part of letters (with their marks) and digits: ``min_ratio`` to ``max_ratio``.
 
     >>> op = AlphanumericFilter(min_ratio=0.5)
     >>> [op.process(op.compute_stats({"text": text})) for text in ("Grüße!", "हिन्दी", "-=-=-a")]
@@ -29,8 +28,7 @@ class AlphanumericFilter(RatioFilter):
 
 
 class SpecialCharactersFilter(RatioFilter):
-    """Keeps texts of which ``min_ratio`` to ``max_ratio`` of the characters are special: neither letters nor
-    marks on them.
+    """Keeps texts by their part of special characters, which are no letters: ``min_ratio`` to ``max_ratio``.
 
     So spaces, digits, punctuation, symbols and emoji are special.
     """

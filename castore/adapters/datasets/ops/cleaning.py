@@ -1,5 +1,4 @@
-"""Mappers that take out or replace parts of a text: links, e-mail addresses, odd spaces, whatever a pattern
-finds.
+"""Mappers that take out or replace parts of a text: links, e-mail addresses, odd spaces, any pattern.
 
 The patterns here take time in proportion to the text, whatever is in it: no run of characters is scanned from
 each of its places.
@@ -53,11 +52,8 @@ class ReplaceContentMapper(Mapper):
 
 
 def _check_replacement(pattern: re.Pattern[str], repl: str) -> None:
-    """Raise InvalidValueError for a reference to a group that is not there: else the first sample that fits
-    would.
-    """
-    # An empty alternative matches the empty text whatever the pattern is; the line break ends a comment in
-    # it.
+    """Raise InvalidValueError for a reference to a group that is not there, before a sample does."""
+    # An empty alternative matches the empty text whatever the pattern is; the line break ends its comment.
     try:
         re.sub(f"{pattern.pattern}\n|", repl, "")
     except (re.error, IndexError) as error:

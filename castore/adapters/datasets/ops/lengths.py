@@ -21,9 +21,7 @@ class TextLengthFilter(CountFilter):
 
 
 class AverageLineLengthFilter(CountFilter):
-    """Keeps texts whose lines have ``min_len`` to ``max_len`` characters on average; lists and tables have
-    short ones.
-    """
+    """Keeps texts whose lines have ``min_len`` to ``max_len`` characters on average; tables have few."""
 
     stat = "avg_line_length"
 
@@ -34,9 +32,7 @@ class AverageLineLengthFilter(CountFilter):
 
 
 class MaximumLineLengthFilter(CountFilter):
-    """Keeps texts whose longest line has ``min_len`` to ``max_len`` characters; minified code and dumps have
-    long ones.
-    """
+    """Keeps texts whose longest line has ``min_len`` to ``max_len`` characters; dumps have more."""
 
     stat = "max_line_length"
 

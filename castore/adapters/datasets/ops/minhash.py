@@ -123,9 +123,7 @@ class DocumentMinhashDeduplicator(Deduplicator):
             yield " ".join(tokens[at : at + self.window_size]).encode("utf-8", "surrogatepass")
 
     def process(self, dataset: Any) -> Any:
-        """The dataset without near duplicates, in its order; takes 4 bytes of RAM a sample for each
-        permutation.
-        """
+        """The dataset without near duplicates, in its order; takes 4 bytes of RAM a sample and permutation."""
         import numpy as np
 
         signatures = np.empty((len(dataset), self.num_permutations), "<u4")
@@ -140,9 +138,7 @@ class DocumentMinhashDeduplicator(Deduplicator):
         return dataset if len(first) == len(dataset) else dataset.select(first)
 
     def clusters(self, signatures: Words) -> npt.NDArray[np.int64]:
-        """For each signature the first one of its cluster: pairs are alike, and what is like a like one is in
-        it too.
-        """
+        """For each signature the first one of its cluster; a chain of pairs that are alike is one cluster."""
         import numpy as np
 
         forest = _Forest(len(signatures))

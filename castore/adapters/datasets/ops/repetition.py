@@ -11,8 +11,7 @@ from castore.adapters.datasets.ops.base import RatioFilter, at_least
 
 
 class CharacterRepetitionFilter(RatioFilter):
-    """Keeps texts whose repeated runs of ``rep_len`` characters make up ``min_ratio`` to ``max_ratio`` of all
-    runs.
+    """Keeps texts by their part of repeated runs of ``rep_len`` characters: ``min_ratio`` to ``max_ratio``.
 
     Of n different runs the most frequent sqrt(n) count, if they occur more than once: the measure of
     BigScience's ROOTS.
@@ -56,9 +55,7 @@ class WordRepetitionFilter(RatioFilter):
 
 
 class LineRepetitionFilter(RatioFilter):
-    """Keeps texts of whose lines ``min_ratio`` to ``max_ratio`` occur more than once (Gopher's rule); empty
-    ones do not count.
-    """
+    """Keeps texts of whose lines, but empty ones, ``min_ratio`` to ``max_ratio`` occur again (Gopher's rule)."""
 
     stat = "line_rep_ratio"
 
