@@ -51,11 +51,11 @@ def marks(sample):
     return sample
 
 def slow(sample):
-    time.sleep(0.002)
+    time.sleep(0.01)
     return {"text": sample["text"] + " slow"}
 
 def slower(sample):
-    time.sleep(0.003)
+    time.sleep(0.012)
     return {"text": sample["text"] + " slower"}
 
 def interrupted(sample):
@@ -496,7 +496,7 @@ def test_runs_killed_at_random_points_come_to_the_same_end(
     for _ in range(30):
         start = castore("process", "--config", path, "--json")
         try:
-            out, err = start.communicate(timeout=1.2 + chance.random() * 1.5 if kills < 4 else 60)
+            out, err = start.communicate(timeout=1.2 + chance.random() * 2.4 if kills < 4 else 60)
             break
         except subprocess.TimeoutExpired:
             start.send_signal(signal.SIGKILL)
