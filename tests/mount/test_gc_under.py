@@ -161,12 +161,11 @@ def test_small_files_read_right_while_gc_compacts_their_packs(
     (tmp_path / "list").write_text("".join(lines))
 
     def churn(number: int) -> list[int]:
-        """Put the kept ones among others that go again, so that their pack is mostly dead."""
+        """Have the pack of the kept ones be mostly dead: what gc moves goes into the pack that this process fills."""
         dead = [(f"dead/{number}/{n}", noise(3000, 1000 * number + n)) for n in range(150)]
-        with Store(store.path, memory=0) as writer:
-            writer.put_many(dead)
-            if number == 0:
-                writer.put_many(kept.items())
+        store.put_many(dead)
+        if number == 0:
+            store.put_many(kept.items())
         store.delete_many(name for name, _ in dead)
         return store.gc(grace=0).packs
 
@@ -178,13 +177,9 @@ def test_small_files_read_right_while_gc_compacts_their_packs(
     ):
         for number in range(1, 12):
             compacted += churn(number)
-            for name, data in kept.items():  # moves them into this round's pack
-                if number % 4 == 0:
-                    store.delete(name)
-                    store.put(name, data)
         assert int(finish(one, "\n")) > len(kept)
         assert int(finish(other, "\n")) > len(kept)
-    assert "pinned" in os.environ.get("PYTEST_CURRENT_TEST", "") or compacted
+    assert "pinned" in os.environ.get("PYTEST_CURRENT_TEST", "") or len(compacted) > 3
 
 
 def test_bytes_that_gc_removed_from_under_a_known_digest_are_not_there(store: Store) -> None:
