@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
@@ -51,6 +50,23 @@ class Stopped(Exception):
     """Whoever runs the watcher wants it to end."""
 
 
+class Stop:
+    """Whether to stop. Safe to set in a signal handler, which `threading.Event` is not: its lock is no re-entrant one,
+    and a handler that runs while the same thread is about to wait would wait for itself.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        """Say so."""
+        self._set = True
+
+    def is_set(self) -> bool:
+        """Whether somebody said so."""
+        return self._set
+
+
 class Looker:
     """Looks at paths of one folder.
 
@@ -79,7 +95,7 @@ class Looker:
         report: Callable[[Event], object],
         progress: Callable[[int], object],
         later: Callable[[str, float], object],
-        stop: threading.Event,
+        stop: Stop,
     ) -> None:
         self._store = store
         self._folder = folder

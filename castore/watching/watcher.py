@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -21,7 +20,7 @@ from castore.records import Entry
 from castore.watching import links, sources
 from castore.watching.events import Events, WatchError
 from castore.watching.folder import Folder
-from castore.watching.looking import Looker, Options, Stopped
+from castore.watching.looking import Looker, Options, Stop, Stopped
 from castore.watching.telling import Event
 
 #: Seconds between looks for what is due.
@@ -60,7 +59,7 @@ class Watcher:
         self._folder = folder
         self._options = options
         self._report = report
-        self._stop = threading.Event()
+        self._stop = Stop()
         self._events = Events(folder.root, options.settle, folder.counts)
         self._looker = Looker(store, folder, options, report, progress, self._events.put, self._stop)
         self._rescan_at = self._mount_at = 0.0
@@ -84,7 +83,8 @@ class Watcher:
             self._look_at_everything()
             caught_up()
             self._report(Event("ready"))
-            while not self._stop.wait(_TICK):
+            while not self._stop.is_set():
+                time.sleep(_TICK)
                 self._turn()
         except Stopped:
             pass
