@@ -10,20 +10,17 @@ wrapper. Must never remove the folder it was given.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from castore.adapters.torch.filling import cache_missing, fill
+from castore.adapters.torch.filling import CachingWrapper
 from castore.adapters.torch.identity import dataset_key
 from castore.adapters.torch.levels import DiskLevel, LevelStats, MemoryLevel
 from castore.adapters.torch.ranks import job_id
 from castore.adapters.torch.samples import pack, unpack
 from castore.adapters.torch.sizing import Size, is_off
 from castore.adapters.torch.twolevels import TwoLevels
-from castore.adapters.torch.wrapper import DatasetWrapper
 from castore.errors import InvalidValueError
 
 
@@ -40,7 +37,7 @@ class BiLevelStats(NamedTuple):
     reads: int
 
 
-class BiLevelCachedDataset(DatasetWrapper):
+class BiLevelCachedDataset(CachingWrapper):
     """A dataset whose samples stay in RAM and on the local disk, shared by all workers and ranks of a node.
 
     Which samples stay, once a level is full: those that are there, as long as all are used alike (as in
@@ -150,20 +147,6 @@ class BiLevelCachedDataset(DatasetWrapper):
         self._read(indices)
         return sum(index in self._levels for index in indices)
 
-    def prefetch(self, indices: Iterable[int]) -> int:
-        """Read those of ``indices`` that no level has, and keep what there is room for; how many were added."""
-        return cache_missing(self, [self._index(index) for index in indices])
-
-    def fill(self, *, num_workers: int = 0, batch_size: int = 64, progress: bool | None = None) -> int:
-        """Read all that no level has, until the levels are full; how many samples were added.
-
-        Args:
-            num_workers: processes that read, as in `torch.utils.data.DataLoader`.
-            batch_size: samples that one of them reads at a time.
-            progress: show a bar; None: on a terminal.
-        """
-        return fill(self, num_workers=num_workers, batch_size=batch_size, progress=progress)
-
     def flush(self) -> None:
         """Write on disk, as far as there is room, what is in memory only, so that a later run finds it."""
         self._levels.flush()
@@ -198,11 +181,3 @@ class BiLevelCachedDataset(DatasetWrapper):
     def close(self) -> None:
         """Leave the levels; shared memory goes with the last process that uses it."""
         self._levels.close()
-
-    def __enter__(self) -> BiLevelCachedDataset:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -12,15 +12,12 @@ wrapper. What cannot be read back is read from the dataset again, and replaced.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 from castore import Store
-from castore.adapters.torch.filling import cache_missing, fill
+from castore.adapters.torch.filling import CachingWrapper
 from castore.adapters.torch.identity import dataset_key
 from castore.adapters.torch.samples import pack, record_name, unpack
-from castore.adapters.torch.wrapper import DatasetWrapper
 from castore.errors import CorruptError
 from castore.shm.segments import Segment
 from castore.shm.tallies import Tallies
@@ -28,7 +25,7 @@ from castore.shm.tallies import Tallies
 _HITS, _MISSES, _COUNTS = range(3)
 
 
-class CachedDataset(DatasetWrapper):
+class CachedDataset(CachingWrapper):
     """A dataset whose samples are kept in a store.
 
     Args:
@@ -121,20 +118,6 @@ class CachedDataset(DatasetWrapper):
     def _cache(self, indices: list[int]) -> int:
         return len(self._read(indices))
 
-    def prefetch(self, indices: Iterable[int]) -> int:
-        """Keep those of ``indices`` that are not kept yet; how many were added."""
-        return cache_missing(self, [self._index(index) for index in indices])
-
-    def fill(self, *, num_workers: int = 0, batch_size: int = 64, progress: bool | None = None) -> int:
-        """Keep all samples that are not kept yet; how many were added.
-
-        Args:
-            num_workers: processes that read, as in `torch.utils.data.DataLoader`.
-            batch_size: samples that one of them reads at a time.
-            progress: show a bar; None: on a terminal.
-        """
-        return fill(self, num_workers=num_workers, batch_size=batch_size, progress=progress)
-
     # What it did
 
     @property
@@ -152,14 +135,6 @@ class CachedDataset(DatasetWrapper):
         self._segment.close()
         if self._owns_store:
             self.store.close()
-
-    def __enter__(self) -> CachedDataset:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _unpacked(record: bytes | None) -> tuple[bool, Any]:

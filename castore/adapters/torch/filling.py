@@ -8,13 +8,15 @@ what it reads as uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Protocol, TypeVar
 
 import torch.utils.data
 from tqdm.auto import tqdm
 
 from castore.adapters.torch.ranks import read_ranks
+from castore.adapters.torch.wrapper import DatasetWrapper
 
 
 class Fillable(Protocol):
@@ -27,6 +29,49 @@ class Fillable(Protocol):
 
     def _cache(self, indices: list[int]) -> int:
         """Read these samples and keep what there is room for; how many were kept."""
+
+
+Self = TypeVar("Self", bound="CachingWrapper")
+
+
+class CachingWrapper(DatasetWrapper):
+    """A wrapper that keeps samples, can be filled ahead of training, and is closed at the end."""
+
+    def _held(self, index: int) -> bool:
+        """Whether the sample is cached."""
+        raise NotImplementedError
+
+    def _cache(self, indices: list[int]) -> int:
+        """Read these samples and keep what there is room for; how many were kept."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of what is shared with other processes, and of the store."""
+        raise NotImplementedError
+
+    def prefetch(self, indices: Iterable[int]) -> int:
+        """Read those of ``indices`` that are not cached, and keep what there is room for; how many were added."""
+        checked = dict.fromkeys(self._index(index) for index in indices)
+        missing = [index for index in checked if not self._held(index)]
+        return self._cache(missing) if missing else 0
+
+    def fill(self, *, num_workers: int = 0, batch_size: int = 64, progress: bool | None = None) -> int:
+        """Read all that is not cached, until there is no more room; how many samples were added.
+
+        Args:
+            num_workers: processes that read, as in `torch.utils.data.DataLoader`.
+            batch_size: samples that one of them reads at a time.
+            progress: show a bar; None: on a terminal.
+        """
+        return fill(self, num_workers=num_workers, batch_size=batch_size, progress=progress)
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def fill(dataset: Fillable, *, num_workers: int, batch_size: int, progress: bool | None) -> int:
@@ -50,12 +95,6 @@ def fill(dataset: Fillable, *, num_workers: int, batch_size: int, progress: bool
                 bar.set_postfix_str("full")
                 break
     return added
-
-
-def cache_missing(dataset: Fillable, indices: Sequence[int]) -> int:
-    """Cache those of ``indices`` that are not there; how many were added."""
-    missing = [index for index in dict.fromkeys(indices) if not dataset._held(index)]
-    return dataset._cache(missing) if missing else 0
 
 
 def _batches(
