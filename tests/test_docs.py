@@ -30,6 +30,16 @@ def python_blocks(page: Path) -> str:
     return "\n".join(out) + "\n"
 
 
+def run_examples(page: Path, *, more_than: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Assert that the examples of a page, run in one session in the working folder, print what it says."""
+    examples = doctest.DocTestParser().get_doctest(
+        python_blocks(page), {"__name__": "page"}, page.name, str(page), 0
+    )
+    assert len(examples.examples) > more_than
+    failed, _ = doctest.DocTestRunner(optionflags=_FLAGS).run(examples)
+    assert not failed, capsys.readouterr().out
+
+
 def test_the_python_of_the_python_page_runs_and_prints_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -38,13 +48,7 @@ def test_the_python_of_the_python_page_runs_and_prints_what_it_says(
     except MissingDependencyError as error:
         pytest.skip(str(error))
     monkeypatch.chdir(tmp_path)
-    page = ROOT / "docs" / "python.md"
-    examples = doctest.DocTestParser().get_doctest(
-        python_blocks(page), {"__name__": "page"}, page.name, str(page), 0
-    )
-    assert len(examples.examples) > 50
-    failed, _ = doctest.DocTestRunner(optionflags=_FLAGS).run(examples)
-    assert not failed, capsys.readouterr().out
+    run_examples(ROOT / "docs" / "python.md", more_than=50, capsys=capsys)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 from pathlib import Path
 
 import pytest
 
-from tests.test_docs import python_blocks
+from tests.test_docs import run_examples
 
 PAGE = Path(__file__).parents[2] / "docs" / "torch.md"
 
@@ -16,10 +15,4 @@ def test_the_python_of_the_torch_page_runs_and_prints_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    examples = doctest.DocTestParser().get_doctest(
-        python_blocks(PAGE), {"__name__": "page"}, PAGE.name, str(PAGE), 0
-    )
-    assert len(examples.examples) > 15
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    failed, _ = doctest.DocTestRunner(optionflags=flags).run(examples)
-    assert not failed, capsys.readouterr().out
+    run_examples(PAGE, more_than=15, capsys=capsys)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import doctest
 import re
 from pathlib import Path
 
 import pytest
 
 from castore.adapters.tree import level
-from tests.test_docs import python_blocks
+from tests.test_docs import run_examples
 
 PAGE = Path(__file__).parents[2] / "docs" / "tree.md"
 
@@ -18,13 +17,7 @@ def test_the_python_of_the_tree_page_runs_and_prints_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    examples = doctest.DocTestParser().get_doctest(
-        python_blocks(PAGE), {"__name__": "page"}, PAGE.name, str(PAGE), 0
-    )
-    assert len(examples.examples) > 30
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    failed, _ = doctest.DocTestRunner(optionflags=flags).run(examples)
-    assert not failed, capsys.readouterr().out
+    run_examples(PAGE, more_than=30, capsys=capsys)
 
 
 def test_the_table_of_compressions_is_what_there_is() -> None:
