@@ -19,8 +19,8 @@ from castore.shm.segments import Segment
 Buffer = bytes | bytearray | memoryview
 
 _ALIGNMENT = 64
-_WORDS = 3
-_USED, _COUNT, _LIVE = range(_WORDS)
+_WORDS = 2
+_USED, _COUNT = range(_WORDS)
 # An extent's row.
 _VERSION, _OWNER, _OFFSET, _CAPACITY, _LENGTH = range(5)
 _ROW = 5
@@ -86,11 +86,6 @@ class Arena:
         return self._words[_COUNT]
 
     @property
-    def live(self) -> int:
-        """Records there are."""
-        return self._words[_LIVE]
-
-    @property
     def used(self) -> int:
         """Bytes of all extents."""
         return self._words[_USED]
@@ -141,6 +136,32 @@ class Arena:
         self._drop(number)
         self._write(number, index, parts, length)
 
+    def put(self, index: int, parts: Sequence[Buffer], length: int) -> bool:
+        """Give ``index`` these bytes, in the extent it has if they fit there, else in a new one; False if there is no room.
+
+        A record that outgrows its extent leaves that empty. If there is no room, ``index`` has no record.
+
+        Raises:
+            FullError: there is room in the arena, but not in ``/dev/shm``.
+        """
+        number = self._places[index] - 1
+        if number >= 0 and self.capacity(number) >= length:
+            self.replace(number, index, parts, length)
+            return True
+        self.remove(index)
+        return self.append(index, parts, length)
+
+    def clear(self) -> None:
+        """Forget all records; their space is free again. The memory stays with the segment."""
+        self._places[:] = memoryview(bytes(self._places.nbytes)).cast("I")
+        # Extents will lie elsewhere from now on, over one another's old places: whoever is copying one must notice.
+        for number in range(self.count):
+            self._spoil(number)
+        # Only now: a record that can still be found must not be written over. Nor may an extent that still counts lie
+        # over a new one: if we are killed in between, their space is lost until the next `clear`.
+        self._words[_COUNT] = 0
+        self._words[_USED] = 0
+
     def remove(self, index: int) -> None:
         """Forget the record of ``index``; its extent stays, empty, for another."""
         place = self._places[index]
@@ -168,7 +189,6 @@ class Arena:
         owner = self._rows[number * _ROW + _OWNER]
         if self._places[owner] == number + 1:
             self._places[owner] = 0
-            self._words[_LIVE] -= 1
 
     def _write(self, number: int, index: int, parts: Sequence[Buffer], length: int) -> None:
         row, rows = number * _ROW, self._rows
@@ -182,7 +202,6 @@ class Arena:
             place = end
         rows[row] += 1
         self._places[index] = number + 1
-        self._words[_LIVE] += 1
 
     def _reserve(self, base: int, place: int, length: int, limit: int) -> None:
         """Reserve ``length`` bytes at ``place``, whose predecessors are reserved, up to the next multiple of _AHEAD."""

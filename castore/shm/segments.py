@@ -23,7 +23,7 @@ import struct
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,8 @@ class Segment:
     Args:
         name: letters, digits, ".", "_" and "-"; all processes of this user on this machine that give the same
             name get the same memory. None takes a name that nobody has.
-        size: bytes, for whoever makes it; who attaches takes the size that is there.
+        size: bytes, for whoever makes it; who attaches takes the size that is there. A function is called by the maker
+            alone: what is free tells nothing to those who come when the segment has taken it.
         layout: what the bytes mean, as JSON can say it. Whoever attaches must bring the same.
         reserve: take all pages now. If False, `reserve` has to be called before bytes are touched.
 
@@ -60,7 +61,12 @@ class Segment:
     """
 
     def __init__(
-        self, name: str | None, size: int, layout: Mapping[str, Any], *, reserve: bool = True
+        self,
+        name: str | None,
+        size: int | Callable[[], int],
+        layout: Mapping[str, Any],
+        *,
+        reserve: bool = True,
     ) -> None:
         if name is not None and not _NAME.fullmatch(name):
             raise InvalidValueError(
@@ -233,7 +239,9 @@ def _rejoin(name: str, layout: dict[str, Any]) -> Segment:
     return segment
 
 
-def _open(path: Path, layout: dict[str, Any], size: int, reserve: bool) -> tuple[_Handle, bool]:
+def _open(
+    path: Path, layout: dict[str, Any], size: int | Callable[[], int], reserve: bool
+) -> tuple[_Handle, bool]:
     """A handle on the file, with the shared lock held, and whether this call made it."""
     clear_dead()
     while True:
@@ -242,7 +250,7 @@ def _open(path: Path, layout: dict[str, Any], size: int, reserve: bool) -> tuple
             if _matches(fd, path, layout):
                 return _Handle(fd, path), False
             continue
-        made = _make(path, layout, size, reserve)
+        made = _make(path, layout, size() if callable(size) else size, reserve)
         if made is not None:
             return _Handle(made, path), True
 

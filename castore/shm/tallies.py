@@ -28,7 +28,7 @@ class Tally:
         self._which = which
 
     def add(self, amount: int = 1) -> None:
-        """Count it up."""
+        """Count it up; a negative amount takes back what this process has counted."""
         self._tallies.add(self._which, amount)
 
     @property

@@ -41,12 +41,13 @@ class Cell:
         return DataLoader(dataset, num_workers=self.workers, **options)
 
 
+START_METHODS = ("fork", "forkserver", "spawn")
 #: Without workers there is nothing to start, and nothing to persist.
 CELLS = [
     Cell("fork", 0),
     *(
         Cell(start, workers, persistent)
-        for start in ("fork", "forkserver", "spawn")
+        for start in START_METHODS
         for workers in (1, 4)
         for persistent in (False, True)
     ),
@@ -82,6 +83,16 @@ def no_leftovers() -> Iterator[None]:
         assert time.monotonic() < deadline, f"left in /dev/shm: {shared_files() - before}"
         gc.collect()
         time.sleep(0.05)
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """No private segment of this process outlives the test."""
+    yield
+    mine = f"castore-{os.geteuid()}-{os.getpid()}-*"
+    if list(Path("/dev/shm").glob(mine)):
+        gc.collect()  # a caught exception holds its frames in a circle
+    assert not list(Path("/dev/shm").glob(mine))
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from castore.adapters.torch import SharedCache
+
 
 class Drawn(Dataset[dict[str, Any]]):
     """Samples made from their index, each read noted in a file that all processes append to."""
@@ -44,3 +46,24 @@ class Batched(Drawn):
         with open(f"{self.log}.batches", "a") as file:
             file.write(f"{indices}\n")
         return [self[index] for index in indices]
+
+
+class Shared(Dataset[dict[str, Any]]):
+    """The same samples through a SharedCache of their tensors, as its page shows it."""
+
+    def __init__(self, data: Drawn) -> None:
+        self.data = data
+        self.cache = SharedCache("1MB", len(data), (2, 3), torch.int16)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tensor = self.cache.get_slot(index)
+        if tensor is None:
+            tensor = self.data[index]["x"]
+            self.cache.set_slot(index, tensor)
+        return {"x": tensor, "y": index, "name": f"sample {index}"}
+
+    def close(self) -> None:
+        self.cache.close()

@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,8 +17,7 @@ import pytest
 import safetensors
 import torch
 import zarr
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import TensorDataset
 
 import castore_fuse
 from castore import InvalidNameError, SerializationError, Store, StoreError, UnhashableError
@@ -39,18 +37,6 @@ def drawn(tmp_path: Path) -> Drawn:
 
 def numbers(samples: Any) -> list[int]:
     return [sample["y"] for sample in samples]
-
-
-def test_every_kind_of_worker_gets_the_right_samples_and_each_is_read_once(
-    drawn: Drawn, store: Store, check_epochs: Callable[..., None]
-) -> None:
-    expected = [drawn[index] for index in range(10)]
-    os.remove(drawn.log)
-    cached = CachedDataset(drawn, store)
-    check_epochs(cached, expected)
-    assert drawn.reads == list(range(10))
-    assert (cached.hits, cached.misses) == (10, 10)
-    cached.close()
 
 
 def test_a_second_dataset_over_the_store_starts_warm(drawn: Drawn, tmp_path: Path) -> None:
@@ -193,13 +179,17 @@ def test_damaged_samples_are_read_again_and_healed(drawn: Drawn, store: Store) -
     assert len(drawn.reads) == 12
 
 
-def test_an_entry_that_is_no_sample_is_replaced(drawn: Drawn, store: Store) -> None:
+def test_an_entry_that_is_no_sample_is_replaced_and_told(
+    drawn: Drawn, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     cached = CachedDataset(drawn, store)
     store.put(cached.name_of(1), b"not a sample")
     store.put(cached.name_of(2), b"")
     assert cached[1]["y"] == 1
     assert numbers(cached.__getitems__([1, 2])) == [1, 2]
     assert drawn.reads == [1, 2]
+    assert (cached.hits, cached.misses) == (1, 2)
+    assert all(f"{cached.name_of(index)} is read from the dataset again" in caplog.text for index in (1, 2))
 
 
 def test_fill_reads_what_is_missing_and_shows_how_far_it_is(
@@ -272,31 +262,11 @@ def test_attributes_of_the_dataset_show_through(drawn: Drawn, store: Store) -> N
     assert not hasattr(CachedDataset(np.zeros(3), store), "__array_interface__")
 
 
-def test_subsets_and_samplers_of_ranks_see_a_dataset(drawn: Drawn, store: Store) -> None:
-    cached = CachedDataset(drawn, store)
-    assert numbers(Subset(cached, [7, 1, 7])) == [7, 1, 7]
-    batches = DataLoader(Subset(cached, range(5)), batch_size=5)
-    assert next(iter(batches))["y"].tolist() == [0, 1, 2, 3, 4]
-    samplers = [DistributedSampler[Any](cached, 2, rank, shuffle=False) for rank in range(2)]
-    parts = [
-        [int(y) for batch in DataLoader(cached, batch_size=2, sampler=sampler) for y in batch["y"]]
-        for sampler in samplers
-    ]
-    assert parts == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
-
-
 def test_a_wrapper_around_a_wrapper_has_a_key(drawn: Drawn, store: Store, tmp_path: Path) -> None:
     inner = CachedDataset(drawn, store)
     with CachedDataset(inner, tmp_path / "outer") as outer:
         assert numbers(outer) == list(range(10))
         assert outer.key == CachedDataset(CachedDataset(drawn, store), store).key
-
-
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
-def test_pinned_memory_works_as_far_as_torch_has_it(drawn: Drawn, store: Store) -> None:
-    batches = list(DataLoader(CachedDataset(drawn, store), batch_size=5, pin_memory=True))
-    assert [batch["y"].tolist() for batch in batches] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    assert all(batch["x"].is_pinned() == torch.cuda.is_available() for batch in batches)
 
 
 def sources() -> dict[str, Any]:
@@ -318,25 +288,6 @@ def test_any_source_with_indices_can_be_cached(name: str, store: Store) -> None:
     for _ in range(2):
         assert repr([cached[2], *cached.__getitems__([1, 0])]) == repr([source[2], source[1], source[0]])
     assert (cached.hits, cached.misses) == (3, 3)
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_a_stateful_loader_goes_on_where_it_was(drawn: Drawn, store: Store, no_leftovers: None) -> None:
-    def loader() -> Any:
-        generator = torch.Generator().manual_seed(1)
-        return StatefulDataLoader(
-            CachedDataset(drawn, store), batch_size=3, shuffle=True, generator=generator, num_workers=2
-        )
-
-    whole = [batch["y"].tolist() for batch in loader()]
-    first = loader()
-    begun = iter(first)
-    taken = [next(begun)["y"].tolist() for _ in range(2)]
-    state = first.state_dict()
-    second = loader()
-    second.load_state_dict(state)
-    assert taken + [batch["y"].tolist() for batch in second] == whole
-    assert drawn.reads == list(range(10))
 
 
 def test_what_cannot_be_kept_is_refused_with_its_place(store: Store) -> None:

@@ -16,12 +16,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import Dataset
 
 from castore.adapters.torch import SharedCache
 from castore.shm.segments import path_of
 from castore.shm.slots import SlotState
-from tests.torch.conftest import Cell
+from tests.torch.conftest import START_METHODS, Cell
 
 ROOT = Path(__file__).parents[2]
 FORK: Any = multiprocessing.get_context("fork")
@@ -111,17 +111,6 @@ def molecule(index: int) -> dict[str, torch.Tensor]:
 # --- loaders --------------------------------------------------------------------------------------------------------
 
 
-def test_every_kind_of_worker_fills_one_cache(
-    tmp_path: Path, cell: Cell, check_epochs: Callable[..., None]
-) -> None:
-    dataset = MyDataset(tmp_path / "log")
-    # Workers that are started for each epoch cost seconds; what they have set is looked at from here.
-    check_epochs(dataset, [picture(index) for index in range(N)], epochs=2 if cell.persistent else 1)
-    assert dataset.loads == list(range(N)), "each sample is loaded once, by whichever process"
-    assert [torch.equal(dataset[index], picture(index)) for index in range(N)] == [True] * N
-    assert dataset.loads == list(range(N))
-
-
 SOME_CELLS = pytest.mark.parametrize(
     "cell", [Cell("fork", 0), Cell("fork", 2), Cell("spawn", 1, True)], ids=str, indirect=True
 )
@@ -130,12 +119,13 @@ FEW_CORES = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 @SOME_CELLS
 @FEW_CORES
-def test_batches_come_through_a_dataset_that_offers_them(
-    tmp_path: Path, check_epochs: Callable[..., None]
+@pytest.mark.parametrize("kind", [MyDataset, Batched])
+def test_stocachings_example_runs_with_only_the_import_changed_and_in_batches(
+    tmp_path: Path, kind: type[MyDataset], check_epochs: Callable[..., None]
 ) -> None:
-    dataset = Batched(tmp_path / "log")
+    dataset = kind(tmp_path / "log")
     check_epochs(dataset, [picture(index) for index in range(N)])
-    assert dataset.loads == list(range(N))
+    assert dataset.loads == list(range(N)), "each sample is loaded once, by whichever process"
 
 
 @SOME_CELLS
@@ -144,20 +134,6 @@ def test_ragged_samples_reach_the_loader_from_every_worker(check_epochs: Callabl
     dataset = Molecules()
     check_epochs(dataset, [molecule(index) for index in range(N)], batch_size=1)
     assert dataset.cache.aux_array.tolist() == [1] * N
-
-
-def test_subsets_and_distributed_samplers_index_as_ever(tmp_path: Path) -> None:
-    dataset = MyDataset(tmp_path / "log")
-    halves: list[Any] = [DistributedSampler(dataset, num_replicas=2, rank=rank, seed=1) for rank in range(2)]
-    seen = [
-        int(batch[0, 0, 0, 0])
-        for half in halves
-        for batch in DataLoader(dataset, sampler=half, num_workers=1)
-    ]
-    assert sorted(seen) == list(range(N))
-    part = Subset(dataset, [5, 3, 5])
-    assert [int(sample[0, 0, 0]) for sample in DataLoader(part, batch_size=None)] == [5, 3, 5]
-    assert dataset.loads == list(range(N))
 
 
 # --- writers that race ----------------------------------------------------------------------------------------------
@@ -285,7 +261,7 @@ def test_a_killed_loader_leaves_nothing_once_its_workers_are_gone() -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("start", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("start", START_METHODS)
 def test_a_script_that_ends_with_the_workers_of_a_persistent_loader_alive_leaves_nothing(start: str) -> None:
     script = (
         "import torch; from castore.adapters.torch import SharedCache\n"

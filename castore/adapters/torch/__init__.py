@@ -7,6 +7,7 @@ from castore.errors import MissingDependencyError
 try:
     from castore.adapters.torch.bilevel import BiLevelCachedDataset
     from castore.adapters.torch.cached import CachedDataset
+    from castore.adapters.torch.identity import dataset_key
     from castore.adapters.torch.lazy import LazyShardDataset
     from castore.adapters.torch.shared import SharedCache, get_shm_size
 except ModuleNotFoundError as error:
@@ -14,4 +15,11 @@ except ModuleNotFoundError as error:
         raise
     raise MissingDependencyError.of(error.name, "torch") from error
 
-__all__ = ["BiLevelCachedDataset", "CachedDataset", "LazyShardDataset", "SharedCache", "get_shm_size"]
+__all__ = [
+    "BiLevelCachedDataset",
+    "CachedDataset",
+    "LazyShardDataset",
+    "SharedCache",
+    "dataset_key",
+    "get_shm_size",
+]

@@ -18,10 +18,10 @@ from castore.adapters.torch.filling import CachingWrapper
 from castore.adapters.torch.identity import dataset_key
 from castore.adapters.torch.levels import DiskLevel, LevelStats, MemoryLevel
 from castore.adapters.torch.ranks import job_id
-from castore.adapters.torch.samples import pack, unpack
+from castore.adapters.torch.samples import MISSING, pack, tell_no_sample, unpack
 from castore.adapters.torch.sizing import Size, is_off
 from castore.adapters.torch.twolevels import TwoLevels
-from castore.errors import InvalidValueError
+from castore.errors import CorruptError, InvalidValueError
 
 
 class BiLevelStats(NamedTuple):
@@ -45,7 +45,7 @@ class BiLevelCachedDataset(CachingWrapper):
 
     Args:
         data: a map-style dataset. Its samples are what `torch.utils.data.default_collate` takes: tensors, arrays,
-            numbers, strings, bytes, PIL images, and tuples, lists and dicts of them.
+            numbers, strings, bytes, and tuples, lists and dicts of them; and PIL images.
         memory_cache_size: bytes of shared memory, as an int or a text ("100GB"), or as a float in (0, 1] the fraction
             of what is free; 0 for no memory level. A limit: memory is taken as the level fills, and what is beyond
             what is free is no error.
@@ -117,19 +117,32 @@ class BiLevelCachedDataset(CachingWrapper):
     # Samples
 
     def _one(self, index: int) -> Any:
-        record = self._levels.get(index)
+        sample = self._found(index)
         # From its record too where it is read: the first epoch gets what later ones get.
-        return unpack(self._read([index])[0] if record is None else record)
+        return unpack(self._read([index])[0]) if sample is MISSING else sample
 
     def _many(self, indices: list[int]) -> list[Any]:
-        records = [self._levels.get(index) for index in indices]
+        found = list(map(self._found, indices))
         # An index that is asked for twice and is not there is read once.
-        missing = list(dict.fromkeys(i for i, record in zip(indices, records, strict=True) if record is None))
+        missing = list(
+            dict.fromkeys(i for i, sample in zip(indices, found, strict=True) if sample is MISSING)
+        )
         read = dict(zip(missing, self._read(missing), strict=True))
         return [
-            unpack(read[index] if record is None else record)
-            for index, record in zip(indices, records, strict=True)
+            unpack(read[index]) if sample is MISSING else sample
+            for index, sample in zip(indices, found, strict=True)
         ]
+
+    def _found(self, index: int) -> Any:
+        """The sample that a level has, or MISSING."""
+        record = self._levels.get(index)
+        if record is not None:
+            try:
+                return unpack(record)
+            except CorruptError as error:
+                tell_no_sample(self._levels.name_of(index), error)
+                self._levels.reject(index, record)
+        return MISSING
 
     def _read(self, indices: list[int]) -> list[bytes]:
         """Records from the dataset, offered to the levels."""

@@ -17,7 +17,7 @@ from typing import Any
 from castore import Store
 from castore.adapters.torch.filling import CachingWrapper
 from castore.adapters.torch.identity import dataset_key
-from castore.adapters.torch.samples import pack, record_name, unpack
+from castore.adapters.torch.samples import MISSING, pack, record_name, tell_no_sample, unpack
 from castore.errors import CorruptError
 from castore.shm.segments import Segment
 from castore.shm.tallies import Tallies
@@ -30,7 +30,7 @@ class CachedDataset(CachingWrapper):
 
     Args:
         dataset: a map-style dataset. Its samples are what `torch.utils.data.default_collate` takes: tensors, arrays,
-            numbers, strings, bytes, PIL images, and tuples, lists and dicts of them.
+            numbers, strings, bytes, and tuples, lists and dicts of them; and PIL images.
         store: a `castore.Store`, or the folder of one. A store that is opened here has no RAM tier, which every
             worker would fill for itself.
         key: what identifies the data: a name, or a config for `castore.key`. By default the fingerprint of
@@ -77,9 +77,9 @@ class CachedDataset(CachingWrapper):
 
     def _one(self, index: int) -> Any:
         name = self.name_of(index)
-        kept, sample = _unpacked(self.store.get(name))
-        self._tallies.add(_HITS if kept else _MISSES)
-        if kept:
+        sample = self._found(index, self.store.get(name))
+        self._tallies.add(_MISSES if sample is MISSING else _HITS)
+        if sample is not MISSING:
             return sample
         record = pack(self._data[index])
         self.store.put(name, record)
@@ -90,15 +90,24 @@ class CachedDataset(CachingWrapper):
         if not indices:
             return []
         records = self.store.get_many(map(self.name_of, indices))
-        found = [_unpacked(record) for record in records]
-        missing = [index for index, (kept, _) in zip(indices, found, strict=True) if not kept]
+        found = list(map(self._found, indices, records))
+        missing = [index for index, sample in zip(indices, found, strict=True) if sample is MISSING]
         self._tallies.add(_HITS, len(indices) - len(missing))
         self._tallies.add(_MISSES, len(missing))
         read = self._read(missing)
         return [
-            sample if kept else unpack(read[index])
-            for index, (kept, sample) in zip(indices, found, strict=True)
+            unpack(read[index]) if sample is MISSING else sample
+            for index, sample in zip(indices, found, strict=True)
         ]
+
+    def _found(self, index: int, record: bytes | None) -> Any:
+        """The sample of an entry's bytes, or MISSING."""
+        if record is not None:
+            try:
+                return unpack(record)
+            except CorruptError as error:
+                tell_no_sample(self.name_of(index), error)
+        return MISSING
 
     def _read(self, indices: list[int]) -> dict[int, bytes]:
         """Records from the dataset, put in one transaction."""
@@ -135,14 +144,3 @@ class CachedDataset(CachingWrapper):
         self._segment.close()
         if self._owns_store:
             self.store.close()
-
-
-def _unpacked(record: bytes | None) -> tuple[bool, Any]:
-    """Whether there is a sample, and the sample: it may be None itself."""
-    if record is None:
-        return False, None
-    try:
-        return True, unpack(record)
-    except CorruptError:
-        # Whole, but no sample: somebody else's entry of that name. It is replaced, as any damage is.
-        return False, None

@@ -21,7 +21,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -79,6 +79,9 @@ def dataset_key(dataset: Any, key: object = None) -> str:
 
 class DatasetEncoder(InstanceEncoder):
     """An InstanceEncoder that also takes what datasets hold."""
+
+    # Text is looked at: it may name a file.
+    leaves: ClassVar = {kind: encode for kind, encode in InstanceEncoder.leaves.items() if kind is not str}
 
     def __init__(self) -> None:
         super().__init__()

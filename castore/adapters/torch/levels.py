@@ -62,6 +62,12 @@ class Level:
         self.bytes_read = tallies.tally(first + _BYTES)
         self._warned = False
 
+    def recount(self, length: int) -> None:
+        """Count the last hit, of so many bytes, as a miss."""
+        self.hits.add(-1)
+        self.bytes_read.add(-length)
+        self.misses.add()
+
     def _warn(self, error: Exception) -> None:
         # Once a process: a cache that cannot grow is worth a word, and no reason to stop a training run.
         if not self._warned:
@@ -80,6 +86,11 @@ class MemoryLevel(Level):
 
     def __contains__(self, index: int) -> bool:
         return self._arena.holds(index)
+
+    @property
+    def limit(self) -> int:
+        """Bytes that its records may take."""
+        return self._arena.size
 
     @property
     def _values_cache(self) -> MemoryLevel:
@@ -130,6 +141,11 @@ class MemoryLevel(Level):
             self._arena.replace(place, index, [record], length)
         return True, (victim.owner, gone) if victim and gone is not None else None
 
+    def remove(self, index: int) -> None:
+        """Let a sample go."""
+        with self._segment.lock():
+            self._arena.remove(index)
+
     def _victim(self, index: int, length: int) -> int | None:
         arena = self._arena
         empty: list[int] = []
@@ -156,7 +172,7 @@ class MemoryLevel(Level):
             self.bytes_read.value,
             samples,
             self._arena.used,
-            self._arena.size,
+            self.limit,
         )
 
 
@@ -226,7 +242,8 @@ class DiskLevel(Level):
     ) -> None:
         super().__init__(tallies, first)
         self._store = store
-        self._limit = limit
+        #: Bytes that its records may take.
+        self.limit = limit
         self._name_of = name_of
         self._table = table
         self._policy = policy
@@ -249,7 +266,7 @@ class DiskLevel(Level):
 
     def has_room(self, length: int) -> bool:
         """Whether a record of so many bytes would be taken without another going."""
-        return self._table.used + length <= self._limit
+        return self._table.used + length <= self.limit
 
     def offer(self, index: int, record: Buffer) -> bool:
         """Take a record, if there is room or somebody gives way; whether it is there now."""
@@ -288,5 +305,5 @@ class DiskLevel(Level):
         """What it answered and holds."""
         table = self._table
         return LevelStats(
-            self.hits.value, self.misses.value, self.bytes_read.value, table.count, table.used, self._limit
+            self.hits.value, self.misses.value, self.bytes_read.value, table.count, table.used, self.limit
         )

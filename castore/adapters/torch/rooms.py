@@ -20,7 +20,7 @@ from torch import from_numpy
 
 from castore.adapters.torch.parts import Part, Structure
 from castore.errors import InvalidValueError
-from castore.shm.ragged import RaggedArena
+from castore.shm.arena import Arena
 from castore.shm.segments import Segment
 from castore.sizes import format_size, parse_size
 
@@ -166,12 +166,12 @@ class Records:
 
     def __init__(self, segment: Segment, start: int, slots: int, size: int, structure: Structure) -> None:
         self._structure = structure
-        self._arena = RaggedArena(segment, start, slots, size)
+        self._arena = Arena(segment, start, slots, size)
 
     @staticmethod
     def needed(slots: int, size: int) -> int:
         """Bytes of a segment that records of ``size`` bytes in all take."""
-        return RaggedArena.needed(slots, size)
+        return Arena.needed(slots, size)
 
     def read(self, index: int) -> Any:
         """A copy of the sample in a slot; None if it goes just now."""

@@ -15,6 +15,7 @@ layout in memory comes back in C order, a memory-mapped array as an array, and o
 from __future__ import annotations
 
 import json
+import logging
 import struct
 from collections.abc import Callable
 from math import prod
@@ -42,6 +43,10 @@ from castore.errors import CorruptError, SerializationError
 
 T = TypeVar("T")
 
+#: In place of a sample that a cache does not have: a sample may be None itself.
+MISSING = object()
+
+_log = logging.getLogger(__name__)
 _VERSION = 1
 _BUCKET = 1000
 _SIZE = struct.Struct("<Q").unpack_from
@@ -290,6 +295,11 @@ def unpack(record: bytes | bytearray | memoryview) -> Any:
         raise CorruptError(
             f"the bytes are no sample: {str(error) or type(error).__name__}", where="sample"
         ) from error
+
+
+def tell_no_sample(name: str, error: CorruptError) -> None:
+    """Say in the log that an entry of this name is whole and yet no sample: somebody else's, which is replaced."""
+    _log.warning("%s is read from the dataset again, and replaced: %s", name, error)
 
 
 def _private(record: bytes | bytearray | memoryview) -> bytearray | memoryview:

@@ -95,7 +95,8 @@ class SharedCache:
         self._structure = structure
         self._arguments = (count, slots, limit)
         end, start = Slots.needed(count), _start(count)
-        if segment.created:
+        if structure.varies:
+            # By who attaches too: whoever made it may not have come so far. Where nothing varies, all of it is.
             segment.reserve(0, end)
         self._slots = Slots(segment.buffer[:end], slots)
         self._words = self._slots.words

@@ -8,6 +8,7 @@ nothing else moves. Knows indices and bytes, not samples or datasets.
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 from castore import Store
@@ -64,14 +65,11 @@ class TwoLevels:
             "disk_cache_size": str(disk_cache_size),
             "disk_cache_path": None if disk_cache_path is None else os.path.abspath(disk_cache_path),
         }
-        size = _arena_at(items)
-        if not is_off(memory_cache_size, "memory_cache_size"):
-            size = memory_bytes(memory_cache_size, "memory_cache_size")
-            if size <= fixed_bytes(items):
-                raise InvalidValueError(
-                    f"memory_cache_size={memory_cache_size!r} is below the {format_size(fixed_bytes(items))} that the "
-                    f"tables for {items} samples take, so no sample would fit; raise it, or take 0 for no memory level"
-                )
+
+        def size() -> int:
+            off = is_off(memory_cache_size, "memory_cache_size")
+            return _arena_at(items) if off else _memory_bytes(memory_cache_size, items)
+
         self._segment = Segment(name, size, layout, reserve=False)
         try:
             self._prefix = key if keep else f"{_RUN}{self._segment.name}"
@@ -87,16 +85,14 @@ class TwoLevels:
         """The store, bounded; the first to come decides the limit, and looks what is there."""
         if not os.path.exists(folder):
             refuse_full_disk(folder)
-        store = Store(folder, codec=codec, memory=0)
         self._segment.reserve(0, _arena_at(self._items))
         words = self._segment.buffer[: 8 * _WORDS].cast("Q")
-        with self._segment.lock():
+        with Store(folder, codec=codec, memory=0) as store, self._segment.lock():
             if not words[_READY]:
                 words[_DISK_LIMIT] = disk_bytes(size, "disk_cache_size", folder, store.stat().stored)
                 _clear_dead_runs(store)
                 self._look(store)
                 words[_READY] = 1
-        store.close()
         # The store keeps the limit too, and drops what was used longest ago: samples of earlier versions of the data.
         return Store(folder, codec=codec, memory=0, max_size=words[_DISK_LIMIT])
 
@@ -129,6 +125,8 @@ class TwoLevels:
             self.disk = DiskLevel(
                 self._store, words[_DISK_LIMIT], self.name_of, table, policy, tallies, TALLIES
             )
+        self._largest = max(level.limit for level in (self.memory, self.disk) if level is not None)
+        self._told_too_large = False
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("_items", "_write_through", "_keep", "_segment", "_prefix", "_store")
@@ -155,7 +153,7 @@ class TwoLevels:
         return any(level is not None and level.has_room(length) for level in (self.memory, self.disk))
 
     def get(self, index: int) -> bytearray | bytes | None:
-        """The record of an index, or None. Counts as a use."""
+        """The record of an index, from memory as a bytearray, from disk as bytes; or None. Counts as a use."""
         self._use(index)
         if self.memory is not None:
             record = self.memory.get(index)
@@ -170,11 +168,36 @@ class TwoLevels:
         self.reads.add()
         return None
 
+    def reject(self, index: int, record: bytearray | bytes) -> None:
+        """Forget what `get` gave, which is no record of the caller's after all: no hit, but a miss."""
+        level = self.memory if isinstance(record, bytearray) else self.disk
+        assert level is not None
+        level.recount(len(record))
+        self.reads.add()
+        # What came from disk may have moved up on its way.
+        for level in (self.memory, self.disk):
+            if level is not None and index in level:
+                level.remove(index)
+
     def put(self, index: int, record: Buffer) -> None:
-        """Offer the record of an index to the levels."""
+        """Offer the record of an index to the levels. One that is larger than either is not kept, with a warning."""
+        if len(record) > self._largest:
+            self._tell_too_large(index, len(record))
+            return
         kept = self.memory is not None and self._offer_memory(index, record)
         if self.disk is not None and (self._write_through or not kept):
             self.disk.offer(index, record)
+
+    def _tell_too_large(self, index: int, length: int) -> None:
+        # Once a process, as where a level cannot grow: a cache that keeps nothing must not be silent about it.
+        if not self._told_too_large:
+            self._told_too_large = True
+            warnings.warn(
+                f"sample {index} takes {format_size(length)}, and a level holds {format_size(self._largest)} in all: it is "
+                "not cached; raise memory_cache_size or disk_cache_size",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def flush(self) -> None:
         """Write on disk, as far as there is room, what is only in memory."""
@@ -204,6 +227,17 @@ class TwoLevels:
             if not self._keep and not is_alive(self._segment.name):
                 self._store.delete_many(entry.name for entry in self._store.entries(self._prefix))
             self._store.close()
+
+
+def _memory_bytes(size: Size, items: int) -> int:
+    """Bytes of a segment with a memory level."""
+    found = memory_bytes(size, "memory_cache_size")
+    if found <= fixed_bytes(items):
+        raise InvalidValueError(
+            f"memory_cache_size={size!r} is below the {format_size(fixed_bytes(items))} that the tables for {items} "
+            "samples take, so no sample would fit; raise it, or take 0 for no memory level"
+        )
+    return found
 
 
 def fixed_bytes(items: int) -> int:
