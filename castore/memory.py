@@ -1,4 +1,4 @@
-"""The RAM tier: least recently used values, bounded in bytes, loaded once however many threads ask.
+"""The RAM tier: least recently used values, bounded in bytes and in number, loaded once however many threads ask.
 
 It counts what a value really occupies, its bookkeeping included, so a million tiny values do not slip past the
 bound. It knows nothing of blobs or entries, and never blocks on anything but its own short lock: a value is loaded
@@ -38,10 +38,14 @@ class MemoryLRU(Generic[V]):
     Args:
         max_bytes: bound on the bytes held; 0 keeps nothing (loads still run once for all that ask together).
         measure: bytes a value occupies; default `sys.getsizeof`, right for `bytes`.
+        max_items: bound on the number of values; default none, 0 keeps nothing.
     """
 
-    def __init__(self, max_bytes: int, measure: Callable[[V], int] = sys.getsizeof) -> None:
-        self.max_bytes = max_bytes
+    def __init__(
+        self, max_bytes: int, measure: Callable[[V], int] = sys.getsizeof, *, max_items: int = sys.maxsize
+    ) -> None:
+        self.max_bytes = max_bytes if max_items else 0  # which keeps nothing
+        self.max_items = max_items
         self.bytes = 0
         self.evictions = 0
         self._measure = measure
@@ -81,7 +85,7 @@ class MemoryLRU(Generic[V]):
                 return
             self._slots[key] = (value, size)
             self.bytes += size
-            while self.bytes > self.max_bytes:
+            while self.bytes > self.max_bytes or len(self._slots) > self.max_items:
                 _, (_, freed) = self._slots.popitem(last=False)
                 self.bytes -= freed
                 self.evictions += 1

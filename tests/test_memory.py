@@ -47,6 +47,22 @@ def test_the_least_recently_used_goes_first() -> None:
     assert [key for key in "abcd" if memory.get(key) is not None] == ["a", "c", "d"]
 
 
+def test_the_number_of_values_is_bounded_too() -> None:
+    memory: MemoryLRU[bytes] = MemoryLRU(MB, max_items=3)
+    for key in "abc":
+        memory.put(key, b"x")
+    assert memory.get("a") is not None
+    memory.put("c", bytes(1_000))
+    assert memory.evictions == 0, "a new value of a key that is held takes nobody's place"
+    memory.put("d", b"x")
+    assert [key for key in "abcd" if memory.get(key) is not None] == ["a", "c", "d"]
+    assert (memory.evictions, memory.bytes) == (1, 3 * (33 + SLOT_BYTES) + 1_002)
+    none: MemoryLRU[bytes] = MemoryLRU(MB, max_items=0)
+    none.put("a", b"x")
+    assert (len(none), none.bytes) == (0, 0)
+    assert none.get_or_load("a", lambda: b"loaded") == b"loaded"
+
+
 def test_what_is_larger_than_the_bound_is_not_kept_and_costs_nobody_his_place() -> None:
     memory: MemoryLRU[bytes] = MemoryLRU(10_000)
     memory.put("small", b"x")

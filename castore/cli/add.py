@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from castore.cli.completion import codecs
 from castore.cli.opening import store_path
 from castore.cli.output import AsJson, Failures, plural, print_json, progress
 from castore.cli.walk import destinations, find
@@ -28,7 +29,10 @@ def add(
         str | None,
         typer.Option("--as", metavar="PREFIX", help="Name for a file, or for the folder the names go into."),
     ] = None,
-    codec: Annotated[str | None, typer.Option(metavar="CODEC", help="auto, zstd, lz4, gzip or none.")] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(metavar="CODEC", autocompletion=codecs, help="auto, zstd, lz4, gzip or none."),
+    ] = None,
     ttl: Annotated[
         str | None, typer.Option(metavar="TIME", help="How long the entries live, like 30d.")
     ] = None,

@@ -1,4 +1,4 @@
-"""Names of entries, for the shell's completion.
+"""Names of entries and of codecs, for the shell's completion.
 
 A shell asks at every press of the tab key: nothing here may take long, make a store, or print.
 """
@@ -12,6 +12,7 @@ import typer
 from castore import settings
 from castore.cli.opening import open_store, store_path
 from castore.errors import CastoreError
+from castore.objects.codecs import CODECS
 
 #: More names than this are no help to anybody.
 LIMIT = 200
@@ -30,3 +31,8 @@ def names(context: typer.Context, incomplete: str) -> list[str]:
             return [row[0] for row in rows]
     except (CastoreError, OSError, sqlite3.Error):
         return []  # the command itself will say what is wrong; a message here would land in the middle of a prompt
+
+
+def codecs(incomplete: str) -> list[str]:
+    """Codecs that begin with what was typed."""
+    return [codec for codec in ("auto", *CODECS) if codec.startswith(incomplete)]

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from castore import settings
+from castore.cli.completion import codecs
 from castore.cli.opening import store_path
 from castore.cli.output import AsJson, print_json
 from castore.errors import StoreError
@@ -21,7 +22,11 @@ def init(
     context: typer.Context,
     codec: Annotated[
         str | None,
-        typer.Option(metavar="CODEC", help="auto, zstd, lz4, gzip or none.  [auto: zstd where it shrinks]"),
+        typer.Option(
+            metavar="CODEC",
+            autocompletion=codecs,
+            help="auto, zstd, lz4, gzip or none.  [auto: zstd where it shrinks]",
+        ),
     ] = None,
     level: Annotated[int | None, typer.Option(metavar="N", help="The codec's level.")] = None,
     max_size: Annotated[

@@ -30,6 +30,8 @@ COMMANDS = {
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
 # typer carries a click of its own in some versions and uses the package in others: the class comes with typer's errors.
 _ClickError: Any = typer.BadParameter.__mro__[2]
 
@@ -44,8 +46,12 @@ class _Commands(MutableMapping[str, Any]):
         if name not in self._made:
             module = import_module(f"castore.cli.{COMMANDS[name]}")
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-            alone.command(name)(getattr(module, name))
-            self._made[name] = typer.main.get_command(alone)
+            alone.command(name, context_settings=_SETTINGS)(getattr(module, name))
+            self._made[name] = made = typer.main.get_command(alone)
+            for parameter in made.params:
+                if parameter.param_type_name == "argument":
+                    # Newer versions of typer print Python's word for the type, `<list[str]>`, behind each.
+                    parameter.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
         return self._made[name]
 
     def __setitem__(self, name: str, command: Any) -> None:
@@ -89,7 +95,7 @@ def _main(
 
 def command() -> Any:
     """The whole command, as typer makes it."""
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=_SETTINGS)
     app.callback()(_main)
     group = typer.main.get_command(app)
     group.commands = _Commands()  # type: ignore[attr-defined]
@@ -134,7 +140,7 @@ def _usage(error: Any) -> int:
     if getattr(error, "option_name", None) == "--store":
         line = f"--store goes before the command: castore --store DIR {context.info_name}"
     elif context is not None:
-        line += f"; see `{context.command_path} --help`"
+        line += f"{' See' if line.endswith('?') else '; see'} `{context.command_path} --help`"
     complain(line)
     return int(error.exit_code)
 

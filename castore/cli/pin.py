@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from castore import Store
 from castore.cli.completion import names
-from castore.cli.opening import open_store
+from castore.cli.opening import not_found, open_store
 from castore.cli.output import Failures, describe
-from castore.errors import CastoreError
+from castore.errors import CastoreError, NotFoundError
 
 _Names = Annotated[list[str], typer.Argument(metavar="NAME", autocompletion=names, help="Names.")]
 
@@ -22,7 +23,7 @@ def pin(context: typer.Context, name: _Names) -> None:
     castore pin imagenet/train-00001.tar
     """
     with open_store(context) as store:
-        _each(store.pin, name)
+        _each(store, store.pin, name)
 
 
 def unpin(context: typer.Context, name: _Names) -> None:
@@ -32,14 +33,16 @@ def unpin(context: typer.Context, name: _Names) -> None:
     castore unpin imagenet/train-00001.tar
     """
     with open_store(context) as store:
-        _each(store.unpin, name)
+        _each(store, store.unpin, name)
 
 
-def _each(do: Callable[[str], None], names: list[str]) -> None:
+def _each(store: Store, do: Callable[[str], None], names: list[str]) -> None:
     failures = Failures()
     for name in names:
         try:
             do(name)
+        except NotFoundError:
+            failures.add(describe(not_found(store, name, hint=f"`castore ls {name}` lists them")))
         except CastoreError as error:
             failures.add(describe(error))
     failures.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Annotated, Any
 
@@ -92,8 +93,12 @@ def _shown(key: str, value: Any) -> str:
     if key == "pinned":
         return "yes" if value else "no"
     if key == "metadata":
-        return ", ".join(f"{name}={content}" for name, content in value.items())
+        return ", ".join(f"{name}={_content(content)}" for name, content in value.items())
     return ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def _content(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _when(moment: float) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from castore.cli.completion import codecs
 from castore.cli.opening import store_path
 from castore.cli.output import complain, plural, printable, progress
 from castore.errors import InvalidValueError
@@ -22,7 +23,7 @@ from castore.sizes import format_size, parse_duration
 if TYPE_CHECKING:
     from castore import Store
     from castore.watching.folder import Folder
-    from castore.watching.looking import Options
+    from castore.watching.task import Options
     from castore.watching.telling import Event
 
 
@@ -40,7 +41,10 @@ def watch(
     restore: Annotated[
         bool, typer.Option("--restore", help="Put the files back in the place of such links, and end.")
     ] = False,
-    codec: Annotated[str | None, typer.Option(metavar="CODEC", help="auto, zstd, lz4, gzip or none.")] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(metavar="CODEC", autocompletion=codecs, help="auto, zstd, lz4, gzip or none."),
+    ] = None,
     settle: Annotated[
         str, typer.Option(metavar="TIME", help="How long nothing may happen to a file before it is added.")
     ] = "2s",
@@ -55,8 +59,8 @@ def watch(
     """
     from castore import Store
     from castore.watching.folder import Folder
-    from castore.watching.looking import Options
     from castore.watching.restoring import restore_all
+    from castore.watching.task import Options
 
     if restore and (mirror or replace):
         raise typer.BadParameter("--restore goes with neither --mirror nor --replace")
@@ -93,12 +97,13 @@ def _root(folder: str, store: str) -> str:
 
 
 def _watch(store: Store, folder: Folder, options: Options, teller: _Teller) -> None:
+    from castore.watching.task import Task
     from castore.watching.watcher import Watcher
 
     with ExitStack() as until_caught_up:
         total = _bytes_below(folder) if sys.stderr.isatty() else None
         done = until_caught_up.enter_context(progress("catching up", total))
-        watcher = Watcher(store, folder, options, teller.tell, done)
+        watcher = Watcher(Task(store, folder, options, teller.tell, done))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: watcher.stop())
         watcher.run(until_caught_up.close)
@@ -151,4 +156,6 @@ class _Teller:
             for kind, count in self._counts.items()
             if kind in ("added", "changed", "replaced", "restored", "dropped")
         ]
+        if self.failed:
+            shown.append(f"{self.failed:,} failed")
         typer.echo(", ".join(shown) or "nothing to do")

@@ -2,8 +2,8 @@
 
 An entry whose file has become a link is the only copy of its bytes. So it is pinned (gc never takes a pinned entry), it
 never expires, and its metadata says under ``source`` where the link leads (``link``), what permission bits the file had
-(``mode``), whether it was pinned before (``pinned``), and where the link led before it was last turned (``was``). It is written before the link is made and taken back after
-the link is gone: at any moment every link has its line here.
+(``mode``), whether it was pinned before (``pinned``), and where the link led before it was last turned (``was``). It is
+written before the link is made and taken back after the link is gone: at any moment every link has its line here.
 
 Its mtime, as the mount shows it, is the file's: tools that tell by that whether a file has changed see no change.
 """

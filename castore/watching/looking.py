@@ -12,38 +12,20 @@ import stat
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from typing import NamedTuple
 
-from castore import Store
 from castore.errors import CastoreError, FullError, NameConflictError, StoreError
 from castore.records import Entry
 from castore.watching import links, replacing, sources
 from castore.watching.adding import Added, Adder, is_current
-from castore.watching.folder import Folder
 from castore.watching.live import Mount, NoMountError, find_mount
 from castore.watching.quiet import BusyError, Snapshot
+from castore.watching.task import Task
 from castore.watching.telling import Event, reason_of
 
 #: Seconds until a file that somebody writes to is looked at again, if it settles in less.
 _BUSY_SECONDS = 0.1
 #: Files that are replaced at a time; each is open meanwhile.
 _BATCH_FILES = 100
-
-
-class Options(NamedTuple):
-    """What a watcher does beside adding.
-
-    Attributes:
-        mirror: drop entries whose file is gone.
-        replace: put links into a mount in the place of files.
-        codec: of new entries; None for the store's.
-        settle: seconds of quiet before a file is looked at.
-    """
-
-    mirror: bool = False
-    replace: bool = False
-    codec: str | None = None
-    settle: float = 2.0
 
 
 class Stopped(Exception):
@@ -71,11 +53,7 @@ class Looker:
     """Looks at paths of one folder.
 
     Args:
-        store: open; with ``durable=True`` if files are replaced.
-        folder: that is watched.
-        options: what is done.
-        report: told of everything that is done.
-        progress: called with the bytes of files that are dealt with.
+        task: which folder, and what is done.
         later: called with what is to be looked at again, and in how many seconds.
         stop: once it is set, `Stopped` is raised from wherever things are.
 
@@ -87,21 +65,8 @@ class Looker:
         NoMountError: files are to be replaced, and there is no live mount that shows the names.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        folder: Folder,
-        options: Options,
-        report: Callable[[Event], object],
-        progress: Callable[[int], object],
-        later: Callable[[str, float], object],
-        stop: Stop,
-    ) -> None:
-        self._store = store
-        self._folder = folder
-        self._options = options
-        self._report = report
-        self._progress = progress
+    def __init__(self, task: Task, later: Callable[[str, float], object], stop: Stop) -> None:
+        self._store, self._folder, self._options, self._report, self._progress = task
         self._later = later
         self._stop = stop
         self._seen = 0
@@ -109,8 +74,9 @@ class Looker:
         self._to_replace: list[tuple[str, Entry]] = []
         self.touched: set[str] = set()
         self.waits_for_mount = False
-        self._mount: Mount | None = find_mount(store, folder.prefix) if options.replace else None
-        self._adder = Adder(store, options.codec, self._added, self._failed, self._piece)
+        replaces = self._options.replace
+        self._mount: Mount | None = find_mount(self._store, self._folder.prefix) if replaces else None
+        self._adder = Adder(self._store, self._options.codec, self._added, self._failed, self._piece)
 
     @property
     def _busy_seconds(self) -> float:

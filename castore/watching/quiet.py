@@ -70,13 +70,12 @@ class Snapshot:
 
 
 def same(one: os.stat_result, other: os.stat_result) -> bool:
-    """Whether two looks found the same file with the same content."""
-    return (one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) == (
-        other.st_dev,
-        other.st_ino,
-        other.st_size,
-        other.st_mtime_ns,
-    )
+    """Whether two looks found the same file with the same content and permissions, which a restored file gets back."""
+    return _identity(one) == _identity(other)
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 
 
 @contextmanager

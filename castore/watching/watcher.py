@@ -14,13 +14,12 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 
-from castore import Store
 from castore.errors import FullError, StoreError
 from castore.records import Entry
 from castore.watching import links, sources
 from castore.watching.events import Events, WatchError
-from castore.watching.folder import Folder
-from castore.watching.looking import Looker, Options, Stop, Stopped
+from castore.watching.looking import Looker, Stop, Stopped
+from castore.watching.task import Task
 from castore.watching.telling import Event
 
 #: Seconds between looks for what is due.
@@ -36,32 +35,15 @@ _RESCAN = 3600.0
 class Watcher:
     """Watches one folder.
 
-    Args:
-        store: open; with ``durable=True`` if files are replaced.
-        folder: what is watched.
-        options: what is done.
-        report: told of everything that is done.
-        progress: called with the bytes of files that are dealt with.
-
     Raises:
         NoMountError: files are to be replaced, and there is no live mount that shows the names.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        folder: Folder,
-        options: Options,
-        report: Callable[[Event], object],
-        progress: Callable[[int], object] = lambda size: None,
-    ) -> None:
-        self._store = store
-        self._folder = folder
-        self._options = options
-        self._report = report
+    def __init__(self, task: Task) -> None:
+        self._store, self._folder, self._options, self._report, _ = task
         self._stop = Stop()
-        self._events = Events(folder.root, options.settle, folder.counts)
-        self._looker = Looker(store, folder, options, report, progress, self._events.put, self._stop)
+        self._events = Events(self._folder.root, self._options.settle, self._folder.counts)
+        self._looker = Looker(task, self._events.put, self._stop)
         self._rescan_at = self._mount_at = 0.0
 
     def stop(self) -> None:

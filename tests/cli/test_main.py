@@ -36,9 +36,11 @@ def test_help_lists_every_command_in_whole_sentences(cli: Cli) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_help_shows_an_example(cli: Cli, name: str) -> None:
-    ran = cli(name, "--help")
+    ran = cli(name, "-h")
     assert ran.code == 0
     assert re.search(rf"^  castore (--store \S+ )?{name}\b", ran.out, re.M)
+    assert "<" not in ran.out, "Python's words for types"
+    assert cli(name, "--help").out == ran.out
 
 
 def test_no_words_show_the_help(capfd: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +64,7 @@ def test_no_command_but_init_and_add_makes_a_store(cli: Cli, folder: Path, words
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("ad",), "Did you mean 'add'"),
+        (("ad",), "Did you mean 'add'? See `castore --help`"),
         (("get", "x"), "'-o'"),
         (("ls", "--wrong"), "--wrong"),
         (("ls", "--store", "x"), "castore --store DIR ls"),
@@ -158,7 +160,9 @@ def test_completion_never_makes_a_store_nor_complains(folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_bash_completion_reaches_names_and_commands(castore: Start, folder: Path, store: Store) -> None:
+def test_bash_completion_reaches_commands_names_and_codecs(
+    castore: Start, folder: Path, store: Store
+) -> None:
     def completed(words: str) -> list[bytes]:
         count = len(words.split(" ")) - 1
         asked = {"_CASTORE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
@@ -166,3 +170,4 @@ def test_bash_completion_reaches_names_and_commands(castore: Start, folder: Path
 
     assert completed("castore un") == [b"unpin"]
     assert completed("castore cat data/") == [b"data/a.txt", b"data/b.txt"]
+    assert completed("castore add --codec z") == [b"zstd"]

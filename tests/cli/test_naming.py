@@ -40,9 +40,10 @@ def test_rm_of_many_thousands(cli: Cli, store: Store) -> None:
 
 
 def test_pin_and_unpin_and_their_complaints(cli: Cli, store: Store) -> None:
-    ran = cli("pin", "nosuch", "data/a.txt")
+    ran = cli("pin", "nosuch", "data", "data/a.txt")
     assert ran.code == 1
     assert "no entry 'nosuch'" in ran.err
+    assert "'data' is a folder of entries; `castore ls data` lists them" in ran.err
     assert [entry.name for entry in store.entries() if entry.pinned] == ["data/a.txt"]
     cli("gc", "--max-size", "1", "--grace", "0")
     assert names(store) == ["data/a.txt"]

@@ -70,14 +70,14 @@ def test_prometheus_format_is_whole(cli: Cli, store: Store, folder: Path) -> Non
 
 
 def test_one_entry_in_words_and_in_json(cli: Cli, store: Store) -> None:
-    store.put("one", b"x" * 5000, metadata={"k": "v"}, ttl="1d", pin=True)
+    store.put("one", b"x" * 5000, metadata={"k": "v", "l": [1, None]}, ttl="1d", pin=True)
     out = cli("stat", "one").out
     entry = store.entry("one")
     assert entry is not None
     assert re.search(rf"^digest +{entry.digest}$", out, re.M)
     assert "5 KB (5,000 bytes)" in out
     assert "in 23h59m" in out or "in 1d" in out
-    assert re.search(r"^metadata +k=v$", out, re.M)
+    assert re.search(r"^metadata +k=v, l=\[1, null\]$", out, re.M)
     assert re.search(r"^pinned +yes$", out, re.M)
     assert cli("stat", "one", "--json").json == entry._asdict()
 

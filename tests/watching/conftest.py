@@ -51,7 +51,7 @@ class Watching:
         self.events.append(json.loads(line))
         return self.events[-1]
 
-    def until(self, event: str, name: str = "", seconds: float = 30.0) -> dict[str, Any]:
+    def until(self, event: str, name: str = "", seconds: float = 60.0) -> dict[str, Any]:
         """Wait until it tells that event of that name, or has, and return it; each is returned once."""
         while True:
             for told in self.events:
@@ -66,17 +66,22 @@ class Watching:
 
     def error(self) -> str:
         """What it said on standard error; it has ended, or does so now."""
-        self.process.wait(20)
+        self.process.wait(60)
         assert self.process.stderr is not None
         return self.process.stderr.read()
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """End it with a signal, read the rest of what it told, and return its exit code."""
         self.process.send_signal(number)
-        code = self.process.wait(20)
-        while self._next(20) is not None:
+        code = self.process.wait(60)
+        while self._next(60) is not None:
             pass
         return code
+
+    def end_after(self, event: str, name: str = "") -> int:
+        """End it once it has told that event of that name."""
+        self.until(event, name)
+        return self.end()
 
     def told(self, event: str) -> list[str]:
         """The names of which it told that event."""
@@ -146,3 +151,19 @@ def age(path: Path, seconds: float = 60.0) -> None:
     """Have a file's mtime lie in the past, so that it can be trusted."""
     then = path.stat().st_mtime - seconds
     os.utime(path, (then, then))
+
+
+def names(store: Store) -> list[str]:
+    return [entry.name for entry in store.entries()]
+
+
+def real_bytes(folder: Path) -> int:
+    """What the regular files of a folder take on the disk."""
+    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if not path.is_symlink())
+
+
+def settled(folder: Path, name: str, data: bytes) -> Path:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    return path

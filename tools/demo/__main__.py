@@ -59,7 +59,7 @@ def make_data(data: Path) -> None:
         with console.status(f"making {words}"):
             make(data, texts)
         files = len(sources.files_below(data / place))
-        count = f"{files} file{'s' if files > 1 else ''}"
+        count = f"{files:,} file{'s' if files > 1 else ''}"
         table.add_row(f"data/{place}", words, count, megabytes(sources.size_of(data / place)))
     console.print(table)
 
@@ -74,7 +74,7 @@ def add(data: Path) -> None:
     logical, stored = sources.size_of(data), sources.size_of(FOLDER / "store")
     console.print(
         f"[bold]{megabytes(logical)} of files take {megabytes(stored)} in the store: "
-        f"{100 * (1 - stored / logical):.0f} % of the space saved.[/]"
+        f"{1 - stored / logical:.0%} of the space saved.[/]"
     )
 
 
@@ -105,9 +105,7 @@ def read(data: Path, mount: Path) -> None:
             got = load(mount)
             elapsed = time.perf_counter() - start
         verdict = "[green]✔ same bytes[/]" if got == wanted else "[bold red]✘ differs[/]"
-        console.print(
-            f"  {name:<35} {got[0]:>5} {items:<8} {elapsed:6.2f} s   {verdict}  [dim]{got[1][:12]}[/]"
-        )
+        console.print(f"  {name:<35} {got[0]:>6,} {items:<8} {elapsed:6.2f} s   {verdict}")
         if got != wanted:
             differing.append(name)
     if differing:

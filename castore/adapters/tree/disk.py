@@ -6,16 +6,15 @@ import os
 from functools import partial
 from typing import Any
 
-from castore.adapters.tree.level import DiskLevel
+from castore.adapters.tree.level import DiskLevel, OverDisk
 from castore.adapters.tree.metadata import CacheMetadata
 from castore.adapters.tree.naming import name_of
 from castore.adapters.tree.packing import pack, unpack
 from castore.adapters.tree.tally import Tally
 from castore.errors import CorruptError
-from castore.store import Store
 
 
-class DiskCache:
+class DiskCache(OverDisk):
     """Values in the store of a folder.
 
     Args:
@@ -46,7 +45,7 @@ class DiskCache:
         max_size: int | str | None = None,
         allow_pickle: bool = False,
     ) -> None:
-        self._level = DiskLevel(cache_dir, compression, expiry_seconds, max_size)
+        self._disk = DiskLevel(cache_dir, compression, expiry_seconds, max_size)
         self._allow_pickle = allow_pickle
         self._tally = Tally()
         self._again = partial(
@@ -58,24 +57,6 @@ class DiskCache:
             allow_pickle=allow_pickle,
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._again, ()
-
-    @property
-    def store(self) -> Store:
-        """The store underneath, for upkeep; the entries are below ``tree/``."""
-        return self._level.store
-
-    def close(self) -> None:
-        """Let go of files and connections."""
-        self._level.close()
-
-    def __enter__(self) -> DiskCache:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def put(self, key: str, data: object, metadata: CacheMetadata | None = None) -> None:
         """Keep ``data`` under ``key``, whole or not at all.
 
@@ -83,7 +64,7 @@ class DiskCache:
             SerializationError: no serializer takes ``data``; the message has the path to the part.
             TooLargeError, FullError: it does not fit into the budget or onto the disk.
         """
-        self._level.put(name_of(key), pack(data, metadata, allow_pickle=self._allow_pickle))
+        self._disk.put(name_of(key), pack(data, metadata, allow_pickle=self._allow_pickle))
 
     def get(self, key: str) -> tuple[Any, CacheMetadata] | None:
         """The value, verified, and its metadata; or None, also for what has expired or is damaged.
@@ -91,7 +72,7 @@ class DiskCache:
         Raises:
             SerializationError: the value is a pickle, and ``allow_pickle`` is not set.
         """
-        read = self._level.read(name_of(key))
+        read = self._disk.read(name_of(key))
         if read is not None:
             try:
                 found = unpack(read[1], allow_pickle=self._allow_pickle)
@@ -105,16 +86,16 @@ class DiskCache:
 
     def contains(self, key: str) -> bool:
         """Whether there is a value that has not expired. Does not count as a read."""
-        return self._level.holds(name_of(key))
+        return self._disk.holds(name_of(key))
 
     def invalidate(self, key: str | None = None) -> None:
         """Forget one value, or without a key all of them, bytes included."""
         if key is None:
-            self._level.clear()
+            self._disk.clear()
         else:
-            self._level.store.delete(name_of(key))
+            self._disk.store.delete(name_of(key))
 
     @property
     def stats(self) -> dict[str, Any]:
         """``hits misses hit_rate`` of this object; ``size`` in values; ``bytes``, ``max_bytes``, ``evictions`` of the folder."""
-        return {**self._tally.figures(), **self._level.figures()}
+        return {**self._tally.figures(), **self._disk.figures()}

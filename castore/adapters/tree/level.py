@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from functools import partial
+from typing import Any, TypeVar
 
 from castore import collect
 from castore.adapters.tree.metadata import to_text
@@ -32,6 +34,8 @@ _DEAD = (
     " OR EXISTS (SELECT 1 FROM blobs WHERE orphaned <= ?2)"
 )
 _COUNT = "SELECT count(*) FROM entries WHERE name > ?1 AND name < ?2 AND (expires IS NULL OR expires > ?3)"
+
+Self = TypeVar("Self", bound="OverDisk")
 
 
 class DiskLevel:
@@ -159,6 +163,36 @@ class DiskLevel:
         dead = self.store.index.connection().execute(_DEAD, (now, now - collect.GRACE_SECONDS)).fetchone()[0]
         if dead:
             self.store.gc(grace=collect.GRACE_SECONDS)
+
+
+class OverDisk:
+    """What every cache over a `DiskLevel` is: a context manager that pickles as its arguments, never with open files.
+
+    Attributes:
+        _disk: the level, made by the subclass.
+        _again: makes an equal cache, in whatever process the pickle comes to.
+    """
+
+    _disk: DiskLevel
+    _again: partial[Any]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._again, ()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def store(self) -> Store:
+        """The store underneath, for upkeep; the entries are below ``tree/``."""
+        return self._disk.store
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+        self._disk.close()
 
 
 def _put_at(entry: Entry) -> float:

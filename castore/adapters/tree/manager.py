@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from castore import keys
-from castore.adapters.tree.level import DiskLevel
-from castore.adapters.tree.memory import BoundedLRU, parse_bounds
+from castore.adapters.tree.level import DiskLevel, OverDisk
+from castore.adapters.tree.memory import parse_bounds
 from castore.adapters.tree.metadata import CacheMetadata, to_text
 from castore.adapters.tree.naming import compute_key, name_of
 from castore.adapters.tree.packing import Packed, held, pack, unpack
@@ -24,9 +24,10 @@ from castore.adapters.tree.tally import Tally
 from castore.beacon import CHANGED
 from castore.compute import ComputeLocks
 from castore.errors import CorruptError
+from castore.memory import MemoryLRU
 from castore.reading import TRUST_SECONDS
 from castore.records import Entry
-from castore.store import DEFAULT_MEMORY, Store
+from castore.store import DEFAULT_MEMORY
 
 Found = tuple[Any, CacheMetadata]
 Accept = Callable[[CacheMetadata], bool]
@@ -50,7 +51,7 @@ class _Slot:
 _SLOT_BYTES = 270
 
 
-class TreeCacheManager:
+class TreeCacheManager(OverDisk):
     """A cache of Python objects in RAM and on disk.
 
     Args:
@@ -87,10 +88,9 @@ class TreeCacheManager:
         allow_pickle: bool = False,
     ) -> None:
         bounds = parse_bounds(memory_size, "memory_size", memory_bytes, "memory_bytes")
-        if bounds.bytes is None:
-            bounds = bounds._replace(bytes=DEFAULT_MEMORY)
+        self._bounds = bounds if bounds.bytes is not None else bounds._replace(bytes=DEFAULT_MEMORY)
         self._disk = DiskLevel(cache_dir, compression, disk_expiry, max_size)
-        self._slots: BoundedLRU[_Slot] = BoundedLRU(bounds, lambda slot: held(slot.packed) + _SLOT_BYTES)
+        self._slots: MemoryLRU[_Slot] = self._bounds.lru(lambda slot: held(slot.packed) + _SLOT_BYTES)
         self._words = self.store.index.beacon.words
         # The very lock file of the store: who computes a name there and who does here meet.
         self._locks = ComputeLocks(self.store.path / "locks" / "compute", self.store.settings.file_mode)
@@ -107,24 +107,10 @@ class TreeCacheManager:
             allow_pickle=allow_pickle,
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._again, ()
-
-    @property
-    def store(self) -> Store:
-        """The store underneath, for upkeep; the entries are below ``tree/``."""
-        return self._disk.store
-
     def close(self) -> None:
         """Let go of RAM, files and connections."""
         self._slots.clear()
-        self._disk.close()
-
-    def __enter__(self) -> TreeCacheManager:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        super().close()
 
     @staticmethod
     def compute_key(
@@ -231,7 +217,7 @@ class TreeCacheManager:
         values. On disk, bytes and evictions are those of the whole folder.
         """
         return {
-            "memory": {**self._memory_tally.figures(), **self._slots.figures()},
+            "memory": {**self._memory_tally.figures(), **self._bounds.figures(self._slots)},
             "disk": {**self._disk_tally.figures(), **self._disk.figures()},
         }
 

@@ -1,4 +1,4 @@
-"""The level in RAM: an LRU bounded in items and in bytes, and `MemoryCache`, which is that level alone.
+"""The level in RAM: how users bound it, in items and in bytes, and `MemoryCache`, which is that level alone.
 
 Values are held encoded (see packing.py) and expire by the monotonic clock, which no correction of the date moves.
 Each process has its own; nothing here is shared or written.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from castore.adapters.tree.metadata import CacheMetadata
@@ -28,6 +28,21 @@ class Bounds(NamedTuple):
 
     items: int | None
     bytes: int | None
+
+    def lru(self, measure: Callable[[V], int]) -> MemoryLRU[V]:
+        """An empty level within these bounds; ``measure`` tells what a value occupies in bytes."""
+        most = sys.maxsize if self.bytes is None else self.bytes
+        return MemoryLRU(most, measure, max_items=sys.maxsize if self.items is None else self.items)
+
+    def figures(self, held: MemoryLRU[Any]) -> dict[str, int | None]:
+        """What a level within these bounds holds, the bounds, and what it let go of to stay within them."""
+        return {
+            "size": len(held),
+            "max_size": self.items,
+            "bytes": held.bytes,
+            "max_bytes": self.bytes,
+            "evictions": held.evictions,
+        }
 
 
 def parse_bounds(size: int | str, size_name: str, most: int | str | None, most_name: str) -> Bounds:
@@ -51,40 +66,6 @@ def parse_bounds(size: int | str, size_name: str, most: int | str | None, most_n
             f"{size_name} is a number of items, or a text of bytes like '1GB', not {size!r}"
         )
     return Bounds(items, None if most is None else parse_size(most))
-
-
-class BoundedLRU(MemoryLRU[V]):
-    """A `MemoryLRU` that is bounded in items too.
-
-    Args:
-        bounds: on items and bytes.
-        measure: bytes a value occupies.
-    """
-
-    def __init__(self, bounds: Bounds, measure: Callable[[V], int]) -> None:
-        super().__init__(sys.maxsize if bounds.bytes is None else bounds.bytes, measure)
-        self.bounds = bounds
-
-    def put(self, key: Hashable, value: V) -> None:
-        """Keep ``value``, letting go of the least recently used; one larger than all of the room is not kept."""
-        super().put(key, value)
-        if self.bounds.items is None:
-            return
-        with self._lock:
-            while len(self._slots) > self.bounds.items:
-                _, (_, freed) = self._slots.popitem(last=False)
-                self.bytes -= freed
-                self.evictions += 1
-
-    def figures(self) -> dict[str, int | None]:
-        """What it holds, its bounds, and what it let go of to stay within them."""
-        return {
-            "size": len(self),
-            "max_size": self.bounds.items,
-            "bytes": self.bytes,
-            "max_bytes": self.bounds.bytes,
-            "evictions": self.evictions,
-        }
 
 
 class _Timed(NamedTuple):
@@ -128,8 +109,8 @@ class MemoryCache:
         self._options = (max_size, max_bytes, expiry_seconds, allow_pickle)
         self._expiry = float("inf") if expiry_seconds is None else parse_duration(expiry_seconds)
         self._allow_pickle = allow_pickle
-        bounds = parse_bounds(max_size, "max_size", max_bytes, "max_bytes")
-        self._values: BoundedLRU[_Timed] = BoundedLRU(bounds, lambda timed: held(timed.packed) + _TIMED_BYTES)
+        self._bounds = parse_bounds(max_size, "max_size", max_bytes, "max_bytes")
+        self._values: MemoryLRU[_Timed] = self._bounds.lru(lambda timed: held(timed.packed) + _TIMED_BYTES)
         self._tally = Tally()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -175,7 +156,7 @@ class MemoryCache:
     @property
     def stats(self) -> dict[str, Any]:
         """``hits misses hit_rate size max_size bytes max_bytes evictions`` of this object."""
-        return {**self._tally.figures(), **self._values.figures()}
+        return {**self._tally.figures(), **self._bounds.figures(self._values)}
 
 
 def _memory_cache(
