@@ -22,3 +22,10 @@ def lock_byte(fd: int, place: int) -> None:
 def unlock_byte(fd: int, place: int) -> None:
     """Let go of it. Closing would not do where a child forked meanwhile has the description too."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, place, 1, 0))
+
+
+def is_locked(fd: int, place: int) -> bool:
+    """Whether another open file description holds the lock of the byte at ``place``."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+    kind: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
+    return kind != fcntl.F_UNLCK

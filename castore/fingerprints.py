@@ -27,7 +27,7 @@ import sysconfig
 import threading
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 from blake3 import blake3
@@ -109,14 +109,11 @@ class FunctionEncoder(Encoder):
         met = self._met.get(id(value))
         return super().part(value, step) if met is None else self.tagged("met", met[0])
 
-    def members(self, value: Any) -> list[bytes]:
-        """As in Encoder, but each member with numbers of its own, since the order of a set is by chance."""
-        codes = []
-        for item in value:
-            alone = FunctionEncoder()
-            alone._open = self._open
-            codes.append(alone.part(item, "{...}"))
-        return sorted(codes)
+    def member(self, item: Any) -> bytes:
+        """As in Encoder, but each with numbers of its own, since the order of a set is by chance."""
+        alone = type(self)()
+        alone._open = self._open
+        return alone.part(item, "{...}")
 
     def tagged(self, tag: str, *parts: Any) -> bytes:
         """A tag and parts, as bytes."""
@@ -139,23 +136,19 @@ class FunctionEncoder(Encoder):
         yield self._value(dict(function.__dict__), " -> attribute ")
 
     def _body(self, code: types.CodeType, scope: dict[str, Any], cells: dict[str, Any]) -> Iterator[Any]:
-        codes = list(_codes(code))
-        instructions = [[part for row in _instructions(inner) for part in row] for inner in codes]
-        yield self._value(instructions, " -> constants")
-        # Every name the code mentions: attributes of a user module among them will be followed.
-        names = {name for inner in codes for name in inner.co_names}
-        reads = {read for inner in codes for read in _outer_reads(inner)}
-        for kind, name in sorted(reads):
+        instructions, names, reads = _content(code)
+        yield instructions
+        for kind, name in reads:
             if kind == "closure" and name in cells:
                 yield name, self._reference(_cell(cells[name]), names, f" -> closure {name!r}")
             elif kind == "global" and name in scope:
                 yield name, self._reference(scope[name], names, f" -> global {name!r}")
             elif kind == "global":
                 yield name, "builtin" if hasattr(builtins, name) else "unbound"
-        for name in sorted({name for inner in codes for name in _imports(inner, scope)}):
+        for name in sorted({name for inner in _codes(code) for name in _imports(inner, scope)}):
             yield name, self._reference(_imported(name), names, f" -> import {name!r}")
 
-    def _reference(self, value: Any, names: set[str], step: str) -> bytes:
+    def _reference(self, value: Any, names: Set[str], step: str) -> bytes:
         """A value that code refers to; of a user module, all attributes that the code has a name for."""
         if not isinstance(value, types.ModuleType) or _library(value.__name__):
             return self._value(value, step)
@@ -211,11 +204,17 @@ def _is_code(value: object) -> bool:
     return isinstance(value, types.CodeType)
 
 
-def _steps(code: types.CodeType) -> Iterator[tuple[str, Any]]:
+@functools.lru_cache(maxsize=4096)
+def _steps(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
     """Names of instructions with what their arguments stand for, so that places in tables do not matter.
 
-    A docstring shifts the table of constants; by value, nothing changes.
+    A docstring shifts the table of constants; by value, nothing changes. Remembered: code never changes, and code that
+    is equal has equal instructions.
     """
+    return tuple(_read_steps(code))
+
+
+def _read_steps(code: types.CodeType) -> Iterator[tuple[str, Any]]:
     for step in dis.get_instructions(code):
         if step.opname != "EXTENDED_ARG":
             by_value = step.opcode in dis.hasconst or isinstance(step.argval, str)
@@ -224,12 +223,25 @@ def _steps(code: types.CodeType) -> Iterator[tuple[str, Any]]:
             yield step.opname, code.co_consts[step.arg or 0] if step.opname == "KW_NAMES" else argument
 
 
+@functools.lru_cache(maxsize=4096)
+def _content(code: types.CodeType) -> tuple[bytes, frozenset[str], list[tuple[str, str]]]:
+    """The encoded instructions of code and what is inside it, every name in it, and what it reads from around it.
+
+    Attributes of a user module that are among the names will be followed.
+    """
+    codes = list(_codes(code))
+    instructions = [[part for row in _instructions(inner) for part in row] for inner in codes]
+    names = frozenset(name for inner in codes for name in inner.co_names)
+    reads = {read for inner in codes for read in _outer_reads(inner)}
+    return Encoder().part(instructions), names, sorted(reads)
+
+
 def _instructions(code: types.CodeType) -> Iterator[tuple[str, Any]]:
     """All of one code object that counts; the code of inner functions stands elsewhere."""
     yield "arguments", code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     yield "kinds", (code.co_argcount, code.co_posonlyargcount, code.co_flags & _FLAGS)
     yield "exceptions", getattr(code, "co_exceptiontable", b"")
-    rows = list(_steps(code))
+    rows = _steps(code)
     # In the body of a class these are a constant that is then stored.
     noise = {at for at, row in enumerate(rows) if row[0] == "STORE_NAME" and row[1] in _BODY_NOISE}
     for at, (opname, argument) in enumerate(rows):
@@ -321,7 +333,8 @@ def _library_of(module: str) -> str | None:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return None  # __main__ and modules made by hand
-    places = [*(spec.submodule_search_locations or []), spec.origin or ""] if spec else []
+    # Lazy modules (transformers) set paths where text belongs.
+    places = [*map(str, spec.submodule_search_locations or []), spec.origin or ""] if spec else []
     paths = sysconfig.get_paths()
     # By place and not by name: a user's own statistics.py is not the standard library's. The standard
     # library's folder may hold site-packages, so these come first.

@@ -15,25 +15,20 @@ from typing import Any
 
 from castore.fingerprints import FunctionEncoder
 from castore.keys import UnencodableError
+from castore.tokenizing import tokenizer_parts
 
 
 class InstanceEncoder(FunctionEncoder):
     """A FunctionEncoder that also takes objects of any class."""
 
-    def members(self, value: Any) -> list[bytes]:
-        """As in FunctionEncoder, for sets of anything that this class takes."""
-        codes = []
-        for item in value:
-            alone = type(self)()
-            alone._open = self._open
-            codes.append(alone.part(item, "{...}"))
-        return sorted(codes)
-
     def rest(self, value: Any) -> bytes:
-        """NumPy's values as `numpy` says, and objects by class and state."""
+        """NumPy's values as `numpy` says, tokenizers by their rules, and objects by class and state."""
         np = sys.modules.get("numpy")
         if np is not None and isinstance(value, np.ndarray | np.generic | np.dtype):
             return self.numpy(value)
+        tokenizer = tokenizer_parts(value)
+        if tokenizer is not None:
+            return self.tagged(*tokenizer(self, value))
         return self.tagged("object", *self.object_(value))
 
     def numpy(self, value: Any) -> bytes:

@@ -2,7 +2,7 @@
 # Sets up what `make demo`, `make test` and `make bench` need: Debian packages (as root only; for others it
 # says what to install), a virtual environment, and castore in it in editable form.
 #
-# usage: tools/setup.sh demo|test|bench
+# usage: tools/setup.sh demo|test|torture|bench
 #
 # `bench` makes two environments: peers that castore is measured beside must not leak into what it is developed and
 # tested with, and one peer (stocaching) needs a NumPy older than castore's.
@@ -12,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-purpose=${1:?usage: tools/setup.sh demo|test|bench}
+purpose=${1:?usage: tools/setup.sh demo|test|torture|bench}
 python=${PYTHON:-python3}
 venv=.venv
 case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
@@ -22,6 +22,10 @@ case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
   test)
     wanted="fusermount3=fuse3 zstd=zstd lz4=lz4 gzip=gzip rsync=rsync"
     requirements=(-e '.[dev]') ;;
+  torture)
+    tools/setup.sh test
+    wanted=""
+    requirements=(-e '.[dev,fuzz]') ;;
   bench)
     tools/setup.sh bench-numpy1
     venv=.venv-bench
@@ -31,7 +35,7 @@ case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
     venv=.venv-bench-numpy1
     wanted=""
     requirements=('numpy<2' stocaching) ;;
-  *) echo "setup: unknown purpose '$purpose': demo, test or bench" >&2; exit 2 ;;
+  *) echo "setup: unknown purpose '$purpose': demo, test, torture or bench" >&2; exit 2 ;;
 esac
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1 PYTHONUNBUFFERED=1
 

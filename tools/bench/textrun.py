@@ -50,7 +50,9 @@ class Ran(NamedTuple):
     stored: list[int]
 
 
-def run(way: str, chain: list[Any], source: Path, cache: Path, *, check: bool = True) -> Ran:
+def run(
+    way: str, chain: list[Any], source: Path, cache: Path, *, check: bool = True, last: bool = False
+) -> Ran:
     """Runs a chain of operators one of the ways.
 
     Args:
@@ -59,6 +61,7 @@ def run(way: str, chain: list[Any], source: Path, cache: Path, *, check: bool = 
         source: a folder of `texts.saved`; plain `datasets` keeps its cache there.
         cache: the folder of the store.
         check: also make the digest of the result, untimed.
+        last: look at the last row, too.
     """
     hits: list[bool] = []
     stored: list[int] = []
@@ -68,7 +71,7 @@ def run(way: str, chain: list[Any], source: Path, cache: Path, *, check: bool = 
         dataset = datasets.load_from_disk(source)
         if way == "datasets":
             dataset = recipe.plain(dataset, chain)
-            dataset[:1]
+            _look(dataset, last)
             seconds = time.perf_counter() - began
             return Ran(seconds, hits, len(dataset), recipe.digest(dataset) if check else "", [], [])
         with Store(cache) as store:
@@ -78,10 +81,16 @@ def run(way: str, chain: list[Any], source: Path, cache: Path, *, check: bool = 
                 result = recipe.pipeline(chain, store, checkpoint=way == "checkpoint").run(dataset)
                 dataset, hits = result.dataset, [step.hit for step in result.steps]
                 stored = [step.stored for step in result.steps]
-            dataset[:1]
+            _look(dataset, last)
             seconds = time.perf_counter() - began
         said = [str(item.message) for item in warned if issubclass(item.category, CacheWarning)]
         return Ran(seconds, hits, len(dataset), recipe.digest(dataset) if check else "", said, stored)
+
+
+def _look(dataset: datasets.Dataset, last: bool) -> None:
+    dataset[:1]
+    if last:
+        dataset[len(dataset) - 1]
 
 
 def documents(source: Path) -> list[str]:
@@ -97,11 +106,19 @@ class Process:
     Args:
         way, name, third: as for `run` and `recipe.operators`.
         source, cache: as for `run`; beside the cache lies what `datasets` keeps elsewhere.
-        check: as for `run`.
+        check, last: as for `run`.
     """
 
     def __init__(
-        self, way: str, name: str, third: int, source: Path, cache: Path, *, check: bool = True
+        self,
+        way: str,
+        name: str,
+        third: int,
+        source: Path,
+        cache: Path,
+        *,
+        check: bool = True,
+        last: bool = False,
     ) -> None:
         command = [
             sys.executable,
@@ -114,7 +131,7 @@ class Process:
             str(cache),
         ]
         self._process = subprocess.Popen(
-            [*command, *(["--check"] if check else [])],
+            [*command, *(["--check"] if check else []), *(["--last"] if last else [])],
             cwd=_PROJECT,
             env={**os.environ, "HF_DATASETS_CACHE": str(cache.parent / "hugging-face")},
             stdout=subprocess.PIPE,
@@ -148,7 +165,7 @@ def main() -> None:
     datasets.disable_progress_bars()
     chain = recipe.operators(name, int(third), lambda: documents(Path(source)))
     print("begins", flush=True)
-    ran = run(way, chain, Path(source), Path(cache), check="--check" in rest)
+    ran = run(way, chain, Path(source), Path(cache), check="--check" in rest, last="--last" in rest)
     print(json.dumps(ran._asdict()), flush=True)
 
 

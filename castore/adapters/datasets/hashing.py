@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import inspect
 import queue
 import re
 import sys
@@ -45,8 +44,6 @@ _CODE = (
     type,
     functools.partial,
 )
-#: What using a tokenizer of `transformers` changes, or what only speeds it up.
-_TOKENIZER_NOISE = {"_tokenizer", "cache", "deprecation_warnings", "_in_target_context_manager", "verbose"}
 _LARGE = 1 << 20
 
 
@@ -105,15 +102,13 @@ class OperatorEncoder(InstanceEncoder):
             return self.tagged(*kind(self, value))
         return super().other(value)
 
-    def members(self, value: Any) -> list[bytes]:
-        """As in InstanceEncoder, for sets of anything that this class takes."""
-        codes = []
-        for item in value:
-            alone = type(self)()
-            alone._open, alone._around = self._open, self._around
-            codes.append(alone.part(item, "{...}"))
-            self.code |= alone.code
-        return sorted(codes)
+    def member(self, item: Any) -> bytes:
+        """As in InstanceEncoder, with what is around the set, and what is noted in it."""
+        alone = type(self)()
+        alone._open, alone._around = self._open, self._around
+        code = alone.part(item, "{...}")
+        self.code |= alone.code
+        return code
 
     def function(self, function: types.FunctionType) -> Iterator[Any]:
         """As in InstanceEncoder, and a note of the user's functions: their own code, without what they refer to."""
@@ -158,7 +153,7 @@ def _kind_of(value: Any) -> _Encode | None:
     for kinds, encode_kind in _kinds_of_libraries():
         if isinstance(value, kinds):
             return encode_kind
-    return _tokenizer_kind(value)
+    return None
 
 
 def _by_type(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
@@ -266,40 +261,6 @@ def _dataset(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
     yield from ("dataset", dataset_fingerprint(value))
 
 
-def _hf_tokenizer(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
-    yield from ("tokenizer", type(value).__module__, value.to_str())
-
-
-def _transformers_tokenizer(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
-    # Each call sets the truncation and padding of the rules behind it (datasets' issues 3638, 3847, 6179): they are
-    # arguments of that call, not part of the tokenizer.
-    import json
-
-    encoder._met[id(value)] = (len(encoder._met), value)
-    rules = getattr(value, "_tokenizer", None)
-    told = None
-    if rules is not None and hasattr(rules, "to_str"):
-        told = json.loads(rules.to_str())
-        told.pop("truncation", None)
-        told.pop("padding", None)
-    yield from ("transformers tokenizer", encoder.part(type(value)), encoder.part(told))
-    state = value.__getstate__() if _own_getstate(value) else vars(value)
-    yield from encoder.state({name: item for name, item in state.items() if name not in _TOKENIZER_NOISE})
-
-
-def _own_getstate(value: Any) -> bool:
-    return getattr(type(value), "__getstate__", None) is not getattr(object, "__getstate__", None)
-
-
-def _tokenizer_kind(value: Any) -> _Encode | None:
-    bases = {f"{base.__module__}.{base.__qualname__}" for base in type(value).__mro__}
-    return _transformers_tokenizer if bases & _TRANSFORMERS else None
-
-
-_TRANSFORMERS = {
-    "transformers.tokenization_utils_base.PreTrainedTokenizerBase",
-    "transformers.tokenization_utils_base.SpecialTokensMixin",
-}
 _KINDS: list[tuple[Any, _Encode]] = [
     (_SYNCHRONISERS, _by_type),
     ((weakref.ref, weakref.ProxyType, weakref.CallableProxyType), _weak),
@@ -323,13 +284,14 @@ _LIBRARIES: list[tuple[str, tuple[str, ...], _Encode]] = [
     ("cupy.cuda", ("Stream", "Event", "Device"), _by_type),
     ("pyarrow", ("Table", "RecordBatch", "Array", "ChunkedArray", "Buffer"), _arrow),
     ("datasets", ("Dataset", "DatasetDict"), _dataset),
-    ("tokenizers", ("Tokenizer",), _hf_tokenizer),
 ]
 
 
 def _kinds_of_libraries() -> Iterator[tuple[tuple[type, ...], _Encode]]:
     for module, names, encode_kind in _LIBRARIES:
         loaded = sys.modules.get(module)
-        kinds = tuple(kind for name in names if inspect.isclass(kind := getattr(loaded, name, None)))
-        if kinds:
-            yield kinds, encode_kind
+        if loaded is not None:
+            yield (
+                tuple(kind for name in names if isinstance(kind := getattr(loaded, name, None), type)),
+                encode_kind,
+            )

@@ -3,9 +3,7 @@
 Materialised means: the same bytes and a few more at their end, which readers of Arrow streams ignore, as a raw object
 of the store. It is an entry like any other under `MAPS`, so gc bounds it, and what is mapped lives until it is unmapped.
 
-A mapped page that fails its check cannot raise: the kernel ends the process. So an object is read whole and checked
-before it is first mapped, and what was found is noted with the object's inode, time of change and the machine's boot.
-As long as those are the same, the object is taken for good; writing to it, or a power cut, has it read again.
+Every object is checked before it is mapped: see checked.py.
 
 Paths are handed out through a symbolic link in a folder of datasets' own cache: a plain `map` on a dataset writes its
 cache file beside the dataset's file, which must not be the object directory, and cannot be a read-only mount.
@@ -13,23 +11,23 @@ cache file beside the dataset's file, which must not be the object directory, an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 
 import datasets
 from blake3 import blake3
 
+from castore import checked
+from castore.checked import check, frames_of, note_new
 from castore.compute import ComputeLocks
 from castore.errors import CorruptError
 from castore.objects.decode import BlobReader
 from castore.objects.encode import encode
-from castore.objects.workers import cores, workers
 from castore.records import LOOSE, Blob, Pointing
 from castore.staged import Large
 from castore.store import Store
@@ -37,12 +35,9 @@ from castore.temporary import pid_namespace, process_started
 
 #: Where materialised blobs are, by the digest of what they hold.
 MAPS = ".datasets/maps"
-#: Where it is noted which objects were checked.
-CHECKED = ".datasets/checked"
 #: After so many seconds gc takes what was materialised even where no budget makes it: it is only a second copy.
 MAPS_SECONDS = 7 * 86400.0
 _TAIL = b"castore: mapped\n"
-_RUN = 8
 _ATTEMPTS = 5
 
 
@@ -57,8 +52,12 @@ def store_locks(store: Store) -> ComputeLocks:
     return locks_of(store.path, store.settings.file_mode)
 
 
-def mappable(store: Store, blob: Blob) -> str:
+def mappable(store: Store, blob: Blob, reader: BlobReader | None = None) -> str:
     """A path under which the bytes of a loose blob, and at most a few more, can be mapped.
+
+    Args:
+        store, blob: where it is.
+        reader: of the blob, if it is open already: then its object may be gone.
 
     Raises:
         FileNotFoundError: the bytes are gone.
@@ -66,14 +65,22 @@ def mappable(store: Store, blob: Blob) -> str:
         FullError, TooLargeError: materialised they would not fit into the store's budget, or onto its disk.
     """
     for _ in range(_ATTEMPTS):
-        target = _target(store, blob)
+        target = _target(store, blob, reader)
         path = _link(blob, target)
         if os.path.exists(path):
             return path
     raise FileNotFoundError(f"the bytes of blob {blob.digest.hex()} vanish as soon as they are there")
 
 
-def _target(store: Store, blob: Blob) -> str:
+def mapped_before(store: Store, blob: Blob) -> str | None:
+    """As `mappable`, but only if the blob is materialised already, and known to be good."""
+    found = store.index.find(f"{MAPS}/{blob.digest.hex()}")
+    if found is None or found.blob.pack != LOOSE or checked.unchecked(store, [found.blob]):
+        return None
+    return _link(blob, store.objects.loose.path(found.blob.digest, "none"))
+
+
+def _target(store: Store, blob: Blob, reader: BlobReader | None) -> str:
     if blob.codec == "none":
         check(store, blob)
         return store.objects.loose.path(blob.digest, "none")
@@ -81,111 +88,40 @@ def _target(store: Store, blob: Blob) -> str:
     if mounted is not None:
         check(store, blob)
         return mounted
-    raw = _materialised(store, blob)
+    raw = _materialised(store, blob, reader)
     return store.objects.loose.path(raw.digest, "none")
 
 
 def _link(blob: Blob, target: str) -> str:
     """A symbolic link to ``target`` in a folder of datasets' own cache, where plain `map` may write beside it."""
-    digest = blob.digest.hex()
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "castore" / digest[:2] / digest
-    link = folder / "data.arrow"
-    try:
+    link = path_of(blob)
+    with contextlib.suppress(OSError):
         if os.readlink(link) == target:
-            return str(link)
-    except OSError:
-        folder.mkdir(parents=True, exist_ok=True)
+            return link
+    folder = Path(link).parent
     new = folder / f"{os.getpid()}-{threading.get_ident()}.link"
     new.unlink(missing_ok=True)
     new.symlink_to(target)
     new.replace(link)
-    return str(link)
+    return link
 
 
-# --- checking -----------------------------------------------------------------------------------------------------
+def path_of(blob: Blob) -> str:
+    """The path that `mappable` returns, in a folder that is there."""
+    digest = blob.digest.hex()
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "castore" / digest[:2] / digest
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder / "data.arrow")
 
 
-def check(store: Store, blob: Blob) -> None:
-    """Read a loose object whole and check it, unless that was done since it last changed.
-
-    Raises:
-        FileNotFoundError, CorruptError: as for `mappable`.
-    """
-    status = _status(store, blob)
-    seen = b"" if status is None else _seen(status)
-    if seen and store.get(f"{CHECKED}/{blob.digest.hex()}-{blob.codec}") == seen:
-        return
-    reader = store.source.open(blob)
-    try:
-        hasher = blake3()
-        for frame in frames_of(reader):
-            hasher.update(frame)
-        if hasher.digest() != blob.digest:
-            raise CorruptError(f"blob {blob.digest.hex()} does not have its digest", digest=blob.digest.hex())
-    except CorruptError as error:
-        store.source.quarantine(blob, error)
-        raise
-    finally:
-        reader.close()
-    if seen:
-        _note_good(store, blob, seen)
-
-
-def note_new(store: Store, blob: Blob, started: float) -> None:
-    """Note that an object is good, if it was written since ``started``: what was there before may have changed."""
-    status = _status(store, blob)
-    if status is not None and status.st_mtime >= started:
-        _note_good(store, blob, _seen(status))
-
-
-def _note_good(store: Store, blob: Blob, seen: bytes) -> None:
-    store.put(f"{CHECKED}/{blob.digest.hex()}-{blob.codec}", seen, ttl=MAPS_SECONDS)
+# --- forgetting ---------------------------------------------------------------------------------------------------
 
 
 def forget(store: Store, blobs: Iterable[Blob]) -> None:
     """Drop what was materialised of blobs, and what was noted of them."""
-    digests = {(blob.digest.hex(), blob.codec) for blob in blobs}
-    store.delete_many(
-        name for digest, codec in digests for name in (f"{MAPS}/{digest}", f"{CHECKED}/{digest}-{codec}")
-    )
-
-
-def _status(store: Store, blob: Blob) -> os.stat_result | None:
-    """Of a loose object; None if there is none."""
-    try:
-        return os.stat(store.objects.loose.path(blob.digest, blob.codec)) if blob.pack == LOOSE else None
-    except FileNotFoundError:
-        return None
-
-
-def _seen(status: os.stat_result) -> bytes:
-    """What tells that nobody has touched a file since."""
-    return f"{_boot()} {status.st_dev} {status.st_ino} {status.st_size} {status.st_ctime_ns}".encode()
-
-
-@cache
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
-def frames_of(reader: BlobReader) -> Iterator[bytes]:
-    """The frames of a blob, checked, in order, decoded on all cores a few at a time."""
-    reader.table()
-    pool, pending = workers.pool(), deque[Future[list[bytes]]]()
-
-    def load(start: int) -> list[bytes]:
-        return [reader._load(index) for index in range(start, min(start + _RUN, reader.frames))]
-
-    try:
-        for start in range(0, reader.frames, _RUN):
-            pending.append(pool.submit(load, start))
-            if len(pending) > 2 * cores():
-                yield from pending.popleft().result()
-        while pending:
-            yield from pending.popleft().result()
-    finally:
-        for future in pending:  # nobody may read from the file once it is closed
-            future.cancel() or future.exception()
+    gone = list(blobs)
+    store.delete_many({f"{MAPS}/{blob.digest.hex()}" for blob in gone})
+    checked.forget(store, gone)
 
 
 # --- places -------------------------------------------------------------------------------------------------------
@@ -209,7 +145,7 @@ def _in_mount(store: Store, blob: Blob) -> str | None:
     return None
 
 
-def _materialised(store: Store, blob: Blob) -> Blob:
+def _materialised(store: Store, blob: Blob, reader: BlobReader | None) -> Blob:
     name = f"{MAPS}/{blob.digest.hex()}"
     with store_locks(store).hold(name):
         found = store.index.find(name)
@@ -220,11 +156,14 @@ def _materialised(store: Store, blob: Blob) -> Blob:
                 return found.blob
             except (FileNotFoundError, CorruptError):
                 store.delete(name)  # made again from the compressed bytes
-        return _materialise(store, blob, name)
+        if reader is not None:
+            return _materialise(store, blob, name, reader)
+        with contextlib.closing(store.source.open(blob)) as own:
+            return _materialise(store, blob, name, own)
 
 
-def _materialise(store: Store, blob: Blob, name: str) -> Blob:
-    reader, started = store.source.open(blob), time.time()
+def _materialise(store: Store, blob: Blob, name: str, reader: BlobReader) -> Blob:
+    started = time.time()
     try:
         fd, temporary = store.objects.loose.create()
         try:
@@ -239,15 +178,13 @@ def _materialise(store: Store, blob: Blob, name: str) -> Blob:
     except CorruptError as error:
         store.source.quarantine(blob, error)
         raise
-    finally:
-        reader.close()
     raw = Blob(frames.digest(), frames.size, encoded.stored, "none", LOOSE, 0)
     metadata = f'{{"of": "{blob.digest.hex()}"}}'
     store.flush()  # what is in use must not look forgotten when room is made
     staged = Large(store.objects, raw, temporary, encoded.checksums)
     expires = time.time() + MAPS_SECONDS
     store.writer.commit([(Pointing(name, "bytes", metadata, expires, False), staged)])
-    note_new(store, raw, started)
+    note_new(store, [raw], started)
     return raw
 
 

@@ -1,0 +1,21 @@
+"""Frozen encoders: embeddings computed once and kept in a store, for any PyTorch code.
+
+The options are those of Quaterion's cache; none of its limitations is.
+"""
+
+from __future__ import annotations
+
+from castore.errors import MissingDependencyError
+
+try:
+    from castore.adapters.embeddings.cache import EmbeddingCache
+    from castore.adapters.embeddings.caching import cache_embeddings
+    from castore.adapters.embeddings.config import CacheConfig, CacheType
+    from castore.adapters.embeddings.encoder import CachedEncoder
+    from castore.adapters.embeddings.keys import Keys
+except ModuleNotFoundError as error:
+    if error.name not in ("torch", "numpy", "tqdm"):
+        raise
+    raise MissingDependencyError.of(error.name, "embeddings") from error
+
+__all__ = ["CacheConfig", "CacheType", "CachedEncoder", "EmbeddingCache", "Keys", "cache_embeddings"]

@@ -1,0 +1,310 @@
+"""Batches taken apart and put together: places in them, what of them belongs to single items, and the rest.
+
+A place is a path of indices and names: (0, "image") is ``batch[0]["image"]``. What a collate function makes of samples is
+learnt from two batches of different sizes that share samples (`learn`): what is as long as its batch holds one element
+an item, what is the same in both is a constant, and what is neither cannot be cached. Knows no encoder and no store;
+must never change a batch that it is given.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from castore.errors import InvalidValueError
+
+Path: TypeAlias = tuple[Any, ...]
+_KEPT = (None, str, bytes, bool, int, float, torch.Tensor)
+
+
+@dataclass(frozen=True)
+class PerItem:
+    """Stands in a layout for a leaf with an element for each item.
+
+    Attributes:
+        form: how the leaf comes: "tensor", "numpy", or a "list" or "tuple" of elements.
+        kind: the type of the elements of a list.
+    """
+
+    form: str
+    kind: type | None = None
+
+
+@dataclass(frozen=True)
+class Varying:
+    """Stands in a layout for a leaf that has no element for each item and yet differs: where it is, and why."""
+
+    problem: str
+
+
+# --- places -----------------------------------------------------------------------------------------------------
+
+
+def as_path(where: Any) -> Path:
+    """The path that an int, a text, or a tuple of these means."""
+    path = where if isinstance(where, tuple) else (where,)
+    if not all(isinstance(step, int | str) for step in path):
+        raise InvalidValueError(f"{where!r} is no place in a batch; give an int, a text, or a tuple of these")
+    return path
+
+
+def shown(path: Path) -> str:
+    """A path as one writes it in Python.
+
+    >>> shown((0, "image"))
+    "batch[0]['image']"
+    """
+    return "batch" + "".join(f"[{step!r}]" for step in path)
+
+
+def look(batch: Any, path: Path) -> Any:
+    """What is at a place.
+
+    Raises:
+        InvalidValueError: there is no such place; the message says what is there.
+    """
+    value = batch
+    for at, step in enumerate(path):
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            raise InvalidValueError(
+                f"there is no {shown(path[: at + 1])}: {shown(path[:at])} is {_described(value)}; say with encoders=... where"
+                " the encoder's input is"
+            ) from None
+    return value
+
+
+def put(batch: Any, path: Path, value: Any) -> Any:
+    """A copy of a batch with ``value`` at a place; all else is shared with the batch."""
+    if not path:
+        return value
+    inner = put(batch[path[0]], path[1:], value)
+    if isinstance(batch, tuple):
+        items = [*batch]
+        items[path[0]] = inner
+        return _like(batch, items)
+    changed = copy.copy(batch)
+    changed[path[0]] = inner
+    return changed
+
+
+def place_of(batch: Any, value: Any) -> Path | None:
+    """Where in a batch this very object is."""
+    if batch is value:
+        return ()
+    for step, inner in _children(batch):
+        found = place_of(inner, value)
+        if found is not None:
+            return (step, *found)
+    return None
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {', '.join(map(repr, value))}"
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, list | tuple) else "")
+
+
+def _children(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+
+
+def _like(example: Any, items: list[Any]) -> Any:
+    if isinstance(example, tuple):
+        return type(example)(*items) if hasattr(example, "_fields") else tuple(items)
+    return items
+
+
+def over(layout: Any, replace: Callable[[Any, Any], Any], value: Any = None) -> Any:
+    """A structure like ``layout``: ``replace(leaf, value's leaf)`` in the place of each leaf."""
+    if isinstance(layout, Mapping):
+        changed = copy.copy(layout)
+        for name, inner in layout.items():
+            changed[name] = over(inner, replace, None if value is None else value[name])  # type: ignore[index]
+        return changed
+    if isinstance(layout, list | tuple):
+        values = [None] * len(layout) if value is None else value
+        return _like(layout, [over(inner, replace, one) for inner, one in zip(layout, values, strict=True)])
+    return replace(layout, value)
+
+
+# --- what belongs to single items ---------------------------------------------------------------------------------
+
+
+def learn(one: Any, other: Any, sizes: tuple[int, int], path: Path = ()) -> Any:
+    """What of a batch belongs to single items.
+
+    Args:
+        one, other: two batches of one collate function.
+        sizes: how many samples each holds; two numbers that differ.
+
+    Returns:
+        the batch's structure, with PerItem, a constant, or Varying in the place of each leaf.
+    """
+    leaf = _per_item(one, other, sizes)
+    if leaf is not None:
+        return leaf
+    if isinstance(one, Mapping) and isinstance(other, Mapping) and list(one) == list(other):
+        layout = copy.copy(one)
+        for name in one:
+            layout[name] = learn(one[name], other[name], sizes, (*path, name))  # type: ignore[index]
+        return layout
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        pairs = enumerate(zip(one, other, strict=True))
+        return _like(one, [learn(a, b, sizes, (*path, step)) for step, (a, b) in pairs])
+    if same(one, other):
+        return one
+    return Varying(
+        f"{shown(path)} is {_described(one)} that has no element for each item and is not the same in every batch"
+    )
+
+
+def _per_item(one: Any, other: Any, sizes: tuple[int, int]) -> PerItem | None:
+    if type(one) is not type(other):
+        return None
+    if isinstance(one, torch.Tensor | np.ndarray):
+        if one.ndim and (one.shape[0], other.shape[0]) == sizes:
+            return PerItem("tensor" if isinstance(one, torch.Tensor) else "numpy")
+    elif isinstance(one, list | tuple) and (len(one), len(other)) == sizes:
+        kinds = {type(item) for item in (*one, *other)}
+        return PerItem(
+            "tuple" if isinstance(one, tuple) else "list", kinds.pop() if len(kinds) == 1 else object
+        )
+    return None
+
+
+def select(layout: Any, value: Any, positions: Sequence[int]) -> Any:
+    """The part of ``value``, laid out as ``layout``, that belongs to the items at ``positions``.
+
+    Raises:
+        InvalidValueError: a part of it belongs to no single items.
+    """
+
+    def pick(leaf: Any, whole: Any) -> Any:
+        if isinstance(leaf, Varying):
+            raise InvalidValueError(leaf.problem)
+        if not isinstance(leaf, PerItem):
+            return whole
+        if leaf.form in ("tensor", "numpy"):
+            return whole[list(positions)]
+        return _like(whole, [whole[position] for position in positions])
+
+    return over(layout, pick, value)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are the same, as far as one can tell: objects of unknown kinds pass for the same."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        return bool(torch.equal(one, other) or ((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if getattr(type(one), "__eq__", None) is object.__eq__:
+        return True
+    return bool(one == other) or one != one
+
+
+# --- the rest of a batch as leaves of a table -----------------------------------------------------------------------
+
+
+class Rest:
+    """What a batch holds besides the inputs of cached encoders, as values by number, and back.
+
+    Args:
+        layout: what `learn` found.
+        holes: places that hold something else.
+
+    Raises:
+        InvalidValueError: something cannot be kept for single items; the message names its place.
+    """
+
+    def __init__(self, layout: Any, holes: Sequence[Path]) -> None:
+        for number, hole in enumerate(holes):
+            layout = put(layout, hole, _Hole(number))
+        self._layout = layout
+        self.leaves: list[PerItem] = []
+        over(layout, self._note)
+
+    def _note(self, leaf: Any, _: Any) -> None:
+        if isinstance(leaf, Varying):
+            raise InvalidValueError(f"the labels cannot be kept: {leaf.problem}; {_WAYS_OUT}")
+        if isinstance(leaf, PerItem):
+            if leaf.kind not in _KEPT:
+                raise InvalidValueError(
+                    f"the labels cannot be kept: a {leaf.form} of {leaf.kind} is among them, and only tensors, arrays,"
+                    f" numbers, texts and bytes are kept; {_WAYS_OUT}"
+                )
+            self.leaves.append(leaf)
+
+    def take(self, batch: Any) -> dict[str, Any]:
+        """The values of a batch's items: tensors (B, ...), and lists of texts, bytes, numbers or tensors."""
+        values: list[Any] = []
+
+        def keep(leaf: Any, value: Any) -> None:
+            if isinstance(leaf, PerItem):
+                values.append(_stored(leaf, value))
+
+        over(self._layout, keep, batch)
+        return {str(number): value for number, value in enumerate(values)}
+
+    def check(self, one: Any, other: Any) -> None:
+        """See that a label is the same whatever batch it comes in: ``other`` holds all items of ``one`` but the first.
+
+        Raises:
+            InvalidValueError: one depends on its batch, as when texts are padded to the longest.
+        """
+        for first, second in zip(self.take(one).values(), self.take(other).values(), strict=True):
+            if not same(first[1:], second):
+                raise InvalidValueError(
+                    f"the labels cannot be kept: the same item has another one in another batch, as when a batch is padded"
+                    f" to its longest item ({_described(first)}); {_WAYS_OUT}"
+                )
+
+    def join(self, values: Mapping[str, Any], fillings: Sequence[Any]) -> Any:
+        """A batch of these values, with ``fillings`` in the holes."""
+        stored = iter([values[str(number)] for number in range(len(self.leaves))])
+
+        def fill(leaf: Any, _: Any) -> Any:
+            if isinstance(leaf, PerItem):
+                return _loaded(leaf, next(stored))
+            return fillings[leaf.number] if isinstance(leaf, _Hole) else leaf
+
+        return over(self._layout, fill)
+
+
+@dataclass(frozen=True)
+class _Hole:
+    number: int
+
+
+_WAYS_OUT = (
+    "make it so in the collate function, or read the raw data in training with CacheConfig(labels=False)"
+)
+
+
+def _stored(leaf: PerItem, value: Any) -> Any:
+    if leaf.form == "numpy":
+        return torch.from_numpy(np.ascontiguousarray(value))
+    return value if leaf.form == "tensor" else list(value)
+
+
+def _loaded(leaf: PerItem, value: Any) -> Any:
+    if leaf.form == "numpy":
+        return value.numpy()
+    return tuple(value) if leaf.form == "tuple" else value

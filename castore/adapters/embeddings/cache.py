@@ -1,0 +1,360 @@
+"""EmbeddingCache: what an encoder gave for each key, computed once, kept in a store and mapped by all processes of a node.
+
+The face of the storage: table.py reads, filling.py and publishing.py write. Knows no models, no datasets and no devices but
+the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from castore.adapters.embeddings.claims import Claims
+from castore.adapters.embeddings.filling import Filling
+from castore.adapters.embeddings.keytable import Digests, Rows, digests
+from castore.adapters.embeddings.layout import MANIFEST, PREFIX, Manifest
+from castore.adapters.embeddings.outputs import Schema, check_rows, restore
+from castore.adapters.embeddings.publishing import Current, Publisher
+from castore.adapters.embeddings.table import Table, View
+from castore.errors import InvalidValueError, NotFoundError, OutOfRangeError, StoreError
+from castore.forks import reset_after_fork
+from castore.names import check_name
+from castore.records import Blob
+from castore.store import Store
+
+
+class EmbeddingCache:
+    """Embeddings by key, in a store: appended, never computed twice, mapped and shared by all processes of a node.
+
+    Args:
+        name: of the table; its entries lie below ``embeddings/<name>``.
+        store: a Store, or the path of one; default the default store.
+        dtype: what floating outputs are stored as (``torch.float16``, ``torch.bfloat16``); None keeps theirs. They are
+            given back in the dtype they had.
+        resident: bring all rows into memory in the background; else they are read when they are touched.
+
+    Raises:
+        InvalidValueError: the table is there, and its floats are stored as another dtype.
+
+    >>> import tempfile, torch
+    >>> cache = EmbeddingCache("squares", tempfile.mkdtemp() + "/store")
+    >>> cache.fill(["two", "three"], [2, 3], lambda items: torch.tensor(items) ** 2)
+    2
+    >>> cache.fill(["three", "four"], [3, 4], lambda items: torch.tensor(items) ** 2)
+    1
+    >>> cache.get(["four", "two"])
+    tensor([16,  4])
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: Store | str | os.PathLike[str] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        resident: bool = False,
+    ) -> None:
+        self.name = name
+        self._prefix = check_name(f"{PREFIX}/{name}")
+        self._manifest = f"{self._prefix}/{MANIFEST}"
+        self._owns_store = not isinstance(store, Store)
+        self.store = store if isinstance(store, Store) else Store(store)
+        if dtype is not None and not dtype.is_floating_point:
+            raise InvalidValueError(f"dtype is what floats are stored as; {dtype} is none")
+        self.dtype = dtype
+        self.resident = resident
+        self._table: Table | None = None
+        self._digest: str | None = None
+        self._is_there = False
+        self._after_fork()
+        reset_after_fork(self)
+        self.refresh()
+
+    def _after_fork(self) -> None:
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        generation = None if self._table is None else self._table.manifest.generation
+        return _reopen, (self.name, self.store, self.dtype, self.resident, generation)
+
+    def __repr__(self) -> str:
+        return f"EmbeddingCache({self.name!r}, {str(self.store.path)!r})"
+
+    def close(self) -> None:
+        """Let go of the table, and of the store if it was opened here."""
+        self._table = None
+        if self._owns_store:
+            self.store.close()
+
+    # What there is
+
+    def __len__(self) -> int:
+        """Keys that are known, as of the last `refresh`."""
+        return 0 if self._table is None else len(self._table)
+
+    def __contains__(self, key: object) -> bool:
+        return bool(self.find([key])[0] >= 0)
+
+    @property
+    def schema(self) -> Schema | None:
+        """What the outputs look like, once there are some."""
+        return None if self._table is None else self._table.manifest.schema
+
+    def refresh(self) -> int:
+        """See what others appended; returns how many keys are known then.
+
+        Raises:
+            CorruptError: the table was written by a newer castore.
+            StoreError: the table was lost and made anew: rows that were given out here mean nothing there.
+        """
+        with self._lock:
+            # A shard that is gone may have been taken in by another since the manifest was read: then look again.
+            while self._read_manifest() and self._table is not None and not self._table.is_complete:
+                if self._found()[1] == self._digest:
+                    break
+            return len(self)
+
+    def _found(self) -> tuple[Blob | None, str | None]:
+        """The manifest's blob, None if it has expired; and its digest in hex, None if there is no entry."""
+        found = self.store.index.find(self._manifest)
+        if found is None:
+            return None, None
+        alive = found.expires is None or found.expires > time.time()
+        return found.blob if alive else None, found.blob.digest.hex()
+
+    def _read_manifest(self) -> bool:
+        """Bring the table up to date; False if it is."""
+        blob, digest = self._found()
+        if digest == self._digest and self._is_there == (blob is not None):
+            return False
+        self._digest, self._is_there = digest, False
+        data = None if blob is None else self.store.source.fetch(blob)
+        if data is not None:
+            self._adopt(Manifest.load(data, self._manifest))
+            self._is_there = True
+            self.store.source.count_use(self._manifest)
+        return True
+
+    def _adopt(self, manifest: Manifest) -> None:
+        if self._table is None:
+            self._check_dtype(manifest.schema)
+            self._table = Table(self.store, self._prefix, manifest, resident=self.resident)
+        elif self._table.manifest.generation == manifest.generation:
+            self._table.update(manifest)
+        else:
+            raise _made_anew(self.name)
+
+    def _check_dtype(self, schema: Schema) -> None:
+        for leaf in schema.leaves:
+            kept = leaf.kind in ("tensor", "ragged") and leaf.dtype.startswith(("float", "bfloat"))
+            wanted = leaf.dtype if self.dtype is None else str(self.dtype).removeprefix("torch.")
+            if kept and leaf.stored != wanted:
+                raise InvalidValueError(
+                    f"the embedding cache {self.name!r} stores {leaf.name} as {leaf.stored}, not as {wanted}; ask for"
+                    " that dtype, or choose another name"
+                )
+
+    # Filling
+
+    def fill(
+        self,
+        keys: Iterable[Any],
+        items: Iterable[Any],
+        encode: Callable[[list[Any]], Any],
+        *,
+        batch_size: int = 32,
+    ) -> int:
+        """Encode the items whose key is not known, each once, and keep what comes of it.
+
+        Processes that fill one table at the same time share the work. What was put stays when one is killed, and the
+        next fill goes on from there.
+
+        Args:
+            keys: int, str, bytes, or tuples of those.
+            items: one for each key, consumed along with the keys: what ``encode`` takes, or something small by which it
+                finds it, such as an index.
+            encode: takes a list of items; gives a tensor with a row for each, a list with a tensor for each (which may
+                differ in their first dimension), a list of text, bytes or numbers, or a tuple or dict of such.
+            batch_size: most items that ``encode`` gets at once.
+
+        Returns:
+            How many items were encoded here.
+
+        Raises:
+            UnhashableError: a key is of another kind.
+            SerializationError: outputs cannot be kept, or are not like those before.
+            FullError: they do not fit into the store.
+        """
+        with self.filling(encode, batch_size=batch_size) as filling:
+            filling.run(keys, items)
+        return filling.count
+
+    @contextmanager
+    def filling(self, encode: Callable[[list[Any]], Any], *, batch_size: int = 32) -> Iterator[Filling]:
+        """A fill that is fed: for one pass over data that fills several caches.
+
+        Within the block, `Filling.add` takes keys and items as they come; its end encodes the rest, and waits for what other
+        processes are encoding. Arguments and errors are those of `fill`.
+        """
+        if batch_size < 1:
+            raise InvalidValueError(f"batch_size must be at least 1, not {batch_size}")
+        claims = Claims(self.store, self._prefix)
+        try:
+            publisher = Publisher(self.store, self._prefix, self._current)
+            with Filling(
+                self, publisher, claims, encode, batch_size=batch_size, dtype=self.dtype, where=self.name
+            ) as filling:
+                yield filling
+        finally:
+            claims.close()
+        publisher.sort_keys()
+        self.refresh()
+
+    def _current(self) -> Current:
+        self.refresh()
+        return Current(self._digest, self._is_there, self._table)
+
+    # Looking up
+
+    def find_digests(self, keys: Digests) -> Rows:
+        """The row of each key, given as its 128 bits, or -1."""
+        return np.full(len(keys), -1, np.int64) if self._table is None else self._table.find(keys)
+
+    def find(self, keys: Iterable[Any]) -> torch.Tensor:
+        """The row of each key, int64 (n,); -1 for those that are not known.
+
+        Raises:
+            UnhashableError: a key is no int, str, bytes, or tuple of those.
+        """
+        return torch.from_numpy(self.find_digests(digests(keys)))
+
+    def rows(self, keys: Iterable[Any]) -> torch.Tensor:
+        """The row of each key, int64 (n,). A row keeps its meaning for as long as the table lives.
+
+        Raises:
+            NotFoundError: a key is not known; the message names the first.
+        """
+        asked = keys if isinstance(keys, Sequence | torch.Tensor | np.ndarray) else list(keys)
+        found = self.find(asked)
+        missing = (found < 0).nonzero()
+        if len(missing):
+            key = asked[int(missing[0])]
+            raise NotFoundError(
+                f"the embedding cache {self.name!r} has nothing for the key {key!r}; `fill` encodes what is missing"
+            )
+        return found
+
+    def take(self, rows: torch.Tensor) -> Any:
+        """The outputs for some rows, as the encoder returned them, in memory of their own.
+
+        Args:
+            rows: int64 (n,), on the CPU, from `rows` or `find`; in any order, repeated or not.
+
+        Raises:
+            OutOfRangeError: a row is none of this table's, or its shard is gone.
+        """
+        check_rows(rows)
+        table = self._table
+        if table is None:
+            raise NotFoundError(f"the embedding cache {self.name!r} is empty")
+        view = table.view
+        if not view.is_whole and not bool(view.has(rows).all()):
+            raise self._no_row(view, rows)
+        gather = partial(_gather, view.columns, rows)
+        try:
+            found = [restore(leaf, *gather(place)) for leaf, place in zip(*table.places, strict=True)]
+        except (IndexError, RuntimeError) as error:
+            if bool(view.has(rows).all()):
+                raise
+            raise self._no_row(view, rows) from error
+        return table.manifest.schema.rebuild(found)
+
+    def get(self, keys: Iterable[Any]) -> Any:
+        """The outputs for some keys.
+
+        Raises:
+            NotFoundError: as for `rows`.
+        """
+        return self.take(self.rows(keys))
+
+    def _no_row(self, view: View, rows: torch.Tensor) -> OutOfRangeError:
+        row = int(rows[~view.has(rows)][0])
+        return OutOfRangeError(
+            f"row {row} of the embedding cache {self.name!r} is not here: never given out, or gone with its shard;"
+            " `fill` encodes again what is missing"
+        )
+
+    # Whole arrays
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that `arrays` has, gaps included."""
+        return 0 if self._table is None else sum(column.nbytes for column in self._table.view.columns[1:])
+
+    def arrays(self) -> list[torch.Tensor]:
+        """For each leaf of the outputs all rows (n, ...) as stored, to be copied to a device: row r lies at r.
+
+        They are mapped read-only: writing to one ends the process. `assemble` makes outputs of rows selected from them.
+
+        Raises:
+            NotFoundError: the cache is empty.
+            InvalidValueError: the outputs differ in length, so no row is an item.
+        """
+        if self._table is None:
+            raise NotFoundError(f"the embedding cache {self.name!r} is empty")
+        columns = self._table.view.columns
+        leaves, places = self._table.places
+        ragged = next((leaf for leaf in leaves if leaf.is_ragged), None)
+        if ragged is not None:
+            raise InvalidValueError(
+                f"{ragged.name} of the embedding cache {self.name!r} differs in length from item to item; look it up"
+                " on the CPU"
+            )
+        return [columns[place] for place, _ in places]
+
+    def assemble(self, leaves: Sequence[torch.Tensor]) -> Any:
+        """Outputs of rows that were selected from each of `arrays`, on whatever device, in the encoder's dtypes."""
+        assert self._table is not None, "there is nothing to assemble"
+        schema = self._table.manifest.schema
+        pairs = zip(schema.leaves, leaves, strict=True)
+        return schema.rebuild([restore(leaf, values, None) for leaf, values in pairs])
+
+
+def _gather(
+    columns: tuple[torch.Tensor, ...], rows: torch.Tensor, place: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The rows of one leaf; of a ragged one its elements one after the other, and how many each row has."""
+    first, elements = place
+    found = columns[first].index_select(0, rows)
+    if elements < 0:
+        return found, None
+    begins, lengths = found.unbind(1)
+    shifted = begins - (lengths.cumsum(0) - lengths)
+    # By NumPy: torch would start threads for it, which costs more than the work.
+    numbers = np.repeat(shifted.numpy(), lengths.numpy())
+    numbers += np.arange(len(numbers))
+    return columns[elements].index_select(0, torch.from_numpy(numbers)), lengths
+
+
+def _reopen(
+    name: str, store: Store, dtype: torch.dtype | None, resident: bool, generation: str | None
+) -> EmbeddingCache:
+    cache = EmbeddingCache(name, store, dtype=dtype, resident=resident)
+    if generation is not None and (cache._table is None or cache._table.manifest.generation != generation):
+        raise _made_anew(name)
+    return cache
+
+
+def _made_anew(name: str) -> StoreError:
+    return StoreError(
+        f"the embedding cache {name!r} was lost and made anew while it was in use: rows that were looked up before mean"
+        " nothing now; start again from its keys"
+    )

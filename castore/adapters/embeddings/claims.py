@@ -1,0 +1,106 @@
+"""Which keys are being encoded, so that processes that fill one table share the work.
+
+Each filler writes the keys it has claimed into a file of its own in the store's ``tmp``, and holds a lock on it through the
+open file description: it goes with the process, however that ends, and with it what it claimed. Whoever finds such a file
+removes it; so does gc. Locks only save work: where a file system grants them to everybody, a key is encoded twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from castore.adapters.embeddings.keytable import Digests
+from castore.compute import ComputeLocks
+from castore.filelocks import is_locked, lock_byte
+from castore.store import Store
+from castore.temporary import create_temporary, open_regular
+
+# Bytes of claims that are believed: more than any filler has.
+_MOST = 1 << 28
+
+
+@cache
+def _locks(path: Path, mode: int) -> ComputeLocks:
+    """One object a process, which so keeps its threads apart."""
+    return ComputeLocks(path, mode)
+
+
+def locks_of(store: Store) -> ComputeLocks:
+    """The locks of what this adapter does in a store."""
+    return _locks(store.path / "locks" / "embeddings", store.settings.file_mode)
+
+
+class Claims:
+    """The keys that one filler has claimed.
+
+    Args:
+        store, prefix: the table.
+    """
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._folder = store.path / "tmp"
+        self._suffix = blake3(prefix.encode()).hexdigest()[:32] + ".claims"
+        self._lock = f"claims of {prefix}"
+        self._locks = locks_of(store)
+        self._mode = store.settings.file_mode
+        self._mine: Digests = np.empty((0, 2), np.uint64)
+        with self._locks.hold(self._lock):
+            self._fd, self._path = create_temporary(self._folder, self._suffix)
+            os.fchmod(self._fd, self._mode)
+            lock_byte(self._fd, 0)
+
+    def take(self, keys: Digests) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Claim those of some keys that nobody else has; says which. What others claimed may be there a moment later."""
+        with self._locks.hold(self._lock):
+            free = np.ones(len(keys), bool)
+            for others in self._others():
+                free &= ~_isin(keys, others)
+            self._write(np.concatenate([self._mine, keys[free]]))
+        return free
+
+    def release(self, keep: list[bytes]) -> None:
+        """Let go of all keys but some: they have been put."""
+        with self._locks.hold(self._lock):
+            self._write(np.frombuffer(b"".join(keep), np.uint64).reshape(-1, 2))
+
+    def close(self) -> None:
+        """Let go of all keys, for good."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+    def _write(self, keys: Digests) -> None:
+        self._mine = keys
+        os.pwrite(self._fd, keys.tobytes(), 0)
+        os.ftruncate(self._fd, keys.nbytes)
+
+    def _others(self) -> Iterator[Digests]:
+        for path in list(self._folder.glob(f"*.{self._suffix}")):
+            if path == self._path:
+                continue
+            try:
+                fd = open_regular(path)
+            except FileNotFoundError:
+                continue  # its filler has just finished
+            try:
+                if not is_locked(fd, 0):
+                    path.unlink(missing_ok=True)
+                    continue
+                data = os.pread(fd, _MOST, 0)
+            finally:
+                os.close(fd)
+            yield np.frombuffer(data[: len(data) // 16 * 16], np.uint64).reshape(-1, 2)
+
+
+def _isin(keys: Digests, others: Digests) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which keys are among others. Half a key in common is no match, but rare enough to look at one by one."""
+    found = np.isin(keys[:, 0], others[:, 0])
+    if found.any():
+        whole = {other.tobytes() for other in others}
+        found[found] = [key.tobytes() in whole for key in keys[found]]
+    return found

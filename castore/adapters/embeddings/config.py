@@ -1,0 +1,159 @@
+"""CacheConfig: what a user says of caching embeddings. Options and their names are those of Quaterion's page on its cache.
+
+Checks values and names here, so that a slip is an error at once and not a cache that quietly is not used.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from castore.errors import InvalidValueError
+
+_STORABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+#: What `fingerprints` may name besides encoders.
+PARTS = ("train", "val", "collate", "key_extractors")
+
+
+class CacheType(str, enum.Enum):
+    """Where the embeddings of an encoder are while one trains; on disk they are in any case."""
+
+    #: The encoder is left alone.
+    NONE = "none"
+    #: GPU if the encoder is on one and its embeddings fit into half of what is free there, else CPU.
+    AUTO = "auto"
+    #: Mapped, and read into RAM ahead of use; all processes of the node share it.
+    CPU = "cpu"
+    #: A copy on the encoder's device.
+    GPU = "gpu"
+    #: Mapped, and read when used: for more embeddings than RAM.
+    DISK = "disk"
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How embeddings are cached.
+
+    Args:
+        cache_type: where they are in training, for all encoders.
+        mapping: the same for single encoders, by name.
+        key_extractors: a function that tells the key of an item from its feature (what the encoder is fed of one
+            sample); one for all encoders, or one each by name. Items of equal keys are one item. Keys are what
+            `castore.key` takes: text, numbers, bytes, tuples of these. By default an item is known by its index in
+            the dataset.
+        batch_size: items that an encoder gets at once while the cache is filled; training is not affected.
+        num_workers: processes that read the dataset meanwhile; None is 0.
+        save_dir: the folder of the store; None is the default store (see `castore.Store`).
+        dtype: keep floating-point embeddings as float16, bfloat16, ...; lookups give the encoder's own dtype back.
+        labels: keep all else that a batch holds as well, so that training reads no raw data. None: if all encoders
+            are cached and no feature is left over.
+        split: for CacheType.GPU, keep a part of the embeddings on each rank's device in place of a copy on each.
+            Lookups then are collective: every rank makes the same number of them.
+        fingerprints: what stands for a thing whose code or content has no stable hash, or should not count: a text
+            or a config, for "train", "val" (the datasets), "collate", "key_extractors" or the name of an encoder.
+
+    Raises:
+        InvalidValueError: an option has a value that makes no sense.
+
+    >>> CacheConfig(mapping={"text": CacheType.GPU}, batch_size=16).type_of("text")
+    <CacheType.GPU: 'gpu'>
+    """
+
+    cache_type: CacheType = CacheType.AUTO
+    mapping: Mapping[str, CacheType] = field(default_factory=dict)
+    key_extractors: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None
+    batch_size: int = 32
+    num_workers: int | None = 0
+    save_dir: str | os.PathLike[str] | None = None
+    dtype: torch.dtype | None = None
+    labels: bool | None = None
+    split: bool = False
+    fingerprints: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cache_type", _cache_type(self.cache_type, "cache_type"))
+        mapping = {
+            name: _cache_type(kind, f"mapping[{name!r}]") for name, kind in _dict(self, "mapping").items()
+        }
+        object.__setattr__(self, "mapping", mapping)
+        object.__setattr__(self, "num_workers", self.num_workers or 0)
+        for name, least in (("batch_size", 1), ("num_workers", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise InvalidValueError(f"{name} is {value!r}; give a whole number, {least} or more")
+        extractors = self.key_extractors
+        named: Mapping[str, object] = extractors if isinstance(extractors, Mapping) else {"": extractors}
+        for name, extractor in named.items():
+            if extractor is not None and not callable(extractor):
+                where = f"key_extractors[{name!r}]" if name else "key_extractors"
+                raise InvalidValueError(
+                    f"{where} is a {type(extractor).__name__}; give a function of an item's feature"
+                )
+        if self.dtype is not None and self.dtype not in _STORABLE:
+            raise InvalidValueError(
+                f"dtype is {self.dtype!r}; embeddings are kept as one of {', '.join(map(str, _STORABLE))}"
+            )
+        folder: object = self.save_dir
+        if folder is not None and not isinstance(folder, str | os.PathLike):
+            raise InvalidValueError(f"save_dir is a {type(folder).__name__}; give the path of a folder")
+        _dict(self, "fingerprints")
+
+    def type_of(self, encoder: str) -> CacheType:
+        """Where the embeddings of an encoder are."""
+        return self.mapping.get(encoder, self.cache_type)
+
+    def extractor_of(self, encoder: str) -> Callable[[Any], Any] | None:
+        """The key extractor of an encoder; None if its items are known by index."""
+        if isinstance(self.key_extractors, Mapping):
+            return self.key_extractors.get(encoder)
+        return self.key_extractors
+
+    def check_names(self, encoders: Iterable[str]) -> None:
+        """See that every encoder that is named here exists.
+
+        Raises:
+            InvalidValueError: one does not; the message has the nearest name that does.
+        """
+        known = list(encoders)
+        extractors = self.key_extractors if isinstance(self.key_extractors, Mapping) else {}
+        for option, names, more in (
+            ("mapping", self.mapping, ()),
+            ("key_extractors", extractors, ()),
+            ("fingerprints", self.fingerprints, PARTS),
+        ):
+            for name in names:
+                check_name_among(name, [*known, *more], f"{option} names {name!r}")
+
+
+def check_name_among(name: str, known: list[str], saying: str) -> None:
+    """See that ``name`` is one of ``known``.
+
+    Raises:
+        InvalidValueError: it is not; the message begins with ``saying`` and has the nearest name there is.
+    """
+    if name in known:
+        return
+    near = difflib.get_close_matches(str(name), known, n=1)
+    advice = f"do you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, known)) or 'none'}"
+    raise InvalidValueError(f"{saying}, which is no encoder here; {advice}")
+
+
+def _cache_type(value: object, where: str) -> CacheType:
+    try:
+        return CacheType(value)
+    except ValueError:
+        kinds = ", ".join(kind.name for kind in CacheType)
+        raise InvalidValueError(f"{where} is {value!r}; give a CacheType: {kinds}") from None
+
+
+def _dict(config: CacheConfig, name: str) -> dict[str, Any]:
+    value = getattr(config, name)
+    if not isinstance(value, Mapping):
+        raise InvalidValueError(f"{name} is a {type(value).__name__}; give a dict by the names of encoders")
+    return dict(value)

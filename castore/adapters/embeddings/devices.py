@@ -1,0 +1,181 @@
+"""Where look-ups find embeddings: in the mapped table, in a copy on a device, or in parts on the devices of all ranks.
+
+Each kind answers `take(rows, device)`: outputs for rows of one table, in order, on a device. Copies are made at the first
+look-up, when it is known where the encoder is. Knows no keys and no datasets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from castore.adapters.embeddings.cache import EmbeddingCache
+from castore.errors import InvalidValueError
+
+#: Rows that are copied to a device at a time.
+_CHUNK = 1 << 16
+
+
+class Placed(Protocol):
+    """A table as look-ups see it."""
+
+    cache: EmbeddingCache
+
+    def take(self, rows: torch.Tensor, device: torch.device) -> Any:
+        """The outputs for rows, int64 of shape (B,), on ``device``."""
+
+
+def over_tensors(outputs: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The outputs of an encoder with ``change`` made to each tensor."""
+    if isinstance(outputs, torch.Tensor):
+        return change(outputs)
+    if isinstance(outputs, dict):
+        return {name: over_tensors(value, change) for name, value in outputs.items()}
+    if isinstance(outputs, list | tuple):
+        return type(outputs)(over_tensors(value, change) for value in outputs)
+    return outputs
+
+
+def tensors_of(outputs: Any) -> list[torch.Tensor]:
+    """All tensors in the outputs of an encoder."""
+    found: list[torch.Tensor] = []
+    over_tensors(outputs, found.append)
+    return found
+
+
+class Mapped:
+    """The table where it is: CacheType.CPU and CacheType.DISK."""
+
+    def __init__(self, cache: EmbeddingCache) -> None:
+        self.cache = cache
+
+    def take(self, rows: torch.Tensor, device: torch.device) -> Any:
+        """As in Placed."""
+        found = self.cache.take(rows.cpu())
+        return found if device.type == "cpu" else over_tensors(found, lambda tensor: tensor.to(device))
+
+
+class _Copied:
+    """Some rows of a table, copied to a device."""
+
+    def __init__(self, cache: EmbeddingCache, rows: torch.Tensor) -> None:
+        self.cache = cache
+        self._rows = rows
+        self._outputs: Any = None
+        self._where: torch.device | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is on a device stays in its process.
+        return {**self.__dict__, "_outputs": None, "_where": None}
+
+    def _load(self, device: torch.device) -> None:
+        if self._where == device:
+            return
+        chunks = [self.cache.take(rows) for rows in torch.split(self._rows, _CHUNK)]
+        if not _is_fixed(chunks[0]):
+            raise InvalidValueError(
+                "embeddings that differ in length cannot be kept on a device; take CacheType.CPU"
+            )
+        self._outputs = joined([over_tensors(chunk, lambda tensor: tensor.to(device)) for chunk in chunks])
+        # Rows are mostly 0 to n - 1, and then they are places too.
+        is_run = bool((self._rows == torch.arange(len(self._rows))).all())
+        self._index = None if is_run else self._rows.to(device)
+        self._where = device
+
+    def _at(self, rows: torch.Tensor) -> Any:
+        places = rows if self._index is None else torch.searchsorted(self._index, rows)
+        return over_tensors(self._outputs, lambda tensor: tensor.index_select(0, places))
+
+
+class OnDevice(_Copied):
+    """A whole copy on this process's device.
+
+    Args:
+        cache: the table.
+        rows: those that will be looked up, int64, sorted, each once.
+    """
+
+    def take(self, rows: torch.Tensor, device: torch.device) -> Any:
+        """As in Placed."""
+        self._load(device)
+        return self._at(rows.to(device))
+
+
+class SplitOverRanks(_Copied):
+    """A part of the rows on each rank's device; the ranks of the default process group exchange what they look up.
+
+    Look-ups are collective: every rank makes as many of them, of any sizes.
+
+    Args:
+        cache: the table.
+        rows: those that will be looked up by any rank, int64, sorted, each once; the same on all ranks.
+
+    Raises:
+        InvalidValueError: there is no process group.
+    """
+
+    def __init__(self, cache: EmbeddingCache, rows: torch.Tensor) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise InvalidValueError(
+                "split=True needs a process group; call torch.distributed.init_process_group first"
+            )
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        super().__init__(cache, rows[rows % self._world == self._rank])
+
+    def take(self, rows: torch.Tensor, device: torch.device) -> Any:
+        """As in Placed."""
+        if not len(self._rows):
+            raise InvalidValueError(
+                "there are fewer embeddings than ranks to split them over; take split=False"
+            )
+        self._load(device)
+        rows = rows.to(device)
+        owners = rows % self._world
+        order = owners.argsort(stable=True)
+        asked = torch.bincount(owners, minlength=self._world)
+        answered = torch.empty_like(asked)
+        dist.all_to_all_single(answered, asked)
+        here, there = answered.tolist(), asked.tolist()
+        wanted = rows.new_empty(sum(here))
+        dist.all_to_all_single(wanted, rows[order], here, there)
+        back = order.argsort()
+
+        def exchange(tensor: torch.Tensor) -> torch.Tensor:
+            received = tensor.new_empty((len(rows), *tensor.shape[1:]))
+            # Collectives know no bool on some back ends; bytes they do.
+            dist.all_to_all_single(
+                received.view(torch.uint8), tensor.contiguous().view(torch.uint8), there, here
+            )
+            return received[back]
+
+        return over_tensors(self._at(wanted), exchange)
+
+
+def fits(cache: EmbeddingCache, rows: torch.Tensor, device: torch.device) -> bool:
+    """Whether a copy of these rows takes at most half of what is free on a CUDA device."""
+    sample = cache.take(rows[:1])
+    if device.type != "cuda" or not _is_fixed(sample):
+        return False
+    size = sum(tensor.nbytes for tensor in tensors_of(sample)) * len(rows)
+    return size <= torch.cuda.mem_get_info(device)[0] // 2
+
+
+def _is_fixed(outputs: Any) -> bool:
+    if isinstance(outputs, tuple | dict):
+        return all(map(_is_fixed, outputs.values() if isinstance(outputs, dict) else outputs))
+    return isinstance(outputs, torch.Tensor)
+
+
+def joined(chunks: list[Any]) -> Any:
+    """The outputs for several batches as those for one."""
+    first = chunks[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(chunks)
+    if isinstance(first, dict):
+        return {name: joined([chunk[name] for chunk in chunks]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(joined([*parts]) for parts in zip(*chunks, strict=True))
+    return [item for chunk in chunks for item in chunk]

@@ -1,0 +1,100 @@
+"""Which encoders may be cached: those that answer alike for ever. A trainable or a random one is refused, by name.
+
+Looks at parameters and at modules that behave otherwise in training. What cannot be seen so (dropout as a function)
+is noticed when it draws random numbers: see `no_random_numbers`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from castore.errors import InvalidValueError
+
+
+def trainable(encoder: Any) -> str | None:
+    """What makes a module trainable or random, in words; None if it is frozen.
+
+    >>> trainable(nn.Linear(2, 2))
+    "its parameter 'weight' requires grad; freeze it with requires_grad_(False)"
+    >>> trainable(nn.Sequential(nn.Dropout(0.1)))
+    "its module '0' (Dropout) is in train mode, and gives another answer every time; call eval() on the encoder"
+    >>> trainable(nn.Sequential(nn.Dropout(0.1)).eval())
+    """
+    if not isinstance(encoder, nn.Module):
+        return None
+    for name, parameter in encoder.named_parameters():
+        if parameter.requires_grad:
+            return f"its parameter {name!r} requires grad; freeze it with requires_grad_(False)"
+    for name, module in encoder.named_modules():
+        if module.training and _differs_in_training(module):
+            return (
+                f"its module {name or 'itself'!r} ({type(module).__name__}) is in train mode, and gives another answer"
+                " every time; call eval() on the encoder"
+            )
+    return None
+
+
+def check_frozen(encoder: Any, name: str) -> None:
+    """See that an encoder may be cached.
+
+    Raises:
+        InvalidValueError: it may change; the message says which parameter or module does it.
+    """
+    problem = trainable(encoder)
+    if problem:
+        raise InvalidValueError(f"the encoder {name!r} cannot be cached: {problem}")
+
+
+def _differs_in_training(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        return module.dropout > 0
+    # Batch norm learns averages even when nothing else is trained.
+    return isinstance(module, nn.modules.batchnorm._NormBase | nn.RReLU)
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Leave the sources of random numbers as they were, so that training goes as it would have without us."""
+    states = _random_states()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(states[1])
+            np.random.set_state(states[2])  # noqa: NPY002 - the global source, which user code draws from
+
+
+@contextmanager
+def no_random_numbers(what: str, advice: str) -> Iterator[None]:
+    """See that nobody draws from a global source of random numbers inside the block.
+
+    Raises:
+        InvalidValueError: somebody did: ``what`` is random; ``advice`` says what to do.
+    """
+    before = _random_states()
+    yield
+    after = _random_states()
+    if not (
+        torch.equal(before[0], after[0])
+        and before[1] == after[1]
+        and all(np.array_equal(one, other) for one, other in zip(before[2], after[2], strict=True))
+        and all(map(torch.equal, before[3], after[3]))
+    ):
+        raise InvalidValueError(
+            f"{what} draws random numbers, so that one answer is as good as another; {advice}"
+        )
+
+
+def _random_states() -> tuple[torch.Tensor, Any, Any, list[torch.Tensor]]:
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return torch.get_rng_state(), random.getstate(), np.random.get_state(), on_devices  # noqa: NPY002

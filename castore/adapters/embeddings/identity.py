@@ -1,0 +1,185 @@
+"""Which embeddings a table holds: names that change when an embedding may have changed, and at no other time.
+
+An encoder counts by its weights and buffers, by the code of its classes (followed through the user's own modules) and by
+its attributes; a tokenizer by its rules. What its use leaves behind does not count: attributes that ``forward`` itself
+assigns, such as a counter, and the notes of libraries. Neither does whether it is in train mode, since an encoder that
+behaves otherwise in training is refused. Must never give a random answer: what has no stable hash is an UnhashableError
+that says what to do.
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import nn
+
+from castore.adapters.torch import dataset_key
+from castore.errors import UnhashableError
+from castore.instances import InstanceEncoder
+from castore.keys import UnencodableError
+from castore.keys import key as key_of_config
+
+_VERSION = b"castore.encoder.1"
+_DIGITS = 40
+_KEY_BYTES = 16
+# What torch keeps in a module for other purposes than its answer.
+_MODULE_NOISE = {
+    "training", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+}  # fmt: skip
+# What transformers and sentence_transformers note while they are used, and where a model was loaded from.
+_LIBRARY_NOISE = {
+    "model_card_data", "_model_card_vars", "_model_card_text", "_method_signature_cache", "_prompt_length_mapping",
+    "_chat_template_suffix_cache", "_modules_placed", "_device_map", "_target_device", "_is_hf_initialized",
+    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version",
+}  # fmt: skip
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def encoder_digest(encoder: Any, name: str, given: object = None) -> str:
+    """40 hexadecimal digits that identify what an encoder computes.
+
+    Args:
+        encoder: a module or any callable.
+        name: what to call it in the message of an error.
+        given: a text or a config that stands for it; None to look at the encoder.
+
+    Raises:
+        UnhashableError: a part of it has no stable hash; the message has the path to it.
+
+    >>> first, again = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> encoder_digest(first, "encoder") == encoder_digest(again, "encoder")
+    False
+    >>> _ = again.load_state_dict(first.state_dict())
+    >>> encoder_digest(first, "encoder") == encoder_digest(again.eval(), "encoder")
+    True
+    """
+    return _digest(encoder, f"encoder {name!r}", name, given)
+
+
+def code_digest(function: Callable[..., Any] | None, what: str, given: object = None) -> str:
+    """40 hexadecimal digits that identify a function of the user's, such as a collate function; see `encoder_digest`."""
+    return _digest(function, what, what, given)
+
+
+def data_digest(dataset: Any, role: str, given: object = None) -> str:
+    """40 hexadecimal digits that identify a dataset, by `castore.adapters.torch.dataset_key`.
+
+    Raises:
+        UnhashableError: the dataset has no fingerprint; the message says which part of it, and what to do.
+    """
+    if given is not None:
+        return key_of_config(given)
+    try:
+        return dataset_key(dataset)
+    except UnhashableError as error:
+        problem = str(error).partition("; or say what identifies the data")[0]
+        raise UnhashableError(f"the {role} loader's {problem}; {_way_out(role)}") from None
+
+
+def table_name(label: str, parts: Mapping[str, object]) -> str:
+    """The name of a table: a label for people, and a digest of ``parts``."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "_", label).strip("._-")[:40] or "encoder"
+    return f"{plain}-{key_of_config(dict(parts))}"
+
+
+def item_key(key: object, what: str = "the key of an item") -> bytes:
+    """16 bytes that stand for what a key extractor returned, or for the content of an item.
+
+    Raises:
+        UnhashableError: it has no stable hash.
+    """
+    return blake3(ModelEncoder().encode(key, what)).digest(length=_KEY_BYTES)
+
+
+def _digest(value: Any, what: str, option: str, given: object) -> str:
+    if given is not None:
+        return key_of_config(given)
+    try:
+        code = ModelEncoder().encode(value, what)
+    except UnhashableError as error:
+        raise UnhashableError(f"{error}; {_way_out(option)}") from None
+    return str(blake3(_VERSION + code).hexdigest()[:_DIGITS])
+
+
+def _way_out(option: str) -> str:
+    return f"or say what identifies it with CacheConfig(fingerprints={{{option!r}: ...}})"
+
+
+class ModelEncoder(InstanceEncoder):
+    """An InstanceEncoder that also takes what encoders are made of: modules and tensors."""
+
+    def other(self, value: Any) -> bytes:
+        """As in InstanceEncoder, with what encoders hold besides."""
+        for kind, encode in _KINDS:
+            if isinstance(value, kind):
+                return self.tagged(*encode(self, value))
+        return super().other(value)
+
+    def state(self, state: Any) -> Iterator[Any]:
+        """As in InstanceEncoder, without the notes of libraries."""
+        if type(state) is dict:
+            state = {name: item for name, item in state.items() if name not in _LIBRARY_NOISE}
+        return super().state(state)
+
+
+def _tensor(encoder: ModelEncoder, value: torch.Tensor) -> Iterator[Any]:
+    plain = value.detach().as_subclass(torch.Tensor)
+    if plain.is_quantized or plain.layout != torch.strided or plain.device.type == "meta":
+        raise UnencodableError(
+            f"cannot hash a tensor that is quantised, sparse or without data ({plain.layout})"
+        )
+    flat = plain.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
+    # Many small tensors do not pay for threads.
+    threads = blake3.AUTO if len(data) > 1 << 20 else 1
+    yield from ("tensor", str(value.dtype), tuple(value.shape), blake3(data, max_threads=threads).digest())
+    if type(value) not in (torch.Tensor, nn.Parameter):
+        yield encoder.part(type(value))
+
+
+def _module(encoder: ModelEncoder, value: nn.Module) -> Iterator[Any]:
+    encoder._met[id(value)] = (len(encoder._met), value)
+    yield from ("module", encoder.part(type(value), f" -> {type(value).__name__}"))
+    noise = _MODULE_NOISE | {*_HOOKS} | _assigned(type(value).forward)
+    yield from encoder.state({name: item for name, item in vars(value).items() if name not in noise})
+    yield [encoder.part([*vars(value).get(hooks, {}).values()], f".{hooks}") for hooks in _HOOKS]
+
+
+def _scripted(encoder: ModelEncoder, value: Any) -> Iterator[Any]:
+    yield from ("script", str(getattr(value, "code", "")))
+    yield [(name, encoder.part(tensor)) for name, tensor in sorted(value.state_dict().items())]
+
+
+def _word(encoder: ModelEncoder, value: Any) -> Iterator[Any]:
+    yield from ("torch", type(value).__name__, str(value))
+
+
+def _random(encoder: ModelEncoder, value: Any) -> Iterator[Any]:
+    raise UnencodableError(f"is a source of random numbers, {type(value)}: what is random cannot be cached")
+
+
+_KINDS: list[tuple[Any, Callable[[ModelEncoder, Any], Iterator[Any]]]] = [
+    (torch.Tensor, _tensor),
+    (torch.jit.ScriptModule, _scripted),
+    (nn.Module, _module),
+    ((torch.dtype, torch.layout, torch.memory_format), _word),
+    # Where it computes is no part of what.
+    (torch.device, lambda encoder, value: iter(("device",))),
+    (torch.Generator, _random),
+]
+
+
+def _assigned(function: Any) -> set[str]:
+    """Attributes of ``self`` that a method assigns."""
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, types.CodeType):
+        return set()
+    return {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}

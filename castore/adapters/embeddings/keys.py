@@ -1,0 +1,111 @@
+"""Keys: what a batch holds in the place of features whose embeddings are cached.
+
+A row of Keys is an item, a column an encoder: the number says where in that encoder's tables the embedding lies. A
+class of its own, since features may be tensors of int64 too. It moves like a tensor (devices, pinned memory, workers,
+slices, concatenation) and refuses all that computes: numbers of rows mean nothing to a layer. Must never be made of
+anything but int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from castore.errors import InvalidValueError
+
+#: In a column of Keys: the encoder takes nothing from this place.
+ABSENT = -1
+#: A key is the number of a table, times this, plus a row of it.
+ROWS_PER_TABLE = 1 << 44
+# What moves, cuts, joins or describes. Names, since a method and the function of the same name are two objects.
+_MOVES = {
+    "to", "cpu", "cuda", "pin_memory", "clone", "detach", "contiguous", "share_memory_", "__getitem__", "index_select",
+    "narrow", "split", "chunk", "unbind", "cat", "concat", "concatenate", "__iter__",
+}  # fmt: skip
+_TELLS = {
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr", "get_device",
+    "is_pinned", "is_shared", "is_contiguous", "is_floating_point", "is_complex", "is_neg", "is_conj", "is_inference",
+    "is_same_size", "equal", "tolist", "record_stream", "untyped_storage", "storage", "_typed_storage", "__reduce_ex__",
+    "__setstate__", "__len__", "__repr__", "__format__", "__hash__", "__get__", "__set__",
+}  # fmt: skip
+
+
+class Keys(torch.Tensor):
+    """Where the embeddings of a batch lie: int64, shape (B, E), for B items and E encoders.
+
+    Made by the loaders of `cache_embeddings`, read by `CachedEncoder`.
+
+    Raises:
+        InvalidValueError: something computes with it, as a layer does that is no CachedEncoder.
+
+    >>> keys = Keys.of(torch.tensor([[3], [0]]))
+    >>> keys[:1], len(keys), keys.column(0)
+    (Keys([[3]]), 2, tensor([3, 0]))
+    >>> keys * 0.5
+    Traceback (most recent call last):
+    castore.errors.InvalidValueError: mul of Keys: this batch holds keys of cached embeddings ...
+    """
+
+    @staticmethod
+    def of(places: torch.Tensor) -> Keys:
+        """These numbers, int64 of shape (B, E), as Keys."""
+        if places.dtype is not torch.int64 or places.ndim != 2:
+            raise InvalidValueError(
+                f"keys are int64 of shape (B, E), not {places.dtype} of {tuple(places.shape)}"
+            )
+        return places.as_subclass(Keys)
+
+    def column(self, number: int) -> torch.Tensor:
+        """The keys of one encoder: a plain tensor, int64, shape (B,)."""
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = self.as_subclass(torch.Tensor)
+            if plain.ndim != 2:
+                raise InvalidValueError(
+                    "these keys are of one item, without the dimension of the batch; keep it with keys[i : i + 1]"
+                )
+            return plain[:, number]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Moving is allowed and gives Keys, asking gives what a tensor answers; the rest is refused."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _TELLS:
+                return func(*args, **kwargs)
+            if name in _MOVES:
+                return _as_keys(func(*args, **kwargs), name)
+        raise _refusal(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Keys:
+        return self.clone()  # type: ignore[return-value]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Keys({self.tolist()})"
+
+
+def _as_keys(result: Any, name: str) -> Any:
+    if isinstance(result, torch.Tensor):
+        if result.dtype is not torch.int64:
+            raise _refusal(f"{name}({result.dtype})")
+        return result if isinstance(result, Keys) else result.as_subclass(Keys)
+    if isinstance(result, tuple | list):
+        return type(result)(_as_keys(item, name) for item in result)
+    return result
+
+
+def _refusal(what: str) -> InvalidValueError:
+    return InvalidValueError(
+        f"{what} of Keys: this batch holds keys of cached embeddings in the place of features, and only a CachedEncoder"
+        " takes them; name whatever else reads these features in encoders=..., or leave its encoder uncached with"
+        " CacheType.NONE"
+    )

@@ -1,0 +1,186 @@
+"""Loaders whose batches hold Keys where the features were. All else of a loader stays: its class, sampler, generator, workers.
+
+Three ways: the raw data is not read at all, since labels are cached too (`joined_loader`); it is read, and features make
+way for Keys by index (`replaced_loader`); or it is a stream, and keys are looked up by what the key extractor says
+(`streaming_loader`). Knows no models.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from castore.adapters.embeddings.batches import Path, Rest, put
+from castore.adapters.embeddings.cache import EmbeddingCache
+from castore.adapters.embeddings.keys import ABSENT, Keys
+from castore.adapters.embeddings.passes import Gather, Numbered, Sample
+from castore.errors import NotFoundError
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of one place's Keys.
+
+    Attributes:
+        place: which of the places.
+        encoder: which column, `CachedEncoder.column`.
+        source: which column of `Pass.rows` it comes from.
+        first_key: the key of row 0.
+    """
+
+    place: int
+    encoder: int
+    source: int
+    first_key: int
+
+
+def _width(columns: Sequence[Column]) -> int:
+    """How many columns Keys have."""
+    return 1 + max(column.encoder for column in columns)
+
+
+class KeyTable:
+    """The Keys of every sample, for each place.
+
+    Args:
+        rows: from `Pass.rows`: int64 (n, calls).
+        columns: what goes where.
+        places: how many places there are.
+    """
+
+    def __init__(self, rows: torch.Tensor, columns: Sequence[Column], places: int) -> None:
+        keys = torch.full((len(rows), places, _width(columns)), ABSENT)
+        for column in columns:
+            keys[:, column.place, column.encoder] = rows[:, column.source] + column.first_key
+        self._keys = keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def of(self, indices: torch.Tensor) -> list[Keys]:
+        """The Keys of some samples, for each place; indices are int64 of shape (B,)."""
+        found = self._keys[indices]
+        return [Keys.of(found[:, place]) for place in range(found.shape[1])]
+
+
+class JoinedDataset(Dataset[Any]):
+    """Batches of Keys and cached labels; `__getitems__` gives a whole batch, collated.
+
+    Args:
+        keys: of every sample.
+        rest: how labels become a batch.
+        index: the table of labels; None if there are none.
+    """
+
+    def __init__(self, keys: KeyTable, rest: Rest, index: EmbeddingCache | None) -> None:
+        self._keys = keys
+        self._rest = rest
+        self._index = index
+        self._rows = None if index is None else index.rows(range(len(keys)))
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, index: int) -> Any:
+        """A batch of one."""
+        return self.__getitems__([range(len(self))[index]])
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        values, wanted = {}, torch.as_tensor(indices)
+        if self._index is not None and self._rows is not None:
+            values = self._index.take(self._rows[wanted])
+        return self._rest.join(values, self._keys.of(wanted))
+
+
+class ReplacedCollate:
+    """Collates raw samples, and puts Keys where the cached features were."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], keys: KeyTable, places: Sequence[Path]) -> None:
+        self._collate = collate
+        self._keys = keys
+        self._places = places
+
+    def __call__(self, samples: list[Sample]) -> Any:
+        """The batch."""
+        batch = self._collate([sample.value for sample in samples])
+        numbers = torch.tensor([sample.number for sample in samples])
+        return _with_keys(batch, self._places, self._keys.of(numbers))
+
+
+class StreamingCollate:
+    """Collates samples of a stream, and puts Keys, found by what the key extractors say, where the features were."""
+
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any],
+        gather: Gather,
+        tables: Sequence[EmbeddingCache],
+        columns: Sequence[Column],
+        places: Sequence[Path],
+    ) -> None:
+        self._collate = collate
+        self._gather = gather
+        self._tables = tables
+        self._columns = columns
+        self._places = places
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """The batch.
+
+        Raises:
+            NotFoundError: an item was not there when the cache was filled.
+        """
+        keys = torch.full((len(self._places), len(samples), _width(self._columns)), ABSENT)
+        # In the order of encoders and their calls, as columns of `Pass.rows` are.
+        rows = [self._rows(encoder, own) for (encoder, _), own in self._gather.keys(samples).items()]
+        for column in self._columns:
+            keys[column.place, :, column.encoder] = rows[column.source] + column.first_key
+        return _with_keys(self._collate(samples), self._places, [Keys.of(own) for own in keys])
+
+    def _rows(self, encoder: int, extracted: list[bytes]) -> torch.Tensor:
+        rows = self._tables[encoder].find(extracted)
+        if bool((rows < 0).any()):
+            raise NotFoundError(
+                "the stream gave an item that was not in it when the cache was filled; call cache_embeddings again, which"
+                " encodes what is new"
+            )
+        return rows
+
+
+def joined_loader(loader: DataLoader[Any], dataset: JoinedDataset) -> DataLoader[Any]:
+    """A loader that reads no raw data."""
+    return _changed(loader, dataset=dataset, collate_fn=_as_it_is)
+
+
+def replaced_loader(loader: DataLoader[Any], keys: KeyTable, places: Sequence[Path]) -> DataLoader[Any]:
+    """A loader that reads raw data, without the features that are cached."""
+    collate = ReplacedCollate(loader.collate_fn, keys, places)
+    return _changed(loader, dataset=Numbered(loader.dataset), collate_fn=collate)
+
+
+def streaming_loader(loader: DataLoader[Any], collate: StreamingCollate) -> DataLoader[Any]:
+    """A loader of an iterable dataset, without the features that are cached."""
+    return _changed(loader, collate_fn=collate)
+
+
+def _changed(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """A copy of a loader, of whatever class, that draws the same random numbers in the same order."""
+    changed = copy.copy(loader)
+    # Loaders refuse to be given another dataset, for reasons that do not hold before the first epoch.
+    changed.__dict__.update(changes, _iterator=None)
+    return changed
+
+
+def _with_keys(batch: Any, places: Sequence[Path], keys: Sequence[Keys]) -> Any:
+    for place, own in zip(places, keys, strict=True):
+        batch = put(batch, place, own)
+    return batch
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,355 @@
+"""A table of embeddings as one process sees it: its shards mapped side by side, and where each key is.
+
+What is mapped stays mapped, and a row number that was handed out keeps its meaning, whatever gc does to the store. Every file
+is checked before it is mapped (checked.py). A shard of which a file is gone or damaged is *missing*: its keys are not known.
+Must never write to the store but for notes of what was checked.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from castore.adapters.embeddings.keytable import EMPTY, NO_KEY, Digests, Rows, Sorted
+from castore.adapters.embeddings.layout import SORTED_KEYS, Column, Manifest, Shard, alignments, columns_of
+from castore.adapters.embeddings.outputs import dtype_of
+from castore.adapters.embeddings.region import PAGE, Region
+from castore.checked import read_whole, unchecked
+from castore.errors import CorruptError
+from castore.index import Found
+from castore.records import LOOSE, LOST, Blob
+from castore.store import Store
+from castore.temporary import open_regular
+
+# Reading ahead is in vain once a table takes more than this part of the machine's memory; before, it soon fills it.
+_RANDOM_PART = 0.5
+# How many times as many addresses as are needed are reserved, and at least: a table grows.
+_SPARE = 16
+_LEAST = 1 << 30
+_NEVER = torch.iinfo(torch.int64).max
+
+
+class CacheWarning(UserWarning):
+    """Something of an embedding cache is gone or damaged, and will be computed again."""
+
+
+class View(NamedTuple):
+    """What look-ups use; replaced as a whole when the table grows.
+
+    Attributes:
+        columns: one tensor a column, over all its rows.
+        starts, ends: of the runs of rows that are there, int64; ``starts`` has one more, beyond all.
+        is_whole: whether that is one run from row 0 on.
+    """
+
+    columns: tuple[torch.Tensor, ...]
+    starts: torch.Tensor
+    ends: torch.Tensor
+    is_whole: bool
+
+    def has(self, rows: torch.Tensor) -> torch.Tensor:
+        """Which rows are there."""
+        return rows >= self.starts[torch.bucketize(rows, self.ends, right=True)]
+
+
+class Table:
+    """The mapped table.
+
+    Args:
+        store: where it is.
+        prefix: the name under which its entries lie.
+        manifest: what it is at first.
+        resident: bring the rows into memory, in the background; else they are read when touched.
+    """
+
+    manifest: Manifest
+
+    def __init__(self, store: Store, prefix: str, manifest: Manifest, *, resident: bool) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._resident = resident
+        self.columns = columns_of(manifest.schema)
+        self.alignments = alignments(self.columns)
+        #: The leaves; and of each the column that rows index, and the one of its elements if it is ragged, or -1.
+        self.places = (manifest.schema.leaves, _places(self.columns, len(manifest.schema.leaves)))
+        self._regions: list[Region | None] = [None] * len(self.columns)
+        self._mapped: dict[tuple[int, int], Shard] = {}
+        self._missing: set[Shard] = set()
+        self._sorted = self._recent = EMPTY
+        self._sorted_digest = ""
+        self._sorted_until = 0
+        self.view = self._view(manifest.ends)
+        self.update(manifest)
+
+    # Rows
+
+    def update(self, manifest: Manifest) -> None:
+        """Map what is new, and find out what is missing."""
+        self.manifest = manifest
+        fresh = [
+            shard
+            for shard in manifest.shards
+            if self._mapped.get(shard.extents[0]) != shard and shard not in self._missing
+        ]
+        names = [self._name(shard, column) for shard in fresh for column in self.columns]
+        found = self._store.index.find_many([*names, self._below(SORTED_KEYS)])
+        good = self._good(fresh, found)
+        self._reserve(manifest.ends)
+        self._missing.update(
+            shard for shard in fresh if not (good.issuperset(shard.digests) and self._map(shard, found))
+        )
+        fresh = [shard for shard in fresh if shard not in self._missing]
+        for shard in fresh:
+            start, end = shard.extents[0]
+            for old in [key for key in self._mapped if start <= key[0] and key[1] <= end]:
+                del self._mapped[old]
+            self._mapped[start, end] = shard
+        # Old ones that a missing one was made of are still mapped, and still true.
+        before, self.view = self.view, self._view(manifest.ends)
+        self._update_keys(found.get(self._below(SORTED_KEYS)), fresh, before)
+        for name in found:
+            self._store.source.count_use(name)
+        if self._resident:
+            self._populate(fresh)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all shards of the manifest can be read."""
+        return self._missing.isdisjoint(self.manifest.shards)
+
+    def is_here(self, shard: Shard) -> bool:
+        """Whether the rows of a shard can be read."""
+        return shard not in self._missing
+
+    def rows_of(self, number: int, start: int, end: int) -> torch.Tensor:
+        """Some rows of a column, as they are mapped."""
+        return self.view.columns[number][start:end]
+
+    def __len__(self) -> int:
+        return sum(shard.keys for shard in self._mapped.values())
+
+    def _name(self, shard: Shard, column: Column) -> str:
+        return self._below(shard.file(column))
+
+    def _below(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _good(self, shards: list[Shard], found: dict[str, Found]) -> set[str]:
+        """The digests, in hex, of the files of some shards that are there and sound."""
+        wanted: dict[str, Blob] = {}
+        now = time.time()
+        for shard in shards:
+            for column, digest in zip(self.columns, shard.digests, strict=True):
+                entry = found.get(self._name(shard, column))
+                if entry is None or (entry.expires is not None and entry.expires <= now):
+                    continue
+                start, end = shard.extents[column.space]
+                if (
+                    entry.blob.digest.hex() == digest
+                    and entry.blob.size == PAGE + (end - start) * column.row_bytes
+                ):
+                    wanted[digest] = entry.blob
+        return self._sound(wanted)
+
+    def _sound(self, wanted: dict[str, Blob]) -> set[str]:
+        """Those of some blobs, by digest in hex, whose bytes are right."""
+        good = set(wanted)
+        # Packed and compressed ones are copied, and checked as they are read.
+        for blob in unchecked(self._store, [blob for blob in wanted.values() if _can_be_mapped(blob)]):
+            try:
+                read_whole(self._store, blob)
+            except FileNotFoundError:  # gc was faster
+                good.discard(blob.digest.hex())
+            except CorruptError as error:
+                _warn(f"{self._prefix}: {error}; its rows will be computed again")
+                good.discard(blob.digest.hex())
+        return good
+
+    def _reserve(self, ends: Sequence[int]) -> None:
+        """See that every column has addresses for all rows."""
+        size = sum(ends[column.space] * column.row_bytes for column in self.columns)
+        memory = os.sysconf("SC_PHYS_PAGES") * PAGE
+        random = not self._resident and size > _RANDOM_PART * memory
+        for number, column in enumerate(self.columns):
+            need, region = ends[column.space] * column.row_bytes + PAGE, self._regions[number]
+            if region is not None and region.size >= need:
+                continue
+            grown = self._regions[number] = Region(max(_LEAST, _SPARE * need), random=random)
+            if region is not None:
+                self._move(number, region, grown)
+
+    def _move(self, number: int, old: Region, new: Region) -> None:
+        column = self.columns[number]
+        for shard in self._mapped.values():
+            start, end = (row * column.row_bytes for row in shard.extents[column.space])
+            new.take_over(old, start, end)
+
+    def _map(self, shard: Shard, found: dict[str, Found]) -> bool:
+        """Map a shard's files; False if one is gone after all."""
+        for number, column in enumerate(self.columns):
+            start, end = shard.extents[column.space]
+            if start == end:
+                continue
+            region, blob = self._regions[number], found[self._name(shard, column)].blob
+            assert region is not None
+            try:
+                if _can_be_mapped(blob):
+                    self._map_file(region, start * column.row_bytes, blob)
+                    continue
+            except FileNotFoundError:
+                return False
+            data = self._store.source.fetch(blob)
+            if data is None:
+                now = self._store.index.blob(blob.digest)
+                if now is not None and now.pack == LOST:  # else gc was faster
+                    name = self._name(shard, column)
+                    _warn(f"{self._prefix}: {name} is damaged; its rows will be computed again")
+                return False
+            region.copy(start * column.row_bytes, memoryview(data)[PAGE:])
+        return True
+
+    def _map_file(self, region: Region, at: int, blob: Blob) -> None:
+        fd = open_regular(self._store.objects.loose.path(blob.digest, "none"))
+        try:
+            if os.fstat(fd).st_size != blob.size:  # a page beyond the end would end the process
+                raise FileNotFoundError
+            region.map(at, fd, PAGE, blob.size - PAGE)
+        finally:
+            os.close(fd)
+
+    def _view(self, ends: Sequence[int]) -> View:
+        runs: list[list[int]] = []
+        for start, end in sorted(self._mapped):
+            if runs and start <= runs[-1][1]:
+                runs[-1][1] = max(runs[-1][1], end)
+            else:
+                runs.append([start, end])
+        tensors = []
+        for column, region in zip(self.columns, self._regions, strict=True):
+            dtype, shape = dtype_of(column.dtype), (ends[column.space], *column.shape)
+            tensors.append(
+                torch.empty((0, *column.shape), dtype=dtype)
+                if region is None
+                else region.tensor(dtype, shape)
+            )
+        starts = torch.tensor([*(run[0] for run in runs), _NEVER])
+        whole = len(runs) == 1 and runs[0] == [0, ends[0]]
+        return View(tuple(tensors), starts, torch.tensor([run[1] for run in runs], dtype=torch.int64), whole)
+
+    def _populate(self, shards: list[Shard]) -> None:
+        places = [
+            (region, *(row * column.row_bytes for row in shard.extents[column.space]))
+            for column, region in zip(self.columns, self._regions, strict=True)
+            for shard in shards
+            if column.leaf >= 0 and region is not None
+        ]
+        if places:
+            threading.Thread(target=_populate, args=(places,), name="castore-populate", daemon=True).start()
+
+    # Keys
+
+    def find(self, keys: Digests) -> Rows:
+        """The row of each key that is here, or -1."""
+        found = self._recent.find(keys)
+        missing = np.flatnonzero(found < 0)
+        if len(missing):
+            rows = self._sorted.find(keys[missing])
+            if not self.view.is_whole and len(rows):
+                rows[~self.view.has(torch.from_numpy(rows)).numpy()] = -1
+            found[missing] = rows
+        return found
+
+    def live_keys(self) -> Sorted:
+        """All keys that are here, sorted."""
+        rows = [np.arange(*shard.extents[0]) for shard in self._in_order()]
+        keys = [self._keys_at(*shard.extents[0]) for shard in self._in_order()]
+        if not rows:
+            return EMPTY
+        all_rows, all_keys = np.concatenate(rows), np.concatenate(keys)
+        real = (all_keys != NO_KEY).any(1)
+        return Sorted.of(all_keys[real], all_rows[real])
+
+    @property
+    def unsorted(self) -> int:
+        """How many keys came since the file of sorted keys was made."""
+        return len(self._recent.rows)
+
+    def _in_order(self) -> list[Shard]:
+        return [self._mapped[extent] for extent in sorted(self._mapped)]
+
+    def _keys_at(self, start: int, end: int) -> Digests:
+        return self.view.columns[0][start:end].numpy().view(np.uint64)
+
+    def _update_keys(self, found: Found | None, fresh: list[Shard], before: View | None) -> None:
+        """Learn the keys of rows that were not here before."""
+        kept = self.manifest.sorted_keys
+        if kept is not None and kept.digest != self._sorted_digest:
+            table = self._load_sorted(kept.digest, found)
+            if table is not None:
+                self._sorted, self._sorted_digest, self._sorted_until = table, kept.digest, kept.until
+                self._recent, fresh, before = EMPTY, self._in_order(), None
+        rows = [
+            np.arange(max(start, self._sorted_until), end)
+            for (start, end), *_ in (shard.extents for shard in fresh)
+        ]
+        new = np.concatenate([np.empty(0, np.int64), *rows])
+        if before is not None:  # a shard that took in others brings rows that were here
+            new = new[~before.has(torch.from_numpy(new)).numpy()]
+        keys = self.view.columns[0].numpy().view(np.uint64)[new]
+        real = (keys != NO_KEY).any(1)
+        if real.any():
+            self._recent = self._recent.with_more(keys[real], new[real])
+
+    def _load_sorted(self, digest: str, found: Found | None) -> Sorted | None:
+        """The file of sorted keys, mapped; None if it is gone, and the keys have to be sorted here."""
+        if (
+            found is None
+            or found.blob.digest.hex() != digest
+            or digest not in self._sound({digest: found.blob})
+        ):
+            return None
+        size = found.blob.size - PAGE
+        if _can_be_mapped(found.blob):
+            region = Region(size)
+            try:
+                self._map_file(region, 0, found.blob)
+            except FileNotFoundError:
+                return None
+            data = region.tensor(torch.int64, (3, size // 24))
+        else:
+            read = self._store.source.fetch(found.blob)
+            if read is None:
+                return None
+            data = torch.frombuffer(bytearray(read), dtype=torch.int64, offset=PAGE).view(3, -1)
+        first, second, rows = data.numpy()
+        return Sorted(first.view(np.uint64), second.view(np.uint64), rows)
+
+
+def _populate(places: list[tuple[Region, int, int]]) -> None:
+    for region, start, end in places:
+        region.populate(start, end)
+
+
+def _places(columns: list[Column], leaves: int) -> list[tuple[int, int]]:
+    places = [(-1, -1)] * leaves
+    for number, column in enumerate(columns):
+        if column.space > 0:
+            places[column.leaf] = places[column.leaf][0], number
+        elif column.leaf >= 0:
+            places[column.leaf] = number, -1
+    return places
+
+
+def _can_be_mapped(blob: Blob) -> bool:
+    return blob.pack == LOOSE and blob.codec == "none"
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CacheWarning, stacklevel=2)

@@ -1,0 +1,53 @@
+"""A training run for the tests of ranks and kills: python job.py FOLDER [SECONDS_AN_ITEM]. Notes what it encodes, by item."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from castore.adapters.embeddings import CacheConfig, cache_embeddings, filling
+
+ITEMS = 120
+# A kill then loses little of so short a run.
+filling.PUT_SECONDS = 0.2
+
+
+class Slow(nn.Module):
+    """Encodes a number by its square, at its leisure."""
+
+    def __init__(self, folder: str, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1), requires_grad=False)
+        self._notes = (folder, seconds)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        folder, seconds = self._notes
+        time.sleep(seconds * len(x))
+        with (Path(folder) / f"encoded-{os.getpid()}").open("a") as notes:
+            notes.write("".join(f"{int(item)}\n" for item in x[:, 0]))
+        return x * x * self.weight
+
+
+def main(folder: str, seconds: str = "0") -> None:
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    dataset = TensorDataset(torch.arange(ITEMS).float().unsqueeze(1), torch.arange(ITEMS))
+    sampler: Any = DistributedSampler(dataset, world, rank, shuffle=True)
+    model = nn.Sequential(Slow(folder, float(seconds)), nn.Linear(1, 1))
+    config = CacheConfig(batch_size=8, save_dir=Path(folder) / "store", fingerprints={"0": "squares"})
+    loader, _ = cache_embeddings(model, DataLoader(dataset, batch_size=10, sampler=sampler), config=config)
+    seen = []
+    for keys, labels in loader:
+        assert torch.equal(model[0](keys).flatten(), labels.float() ** 2)
+        seen += labels.tolist()
+    (Path(folder) / f"seen-{rank}").write_text("\n".join(map(str, seen)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

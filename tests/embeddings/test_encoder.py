@@ -1,0 +1,140 @@
+"""CachedEncoder alone: stands where an encoder stood, and encodes no item twice."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from castore import Store
+from castore.adapters.embeddings import CacheConfig, CachedEncoder, CacheType, Keys
+from castore.errors import InvalidValueError, UnhashableError
+from tests.embeddings.models import Encoder, features
+
+
+def test_only_items_that_nobody_encoded_are_encoded(store: Store) -> None:
+    raw = Encoder()
+    encode = CachedEncoder(raw, store=store)
+    assert torch.equal(encode(features(10)), Encoder()(features(10)))
+    assert raw.encoded == 10
+    assert torch.equal(encode(features(12)[2:]), Encoder()(features(12)[2:]))
+    assert raw.encoded == 12
+    again = Encoder()
+    assert torch.equal(CachedEncoder(again, store=store)(features(12)), Encoder()(features(12)))
+    assert again.encoded == 0
+
+
+def test_duplicates_are_encoded_once(store: Store) -> None:
+    raw = Encoder()
+    out = CachedEncoder(raw, store=store)(features(4)[[0, 1, 0, 0, 2]])
+    assert raw.encoded == 3
+    assert torch.equal(out, Encoder()(features(4))[[0, 1, 0, 0, 2]])
+
+
+def test_texts_and_functions_are_welcome(store: Store) -> None:
+    calls: list[str] = []
+
+    def encode(texts: list[str]) -> torch.Tensor:
+        note(texts)
+        return torch.tensor([[len(text), text.count("a")] for text in texts])
+
+    cached = CachedEncoder(encode, CacheConfig(fingerprints={"encoder": "lengths"}), store=store)
+    note = calls.extend
+    assert cached(["banana", "apple"]).tolist() == [[6, 3], [5, 1]]
+    assert cached(["apple", "pear"]).tolist() == [[5, 1], [4, 1]]
+    assert calls == ["banana", "apple", "pear"]
+
+
+def test_a_key_extractor_says_which_items_are_the_same(store: Store) -> None:
+    raw = Encoder()
+    cached = CachedEncoder(raw, CacheConfig(key_extractors=lambda x: float(x[0])), store=store)
+    x = features(4)
+    cached(x)
+    x[:, 1:] = 0
+    assert torch.equal(cached(x), Encoder()(features(4)))
+    assert raw.encoded == 4
+
+
+def test_dicts_and_several_arguments_are_items_too(store: Store) -> None:
+    def encode(x: dict[str, torch.Tensor], scale: torch.Tensor, *, shift: float) -> dict[str, torch.Tensor]:
+        return {"sum": x["a"] * scale + shift, "ids": x["b"]}
+
+    cached = CachedEncoder(encode, store=store)
+    args = {"a": torch.arange(3.0), "b": torch.arange(3)}, torch.ones(3) * 2
+    for _ in range(2):
+        out = cached(*args, shift=0.5)
+        assert out["sum"].tolist() == [0.5, 2.5, 4.5]
+        assert out["ids"].tolist() == [0, 1, 2]
+    assert cached(*args, shift=1.5)["sum"].tolist() == [1.5, 3.5, 5.5]
+
+
+def test_inputs_without_items_go_through_the_encoder(store: Store) -> None:
+    def encode(x: Any) -> Any:
+        return x
+
+    cached = CachedEncoder(encode, store=store)
+    assert cached(torch.zeros(0, 8)).shape == (0, 8)
+    assert cached("a text alone") == "a text alone"
+    assert list(cached({"a": torch.zeros(2), "b": torch.zeros(3)})) == ["a", "b"]
+    assert list(store.entries()) == []
+
+
+def test_gradients_pass_through_an_input_that_requires_them(store: Store) -> None:
+    raw = Encoder()
+    x = features(3).requires_grad_()
+    CachedEncoder(raw, store=store)(x).sum().backward()
+    assert x.grad is not None
+    assert raw.encoded == 3
+
+
+def test_a_trainable_encoder_is_refused(store: Store) -> None:
+    layer = nn.Linear(2, 2)
+    layer.weight.requires_grad_(False)
+    with pytest.raises(InvalidValueError, match="cannot be cached: its parameter 'bias' requires grad"):
+        CachedEncoder(layer, store=store)
+
+
+def test_an_encoder_without_a_fingerprint_can_be_named(store: Store) -> None:
+    encoder = Encoder()
+    encoder.generator = torch.Generator()  # type: ignore[assignment]
+    with pytest.raises(
+        UnhashableError, match=r"encoder 'encoder'.*source of random numbers.*fingerprints={'encoder'"
+    ):
+        CachedEncoder(encoder, store=store)
+    named = CachedEncoder(encoder, CacheConfig(fingerprints={"encoder": "v1"}), store=store)
+    assert named(features(2)).shape == (2, 4)
+
+
+def test_type_none_leaves_the_encoder_alone(store: Store) -> None:
+    raw = Encoder()
+    cached = CachedEncoder(raw, CacheConfig(cache_type=CacheType.NONE), store=store)
+    cached(features(3))
+    cached(features(3))
+    assert raw.encoded == 6
+    assert list(store.entries()) == []
+
+
+def test_attributes_of_the_encoder_are_its_own(store: Store) -> None:
+    cached = CachedEncoder(Encoder(), store=store)
+    assert cached.layer.out_features == 4
+    with pytest.raises(AttributeError, match="'Encoder' object has no attribute 'layers'"):
+        cached.layers  # noqa: B018
+
+
+def test_a_copy_and_a_pickle_look_up_the_same(store: Store) -> None:
+    cached = CachedEncoder(Encoder(), store=store)
+    expected = cached(features(3))
+    others: list[Any] = [copy.deepcopy(cached), pickle.loads(pickle.dumps(cached))]
+    for other in others:
+        other.encoder.encoded = 0
+        assert torch.equal(other(features(3)), expected)
+        assert other.encoder.encoded == 0
+
+
+def test_keys_of_another_model_are_refused(store: Store) -> None:
+    with pytest.raises(InvalidValueError, match="keys of several tables, or of another model"):
+        CachedEncoder(Encoder(), store=store)(Keys.of(torch.zeros(2, 1, dtype=torch.int64)))

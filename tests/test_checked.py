@@ -1,0 +1,59 @@
+"""Objects are read and checked once before they are mapped, and again when somebody has touched them."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from castore import Store, checked
+from castore.errors import CorruptError
+from castore.records import Blob
+from tests.helpers import flip, noise, payload
+
+
+def put(store: Store, name: str = "a") -> Blob:
+    store.put(name, noise(1_000_000, len(name)), codec="none")
+    found = store.index.find(name)
+    assert found is not None
+    return found.blob
+
+
+def test_an_object_is_read_once_for_as_long_as_nobody_touches_it(store: Store) -> None:
+    blobs = [put(store), put(store, "bb")]
+    assert checked.unchecked(store, blobs) == blobs
+    checked.check(store, blobs[0])
+    assert checked.unchecked(store, blobs) == blobs[1:]
+    path, _, _ = payload(store, "a")
+    os.utime(path)
+    assert checked.unchecked(store, blobs[:1]) == blobs[:1]
+    checked.check(store, blobs[0])
+    assert checked.unchecked(store, blobs[:1]) == []
+
+
+def test_damage_after_a_check_is_found_by_the_next(store: Store) -> None:
+    blob = put(store)
+    checked.check(store, blob)
+    flip(payload(store, "a")[0], 777_777)
+    with pytest.raises(CorruptError):
+        checked.check(store, blob)
+    assert store.get("a") is None
+    with pytest.raises(FileNotFoundError):
+        checked.check(store, blob)
+
+
+def test_only_what_was_written_since_is_taken_on_trust(store: Store) -> None:
+    old = put(store)
+    os.utime(payload(store, "a")[0], (1, 1))
+    started = time.time() - 1
+    new = put(store, "bb")
+    checked.note_new(store, [old, new], started)
+    assert checked.unchecked(store, [old, new]) == [old]
+
+
+def test_a_forgotten_object_is_read_again(store: Store) -> None:
+    blob = put(store)
+    checked.check(store, blob)
+    checked.forget(store, [blob])
+    assert checked.unchecked(store, [blob]) == [blob]
