@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 export HF_DATASETS_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench torture clean
 
 help:  ## shows this
 	@echo "usage: make COMMAND"
@@ -32,6 +32,10 @@ lint:  ## ruff, mypy and the import rules
 bench:  ## measures castore beside its peers into docs/benchmarks.md (ARGS="--quick" for a glance)
 	@tools/setup.sh bench
 	@.venv-bench/bin/python -m tools.bench $(ARGS)
+
+torture:  ## tries to break a store for most of an hour, into docs/reliability.md (ARGS="-k soak" for a part)
+	@tools/setup.sh torture
+	@$(BIN)/python -m tools.torture $(ARGS)
 
 clean:  ## removes environments, caches and the working folders of demo and bench
 	@! grep -qs " $(CURDIR)/" /proc/mounts || { echo "clean: unmount first: $$(grep -o " $(CURDIR)/[^ ]*" /proc/mounts)"; exit 1; }

@@ -21,8 +21,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from castore import compact, leftovers, mounts
-from castore.index import Index
+from castore.ballast import free_bytes, is_short
+from castore.errors import FullError
+from castore.index import CLOCK_SLACK, Index
 from castore.records import LOOSE
+from castore.sizes import format_size
 from castore.writing import full
 
 if TYPE_CHECKING:
@@ -34,7 +37,9 @@ _T = TypeVar("_T")
 GRACE_SECONDS = 60.0
 #: A put that passes the budget evicts down to this part of it, so that the next ones do not evict at once again.
 ROOM = 0.9
-_BATCH = 500
+_BATCH, _SMALL_BATCH = 500, 50
+#: What the index's log takes while a pack is rewritten, roughly.
+_LOG_ROOM = 512 * 1024
 
 # An entry that no pin and no live pinned mount holds.
 _FREE = (
@@ -167,16 +172,22 @@ def select(
 
 
 def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selection:
-    db = index.connection()
     # What was orphaned under a live pinned mount may still be read through it without an open handle.
-    since = db.execute("SELECT min(since) FROM mounts WHERE pinned").fetchone()[0]
+    (since,) = next(index.rows("SELECT min(since) FROM mounts WHERE pinned"))
     before = now - grace if since is None else min(now - grace, since)
-    rows = db.execute(f"{_CANDIDATES} AND e.expires <= ?", (now,))
-    orphans = db.execute(
+    rows = index.rows(f"{_CANDIDATES} AND e.expires <= ?", (now,))
+    orphans = index.rows(
         "SELECT digest, stored, pack, orphaned FROM blobs WHERE orphaned IS NOT NULL AND refs = 0"
     )
-    held = (Orphan(*row) for row in orphans if since is None or row[3] < since)
-    by_last_use = db.execute(f"{_CANDIDATES} ORDER BY e.accessed")
+    # Times that lie ahead are those of a clock that has been set back since. Orphans have waited long enough; entries
+    # have not been read since then, or they had another time, so they come first.
+    ahead = now + CLOCK_SLACK
+    held = (
+        Orphan(digest, size, pack, when if when <= ahead else 0.0)
+        for digest, size, pack, when in orphans
+        if since is None or when < since
+    )
+    by_last_use = index.rows(f"{_CANDIDATES} ORDER BY e.accessed <= ?, e.accessed", (ahead,))
     return select(
         (Candidate(*row) for row in rows),
         held,
@@ -190,6 +201,7 @@ def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selec
 def run(store: Store, budget: int | None, grace: float, *, dry_run: bool) -> Plan:
     """Collect. See `Store.gc`."""
     index = store.index
+    store.flush()
     mounts.forget_dead(index)
     now = time.time()
     stored = index.totals().stored
@@ -201,7 +213,7 @@ def run(store: Store, budget: int | None, grace: float, *, dry_run: bool) -> Pla
         [entry.name for entry in chosen.evicted],
         len(chosen.blobs),
         sum(blob[1] for blob in chosen.blobs),
-        packs,
+        list(packs),
         [str(stray.path) for stray in strays],
         chosen.waiting,
         stored,
@@ -209,25 +221,37 @@ def run(store: Store, budget: int | None, grace: float, *, dry_run: bool) -> Pla
     )
     if not dry_run:
         _remove(store, chosen, now)
-        for pack in packs:
-            compact.compact(store, pack)
         leftovers.remove(index, store.objects, strays)
         leftovers.rotate_journal(index)
+        for pack, live in packs.items():
+            _see_room_for(store, pack, live)
+            compact.compact(store, pack)
     return plan
 
 
+def _see_room_for(store: Store, pack: int, live: int) -> None:
+    # Half a pack that was copied before the disk is full would take room and give none.
+    if live + _LOG_ROOM > (left := free_bytes(store.path)):
+        raise FullError(
+            f"the disk of {store.path} has {format_size(left)} left, and rewriting pack {pack} without its dead bytes takes"
+            f" {format_size(live)} for a moment; all else is done: free that much, or collect to a lower --max-size"
+        )
+
+
 def _remove(store: Store, chosen: Selection, now: float) -> None:
+    # What frees room comes as early as it can: on a full disk, the log of all entries would not fit before the first
+    # object is gone.
+    going = {digest for digest, _, _ in chosen.blobs}
+    named = {entry.digest for entry in (*chosen.expired, *chosen.evicted)}
+    for digests in _batches(store, sorted(going - named)):
+        remove_blobs(store, digests)
     evicted = 0
-    for entries in _batches(chosen.expired):
+    entries: list[tuple[Candidate, float | None]] = [(entry, None) for entry in chosen.expired]
+    entries += [(entry, entry.accessed) for entry in chosen.evicted]
+    for batch in _batches(store, entries):
         with store.index.write() as txn:
-            evicted += sum(txn.evict_entry(entry.name, entry.digest, None, now) for entry in entries)
-    for entries in _batches(chosen.evicted):
-        with store.index.write() as txn:
-            evicted += sum(
-                txn.evict_entry(entry.name, entry.digest, entry.accessed, now) for entry in entries
-            )
-    for blobs in _batches(chosen.blobs):
-        remove_blobs(store, [digest for digest, _, _ in blobs])
+            evicted += sum(txn.evict_entry(entry.name, entry.digest, used, now) for entry, used in batch)
+        remove_blobs(store, [entry.digest for entry, _ in batch if entry.digest in going])
     with store.index.write() as txn:
         txn.execute(
             "INSERT INTO counters VALUES ('evictions', ?1) ON CONFLICT (name) DO UPDATE SET value = value + ?1",
@@ -273,7 +297,10 @@ def make_room(store: Store, need: int) -> None:
             raise full(need, max_size)
 
 
-def _batches(items: list[_T]) -> Iterator[list[_T]]:
+def _batches(store: Store, items: list[_T]) -> Iterator[list[_T]]:
+    """The items in pieces of what goes in one transaction: small ones where the disk has no room for a long log."""
     rest = iter(items)
-    while batch := list(islice(rest, _BATCH)):
+    while batch := list(islice(rest, _SMALL_BATCH if (short := is_short(store.path)) else _BATCH)):
         yield batch
+        if short:
+            store.index.shrink_log()

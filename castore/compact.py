@@ -13,6 +13,7 @@ from castore.errors import CorruptError
 from castore.index import Index
 from castore.objects.directory import ObjectDirectory
 from castore.objects.packs import FILE_HEAD, HEAD_SIZE, Damage, PackRecord, read_record, record, scan
+from castore.records import Blob
 from castore.transaction import Write
 
 if TYPE_CHECKING:
@@ -26,11 +27,14 @@ MANY_SMALL = 16
 _BATCH = 200
 
 
-def choose(index: Index, objects: ObjectDirectory, going: list[tuple[bytes, int, int]]) -> list[int]:
-    """Which packs to rewrite once the blobs ``going`` (digest, stored, pack) are gone."""
+def choose(index: Index, objects: ObjectDirectory, going: list[tuple[bytes, int, int]]) -> dict[int, int]:
+    """Which packs to rewrite once the blobs ``going`` (digest, stored, pack) are gone, and how many bytes of each move.
+
+    The least to move comes first: it makes room for the rest.
+    """
     live = {
         pack: stored + count * HEAD_SIZE
-        for pack, stored, count in index.connection().execute(
+        for pack, stored, count in index.rows(
             "SELECT pack, sum(stored), count(*) FROM blobs WHERE pack > 0 GROUP BY pack"
         )
     }
@@ -38,9 +42,9 @@ def choose(index: Index, objects: ObjectDirectory, going: list[tuple[bytes, int,
         if pack > 0 and pack in live:
             live[pack] -= stored + HEAD_SIZE
     mostly_dead, small = [], []
-    for (pack,) in index.connection().execute("SELECT id FROM packs ORDER BY id"):
+    for (pack,) in index.rows("SELECT id FROM packs ORDER BY id"):
         try:
-            size = objects.packs.path(pack).stat().st_size
+            size = objects.packs.path(pack).lstat().st_size
         except FileNotFoundError:
             mostly_dead.append(pack)  # registered by a writer that died before it made the file
             continue
@@ -48,7 +52,8 @@ def choose(index: Index, objects: ObjectDirectory, going: list[tuple[bytes, int,
             mostly_dead.append(pack)
         elif size < SMALL:
             small.append(pack)
-    return sorted(mostly_dead + (small if len(small) > MANY_SMALL else []))
+    chosen = mostly_dead + (small if len(small) > MANY_SMALL else [])
+    return {pack: live.get(pack, 0) for pack in sorted(chosen, key=lambda pack: live.get(pack, 0))}
 
 
 def compact(store: Store, pack: int) -> None:
@@ -82,7 +87,8 @@ def compact(store: Store, pack: int) -> None:
                 if damaged or fd < 0:
                     _lose_rest(txn, pack)
                 txn.retire_pack(pack)
-    path.unlink(missing_ok=True)
+    store.objects.discard(path)
+    store.objects.packs.forget(pack)
 
 
 def _move(store: Store, txn: Write, fd: int, found: PackRecord) -> int:
@@ -95,11 +101,17 @@ def _move(store: Store, txn: Write, fd: int, found: PackRecord) -> int:
         store.objects.quarantine(blob)
         txn.lose_blob(blob)
         return 1
+    write_anew(store, txn, blob, payload)
+    return 1
+
+
+def write_anew(store: Store, txn: Write, blob: Blob, payload: bytes) -> None:
+    """Write the record of a packed blob once more, into this process's pack, and have its row mean that."""
     data = record(blob.digest, blob.size, blob.codec, payload)
     while True:
         target, position = store.writer.append(txn, data)
         if txn.move_blob(blob._replace(pack=target, offset=position + HEAD_SIZE)):
-            return 1
+            return
         store.writer.forget_pack()
 
 

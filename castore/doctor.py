@@ -6,19 +6,23 @@ row, the second run finds nothing that the first could mend.
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from castore import leftovers, mounts, rebuild, settings
+from castore import foreign, leftovers, mounts, rebuild, schema, settings
 from castore.beacon import Beacon
 from castore.errors import StoreError
 from castore.index import Index
 from castore.journal import Journal
+from castore.names import check_name
+from castore.objects.codecs import FRAME_SIZE
 from castore.objects.directory import ObjectDirectory
 from castore.records import LOST
+from castore.serializers import SERIALIZERS
 from castore.store import Store
 
 
@@ -43,12 +47,16 @@ def examine(path: str | os.PathLike[str]) -> list[Finding]:
         StoreError: there is no store at ``path``.
     """
     folder = _existing(path)
+    found = _foreign(folder)
     wrong = _index_damage(folder / "index.sqlite")
     if wrong:
         advice = "`castore doctor --rebuild-index` makes a new one from the object directory"
-        return [Finding(f"the index is damaged: {wrong}", False, advice)]
+        return [*found, Finding(f"the index is damaged: {wrong}", False, advice)]
     with Store(folder, memory=0) as store:
-        return [*_counts(store), *_lost(store), *_strays(store), *_mounts(store), *_journal(store.index)]
+        # Names first: to what the index does not know, the next step would say that it belongs to nothing.
+        return [
+            *found, *_forgotten(store), *_counts(store), *_lost(store), *_strays(store), *_mounts(store), *_journal(store.index)
+        ]  # fmt: skip
 
 
 def rebuild_index(
@@ -62,7 +70,7 @@ def rebuild_index(
     folder = _existing(path)
     kept = settings.load(folder) or settings.Settings()
     mode = kept.file_mode
-    findings = []
+    findings = _foreign(folder)
     beacon = Beacon(folder / "locks" / "beacon", mode)
     wrong = _index_damage(folder / "index.sqlite")
     if wrong:
@@ -89,8 +97,16 @@ def _existing(path: str | os.PathLike[str]) -> Path:
     kept = settings.load(folder)
     if kept is None:
         raise StoreError(f"there is no store at {folder}; `castore init` makes one")
+    settings.check_folders(folder, kept)
     settings.make_folders(folder, kept)
     return folder
+
+
+def _foreign(folder: Path) -> list[Finding]:
+    return [
+        Finding(f"{path} is not what belongs there, and has been moved to quarantine", True)
+        for path in foreign.set_aside(folder)
+    ]
 
 
 def _index_damage(file: Path) -> str | None:
@@ -100,44 +116,69 @@ def _index_damage(file: Path) -> str | None:
     try:
         db = sqlite3.connect(file, timeout=120, isolation_level=None)
         try:
-            row = db.execute("PRAGMA quick_check(1)").fetchone()
-            tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            (row,) = db.execute("PRAGMA integrity_check(1)").fetchone()
+            return row if row != "ok" else schema.foreign(db) or _senseless(db)
         finally:
             db.close()
     except sqlite3.DatabaseError as error:
         return str(error)
-    if row[0] != "ok":
-        return str(row[0])
-    missing = {"entries", "blobs", "packs", "totals"} - tables
-    return f"it lacks the tables {', '.join(sorted(missing))}" if missing else None
+
+
+# Rows that castore never writes. SQLite keeps no checksums of its pages: a flipped bit within a value looks like one.
+_SENSELESS_BLOB = (
+    "SELECT 1 FROM blobs WHERE typeof(digest) != 'blob' OR length(digest) != 32"
+    " OR typeof(size) != 'integer' OR size NOT BETWEEN 0 AND 1 << 50"
+    " OR typeof(stored) != 'integer' OR stored NOT BETWEEN 0 AND 1 << 50"
+    " OR typeof(pack) != 'integer' OR pack < -1 OR typeof(offset) != 'integer' OR offset < 0"
+    " OR typeof(refs) != 'integer' OR refs < 0 OR codec NOT IN ('zstd', 'lz4', 'gzip', 'none')"
+)
+_SENSELESS_ENTRY = (
+    "SELECT 1 FROM entries WHERE typeof(digest) != 'blob' OR length(digest) != 32 OR typeof(size) != 'integer'"
+    " OR typeof(created) != 'real' OR typeof(accessed) != 'real' OR typeof(expires) NOT IN ('real', 'null')"
+    " OR typeof(pinned) != 'integer' OR NOT EXISTS (SELECT 1 FROM blobs b WHERE b.digest = entries.digest)"
+)
+_SENSELESS_CHECKSUMS = (
+    "SELECT 1 FROM blobs b LEFT JOIN checksums c ON c.digest = b.digest WHERE b.codec = 'none' AND b.pack = 0"
+    f" AND b.size > {FRAME_SIZE} AND (typeof(c.frames) != 'blob' OR length(c.frames) % 8)"
+)
+
+
+def _senseless(db: sqlite3.Connection) -> str | None:
+    questions = (_SENSELESS_BLOB, _SENSELESS_ENTRY, _SENSELESS_CHECKSUMS)
+    if any(db.execute(f"{sql} LIMIT 1").fetchone() for sql in questions):
+        return "it has rows that cannot be"
+    for name, serializer, metadata in db.execute("SELECT name, serializer, metadata FROM entries"):
+        try:
+            check_name(name)
+            sound = serializer in SERIALIZERS and (metadata is None or type(json.loads(metadata)) is dict)
+        except ValueError:
+            sound = False
+        if not sound:
+            return f"what it says of the name {name!r} cannot be"
+    return None
 
 
 def _counts(store: Store) -> list[Finding]:
     if rebuild.is_counted_right(store.index):
         return []
+    # Transactions never leave counts that are off. If the names are not those of the journal either, the rows are not what
+    # was written, and counting them would only make it look right.
+    names, damaged = _last_words(store.index)
+    if not damaged and names != dict(store.index.rows("SELECT name, digest FROM entries")):
+        rebuild.rebuild(store.index, store.objects)
+        return [Finding("the index contradicted itself and the names journal; it has been made anew", True)]
     with store.index.write() as txn:
         rebuild.recount(txn)
     return [Finding("totals or reference counts were off; they have been counted again", True)]
 
 
 def _lost(store: Store) -> list[Finding]:
-    db = store.index.connection()
-    found = []
-    nameless = db.execute(
-        "SELECT count(*) FROM entries e WHERE NOT EXISTS (SELECT 1 FROM blobs b WHERE b.digest = e.digest)"
-    ).fetchone()[0]
-    if nameless:
-        found.append(Finding(f"{nameless} entries point to blobs the index does not know", False, _REBUILD))
-    lost = db.execute("SELECT count(*), coalesce(sum(refs), 0) FROM blobs WHERE pack = ?", (LOST,)).fetchone()
-    if lost[0]:
-        advice = "`castore verify --repair` drops those entries; putting the same bytes again heals them"
-        found.append(
-            Finding(f"{lost[0]} blobs of {lost[1]} entries are lost: damaged or missing", False, advice)
-        )
-    return found
-
-
-_REBUILD = "`castore doctor --rebuild-index` makes a new index from the object directory"
+    sql = "SELECT count(*), coalesce(sum(refs), 0) FROM blobs WHERE pack = ?"
+    blobs, entries = next(store.index.rows(sql, (LOST,)))
+    if not blobs:
+        return []
+    advice = "`castore verify --repair` drops those entries; putting the same bytes again heals them"
+    return [Finding(f"{blobs} blobs of {entries} entries are lost: damaged or missing", False, advice)]
 
 
 def _strays(store: Store) -> list[Finding]:
@@ -158,8 +199,20 @@ def _mounts(store: Store) -> list[Finding]:
     ]
 
 
-def _journal(index: Index) -> list[Finding]:
-    """Whether the journal would give back every name."""
+def _forgotten(store: Store) -> list[Finding]:
+    """Names that only the journal knows, though their bytes are there: the index has lost its last transactions."""
+    known = {name for (name,) in store.index.rows("SELECT name FROM entries")}
+    missing = {name: digest for name, digest in _last_words(store.index)[0].items() if name not in known}
+    there = store.objects.digests() if missing else set()
+    count = sum(digest in there for digest in missing.values())
+    if not count:
+        return []
+    rebuild.rebuild(store.index, store.objects)
+    return [Finding(f"the index had lost {count} names that the journal knows; it has been made anew", True)]
+
+
+def _last_words(index: Index) -> tuple[dict[str, bytes], int]:
+    """What the journal says of each name that is not gone, and how many stretches of it are damaged."""
     last: dict[str, bytes | None] = {}
     damaged = 0
     for record in index.journal.replay():
@@ -167,10 +220,13 @@ def _journal(index: Index) -> list[Finding]:
             damaged += 1
         else:
             last[record.name] = record.digest
-    kept = {name: digest for name, digest in last.items() if digest is not None}
-    if not damaged and kept == dict(
-        index.connection().execute("SELECT name, digest FROM entries").fetchall()
-    ):
+    return {name: digest for name, digest in last.items() if digest is not None}, damaged
+
+
+def _journal(index: Index) -> list[Finding]:
+    """Whether the journal would give back every name."""
+    kept, damaged = _last_words(index)
+    if not damaged and kept == dict(index.rows("SELECT name, digest FROM entries")):
         return []
     index.snapshot_journal()
     return [Finding("the names journal did not match the index; a new snapshot has been written", True)]

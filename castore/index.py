@@ -12,22 +12,28 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from castore.ballast import free_bytes
 from castore.beacon import CHANGED, EPOCH, Beacon
 from castore.connections import BUSY_SECONDS, Connections
 from castore.errors import FullError, StoreError
 from castore.forks import fork_gate, reset_after_fork
 from castore.journal import Journal, pack_record
 from castore.records import Blob, Entry
-from castore.schema import SCHEMA_VERSION, migrate
-from castore.temporary import open_with_mode
-from castore.transaction import BLOB_OF, Write, is_full
+from castore.schema import SCHEMA_VERSION, foreign, migrate
+from castore.temporary import check_regular, open_with_mode
+from castore.transaction import BLOB_OF, Write, is_damage, is_full
 
 T = TypeVar("T")
+# More than what SQLite asks for at once to open its file.
+_SHM_BYTES = 64 * 1024
+
+#: A time that lies further ahead than this, in seconds, was written by a clock that has been set back since.
+CLOCK_SLACK = 60.0
 
 _ENTRY_COLUMNS = (
     "e.name, e.digest, e.size, coalesce(b.stored, 0), coalesce(b.codec, 'none'), e.created, e.expires, e.accessed,"
@@ -66,15 +72,19 @@ def below(name: str) -> tuple[str, str]:
 def to_entry(row: tuple[Any, ...]) -> Entry:
     """A row of `_ENTRY` as the value users see."""
     name, digest, size, stored, codec, created, expires, accessed, serializer, metadata, pinned = row
-    meta = json.loads(metadata) if metadata else {}
+    try:
+        meta = json.loads(metadata) if metadata else {}
+    except ValueError:  # a damaged row: it is told as it is, and `doctor` tells what to do
+        meta = {"damaged": metadata}
+    if type(digest) is not bytes:
+        digest = str(digest).encode()
     return Entry(
         name, digest.hex(), size, stored, codec, created, expires, accessed, serializer, meta, bool(pinned)
     )
 
 
 def _version(db: sqlite3.Connection) -> int:
-    version: int = db.execute("PRAGMA user_version").fetchone()[0]
-    return version
+    return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
 class Index:
@@ -115,6 +125,8 @@ class Index:
         reset_after_fork(self)
         # Never opened and closed if it is there: closing any descriptor of the file would drop the locks that SQLite
         # holds on it in this process, for another `Store` of the same folder.
+        for suffix in ("", "-wal", "-shm", "-journal"):
+            check_regular(f"{path}{suffix}")
         if not path.exists():
             os.close(open_with_mode(path, os.O_RDWR, mode))
         if not rebuilding:
@@ -129,7 +141,10 @@ class Index:
         """Make the tables of a new index, or bring an older one up to date."""
         db = self._local.db = self._connect()
         self._local.epoch = self._words[EPOCH]
-        version = _version(db)
+        try:
+            version = _version(db)
+        except sqlite3.DatabaseError as error:
+            self.fail(error)
         if version > SCHEMA_VERSION:
             raise StoreError(
                 f"{self.path} was written by a newer castore (schema {version}, this one knows {SCHEMA_VERSION});"
@@ -138,8 +153,13 @@ class Index:
         # Looked at again if there are objects: another process may have made the index and put them just now.
         if version == 0 and not is_empty() and _version(db) == 0:
             raise self._no_index()
-        if version < SCHEMA_VERSION:
-            migrate(db)
+        try:
+            if version < SCHEMA_VERSION:
+                migrate(db)
+            elif (wrong := foreign(db)) is not None:
+                raise self.damaged(wrong)
+        except sqlite3.DatabaseError as error:
+            self.fail(error)
 
     def _no_index(self) -> StoreError:
         return StoreError(
@@ -166,9 +186,20 @@ class Index:
         local.db, local.epoch = db, epoch
         return db
 
-    def damaged(self, error: sqlite3.Error) -> StoreError:
-        """What to tell the user of an SQLite error."""
-        return StoreError(f"the index {self.path} cannot be used ({error}); `castore doctor` tells more")
+    def damaged(self, why: object) -> StoreError:
+        """What to tell the user of an index that is not what it should be."""
+        return StoreError(f"the index {self.path} cannot be used ({why}); `castore doctor` tells more")
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Raise what the user should see of an error."""
+        # SQLite says no more than "disk I/O error" where there is no room for its shared memory.
+        if is_full(error) or (
+            isinstance(error, sqlite3.OperationalError) and free_bytes(self.path.parent) < _SHM_BYTES
+        ):
+            raise FullError(f"the disk of {self.path.parent} is full; free some space there") from error
+        if is_damage(error):
+            raise self.damaged(error) from error
+        raise error
 
     def close(self) -> None:
         """Close every thread's connection."""
@@ -179,7 +210,7 @@ class Index:
         try:
             return self._connections.open()
         except sqlite3.DatabaseError as error:
-            raise self.damaged(error) from error
+            self.fail(error)
 
     def is_folder(self, folder: str) -> bool:
         """Whether this process saw, since names last changed, that no part of ``folder`` is a file.
@@ -243,14 +274,31 @@ class Index:
 
     def _take_back(self, txn: Write, error: BaseException) -> None:
         txn.abandon(error)
-        if is_full(error):
-            raise FullError(f"the disk of {self.path.parent} is full; free some space there") from error
+        if is_full(error) or is_damage(error):
+            self.fail(error)
 
     # Reads
 
+    def _one(self, sql: str, parameters: tuple[Any, ...] = ()) -> Any:
+        """The first row, or None. See `rows`."""
+        try:
+            return self.connection().execute(sql, parameters).fetchone()
+        except sqlite3.Error as error:
+            self.fail(error)
+
+    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> Iterator[Any]:
+        """The rows of a question, one after the other; StoreError if the index is damaged."""
+        try:
+            yield from self.connection().execute(sql, parameters)
+        except sqlite3.Error as error:
+            self.fail(error)
+
     def find(self, name: str) -> Found | None:
         """The blob a name points to, whether expired or not, or None."""
-        row = self.connection().execute(_FIND, (name,)).fetchone()
+        try:
+            row = self.connection().execute(_FIND, (name,)).fetchone()
+        except sqlite3.Error as error:
+            self.fail(error)
         if row is None:
             return None
         digest, size, stored, codec, pack, offset, expires, serializer = row
@@ -258,56 +306,52 @@ class Index:
 
     def find_digest(self, name: str) -> bytes | None:
         """The digest a name points to, or None."""
-        row = self.connection().execute("SELECT digest FROM entries WHERE name = ?", (name,)).fetchone()
+        row = self._one("SELECT digest FROM entries WHERE name = ?", (name,))
         return row[0] if row else None
 
     def find_many(self, names: list[str]) -> dict[str, Found]:
         """`find` for many names, in one query a thousand."""
         found: dict[str, Found] = {}
-        db = self.connection()
         for start in range(0, len(names), 1000):
             part = names[start : start + 1000]
             sql = _FIND.replace("SELECT ", "SELECT e.name, ").replace(
                 "= ?", f"IN ({','.join('?' * len(part))})"
             )
-            for row in db.execute(sql, part):
+            for row in self.rows(sql, part):
                 found[row[0]] = Found(Blob._make(row[1:7]), row[7], row[8])
         return found
 
     def blob(self, digest: bytes) -> Blob | None:
         """A blob, lost or not, or None."""
-        row = self.connection().execute(BLOB_OF, (digest,)).fetchone()
+        row = self._one(BLOB_OF, (digest,))
         return Blob._make(row) if row else None
 
     def blobs(self) -> Iterator[Blob]:
         """Every blob, in the order of digests, read in pages so that no long read holds up the WAL."""
         last = b""
         sql = "SELECT digest, size, stored, codec, pack, offset FROM blobs WHERE digest > ? ORDER BY digest LIMIT 2000"
-        while rows := self.connection().execute(sql, (last,)).fetchall():
+        while rows := list(self.rows(sql, (last,))):
             yield from map(Blob._make, rows)
             last = rows[-1][0]
 
     def checksums(self, digest: bytes) -> bytes | None:
         """Frame checksums of a raw blob."""
-        row = self.connection().execute("SELECT frames FROM checksums WHERE digest = ?", (digest,)).fetchone()
+        row = self._one("SELECT frames FROM checksums WHERE digest = ?", (digest,))
         return row[0] if row else None
 
     def has_loose_of_size(self, size: int) -> bool:
         """Whether a loose blob of exactly this size is known: only then may a file of that size be one."""
         sql = "SELECT 1 FROM blobs WHERE size = ? AND pack = 0 LIMIT 1"
-        return self.connection().execute(sql, (size,)).fetchone() is not None
+        return self._one(sql, (size,)) is not None
 
     def entry(self, name: str) -> Entry | None:
         """One entry, expired or not, or None."""
-        row = self.connection().execute(f"{_ENTRY} WHERE e.name = ?", (name,)).fetchone()
+        row = self._one(f"{_ENTRY} WHERE e.name = ?", (name,))
         return to_entry(row) if row else None
 
     def names_of(self, digest: bytes) -> list[str]:
         """The names that point to a blob. Scans all entries: for repair and reports."""
-        return [
-            row[0]
-            for row in self.connection().execute("SELECT name FROM entries WHERE digest = ?", (digest,))
-        ]
+        return [row[0] for row in self.rows("SELECT name FROM entries WHERE digest = ?", (digest,))]
 
     def entries(self, prefix: str, now: float, *, after: str = "") -> Iterator[Entry]:
         """Entries at or below a prefix that are not expired, by name, read in pages."""
@@ -320,18 +364,18 @@ class Index:
         if prefix and (whole := self.entry(prefix)) and (whole.expires is None or whole.expires > now):
             yield whole
         low, last = (prefix + "/" if prefix else ""), after
-        while rows := self.connection().execute(sql, (max(low, last), high, now)).fetchall():
+        while rows := list(self.rows(sql, (max(low, last), high, now))):
             yield from map(to_entry, rows)
             last = rows[-1][0]
 
     def totals(self) -> Totals:
         """Sums over all rows; as quick at ten million entries as at ten."""
         sql = "SELECT entries, logical, blobs, uniq, stored FROM totals"
-        return Totals(*self.connection().execute(sql).fetchone())
+        return Totals(*self._one(sql))
 
     def counters(self) -> dict[str, int]:
         """Counts added up over processes and runs."""
-        return dict(self.connection().execute("SELECT name, value FROM counters").fetchall())
+        return dict(self.rows("SELECT name, value FROM counters"))
 
     # Batched bookkeeping
 
@@ -341,13 +385,17 @@ class Index:
         """Add last accesses and counts in one transaction."""
         with self.write(patience) as txn:
             txn.executemany(
-                "UPDATE entries SET accessed = ?1 WHERE name = ?2 AND accessed < ?1",
-                [(when, name) for name, when in list(touched.items())],
+                "UPDATE entries SET accessed = ?1 WHERE name = ?2 AND (accessed < ?1 OR accessed > ?1 + ?3)",
+                [(when, name, CLOCK_SLACK) for name, when in list(touched.items())],
             )
             txn.executemany(
                 "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2",
                 list(counts.items()),
             )
+
+    def shrink_log(self) -> None:
+        """Bring what the log holds into the index and give its room back to the disk, unless a reader needs it."""
+        next(self.rows("PRAGMA wal_checkpoint(TRUNCATE)"), None)
 
     def snapshot_journal(self) -> None:
         """Replace the names journal by what the index says now."""
@@ -361,7 +409,7 @@ class Index:
             "SELECT name, digest, serializer, metadata, created, expires, pinned FROM entries"
             " WHERE name > ? ORDER BY name LIMIT 2000"
         )
-        while rows := self.connection().execute(sql, (last,)).fetchall():
+        while rows := list(self.rows(sql, (last,))):
             for row in rows:
                 yield pack_record(row)
             last = rows[-1][0]

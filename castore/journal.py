@@ -12,7 +12,10 @@ already contains is said again by the segment behind it, in order.
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
@@ -22,11 +25,14 @@ from typing import Any, NamedTuple
 import msgpack
 
 from castore.beacon import Beacon
+from castore.errors import InvalidNameError
 from castore.forks import reset_after_fork
-from castore.temporary import create_temporary, open_with_mode, sync_folder
+from castore.names import check_name
+from castore.temporary import create_temporary, open_regular, open_with_mode, sync_folder
 
 _HEAD = struct.Struct("<2sHII")  # magic, zero, length and CRC-32 of the payload
 _MAGIC = b"\xc5N"
+_FILE = re.compile(r"([0-9]{8})\.(names|snapshot)")
 _MAX_PAYLOAD = 16 * 1024 * 1024
 
 
@@ -70,9 +76,11 @@ class Journal:
         self.mode = mode
         self._fd = -1
         self._number = -1
-        # After a power cut the beacon may hold an older number than there are segments, or none.
-        newest = max(self.segments(), default=1)
-        if beacon.segment < newest:
+        # After a power cut the beacon may hold an older number than there are segments, or none; a damaged one may
+        # hold a higher one. The word is read first: it is set only after the file is there.
+        word = beacon.segment
+        newest = max([*self.segments(), *self.snapshots()], default=1)
+        if word != newest:
             beacon.segment = newest
         reset_after_fork(self)
 
@@ -85,7 +93,12 @@ class Journal:
 
     def segments(self) -> list[int]:
         """The segments there are, oldest first."""
-        return sorted(int(path.stem) for path in self.folder.glob("????????.names"))
+        return self._numbers("names")
+
+    def _numbers(self, kind: str) -> list[int]:
+        files = (entry.name for entry in os.scandir(self.folder) if entry.is_file(follow_symlinks=False))
+        found = map(_FILE.fullmatch, files)
+        return sorted(int(match[1]) for match in found if match and match[2] == kind)
 
     def append(self, records: bytes, *, durable: bool = False) -> None:
         """Append whole records. The caller holds the index's write lock."""
@@ -129,7 +142,7 @@ class Journal:
 
     def snapshots(self) -> list[int]:
         """The snapshots there are, oldest first. Each stands for all segments of lower numbers."""
-        return sorted(int(path.stem) for path in self.folder.glob("????????.snapshot"))
+        return self._numbers("snapshot")
 
     def snapshot_size(self) -> int:
         """Bytes of the newest snapshot."""
@@ -182,7 +195,12 @@ class Journal:
 
 def read_segment(path: Path, start: int = 0) -> Iterator[NameRecord | None]:
     """Records of one segment from byte ``start``; None for each damaged stretch, which is stepped over."""
-    with path.open("rb") as file:
+    try:
+        fd = open_regular(path)
+    except FileNotFoundError:
+        yield None
+        return
+    with open(fd, "rb") as file:
         end = os.fstat(file.fileno()).st_size
         position = start
         while position < end:
@@ -204,10 +222,24 @@ def _read_one(fd: int, position: int, end: int) -> tuple[NameRecord | None, int]
 
 def _unpack(payload: bytes) -> NameRecord | None:
     try:
-        fields: Any = msgpack.unpackb(payload)
-        return NameRecord(*fields)
-    except (ValueError, TypeError, msgpack.UnpackException):
+        fields: Any = msgpack.unpackb(payload, max_array_len=7, max_map_len=0, max_ext_len=0)
+        record = NameRecord(*fields)
+        return record if len(fields) == len(record) and _is_sound(record) else None
+    except (ValueError, TypeError, RecursionError, InvalidNameError, msgpack.UnpackException):
         return None
+
+
+def _is_sound(record: NameRecord) -> bool:
+    """Whether the index may be told this: the segment may be damaged, or made by somebody else than castore."""
+    name, digest, serializer, metadata, created, expires, pinned = record
+    check_name(name)
+    if digest is not None and (type(digest) is not bytes or len(digest) != 32):
+        return False
+    if metadata is not None and (type(metadata) is not str or type(json.loads(metadata)) is not dict):
+        return False
+    times = [created] if expires is None else [created, expires]
+    finite = all(type(when) in (float, int) and math.isfinite(when) for when in times)
+    return type(serializer) is str and finite and pinned in (0, 1)
 
 
 def _next_record(fd: int, position: int, end: int) -> int:

@@ -21,8 +21,9 @@ import pathlib
 import struct
 import sys
 import uuid
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 from blake3 import blake3
 
@@ -106,7 +107,13 @@ class UnencodableError(Exception):
 
 
 class Encoder:
-    """Turns a value into canonical bytes. One use each: it remembers where it stands to notice cycles."""
+    """Turns a value into canonical bytes. One use each: it remembers where it stands to notice cycles.
+
+    Attributes:
+        leaves: by type, what encodes values that hold no others; containers do not ask `part` about these.
+    """
+
+    leaves: ClassVar[Mapping[type, Callable[[Any], bytes]]]
 
     def __init__(self) -> None:
         self._open: set[int] = set()
@@ -186,20 +193,34 @@ class Encoder:
 
     def items(self, value: Iterable[Any]) -> list[bytes]:
         """The parts of a list or a tuple, in order."""
-        return [self.part(item, f"[{place}]") for place, item in enumerate(value)]
+        leaf = self.leaves.get
+        return [
+            encode(item) if (encode := leaf(type(item))) else self.part(item, f"[{place}]")
+            for place, item in enumerate(value)
+        ]
 
     def members(self, value: Iterable[Any]) -> list[bytes]:
         """The parts of a set, in an order of our own."""
-        return sorted(self.part(item, "{...}") for item in value)
+        leaf = self.leaves.get
+        return sorted(encode(item) if (encode := leaf(type(item))) else self.member(item) for item in value)
+
+    def member(self, item: Any) -> bytes:
+        """A part of a set."""
+        return self.part(item, "{...}")
 
     def pairs(self, value: dict[Any, Any]) -> list[bytes]:
-        """Keys and values of a dict, in an order of our own."""
+        """Each key with its value, in an order of our own."""
+        leaves = self.leaves
+        if leaves.keys() >= {*map(type, value), *map(type, value.values())}:  # a vocabulary, say
+            return sorted(
+                [leaves[type(name)](name) + leaves[type(item)](item) for name, item in value.items()]
+            )
         # All keys before any value, so that a subclass that numbers what it meets does so in one order.
         codes = [self.part(name, f".keys()[{place}]") for place, name in enumerate(value)]
-        names = sorted(zip(codes, value, strict=True), key=lambda pair: pair[0])
-        pairs = [(code, self.part(value[name], f"[{name!r}]")) for code, name in names]
-        # Sorted again for keys that are unequal and yet encode alike: NaN.
-        return [part for pair in sorted(pairs) for part in pair]
+        names = sorted(zip(codes, value, strict=True), key=itemgetter(0))
+        # Sorted again for keys that are unequal and yet encode alike: NaN. No code is the start of another, so what
+        # follows a code counts only between those.
+        return sorted([code + self.part(value[name], f"[{name!r}]") for code, name in names])
 
 
 def refuse(value: object) -> NoReturn:
@@ -227,9 +248,9 @@ def _leaf(tag: bytes, payload: Any) -> bytes:
     return b"%c%b:%d:%b" % (len(tag), tag, size, payload)
 
 
-def _joined(tag: bytes, parts: list[bytes]) -> bytes:
+def _joined(tag: bytes, parts: list[bytes], each: int = 1) -> bytes:
     # Parts carry their own lengths, so their number is all that is needed to take them apart again.
-    return b"%c%b+%d:%b" % (len(tag), tag, len(parts), b"".join(parts))
+    return b"%c%b+%d:%b" % (len(tag), tag, each * len(parts), b"".join(parts))
 
 
 def _utf8(text: str) -> bytes:
@@ -238,7 +259,9 @@ def _utf8(text: str) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    return _leaf(b"str", _utf8(text))
+    # `_leaf` at half the time, like the next one: there are many of both in a vocabulary.
+    data = text.encode("utf-8", "surrogatepass")
+    return b"\x03str:%d:%b" % (len(data), data) if len(data) <= _LONG_LEAF else _leaf(b"str", data)
 
 
 def _class_name(cls: type) -> bytes:
@@ -247,6 +270,11 @@ def _class_name(cls: type) -> bytes:
 
 def _integer(number: int) -> bytes:
     return number.to_bytes(number.bit_length() // 8 + 1, "big", signed=True)
+
+
+def _int(number: int) -> bytes:
+    data = _integer(number)
+    return b"\x03int:%d:%b" % (len(data), data) if len(data) <= _LONG_LEAF else _leaf(b"int", data)
 
 
 def _double(number: float) -> bytes:
@@ -327,7 +355,7 @@ _LEAVES: dict[type, Callable[[Any], bytes]] = {
     type(None): lambda _: _leaf(b"none", b""),
     type(Ellipsis): lambda _: _leaf(b"ellipsis", b""),
     bool: lambda value: _leaf(b"bool", b"1" if value else b"0"),
-    int: lambda value: _leaf(b"int", _integer(value)),
+    int: _int,
     float: lambda value: _leaf(b"float", _double(value)),
     complex: lambda value: _joined(
         b"complex", [_leaf(b"", _double(value.real)), _leaf(b"", _double(value.imag))]
@@ -343,10 +371,12 @@ _LEAVES: dict[type, Callable[[Any], bytes]] = {
     uuid.UUID: lambda value: _leaf(b"uuid", value.bytes),
 }
 
+Encoder.leaves = _LEAVES
+
 _CONTAINERS: dict[type, Callable[[Encoder, Any], bytes]] = {
     list: lambda encoder, value: _joined(b"list", encoder.items(value)),
     tuple: lambda encoder, value: _joined(b"tuple", encoder.items(value)),
-    dict: lambda encoder, value: _joined(b"dict", encoder.pairs(value)),
+    dict: lambda encoder, value: _joined(b"dict", encoder.pairs(value), each=2),
     set: lambda encoder, value: _joined(b"set", encoder.members(value)),
     frozenset: lambda encoder, value: _joined(b"frozenset", encoder.members(value)),
     range: lambda encoder, value: _joined(b"range", encoder.items((value.start, value.stop, value.step))),

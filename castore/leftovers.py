@@ -1,4 +1,4 @@
-"""What dead processes leave: temporary files, objects and packs that no row means.
+"""What dead processes leave: temporary files, folders of work, objects and packs that no row means.
 
 Also rewrites the names journal when it has grown well past what it describes. Everything here is found without the
 write lock and looked at again with it before anything is removed.
@@ -6,14 +6,16 @@ write lock and looked at again with it before anything is removed.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from castore.index import Index
 from castore.objects.directory import ObjectDirectory
-from castore.records import LOOSE
-from castore.temporary import left_behind
+from castore.records import LOOSE, Blob
+from castore.temporary import left_behind, left_folders
 
 #: The journal is rewritten when it is larger than this and than JOURNAL_GROWTH times its last snapshot.
 JOURNAL_BYTES = 4 * 1024 * 1024
@@ -21,20 +23,23 @@ JOURNAL_GROWTH = 3
 
 
 class Leftover(NamedTuple):
-    """A file to remove; ``digest`` or ``pack`` tell which row would forbid it."""
+    """A file, or a folder of a process that is gone, to remove; ``digest`` or ``pack`` tell which row would forbid it."""
 
     path: Path
     size: int
     digest: bytes | None = None
     pack: int | None = None
+    folder: bool = False
 
 
 def find(index: Index, objects: ObjectDirectory) -> Iterator[Leftover]:
     """Every leftover file, as far as can be told without the write lock."""
     for stray in left_behind(objects.loose.tmp):
         yield Leftover(stray.path, stray.size)
+    for folder in left_folders(objects.loose.tmp.parent / "work"):
+        yield Leftover(folder, sum(_size(path) or 0 for path in folder.rglob("*")), folder=True)
     yield from _unindexed_objects(index, objects)
-    registered = {row[0] for row in index.connection().execute("SELECT id FROM packs")}
+    registered = {row[0] for row in index.rows("SELECT id FROM packs")}
     for pack in objects.packs.ids():
         path = objects.packs.path(pack)
         if pack not in registered and (size := _size(path)) is not None:
@@ -45,19 +50,25 @@ def _unindexed_objects(index: Index, objects: ObjectDirectory) -> Iterator[Lefto
     # Both lists come in the order of digests, so one pass over each compares them.
     rows = (blob for blob in index.blobs() if blob.pack == 0)
     row = next(rows, None)
-    for digest, codec, path in objects.loose.listing():
+    for digest, _, path in objects.loose.listing():
         while row is not None and row.digest < digest:
             row = next(rows, None)
-        if row is None or row.digest != digest or row.codec != codec:
+        if row is None or row.digest != digest or not _may_mean(objects, row, path):
             size = _size(path)
             if size is not None:
                 yield Leftover(path, size, digest=digest)
 
 
+def _may_mean(objects: ObjectDirectory, blob: Blob, path: Path) -> bool:
+    """Whether a row of that digest means this file: if it means another one that is not there, the row may be damaged."""
+    own = objects.where(blob)
+    return own == str(path) or not os.path.lexists(own)
+
+
 def _size(path: Path) -> int | None:
     """Length of a file, or None if another gc was quicker."""
     try:
-        return path.stat().st_size
+        return path.lstat().st_size
     except FileNotFoundError:
         return None
 
@@ -69,11 +80,14 @@ def remove(index: Index, objects: ObjectDirectory, leftovers: list[Leftover]) ->
         with index.write() as txn:
             if leftover.digest is not None:
                 blob = txn.blob(leftover.digest)
-                if blob is not None and blob.pack == LOOSE and objects.where(blob) == str(leftover.path):
+                if blob is not None and blob.pack == LOOSE and _may_mean(objects, blob, leftover.path):
                     continue
             if leftover.pack is not None and txn.has_pack(leftover.pack):
                 continue
-            leftover.path.unlink(missing_ok=True)
+            if leftover.folder:
+                shutil.rmtree(leftover.path, ignore_errors=True)
+            else:
+                objects.discard(leftover.path)
             freed += leftover.size
     return freed
 

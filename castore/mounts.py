@@ -13,36 +13,49 @@ import time
 from castore.index import Index
 from castore.temporary import FOREIGN_AGE, pid_namespace, process_started
 
-
-def register(index: Index, mountpoint: str, prefix: str, *, pinned: bool) -> int:
-    """Put this process on the list as serving ``mountpoint``; returns the row for the other calls."""
-    now, pid = time.time(), os.getpid()
-    row = (mountpoint, prefix, int(pinned), pid_namespace(), pid, process_started(pid), now, now)
-    columns = "mountpoint, prefix, pinned, namespace, pid, started, since, seen"
-    with index.write() as txn:
-        sql = f"INSERT INTO mounts ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-        return txn.execute(sql, row).lastrowid or 0
+_ADD = (
+    "INSERT INTO mounts (mountpoint, prefix, pinned, namespace, pid, started, since, seen)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+)
+# A daemon serves one mount.
+_REMOVE = "DELETE FROM mounts WHERE namespace = ? AND pid = ? AND started = ?"
 
 
-def still_here(index: Index, row: int) -> None:
-    """Say that a mount is alive, for those who cannot look up its process. Call it every few minutes."""
-    with index.write() as txn:
-        txn.execute("UPDATE mounts SET seen = ? WHERE id = ?", (time.time(), row))
+class Registration:
+    """This process's place on the list, from now until `remove`.
 
+    Args:
+        index: of the store that is mounted.
+        mountpoint: where.
+        prefix: what of the store is seen there.
+        pinned: hold what is seen.
+    """
 
-def unregister(index: Index, row: int) -> None:
-    """Take a mount off the list."""
-    with index.write() as txn:
-        txn.execute("DELETE FROM mounts WHERE id = ?", (row,))
+    def __init__(self, index: Index, mountpoint: str, prefix: str, *, pinned: bool) -> None:
+        self._index = index
+        pid = os.getpid()
+        self._who = pid_namespace(), pid, process_started(pid)
+        self._what = mountpoint, prefix, int(pinned), *self._who, time.time()
+        self.still_here()
+
+    def still_here(self) -> None:
+        """Say that the mount is alive, for those who cannot look up its process. Call it every few minutes.
+
+        It is on the list again if somebody took it for dead, by a clock that was set wrong or after a long sleep.
+        """
+        with self._index.write() as txn:
+            txn.execute(_REMOVE, self._who)
+            txn.execute(_ADD, (*self._what, time.time()))
+
+    def remove(self) -> None:
+        """Take the mount off the list."""
+        with self._index.write() as txn:
+            txn.execute(_REMOVE, self._who)
 
 
 def forget_dead(index: Index) -> list[str]:
     """Take mounts whose daemon is gone off the list; returns their mountpoints."""
-    rows = (
-        index.connection()
-        .execute("SELECT id, mountpoint, namespace, pid, started, seen FROM mounts")
-        .fetchall()
-    )
+    rows = index.rows("SELECT id, mountpoint, namespace, pid, started, seen FROM mounts")
     dead = [row for row in rows if _gone(*row[2:])]
     if dead:
         with index.write() as txn:

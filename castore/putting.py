@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,16 @@ from castore.records import Entry, Pointing
 from castore.settings import Settings
 from castore.sizes import parse_duration
 from castore.staged import Staged, Vanished
-from castore.transaction import is_full
+from castore.transaction import Write, is_full
 from castore.writing import BlobWriter, open_source
 
 #: Bytes and blobs that `put_many` commits at a time.
 _BATCH_BYTES = 32 * 1024 * 1024
 _BATCH_BLOBS = 2000
+
+
+class _Changed(Exception):
+    """The name that a put depends on points elsewhere by now."""
 
 
 class Putter:
@@ -108,12 +112,44 @@ class Putter:
 
         return self._commit(stage)
 
-    def _commit(self, stage: Callable[[bool], list[tuple[Pointing, Staged]]]) -> list[Entry]:
+    def put_if(
+        self,
+        expected: tuple[str, bytes | None],
+        items: Sequence[tuple[Pointing, Buffer]],
+        drop: Iterable[str],
+        codec: str,
+        level: int | None,
+    ) -> list[Entry] | None:
+        """See `Store.put_if`."""
+
+        def stage(known: bool) -> list[tuple[Pointing, Staged]]:
+            return [
+                (pointing, self._writer.stage(_plain(data), codec, level, known=known))
+                for pointing, data in items
+            ]
+
+        def first(txn: Write) -> None:
+            name, digest = expected
+            if txn.digest_of(name) != digest:
+                raise _Changed
+            for name in drop:
+                txn.delete_entry(name)
+
+        try:
+            return self._commit(stage, first)
+        except _Changed:
+            return None
+
+    def _commit(
+        self,
+        stage: Callable[[bool], list[tuple[Pointing, Staged]]],
+        first: Callable[[Write], object] | None = None,
+    ) -> list[Entry]:
         try:
             try:
-                return self._writer.commit(stage(True))
+                return self._writer.commit(stage(True), first)
             except Vanished:
-                return self._writer.commit(stage(False))
+                return self._writer.commit(stage(False), first)
         except OSError as error:
             if not is_full(error):
                 raise

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 from castore.beacon import CHANGED, Beacon
-from castore.errors import CorruptError
+from castore.errors import CorruptError, FullError
 from castore.index import Found, Index
 from castore.memory import MemoryLRU
 from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
-from castore.objects.directory import ObjectDirectory
+from castore.objects.directory import ObjectDirectory, check_row
 from castore.records import LOST, Blob
 from castore.usage import Usage
 
@@ -34,7 +37,14 @@ class _Binding(NamedTuple):
 
     digest: bytes
     changed: int
+    since: float
     until: float
+
+
+class Fault(Enum):
+    """Where the fault was, when a blob could not be read."""
+
+    NONE, ROW, OBJECT = range(3)
 
 
 class Read(NamedTuple):
@@ -79,8 +89,9 @@ class BlobSource:
         binding = self._bindings.get(name)
         if binding is not None:
             now = time.time()
-            digest, changed, until = binding
-            if now < until and self._words[CHANGED] == changed:
+            digest, changed, since, until = binding
+            # Before `since` it is by a clock that was set back meanwhile, which would trust this for as long.
+            if since <= now < until and self._words[CHANGED] == changed:
                 data = self.memory.get(digest)
                 if data is not None:
                     usage = self._usage
@@ -104,7 +115,7 @@ class BlobSource:
         if memory.max_bytes:
             data = memory.get(found.blob.digest)
         if data is None:
-            data, tier = self.fetch(found.blob), "disk_hits"
+            (found, data), tier = self._fetch_named(name, found), "disk_hits"
         if data is None:
             self._miss()
             return None
@@ -127,7 +138,7 @@ class BlobSource:
         until = now + TRUST_SECONDS
         if found.expires is not None:
             until = min(until, found.expires)
-        self._bindings[name] = _Binding(found.blob.digest, changed, until)
+        self._bindings[name] = _Binding(found.blob.digest, changed, now, until)
 
     def count_use(self, name: str) -> None:
         """Count a read that went past `get`: gc takes the least recently used first."""
@@ -145,7 +156,7 @@ class BlobSource:
             row = found.get(name)
             data = None
             if row is not None and (row.expires is None or row.expires > now):
-                data = self.fetch(row.blob)
+                _, data = self._fetch_named(name, row)
             results.append(data)
             if data is not None:
                 self._usage.touched[name] = now
@@ -154,6 +165,16 @@ class BlobSource:
         self._usage.counts["misses"] += len(names) - hits
         self._usage.flush_if_due()
         return results
+
+    def _fetch_named(self, name: str, found: Found) -> tuple[Found, bytes | None]:
+        """All bytes of a name's blob; if gc was quicker, those of the blob that the name points to by now."""
+        data = self.fetch(found.blob)
+        while data is None:
+            now = self._index.find(name)
+            if now is None or now.blob.digest == found.blob.digest:
+                break
+            found, data = now, self.fetch(now.blob)
+        return found, data
 
     def fetch(self, blob: Blob) -> bytes | None:
         """All bytes of a blob, through the RAM tier; None if they are lost, which is then on record."""
@@ -166,22 +187,23 @@ class BlobSource:
                 if self.memory.max_bytes:
                     self.memory.put(blob.digest, data)
                 return data
-        except (FileNotFoundError, CorruptError):
+        except (FileNotFoundError, CorruptError, TypeError):
             pass  # the long way says what it is, and finds bytes that were moved meanwhile
         try:
             return self.memory.get_or_load(blob.digest, lambda: self._load(blob))
         except FileNotFoundError:
             return None
 
-    def _load(self, blob: Blob) -> bytes:
+    def _load(self, blob: Blob, *, again: bool = True) -> bytes:
         reader = self.open(blob)
         try:
             return reader.read_all()
         except CorruptError as error:
-            self.quarantine(blob, error)
-            raise FileNotFoundError(str(error)) from error
+            if not self.quarantine(reader.blob, error) or not again:
+                raise FileNotFoundError(str(error)) from error
         finally:
             reader.close()
+        return self._load(self._index.blob(blob.digest) or blob, again=False)
 
     def open(self, blob: Blob, cache: MemoryLRU[bytes] | None = None) -> BlobReader:
         """A reader that holds the blob's bytes; compaction may have moved them since `blob` was read.
@@ -190,38 +212,51 @@ class BlobSource:
             FileNotFoundError: the bytes are lost, which is then on record.
         """
         for _ in range(_ATTEMPTS):
-            checksums = self._index.checksums(blob.digest) if _needs_checksums(blob) else None
             try:
+                check_row(blob)
+                checksums = self._index.checksums(blob.digest) if _needs_checksums(blob) else None
                 if checksums is None and _needs_checksums(blob):
                     raise FileNotFoundError("the row went between two questions")
                 return self._objects.open(blob, checksums=checksums, cache=cache)
+            except CorruptError as error:  # the row itself cannot be
+                if not self.quarantine(blob, error):
+                    raise FileNotFoundError(str(error)) from error
+                blob = self._index.blob(blob.digest) or blob
             except FileNotFoundError:
                 current = self._index.blob(blob.digest)
                 if current is None or current.pack == LOST:
                     raise
-                if current == blob and self._lose(blob):
-                    raise
+                if current == blob:
+                    if self._lose(blob, partial(self._in_place, blob)) is Fault.OBJECT:
+                        raise
+                    current = self._index.blob(blob.digest) or blob
                 blob = current
         raise FileNotFoundError(f"blob {blob.digest.hex()} kept moving")
 
-    def quarantine(self, blob: Blob, error: CorruptError) -> None:
-        """Set a damaged object aside and put it on record as lost."""
-        with self._index.write() as txn:
-            if txn.blob(blob.digest) != blob:
-                return  # somebody else dealt with it, or moved an intact copy here
-            self._objects.quarantine(blob)
-            txn.lose_blob(blob)
-        self._usage.counts["corrupt"] += 1
-        self.memory.discard(blob.digest)
+    def quarantine(self, blob: Blob, error: CorruptError) -> bool:
+        """Set a damaged object aside and put it on record as lost; True if the row was at fault, and is mended now.
 
-    def _lose(self, blob: Blob) -> bool:
-        """Put a blob on record as lost; False if its bytes are in place after all, by a put that came in between."""
-        with self._index.write() as txn:
-            if txn.blob(blob.digest) != blob or self._in_place(blob):
-                return False
-            txn.lose_blob(blob)
+        On a full disk nothing is recorded: whoever finds it next does.
+        """
+        self.memory.discard(blob.digest)
+        return self._lose(blob, in_place=lambda: False) is Fault.ROW
+
+    def _lose(self, blob: Blob, in_place: Callable[[], bool]) -> Fault:
+        # Damage to the index must not cost intact objects. The whole object is read for that, before the lock is taken.
+        found = self._objects.intact(blob.digest)
+        try:
+            with self._index.write() as txn:
+                if txn.blob(blob.digest) != blob or in_place():
+                    return Fault.NONE  # somebody else dealt with it, or put it again
+                if found is not None:
+                    txn.move_blob(*found)
+                    return Fault.ROW
+                self._objects.quarantine(blob)
+                txn.lose_blob(blob)
+        except FullError:
+            return Fault.OBJECT
         self._usage.counts["corrupt"] += 1
-        return True
+        return Fault.OBJECT
 
     def _in_place(self, blob: Blob) -> bool:
         if _needs_checksums(blob) and self._index.checksums(blob.digest) is None:

@@ -7,7 +7,6 @@ hold is checked whenever it is read), but raw ones are read whole: their checksu
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +16,9 @@ from typing import NamedTuple
 from castore.beacon import EPOCH, Beacon
 from castore.errors import CorruptError
 from castore.index import Index
-from castore.objects.directory import ObjectDirectory
-from castore.objects.encode import HashingFrames, raw_checksums
-from castore.objects.frames import frame_count, probe_size
+from castore.objects.directory import ObjectDirectory, describe_loose
 from castore.objects.packs import Damage, scan
-from castore.records import LOOSE, Blob
+from castore.records import Blob
 from castore.schema import apply_migrations
 from castore.transaction import Write
 
@@ -55,7 +52,7 @@ def set_index_aside(path: Path, quarantine: Path, beacon: Beacon) -> Path | None
         if file.exists():
             kept = quarantine / f"index-{time.time_ns()}.sqlite{suffix}"
             file.rename(kept)
-    beacon.words[EPOCH] += 1
+    beacon.words[EPOCH] = (beacon.words[EPOCH] + 1) % 2**64  # a damaged one may hold any number
     return kept
 
 
@@ -109,39 +106,26 @@ def _blobs(
     for pack in objects.packs.ids():
         path = objects.packs.path(pack)
         txn.execute("INSERT INTO packs (id, created) VALUES (?, ?)", (pack, time.time()))
-        for found in scan(path, pack):
-            if isinstance(found, Damage):
-                damaged.append(f"{path}: {found.length} bytes at {found.offset} are no record")
-            elif not found.intact:
-                damaged.append(f"{path}: the record at {found.blob.offset} fails its check")
-            else:
-                yield found.blob, None
-        if progress is not None:
-            progress(path.stat().st_size)
-    for digest, codec, path in objects.loose.listing():
-        stored = path.stat().st_size
         try:
-            yield _loose_blob(digest, codec, path, stored)
-        except CorruptError as error:
+            for found in scan(path, pack):
+                if isinstance(found, Damage):
+                    damaged.append(f"{path}: {found.length} bytes at {found.offset} are no record")
+                elif not found.intact:
+                    damaged.append(f"{path}: the record at {found.blob.offset} fails its check")
+                else:
+                    yield found.blob, None
+        except OSError as error:
+            damaged.append(f"{path}: {error.strerror}")
+        if progress is not None:
+            progress(path.lstat().st_size)
+    for digest, codec, path in objects.loose.listing():
+        stored = path.lstat().st_size
+        try:
+            yield describe_loose(digest, codec, path)
+        except (CorruptError, OSError) as error:
             damaged.append(f"{path}: {error}")
         if progress is not None:
             progress(stored)
-
-
-def _loose_blob(digest: bytes, codec: str, path: Path, stored: int) -> tuple[Blob, bytes | None]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size = probe_size(codec, stored, lambda offset, length: os.pread(fd, length, offset))
-        blob = Blob(digest, size, stored, codec, LOOSE, 0)
-        if codec != "none" or frame_count(size) == 1:
-            return blob, None
-        frames = HashingFrames(fd)
-        checksums = raw_checksums(frames)
-        if frames.digest != digest:
-            raise CorruptError("the bytes do not have the digest they are stored under")
-        return blob, checksums
-    finally:
-        os.close(fd)
 
 
 def _names(index: Index, txn: Write, damaged: list[str]) -> None:
@@ -156,7 +140,9 @@ def _names(index: Index, txn: Write, damaged: list[str]) -> None:
 
 def recount(txn: Write) -> None:
     """Make what is kept beside the rows (sizes, references, totals) what the rows say."""
-    txn.execute("UPDATE entries SET size = (SELECT size FROM blobs b WHERE b.digest = entries.digest)")
+    txn.execute(
+        "UPDATE entries SET size = coalesce((SELECT size FROM blobs b WHERE b.digest = entries.digest), size)"
+    )
     txn.execute("DROP TABLE IF EXISTS temp.named")
     txn.execute("CREATE TEMP TABLE named (digest BLOB PRIMARY KEY, refs INTEGER) WITHOUT ROWID")
     txn.execute("INSERT INTO named SELECT digest, count(*) FROM entries GROUP BY digest")
@@ -184,6 +170,8 @@ def is_counted_right(index: Index) -> bool:
         return False
     wrong = (
         "SELECT 1 FROM (SELECT digest, count(*) AS named FROM entries GROUP BY digest) n"
-        " LEFT JOIN blobs b ON b.digest = n.digest WHERE b.refs IS NOT n.named LIMIT 1"
+        " JOIN blobs b ON b.digest = n.digest WHERE b.refs != n.named"
+        " UNION ALL SELECT 1 FROM blobs WHERE (refs = 0) != (orphaned IS NOT NULL)"
+        " UNION ALL SELECT 1 FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.size != b.size LIMIT 1"
     )
     return db.execute(wrong).fetchone() is None

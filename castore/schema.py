@@ -11,6 +11,7 @@ both in the same transaction; triggers would do it too, at twice the cost of a p
 from __future__ import annotations
 
 import sqlite3
+from functools import cache
 
 #: `PRAGMA user_version` of an index that has all the migrations below.
 SCHEMA_VERSION = 1
@@ -40,6 +41,32 @@ CREATE INDEX entries_expires ON entries (expires) WHERE expires IS NOT NULL;
 CREATE INDEX blobs_orphaned ON blobs (orphaned) WHERE orphaned IS NOT NULL;
 CREATE INDEX blobs_loose ON blobs (size) WHERE pack = 0;
 """
+
+
+def foreign(connection: sqlite3.Connection) -> str | None:
+    """What the file holds beside the tables above, or lacks of them, in a few words; None if nothing.
+
+    A trigger or a view in their place would run as part of our own statements.
+    """
+    known = _known()
+    sql = (
+        "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite^_%' ESCAPE '^' AND NOT"
+        " (tbl_name = '_sqlite_migrations' AND type IN ('table', 'index') AND sql NOT LIKE 'CREATE VIRTUAL%')"
+    )
+    found = dict(connection.execute(sql).fetchall())
+    if missing := known.keys() - found.keys():
+        return f"it lacks {', '.join(sorted(missing))}"
+    if others := [name for name, text in found.items() if known.get(name) != text]:
+        return f"{', '.join(sorted(map(repr, others)))} in it is not of castore's making"
+    (totals,) = connection.execute("SELECT count(*) FROM totals").fetchone()
+    return None if totals == 1 else f"it has {totals} rows of totals instead of one"
+
+
+@cache
+def _known() -> dict[str, str]:
+    """What makes each table and index, by its name."""
+    statements = [text.strip().removesuffix(";") for text in _statements(_TABLES)]
+    return {text.split()[2]: text for text in statements if text.startswith("CREATE")}
 
 
 def _statements(script: str) -> list[str]:

@@ -6,18 +6,22 @@ writes the defaults. Everything else inside the folder belongs to other modules.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from castore.errors import StoreError
 from castore.objects.codecs import check_codec
 from castore.sizes import parse_duration, parse_size
-from castore.temporary import create_temporary
+from castore.temporary import create_temporary, open_regular, sync_folder
 
 FORMAT = 1
 FILE = "castore.json"
+# Far more than the settings take; what is longer is cut, and then no JSON.
+_MOST = 65_536
 FOLDERS = ("objects", "objects/packs", "objects/names", "tmp", "locks", "quarantine")
 # The signature is what makes backup tools skip the folder: https://bford.info/cachedir/
 _CACHEDIR_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This folder is a cache made by castore.\n"
@@ -111,14 +115,17 @@ def load(path: Path) -> Settings | None:
     """
     file = path / FILE
     try:
-        raw = json.loads(file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
+        with open(open_regular(file), "rb") as opened:
+            raw = json.loads(opened.read(_MOST))
+    except FileNotFoundError as error:
+        if error.errno != errno.ENOENT and path.is_dir():
+            raise StoreError(f"{file} is not a file; remove it and run `castore init` there") from error
         return None
     except PermissionError as error:
         raise StoreError(
             f"{file} may not be read by this user; ask its owner to share it with `init --shared`"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"{file} is damaged ({error}); delete it and run `castore init` there") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         found = raw.get("format") if isinstance(raw, dict) else None
@@ -126,8 +133,10 @@ def load(path: Path) -> Settings | None:
             f"{path} has format {found!r}, and this castore knows format {FORMAT}; upgrade castore"
         )
     try:
+        if not isinstance(raw.get("shared"), str | None):
+            raise TypeError(f"shared is the name of a group, not {raw['shared']!r}")
         return merge(Settings(), **{name: raw.get(name) for name in Settings._fields})
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise StoreError(f"{file} holds a bad setting: {error}") from error
 
 
@@ -139,6 +148,8 @@ def save(path: Path, settings: Settings) -> None:
         with os.fdopen(fd, "w") as file:
             os.fchmod(fd, settings.file_mode)
             file.write(json.dumps(content, indent=2) + "\n")
+            file.flush()
+            os.fsync(fd)  # a power cut must not leave a store whose settings are zeros
         temporary.rename(path / FILE)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -166,6 +177,28 @@ def create(path: Path, settings: Settings) -> None:
         raise StoreError(f"cannot make a store at {path}: {error.strerror or error}") from error
 
 
+def check_folders(path: Path, settings: Settings) -> None:
+    """See that the store's folders are its own, and make those that are missing.
+
+    Raises:
+        StoreError: one is a link, which would have the store write and remove files somewhere else, or no folder.
+    """
+    missing = False
+    for name in FOLDERS:
+        try:
+            is_folder = stat.S_ISDIR(os.lstat(f"{path}/{name}").st_mode)
+        except FileNotFoundError:
+            missing = True
+        else:
+            if not is_folder:
+                raise StoreError(
+                    f"{path / name} is a link or a file where a folder of the store belongs;"
+                    " remove it, and `castore doctor` makes the folder"
+                )
+    if missing:
+        make_folders(path, settings)
+
+
 def make_folders(path: Path, settings: Settings) -> None:
     """Make what is missing of the store's folders, with the permission bits they must have."""
     for folder in (path, *(path / name for name in FOLDERS)):
@@ -176,9 +209,22 @@ def make_folders(path: Path, settings: Settings) -> None:
         _give_to_group(path, settings.shared)
 
 
+def sync_folders(path: Path) -> None:
+    """Have the store's folders, and the files in the top one, survive a power cut."""
+    for folder in (path.parent, path, path / "objects"):
+        sync_folder(folder)
+
+
 def _is_own(name: str) -> bool:
     # Files that are only there while another process makes the same store count too.
-    own = {FILE, ".gitignore", "CACHEDIR.TAG", "index.sqlite", *(folder.split("/")[0] for folder in FOLDERS)}
+    own = {
+        FILE,
+        ".gitignore",
+        "CACHEDIR.TAG",
+        "index.sqlite",
+        "ballast",
+        *(folder.split("/")[0] for folder in FOLDERS),
+    }
     return name in own or name.startswith((f"{FILE}.", "index.sqlite-"))
 
 

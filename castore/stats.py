@@ -79,15 +79,14 @@ class Stat(NamedTuple):
 def measure(store: Store) -> Stat:
     """Read the figures. See `Store.stat`."""
     index = store.index
-    db = index.connection()
     now = time.time()
     totals = index.totals()
     counters = index.counters()
-    expired = db.execute("SELECT count(*) FROM entries WHERE expires <= ?", (now,)).fetchone()[0]
-    upcoming = db.execute(
+    (expired,) = next(index.rows("SELECT count(*) FROM entries WHERE expires <= ?", (now,)))
+    upcoming = index.rows(
         "SELECT name, expires FROM entries WHERE expires > ? ORDER BY expires LIMIT 5", (now,)
     )
-    mounts = db.execute("SELECT mountpoint FROM mounts ORDER BY since")
+    mounts = index.rows("SELECT mountpoint FROM mounts ORDER BY since")
     return Stat(
         path=str(store.path),
         entries=totals.entries,
@@ -111,7 +110,7 @@ def measure(store: Store) -> Stat:
 
 
 def _prefixes(store: Store) -> list[PrefixSize]:
-    rows = store.index.connection().execute(
+    rows = store.index.rows(
         "SELECT substr(name, 1, instr(name || '/', '/') - 1) AS prefix, count(*), sum(size) FROM entries"
         " GROUP BY prefix ORDER BY 3 DESC LIMIT 8"
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from castore import collect, serializers, settings, stats, verify
+from castore.ballast import Ballast, is_short
 from castore.beacon import Beacon
 from castore.cached import cached
 from castore.compute import ComputeLocks
@@ -25,20 +26,25 @@ from castore.index import Index
 from castore.journal import Journal
 from castore.names import check_name, check_prefix
 from castore.objects.codecs import Buffer
+from castore.objects.decode import BlobReader
 from castore.objects.directory import ObjectDirectory
 from castore.putting import Putter
 from castore.reading import BlobSource
 from castore.records import Blob, Entry
 from castore.sizes import parse_duration, parse_size
+from castore.transaction import Write
 from castore.usage import Usage
 from castore.writing import BlobWriter
 
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: Bound on the RAM tier of a `Store` that is not told otherwise: each process has its own, so it is modest.
 DEFAULT_MEMORY = 128_000_000
 #: Names that `delete_many` removes in one commit.
 _BATCH = 2000
+#: The same where the disk has no room for a long log.
+_SMALL_BATCH = 50
 
 
 class Store:
@@ -91,13 +97,18 @@ class Store:
         }
         self.path = Path(os.path.abspath(settings.default_path() if path is None else path))
         kept = settings.load(self.path)
+        is_new = kept is None
         if kept is None:
             kept = settings.merge(settings.Settings(), codec=codec, level=level, max_size=max_size, ttl=ttl)
             settings.create(self.path, kept)
         self.settings = settings.merge(kept, codec=codec, level=level, max_size=max_size, ttl=ttl)
         settings.refuse_network(self.path)
+        settings.check_folders(self.path, self.settings)
         self.allow_pickle = allow_pickle
-        self._connect(parse_size(memory), durable)
+        self._ballast = Ballast(self.path / "ballast", self.settings.file_mode)
+        if is_new:
+            self._ballast.keep()
+        self._ballast.relieve(partial(self._connect, parse_size(memory), durable))
 
     def _connect(self, memory: int, durable: bool) -> None:
         mode = self.settings.file_mode
@@ -123,6 +134,8 @@ class Store:
             is_empty=self.objects.is_empty,
             durable=durable,
         )
+        if durable:
+            settings.sync_folders(self.path)
         self._usage = Usage(self.index)
         self.source = BlobSource(self.index, self.objects, self._beacon, self._usage, memory)
         self.writer = BlobWriter(
@@ -226,6 +239,39 @@ class Store:
             ((self._putter.pointing(name, ttl, None, False, "bytes"), data) for name, data in items), *use
         )
 
+    def put_if(
+        self,
+        expected: tuple[str, str | None],
+        items: Iterable[tuple[str, Buffer, dict[str, Any] | None]],
+        *,
+        drop: Iterable[str] = (),
+        codec: str | None = None,
+        level: int | None = None,
+        ttl: float | str | None = None,
+    ) -> list[Entry] | None:
+        """Keep several blobs and remove some names, all with one commit, unless somebody else was faster.
+
+        Args:
+            expected: a name and the digest in hex that it must still point to, or None if it must not be there: what
+                this put was worked out from.
+            items: names, their bytes, and metadata; of any size together, for they are seen whole or not at all.
+            drop: names to remove; those that are not there are passed over.
+            codec, level, ttl: as for `put`, for all of them.
+
+        Returns:
+            The entries, or None if ``expected`` does not hold any more: nothing was done then.
+        """
+        name, digest = expected
+        return self._putter.put_if(
+            (check_name(name), None if digest is None else bytes.fromhex(digest)),
+            [
+                (self._putter.pointing(name, ttl, metadata, False, "bytes"), data)
+                for name, data, metadata in items
+            ],
+            [check_name(name) for name in drop],
+            *self._putter.codec(codec, level),
+        )
+
     # Getting
 
     def get(self, name: str) -> bytes | None:
@@ -243,14 +289,19 @@ class Store:
             NotFoundError: there is no such entry.
             CorruptError: (while reading) the bytes are damaged.
         """
-        blob = self._blob(name)
-        try:
-            reader = self.source.open(blob)
-        except FileNotFoundError as error:
-            raise self._not_found(name) from error
+        reader = self._open(name, self._blob(name))
         self.source.count_use(name)
         self._usage.flush_if_due()
         return open_blob(reader, name, self.source.quarantine)
+
+    def _open(self, name: str, blob: Blob) -> BlobReader:
+        try:
+            return self.source.open(blob)
+        except FileNotFoundError as error:
+            now = self._blob(name)
+            if now.digest == blob.digest:
+                raise self._not_found(name) from error
+        return self._open(name, now)  # it was re-pointed, and gc took what it let go of
 
     def _blob(self, name: str) -> Blob:
         found = self.index.find(check_name(name))
@@ -353,16 +404,21 @@ class Store:
 
     def delete(self, name: str) -> bool:
         """Remove a name; gc removes its bytes once nothing names them. False if there was none."""
-        with self.index.write() as txn:
-            return txn.delete_entry(check_name(name))
+        check_name(name)
+        return self._delete([name]) == 1
 
     def delete_many(self, names: Iterable[str]) -> int:
         """Remove many names, 2,000 to a commit; returns how many there were."""
         remaining, count = map(check_name, names), 0
-        while batch := list(islice(remaining, _BATCH)):
-            with self.index.write() as txn:
-                count += sum(txn.delete_entry(name) for name in batch)
+        while batch := list(islice(remaining, _SMALL_BATCH if is_short(self.path) else _BATCH)):
+            count += self._delete(batch)
         return count
+
+    def _delete(self, names: list[str]) -> int:
+        def delete(txn: Write) -> int:
+            return sum(txn.delete_entry(name) for name in names)
+
+        return self.relieve(lambda: self.index.transact(delete))
 
     def pin(self, name: str) -> None:
         """Have gc leave an entry alone, expired or not.
@@ -386,6 +442,10 @@ class Store:
                 raise self._not_found(name)
 
     # Upkeep
+
+    def relieve(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns; on a full disk it gets the room of the ballast. For work that frees, or takes little."""
+        return self._ballast.relieve(work, self.index.shrink_log)
 
     def flush_if_due(self) -> None:
         """`flush`, if the last one is some seconds ago; for whoever reads past `get`."""
@@ -418,8 +478,13 @@ class Store:
             What went, or would go.
         """
         budget = self.settings.max_size if max_size is None else parse_size(max_size)
-        self._usage.flush()
-        return collect.run(self, budget, parse_duration(grace), dry_run=dry_run)
+        seconds = parse_duration(grace)
+        if dry_run:
+            return collect.run(self, budget, seconds, dry_run=True)
+        try:
+            return self.relieve(lambda: collect.run(self, budget, seconds, dry_run=False))
+        finally:
+            self._ballast.keep()
 
     def verify(
         self,

@@ -43,7 +43,9 @@ _POINT_ENTRY = (
     " WHERE name = ?1 RETURNING created, pinned"
 )
 _COUNT_REF = "UPDATE blobs SET refs = refs + 1, orphaned = NULL WHERE digest = ?"
-_UNCOUNT_REF = "UPDATE blobs SET orphaned = CASE WHEN refs = 1 THEN ?2 END, refs = refs - 1 WHERE digest = ?1"
+_LET_GO = "UPDATE blobs SET orphaned = CASE WHEN refs = 1 THEN ?2 END, refs = refs - 1 WHERE digest = ?1"
+# Never stamped earlier than the mounts that may still read it, whatever the clock says: gc compares the two.
+_UNCOUNT_REF = _LET_GO.replace("?2", "max(?2, (SELECT coalesce(max(since), 0) FROM mounts WHERE pinned))")
 _ADD_TOTALS = (
     "UPDATE totals SET entries = entries + ?, logical = logical + ?, blobs = blobs + ?, uniq = uniq + ?,"
     " stored = stored + ?"
@@ -146,14 +148,16 @@ class Write:
 
     def move_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
         """Record where a known blob's bytes lie now; False if the pack they were moved to has been retired."""
-        before = self.db.execute("SELECT stored FROM blobs WHERE digest = ?", (blob.digest,)).fetchone()
+        sql = "SELECT CAST(size AS INTEGER), CAST(stored AS INTEGER) FROM blobs WHERE digest = ?"
+        before = self.db.execute(sql, (blob.digest,)).fetchone()
         moved = self.db.execute(
-            "UPDATE blobs SET stored = ?2, codec = ?3, pack = ?4, offset = ?5 WHERE digest = ?1"
-            " AND (?4 = 0 OR EXISTS (SELECT 1 FROM packs WHERE id = ?4))",
-            (blob.digest, blob.stored, blob.codec, blob.pack, blob.offset),
+            "UPDATE blobs SET size = ?2, stored = ?3, codec = ?4, pack = ?5, offset = ?6 WHERE digest = ?1"
+            " AND (?5 = 0 OR EXISTS (SELECT 1 FROM packs WHERE id = ?5))",
+            blob,
         ).rowcount
         if moved:
-            self._stored += blob.stored - before[0]
+            self._unique += blob.size - before[0]
+            self._stored += blob.stored - before[1]
             self._keep_checksums(blob.digest, checksums)
         return moved == 1
 
@@ -261,10 +265,15 @@ class Write:
             self.delete_entry(name)
         return None
 
+    def digest_of(self, name: str) -> bytes | None:
+        """The digest a name points to, expired or not, or None."""
+        row = self.db.execute("SELECT digest FROM entries WHERE name = ?", (name,)).fetchone()
+        return row[0] if row else None
+
     def delete_entry(self, name: str) -> bool:
         """Remove a name; False if there is none."""
         sql = "DELETE FROM entries WHERE name = ? RETURNING digest, size"
-        return self._entry_gone(name, self.db.execute(sql, (name,)).fetchone(), time.time())
+        return self._entry_gone(name, self.db.execute(sql, (name,)).fetchone(), _UNCOUNT_REF, time.time())
 
     def evict_entry(self, name: str, digest: bytes, accessed: float | None, now: float) -> bool:
         """Remove an entry that gc chose, unless it changed since: was touched, pinned, or points elsewhere.
@@ -276,7 +285,7 @@ class Write:
                 which must still be expired at ``now``.
             now: when gc looked.
         """
-        unchanged = "expires <= ?" if accessed is None else "accessed <= ?"
+        unchanged = "expires <= ?" if accessed is None else "accessed = ?"
         row = self.db.execute(
             f"DELETE FROM entries WHERE name = ? AND digest = ? AND pinned = 0 AND {unchanged}"
             " RETURNING digest, size",
@@ -284,12 +293,12 @@ class Write:
         ).fetchone()
         # It was gc that let go of the blob: nobody is about to name it, so no grace is owed, and its orphan is as
         # old as time.
-        return self._entry_gone(name, row, 0.0)
+        return self._entry_gone(name, row, _LET_GO, 0.0)
 
-    def _entry_gone(self, name: str, row: tuple[bytes, int] | None, orphaned: float) -> bool:
+    def _entry_gone(self, name: str, row: tuple[bytes, int] | None, uncount: str, orphaned: float) -> bool:
         if row is None:
             return False
-        self.db.execute(_UNCOUNT_REF, (row[0], orphaned))
+        self.db.execute(uncount, (row[0], orphaned))
         self._entries -= 1
         self._logical -= row[1]
         self._records.append(gone(name))
@@ -331,3 +340,10 @@ def is_full(error: BaseException) -> bool:
     if isinstance(error, FullError):
         return False  # said already
     return getattr(error, "errno", None) == errno.ENOSPC or "disk is full" in str(error)
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether SQLite cannot use its file: not for others' locks, nor for a mistake of ours."""
+    if type(error) is sqlite3.OperationalError:
+        return not any(word in str(error) for word in ("locked", "busy", "interrupted", "disk is full"))
+    return type(error) is sqlite3.DatabaseError

@@ -1,25 +1,30 @@
 """Scrubbing: reading blobs back, all or a sample, and setting aside what is not as it was put.
 
 A bad blob is quarantined and from then on a miss; with ``repair`` the entries that name it go too, so that nothing
-lists what cannot be read. Reads only what it must hold once: memory stays bounded by the largest blob's frames.
+lists what cannot be read. Where the bytes are right, and only what is said of them is not, that is put right. Reads only what it must hold once: memory stays bounded by the largest blob's frames.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import blake3
 
+from castore.compact import write_anew
 from castore.errors import CorruptError
 from castore.objects.decode import BlobReader
 from castore.objects.frames import frame_count
 from castore.objects.packs import read_record
-from castore.records import LOST, Blob
+from castore.records import LOOSE, LOST, Blob
 
 if TYPE_CHECKING:
     from castore.store import Store
+
+
+_MENDED = "the object is whole, and what the index said of it has been corrected"
 
 
 class Finding(NamedTuple):
@@ -44,7 +49,7 @@ class Report(NamedTuple):
     Attributes:
         checked: blobs read.
         stored: their stored bytes.
-        bad: what was found, and set aside.
+        bad: what was found, and set aside or put right.
         dropped: names of entries that were removed (with ``repair``).
     """
 
@@ -85,19 +90,19 @@ def _check(store: Store, blob: Blob) -> str | None:
     except FileNotFoundError:
         return _if_lost(store, blob, "its object is missing")
     try:
-        blob = reader.blob  # compaction may have moved it
-        _check_placement(store, reader)
+        blob = reader.blob  # compaction may have moved it, or a row that was off has been corrected
         hasher = blake3.blake3()
         for index in range(frame_count(blob.size)):
             hasher.update(reader.frame(index))
         if hasher.digest() != blob.digest:
             raise CorruptError("the bytes do not have the digest they are stored under")
+        return _check_placement(store, reader)
     except CorruptError as error:
-        store.source.quarantine(blob, error)
+        if store.source.quarantine(blob, error):
+            return f"{_MENDED}: {error}"
         return _if_lost(store, blob, str(error))
     finally:
         reader.close()
-    return None
 
 
 def _if_lost(store: Store, blob: Blob, why: str) -> str | None:
@@ -106,16 +111,23 @@ def _if_lost(store: Store, blob: Blob, why: str) -> str | None:
     return why if now is not None and now.pack == LOST else None
 
 
-def _check_placement(store: Store, reader: BlobReader) -> None:
-    """Check what reading the content does not: a record's header, a file's length."""
+def _check_placement(store: Store, reader: BlobReader) -> str | None:
+    """Check what reading the content does not, which is right: a record's head, a file's length."""
     blob = reader.blob
-    if blob.pack > 0:
-        pack = store.objects.packs.open(blob.pack)
-        read_record(pack.fd, blob)
-    else:
+    if blob.pack == LOOSE:
         length = reader.file_length()
         if length != blob.stored:
             raise CorruptError(f"its file is {length} bytes long instead of {blob.stored}")
+        return None
+    pack = store.objects.packs.open(blob.pack)
+    try:
+        read_record(pack.fd, blob)
+    except CorruptError as error:
+        with store.index.write() as txn:
+            if txn.blob(blob.digest) == blob:
+                write_anew(store, txn, blob, os.pread(pack.fd, blob.stored, blob.offset))
+        return f"{error}; the bytes are right, and have been written anew"
+    return None
 
 
 def _drop(store: Store, blobs: list[Blob]) -> list[str]:

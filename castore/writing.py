@@ -223,8 +223,13 @@ class BlobWriter:
 
     # Committing
 
-    def commit(self, staged: Sequence[tuple[Pointing, Staged]]) -> list[Entry]:
+    def commit(
+        self, staged: Sequence[tuple[Pointing, Staged]], first: Callable[[Write], object] | None = None
+    ) -> list[Entry]:
         """Place and name everything in one transaction.
+
+        Args:
+            first: done in the transaction before anything else; what it raises takes all back.
 
         Raises:
             TooLargeError: one blob alone passes the budget.
@@ -233,7 +238,7 @@ class BlobWriter:
         """
         try:
             self._check_budget(staged)
-            return self._index.transact(partial(_place, staged, time.time()))
+            return self._index.transact(partial(_place, staged, time.time(), first))
         finally:
             for _, item in staged:
                 item.discard()
@@ -252,7 +257,14 @@ class BlobWriter:
             self._make_room(need)
 
 
-def _place(staged: Sequence[tuple[Pointing, Staged]], now: float, txn: Write) -> list[Entry]:
+def _place(
+    staged: Sequence[tuple[Pointing, Staged]],
+    now: float,
+    first: Callable[[Write], object] | None,
+    txn: Write,
+) -> list[Entry]:
+    if first is not None:
+        first(txn)
     entries = []
     for pointing, item in staged:
         blob, added = item.place(txn)

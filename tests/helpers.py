@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from castore import Store
+from castore.objects.packs import PackRecord, scan
 from castore.records import LOOSE
 
 _WORDS = [b"frame", b"blob", b"digest", b"seek", b"table", b"epoch", b"shard", b"token", b"sample", b"rank"]
@@ -54,6 +55,22 @@ def recount(store: Store) -> None:
         assert not named, "an entry names a blob that has no row"
     finally:
         db.execute("ROLLBACK")
+
+
+def agrees_with_disk(store: Store) -> None:
+    """Assert that after a gc every row's bytes can be read, and that nothing is on disk that no row means."""
+    store.gc(grace=0)
+    assert store.verify().bad == []
+    recount(store)
+    assert store.gc(grace=0, dry_run=True).leftovers == []
+    blobs = list(store.index.blobs())
+    loose = {store.objects.loose.path(blob.digest, blob.codec) for blob in blobs if blob.pack == LOOSE}
+    assert {str(path) for path in object_files(store)} == loose
+    packs = store.objects.packs.ids()
+    assert packs == [row[0] for row in store.index.connection().execute("SELECT id FROM packs ORDER BY id")]
+    records = (found for pack in packs for found in scan(store.objects.packs.path(pack), pack))
+    on_disk = {found.blob for found in records if isinstance(found, PackRecord)}
+    assert {blob for blob in blobs if blob.pack > 0} <= on_disk
 
 
 def in_processes(count: int, task: Callable[[int], object], *, timeout: float = 60.0) -> list[Any]:

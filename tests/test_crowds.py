@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +15,7 @@ import pytest
 
 from castore import Store
 from castore.objects.codecs import FRAME_SIZE
-from castore.objects.packs import PackRecord, scan
-from tests.helpers import in_processes, mixed, noise, object_files, recount, text
+from tests.helpers import agrees_with_disk, in_processes, mixed, noise, text
 
 METHODS = ["fork", "forkserver", "spawn"]
 
@@ -26,25 +24,6 @@ METHODS = ["fork", "forkserver", "spawn"]
 def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     with Store(tmp_path / "store", memory=request.param) as opened:
         yield opened
-
-
-def agrees_with_disk(store: Store) -> None:
-    """Every row's bytes can be read, and after a gc nothing else is on disk."""
-    store.gc(grace=0)
-    assert store.verify().bad == []
-    recount(store)
-    assert store.gc(grace=0, dry_run=True).leftovers == []
-    blobs = list(store.index.blobs())
-    loose = {store.objects.loose.path(blob.digest, blob.codec) for blob in blobs if blob.pack == 0}
-    assert {str(path) for path in object_files(store)} == loose
-    on_disk = set()
-    for pack in store.objects.packs.ids():
-        on_disk |= {
-            found.blob
-            for found in scan(store.objects.packs.path(pack), pack)
-            if isinstance(found, PackRecord)
-        }
-    assert {blob for blob in blobs if blob.pack > 0} <= on_disk
 
 
 # The same Store object in children
@@ -124,48 +103,6 @@ def test_a_file_opened_before_a_fork_reads_on_in_both(store: Store) -> None:
 
 
 # Everything at once
-
-
-def test_sixteen_processes_do_everything_at_once(store: Store) -> None:
-    def value(number: int, version: int) -> bytes:
-        size = [50, 2_000, 30_000, 300_000][number % 4]
-        return b"%d %d " % (number, version) + noise(size // 2, number) * 2
-
-    def act(process: int) -> int:
-        chance = random.Random(process)
-        end = time.monotonic() + 3.0
-        done = 0
-        while time.monotonic() < end:
-            number = chance.randrange(24)
-            name = f"n/{number}"
-            what = chance.random()
-            if process == 0 and what < 0.3:
-                store.gc(max_size=1_500_000, grace=0)
-            elif process == 1 and what < 0.1:
-                assert store.verify(sample=0.2).bad == []
-            elif what < 0.4:
-                data = value(number, chance.randrange(5))
-                assert store.put(name, data, codec=chance.choice(["zstd", "lz4", "none"])).size == len(data)
-            elif what < 0.45:
-                store.put_many((f"n/{i}", value(i, 9)) for i in range(number, 24, 7))
-            elif what < 0.5:
-                store.delete(name)
-            elif what < 0.55:
-                names = [entry.name for entry in store.entries("n")]
-                assert names == sorted(names)
-            else:
-                answer = store.get(name)
-                assert answer is None or answer in [value(number, version) for version in (*range(5), 9)]
-            done += 1
-        return done
-
-    done = in_processes(16, act)
-    assert sum(done) > 300
-    assert store.stat().corrupt == 0
-    agrees_with_disk(store)
-    for entry in store.entries():
-        number = int(entry.name.split("/")[1])
-        assert store.get(entry.name) in [value(number, version) for version in (*range(5), 9)]
 
 
 def test_threads_share_one_store(shared: Store) -> None:

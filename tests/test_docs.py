@@ -62,11 +62,11 @@ def test_every_page_stands_in_the_index() -> None:
     assert [page.name for page in PAGES if f"]({page.name})" not in index and page.name != "index.md"] == []
 
 
-def test_every_test_that_the_design_names_is_there() -> None:
-    """The design says where each promise is kept and which test shows it: a renamed one would make it a rumour."""
-    design = (ROOT / "docs" / "design.md").read_text()
+def test_every_test_that_a_page_names_is_there() -> None:
+    """Pages say of their promises which test shows it: a renamed one would make it a rumour."""
+    pages = "".join(page.read_text() for page in PAGES)
     sources = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
-    named = set(re.findall(r"`(test_\w+)`", design))
+    named = set(re.findall(r"`(test_\w+)(?:\[.*?\])?`", pages))
     assert len(named) > 20
     there = {name for source in sources.values() for name in re.findall(r"def (test_\w+)", source)}
     assert named - there == set()
@@ -78,7 +78,7 @@ def test_the_rooms_of_the_design_are_the_modules_there_are() -> None:
     assert rooms is not None
     folders = [
         *("castore", "castore/objects", "castore/shm", "castore/watching", "fuse/castore_fuse"),
-        *(f"castore/adapters/{name}" for name in ("torch", "tree", "datasets", "datasets/ops")),
+        *(f"castore/adapters/{name}" for name in ("torch", "tree", "datasets", "datasets/ops", "embeddings")),
     ]
     there = {path.name for folder in folders for path in (ROOT / folder).glob("[!_]*.py")}
     assert set(re.findall(r"\b\w+\.py\b", rooms[1])) == there

@@ -73,10 +73,11 @@ class BlobReader:
         self.blob = blob
         self._fd = fd
         self._pack = pack
-        self._checksums = memoryview(checksums).cast("Q") if checksums else None
         self._cache = cache
         self._where = where
         self.frames = frame_count(blob.size)
+        fits = checksums is not None and len(checksums) == 8 * self.frames
+        self._checksums = memoryview(checksums).cast("Q") if checksums is not None and fits else None
         self._table: FrameTable | None = None
         self._codec = CODECS[blob.codec]
         self._digest_hex = blob.digest.hex()
@@ -114,16 +115,32 @@ class BlobReader:
     # Finding frames
 
     def _read_at(self, offset: int, length: int) -> bytes:
-        data = os.pread(self._fd, length, self.blob.offset + offset)
+        try:
+            data = os.pread(self._fd, length, self.blob.offset + offset)
+        except (
+            OSError
+        ) as error:  # a sector that the disk gave up on, a folder or a pipe in the object's place
+            raise CorruptError(f"{self._where} cannot be read: {error.strerror}") from error
         if len(data) != length:
             raise CorruptError(f"{self._where} ends {length - len(data)} bytes early")
         return data
+
+    def _read_into(self, target: memoryview, position: int) -> None:
+        try:
+            read = os.preadv(self._fd, [target], position)
+        except OSError as error:
+            raise CorruptError(f"{self._where} cannot be read: {error.strerror}") from error
+        if read != len(target):
+            raise CorruptError("the object ends early")
 
     def table(self) -> FrameTable:
         """Where the frames lie; read once."""
         table = self._table
         if table is None:
             blob = self.blob
+            # Before memory is taken for what the row claims.
+            if blob.offset + blob.stored > self.file_length():
+                raise CorruptError(f"{self._where} ends before the {blob.stored} bytes of the object do")
             if self.frames == 1 and blob.pack > 0:  # small packed blobs carry no table
                 table = FrameTable([0, blob.stored], None)
             else:
@@ -146,7 +163,7 @@ class BlobReader:
                 if blake3.blake3(frame).digest() != self.blob.digest:
                     raise CorruptError("the bytes do not have the digest they are stored under")
             elif not self._codec.checked:
-                if self._checksums is None or len(self._checksums) != self.frames:
+                if self._checksums is None:
                     raise CorruptError("the index keeps no checksums for this raw object")
                 if xxhash.xxh3_64_intdigest(frame) != self._checksums[index]:
                     raise CorruptError("the frame's bytes differ from the checksum the index keeps")
@@ -269,7 +286,6 @@ class BlobReader:
             if self.blob.codec == "zstd":
                 zstd_decompress_into(self._stored_frame(index), target)
             elif self.blob.codec == "none":
-                if os.preadv(self._fd, [target], self.blob.offset + begin) != len(target):
-                    raise CorruptError("the object ends early")
+                self._read_into(target, self.blob.offset + begin)
             else:
                 target[:] = self._codec.decompress(self._stored_frame(index), len(target))

@@ -8,18 +8,70 @@ so that another kind of place can stand behind it one day.
 from __future__ import annotations
 
 import os
+import time
+from contextlib import closing
 from pathlib import Path
 
 from blake3 import blake3
 
 from castore.errors import CorruptError
 from castore.memory import MemoryLRU
-from castore.objects.codecs import CODECS
+from castore.objects.codecs import CODECS, FRAME_SIZE
 from castore.objects.decode import BlobReader
-from castore.objects.loose import LooseFolder
-from castore.objects.packs import PackFolder, PackWriter
+from castore.objects.encode import HashingFrames, raw_checksums
+from castore.objects.frames import frame_count, probe_size
+from castore.objects.loose import DIGEST_SIZE, LooseFolder
+from castore.objects.packs import PACK_LIMIT, OpenPack, PackFolder, PackRecord, PackWriter, scan
 from castore.records import LOOSE, LOST, Blob
-from castore.temporary import sync_folder
+from castore.temporary import open_here, open_regular, sync_folder
+
+# No blob and no object is longer: offsets of files are signed.
+_LONGEST = 1 << 62
+
+
+def check_row(blob: Blob) -> None:
+    """Check what a row of the index claims, which may be damaged or hostile, before it is acted on.
+
+    Raises:
+        CorruptError: it cannot be.
+    """
+    digest, size, stored, codec, pack, offset = blob
+    try:
+        limits = (FRAME_SIZE, PACK_LIMIT) if pack > 0 else (_LONGEST, _LONGEST)
+        sound = 0 <= size <= limits[0] and 0 <= stored <= limits[1] and 0 <= offset < _LONGEST
+    except TypeError:
+        sound = False
+    if (
+        not sound
+        or codec not in CODECS
+        or type(digest) is not bytes
+        or len(digest) != DIGEST_SIZE
+        or pack < LOST
+    ):
+        raise CorruptError(f"the index has a row that cannot be: {tuple(blob)}; `castore doctor` tells more")
+
+
+def describe_loose(digest: bytes, codec: str, path: Path) -> tuple[Blob, bytes | None]:
+    """What an object says of itself, with its checksums if the index keeps them: then it is read whole.
+
+    Raises:
+        CorruptError: it is not what its name says.
+        OSError: it cannot be read.
+    """
+    fd = open_regular(path)
+    try:
+        stored = os.fstat(fd).st_size
+        size = probe_size(codec, stored, lambda offset, length: os.pread(fd, length, offset))
+        blob = Blob(digest, size, stored, codec, LOOSE, 0)
+        if codec != "none" or frame_count(size) == 1:
+            return blob, None
+        frames = HashingFrames(fd)
+        checksums = raw_checksums(frames)
+        if frames.digest != digest:
+            raise CorruptError("the bytes do not have the digest they are stored under")
+        return blob, checksums
+    finally:
+        os.close(fd)
 
 
 class ObjectDirectory:
@@ -45,6 +97,10 @@ class ObjectDirectory:
 
     def where(self, blob: Blob) -> str:
         """What to call a blob's place in a message."""
+        try:
+            check_row(blob)
+        except CorruptError:
+            return f"a row of the index for {blob.digest!r}"
         if blob.pack == LOOSE:
             return self.loose.path(blob.digest, blob.codec)
         return f"{self.packs.path(blob.pack)} at {blob.offset}"
@@ -56,16 +112,50 @@ class ObjectDirectory:
 
         Raises:
             FileNotFoundError: the bytes are not where `blob` says.
+            CorruptError: what `blob` says cannot be.
         """
+        check_row(blob)
         if blob.pack == LOST:
             raise FileNotFoundError(f"blob {blob.digest.hex()} is lost")
+        opened: OpenPack | None = None
         if blob.pack == LOOSE:
-            fd = os.open(self.loose.path(blob.digest, blob.codec), os.O_RDONLY | os.O_CLOEXEC)
-            opened = None
+            # What is no file is as long as none, or cannot be read: the reader looks at the length before it reads.
+            fd = open_here(self.loose.path(blob.digest, blob.codec))
         else:
             opened = self.packs.open(blob.pack)
             fd = opened.fd
         return BlobReader(blob, fd, pack=opened, checksums=checksums, cache=cache, where=self.where(blob))
+
+    def intact(self, digest: bytes) -> tuple[Blob, bytes | None] | None:
+        """The loose object of ``digest``, whatever the index says of it, and its checksums; None if it is not whole.
+
+        Reads all of it: for when a read has failed, and it is to be told whether the object or its row is at fault.
+        """
+        if type(digest) is not bytes or len(digest) != DIGEST_SIZE:
+            return None
+        for codec in CODECS:
+            path = Path(self.loose.path(digest, codec))
+            try:
+                blob, checksums = describe_loose(digest, codec, path)
+                with closing(self.open(blob, checksums=checksums)) as reader:
+                    hasher = blake3()
+                    for index in range(reader.frames):
+                        hasher.update(reader.frame(index))
+            except (CorruptError, OSError):
+                continue
+            if hasher.digest() == digest:
+                return blob, checksums
+        return None
+
+    def digests(self) -> set[bytes]:
+        """Under which digests bytes lie, whatever the index says. Looks through all packs: for repair."""
+        packed = {
+            found.blob.digest
+            for pack in self.packs.ids()
+            for found in scan(self.packs.path(pack), pack, payloads=False)
+            if isinstance(found, PackRecord)
+        }
+        return packed | {digest for digest, _, _ in self.loose.listing()}
 
     def is_empty(self) -> bool:
         """Whether there is no object and no pack."""
@@ -76,16 +166,17 @@ class ObjectDirectory:
 
         Raises:
             FileNotFoundError: the pack is not there (any more).
-            CorruptError: the bytes are not those that were put.
+            CorruptError: the bytes are not those that were put, or what `blob` says cannot be.
         """
+        check_row(blob)
         digest, size, stored, codec, number, offset = blob
         pack = self.packs.open(number)  # held by this name until the bytes are read
-        payload = os.pread(pack.fd, stored, offset)
         try:
+            payload = os.pread(pack.fd, stored, offset)
             data = CODECS[codec].decompress(payload, size)
             if blake3(data).digest() != digest:
                 raise CorruptError("the bytes do not have the digest they are stored under")
-        except CorruptError as error:
+        except (CorruptError, OSError) as error:
             where = self.where(blob)
             message = f"blob {blob.digest.hex()} is damaged in {where}: {error}"
             raise CorruptError(message, digest=blob.digest.hex(), where=where) from error
@@ -96,7 +187,7 @@ class ObjectDirectory:
         path = self.packs.path(pack)
         # A file that is here already was left by a transaction that registered the id and did not commit, so no row
         # can mean it.
-        path.unlink(missing_ok=True)
+        self.discard(path)
         writer = PackWriter(path, pack, self._pack_mode)
         if self.durable:
             sync_folder(path.parent)
@@ -104,10 +195,21 @@ class ObjectDirectory:
 
     def remove_loose(self, digest: bytes, codec: str) -> None:
         """Unlink an object. The caller holds the write lock and knows that no row means it."""
-        Path(self.loose.path(digest, codec)).unlink(missing_ok=True)
+        self.discard(Path(self.loose.path(digest, codec)))
+
+    def discard(self, path: Path) -> None:
+        """Remove a file that belongs to nothing; what lies there and is no file is set aside."""
+        try:
+            path.unlink(missing_ok=True)
+        except IsADirectoryError:
+            path.rename(self.quarantine_folder / f"{path.name}-{time.time_ns()}")
 
     def quarantine(self, blob: Blob) -> Path | None:
         """Set a bad object aside for whoever wants to look at it; None if there was nothing to set aside."""
+        try:
+            check_row(blob)
+        except CorruptError:
+            return None  # a row that means no place has nothing to set aside
         suffix = Path(self.loose.path(blob.digest, blob.codec)).suffix
         target = self.quarantine_folder / f"{blob.digest.hex()}{suffix}"
         try:
@@ -117,7 +219,7 @@ class ObjectDirectory:
                 pack = self.packs.open(blob.pack)
                 target.write_bytes(os.pread(pack.fd, min(blob.stored, 1 << 20), blob.offset))
                 target.chmod(self.loose.mode)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         return target
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from castore.errors import StoreError
 from castore.objects.codecs import CODECS
 from castore.temporary import create_temporary, sync_folder
 
 _SUFFIXES = {codec.suffix: codec.name for codec in CODECS.values()}
+#: Bytes of a digest.
+DIGEST_SIZE = 32
 _OBJECT = re.compile(r"([0-9a-f]{64})(|\.zst|\.lz4|\.gz)")
 
 
@@ -54,10 +58,15 @@ class LooseFolder:
         """Rename a sealed file to its final name. The caller holds the write lock."""
         target = Path(self.path(digest, codec))
         try:
-            os.rename(temporary, target)
+            # A link in the folder's place would lead out of the store.
+            if not stat.S_ISDIR(os.lstat(target.parent).st_mode):
+                raise StoreError(f"{target.parent} is not a folder; `castore doctor` sets it aside")
         except FileNotFoundError:
             self._make_folder(target.parent)
+        try:
             os.rename(temporary, target)
+        except IsADirectoryError as error:
+            raise StoreError(f"{target} is a folder; `castore doctor` sets it aside") from error
         if durable:
             sync_folder(target.parent)
 
@@ -67,9 +76,11 @@ class LooseFolder:
         sync_folder(folder.parent)
 
     def listing(self) -> Iterator[tuple[bytes, str, Path]]:
-        """Every loose object: digest, codec, path. Files of other names are passed over."""
+        """Every loose object: digest, codec, path. What is no file, or of another name, is passed over."""
         for folder in sorted(self.objects.glob("[0-9a-f][0-9a-f]")):
-            for path in sorted(folder.iterdir()):
-                match = _OBJECT.fullmatch(path.name)
-                if match and match[1][:2] == folder.name:
-                    yield bytes.fromhex(match[1]), _SUFFIXES[match[2]], path
+            if folder.is_symlink() or not folder.is_dir():
+                continue
+            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+                match = _OBJECT.fullmatch(entry.name)
+                if match and match[1][:2] == folder.name and entry.is_file(follow_symlinks=False):
+                    yield bytes.fromhex(match[1]), _SUFFIXES[match[2]], Path(entry.path)

@@ -11,6 +11,7 @@ This module reads and writes pack files. Which blobs are live, and when a pack g
 from __future__ import annotations
 
 import os
+import re
 import struct
 import threading
 import time
@@ -22,9 +23,9 @@ import xxhash
 
 from castore.errors import CorruptError
 from castore.forks import reset_after_fork
-from castore.objects.codecs import CODECS
+from castore.objects.codecs import CODECS, FRAME_SIZE
 from castore.records import Blob
-from castore.temporary import open_with_mode
+from castore.temporary import open_regular, open_with_mode
 
 #: Blobs stored in at most this many bytes go into packs.
 PACK_LIMIT = 16 * 1024
@@ -44,6 +45,7 @@ _CHECKED = struct.Struct("<32sQIIQ")
 HEAD_SIZE = _HEAD.size
 _CODEC_IDS = {name: index for index, name in enumerate(("none", "zstd", "lz4", "gzip"))}
 _CODEC_NAMES = dict(enumerate(_CODEC_IDS))
+_PACK = re.compile(r"([0-9a-f]{8})\.pack")
 assert set(_CODEC_IDS) == set(CODECS)
 
 
@@ -71,7 +73,7 @@ class Damage(NamedTuple):
 
 def _parse_head(raw: bytes, at: int, pack: int, payload_at: int) -> tuple[Blob, int] | None:
     magic, check, digest, size, stored, codec, payload_check = _HEAD.unpack_from(raw, at)
-    if magic != _MAGIC or codec not in _CODEC_NAMES:
+    if magic != _MAGIC or codec not in _CODEC_NAMES or size > FRAME_SIZE or stored > PACK_LIMIT:
         return None
     if xxhash.xxh3_64_intdigest(raw[at + 8 : at + HEAD_SIZE]) & 0xFFFFFFFF != check:
         return None
@@ -86,8 +88,11 @@ def scan(path: Path, pack: int, *, start: int = 0, payloads: bool = True) -> Ite
         pack: its id, for the blobs' `pack`.
         start: where to begin; a record must begin there.
         payloads: read each payload and compare its check; False trusts them (`intact` is then True).
+
+    Raises:
+        FileNotFoundError: there is no such file (any more).
     """
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
         end = os.fstat(file.fileno()).st_size
         fd = file.fileno()
         position = start or (len(FILE_HEAD) if os.pread(fd, len(FILE_HEAD), 0) == FILE_HEAD else 0)
@@ -142,7 +147,7 @@ class OpenPack:
 
     def __init__(self, path: str) -> None:
         self.fd = -1
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.fd = open_regular(path)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.fd >= 0:
@@ -172,7 +177,9 @@ class PackFolder:
 
     def ids(self) -> list[int]:
         """The packs there are on disk."""
-        return sorted(int(path.stem, 16) for path in self.folder.glob("????????.pack"))
+        files = (entry.name for entry in os.scandir(self.folder) if entry.is_file(follow_symlinks=False))
+        found = map(_PACK.fullmatch, files)
+        return sorted(int(match[1], 16) for match in found if match)
 
     def open(self, pack: int) -> OpenPack:
         """The pack, open for reading.
@@ -185,8 +192,7 @@ class PackFolder:
         if opened is not None and time.monotonic() < self._look_again:
             return opened
         with self._lock:
-            if time.monotonic() >= self._look_again:
-                self._drop_unlinked()
+            self._drop_unlinked_if_due()
             opened = self._open.get(pack)
             if opened is None:
                 opened = self._open[pack] = OpenPack(str(self.path(pack)))
@@ -194,12 +200,24 @@ class PackFolder:
                     del self._open[next(iter(self._open))]
             return opened
 
-    def _drop_unlinked(self) -> None:
-        # gc unlinks packs; a descriptor that nobody uses must not keep their bytes on the disk.
+    def drop_unlinked(self) -> None:
+        """What `open` does every few seconds, for who opens nothing for long: let go of packs that gc has unlinked."""
+        with self._lock:
+            self._drop_unlinked_if_due()
+
+    def _drop_unlinked_if_due(self) -> None:
+        # A descriptor that nobody uses must not keep their bytes on the disk.
+        if time.monotonic() < self._look_again:
+            return
         self._look_again = time.monotonic() + _UNLINKED_SECONDS
         for pack, opened in list(self._open.items()):
             if os.fstat(opened.fd).st_nlink == 0:
                 del self._open[pack]
+
+    def forget(self, pack: int) -> None:
+        """Keep an unlinked pack open no longer than its readers do: its bytes take room until then."""
+        with self._lock:
+            self._open.pop(pack, None)
 
     def close(self) -> None:
         """Close what nobody uses."""

@@ -9,7 +9,6 @@ import argparse
 import logging
 import sqlite3
 import sys
-from functools import partial
 from pathlib import Path
 
 from castore import Store, mounts
@@ -40,11 +39,12 @@ class Mount:
         session = Session(operations, given.mountpoint, options, given.threads)
         mounts.forget_dead(self.store.index)  # a killed daemon's, of this very mountpoint perhaps
         # On the list before the mount answers: from then on gc must know of the pin.
-        self._row = row = mounts.register(
-            self.store.index, str(session.mountpoint), given.prefix, pinned=given.pin
+        self._registration = registration = self.store.relieve(
+            lambda: mounts.Registration(
+                self.store.index, str(session.mountpoint), given.prefix, pinned=given.pin
+            )
         )
-        beat = partial(mounts.still_here, self.store.index, row)
-        self.follower = Follower(self.view, operations.nodes, session, beat)
+        self.follower = Follower(self.view, operations.nodes, session, registration.still_here)
         return session
 
     def started(self) -> None:
@@ -55,10 +55,10 @@ class Mount:
         """Take everything back that `open` did."""
         if hasattr(self, "follower"):
             self.follower.stop()
-        if not hasattr(self, "_row"):
+        if not hasattr(self, "_registration"):
             return
         try:
-            mounts.unregister(self.store.index, self._row)
+            self.store.relieve(self._registration.remove)
             self.store.close()
         except (sqlite3.Error, CastoreError) as error:
             # Whoever opens the store next sees that this process is gone.

@@ -79,6 +79,7 @@ class Follower:
             try:
                 self.look()
                 self._view.store.flush_if_due()
+                self._view.store.objects.packs.drop_unlinked()
                 if time.monotonic() > self._next_beat:
                     self._next_beat = time.monotonic() + BEAT_SECONDS
                     self._beat()

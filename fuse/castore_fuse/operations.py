@@ -164,9 +164,16 @@ class Operations(LowLevel):
         try:
             return _Handle(self.view.open(file), self._ahead)
         except FileNotFoundError as error:
-            # Gone if nothing is known of it any more; known but unreadable is damage.
-            known = self.view.store.index.blob(file.digest)
-            raise OSError(errno.EIO if known else errno.ENOENT, "its bytes are gone") from error
+            raise OSError(self._why_gone(file), "its bytes are gone") from error
+
+    def _why_gone(self, file: File) -> int:
+        """The error for a file whose bytes cannot be opened."""
+        index = self.view.store.index
+        if index.blob(file.digest) is not None:
+            return errno.EIO  # known and not readable: damage
+        # Re-pointed, and gc took what the name let go of: to ESTALE the kernel looks the name up again, and opens that.
+        named = file.name and index.find_digest(file.name) not in (None, file.digest)
+        return errno.ESTALE if named else errno.ENOENT
 
     def release(self, node: int, handle: int) -> None:
         reader = self._handles.pop(handle).reader

@@ -21,7 +21,7 @@ from castore import Store
 from castore.errors import CorruptError
 from castore.index import below
 from castore.memory import MemoryLRU
-from castore.names import RESERVED
+from castore.names import PART_BYTES, RESERVED
 from castore.objects.decode import BlobReader
 
 _CHILD = (
@@ -137,6 +137,9 @@ class View:
             rows = self.store.index.connection().execute(_INSIDE, (low, high, now, page)).fetchall()
             for name, digest, size, created, expires in rows:
                 part, slash, _ = name[skip:].partition("/")
+                if not _is_part(part):
+                    low = name + "\0"  # one bad row must not take the listing down
+                    continue
                 if slash:
                     yield part, Folder(f"{folder}/{part}" if folder else part)
                     low = name[: skip + len(part)] + "0"  # the first name behind that folder
@@ -162,7 +165,8 @@ class View:
         return None
 
     def _stat_file(self) -> File:
-        figures = self.store.stat()
+        # The store behind a mount has no RAM tier of its own: what the mount keeps in RAM is decoded frames.
+        figures = self.store.stat()._replace(memory_bytes=self.cache.bytes, memory_max=self.cache.max_bytes)
         content = json.dumps(figures._asdict(), indent=2).encode() + b"\n"
         return File("", xxhash.xxh3_128_digest(content) * 2, len(content), time.time(), 0.0, content)
 
@@ -210,6 +214,12 @@ class View:
         disk = shutil.disk_usage(self.store.path).free
         free = disk if budget is None else max(0, min(disk, budget - totals.stored))
         return Space(totals.stored + free, free, totals.entries)
+
+
+def _is_part(part: str) -> bool:
+    """Whether the kernel takes this as the name of a file: an index that was not made by castore may say anything."""
+    short = len(part) <= PART_BYTES // 4 or len(part.encode(errors="replace")) <= PART_BYTES
+    return short and part not in ("", ".", "..") and "\0" not in part
 
 
 def _is_hex(text: str, length: int) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import shutil
 import stat
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +22,8 @@ from castore.errors import CastoreError
 from castore_fuse import mountpoints
 from castore_fuse.lifecycle import check_fuse
 from tests.mount import shelf
+
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -108,3 +113,29 @@ def live(request: pytest.FixtureRequest, store: Store) -> Iterator[Path]:
     """The store of this test, mounted both ways: what the test puts appears."""
     with castore_fuse.mounted(store, pin=request.param == "pinned") as root:
         yield root
+
+
+@contextlib.contextmanager
+def program(*words: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """A Python program of ours that says `ready`, and is told to go on through its standard input."""
+    with subprocess.Popen(
+        [sys.executable, "-m", *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=_ROOT,
+        env=os.environ | {"PYTHONPATH": os.fspath(_ROOT)},
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+
+
+def finish(process: subprocess.Popen[str], say: str) -> str:
+    out, _ = process.communicate(say, timeout=60)
+    assert process.returncode == 0
+    return out

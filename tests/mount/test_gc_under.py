@@ -8,9 +8,6 @@ import hashlib
 import mmap
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +19,8 @@ from castore.objects.codecs import FRAME_SIZE
 from castore_fuse import mountpoints
 from castore_fuse.daemon import Record
 from tests.helpers import mixed, noise, text
-from tests.mount.conftest import forget_pages, until
+from tests.mount.conftest import finish, forget_pages, program, until
 
-HERE = Path(__file__).resolve().parents[2]
 KINDS = {
     "zstd": (mixed(5 * FRAME_SIZE + 5), "zstd"),
     "lz4": (mixed(3 * FRAME_SIZE, 1), "lz4"),
@@ -42,32 +38,6 @@ def put_kinds(store: Store) -> None:
 
 def remove_everything(store: Store) -> list[str]:
     return store.gc(max_size=0, grace=0).evicted
-
-
-@contextlib.contextmanager
-def program(*words: str | Path) -> Iterator[subprocess.Popen[str]]:
-    """A Python program of ours that says `ready`, and is told to go on through its standard input."""
-    with subprocess.Popen(
-        [sys.executable, "-m", *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=HERE,
-        env=os.environ | {"PYTHONPATH": os.fspath(HERE)},
-    ) as process:
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == "ready\n"
-            yield process
-        except BaseException:
-            process.kill()
-            raise
-
-
-def finish(process: subprocess.Popen[str], say: str) -> str:
-    out, _ = process.communicate(say, timeout=60)
-    assert process.returncode == 0
-    return out
 
 
 def test_open_files_and_maps_keep_their_bytes_when_gc_removes_everything(store: Store) -> None:

@@ -1,0 +1,82 @@
+"""Everything one does with a store, done to one that is not to be trusted, in a process with little memory.
+
+Run as ``python exercise.py STORE``: prints a line of JSON: what each act ended with, and by how many MB the process's peak
+memory grew. An error that is not castore's own ends it with a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable
+
+from castore import CastoreError, Store, doctor
+from castore.objects.workers import workers
+
+LIMIT = 2 << 30
+
+
+def peak() -> int:
+    with open("/proc/self/status") as file:
+        return int(file.read().split("VmHWM:")[1].split()[0]) // 1024
+
+
+def read_all(store: Store) -> int:
+    hits = 0
+    for name in [entry.name for entry in store.entries()]:
+        try:
+            hits += store.get(name) is not None
+            with store.open(name) as file:
+                file.seek(1000)
+                file.read(10)
+        except CastoreError:
+            continue
+    return hits
+
+
+def acts(path: str) -> dict[str, Callable[[], object]]:
+    def opened(act: Callable[[Store], object]) -> Callable[[], object]:
+        def run() -> object:
+            with Store(path, memory=0) as store:
+                return act(store)
+
+        return run
+
+    return {
+        "open": opened(lambda store: len(list(store.entries()))),
+        "read": opened(read_all),
+        "put": opened(lambda store: store.put("new/small", b"x" * 1000).size),
+        "put large": opened(lambda store: store.put("new/large", os.urandom(400_000)).size),
+        "compute": opened(lambda store: len(store.get_or_compute("new/computed", lambda: b"y"))),
+        "delete": opened(lambda store: store.delete("new/small")),
+        "stat": opened(lambda store: store.stat().entries),
+        "verify": opened(lambda store: len(store.verify(repair=True).bad)),
+        "gc": opened(lambda store: store.gc(max_size=10_000_000, grace=0).blobs),
+        "doctor": lambda: [finding.mended for finding in doctor.examine(path)],
+        "rebuild": lambda: doctor.rebuild_index(path)[1].entries,
+        "read again": opened(read_all),
+        "gc again": opened(lambda store: store.gc(grace=0).blobs),
+        "verify again": opened(lambda store: len(store.verify().bad)),
+    }
+
+
+def main() -> None:
+    path = sys.argv[1]
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
+    import sqlite_utils  # noqa: F401  (its weight is not the store's doing)
+
+    workers.pool().submit(int).result()
+    before = peak()
+    ended: dict[str, object] = {}
+    for name, act in acts(path).items():
+        try:
+            ended[name] = act()
+        except CastoreError as error:
+            ended[name] = f"{type(error).__name__}: {error}"
+    print(json.dumps({"ended": ended, "grew": peak() - before}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Stores to hurt, and what reading them back gave: bytes that were put, an error or a miss, or (never) others.
+
+Chance comes from a seed that a failing test prints. Nothing here decides what is right.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from castore import CastoreError, Store
+from castore.objects.codecs import FRAME_SIZE
+from castore.objects.packs import HEAD_SIZE
+from tests.helpers import mixed, noise, payload, text
+
+CODECS = ("zstd", "lz4", "gzip", "none")
+#: Sizes of blobs: into a pack, of one frame, of several.
+SMALL, SINGLE, SEVERAL = 3_000, 40_000, FRAME_SIZE + 40_000
+
+
+class Stored(NamedTuple):
+    """Where an entry's bytes lie: with the head of its record, if it is in a pack."""
+
+    path: Path
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """Bytes of it."""
+        return self.end - self.start
+
+
+def fill(store: Store, count: int, *, several: int = 10) -> dict[str, bytes]:
+    """Put ``count`` blobs of all codecs, two thirds of them into packs, each ``several``th of several frames."""
+    values = {}
+    for number in range(count):
+        codec = CODECS[number % len(CODECS)]
+        kind = number // len(CODECS)
+        size = SEVERAL if kind % several == 0 else SINGLE if kind % 3 == 1 else SMALL
+        make = (text, mixed, noise)[kind % 2] if codec != "none" else noise
+        data = make(size + number, number)
+        name = f"{codec}/{number:05d}"
+        store.put(name, data, codec=codec)
+        values[name] = data
+    return values
+
+
+def stored(store: Store, name: str) -> Stored:
+    """Where the entry lies."""
+    path, offset, length = payload(store, name)
+    head = HEAD_SIZE if path.suffix == ".pack" else 0
+    return Stored(path, offset - head, offset + length)
+
+
+def answer(read: Callable[[], bytes | None]) -> bytes | None:
+    """What was read; None for a miss and for an error that says what it is."""
+    try:
+        return read()
+    except CastoreError:
+        return None
+
+
+def ranges(store: Store, name: str, size: int) -> list[tuple[int, bytes]]:
+    """The pieces of an entry that can be read by ranges, each with its place."""
+    found = []
+    for start in range(0, size, FRAME_SIZE // 2):
+        try:
+            with store.open(name) as file:
+                file.seek(start)
+                found.append((start, file.read(FRAME_SIZE // 2)))
+        except CastoreError:
+            continue
+    return found
+
+
+def errno_of(read: Callable[[], object]) -> int | None:
+    """The errno that a call on files ends with, or None."""
+    try:
+        read()
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def files_below(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Every file below a folder with its mode, size and time of change: to see that nothing outside was touched."""
+    found = {}
+    for here, folders, files in os.walk(folder):
+        for name in folders + files:
+            path = Path(here, name)
+            status = path.lstat()
+            found[os.fspath(path)] = status.st_mode, status.st_size, status.st_mtime_ns
+    return found

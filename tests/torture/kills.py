@@ -1,0 +1,121 @@
+"""Dying exactly there: a forked child that works on a store and kills itself around a chosen call.
+
+Nothing of this is in what ships: the child wraps a function of castore in its own memory, and everything else it runs
+is the real thing. SIGKILL leaves it no chance to tidy up. Forking from a process that has all imported makes
+a death cost milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+#: Arms the calling process: what it returns from is installed, and strikes later.
+Stop = Callable[[], None]
+
+
+def die() -> NoReturn:
+    """SIGKILL for the calling process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("nobody outlives SIGKILL")
+
+
+def before(owner: Any, name: str, nth: int = 1, then: Stop = die) -> Stop:
+    """Strike when ``owner.name`` is called for the ``nth`` time."""
+    return lambda: _wrap(owner, name, nth, then, lambda: None)
+
+
+def after(owner: Any, name: str, nth: int | None = 1, then: Stop = die) -> Stop:
+    """Strike when the ``nth`` call of ``owner.name`` returns, or each if None; ``then`` may arm another stop instead."""
+    return lambda: _wrap(owner, name, nth, lambda: None, then)
+
+
+def halfway(owner: Any, name: str, argument: int, nth: int = 1) -> Stop:
+    """Strike when the ``nth`` call of ``owner.name`` has got half of its bytes: those of the given argument."""
+
+    def arm() -> None:
+        original, calls = getattr(owner, name), [0]
+
+        def cut(*arguments: Any) -> Any:
+            calls[0] += 1
+            if calls[0] < nth:
+                return original(*arguments)
+            given = arguments[argument]
+            original(*arguments[:argument], given[: len(given) // 2], *arguments[argument + 1 :])
+            return die()
+
+        setattr(owner, name, cut)
+
+    return arm
+
+
+def _wrap(owner: Any, name: str, nth: int | None, first: Stop, last: Stop) -> None:
+    original, calls = getattr(owner, name), [0]
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls[0] += 1
+        now = nth is None or calls[0] == nth
+        if now:
+            first()
+        result = original(*arguments, **options)
+        if now:
+            last()
+        return result
+
+    setattr(owner, name, counted)
+
+
+def killed(task: Callable[[], object], stop: Stop) -> None:
+    """Run ``task`` in a forked child that ``stop`` kills. Fails if the child lives to the end of it, or fails itself."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            stop()
+            task()
+            os.write(writing, b"it came to its end: the stop was never reached")
+        except BaseException:
+            os.write(writing, traceback.format_exc().encode()[-60_000:])
+        finally:
+            os._exit(1)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        said = pipe.read().decode()
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), f"the child was not killed: {said}"
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def pause() -> None:
+    """SIGSTOP for the calling process: wedged, until somebody else has it go on."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@contextlib.contextmanager
+def paused(task: Callable[[], object], stop: Stop = lambda: None) -> Iterator[None]:
+    """Run ``task`` in a forked child that comes to a `pause`; behind the block it goes on, and must come to its end."""
+    child = os.fork()
+    if not child:
+        try:
+            stop()
+            task()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, os.WUNTRACED)
+    assert os.WIFSTOPPED(status), "the child never came to its pause"
+    try:
+        yield
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    os.kill(child, signal.SIGCONT)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, "the child failed after its pause"

@@ -1,0 +1,128 @@
+"""The processes of a soak: readers of a mount, writers to its store, a gc each second; and gauges of any process.
+
+Each works until a moment on the monotonic clock, which all processes of a machine share, and tells what it met.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import gc
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from castore import Store
+from tests.helpers import mixed
+
+NAMES = 24
+VERSIONS = 4
+_SIZES = [300, 9_000, 80_000, 700_000]
+#: What reading through a mount gives while its daemon is dead, or was killed in the middle of an answer.
+_DEAD = {errno.ENOTCONN, errno.ECONNABORTED, errno.EIO, errno.ENOENT}
+
+
+@functools.cache
+def value(number: int, version: int) -> bytes:
+    """What name ``number`` holds in a version."""
+    return b"%d %d " % (number, version) + mixed(_SIZES[number % 4], 10 * number + version)
+
+
+class Gauges(NamedTuple):
+    """What a process holds: descriptors of loose objects, of packs, and others; resident memory in bytes."""
+
+    objects: int
+    packs: int
+    others: int
+    resident: int
+
+
+def gauges(pid: int | str = "self") -> Gauges:
+    """Read them from /proc."""
+    targets = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            targets.append(os.readlink(link))
+        except FileNotFoundError:
+            continue  # the one that lists the folder
+    packs = sum("/objects/packs/" in target for target in targets)
+    objects = sum("/objects/" in target and "/objects/names/" not in target for target in targets) - packs
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return Gauges(objects, packs, len(targets) - packs - objects, pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+class Worked(NamedTuple):
+    """What a process did: how often; from when to when it asked in vain; and its gauges once warm and in the end."""
+
+    done: int
+    retries: list[tuple[float, float]]
+    began: Gauges
+    ended: Gauges
+
+
+def read(root: Path, seed: int, until: float) -> Worked:
+    """Read files of the mount, whole and in part; try again while it is dead."""
+    chance, done, retries, began = random.Random(seed), 0, list[tuple[float, float]](), gauges()
+    while time.monotonic() < until:
+        number = chance.randrange(NAMES)
+        asked = time.monotonic()
+        try:
+            with (root / f"n/{number}").open("rb", buffering=0) as file:
+                if chance.random() < 0.3:  # a label, then a part of the middle
+                    version = int(file.read(20).split(b" ")[1])
+                    start = chance.randrange(_SIZES[number % 4])
+                    file.seek(start)
+                    assert file.read(5_000) == value(number, version)[start : start + 5_000]
+                else:
+                    data = file.read()
+                    assert data == value(number, int(data[:20].split(b" ")[1]))
+        except OSError as error:
+            if error.errno not in _DEAD:
+                raise
+            retries.append((asked, time.monotonic()))
+            time.sleep(0.05)
+            continue
+        done += 1
+        if done == 20:
+            began = gauges()
+    return Worked(done, retries, began, gauges())
+
+
+def write(path: Path, seed: int, until: float) -> Worked:
+    """Put names again, one and many at a time, and see that they can be read back."""
+    chance = random.Random(seed)
+
+    def step(store: Store) -> None:
+        numbers = chance.sample(range(NAMES), 3 if chance.random() < 0.2 else 1)
+        store.put_many((f"n/{number}", value(number, chance.randrange(VERSIONS))) for number in numbers)
+        assert store.get(f"n/{numbers[0]}") in {value(numbers[0], version) for version in range(VERSIONS)}
+        time.sleep(0.01)
+
+    return _work(path, step, until, warm=20)
+
+
+def collect(path: Path, until: float) -> Worked:
+    """A gc each second."""
+
+    def step(store: Store) -> None:
+        store.gc(grace=0)
+        time.sleep(max(0.0, min(1.0, until - time.monotonic())))
+
+    return _work(path, step, until, warm=2)
+
+
+def _work(path: Path, step: Callable[[Store], None], until: float, warm: int) -> Worked:
+    """Take steps with a store of one's own; descriptors are compared before it is opened and after it is gone."""
+    began, done = gauges(), 0
+    with Store(path, memory="4MB") as store:
+        while time.monotonic() < until:
+            step(store)
+            done += 1
+            if done == warm:
+                began = began._replace(resident=gauges().resident)
+    del store
+    gc.collect()  # what it maps goes with the object
+    return Worked(done, [], began, gauges())

@@ -1,0 +1,257 @@
+"""Bit rot in the index: told in a sentence, never other bytes, and all back after a rebuild, names too.
+
+Names come back from the names journal, which lies beside the objects (docs/format.md). SQLite keeps no checksums of its
+pages. So a flipped byte may be one that nothing looks at, or change a value into another that could be: then the digest
+decides, and the worst is a miss.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sqlite3
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import castore_fuse
+from castore import CastoreError, Entry, Store, doctor
+from tests.helpers import mixed, noise, overwrite, recount
+from tests.torture.hurting import errno_of
+
+Scale = Callable[[int, int], int]
+Figure = Callable[[str], None]
+PAGE = 2048
+#: The first byte of a b-tree page: https://sqlite.org/fileformat2.html#b_tree_pages
+_KINDS = {2: "interior of an index", 5: "interior of a table", 10: "leaf of an index", 13: "leaf of a table"}
+
+
+class Healthy(NamedTuple):
+    """A store before it is hurt: what was put, and its entries."""
+
+    path: Path
+    kept: dict[str, bytes]
+    entries: list[Entry]
+
+
+def filled(path: Path) -> dict[str, bytes]:
+    """A store with loose, packed and raw blobs, whose index has pages of every kind; closed, so without a log."""
+    kept = {f"folder-{n % 7}/{n:05d}": mixed(300 + n, n) for n in range(1_200)}
+    with Store(path, memory=0) as store:
+        store.put_many(kept.items())
+        for n in range(20):
+            kept[f"large/{n}"] = noise(20_000 + n, n) if n % 2 else noise(600_000 + n, n)
+            store.put(f"large/{n}", kept[f"large/{n}"], ttl=1e6, metadata={"number": n}, pin=n % 3 == 0)
+        store.put("long metadata", b"x", metadata={"text": "y" * 10_000})
+        kept["long metadata"] = b"x"
+    return kept
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Healthy:
+    path = tmp_path_factory.mktemp("index") / "store"
+    kept = filled(path)
+    with Store(path, memory=0) as store:
+        return Healthy(path, kept, [entry._replace(accessed=0) for entry in store.entries()])
+
+
+@pytest.fixture
+def path(good: Healthy, tmp_path: Path) -> Path:
+    """A copy of the good store, to be hurt."""
+    return Path(shutil.copytree(good.path, tmp_path / "store"))
+
+
+def kinds_of_pages(index: Path) -> dict[str, list[int]]:
+    """The pages of an index by what they are."""
+    raw = index.read_bytes()
+    kinds: dict[str, list[int]] = {"header": [0]}
+    for page in range(1, len(raw) // PAGE):
+        kinds.setdefault(_KINDS.get(raw[page * PAGE], "overflow or free"), []).append(page)
+    return kinds
+
+
+def told_of(path: Path, kept: dict[str, bytes]) -> str:
+    """What a user of the store meets: 'error', 'miss' or 'right'; other bytes fail the test."""
+    met = "right"
+    try:
+        with Store(path, memory=0) as store:
+            for name, data in kept.items():
+                try:
+                    got = store.get(name)
+                except CastoreError:
+                    return "error"
+                assert got in (None, data), f"other bytes under {name}"
+                if got is None:
+                    met = "miss"
+            list(store.entries())
+    except CastoreError:
+        return "error"
+    return met
+
+
+def mend(path: Path) -> list[str]:
+    """What an operator does: `doctor`, and if it says so, `doctor --rebuild-index`."""
+    said = [finding.what for finding in doctor.examine(path)]
+    if any("rebuild-index" in finding.advice for finding in doctor.examine(path)):
+        findings, _ = doctor.rebuild_index(path)
+        said += [finding.what for finding in findings]
+    return said
+
+
+def all_back(path: Path, good: Healthy) -> None:
+    kept = good.kept
+    with Store(path, memory=0) as store:
+        assert {name: store.get(name) for name in kept} == kept
+        assert [entry._replace(accessed=0) for entry in store.entries()] == good.entries
+        assert store.verify().bad == []
+        recount(store)
+    assert doctor.examine(path) == []
+
+
+def test_a_damaged_page_of_any_kind_is_told_and_all_comes_back(
+    good: Healthy, tmp_path: Path, scale: Scale, figure: Figure
+) -> None:
+    kinds = kinds_of_pages(good.path / "index.sqlite")
+    assert set(_KINDS.values()) - {"interior of a table"} <= set(kinds), set(kinds)
+    chance = random.Random(5)
+    met: Counter[str] = Counter()
+    path = tmp_path / "store"
+    for kind, pages in kinds.items():
+        for how in ("noise", "byte", "zeros", "bit")[: scale(2, 4)]:
+            shutil.rmtree(path, ignore_errors=True)
+            shutil.copytree(good.path, path)
+            page = chance.choice(pages)
+            size = 1 if how in ("byte", "bit") else PAGE
+            at = page * PAGE + (chance.randrange(PAGE) if size == 1 else 0)
+            overwrite(path / "index.sqlite", at, bytes(size) if how == "zeros" else chance.randbytes(size))
+            answer = told_of(path, good.kept)
+            met[answer] += 1
+            said = mend(path)
+            if size == PAGE:
+                assert answer != "right" or kind == "overflow or free" or said, (
+                    f"{how} in the {kind}: nobody noticed"
+                )
+            all_back(path, good)
+    assert met["error"] >= len(kinds)
+    figure(
+        f"{met.total()} damaged pages of the index ({', '.join(sorted(kinds))}): {met['error']} errors, {met['miss']}"
+        f" misses, {met['right']} not needed; 0 other bytes; after doctor all {len(good.entries)} entries were back"
+    )
+
+
+@pytest.mark.parametrize("how", ["deleted", "empty", "cut", "text"])
+def test_an_index_that_is_gone_or_cut_is_told_and_all_comes_back(good: Healthy, path: Path, how: str) -> None:
+    index = path / "index.sqlite"
+    if how == "deleted":
+        index.unlink()
+    else:
+        content = {"empty": b"", "cut": index.read_bytes()[: 5 * PAGE + 77], "text": b"no database\n" * 1000}[
+            how
+        ]
+        index.write_bytes(content)
+    assert told_of(path, good.kept) == "error"
+    assert "rebuild-index" in doctor.examine(path)[0].advice
+    mend(path)
+    all_back(path, good)
+
+
+def test_a_damaged_log_loses_nothing_but_what_it_alone_knew(
+    good: Healthy, path: Path, tmp_path: Path, scale: Scale, figure: Figure
+) -> None:
+    """The log is checksummed: SQLite stops reading it where it is damaged. The journal knows the names after that."""
+    chance, turns, kept = random.Random(7), scale(5, 60), dict(good.kept)
+    back: Counter[str] = Counter()
+    for turn in range(turns):
+        copy = tmp_path / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        late = {f"late/{turn}/{n}": noise(2_000, 1_000 * turn + n) for n in range(30)}
+        with Store(path, memory=0) as store:
+            for name, data in late.items():
+                store.put(name, data)
+            shutil.copytree(path, copy)  # as a machine that stops leaves it: the log is not in the index yet
+        kept |= late
+        log = copy / "index.sqlite-wal"
+        assert log.stat().st_size > 10 * PAGE
+        overwrite(log, chance.randrange(log.stat().st_size), chance.randbytes(1))
+        assert told_of(copy, kept) in ("right", "miss", "error")
+        mend(copy)
+        doctor.rebuild_index(copy)
+        with Store(copy, memory=0) as store:
+            missing = [name for name, data in kept.items() if store.get(name) != data]
+            assert store.verify().bad == []
+            recount(store)
+        back["all" if not missing else "some"] += 1
+        assert set(missing) <= set(late)
+        assert doctor.examine(copy) == []
+    figure(f"{turns} damaged logs: 0 other bytes; {back['all']} times every entry was back")
+
+
+def test_a_mount_answers_eio_on_a_broken_index_and_goes_on_after_the_rebuild(
+    good: Healthy, path: Path
+) -> None:
+    kept = good.kept
+    with castore_fuse.mounted(path) as root:
+        assert (root / "large/1").read_bytes() == kept["large/1"]
+        size = (path / "index.sqlite").stat().st_size
+        overwrite(path / "index.sqlite", 0, noise(size))
+        log = path / "index.sqlite-wal"
+        if log.exists() and log.stat().st_size:
+            overwrite(log, 0, noise(log.stat().st_size))
+        errors = {errno_of((root / name).read_bytes) for name in list(kept)[:300]}
+        assert errors <= {None, 5}
+        assert 5 in errors
+        doctor.rebuild_index(path)
+        assert {name: (root / name).read_bytes() for name in kept} == kept
+
+
+ROWS = {
+    "a size below zero": "UPDATE blobs SET size = -1",
+    "a size of an exabyte": "UPDATE blobs SET size = 1 << 60",
+    "a stored length of an exabyte": "UPDATE blobs SET stored = 1 << 60",
+    "a stored length below zero": "UPDATE blobs SET stored = -5",
+    "an offset below zero": "UPDATE blobs SET offset = -1 WHERE pack > 0",
+    "an offset behind the end": "UPDATE blobs SET offset = 1 << 40 WHERE pack > 0",
+    "a pack that is not there": "UPDATE blobs SET pack = 77 WHERE pack > 0",
+    "a pack below -1": "UPDATE blobs SET pack = -9",
+    "a codec that is none": "UPDATE blobs SET codec = 'brotli'",
+    "another codec": "UPDATE blobs SET codec = CASE codec WHEN 'zstd' THEN 'lz4' ELSE 'zstd' END",
+    "text for a size": "UPDATE blobs SET size = 'many'",
+    "an empty digest": "UPDATE entries SET digest = x'' WHERE name < 'folder-3'",
+    "a short digest": "UPDATE OR REPLACE blobs SET digest = substr(digest, 1, 3)",
+    "a path for a digest": "UPDATE entries SET digest = '../../etc/passwd'",
+    "swapped digests": "UPDATE entries SET digest = (SELECT max(digest) FROM blobs)",
+    "metadata that is no JSON": "UPDATE entries SET metadata = '{'",
+    "names that lead out": "UPDATE entries SET name = '../' || name",
+    "names with a NUL": "UPDATE entries SET name = name || char(0) || 'x'",
+    "no totals": "DELETE FROM totals",
+    "checksums of other frames": "UPDATE checksums SET frames = x'00'",
+    "no checksums": "DELETE FROM checksums",
+    "counts that are off": "UPDATE totals SET stored = -1, entries = 7",
+    "references that are off": "UPDATE blobs SET refs = 5",
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_rows_that_cannot_be_are_misses_or_errors_and_are_mended(
+    good: Healthy, path: Path, tmp_path: Path, row: str
+) -> None:
+    with closing(sqlite3.connect(path / "index.sqlite")) as db:
+        db.execute(ROWS[row])
+        db.commit()
+    if row != "swapped digests":  # which name meant which bytes, nothing but the journal tells
+        assert told_of(path, good.kept) in ("right", "miss", "error")
+    outside = sorted(os.listdir(tmp_path))
+    try:
+        with Store(path, memory=0) as store:
+            store.verify()
+    except CastoreError:
+        pass
+    assert sorted(os.listdir(tmp_path)) == outside
+    mend(path)
+    doctor.rebuild_index(path)
+    all_back(path, good)

@@ -1,0 +1,77 @@
+"""On a file system that grants every lock to everybody: nothing but SQLite's own locks is relied on.
+
+As Lustre, GPFS and some NFS do with ``flock``. Shared memory (castore/shm) uses it too, but lies on the machine's own tmpfs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from castore import Store
+from tests.helpers import agrees_with_disk, in_processes, text
+from tests.torture.crowd import crowd
+from tests.torture.random_kills import kill_at_random
+
+
+@pytest.fixture(autouse=True)
+def granted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every ``flock`` and open-file-description lock of this process and its forks succeeds at once, and locks nothing."""
+    granted: list[int] = []
+    real = fcntl.fcntl
+
+    def grant(fd: int, command: int, argument: int | bytes = 0) -> int | bytes:
+        if command not in (fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW):
+            return real(fd, command, argument)
+        granted.append(command)
+        return argument
+
+    monkeypatch.setattr(fcntl, "flock", lambda fd, operation: granted.append(operation))
+    monkeypatch.setattr(fcntl, "fcntl", grant)
+    return granted
+
+
+def test_without_locks_kills_lose_nothing_that_was_acknowledged(
+    tmp_path: Path, scale: Callable[[int, int], int], figure: Callable[[str], None]
+) -> None:
+    count = scale(25, 300)
+    kill_at_random(tmp_path / "store", count)
+    figure(f"{count} kills without locks: nothing lost")
+
+
+def test_without_locks_sixteen_processes_do_everything_at_once(
+    store: Store, scale: Callable[[float, float], float], figure: Callable[[str], None]
+) -> None:
+    seconds = scale(3.0, 30.0)
+    figure(
+        f"16 processes did {crowd(store, seconds):,} operations in {seconds:.0f} s without locks; no error"
+    )
+
+
+def test_without_locks_several_may_compute_and_all_get_the_same_whole_answer(
+    store: Store, granted: list[int], figure: Callable[[str], None]
+) -> None:
+    """A lock saves the work of a second computation, and is relied on for nothing else."""
+
+    def ask(process: int) -> tuple[object, int]:
+        computed = []
+
+        def compute() -> str:
+            computed.append(process)
+            time.sleep(0.01)
+            return text(50_000).decode()
+
+        return [store.get_or_compute(f"key/{turn}", compute) for turn in range(20)], len(computed)
+
+    answers = in_processes(8, ask)
+    assert all(values == [text(50_000).decode()] * 20 for values, _ in answers)
+    computed = sum(count for _, count in answers)
+    store.get_or_compute("one more", lambda: 1)
+    assert granted, "no lock was asked for: nothing was tested"
+    assert computed > 20, "nobody computed twice: the locks were not broken"
+    figure(f"8 processes asked for 20 keys: {computed} computations instead of 20, all answers right")
+    agrees_with_disk(store)

@@ -1,0 +1,201 @@
+"""The power goes: a recording file system (powercut_fs.py) under a store, stopped at every flush, and what is on the disk then.
+
+With ``durable=True``, what had been acknowledged is all there, with its bytes. Without it, entries may be missing, and the index
+may have to be made anew; bytes are never other ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from castore import CastoreError, Store, doctor
+from castore_fuse import mountpoints
+from tests.helpers import mixed, noise
+from tests.torture.powercut import Disk, events
+
+Scale = Callable[[Any, Any], Any]
+Figure = Callable[[str], None]
+SHIM = Path(__file__).with_name("powercut_fs.py")
+
+
+def value(name: int, version: int) -> bytes:
+    """The bytes of a version of a name: small, loose, or of several frames."""
+    size = (300, 3_000, 20_000, 600_000)[name % 4]
+    return (noise if name % 3 else mixed)(size + version, 1_000 * name + version)
+
+
+WRITER = """
+import os, sys
+from castore import Store
+from tests.torture.test_power_cut import value
+
+root, durable, count = sys.argv[1], sys.argv[2] == "durable", int(sys.argv[3])
+ack = lambda text: os.path.exists(f"{root}/.ack-{text}")
+with Store(root + "/store", memory=0, durable=durable) as store:
+    for turn in range(count):
+        name = turn % 13
+        version = turn // 13
+        if turn % 11 == 10:
+            ack(f"deleting {name} 0")
+            store.delete(f"n/{name}")
+            ack(f"deleted {name} 0")
+            continue
+        ack(f"putting {name} {version}")
+        if turn % 7 == 3:
+            store.put_many([(f"n/{name}", value(name, version))])
+        else:
+            store.put(f"n/{name}", value(name, version))
+        ack(f"put {name} {version}")
+        if turn % 17 == 16:
+            store.gc(grace=0)
+    store.index.snapshot_journal()
+"""
+
+
+@contextmanager
+def recording(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """A mounted recording file system, and its log."""
+    folder, root, log = tmp_path / "behind", tmp_path / "root", tmp_path / "log"
+    folder.mkdir()
+    root.mkdir()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    shim = subprocess.Popen([sys.executable, SHIM, folder, root, log], env=environment)
+    try:
+        deadline = time.monotonic() + 20
+        while mountpoints.mount_at(root) is None:
+            assert time.monotonic() < deadline, "the shim did not mount"
+            assert shim.poll() is None, "the shim ended"
+            time.sleep(0.02)
+        yield root, log
+    finally:
+        if mountpoints.mount_at(root):
+            mountpoints.detach(root, lazy=True)
+        shim.wait(20)
+
+
+class Acknowledged:
+    """What the writer has been told: for each name the versions it may have, None for no entry."""
+
+    def __init__(self) -> None:
+        self.may_be: dict[int, set[int | None]] = {}
+        self.ever: dict[int, set[int]] = {}
+
+    def see(self, text: str) -> None:
+        what, name, version = text.split()
+        number, new = int(name), None if what.startswith("delet") else int(version)
+        if what in ("put", "deleted"):
+            self.may_be[number] = {new}
+        else:
+            self.may_be[number] = self.may_be.get(number, {None}) | {new}
+            if new is not None:
+                self.ever.setdefault(number, set()).add(new)
+
+
+def record(tmp_path: Path, mode: str, count: int) -> Path:
+    with recording(tmp_path) as (root, log):
+        done = subprocess.run(
+            [sys.executable, "-c", WRITER, root, mode, str(count)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+    return log
+
+
+def read_back(path: Path, acknowledged: Acknowledged, told: str) -> dict[int, int | None]:
+    """Which version of each name is there; other bytes fail the test."""
+    found: dict[int, int | None] = {}
+    with Store(path, memory=0) as store:
+        for name, versions in acknowledged.ever.items():
+            got = store.get(f"n/{name}")
+            matching = [version for version in versions if got == value(name, version)]
+            assert got is None or matching, f"{told}: other bytes under n/{name}"
+            found[name] = matching[0] if matching else None
+    return found
+
+
+def test_durable_puts_are_all_there_after_a_power_cut_at_any_flush(
+    tmp_path: Path, scale: Scale, figure: Figure
+) -> None:
+    log = record(tmp_path, "durable", scale(24, 200))
+    chance, disk, acknowledged = random.Random(8), Disk(), Acknowledged()
+    flushes = cuts = acked = 0
+    target = tmp_path / "cut"
+    for event in events(log):
+        if event[0] in ("fsync", "fsyncdir") and acknowledged.may_be:
+            flushes += 1
+            for kept in scale((0.0, chance.random()), (0.0, 1.0, chance.random())):
+                shutil.rmtree(target, ignore_errors=True)
+                target.mkdir()
+                disk.after_cut(target, chance, kept)
+                told = f"cut before flush {flushes}, {kept:.2f} of what was not flushed is there"
+                found = read_back(target / "store", acknowledged, told)
+                for name, version in found.items():
+                    assert version in acknowledged.may_be[name], (
+                        f"{told}: n/{name} is {version}, not {acknowledged.may_be[name]}"
+                    )
+                    acked += acknowledged.may_be[name] != {None}
+                cuts += 1
+            if cuts % 30 == 0:
+                assert doctor.examine(target / "store") is not None
+                assert doctor.examine(target / "store") == []
+        if event[0] == "ack":
+            acknowledged.see(event[1])
+        else:
+            disk.see(event)
+    assert flushes > scale(60, 500), f"only {flushes} flushes"
+    assert acked > cuts
+    figure(
+        f"durable: {cuts} power cuts at {flushes} flushes, {acked} acknowledged entries looked for: all there, right bytes"
+    )
+
+
+def test_without_durable_a_power_cut_costs_entries_and_never_gives_other_bytes(
+    tmp_path: Path, scale: Scale, figure: Figure
+) -> None:
+    log = record(tmp_path, "quick", scale(40, 600))
+    all_events = list(events(log))
+    chance, disk, acknowledged = random.Random(9), Disk(), Acknowledged()
+    ended: Counter[str] = Counter()
+    target = tmp_path / "cut"
+    cuts = scale(50, 1_000)
+    stops = set(chance.sample(range(len(all_events) // 2, len(all_events)), cuts))
+    for at, event in enumerate(all_events):
+        if at == len(all_events) // 2:  # by now the kernel has written the first names out by itself
+            for folder in ("/", "/store", "/store/objects"):
+                disk.see(["fsyncdir", folder])
+        if at in stops:
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir()
+            disk.after_cut(target, chance, chance.choice([0.0, 1.0, chance.random(), chance.random()]))
+            if not (target / "store" / "castore.json").exists():
+                ended["no store yet"] += 1
+                continue
+            try:
+                found = read_back(target / "store", acknowledged, f"cut at event {at}")
+            except CastoreError:
+                ended["index made anew"] += 1
+                if not (target / "store" / "castore.json").read_bytes().strip(b"\0"):
+                    continue
+                doctor.rebuild_index(target / "store")
+                found = read_back(target / "store", acknowledged, f"cut at event {at}, rebuilt")
+            missing = sum(version not in acknowledged.may_be[name] for name, version in found.items())
+            ended["entries missing" if missing else "nothing missing"] += 1
+        if event[0] == "ack":
+            acknowledged.see(event[1])
+        else:
+            disk.see(event)
+    assert ended["entries missing"] + ended["index made anew"] > 0, "the cuts cut nothing"
+    figure(f"not durable: {cuts} power cuts, no other bytes; {dict(ended)}")

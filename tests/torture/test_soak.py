@@ -1,0 +1,132 @@
+"""Readers, writers, gc and kills of the daemon, for as long as it takes: nothing leaks, and only a kill is ever felt."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import castore_fuse
+from castore import Store
+from castore_fuse import mountpoints
+from castore_fuse.daemon import Record
+from tests.helpers import agrees_with_disk, in_processes
+from tests.mount.conftest import until
+from tests.torture import soak
+from tests.torture.soak import NAMES, VERSIONS, Gauges, Worked, gauges, value
+
+READERS, WRITERS = 8, 4
+_CACHE = 8 << 20
+#: Descriptors of a daemon's threads that may not have had a request yet: the index and its log.
+_THREADS = 3 * 16
+#: How much a process may grow beyond what it held when it was warm: what allocators keep.
+_SLACK = 48 << 20
+
+
+def daemon_of(path: Path) -> int:
+    (record,) = (Record.read(record) for record in (path / "locks").glob("mount-*.json"))
+    assert record is not None
+    return record.pid
+
+
+def kill_and_mount_again(path: Path, mountpoint: Path) -> tuple[float, float]:
+    """From when to when a reader could feel it."""
+    began, pid = time.monotonic(), daemon_of(path)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: mountpoints.is_dead(mountpoint))
+    castore_fuse.mount(path, mountpoint, cache_size=_CACHE)
+    return began, time.monotonic()
+
+
+def assert_no_leak(began: Gauges, ended: Gauges, who: str) -> None:
+    assert ended.others <= began.others, f"{who} leaks descriptors: {began}, {ended}"
+    assert ended.objects <= began.objects, f"{who} keeps objects open: {began}, {ended}"
+    assert ended.resident <= began.resident + _SLACK, f"{who} leaks memory: {began}, {ended}"
+
+
+def served_each_once(path: Path, mountpoint: Path) -> Gauges:
+    """Of a new daemon, once it has served every file and all are closed."""
+    castore_fuse.umount(mountpoint)
+    castore_fuse.mount(path, mountpoint, cache_size=_CACHE)
+    for number in range(NAMES):
+        assert (mountpoint / f"n/{number}").read_bytes() in [
+            value(number, version) for version in range(VERSIONS)
+        ]
+    return at_rest(path)
+
+
+def at_rest(path: Path) -> Gauges:
+    """Of the daemon, when nobody has a file open."""
+    until(lambda: gauges(daemon_of(path)).objects == 0)
+    until(lambda: gauges(daemon_of(path)).packs <= len(list((path / "objects/packs").iterdir())))
+    return gauges(daemon_of(path))
+
+
+def all_at_once(
+    path: Path, mountpoint: Path, seconds: float, between: float
+) -> tuple[list[Worked], list[tuple[float, float]]]:
+    """Let readers, gc and writers loose, in this order, and kill the daemon again and again; also when that was felt."""
+    end = time.monotonic() + seconds
+
+    def act(process: int) -> Worked:
+        if process < READERS:
+            return soak.read(mountpoint, process, end)
+        return soak.collect(path, end) if process == READERS else soak.write(path, process, end)
+
+    kills = []
+    with ThreadPoolExecutor(1) as pool:
+        crowd = pool.submit(in_processes, READERS + 1 + WRITERS, act, timeout=seconds + 60)
+        while time.monotonic() + between < end:
+            time.sleep(between)
+            kills.append(kill_and_mount_again(path, mountpoint))
+        return crowd.result(), kills
+
+
+def retries_of(readers: list[Worked], kills: list[tuple[float, float]]) -> int:
+    """How often readers had to try again; never without a kill."""
+    retries = [retry for reader in readers for retry in reader.retries]
+    for asked, failed in retries:
+        assert any(killed <= failed and asked <= mounted for killed, mounted in kills), (
+            "an error without a kill"
+        )
+    return len(retries)
+
+
+def test_only_a_kill_of_the_daemon_is_felt_and_nothing_leaks(
+    tmp_path: Path,
+    mountpoint: Path,
+    scale: Callable[[float, float], float],
+    figure: Callable[[str], None],
+) -> None:
+    seconds, path = scale(15.0, 1200.0), tmp_path / "store"
+    with Store(path, memory=0) as store:
+        for version in range(VERSIONS):
+            store.put_many((f"n/{number}", value(number, version)) for number in range(NAMES))
+    # The store is closed before all forks, so that each process has only descriptors of its own.
+    castore_fuse.mount(path, mountpoint, cache_size=_CACHE)
+    worked, kills = all_at_once(path, mountpoint, seconds, between=scale(5.0, 60.0))
+    readers, collector, writers = worked[:READERS], worked[READERS], worked[READERS + 1 :]
+    retries = retries_of(readers, kills)
+    assert retries, "no reader felt a kill: nothing was tested"
+    assert min(reader.done for reader in readers) > 20
+    for one in worked:
+        assert_no_leak(one.began, one.ended, "a reader, a writer or gc")
+    soaked = at_rest(path)
+    figures = json.loads((mountpoint / ".castore/stat.json").read_text())
+    assert figures["memory_bytes"] <= figures["memory_max"] == _CACHE
+    fresh = served_each_once(path, mountpoint)
+    fresh = fresh._replace(others=fresh.others + _THREADS)  # how many of its threads had a request is chance
+    assert_no_leak(fresh, soaked, "the daemon")
+    castore_fuse.umount(mountpoint)
+    with Store(path, memory=0) as store:
+        agrees_with_disk(store)
+    figure(
+        f"{seconds:.0f} s: {sum(one.done for one in readers):,} reads by {READERS} readers,"
+        f" {sum(one.done for one in writers):,} puts by {WRITERS} writers, {collector.done} gc runs; {len(kills)} kills of the"
+        f" daemon, mounted again within {max(over - start for start, over in kills):.1f} s; {retries} retries, none without a kill;"
+        " descriptors, open objects and memory where they began"
+    )

@@ -1,0 +1,76 @@
+"""A process that dies in each crash window that docs/format.md names leaves what the page says, and gc and doctor mend it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import castore_fuse
+from castore import Store, StoreError, doctor
+from tests.helpers import agrees_with_disk
+from tests.torture.kills import killed
+from tests.torture.windows import BASE, WINDOWS, Window, mounted, mountpoint
+
+PAGE = Path(__file__).parents[2] / "docs" / "format.md"
+
+
+def test_every_window_of_the_page_is_in_the_table_and_none_else() -> None:
+    protocol = PAGE.read_text().partition("# The write protocol")[2]
+    named = set()
+    for section in protocol.split("\n### ")[1:]:
+        heading, _, rest = section.partition("\n")
+        rows = re.findall(r"^\| (.*?) \| .* \| .* \|$", rest, re.M)
+        named |= {(heading, killed) for killed in rows if killed != "killed"}
+    assert {(window.section, window.killed) for window in WINDOWS} == named
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def holds(store: Store, names: dict[str, bytes]) -> None:
+    """Assert that the store has exactly these names, and each its bytes."""
+    there = [entry.name for entry in store.entries()]
+    assert {
+        name: data for name, data in zip(there, store.get_many(there), strict=True) if data is not None
+    } == names
+
+
+def mounts_again(store: Store) -> None:
+    """Assert that one who mounts where the killed daemon did needs no step before, and that the dead one holds nothing."""
+    where = mountpoint(store.path)
+    castore_fuse.mount(store, where)
+    try:
+        assert mounted(1)(store)
+        assert {name: (where / name).read_bytes() for name in BASE} == BASE
+    finally:
+        castore_fuse.umount(where)
+    assert mounted(0)(store)
+
+
+@pytest.mark.usefixtures("mountpoint")
+@pytest.mark.parametrize("window", WINDOWS, ids=lambda window: f"{window.section}: {window.killed}")
+def test_killed_in_a_window_the_store_is_as_the_page_says(path: Path, window: Window) -> None:
+    task = window.task
+    with Store(path, memory=0) as store:
+        store.put_many(BASE.items())
+    task.ready(path)
+    killed(lambda: task.act(path), window.stop)
+    if window.refused:
+        with pytest.raises(StoreError, match="rebuild"):
+            Store(path, memory=0)
+        doctor.rebuild_index(path)
+    changed: dict[str, bytes | None] = {**task.kept, **window.changed}
+    with Store(path, memory=0) as store:
+        assert window.there(store)
+        holds(store, {name: data for name, data in changed.items() if data is not None})
+        if window.section == "Mount":
+            mounts_again(store)
+        if window.section == "Setting aside":
+            store.put("old/large", BASE["old/large"])  # the same bytes again: they heal
+        agrees_with_disk(store)
+    assert all(finding.mended for finding in doctor.examine(path))
+    assert doctor.examine(path) == []

@@ -1,0 +1,378 @@
+"""Each crash window that docs/format.md names: what a process was doing, where it dies, and what is true then.
+
+A table, for test_windows.py to go through. A window's `killed` is the first column of its row in the page, `there` says of
+the disk what the second says, and `changed` of the names what the third does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import castore_fuse
+import castore_fuse.__main__ as daemon
+from castore import (
+    Store,
+    collect,
+    compact,
+    doctor,
+    index,
+    journal,
+    leftovers,
+    mounts,
+    rebuild,
+    schema,
+    settings,
+    writing,
+)
+from castore.beacon import Beacon
+from castore.index import Index
+from castore.journal import Journal
+from castore.objects.codecs import FRAME_SIZE
+from castore.objects.directory import ObjectDirectory
+from castore.objects.loose import LooseFolder
+from castore.objects.packs import Damage, PackWriter, scan
+from castore.transaction import Write
+from tests.helpers import agrees_with_disk, flip, mixed, noise, overwrite, payload, text
+from tests.torture.kills import Stop, after, before, halfway
+
+#: In the store before anything is done.
+BASE = {
+    "old/small": text(3_000, 1),
+    "old/large": noise(60_000, 2),
+    "old/frames": mixed(2 * FRAME_SIZE + 5, 3),
+}
+SMALL, LARGE = text(4_000, 4), mixed(6 * FRAME_SIZE + 9, 5)
+SMALLS = {f"new/{number}": noise(500, number) for number in range(3)}
+FIRST = {f"many/{number:04}": b"%d" % number for number in range(2_000)}
+SECOND = {f"many/{number:04}": b"%d" % number for number in range(2_000, 2_100)}
+LOOSE = {f"dead/{number}": noise(40_000, number) for number in range(4)}
+PACKED = {f"packed/{number:03}": noise(60, number) for number in range(700)}
+LIVE = {name: data for name, data in PACKED.items() if int(name[-1]) < 4}
+OLDEST = {f"oldest/{number:03}": b"oldest %d" % number for number in range(500)}
+NEXT = {f"next/{number:03}": b"next %d" % number for number in range(100)}
+
+Work = Callable[[Path], object]
+There = Callable[[Store], bool]
+
+
+class Task(NamedTuple):
+    """What is done: ``ready`` to its end, ``act`` until the process dies; ``kept`` are the names in between."""
+
+    act: Work
+    ready: Work = lambda path: None
+    kept: dict[str, bytes] = BASE
+
+
+class Window(NamedTuple):
+    """One way to die."""
+
+    section: str
+    killed: str
+    task: Task
+    stop: Stop
+    there: There
+    changed: Mapping[str, bytes | None] = MappingProxyType({})
+    refused: bool = False
+
+
+def within(work: Callable[[Store], object]) -> Work:
+    """What is done with the store of a folder."""
+
+    def opened(path: Path) -> None:
+        with Store(path, memory=0) as store:
+            work(store)
+
+    return opened
+
+
+def gone(names: dict[str, bytes]) -> dict[str, bytes | None]:
+    return dict.fromkeys(names)
+
+
+# What is on disk
+
+
+def nothing(store: Store) -> bool:
+    return not strays(store) and not dead_records(store) and not ahead(store)
+
+
+def strays(store: Store) -> list[leftovers.Leftover]:
+    return list(leftovers.find(store.index, store.objects))
+
+
+def temporary(mode: int) -> There:
+    """One file in ``tmp/``, of these permission bits, and nothing else."""
+    return lambda store: (
+        [stray.path.stat().st_mode & 0o777 for stray in strays(store)] == [mode]
+        and strays(store)[0].path.parent == store.path / "tmp"
+    )
+
+
+def objects(count: int) -> There:
+    """That many objects without a row."""
+    return lambda store: [stray.digest is not None for stray in strays(store)] == [True] * count
+
+
+def object_and_record(store: Store) -> bool:
+    return objects(1)(store) and ahead(store)
+
+
+def unregistered_pack(store: Store) -> bool:
+    return [stray.pack is not None for stray in strays(store)] == [True]
+
+
+def dead_records(store: Store) -> int:
+    """Records of registered packs that no row means, and stretches that are none."""
+    rows = {blob for blob in store.index.blobs() if blob.pack > 0}
+    packs = [row[0] for row in store.index.connection().execute("SELECT id FROM packs")]
+    found = [found for pack in packs for found in scan(store.objects.packs.path(pack), pack)]
+    return sum(isinstance(item, Damage) or item.blob not in rows for item in found)
+
+
+def dead(count: int) -> There:
+    return lambda store: not strays(store) and dead_records(store) == count
+
+
+def torn(store: Store) -> bool:
+    """Whole records and half a one at the end of a registered pack."""
+    newest = max(store.objects.packs.ids())
+    found = list(scan(store.objects.packs.path(newest), newest))
+    return not strays(store) and dead_records(store) >= 2 and isinstance(found[-1], Damage)
+
+
+def ahead(store: Store) -> bool:
+    """Whether replaying the journal gives other names than the index has."""
+    last = {record.name: record.digest for record in store.index.journal.replay() if record is not None}
+    rows = store.index.connection().execute("SELECT name, digest FROM entries")
+    return {name: digest for name, digest in last.items() if digest is not None} != dict(rows.fetchall())
+
+
+def in_quarantine(store: Store) -> bool:
+    return len(list((store.path / "quarantine").iterdir())) == 1
+
+
+def orphans(count: int, *, aged: bool = False) -> There:
+    """That many blobs that no entry names, for gc without a grace period if ``aged``; their bytes are there."""
+
+    def look(store: Store) -> bool:
+        sql = "SELECT orphaned FROM blobs WHERE refs = 0"
+        since = [row[0] for row in store.index.connection().execute(sql)]
+        return len(since) == count and all((when == 0) is aged for when in since) and not strays(store)
+
+    return look
+
+
+def in_two_packs(store: Store) -> bool:
+    """Whether the names that compaction moves have been moved in part."""
+    return len({found.blob.pack for found in store.index.find_many(list(LIVE)).values()}) == 2
+
+
+def two_segments(store: Store) -> bool:
+    return len(store.index.journal.segments()) == 2 and not store.index.journal.snapshots()
+
+
+def old_segment_too(store: Store) -> bool:
+    return store.index.journal.snapshots() == store.index.journal.segments()[1:]
+
+
+def beside(path: Path) -> Path:
+    """Where another store is made."""
+    return path.with_name("another")
+
+
+def made_by_the_next(store: Store) -> bool:
+    """Whether who opens the other store next makes it whole."""
+    with Store(beside(store.path), memory=0) as other:
+        other.put("a", SMALL)
+        agrees_with_disk(other)
+    return not doctor.examine(beside(store.path))
+
+
+def mounted(count: int) -> There:
+    return lambda store: len(store.index.connection().execute("SELECT id FROM mounts").fetchall()) == count
+
+
+# What is done
+
+_make = Task(lambda path: Store(beside(path), memory=0).close())
+_put_small = Task(within(lambda store: store.put("new", SMALL)))
+_put_again = Task(within(lambda store: (store.put("first", b"1"), store.put_many(SMALLS.items()))))
+_put_large = Task(within(lambda store: store.put("new", LARGE)))
+_put_many = Task(within(lambda store: store.put_many([*FIRST.items(), *SECOND.items()])))
+_replace = Task(within(lambda store: store.put("old/large", LARGE)))
+_delete = Task(within(lambda store: store.delete("old/large")))
+_rotate = Task(within(lambda store: store.index.snapshot_journal()))
+
+
+def _fill_and_pin(store: Store) -> None:
+    for name in BASE:
+        store.pin(name)
+    store.put_many(OLDEST.items())
+    store.put_many(NEXT.items())
+
+
+def _fill_packs(store: Store) -> None:
+    store.put_many(PACKED.items())
+    store.delete_many(PACKED.keys() - LIVE.keys())
+
+
+def _leave_objects(store: Store) -> None:
+    for digest in (hashlib.sha256(name.encode()).hexdigest() for name in LOOSE):
+        folder = store.path / "objects" / digest[:2]
+        folder.mkdir(exist_ok=True)
+        (folder / digest).write_bytes(b"nobody means it")
+
+
+def _fill_loose(store: Store) -> None:
+    store.put_many(LOOSE.items())
+    store.delete_many(LOOSE)
+
+
+_evict = Task(
+    within(lambda store: store.gc(max_size=0, grace=0)), within(_fill_and_pin), {**BASE, **OLDEST, **NEXT}
+)
+_collect = Task(within(lambda store: store.gc(grace=0)), within(_fill_loose))
+_sweep = Task(within(lambda store: store.gc(grace=0)), within(_leave_objects))
+_compact = Task(within(lambda store: store.gc(grace=0)), within(_fill_packs), {**BASE, **LIVE})
+
+
+def _damage_index(path: Path) -> None:
+    overwrite(path / "index.sqlite", 0, bytes(4096))
+
+
+_rebuild = Task(doctor.rebuild_index)
+_replace_index = Task(doctor.rebuild_index, _damage_index)
+
+
+def _damage_object(store: Store) -> None:
+    path, offset, length = payload(store, "old/large")
+    flip(path, offset + length // 2)
+
+
+_set_aside = Task(
+    within(lambda store: store.get("old/large")),
+    within(_damage_object),
+    {name: data for name, data in BASE.items() if name != "old/large"},
+)
+
+
+def mountpoint(path: Path) -> Path:
+    """Where the mount windows mount the store at ``path``."""
+    return path.parent / "mnt"
+
+
+_serve = Task(lambda path: castore_fuse.foreground(path, mountpoint(path)))
+
+
+def _told_to_end() -> None:
+    before(mounts.Registration, "remove")()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _committed(owner: Any, name: str, nth: int = 1) -> Stop:
+    """After the commit of the transaction in which that call happens."""
+    return after(owner, name, nth, then=after(Write, "commit"))
+
+
+def _of(section: str, *rows: tuple[Any, ...]) -> list[Window]:
+    """Windows of one section of the page."""
+    return [Window(section, *row) for row in rows]
+
+
+_REPLACED: dict[str, bytes | None] = {"old/large": LARGE}
+
+WINDOWS = [
+    *_of(
+        "Making a store",
+        ("before `castore.json` is there", _make, before(settings, "save"), made_by_the_next),
+        ("before `castore.json` is there", _make, after(settings, "create_temporary"), made_by_the_next),
+        ("after it, before the index has its tables", _make, before(index, "migrate"), made_by_the_next),
+        ("after it, before the index has its tables", _make, after(schema, "apply_migrations"), made_by_the_next),
+    ),
+    *_of(
+        "Put of a small blob",
+        ("while it hashes and compresses", _put_small, after(writing, "encode_small"), nothing),
+        ("while it appends to the pack", _put_again, halfway(PackWriter, "add", 1, 2), torn, {"first": b"1"}),
+        ("after the append", _put_again, after(PackWriter, "add", 2), dead(3), {"first": b"1"}),
+        ("after the append", _put_small, after(PackWriter, "add"), unregistered_pack),
+        ("after the journal record", _put_small, after(Journal, "append"), ahead),
+        ("after the commit", _put_small, after(Write, "commit"), nothing, {"new": SMALL}),
+    ),
+    *_of(
+        "Put of a large blob",
+        ("while it writes `tmp/….part`", _put_large, halfway(writing, "_write_all", 1, 2), temporary(0o600)),
+        ("after it is sealed (mode 0400, synced if durable)", _put_large, after(LooseFolder, "seal"), temporary(0o400)),
+        ("after the rename, before the commit", _put_large, after(LooseFolder, "publish"), objects(1)),
+        ("after the commit", _put_large, after(Write, "commit"), nothing, {"new": LARGE}),
+    ),
+    *_of(
+        "put_many",
+        ("within a batch", _put_many, after(PackWriter, "add"), unregistered_pack),
+        ("within a batch", _put_many, after(PackWriter, "add", 2), dead(len(SECOND)), {**FIRST}),
+        ("between two batches", _put_many, after(Write, "commit"), nothing, {**FIRST}),
+        ("after the last", _put_many, after(Write, "commit", 2), nothing, {**FIRST, **SECOND}),
+    ),
+    *_of(
+        "Replace",
+        ("before the commit", _replace, after(LooseFolder, "publish"), objects(1)),
+        ("before the commit", _replace, after(Journal, "append"), object_and_record),
+        ("after the commit, before `changed` is written again", _replace, before(Beacon, "announce", 2), orphans(1), _REPLACED),
+        ("after that", _replace, after(Write, "commit"), orphans(1), _REPLACED),
+    ),
+    *_of(
+        "Delete",
+        ("before the commit", _delete, after(Journal, "append"), ahead),
+        ("after the commit", _delete, before(Beacon, "announce", 2), orphans(1), {"old/large": None}),
+    ),
+    *_of(
+        "gc: entries",
+        ("within a transaction", _evict, after(Write, "evict_entry", 10), nothing),
+        ("between two", _evict, _committed(Write, "evict_entry", len(OLDEST)), orphans(len(OLDEST), aged=True), gone(OLDEST)),
+        ("after the last", _evict, before(collect, "remove_blobs", 2), orphans(len(NEXT), aged=True), gone({**OLDEST, **NEXT})),
+    ),
+    *_of(
+        "gc: blobs",
+        ("before the first commit", _collect, after(Write, "drop_blob", 2), orphans(len(LOOSE))),
+        ("after it: rows are gone", _collect, before(ObjectDirectory, "remove_loose"), objects(len(LOOSE))),
+        ("while it unlinks, under the lock", _collect, after(ObjectDirectory, "remove_loose", 3), objects(len(LOOSE) - 3)),
+        ("while it removes leftovers", _sweep, after(ObjectDirectory, "discard", 2), objects(len(LOOSE) - 2)),
+    ),
+    *_of(
+        "Compaction",
+        ("within a transaction", _compact, after(PackWriter, "add"), unregistered_pack),
+        ("within a transaction", _compact, after(PackWriter, "add", 2), dead(len(PACKED))),
+        ("between two", _compact, _committed(compact, "_move", 400), in_two_packs),
+        ("after the last commit, before the unlink", _compact, _committed(Write, "retire_pack"), unregistered_pack),
+    ),
+    *_of(
+        "Journal rotation",
+        ("after the new segment is made", _rotate, after(Journal, "switch"), two_segments),
+        ("while it writes the snapshot", _rotate, before(index, "pack_record", 2), temporary(0o600)),
+        ("after the rename", _rotate, before(journal, "sync_folder"), old_segment_too),
+    ),
+    *_of(
+        "Rebuild",
+        ("within the transaction, in the index that was there", _rebuild, before(rebuild, "recount"), nothing),
+        ("after the old one was moved, before `epoch` is raised", _replace_index, after(Path, "rename"), nothing, {}, True),
+        ("within the transaction, in a new file", _replace_index, before(rebuild, "recount"), nothing, {}, True),
+        ("after the commit, before the journal's new snapshot", _replace_index, before(Index, "snapshot_journal"), nothing),
+    ),
+    *_of(
+        "Setting aside",
+        ("after the object was moved, before the commit", _set_aside, after(ObjectDirectory, "quarantine"), in_quarantine),
+        ("after the commit", _set_aside, after(Write, "commit"), in_quarantine),
+    ),
+    *_of(
+        "Mount",
+        ("before its row is committed", _serve, before(mounts.Registration, "still_here"), mounted(0)),
+        ("before it is mounted", _serve, after(mounts.Registration, "still_here"), mounted(1)),
+        ("while it serves", _serve, after(daemon.Mount, "started"), mounted(1)),
+        ("after it is unmounted, before its row is removed", _serve, after(daemon.Mount, "started", then=_told_to_end), mounted(1)),
+    ),
+]  # fmt: skip

@@ -1,0 +1,65 @@
+"""`make torture`: the long form of tests/torture, and what it found, between markers in docs/reliability.md.
+
+Each test that ran gets its row anew, with the figures that it printed; the rows of others stay, so that a part can be run
+alone (ARGS="-k soak"). A failure is written there as plainly as a figure.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[1]
+_PAGE = _ROOT / "docs" / "reliability.md"
+_BLOCK = re.compile(r"(?<=<!-- torture -->\n).*?(?=<!-- /torture -->)", re.DOTALL)
+_HEAD = "| shown by | figures | on |\n|---|---|---|\n"
+
+
+class Figures:
+    """A pytest plugin that keeps what each test printed with `figure`, and how it ended."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped:
+            return
+        name = report.nodeid.rpartition("::")[2]
+        told = [str(value) for key, value in report.user_properties if key == "figure"]
+        if report.failed:
+            told.append(f"**failed** while it was {report.when}")
+        if told and (report.when == "call" or report.failed):
+            self.rows[name] = "; ".join(told)
+
+
+def write(page: Path, rows: dict[str, str], today: str) -> None:
+    """Put rows into the page's table: those of tests that ran in place of what stood there for them."""
+    text = page.read_text()
+    found = _BLOCK.search(text)
+    assert found is not None, f"{page} has lost its markers"
+    kept = dict(re.findall(r"^\| `(.*?)` (\|.*\|)$", found[0], re.MULTILINE))
+    kept |= {name: f"| {told.replace('|', '/')} | {today} |" for name, told in rows.items()}
+    table = _HEAD + "".join(f"| `{name}` {rest}\n" for name, rest in sorted(kept.items()))
+    page.write_text(text[: found.start()] + table + text[found.end() :])
+
+
+def main(arguments: list[str]) -> int:
+    """Run the tests and write the page; returns pytest's exit code."""
+    os.chdir(_ROOT)
+    os.environ["CASTORE_TORTURE"] = "long"
+    figures = Figures()
+    code = pytest.main(["tests/torture", "-v", *arguments], plugins=[figures])
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    where = f"{os.cpu_count()} cores, Linux {platform.release().split('-')[0]}, Python {platform.python_version()}"
+    write(_PAGE, figures.rows, f"{today}, {where}")
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
