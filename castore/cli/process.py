@@ -248,8 +248,8 @@ def _draw(outcome: Outcome, recipe: Recipe) -> None:
         table.add_row(
             step.name,
             found if step.hit else missed,
-            f"{step.rows_in:,}",
-            f"{step.rows_out:,}",
+            _rows(step.rows_in),
+            _rows(step.rows_out),
             f"{step.seconds:.2f}",
             format_size(step.logical) if step.logical else "-",
             format_size(step.stored) if step.stored else "-",
@@ -262,6 +262,10 @@ def _draw(outcome: Outcome, recipe: Recipe) -> None:
         f"{plural(outcome.rows_out, 'row')} of {outcome.rows_in:,} in {outcome.export_path} "
         f"({format_size(outcome.exported)}) after {format_duration(outcome.seconds)}"
     )
+
+
+def _rows(count: int | None) -> str:
+    return "-" if count is None else f"{count:,}"
 
 
 def _explain(recipe: Recipe, store: Store, as_json: bool) -> None:

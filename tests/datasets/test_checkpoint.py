@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -16,32 +13,9 @@ from castore import Store
 from castore.adapters.datasets import CacheWarning, Pipeline, registry
 from castore.adapters.datasets.checkpoint import Checkpoint
 from castore.errors import InvalidNameError
+from tests.datasets import noting
+from tests.datasets.noting import Adds
 from tests.helpers import flip, payload, recount
-
-calls: list[str] = []
-# A list that an operator writes to is a part of it, and changes it; a logger is not.
-log = logging.getLogger("tests.datasets.checkpoint")
-
-
-class _Collecting(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        calls.append(record.getMessage())
-
-
-log.addHandler(_Collecting())
-log.setLevel(logging.INFO)
-log.propagate = False
-
-
-class Adds:
-    """Notes that it ran, and adds something to the text."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def process(self, sample: dict[str, Any]) -> dict[str, Any]:
-        log.info(self.what)
-        return {**sample, "text": sample["text"] + self.what}
 
 
 class Copies:
@@ -53,7 +27,7 @@ class Copies:
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
-    calls.clear()
+    noting.calls.clear()
 
 
 @pytest.fixture
@@ -67,9 +41,9 @@ def pipeline(store: Store, *operators: Any, name: str = "demo") -> Pipeline:
 
 def test_a_finished_run_is_not_run_again(store: Store, few: datasets.Dataset) -> None:
     first = pipeline(store, Adds("a"), Adds("b")).run(few)
-    assert len(calls) == 40
+    assert len(noting.calls) == 40
     second = pipeline(store, Adds("a"), Adds("b")).run(few)
-    assert len(calls) == 40
+    assert len(noting.calls) == 40
     assert [step.hit for step in second.steps] == [True, True]
     assert second.dataset[:] == first.dataset[:] == few.map(lambda row: {"text": row["text"] + "ab"})[:]
 
@@ -81,11 +55,11 @@ def test_only_the_latest_step_is_kept_and_nothing_else(store: Store, few: datase
         assert [
             entry.name
             for entry in store.entries()
-            if not entry.name.startswith((".datasets", "checkpoints/demo/"))
+            if not entry.name.startswith((".datasets", ".checked", "checkpoints/demo/"))
         ] == []
         sizes.append(store.stat().stored)
         recount(store)
-    assert len(calls) == 80
+    assert len(noting.calls) == 80
     assert max(sizes) < min(sizes) * 1.1
 
 
@@ -94,14 +68,14 @@ def test_the_cache_stays_out_of_it(store: Store, few: datasets.Dataset) -> None:
     run = Pipeline([Adds("a")], store=store, use_cache=True, use_checkpoint=True)
     assert not run.use_cache
     assert [step.hit for step in run.run(few).steps] == [False]
-    assert len(calls) == 40
+    assert len(noting.calls) == 40
 
 
 def test_steps_behind_the_checkpoint_may_change(store: Store, few: datasets.Dataset) -> None:
     pipeline(store, Adds("a")).run(few)
     result = pipeline(store, Adds("a"), Adds("z")).run(few)
     assert [step.hit for step in result.steps] == [True, False]
-    assert calls == ["a"] * 20 + ["z"] * 20
+    assert noting.calls == ["a"] * 20 + ["z"] * 20
 
 
 @pytest.mark.parametrize(
@@ -160,7 +134,7 @@ def test_a_failure_goes_on_at_the_step_that_failed(store: Store, few: datasets.D
     (store.path / "stop").unlink()
     result = pipeline(store, *operators).run(few)
     assert [step.hit for step in result.steps] == [True, True, False, False]
-    assert calls == ["a"] * 20 + ["b"] * 20 + ["c"] * 20
+    assert noting.calls == ["a"] * 20 + ["b"] * 20 + ["c"] * 20
 
 
 def test_a_damaged_checkpoint_starts_over_and_is_said(store: Store, texts: datasets.Dataset) -> None:
@@ -183,36 +157,6 @@ def test_gc_leaves_the_checkpoint_alone(store: Store, few: datasets.Dataset) -> 
     assert [step.hit for step in pipeline(store, Adds("a"), Adds("b")).run(few).steps] == [False, False]
 
 
-def test_the_peak_on_disk_stays_within_three_copies(
-    store: Store, texts: datasets.Dataset, tmp_path: Path
-) -> None:
-    large = datasets.concatenate_datasets([texts] * 8)
-    large.save_to_disk(tmp_path / "input")
-    source = datasets.load_from_disk(tmp_path / "input")
-    assert isinstance(source, datasets.Dataset)
-    size = sum(path.stat().st_size for path in (tmp_path / "input").iterdir())
-    peak, over = [0], threading.Event()
-
-    def watch() -> None:
-        while not over.is_set():
-            total = size
-            for path in store.path.rglob("*"):
-                try:
-                    total += path.stat().st_blocks * 512 if path.is_file() else 0
-                except FileNotFoundError:
-                    continue
-            peak[0] = max(peak[0], total)
-            time.sleep(0.01)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    pipeline(store, *map(Adds, "abcdef")).run(source)
-    over.set()
-    watcher.join()
-    # 3 x S for the input, what goes into a step and what comes out of it; the rest is the compressed checkpoint.
-    assert peak[0] < 3.8 * size
-
-
 def test_a_second_run_of_the_same_name_waits_and_finds_the_work_done(
     store: Store, few: datasets.Dataset
 ) -> None:
@@ -226,5 +170,5 @@ def test_a_second_run_of_the_same_name_waits_and_finds_the_work_done(
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(calls) == 40
+    assert len(noting.calls) == 40
     assert sorted([step.hit for step in result.steps] for result in results) == [[False] * 2, [True] * 2]

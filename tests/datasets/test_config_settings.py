@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -16,35 +15,13 @@ import pytest
 from castore import Store
 from castore.adapters.datasets import CacheStageConfig, DatasetConfig, Pipeline, PipelineConfig, background
 from castore.errors import InvalidValueError, NotFoundError
-
-log = logging.getLogger("tests.datasets.settings")
-calls: list[str] = []
-
-
-class _Collecting(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        calls.append(record.getMessage())
-
-
-log.addHandler(_Collecting())
-log.setLevel(logging.INFO)
-log.propagate = False
-
-
-class Adds:
-    """Notes that it ran."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def process(self, sample: dict[str, Any]) -> dict[str, Any]:
-        log.info(self.what)
-        return {**sample, "text": sample["text"] + self.what}
+from tests.datasets import noting
+from tests.datasets.noting import Adds
 
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    calls.clear()
+    noting.calls.clear()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CASTORE_DIR", str(tmp_path / "default"))
     (tmp_path / "data").mkdir()
@@ -82,7 +59,7 @@ def test_the_pages_examples_run(place: Path) -> None:
     )
     assert texts(config, Adds("!")) == [["row 0!", "row 1!"]]
     assert texts(config, Adds("!")) == [["row 0!", "row 1!"]]
-    assert calls == ["!"] * 2
+    assert noting.calls == ["!"] * 2
     with Store("./cache/my_dataset") as store:
         data = next(entry for entry in store.entries("steps") if entry.name.endswith("state.json"))
         assert data.expires is not None
@@ -99,7 +76,7 @@ def test_every_kind_of_cache_runs_an_operator_once(place: Path, kind: Any, on_di
     (result,) = config.run(operators)
     assert result.dataset["text"][:] == expected[0]
     assert [step.hit for step in result.steps] == [True] * 4
-    assert calls == ["a"] * 2
+    assert noting.calls == ["a"] * 2
     # What is behind stays where something in front of it changes.
     (result,) = config.run([Adds("a"), Adds("b")])
     assert [step.hit for step in result.steps] == [True, False]
@@ -109,7 +86,7 @@ def test_every_kind_of_cache_runs_an_operator_once(place: Path, kind: Any, on_di
     # Another process, as it were: only the disk remembers.
     again = PipelineConfig(["data"], CacheStageConfig(cache_type=kind, cache_dir="cache"))
     assert texts(again, *operators) == expected
-    assert calls.count("a") == (2 if on_disk else 4)
+    assert noting.calls.count("a") == (2 if on_disk else 4)
 
 
 def test_ram_keeps_as_many_results_as_it_may(place: Path) -> None:
@@ -118,10 +95,10 @@ def test_ram_keeps_as_many_results_as_it_may(place: Path) -> None:
     )
     for what in "aba":
         config.run([Adds(what)])
-    assert calls == ["a"] * 2 + ["b"] * 2
+    assert noting.calls == ["a"] * 2 + ["b"] * 2
     for what in "cba":  # a goes for c, and c for a
         config.run([Adds(what)])
-    assert calls[4:] == ["c"] * 2 + ["b"] * 2 + ["a"] * 2
+    assert noting.calls[4:] == ["c"] * 2 + ["b"] * 2 + ["a"] * 2
     assert len(config._results) == 2
 
 
@@ -132,7 +109,7 @@ def test_hierarchical_results_come_from_ram_when_the_disk_forgets(place: Path) -
     with Store("cache") as store:
         store.delete_many([entry.name for entry in store.entries("steps") if "source" not in entry.name])
     assert texts(config, Adds("a")) == [["row 0a", "row 1a"]]
-    assert calls == ["a"] * 2
+    assert noting.calls == ["a"] * 2
 
 
 def test_what_is_not_enabled_runs_each_time(place: Path) -> None:
@@ -145,7 +122,7 @@ def test_what_is_not_enabled_runs_each_time(place: Path) -> None:
     )
     for _ in range(2):
         part.run([Adds("b")])
-    assert (calls.count("a"), calls.count("b")) == (4, 3)
+    assert (noting.calls.count("a"), noting.calls.count("b")) == (4, 3)
 
 
 @pytest.mark.parametrize("compression", ["none", "gzip", "lz4", "zstd"])
@@ -168,7 +145,7 @@ def test_what_has_expired_is_made_anew(place: Path) -> None:
     background.wait()
     time.sleep(0.4)
     config.run([Adds("a")])
-    assert calls == ["a"] * 4
+    assert noting.calls == ["a"] * 4
 
 
 @pytest.mark.parametrize(
@@ -176,11 +153,11 @@ def test_what_has_expired_is_made_anew(place: Path) -> None:
 )
 def test_files_are_told_apart_as_hash_fn_says(place: Path, how: Any, moved: bool, changed: bool) -> None:
     def run(path: str) -> int:
-        before = len(calls)
+        before = len(noting.calls)
         config = PipelineConfig([path], CacheStageConfig(cache_type="disk", hash_fn=how, cache_dir="cache"))
         config.run([Adds("a")])
         background.wait()
-        return len(calls) - before
+        return len(noting.calls) - before
 
     os.utime("data/0.jsonl", (1, 1))
     assert [run("data/0.jsonl") for _ in range(2)] == [1, 0]

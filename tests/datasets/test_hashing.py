@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from castore.adapters.datasets import operator_fingerprint
+from castore.adapters.datasets.describing import describe
 from castore.errors import UnhashableError
 
 
@@ -140,3 +141,20 @@ def test_a_tokenizer_of_transformers_that_was_used_is_the_same() -> None:
     assert operator_fingerprint(Operator(tokenizer)) == before
     tokenizer.add_tokens(["b"])
     assert operator_fingerprint(Operator(tokenizer)) != before
+
+
+@pytest.mark.parametrize(
+    "held",
+    [dict(zip("abc", range(3), strict=True)), [1, ("x", {2})], {Tokenizer()}, Tokenizer],
+    ids=["dict", "list", "objects", "class"],
+)
+def test_what_is_said_of_a_parameter_does_not_depend_on_what_is_around_it(held: Any) -> None:
+    """Else explain() would name a parameter where only the code has changed."""
+
+    class Other(Operator):
+        first = Tokenizer
+        more = property(lambda self: {"held": self.held})
+
+    told = [describe(kind(held), "operator").parts["the parameter 'held'"] for kind in (Operator, Other)]
+    assert told[0] == told[1]
+    assert told[0][0]

@@ -205,7 +205,7 @@ def test_a_parameter_that_makes_no_sense_is_refused_at_once(make: Callable[[], A
 
 def test_a_missing_column_and_a_number_are_named() -> None:
     op = registry.make("text_length_filter")
-    with pytest.raises(InvalidValueError, match="no column 'text' for TextLengthFilter, only 'content'"):
+    with pytest.raises(InvalidValueError, match="no column 'text' for text_length_filter, only 'content'"):
         op.compute_stats({"content": "x"})
     with pytest.raises(InvalidValueError, match="needs text in the column 'text', not int"):
         op.compute_stats({"text": 5})

@@ -82,11 +82,12 @@ def test_changing_the_third_step_runs_it_and_those_behind_it(
     told = changed.explain(data)
     assert ran() == ""
     result = changed.run(data)
-    assert ran() == "s3t45"
-    assert [step.hit for step in result.steps] == [step.hit for step in told] == [True, True, *[False] * 5]
+    # How long a text is does not depend on how long it must be.
+    assert ran() == "3t45"
+    assert [step.hit for step in result.steps] == [step.hit for step in told] == [True] * 3 + [False] * 4
     plain = plainly(data, 5000)
     assert result.dataset[:] == plain[:]
-    assert told[2].changes == ["the parameter 'least' was 3000 and is 5000"]
+    assert told[3].changes == ["the parameter 'least' was 3000 and is 5000"]
     assert "runs again" in told[4].changes[-1]
     assert all(explanation.hit for explanation in changed.explain(data))
 

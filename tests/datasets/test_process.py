@@ -1,163 +1,19 @@
-"""`castore process`: the seed's recipes and command lines, what is printed, what goes wrong, and what is left after a kill."""
+"""`castore process`: the seed's recipes and command lines, what is printed, and runs beside one another."""
 
 from __future__ import annotations
 
 import json
-import random
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
 
 from castore import Store
 from castore.cli.main import main
 from tests.cli.conftest import Cli, Ran, castore, cli, folder  # noqa: F401 - fixtures
-from tests.helpers import flip, payload
-
-MODULE = '''
-"""Operators of the user's own, beside the recipe."""
-import os, pathlib, signal, time
-
-class MyCustomMapper:
-    def __init__(self, param: str):
-        self.param = param
-    def process(self, sample):
-        return {**sample, "text": sample["text"] + self.param}
-
-class LanguageIdScoreFilter:
-    """Stands in for a model: what is mostly ASCII is English."""
-    def __init__(self, lang: str = "en", min_score: float = 0.8):
-        self.lang, self.min_score = lang, min_score
-    def compute_stats(self, sample):
-        text = sample["text"]
-        sample["__dj__stats__"]["lang_score"] = sum(map(str.isascii, text)) / max(1, len(text))
-        return sample
-    def process(self, sample):
-        return sample["__dj__stats__"]["lang_score"] >= self.min_score
-
-def breaks(sample):
-    if sample["n"] == 30:
-        raise RuntimeError("cannot\\nstand 30")
-    return sample
-
-def marks(sample):
-    with open("marks", "a") as file:
-        file.write("x")
-    return sample
-
-def slow(sample):
-    time.sleep(0.01)
-    return {"text": sample["text"] + " slow"}
-
-def slower(sample):
-    time.sleep(0.012)
-    return {"text": sample["text"] + " slower"}
-
-def interrupted(sample):
-    if sample["n"] == 50 and os.path.exists("interrupt"):
-        os.remove("interrupt")
-        os.kill(os.getpid(), signal.SIGINT)
-    return sample
-
-def grows(sample):
-    return {"text": os.urandom(20_000).hex()}
-'''
-
-STEPS: list[Any] = [
-    {"text_length_filter": {"min_len": 100}},
-    "clean_links_mapper",
-    "whitespace_normalization_mapper",
-    {"character_repetition_filter": {"max_ratio": 0.4}},
-    "document_deduplicator",
-]
-NAMES = [
-    "text_length_filter (stats)",
-    "text_length_filter",
-    "clean_links_mapper",
-    "whitespace_normalization_mapper",
-    "character_repetition_filter (stats)",
-    "character_repetition_filter",
-    "document_deduplicator",
-]
-
-
-@pytest.fixture
-def place(folder: Path, sources: dict[str, list[Any]]) -> Iterator[Path]:  # noqa: F811
-    """A folder with real text and a module of operators, which is the working folder."""
-    root = folder.parent
-    rows = zip(sources["text"], range(len(sources["text"])), strict=True)
-    (root / "data").mkdir()
-    lines = [json.dumps({"text": text, "n": n}) for text, n in rows]
-    # Something for every filter to find.
-    lines += [json.dumps({"text": text, "n": -1}) for text in ("short", "-" * 500, *sources["text"][:5])]
-    (root / "data" / "demo.jsonl").write_text("\n".join(lines) + "\n")
-    (root / "my_ops.py").write_text(MODULE)
-    before = sys.path.copy()
-    yield root
-    sys.path[:] = before
-    sys.modules.pop("my_ops", None)
-
-
-@pytest.fixture
-def here(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> Callable[..., Ran]:
-    """Run `castore process` as somebody does who has said where the store is once and for all."""
-    monkeypatch.setenv("CASTORE_DIR", str(place / "store"))
-
-    def run(*words: str | Path) -> Ran:
-        capfdbinary.readouterr()
-        code = main(["process", *map(str, words)])
-        out, err = capfdbinary.readouterr()
-        return Ran(code, out, err.decode())
-
-    return run
-
-
-def recipe(place: Path, steps: list[Any] = STEPS, **keys: Any) -> Path:
-    """A recipe's file."""
-    told = {
-        "dataset_path": "./data/demo.jsonl",
-        "export_path": "./outputs/demo.jsonl",
-        **keys,
-        "process": steps,
-    }
-    path = place / "recipe.yaml"
-    path.write_text(yaml.safe_dump(told, sort_keys=False))
-    return path
-
-
-def hits(ran: Any) -> list[bool]:
-    return [step["hit"] for step in ran.json["steps"]]
-
-
-def exported(place: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (place / "outputs/demo.jsonl").read_text().splitlines()]
-
-
-def expected(place: Path) -> list[dict[str, Any]]:
-    """The same with a loop and nothing of ours but the cleaning itself."""
-    from castore.adapters.datasets import registry
-
-    links, spaces = registry.make("clean_links_mapper"), registry.make("whitespace_normalization_mapper")
-    repetition = registry.make("character_repetition_filter", {"max_ratio": 0.4})
-    seen, rows = set(), []
-    for line in (place / "data/demo.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if len(row["text"]) < 100:
-            continue
-        row["text"] = spaces.clean(links.clean(row["text"]))
-        if repetition.measure(row["text"]) > 0.4 or row["text"] in seen:
-            continue
-        seen.add(row["text"])
-        rows.append(row)
-    return rows
-
+from tests.datasets.recipes import NAMES, STEPS, expected, exported, here, hits, place, recipe  # noqa: F401 - fixtures
 
 # The seed's page
 
@@ -229,7 +85,7 @@ process:
 
 @pytest.mark.parametrize("name", SEED)
 @pytest.mark.parametrize("words", [[], ["--cache_compress", "zstd"], ["--use_cache", "false"]], ids=" ".join)
-def test_the_seeds_examples_run(here: Callable[..., Ran], place: Path, name: str, words: list[str]) -> None:
+def test_the_seeds_examples_run(here: Callable[..., Ran], place: Path, name: str, words: list[str]) -> None:  # noqa: F811
     (place / "your_config.yaml").write_text(SEED[name].replace("{dir}", str(place)))
     ran = here("--config", "your_config.yaml", *words)
     assert (ran.code, ran.err) == (0, "")
@@ -245,11 +101,21 @@ def test_the_seeds_examples_run(here: Callable[..., Ran], place: Path, name: str
 
 def test_what_was_uncompressed_on_the_way_is_gone_in_the_end(
     castore: Callable[..., subprocess.Popen[bytes]],  # noqa: F811
-    place: Path,
+    place: Path,  # noqa: F811
 ) -> None:
     start = castore("process", "--config", recipe(place, temp_dir=str(place / "temp")))
     assert start.communicate()[1] == b""
     assert [path for path in place.rglob("*.arrow") if "hugging face" not in str(path)] == []
+
+
+def test_a_cache_that_was_emptied_by_hand_is_a_new_one(here: Callable[..., Ran], place: Path) -> None:  # noqa: F811
+    words = ["--config", recipe(place, ds_cache_dir="dj_cache"), "--json"]
+    assert hits(here(*words)) == [False] * 7
+    subprocess.run("rm -rf dj_cache/*", shell=True, check=True, cwd=place)  # as the seed's page says
+    again = here(*words)
+    assert (again.code, again.err) == (0, "")
+    assert hits(again) == [False] * 7
+    assert hits(here(*words)) == [True] * 7
 
 
 @pytest.mark.parametrize("codec", ["gzip", "lz4", "zstd", "none"])
@@ -379,143 +245,7 @@ def test_what_will_not_fit_is_said_before_it_starts(cli: Cli, place: Path) -> No
     assert exported(place) == expected(place)
 
 
-# What goes wrong
-
-
-@pytest.mark.parametrize(
-    ("change", "code", "words"),
-    [
-        ({"steps": ["clean_link_mapper"]}, 2, "recipe.yaml:4: there is no operator 'clean_link_mapper'; did you mean 'clean_links_mapper'?"),
-        ({"use_cash": True}, 2, "recipe.yaml:3: there is no key 'use_cash'; did you mean 'use_cache'?"),
-        ({"dataset_path": "data/dem.jsonl"}, 1, "there is no data at dataset_path 'data/dem.jsonl'; did you mean 'demo.jsonl'?"),
-        ({"export_path": "out.xml"}, 2, "export_path 'out.xml' ends in '.xml'"),
-        ({"text_keys": "content"}, 2, "there is no column 'content' for CleanLinksMapper, only 'text', 'n'"),
-        ({"steps": ["my_ops.breaks"]}, 1, "step 'breaks' failed at {place}/my_ops.py:24: RuntimeError: cannot stand 30; the steps before it are kept"),
-        ({"steps": ["my_ops.Nothing"]}, 2, "recipe.yaml:4: my_ops has no 'Nothing'"),
-        ({"ds_cache_dir": "/proc/nowhere"}, 1, "cannot make a store at /proc/nowhere"),
-    ],
-)  # fmt: skip
-def test_an_error_is_one_line_that_says_what_to_do(
-    here: Callable[..., Ran], place: Path, change: dict[str, Any], code: int, words: str
-) -> None:
-    keys = {"export_path": "out.jsonl", **change}
-    ran = here("--config", recipe(place, keys.pop("steps", ["clean_links_mapper"]), **keys))
-    assert (ran.code, ran.out, ran.err.count("\n")) == (code, "", 1)
-    assert words.replace("{place}", str(place)) in ran.err
-
-
-def test_a_missing_recipe_and_a_truth_that_is_none_are_said(cli: Cli, place: Path) -> None:  # noqa: F811
-    ran = cli("process", "--config", "nowhere.yaml")
-    assert (ran.code, ran.err) == (1, "castore: nowhere.yaml: No such file or directory\n")
-    ran = cli("process", "--config", recipe(place), "--use_cache", "maybe")
-    assert (ran.code, "'maybe' is neither true nor false" in ran.err) == (2, True)
-    ran = cli("process", "--config", recipe(place), "--cache-compress", "zip")
-    assert (ran.code, "cache_compress must be 'zstd'" in ran.err) == (2, True)
-
-
-def test_a_damaged_step_runs_again_and_is_said(cli: Cli, place: Path) -> None:  # noqa: F811
-    path = recipe(place)
-    assert cli("process", "--config", path).code == 0
-    rows = exported(place)
-    with Store(place / "store") as store:
-        name = next(
-            entry.name
-            for entry in store.entries("steps")
-            if "deduplicator" in entry.name and entry.name.endswith(".arrow")
-        )
-        file, offset, length = payload(store, name)
-        flip(file, offset + length // 2)
-    ran = cli("process", "--config", path, "--json")
-    assert ran.code == 0
-    assert "is damaged and runs again" in ran.err
-    assert ran.err.count("\n") == 1
-    assert hits(ran) == [True] * 6 + [False]
-    assert exported(place) == rows
-    assert hits(cli("process", "--config", path, "--json")) == [True] * 7
-
-
-@pytest.fixture
-def small_disk(place: Path) -> Iterator[Path]:
-    disk = place / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12M", "tmpfs", disk]).returncode:
-        pytest.skip("no tmpfs can be mounted here")
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
-
-
-@pytest.mark.parametrize("mode", [{}, {"use_checkpoint": True}, {"use_cache": False}], ids=str)
-def test_a_disk_that_fills_up_in_a_step_is_said_and_the_rest_goes_on_later(
-    place: Path, small_disk: Path, castore: Callable[..., subprocess.Popen[bytes]], mode: dict[str, Any]  # noqa: F811
-) -> None:  # fmt: skip
-    (place / "tiny.jsonl").write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(2000)))
-    given = {"dataset_path": "tiny.jsonl", "temp_dir": str(small_disk / "temp"), **mode}
-    start = castore("process", "--config", recipe(place, ["my_ops.marks", "my_ops.grows"], **given))
-    _, err = start.communicate()
-    assert start.returncode == 1
-    last = err.decode().splitlines()[-1]
-    assert "is full" in last
-    assert "free some space" in last
-    assert not (place / "outputs").exists()
-    assert (place / "marks").stat().st_size == 2000
-    assert list(small_disk.rglob("*.arrow")) == []
-    # With another second step the first is not run again, where it was kept.
-    start = castore("process", "--config", recipe(place, ["my_ops.marks", "clean_links_mapper"], **given))
-    _, err = start.communicate()
-    assert (start.returncode, err) == (0, b"")
-    assert (place / "marks").stat().st_size == (4000 if mode == {"use_cache": False} else 2000)
-
-
-# What is left after a kill
-
-
-def test_ctrl_c_leaves_what_is_done(place: Path, castore: Callable[..., subprocess.Popen[bytes]]) -> None:  # noqa: F811
-    (place / "interrupt").touch()
-    path = recipe(place, ["my_ops.marks", "my_ops.interrupted"])
-    start = castore("process", "--config", path)
-    _, err = start.communicate(timeout=60)
-    assert (start.returncode, err) == (130, b"castore: interrupted\n")
-    rows = (place / "marks").stat().st_size
-    start = castore("process", "--config", path, "--json")
-    out, err = start.communicate(timeout=60)
-    assert (start.returncode, err) == (0, b"")
-    assert [step["hit"] for step in json.loads(out)["steps"]] == [True, False]
-    assert (place / "marks").stat().st_size == rows
-
-
-SLOW = ["my_ops.slow", {"text_length_filter": {"min_len": 100}}, "my_ops.slower", "document_deduplicator"]
-
-
-@pytest.mark.parametrize("mode", ["use_cache", "use_checkpoint"])
-def test_runs_killed_at_random_points_come_to_the_same_end(
-    place: Path, castore: Callable[..., subprocess.Popen[bytes]], mode: str  # noqa: F811
-) -> None:  # fmt: skip
-    chance = random.Random(mode)
-    path = recipe(place, SLOW, **{mode: True})
-    kills = 0
-    for _ in range(30):
-        start = castore("process", "--config", path, "--json")
-        try:
-            out, err = start.communicate(timeout=1.2 + chance.random() * 2.4 if kills < 4 else 60)
-            break
-        except subprocess.TimeoutExpired:
-            start.send_signal(signal.SIGKILL)
-            start.communicate()
-            kills += 1
-    assert kills > 0
-    assert start.returncode == 0, err
-    survived = exported(place)
-    (place / "outputs/demo.jsonl").unlink()
-    plain = castore("process", "--config", path, "--no-use-checkpoint", "--no-use-cache")
-    plain.communicate()
-    assert plain.returncode == 0
-    assert survived == exported(place)
-    start = castore("process", "--config", path, "--json")
-    out, _ = start.communicate()
-    assert all(step["hit"] for step in json.loads(out)["steps"])
-    start = castore("verify")
-    start.communicate()
-    assert start.returncode == 0
+# Runs beside one another
 
 
 def test_two_at_once_run_each_step_once(place: Path, castore: Callable[..., subprocess.Popen[bytes]]) -> None:  # noqa: F811

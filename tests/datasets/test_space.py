@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,13 @@ def test_measured_sizes_take_the_place_of_guesses(tmp_path: Path) -> None:
     assert found.work_needs == 8 * GB
     assert found.measured == 1
     assert found.peak == GB + found.store_needs + found.work_needs
+
+
+def test_a_checkpoint_needs_no_more_than_three_copies_on_one_disk(tmp_path: Path) -> None:
+    found = estimate([Known("map"), Known("filter")], tmp_path, mode="checkpoint")
+    assert found.size + found.peak == found.formula == 30 * GB
+    shrinks = estimate([Known("map", GB), Known("map", GB)], tmp_path, mode="checkpoint")
+    assert shrinks.peak == 11 * GB
 
 
 def test_what_is_all_kept_needs_nothing(tmp_path: Path) -> None:
@@ -123,3 +131,16 @@ def test_intermediate_steps_go_and_the_last_stays(store: Store, texts: datasets.
     again = pipeline.run(texts)
     assert [step.hit for step in again.steps] == [True] * 3
     assert again.dataset[:] == expected
+
+
+def test_intermediate_steps_go_by_age_and_what_was_used_of_late_stays(
+    store: Store, texts: datasets.Dataset
+) -> None:
+    names = ["clean_links_mapper", "clean_email_mapper", "document_deduplicator"]
+    Pipeline([registry.make(name) for name in names], store=store).run(texts)
+    time.sleep(1.1)
+    assert Pipeline([registry.make(names[0])], store=store).run(texts).hits == 1
+    pipeline = Pipeline([registry.make(name) for name in names], store=store)
+    (gone,) = pipeline.drop_intermediate(older_than=1)
+    assert "clean_email_mapper" in gone
+    assert pipeline.run(texts).hits == 3

@@ -5,6 +5,7 @@ kept.py says how a dataset lies in the store, mapping.py how it is mapped; this 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ import pyarrow as pa
 
 from castore.adapters.datasets import kept
 from castore.adapters.datasets.reports import CacheWarning
+from castore.adapters.datasets.stored import batches_of
 from castore.adapters.datasets.tables import SPLITS, STATE, assemble_stream, part_of
 from castore.errors import CorruptError, InvalidValueError, NotFoundError
-from castore.files import open_blob
 from castore.names import check_name
 from castore.objects.codecs import check_codec
 from castore.sizes import parse_duration
@@ -168,7 +169,10 @@ def _batches(store: Store, digests: list[str]) -> Iterator[tuple[int, pa.Table]]
             raise NotFoundError(
                 f"blob {digest} has been removed from {store.path} while its dataset was read"
             )
-        file = open_blob(store.source.open(blob), digest, store.source.quarantine)
-        with file, pa.ipc.open_stream(pa.PythonFile(file, mode="r")) as batches:
-            for number, batch in enumerate(batches):
-                yield number, pa.Table.from_batches([batch])
+        with contextlib.closing(store.source.open(blob)) as reader:
+            try:
+                for number, batch in enumerate(batches_of(reader)):
+                    yield number, pa.Table.from_batches([batch])
+            except CorruptError as error:
+                store.source.quarantine(blob, error)
+                raise

@@ -4,6 +4,9 @@ A checkpoint is a dataset in the store, `checkpoints/<project>`, whose metadata 
 that made it. Dataset and metadata are committed together, so a run that is killed at any moment leaves the
 checkpoint before, or the new one, whole. It is pinned: gc must not take what a run of days stands on.
 
+While steps are to come it is the uncompressed file that the next one reads, under a second name (linked.py): with
+the run's input and what the step writes, that makes 3 x S on disk. It is compressed once all is done.
+
 Serves a run only if its input and its first steps are the same; steps behind the checkpoint may change. Must
 never hand out a dataset that other steps made: whoever runs a changed recipe under the name of the old one
 starts over, and is told which operator differs.
@@ -11,25 +14,24 @@ starts over, and is told which operator differs.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import datasets
 
-from castore.adapters.datasets import kept
+from castore.adapters.datasets import kept, linked, mapping
 from castore.adapters.datasets.kept import Options, Size
-from castore.adapters.datasets.mapping import store_locks
 from castore.adapters.datasets.tables import part_of
 from castore.collect import remove_blobs
-from castore.errors import CorruptError, NotFoundError
+from castore.errors import CorruptError, FullError, NotFoundError, TooLargeError
 from castore.names import check_name
 from castore.store import Store
 
 FOLDER = "checkpoints"
 _METADATA = "checkpoint"
-_VERSION = 1
+_VERSION = 2
 
 
 class Mark(NamedTuple):
@@ -53,14 +55,21 @@ class Found(NamedTuple):
     """Where a run begins.
 
     Attributes:
-        done: how many steps are behind the dataset.
-        dataset: what they made; None to begin with the input.
+        dataset: what the steps that are done have made; None to begin with the input.
+        rows: rows before the first of them, and behind each.
+        packed: whether the checkpoint is compressed.
         reason: why a checkpoint that is there does not serve; "" if there is none, or it does.
     """
 
-    done: int
-    dataset: datasets.Dataset | None
+    dataset: datasets.Dataset | None = None
+    rows: Sequence[int] = ()
+    packed: bool = False
     reason: str = ""
+
+    @property
+    def done(self) -> int:
+        """How many steps are done."""
+        return max(0, len(self.rows) - 1)
 
 
 class Checkpoint:
@@ -81,29 +90,30 @@ class Checkpoint:
         self._project = project
         self._codec = codec
 
-    @contextmanager
+    @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """For the length of a run: a second one of the same name waits, and then finds the work done."""
-        with store_locks(self._store).hold(self.name):
+        with mapping.store_locks(self._store).hold(self.name):
             yield
 
     def find(self, source: str, steps: Sequence[Mark]) -> Found:
         """Where a run over the input of fingerprint ``source`` begins."""
         metadata = kept.metadata_of(self._store, self.name)
         if metadata is None:
-            return Found(0, None)
+            return Found()
         reason = self._difference(metadata.get(_METADATA), source, steps)
         if reason:
             return Found(
-                0, None, f"the checkpoint of {self._project!r} does not serve: {reason}; starting over"
+                reason=f"the checkpoint of {self._project!r} does not serve: {reason}; starting over"
             )
+        told = metadata[_METADATA]
         try:
-            dataset = kept.load(self._store, self.name)
+            # Of a run that is over, nobody may ever look at a row.
+            over = told["packed"] and len(told["steps"]) == len(steps)
+            dataset = (kept if over else linked).load(self._store, self.name)
         except (CorruptError, NotFoundError) as error:
-            return Found(
-                0, None, f"the checkpoint of {self._project!r} cannot be read: {error}; starting over"
-            )
-        return Found(len(metadata[_METADATA]["steps"]), dataset)
+            return Found(reason=f"the checkpoint of {self._project!r} cannot be read: {error}; starting over")
+        return Found(dataset, told["rows"], told["packed"])
 
     def _difference(self, told: Any, source: str, steps: Sequence[Mark]) -> str:
         if not isinstance(told, dict) or told.get("version") != _VERSION:
@@ -119,40 +129,82 @@ class Checkpoint:
                 return f"step {number} {difference}"
         return ""
 
-    def save(self, dataset: datasets.Dataset, source: str, steps: Sequence[Mark]) -> Size:
+    def save(
+        self,
+        dataset: datasets.Dataset,
+        source: str,
+        steps: Sequence[Mark],
+        rows: Sequence[int],
+        *,
+        pack: bool = False,
+    ) -> Size:
         """Put a dataset in the place of the one before.
 
         Args:
             dataset: what the steps made of the input.
             source: fingerprint of the input.
             steps: those that are done.
+            rows: rows of the input, and behind each of them.
+            pack: compress it, since no step will come; else that is done only to what cannot be linked, or would not fit.
 
         Raises:
             FullError, TooLargeError: it does not fit; the one before is still there.
         """
-        old = self._blobs()
         told = {"version": _VERSION, "source": source, "steps": [mark._asdict() for mark in steps]}
-        parts = {"": part_of(dataset)}
-        size = kept.put_parts(self._store, self.name, parts, Options(self._codec), {_METADATA: told})
-        for entry in list(self._store.entries(self.name)):
-            self._store.pin(entry.name)
-        self._forget(old - self._blobs())
+        told["rows"] = list(rows)
+        size = self._replace(self._put_linked, dataset, {**told, "packed": False})
+        # Only now, and not at once: the checkpoint before is gone, and what it took is free.
+        if pack or size is None:
+            size = self._replace(self._put_packed, dataset, {**told, "packed": True})
+        assert size is not None
         return size
+
+    def _replace(
+        self, put: Callable[..., Size | None], dataset: datasets.Dataset, told: dict[str, Any]
+    ) -> Size | None:
+        old = self._blobs()
+        size = put(dataset, {_METADATA: told})
+        if size is not None:
+            self._store.delete_many(set(self._blobs()) - linked.names(self._store, self.name))
+            self._forget(set(old.values()) - set(self._blobs().values()))
+        return size
+
+    def _put_linked(self, dataset: datasets.Dataset, metadata: dict[str, Any]) -> Size | None:
+        try:
+            return linked.put(self._store, self.name, dataset, metadata)
+        except (FullError, TooLargeError):
+            return None  # compressed it may fit
+
+    def _put_packed(self, dataset: datasets.Dataset, metadata: dict[str, Any]) -> Size:
+        kept.put_parts(self._store, self.name, {"": part_of(dataset)}, Options(self._codec), metadata)
+        linked.compress(self._store, self.name, self._codec)
+        for name in self._blobs():
+            self._store.pin(name)
+        return kept.size_of(self._store, self.name)
 
     def drop(self) -> None:
         """Remove the checkpoint, and its bytes."""
         old = self._blobs()
-        for entry in list(self._store.entries(self.name)):
-            self._store.unpin(entry.name)
-        kept.drop(self._store, self.name)
-        self._forget(old)
+        self._store.delete_many(old)
+        self._forget(set(old.values()))
 
-    def _blobs(self) -> set[str]:
-        return {entry.digest for entry in self._store.entries(self.name)}
+    def _blobs(self) -> dict[str, bytes]:
+        """The checkpoint's files, and those of the one before that are still there: name to digest."""
+        entries = self._store.entries(self.name)
+        # A project "a/b" is not a part of the project "a".
+        return {
+            entry.name: bytes.fromhex(entry.digest)
+            for entry in entries
+            if entry.name.rpartition("/")[0] == self.name
+        }
 
-    def _forget(self, digests: set[str]) -> None:
+    def _forget(self, digests: set[bytes]) -> None:
         # At once and not with the next gc: "constant space" means now. What another entry names stays.
-        remove_blobs(self._store, [bytes.fromhex(digest) for digest in sorted(digests)])
+        index = self._store.index
+        blobs = [blob for digest in digests if (blob := index.blob(digest)) is not None]
+        copies = index.find_many([f"{mapping.MAPS}/{blob.digest.hex()}" for blob in blobs])
+        mapping.forget(self._store, blobs)
+        remove_blobs(self._store, sorted(digests | {found.blob.digest for found in copies.values()}))
 
 
 def _between(old: Mapping[str, Any], new: Mark) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import platform
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
+from itertools import islice
 from typing import Any, NamedTuple
 
 from blake3 import blake3
@@ -48,12 +49,13 @@ def describe(operator: Any, name: str, fingerprint: str | None = None) -> Descri
     if fingerprint is not None:
         digits = str(blake3(f"given: {fingerprint}".encode()).hexdigest())
         return Description(digits, {"the fingerprint that was given": [digits[:32], fingerprint[:_SHOWN]]})
-    encoder = _Describing()
+    parameters = list(_parameters(operator))
+    encoder = _Describing(value for _, value in parameters)
     digits = str(blake3(encode(operator, name, encoder)).hexdigest())
     parts = {f"the code of {qualified}": [digest, ""] for qualified, digest in encoder.code.items()}
     parts |= encoder.values
-    for parameter, value in _parameters(operator):
-        parts[f"the parameter {parameter!r}"] = [_digest(value), _text(value)]
+    for parameter, value in parameters:
+        parts[f"the parameter {parameter!r}"] = [encoder.alone(value), _text(value)]
     parts["Python"] = [version := ".".join(platform.python_version_tuple()[:2]), version]
     for library in encoder.libraries:
         package, _, version = library.rpartition(" of ")[2].rpartition(" ")
@@ -62,13 +64,44 @@ def describe(operator: Any, name: str, fingerprint: str | None = None) -> Descri
 
 
 class _Describing(OperatorEncoder):
-    """An OperatorEncoder that takes notes."""
+    """An OperatorEncoder that takes notes.
 
-    def __init__(self) -> None:
+    Args:
+        wanted: what `alone` will be asked for.
+    """
+
+    def __init__(self, wanted: Iterable[Any] = ()) -> None:
         super().__init__()
         self.values: dict[str, list[str]] = {}
         self.libraries: set[str] = set()
         self._owners: list[str] = []
+        self._wanted = {id(value) for value in wanted}
+        self._alone: dict[int, str] = {}
+        self._bound = 0
+
+    def alone(self, value: Any) -> str:
+        """A digest of one that was wanted, as if nothing were around it; "" if it cannot be hashed alone."""
+        if id(value) not in self._alone:
+            try:
+                self._alone[id(value)] = _digest(encode(value, "parameter"))
+            except UnhashableError:
+                return ""  # what pickle would leave out, else the operator had no fingerprint
+        return self._alone[id(value)]
+
+    def part(self, value: Any, step: str = "") -> bytes:
+        """As in OperatorEncoder, with a note of what was wanted: hashing a large parameter again takes time."""
+        if id(value) not in self._wanted:
+            return super().part(value, step)
+        before = self._bound, len(self._met)
+        code = super().part(value, step)
+        if before == (self._bound, len(self._met)):  # nothing in it is told by what was met around it
+            self._alone[id(value)] = _digest(code)
+        return code
+
+    def member(self, item: Any) -> bytes:
+        """As in OperatorEncoder."""
+        self._bound += 1  # it may tell of what is around the set
+        return super().member(item)
 
     def function(self, function: types.FunctionType) -> Iterator[Any]:
         self._owners.append(f"{function.__module__}.{function.__qualname__}")
@@ -78,17 +111,17 @@ class _Describing(OperatorEncoder):
             self._owners.pop()
         yield from parts
 
-    def _reference(self, value: Any, names: set[str], step: str) -> bytes:
+    def _reference(self, value: Any, names: Set[str], step: str) -> bytes:
         code = super()._reference(value, names, step)
         if self._owners and not isinstance(value, _CODE) and not callable(value):
             what = step.removeprefix(" -> ").replace("closure ", "").replace("global ", "")
-            digest = str(blake3(code).hexdigest()[:32])
-            self.values[f"the value of {what} in {self._owners[-1]}"] = [digest, _text(value)]
+            self.values[f"the value of {what} in {self._owners[-1]}"] = [_digest(code), _text(value)]
         return code
 
     def tagged(self, tag: str, *parts: Any) -> bytes:
         if tag == "library" and parts and isinstance(parts[0], str):
             self.libraries.add(parts[0])
+        self._bound += tag in ("met", "around")
         return FunctionEncoder.tagged(self, tag, *parts)
 
 
@@ -102,17 +135,21 @@ def _parameters(operator: Any) -> Iterator[tuple[str, Any]]:
         yield from vars(operator).items()
 
 
-def _digest(value: Any) -> str:
-    try:
-        return str(blake3(encode(value, "parameter")).hexdigest()[:32])
-    except UnhashableError:
-        return ""  # what pickle would leave out, else the operator had no fingerprint
+def _digest(code: bytes) -> str:
+    return str(blake3(code).hexdigest()[:32])
 
 
 def _text(value: Any) -> str:
-    if value is None or isinstance(
+    """What can be shown of a value; of a large one its beginning, without a look at the rest."""
+    if isinstance(value, dict) and len(value) > _SHOWN:
+        value = dict(islice(value.items(), _SHOWN))
+    elif isinstance(value, set) and len(value) > _SHOWN:
+        value = set(islice(value, _SHOWN))
+    elif isinstance(value, str | bytes | list | tuple) and len(value) > _SHOWN:
+        value = value[:_SHOWN]
+    elif value is not None and not isinstance(
         value, bool | int | float | complex | str | bytes | list | tuple | dict | set
     ):
-        text = repr(value)
-        return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
-    return type(value).__name__
+        return type(value).__name__
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -22,29 +21,27 @@ import pyarrow as pa
 from blake3 import blake3
 from datasets.table import Table
 
-from castore.adapters.datasets.mapping import forget, mappable, note_new
-from castore.adapters.datasets.reports import CacheWarning
+from castore.adapters.datasets.mapping import forget
+from castore.adapters.datasets.stored import SMALL, damaged, late_table, table_of
 from castore.adapters.datasets.tables import (
     INFO,
+    ROWS,
     SPLITS,
     STATE,
     Part,
     assemble,
     data_file,
-    table_in_memory,
-    table_mapped,
 )  # fmt: skip
-from castore.errors import CorruptError, FullError, NotFoundError, TooLargeError
+from castore.checked import note_new
+from castore.errors import FullError, NotFoundError
 from castore.index import Found
 from castore.names import check_name
-from castore.records import LOOSE, LOST, Blob, Pointing
+from castore.records import Blob, Pointing
 from castore.staged import Staged, Vanished
 from castore.store import Store
 from castore.transaction import is_full
 from castore.writing import open_source
 
-#: Data files up to this size are read into memory: mapping them would cost a file each.
-SMALL = 1024 * 1024
 _ATTEMPTS = 5
 
 
@@ -132,7 +129,7 @@ def _put(
     for entry in entries:
         found = store.index.find(entry.name) if entry.size > SMALL else None
         if found is not None:
-            note_new(store, found.blob, started)
+            note_new(store, [found.blob], started)
     store.delete_many(set(old) - {entry.name for entry in entries})
     return Size(sum(entry.size for entry in entries), sum(entry.stored for entry in entries))
 
@@ -223,7 +220,7 @@ def splits_of(store: Store, name: str) -> list[str]:
     Raises:
         NotFoundError, CorruptError: as for `files_of`.
     """
-    return [str(split) for split in json.loads(_told(store, f"{name}/{SPLITS}"))["splits"]]
+    return [str(split) for split in json.loads(file_of(store, f"{name}/{SPLITS}"))["splits"]]
 
 
 def metadata_of(store: Store, name: str) -> dict[str, Any] | None:
@@ -240,7 +237,7 @@ def files_of(store: Store, name: str) -> Files:
         CorruptError: its description is damaged.
     """
     for _ in range(_ATTEMPTS):
-        state = _told(store, f"{name}/{STATE}")
+        state = file_of(store, f"{name}/{STATE}")
         names = [f"{name}/{STATE}", f"{name}/{INFO}"]
         names += [f"{name}/{item['filename']}" for item in json.loads(state)["_data_files"]]
         found = store.index.find_many(names)
@@ -253,7 +250,7 @@ def files_of(store: Store, name: str) -> Files:
         if found[names[0]].blob.digest == blake3(state).digest():
             info = store.source.fetch(blobs[names[1]])
             if info is None:
-                raise _damaged(names[1])
+                raise damaged(names[1])
             return Files(blobs, state, info)
     raise NotFoundError(
         f"the dataset {name!r} is put anew all the time; none of its states stayed for a look"
@@ -264,51 +261,39 @@ def _is_there(found: Found | None) -> bool:
     return found is not None and (found.expires is None or found.expires > time.time())
 
 
-def _told(store: Store, name: str) -> bytes:
+def file_of(store: Store, name: str) -> bytes:
+    """The bytes of a small file.
+
+    Raises:
+        NotFoundError, CorruptError: they are not there, or damaged.
+    """
     if store.entry(name) is None:
         raise NotFoundError(f"there is no entry {name!r} in {store.path}")
     data = store.get(name)
     if data is None:
-        raise _damaged(name)
+        raise damaged(name)
     return data
 
 
-def _damaged(name: str) -> CorruptError:
-    return CorruptError(f"the stored bytes of {name!r} are damaged", where=name)
-
-
 def load(store: Store, name: str) -> datasets.Dataset:
-    """The dataset of that name, mapped, or in memory where it is small.
+    """The dataset of that name: late, mapped, or in memory where it is small.
 
     Raises:
         NotFoundError, CorruptError: as for `files_of`; data files included.
     """
     files = files_of(store, name)
-    tables = [_table(store, part, blob) for part, blob in files.data]
+    tables = _late(store, files) or [table_of(store, part, blob) for part, blob in files.data]
     for part in files.blobs:
         store.source.count_use(part)
     store.flush_if_due()
     return assemble(files.state, files.info, tables)
 
 
-def _table(store: Store, name: str, blob: Blob) -> Table:
-    try:
-        if blob.size <= SMALL or blob.pack != LOOSE:
-            data = None if blob.pack == LOST else store.source.fetch(blob)
-            if data is None:
-                raise _damaged(name)
-            return table_in_memory(data)
-        return table_mapped(mappable(store, blob))
-    except FileNotFoundError as error:
-        raise _damaged(name) from error
-    except (FullError, TooLargeError) as error:
-        warnings.warn(
-            f"{name!r} is read into memory, since it cannot be mapped: {error}; a mount of the store needs no room",
-            CacheWarning,
-            stacklevel=2,
-        )
-        with store.open(name) as file:
-            return table_in_memory(file.read())
+def _late(store: Store, files: Files) -> list[Table]:
+    rows = json.loads(files.state).get(ROWS)
+    features = datasets.DatasetInfo.from_dict(json.loads(files.info)).features
+    table = late_table(store, files.data, features.arrow_schema, rows) if rows and features else None
+    return [] if table is None else [table]
 
 
 def size_of(store: Store, name: str) -> Size:

@@ -11,6 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +271,7 @@ class _Run:
         for step in planned:
             record = self._record(step) or told.get(step.key, {})
             size = kept.size_of(self._store, step.name)
-            rows = record.get("rows_in", 0), record.get("rows_out", 0)
+            rows = record.get("rows_in"), record.get("rows_out")
             reports.append(_report(step, True, *rows, 0.0, size))
             self._teller.end(step.number, reports[-1])
         return reports
@@ -291,18 +292,24 @@ class _Run:
             found = checkpoint.find(source, marks)
             if found.reason:
                 warnings.warn(found.reason, CacheWarning, stacklevel=4)
-            if found.dataset is not None:
-                self._dataset = found.dataset
             reports = [
-                _report(step, True, 0, len(self._dataset), 0.0, None) for step in planned[: found.done]
+                _report(step, True, *rows, 0.0, None)
+                for step, rows in zip(planned, pairwise(found.rows), strict=False)
             ]
             for number, report in enumerate(reports):
                 self._teller.end(number, report)
+            rows = list(found.rows) or [len(self._dataset)]
+            if found.dataset is not None:
+                self._dataset = found.dataset
             if found.done < len(planned):
                 pipeline.warn_of_space(self._dataset, [])
+                if found.packed:  # what the next step reads is a copy then: let that be the checkpoint
+                    checkpoint.save(self._dataset, source, marks[: found.done], rows)
             for step in planned[found.done :]:
                 report = self._run_plainly(step.number, our_fingerprint(step.key))
-                size = checkpoint.save(self._dataset, source, marks[: step.number + 1])
+                rows.append(len(self._dataset))
+                last = step.number + 1 == len(planned)
+                size = checkpoint.save(self._dataset, source, marks[: step.number + 1], rows, pack=last)
                 reports.append(_report(step, False, report.rows_in, report.rows_out, report.seconds, size))
                 self._teller.end(step.number, reports[-1])
             return PipelineResult(self._dataset, reports)
@@ -336,7 +343,12 @@ def _history(planned: Sequence[Planned], reports: Sequence[StepReport]) -> list[
 
 
 def _report(
-    step: Planned, hit: bool, rows_in: int, rows_out: int, seconds: float, size: kept.Size | None
+    step: Planned,
+    hit: bool,
+    rows_in: int | None,
+    rows_out: int | None,
+    seconds: float,
+    size: kept.Size | None,
 ) -> StepReport:
     logical, stored = size or (0, 0)
     key = step.key if size is not None else ""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from castore.adapters.datasets.checkpoint import Mark
 from castore.adapters.datasets.describing import Description, describe
+from castore.adapters.datasets.measuring import without_unread
 from castore.adapters.datasets.running import step_key, step_name
 from castore.adapters.datasets.steps import Step
 from castore.adapters.datasets.tables import our_fingerprint
@@ -57,12 +58,13 @@ def plan(steps: Sequence[Step], source: str) -> list[Planned]:
     Raises:
         UnhashableError: a part of an operator has no stable hash.
     """
-    planned, known = [], dict[int, Description]()
+    planned, known = [], dict[int, tuple[Any, Description]]()
     for number, step in enumerate(steps):
-        # An operator that takes two steps is hashed once; the list of steps keeps it alive, and so its id.
-        what = known.get(id(step.operator))
-        if what is None:
-            what = known[id(step.operator)] = describe(step.operator, step.name.removesuffix(" (stats)"))
+        counts = without_unread(step.operator) if step.kind == "stats" else step.operator
+        # An operator that takes two steps is hashed once, if all of it counts in both.
+        if id(counts) not in known:
+            known[id(counts)] = counts, describe(counts, step.name.removesuffix(" (stats)"))
+        what = known[id(counts)][1]
         digits = step_key(source, step.name, step.kind, what.fingerprint)
         planned.append(Planned(number, step, digits, step_name(step.name, digits), source, what))
         source = our_fingerprint(digits)

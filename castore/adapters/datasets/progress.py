@@ -29,7 +29,8 @@ class Teller:
 
     def end(self, number: int, report: StepReport) -> None:
         """A step has ended."""
-        self._say(number, report.rows_in, report.rows_in, report)
+        rows = report.rows_in or 0
+        self._say(number, rows, rows, report)
 
     def counter(self, number: int, rows: int) -> Callable[[int], None] | None:
         """What to call with the rows that were done since the last call; None if nobody wants to know."""

@@ -112,7 +112,7 @@ class RememberingPipeline(Pipeline):
     def _tell(self, progress: ProgressCallback | None, before: int, steps: list[StepReport]) -> None:
         for number, report in enumerate(steps, start=before):
             if progress is not None:
-                rows = report.rows_in
+                rows = report.rows_in or 0
                 progress(Progress(number, len(self.steps), report.name, report.kind, rows, rows, report))
 
 

@@ -47,7 +47,7 @@ class StepReport:
         name: of the operator; its statistics pass has " (stats)" behind it.
         kind: ``"map"``, ``"stats"``, ``"filter"`` or ``"deduplicate"``.
         hit: whether the result came from the cache, or from the checkpoint.
-        rows_in, rows_out: before and after.
+        rows_in, rows_out: before and after; None if that is not known any more: of a step whose result was dropped.
         seconds: spent in this run; of a hit, almost none.
         logical: bytes of the result, uncompressed; 0 if it was not kept.
         stored: bytes it takes in the store.
@@ -57,8 +57,8 @@ class StepReport:
     name: str
     kind: str
     hit: bool
-    rows_in: int
-    rows_out: int
+    rows_in: int | None
+    rows_out: int | None
     seconds: float
     logical: int
     stored: int

@@ -2,8 +2,8 @@
 
 The formula counts full copies: ``(1 + M + F + [F > 0] + D) x S`` for an input of S bytes with M mappers, F
 filters and D deduplicators, since each step leaves a copy and the first filter's statistics another; a
-checkpoint needs 3 x S whatever the steps. What is really taken is less: steps are compressed once the next
-one has its input. Knows sizes and disks; runs nothing, removes nothing.
+checkpoint needs 3 x S whatever the steps, for it is a second name of what a step reads (linked.py). What a cached run
+really takes is less: steps are compressed once the next one has its input. Knows sizes and disks; runs nothing.
 """
 
 from __future__ import annotations
@@ -144,14 +144,14 @@ def estimate(
         stored.append(round(sizes[-1] * ratio) if step.stored is None else step.stored)
     to_run = [number for number, step in enumerate(steps) if not step.kept]
     work_needs = max((sizes[number] + sizes[number + 1] for number in to_run), default=0)
+    home, place = _existing(store), _existing(store if work is None else Path(work))
+    one_disk = home.stat().st_dev == place.stat().st_dev
     by_formula, store_needs = {
         "cache": (formula(size, mappers, filters, deduplicators), sum(stored[number] for number in to_run)),
-        # The checkpoint before stays until the new one is whole.
-        "checkpoint": (3 * size, max((sum(stored[max(0, at - 1) : at + 1]) for at in to_run), default=0)),
+        "checkpoint": (3 * size, _checkpoint_needs(sizes, stored, work_needs, one_disk) if to_run else 0),
         "none": (2 * size, 0),
     }[mode]
     there = sum(stored[number] for number, step in enumerate(steps) if step.kept)
-    home, place = _existing(store), _existing(store if work is None else Path(work))
     return Estimate(
         size=size,
         mappers=mappers,
@@ -163,10 +163,18 @@ def estimate(
         peak=there + store_needs + work_needs,
         store_free=shutil.disk_usage(home).free,
         work_free=shutil.disk_usage(place).free,
-        one_disk=home.stat().st_dev == place.stat().st_dev,
+        one_disk=one_disk,
         budget=settings.max_size,
         measured=sum(step.logical is not None for step in steps),
     )
+
+
+def _checkpoint_needs(sizes: Sequence[int], stored: Sequence[int], work_needs: int, one_disk: bool) -> int:
+    """What a checkpoint takes besides the working files."""
+    if one_disk:  # it is one of them until the end, when only the result is left to be compressed
+        return max(0, sizes[-1] + stored[-1] - work_needs)
+    # No link leads there: a compressed copy, and the one before until it is whole.
+    return max(sum(stored[max(0, at - 1) : at + 1]) for at in range(len(stored)))
 
 
 def _existing(folder: Path) -> Path:

@@ -12,7 +12,7 @@ write what `datasets.load_from_disk` cannot read.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 import datasets
@@ -23,18 +23,22 @@ from datasets.iterable_dataset import ArrowExamplesIterable
 from datasets.table import ConcatenationTable, InMemoryTable, MemoryMappedTable, Table, concat_tables
 from datasets.utils.py_utils import asdict
 
+from castore.adapters.datasets.late import LateTable
 from castore.errors import SerializationError
 from castore.keys import key
 
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+#: In the state, beside what `save_to_disk` writes there: how many rows the data files have.
+ROWS = "_rows"
 #: Bytes of Arrow data after which a new file is begun, for datasets that are written here.
 SHARD_BYTES = 128 * 1024 * 1024
 # Opening a stream reads the head of each of its batches: through a mount, a page and a frame for each.
 _BATCH_BYTES = 8 * 1024 * 1024
+_FIRST_BYTES = 256 * 1024
 _SMALLEST_BATCHES = 1024 * 1024
 _ITERATED_ROWS = 1000
 # A table that was only given its features' description again still is its file.
-_HARMLESS_REPLAYS = {"replace_schema_metadata"}
+_HARMLESS_REPLAYS = frozenset({"replace_schema_metadata"})
 
 
 def whole_files(dataset: datasets.Dataset) -> list[str] | None:
@@ -50,19 +54,30 @@ def whole_files(dataset: datasets.Dataset) -> list[str] | None:
 
 def table_files(table: Table) -> list[str] | None:
     """Paths of the Arrow files which are, one after the other, exactly a table's rows; None if there are none."""
+    blocks = mapped_blocks(table, _HARMLESS_REPLAYS)
+    return None if blocks is None else [block.path for block in blocks]
+
+
+def mapped_blocks(table: Table, allowed: Set[str]) -> list[MemoryMappedTable] | None:
+    """The mapped tables which are, one after the other, a table's rows; None if there are none.
+
+    Args:
+        table: mapped, or put together of mapped ones.
+        allowed: what may have been done to them since they were mapped, as `datasets` calls it.
+    """
+    if isinstance(table, LateTable):
+        table = table.whole()
     blocks = [table]
     if isinstance(table, ConcatenationTable):
         if any(len(row) != 1 for row in table.blocks):
             return None
         blocks = [row[0] for row in table.blocks]
-    paths = []
     for block in blocks:
         if not isinstance(block, MemoryMappedTable):
             return None
-        if any(replay[0] not in _HARMLESS_REPLAYS for replay in block.replays or ()):
+        if any(replay[0] not in allowed for replay in block.replays or ()):
             return None
-        paths.append(block.path)
-    return paths or None
+    return blocks or None
 
 
 def arrow_files(dataset: datasets.Dataset) -> Iterator[pa.Buffer]:
@@ -79,7 +94,8 @@ def written(batches: Iterable[pa.Table], features: datasets.Features) -> Iterato
         sink, size = pa.BufferOutputStream(), 0
         writer = ArrowWriter(features=features, stream=sink, embed_local_files=True)
         for table in remaining:
-            writer.write_table(table)
+            for piece in (table,) if size else _after_a_small_one(table):
+                writer.write_table(piece)
             size += table.nbytes
             if size >= SHARD_BYTES:
                 break
@@ -89,6 +105,14 @@ def written(batches: Iterable[pa.Table], features: datasets.Features) -> Iterato
         if size < SHARD_BYTES:
             return
         first = False
+
+
+def _after_a_small_one(table: pa.Table) -> Iterator[pa.Table]:
+    """A table in two, so that who looks at the first rows of a file need not decode a whole batch."""
+    first = max(1, len(table) * _FIRST_BYTES // max(1, table.nbytes))
+    yield table[:first]
+    if len(table) > first:
+        yield table[first:]
 
 
 def _batch_rows(dataset: datasets.Dataset) -> int:
@@ -154,6 +178,7 @@ def _describe(dataset: datasets.Dataset, files: int) -> tuple[bytes, bytes]:
     names = ("_fingerprint", "_format_columns", "_format_kwargs", "_format_type", "_output_all_columns")
     state: dict[str, Any] = {name: getattr(dataset, name) for name in names}
     state["_split"] = None if dataset.split is None else str(dataset.split)
+    state[ROWS] = len(dataset)
     state["_data_files"] = [{"filename": data_file(number, files)} for number in range(files)]
     try:
         text = json.dumps(state, indent=2, sort_keys=True)

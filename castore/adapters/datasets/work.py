@@ -2,7 +2,7 @@
 
 One a process and place: below the store, which is where there is room for data, or below a folder of the user's.
 Its name tells which process it belongs to; it goes when that process ends, and what a killed one left goes when the
-next one makes its own.
+next one makes its own, or with the next gc.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 
 from castore.store import Store
-from castore.temporary import pid_namespace, process_started
+from castore.temporary import left_folders, pid_namespace, process_started
 
 _folders: dict[tuple[int, Path], Path] = {}
 _guard = threading.Lock()
@@ -27,6 +27,13 @@ def new_file(store: Store, temp_dir: str | os.PathLike[str] | None = None) -> Pa
     folder = _folder(parent, store.settings.folder_mode) / uuid.uuid4().hex
     folder.mkdir()
     return folder / "data.arrow"
+
+
+def is_ours(file: str | os.PathLike[str]) -> bool:
+    """Whether `new_file` of this process named that file, or the folder it is in."""
+    above = Path(file).parent.parent
+    with _guard:
+        return _folders.get((os.getpid(), above.parent)) == above
 
 
 def drop(file: Path) -> None:
@@ -45,11 +52,12 @@ def drop_unused(files: set[Path], used: set[str]) -> None:
 def _folder(parent: Path, mode: int) -> Path:
     place = os.getpid(), parent
     with _guard:
-        if place not in _folders:
+        if place not in _folders or not _folders[place].is_dir():  # somebody may have emptied the store
             if not parent.is_dir():
                 parent.mkdir(parents=True, exist_ok=True)
                 parent.chmod(mode)  # whatever the umask says, as for the store's other folders
-            _clear_dead(parent)
+            for left in left_folders(parent):
+                shutil.rmtree(left, ignore_errors=True)
             name = f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}-{uuid.uuid4().hex}"
             folder = parent / name
             folder.mkdir(mode=0o700)
@@ -61,12 +69,3 @@ def _folder(parent: Path, mode: int) -> Path:
 def _remove(pid: int, folder: Path) -> None:
     if pid == os.getpid():  # a forked child inherits the hook, not the folder
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _clear_dead(parent: Path) -> None:
-    """Remove the folders of processes that are gone; those of other PID namespaces cannot be told, and stay."""
-    for folder in parent.iterdir():
-        parts = folder.name.split("-")
-        ours = len(parts) == 4 and all(map(str.isdigit, parts[:3])) and int(parts[0]) == pid_namespace()
-        if ours and process_started(int(parts[1])) != int(parts[2]):
-            shutil.rmtree(folder, ignore_errors=True)

@@ -56,13 +56,13 @@ class Operator:
         except KeyError:
             columns = ", ".join(map(repr, sample))
             raise InvalidValueError(
-                f"there is no column {self.text_key!r} for {type(self).__name__}, only {columns}; set text_keys"
+                f"there is no column {self.text_key!r} for {self._name}, only {columns}; set text_keys"
             ) from None
         if text is None:
             return ""
         if not isinstance(text, str):
             raise InvalidValueError(
-                f"{type(self).__name__} needs text in the column {self.text_key!r}, not {type(text).__name__}"
+                f"{self._name} needs text in the column {self.text_key!r}, not {type(text).__name__}"
             )
         return text
 

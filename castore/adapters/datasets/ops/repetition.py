@@ -31,7 +31,8 @@ class CharacterRepetitionFilter(RatioFilter):
 
     def measure(self, text: str) -> float:
         """The part of the most frequent runs."""
-        runs = Counter(text[at : at + self.rep_len] for at in range(len(text) - self.rep_len + 1))
+        length = self.rep_len  # a closure over `self` would make the thresholds count for the statistics, too
+        runs = Counter(text[at : at + length] for at in range(len(text) - length + 1))
         repeated = sorted((count for count in runs.values() if count > 1), reverse=True)
         frequent = repeated[: math.isqrt(len(runs))]
         return sum(frequent) / runs.total() if frequent else 0.0
