@@ -6,7 +6,9 @@ Where a parser is believed to check, its promise is asserted: an object that is 
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +25,8 @@ from castore.objects.packs import FILE_HEAD, HEAD_SIZE, Damage, record, scan
 from castore.records import Blob
 from castore.serializers import dump, load
 
-_FOLDER = Path(tempfile.mkdtemp(prefix="castore-fuzz-", dir="/dev/shm"))
+_FOLDER = Path(tempfile.mkdtemp(prefix="castore-fuzz-"))
+atexit.register(shutil.rmtree, _FOLDER)
 _FILE = _FOLDER / "castore.json"
 _TEXT = b"what a fuzzer starts from " * 40
 _DIGEST = blake3.blake3(_TEXT).digest()
