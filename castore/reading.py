@@ -27,7 +27,8 @@ from castore.usage import Usage
 
 #: Longest time the RAM tier answers for a name without asking the index.
 TRUST_SECONDS = 1.0
-_ATTEMPTS = 5
+#: How often a reader looks again for bytes that were there a moment ago.
+ATTEMPTS = 8
 #: A `_Binding` with its name, digest and place in the dictionary, as measured with tracemalloc.
 _BINDING_BYTES = 400
 
@@ -169,9 +170,8 @@ class BlobSource:
     def _fetch_named(self, name: str, found: Found) -> tuple[Found, bytes | None]:
         """All bytes of a name's blob; if gc was quicker, those of the blob that the name points to by now."""
         data = self.fetch(found.blob)
-        while data is None:
-            now = self._index.find(name)
-            if now is None or now.blob.digest == found.blob.digest:
+        for _ in range(ATTEMPTS):
+            if data is not None or (now := self._index.find(name)) is None or now.blob.pack == LOST:
                 break
             found, data = now, self.fetch(now.blob)
         return found, data
@@ -211,7 +211,7 @@ class BlobSource:
         Raises:
             FileNotFoundError: the bytes are lost, which is then on record.
         """
-        for _ in range(_ATTEMPTS):
+        for _ in range(ATTEMPTS):
             try:
                 check_row(blob)
                 checksums = self._index.checksums(blob.digest) if _needs_checksums(blob) else None

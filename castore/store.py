@@ -29,8 +29,8 @@ from castore.objects.codecs import Buffer
 from castore.objects.decode import BlobReader
 from castore.objects.directory import ObjectDirectory
 from castore.putting import Putter
-from castore.reading import BlobSource
-from castore.records import Blob, Entry
+from castore.reading import ATTEMPTS, BlobSource
+from castore.records import LOST, Blob, Entry
 from castore.sizes import parse_duration, parse_size
 from castore.transaction import Write
 from castore.usage import Usage
@@ -295,13 +295,16 @@ class Store:
         return open_blob(reader, name, self.source.quarantine)
 
     def _open(self, name: str, blob: Blob) -> BlobReader:
-        try:
-            return self.source.open(blob)
-        except FileNotFoundError as error:
-            now = self._blob(name)
-            if now.digest == blob.digest:
-                raise self._not_found(name) from error
-        return self._open(name, now)  # it was re-pointed, and gc took what it let go of
+        gone: FileNotFoundError | None = None
+        for _ in range(ATTEMPTS):
+            if blob.pack == LOST:
+                break
+            try:
+                return self.source.open(blob)
+            except FileNotFoundError as error:
+                gone = error
+            blob = self._blob(name)  # it was re-pointed, or put again, and gc took what it let go of
+        raise self._not_found(name) from gone
 
     def _blob(self, name: str) -> Blob:
         found = self.index.find(check_name(name))

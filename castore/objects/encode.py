@@ -184,13 +184,13 @@ def _read_full(fd: int, length: int, offset: int) -> bytes:
     return data
 
 
-def hash_file(fd: int) -> tuple[bytes, int]:
-    """``(digest, size)`` of an open file, in constant memory, on all cores."""
+def hash_file(fd: int, limit: int | None = None) -> tuple[bytes, int]:
+    """``(digest, size)`` of an open file, or of its first ``limit`` bytes, in constant memory, on all cores."""
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
     buffer = bytearray(8 * 1024 * 1024)
     view = memoryview(buffer)
     size = 0
-    while read := os.preadv(fd, [view], size):
+    while read := os.preadv(fd, [view if limit is None else view[: limit - size]], size):
         hasher.update(view[:read])
         size += read
     return hasher.digest(), size

@@ -9,7 +9,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from castore.adapters.datasets import wait
+from castore import Store
+from castore.adapters.datasets import DatasetCache, wait
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +40,9 @@ def sources() -> dict[str, list[object]]:
 def texts(sources: dict[str, list[object]]) -> datasets.Dataset:
     """The same as a dataset in memory."""
     return datasets.Dataset.from_dict(sources)
+
+
+@pytest.fixture
+def cache(store: Store) -> DatasetCache:
+    """Datasets by name, in an empty store."""
+    return DatasetCache(store)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +22,6 @@ from castore_fuse import mounted
 from tests.helpers import flip, in_processes, payload
 
 Make = Callable[[datasets.Dataset], Any]
-
-
-@pytest.fixture
-def cache(store: Store) -> DatasetCache:
-    return DatasetCache(store)
 
 
 @pytest.fixture
@@ -151,113 +143,6 @@ def test_a_stream_is_shared_among_the_workers_of_a_loader(
     assert sorted(seen) == large["number"][:]
 
 
-# --- mapping ------------------------------------------------------------------------------------------------------
-
-
-def test_rows_are_mapped_from_one_file_that_all_processes_share(
-    cache: DatasetCache, large: datasets.Dataset
-) -> None:
-    cache.put("large", large)
-
-    def look(_: int) -> tuple[str, int]:
-        got = DatasetCache(Store(cache.store.path, memory=0)).get("large")
-        total = sum(got["number"])
-        return os.path.realpath(got.cache_files[0]["filename"]), total
-
-    answers = in_processes(3, look)
-    assert len(set(answers)) == 1
-    assert len(list(cache.store.entries(MAPS))) == 1
-    assert answers[0][0].startswith(str(cache.store.path))
-
-
-def test_what_is_mapped_outlives_its_entry_and_gc(cache: DatasetCache, large: datasets.Dataset) -> None:
-    cache.put("large", large)
-    got = cache.get("large")
-    assert cache.invalidate("large")
-    cache.store.gc(max_size=0, grace=0)
-    assert not os.path.exists(got.cache_files[0]["filename"])
-    assert rows(got) == rows(large)
-
-
-def test_what_gc_took_is_materialised_again(cache: DatasetCache, large: datasets.Dataset) -> None:
-    cache.put("large", large)
-    assert cache.get("large")["number"] == large["number"]
-    assert cache.store.delete_many(entry.name for entry in list(cache.store.entries(MAPS))) == 1
-    cache.store.gc(grace=0)
-    assert cache.get("large")["text"] == large["text"]
-
-
-def test_the_budget_holds_for_what_is_materialised_too(tmp_path: Path, large: datasets.Dataset) -> None:
-    size = large._data.nbytes
-    cache = DatasetCache(tmp_path / "store", max_size=int(size * 1.6))
-    for number in range(3):
-        cache.put(f"set {number}", large.shuffle(seed=number))
-        assert cache.get(f"set {number}")["text"] == large.shuffle(seed=number)["text"]
-        assert cache.store.stat().stored <= size * 1.6
-
-
-def test_what_does_not_fit_uncompressed_is_read_into_memory_and_said_so(
-    tmp_path: Path, large: datasets.Dataset
-) -> None:
-    cache = DatasetCache(tmp_path / "store", max_size=int(large._data.nbytes * 0.6))
-    cache.put("large", large)
-    got = cache.get("large")
-    with pytest.warns(CacheWarning, match="read into memory"):
-        assert got["text"] == large["text"]
-    assert rows(got) == rows(large)
-
-
-def test_a_live_mount_serves_the_rows(cache: DatasetCache, large: datasets.Dataset, tmp_path: Path) -> None:
-    cache.put("large", large)
-    with mounted(cache.store, tmp_path / "mnt") as root:
-        got = cache.get("large")
-        assert got["number"] == large["number"]
-        assert os.path.realpath(got.cache_files[0]["filename"]).startswith(str(root))
-        assert rows(got) == rows(large)
-        assert not list(cache.store.entries(MAPS))
-        del got
-    assert rows(cache.get("large")) == rows(large)
-
-
-def test_load_from_disk_reads_the_mount_unmodified(
-    cache: DatasetCache, large: datasets.Dataset, tmp_path: Path
-) -> None:
-    cache.put("one", large.with_format("numpy"))
-    cache.put("two/sets", datasets.DatasetDict({"a": large, "b": large.select([1])}))
-    with mounted(cache.store, tmp_path / "mnt") as root:
-        one = datasets.load_from_disk(str(root / "one"))
-        assert rows(one) == rows(large)
-        assert one.format["type"] == "numpy"
-        two = datasets.load_from_disk(str(root / "two" / "sets"))
-        assert rows(two["a"]) == rows(large)
-        del one, two
-
-
-def test_a_plain_map_keeps_its_cache_where_datasets_keeps_it(
-    cache: DatasetCache, large: datasets.Dataset
-) -> None:
-    cache.put("large", large)
-    before = {path for path in cache.store.path.rglob("*") if path.suffix == ".arrow"}
-    mapped = cache.get("large").map(lambda sample: {"twice": 2 * sample["number"]})
-    assert mapped["twice"][:] == [2 * n for n in large["number"]]
-    place = Path(mapped.cache_files[0]["filename"])
-    assert place.is_relative_to(datasets.config.HF_DATASETS_CACHE)
-    assert {path for path in cache.store.path.rglob("*") if path.suffix == ".arrow"} == before
-
-
-def test_it_pickles_as_a_path(cache: DatasetCache, large: datasets.Dataset) -> None:
-    cache.put("large", large)
-    packed = pickle.dumps(cache.get("large"))
-    assert len(packed) < 20_000
-    assert rows(pickle.loads(packed)) == rows(large)
-
-
-def test_a_spawned_worker_reads_what_it_is_given(cache: DatasetCache, large: datasets.Dataset) -> None:
-    cache.put("large", large)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(len, (cache.get("large"),)) == len(large)
-
-
 # --- damage -------------------------------------------------------------------------------------------------------
 
 
@@ -284,16 +169,6 @@ def test_damage_is_found_before_it_is_mapped_through_a_mount(
     flip(path, offset + length // 2)
     with mounted(cache.store, tmp_path / "mnt"), pytest.warns(CacheWarning, match="is damaged"):
         assert cache.get("large") is None
-
-
-def test_a_damaged_copy_is_made_again_from_the_compressed_bytes(
-    cache: DatasetCache, large: datasets.Dataset
-) -> None:
-    cache.put("large", large)
-    assert cache.get("large")["number"] == large["number"]
-    path, _, length = payload(cache.store, next(iter(cache.store.entries(MAPS))).name)
-    flip(path, length // 2)
-    assert cache.get("large")["text"] == large["text"]
 
 
 def test_a_dataset_of_which_gc_took_a_part_is_a_miss(cache: DatasetCache, large: datasets.Dataset) -> None:

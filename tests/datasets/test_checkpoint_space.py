@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,11 @@ def peak_of(*folders: Path) -> Iterator[Callable[[], int]]:
 
     def taken() -> int:
         found = {}
-        for folder in folders:
-            for path in folder.rglob("*"):
+        # Not `Path.rglob`, which ends with an error when a folder goes meanwhile.
+        for place, below, files in chain.from_iterable(map(os.walk, folders)):
+            for name in (*below, *files):
                 with suppress(FileNotFoundError):
-                    status = path.lstat()
+                    status = os.lstat(os.path.join(place, name))
                     found[status.st_ino] = status.st_blocks * 512
         return sum(found.values())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -14,7 +15,15 @@ import numpy as np
 import pytest
 
 from castore import Store
-from castore.adapters.datasets import CacheWarning, DatasetCache, cached_filter, cached_map, wait
+from castore.adapters.datasets import (
+    CacheWarning,
+    DatasetCache,
+    Pipeline,
+    cached_filter,
+    cached_map,
+    exporting,
+    wait,
+)
 from castore.adapters.datasets.late import LateTable
 from castore.adapters.datasets.mapping import MAPS
 from castore.errors import CorruptError
@@ -87,6 +96,35 @@ def test_rows_anywhere_else_are_mapped(key: Any, late: datasets.Dataset, plain: 
     assert late[0] == plain[0]
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda d: d.remove_columns("text")[:50],
+        lambda d: d.select_columns(["number"]).remove_columns([])[:50],
+        lambda d: d.rename_column("number", "n")[40],
+        lambda d: d.remove_columns("text").rename_columns({"number": "n"}).with_format("numpy")[40],
+        lambda d: d["number"][7],
+        lambda d: list(d["number"]),
+        lambda d: list(d.select_columns("number")),
+        lambda d: d.select(range(20, 60)).to_dict(),
+        lambda d: d.take(5).rename_column("number", "n").to_list(),
+        lambda d: d.remove_columns("text").select(range(3, 9)).take(2).to_list(),
+    ],
+)  # fmt: skip
+def test_columns_and_the_first_rows_of_what_is_late_need_no_copy(
+    use: Callable[[Any], Any], late: datasets.Dataset, plain: datasets.Dataset, store: Store
+) -> None:
+    assert use(late) == use(plain)
+    assert copies(store) == 0
+
+
+def test_the_second_pass_over_a_column_maps_it(late: datasets.Dataset, store: Store) -> None:
+    assert list(late["number"]) == list(range(ROWS))
+    assert copies(store) == 0
+    assert list(late["number"]) == list(range(ROWS))
+    assert copies(store) == 1
+
+
 def test_a_row_that_is_not_there_is_an_error(late: datasets.Dataset) -> None:
     with pytest.raises(IndexError):
         late[ROWS]
@@ -133,6 +171,26 @@ def test_what_a_step_reads_in_order_is_not_copied(store: Store, plain: datasets.
     assert not is_mapped(again)
 
 
+def test_a_step_behind_a_hit_and_the_export_of_a_hit_need_no_copy(
+    store: Store, plain: datasets.Dataset, tmp_path: Path
+) -> None:
+    def marked(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"__dj__mark": sample["number"] % 3}
+
+    def longer(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"text": sample["text"] + "!"}
+
+    Pipeline([marked], store=store).run(plain)
+    result = Pipeline([marked, longer], store=store).run(plain)
+    assert result.hits == 1
+    again = Pipeline([marked, longer], store=store).run(plain)
+    assert again.hits == 2
+    exporting.export(again.dataset, tmp_path / "out.jsonl")
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == list(plain.map(longer))
+    assert copies(store) == 0
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -155,6 +213,9 @@ def test_what_a_step_reads_in_order_is_not_copied(store: Store, plain: datasets.
         lambda d: d.train_test_split(0.5, seed=1)["test"],
         lambda d: datasets.concatenate_datasets([d, d]),
         lambda d: pickle.loads(pickle.dumps(datasets.concatenate_datasets([d, d]))),
+        lambda d: pickle.loads(pickle.dumps(d.remove_columns("text").cast_column("number", datasets.Value("int16")))),
+        lambda d: datasets.concatenate_datasets([d, d.rename_columns({"text": "t", "number": "n"})], axis=1),
+        lambda d: d.remove_columns("text").map(lambda sample: {"more": sample["number"] + 1}, num_proc=2),
         lambda d: datasets.interleave_datasets([d, d]),
         lambda d: datasets.Dataset.from_list([*d.to_iterable_dataset().take(60)]),
         copy.copy,
@@ -178,6 +239,8 @@ def test_it_is_saved_and_put_again(
     assert datasets.load_from_disk(tmp_path / "saved").to_dict() == plain.to_dict()
     cache.put("again", cache.get("plain"))
     assert cache.get("again").to_dict() == plain.to_dict()
+    cache.put("twice", datasets.concatenate_datasets([late, cache.get("again")]))
+    assert cache.get("twice")["number"][:] == [*range(ROWS)] * 2
 
 
 def test_datasets_of_several_files_are_late_too(store: Store) -> None:
@@ -262,11 +325,24 @@ def test_damage_that_comes_after_it_was_opened_is_an_error_and_the_next_look_a_m
 def test_a_pickled_one_opens_though_gc_took_the_copy_since(
     cache: DatasetCache, late: datasets.Dataset, plain: datasets.Dataset, store: Store
 ) -> None:
-    sent = pickle.dumps([late, late.select(range(3, ROWS, 2)), late.with_format("numpy")])
+    part = late.select(range(3, ROWS)).remove_columns("text")
+    cast = late.cast_column("number", datasets.Value("float64"))
+    sent = pickle.dumps(
+        [
+            late,
+            late.select(range(3, ROWS, 2)),
+            late.with_format("numpy"),
+            part,
+            cast.add_column("more", range(ROWS)),
+        ]
+    )
     assert copies(store) == 1
+    assert len(sent) < 200_000
     store.delete_many([entry.name for entry in store.entries(MAPS)])
     store.gc(grace=0)
-    whole, some, formatted = pickle.loads(sent)
+    whole, some, formatted, part, cast = pickle.loads(sent)
+    assert part["number"][:] == plain["number"][3:]
+    assert cast[ROWS - 1] == {**plain[ROWS - 1], "number": ROWS - 1.0, "more": ROWS - 1}
     assert whole[:] == plain[:]
     assert some["number"][:] == plain["number"][3::2]
     assert formatted[ROWS - 1]["number"] == ROWS - 1

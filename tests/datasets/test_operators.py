@@ -340,6 +340,8 @@ def test_an_empty_dataset_is_as_datasets_has_it(store: Store, texts: datasets.Da
 def test_bad_arguments_say_what_to_do(store: Store, texts: datasets.Dataset) -> None:
     with pytest.raises(InvalidValueError, match="no argument 'num_procs'"):
         cached_map(texts, size, store=store, num_procs=2)
+    with pytest.raises(InvalidValueError, match=r"store=Store\('cache'\)"):
+        cached_map(texts, size, store="cache")  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="fingerprint="):
         cached_map(texts, size, store=store, new_fingerprint="x")
     with pytest.raises(InvalidValueError, match="DatasetCache"):

@@ -323,10 +323,21 @@ def test_no_rows_go_through_all_steps(store: Store, data: datasets.Dataset) -> N
 def test_bad_arguments_say_what_to_do(store: Store, data: datasets.Dataset) -> None:
     with pytest.raises(InvalidValueError, match="is no operator"):
         Pipeline([3], store=store)
-    with pytest.raises(InvalidValueError, match="has no method process"):
+    with pytest.raises(InvalidValueError, match=r"has no method process$"):
         Pipeline([type("Half", (), {"compute_stats": lambda self, s: s})()], store=store)
     with pytest.raises(InvalidValueError, match="is no operator"):
         Pipeline([LengthFilter], store=store)
+    with pytest.raises(InvalidValueError, match=r"registry\.make\('text_length_filter'\)"):
+        Pipeline(["text_length_filter"], store=store)
+    with pytest.raises(InvalidValueError, match=r"Pipeline\(\[\.\.\.\]\)"):
+        Pipeline(LengthFilter(3), store=store)  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match=r"store=Store\('cache'\)"):
+        Pipeline([], store="cache")  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="num_proc of a pipeline must be at least 1"):
+        Pipeline([], store=store, num_proc=0)
+    listing = type("Listing", (), {"compute_hash": lambda self, s: s, "process": lambda self, d: [1]})
+    with pytest.raises(InvalidValueError, match="'Listing' must return the dataset that stays, not list"):
+        Pipeline([listing()], store=store).run(data)
     with pytest.raises(InvalidValueError, match="each split"):
         Pipeline([], store=store).run(datasets.DatasetDict({"train": data}))
     stream = open("/proc/self/status", encoding="ascii")  # noqa: SIM115

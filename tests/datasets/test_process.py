@@ -13,6 +13,7 @@ import pytest
 from castore import Store
 from castore.cli.main import main
 from tests.cli.conftest import Cli, Ran, castore, cli, folder  # noqa: F401 - fixtures
+from tests.cli.test_terminal import drawn
 from tests.datasets.recipes import NAMES, STEPS, expected, exported, here, hits, place, recipe  # noqa: F401 - fixtures
 
 # The seed's page
@@ -97,6 +98,18 @@ def test_the_seeds_examples_run(here: Callable[..., Ran], place: Path, name: str
     assert all(set(row) == {"text", "n"} for row in rows)
     kept = (place / "large_disk/dj_cache" if name == "compressed" else place / "store") / "castore.json"
     assert kept.exists()
+
+
+def test_a_terminal_gets_a_bar_for_each_step_and_says_what_is_from_the_cache(
+    castore: Callable[..., subprocess.Popen[bytes]],  # noqa: F811
+    place: Path,  # noqa: F811
+) -> None:
+    path = recipe(place)
+    for cached in (False, True):
+        seen, _ = drawn(castore, "process", "--config", path)
+        assert [name for name in NAMES if f"/{len(NAMES)} {name}".encode() not in seen] == []
+        assert (b"from the cache" in seen) == cached
+        assert b"exporting" in seen
 
 
 def test_what_was_uncompressed_on_the_way_is_gone_in_the_end(

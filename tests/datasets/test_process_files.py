@@ -17,10 +17,11 @@ import datasets
 import pytest
 
 from castore import Store
-from castore.adapters.datasets import background, exporting, sources
-from castore.adapters.datasets.late import LateDataset
-from castore.adapters.datasets.processing import open_source
+from castore.adapters.datasets import background, exporting, processing, sources
+from castore.adapters.datasets.config import Recipe
+from castore.adapters.datasets.processing import open_source, process
 from castore.adapters.datasets.reports import CacheWarning
+from castore.adapters.datasets.unread import LateDataset
 from castore.errors import CastoreError, FullError, InvalidValueError, NotFoundError
 from tests.helpers import flip, payload
 
@@ -224,6 +225,48 @@ def test_a_late_dataset_is_used_like_any_other(opened: Callable[[], Any], use: C
     late = opened()
     assert isinstance(late, LateDataset)
     assert use(late).to_list() == use(plain).to_list()
+
+
+def test_a_run_that_goes_on_behind_its_checkpoint_does_not_read_its_source(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_files: list[str] = []
+
+    def noting(source: sources.Source, folder: Any) -> datasets.Dataset:
+        read_files.append(source.path)
+        return sources.read(source, folder)
+
+    monkeypatch.setattr(processing, "read", noting)
+    broken = tmp_path / "broken"
+
+    def fails(sample: dict[str, Any]) -> dict[str, Any]:
+        if broken.exists():
+            raise RuntimeError("broken")
+        return sample
+
+    write_jsonl(tmp_path / "a.jsonl")
+    recipe = Recipe(
+        str(tmp_path / "a.jsonl"),
+        str(tmp_path / "out.jsonl"),
+        ["clean_links_mapper", fails],
+        use_checkpoint=True,
+    )
+    broken.touch()
+    for reads in (1, 1):  # the second time it fails behind the checkpoint
+        with pytest.raises(RuntimeError):
+            process(recipe, store=store)
+        assert len(read_files) == reads
+    broken.unlink()
+    outcome = process(recipe, store=store)
+    assert [step.hit for step in outcome.steps] == [True, False]
+    assert (outcome.rows_in, outcome.rows_out, len(read_files)) == (3, 3, 1)
+    assert process(recipe, store=store).rows_in == 3
+    assert len(read_files) == 1
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "more", "n": 9}) + "\n")
+    with pytest.warns(CacheWarning, match="the input is another one"):
+        assert process(recipe, store=store).rows_in == 4
+    assert len(read_files) == 2
 
 
 def test_a_damaged_source_in_the_store_is_read_again_and_said_so(

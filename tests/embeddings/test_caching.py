@@ -313,6 +313,23 @@ def test_names_that_do_not_exist_are_answered_with_the_nearest(store: Store) -> 
         cached(Model(), loader(), store, CacheConfig(mapping={"encodr": CacheType.CPU}))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((data(),), "the train loader is a TensorDataset; give a DataLoader"),
+        ((loader(), CONFIG), "the val loader is a CacheConfig; give a DataLoader"),
+        ((loader(), None, {"batch_size": 3}), "config is a dict; give a CacheConfig"),
+        ((loader(), None, CONFIG, 0), "encoders holds a int; give names: 'encoder', 'encoder.layer', 'head'"),
+        ((loader(), None, CONFIG, [Encoder()]), "encoders holds a Encoder; give names"),
+    ],
+)
+def test_arguments_of_another_kind_are_answered_with_what_to_give(
+    store: Store, arguments: Any, message: str
+) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        cache_embeddings(*(Model(), *arguments, *[None] * (4 - len(arguments)), store))
+
+
 def test_a_model_without_frozen_children_says_which_parameters_are_trained(store: Store) -> None:
     model = nn.Sequential(nn.Linear(8, 3), nn.ReLU())
     with pytest.raises(
@@ -354,6 +371,23 @@ def test_dropout_that_nobody_can_see_is_noticed(store: Store) -> None:
 
     with pytest.raises(InvalidValueError, match="the encoder 'encoder' draws random numbers"):
         fill(data(), store, encoder=Hidden())
+
+
+def test_a_compiled_model_trains_on_keys(store: Store) -> None:
+    model = Model()
+    kept = cached(model, loader(shuffle=False), store)
+    compiled = torch.compile(model, backend="eager")
+    for keys, _ in kept:
+        assert torch.equal(compiled(keys), model(keys))
+
+
+def test_running_out_of_memory_is_not_taken_for_a_wrong_input(store: Store) -> None:
+    class Large(Encoder):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError("no more")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fill(data(), store, encoder=Large())
 
 
 def test_a_layer_that_is_no_encoder_cannot_compute_with_keys(store: Store) -> None:
@@ -437,13 +471,17 @@ def padded(samples: list[Any]) -> Any:
     return torch.stack([x for x, _ in samples]), nn.utils.rnn.pad_sequence([y for _, y in samples], True)
 
 
-def test_labels_that_depend_on_their_batch_are_refused_and_can_be_read_raw(store: Store) -> None:
-    dataset = Made(lambda i: (features()[i], torch.arange(20 - i)))
-    raw = loader(dataset, shuffle=False, collate_fn=padded)
+# Which of the first items is the longest, or a later one.
+@pytest.mark.parametrize("lengths", [[9, 1, 1], [1, 9, 1], [1, 1, 9], [2, 2, 2, 2, 2, 5]], ids=str)
+def test_labels_that_depend_on_their_batch_are_refused_and_can_be_read_raw(
+    store: Store, lengths: list[int]
+) -> None:
+    dataset = Made(lambda i: (features()[i], torch.arange((lengths * 4)[i])), 12)
+    raw = loader(dataset, shuffle=False, batch_size=4, collate_fn=padded)
     with pytest.raises(
         InvalidValueError, match=r"the same item has another one in another batch.*labels=False"
     ):
-        cached(Model(), raw, store)
+        cached(Model(), raw, store, CacheConfig(batch_size=4))
     model = Model()
     for one, other in zip(raw, cached(model, raw, store, CacheConfig(labels=False)), strict=True):
         assert torch.equal(one[1], other[1])
@@ -452,6 +490,19 @@ def test_labels_that_depend_on_their_batch_are_refused_and_can_be_read_raw(store
 
 def objects(samples: list[Any]) -> Any:
     return torch.stack([x for x, _ in samples]), [y for _, y in samples]
+
+
+def longest(samples: list[Any]) -> Any:
+    return torch.stack([x for x, _ in samples]), max(y for _, y in samples)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_number_that_tells_of_its_batch_is_no_label(store: Store, place: int) -> None:
+    dataset = Made(lambda i: (features()[i], 9 if i == place else 1))
+    with pytest.raises(
+        InvalidValueError, match=r"labels cannot be kept: batch\[1\] is a int that has no element"
+    ):
+        cached(Model(), loader(dataset, collate_fn=longest), store)
 
 
 def test_labels_that_no_table_holds_are_named(store: Store) -> None:

@@ -43,6 +43,8 @@ def test_the_options_of_the_page_are_there() -> None:
         ({"key_extractors": {"a": "filename"}}, r"key_extractors\['a'\] is a str"),
         ({"dtype": torch.int8}, "dtype is torch.int8"),
         ({"save_dir": 3}, "save_dir is a int"),
+        ({"masks": "attention_mask"}, "masks is a str; give a dict"),
+        ({"masks": {"a": 1}}, r"masks\['a'\] is 1"),
         ({"fingerprints": "x"}, "fingerprints is a str"),
     ],
 )
@@ -51,10 +53,12 @@ def test_slips_are_errors(options: dict[str, Any], message: str) -> None:
         CacheConfig(**options)
 
 
-@pytest.mark.parametrize("option", ["mapping", "key_extractors", "fingerprints"])
+@pytest.mark.parametrize("option", ["mapping", "key_extractors", "fingerprints", "masks"])
 def test_unknown_encoders_are_answered_with_the_nearest_name(option: str) -> None:
     options: dict[str, Any] = {
-        option: {"text_encodr": {"mapping": "cpu", "key_extractors": len, "fingerprints": 1}[option]}
+        option: {
+            "text_encodr": {"mapping": "cpu", "key_extractors": len, "fingerprints": 1, "masks": "m"}[option]
+        }
     }
     with pytest.raises(InvalidValueError, match=f"{option} names 'text_encodr'.*do you mean 'text_encoder'"):
         CacheConfig(**options).check_names(["text_encoder", "image_encoder"])

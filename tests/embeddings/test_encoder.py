@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -96,6 +97,62 @@ def test_a_trainable_encoder_is_refused(store: Store) -> None:
     layer.weight.requires_grad_(False)
     with pytest.raises(InvalidValueError, match="cannot be cached: its parameter 'bias' requires grad"):
         CachedEncoder(layer, store=store)
+
+
+def test_a_function_that_uses_a_trainable_module_is_refused(store: Store) -> None:
+    net = nn.Linear(2, 2)
+    for name, function in {
+        "net.weight": lambda x: 2 * net(x),
+        "self.weight": net.forward,
+        "module.weight": functools.partial(call, module=net),
+        "partial.1.weight": functools.partial(call_first, net),
+        "TRAINED.weight": lambda x: 2 * TRAINED(x),
+    }.items():
+        with pytest.raises(
+            InvalidValueError, match=f"cannot be cached: its parameter '{name}' requires grad"
+        ):
+            CachedEncoder(function, store=store)
+    net.requires_grad_(False)
+    assert torch.equal(CachedEncoder(net.forward, store=store)(torch.ones(3, 2)), net(torch.ones(3, 2)))
+
+
+TRAINED = nn.Linear(2, 2)
+
+
+def call(x: torch.Tensor, module: nn.Module) -> Any:
+    return module(x)
+
+
+def call_first(module: nn.Module, x: torch.Tensor) -> Any:
+    return module(x)
+
+
+def test_what_is_kept_does_not_depend_on_autocast(store: Store) -> None:
+    x = features(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        first = CachedEncoder(Encoder(), store=store)(x)
+    assert torch.equal(first, Encoder()(x))
+
+
+def test_an_output_with_names_keeps_them(store: Store) -> None:
+    encode = CachedEncoder(sums, store=store)
+    for _ in range(2):
+        out = encode(features(3))
+        assert torch.equal(out.total, features(3).sum(1))
+        assert torch.equal(out[1], out.mean)
+        again = pickle.loads(pickle.dumps(copy.deepcopy(encode)))
+        assert torch.equal(again(features(3)).mean, out.mean)
+
+
+def sums(x: torch.Tensor) -> Any:
+    return Sums(x.sum(1), x.mean(1))
+
+
+class Sums(NamedTuple):
+    """A named tuple."""
+
+    total: torch.Tensor
+    mean: torch.Tensor
 
 
 def test_an_encoder_without_a_fingerprint_can_be_named(store: Store) -> None:

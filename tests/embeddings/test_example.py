@@ -23,9 +23,11 @@ def custom_key_extractor(feature: Any) -> Any:
     return feature[:60] if isinstance(feature, str) else feature.numpy().tobytes()
 
 
-def config(folder: Path, **options: Any) -> CacheConfig:
+def config(
+    folder: Path, text: CacheType = CacheType.GPU, image: CacheType = CacheType.CPU, **options: Any
+) -> CacheConfig:
     return CacheConfig(
-        mapping={"text_encoder": CacheType.CPU, "image_encoder": CacheType.DISK},
+        mapping={"text_encoder": text, "image_encoder": image},
         batch_size=BATCH,
         save_dir=folder / "cache_dir",
         num_workers=2,
@@ -54,7 +56,7 @@ def test_the_second_run_encodes_nothing_and_losses_are_those_without_a_cache_to_
     assert (texts, images) == (2 * COUNT + BATCH, 2 * COUNT + BATCH)
     first, texts, images = run(config(tmp_path))
     assert (texts, images) == (COUNT + BATCH, COUNT + BATCH)
-    second, *again = run(config(tmp_path))
+    second, *again = run(config(tmp_path, CacheType.DISK, CacheType.AUTO))
     assert again == [0, 0]
     assert plain == first == second
     extracted, texts, images = run(config(tmp_path, key_extractors=custom_key_extractor))

@@ -112,25 +112,47 @@ def test_another_key_extractor_misses(store: Store) -> None:
     assert model.encoder.encoded == 20
 
 
+class Pair(Model):
+    """Two encoders, of which the other may be trained."""
+
+    def __init__(self, is_trained: bool) -> None:
+        super().__init__()
+        self.other = Encoder(seed=3).requires_grad_(is_trained)
+
+    def forward(self, x: Any) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.encoder(x["a"]) + self.other(x["b"]))
+        return out
+
+
+class Pairs(Counted):
+    """Samples of two features and a label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make = lambda i: ({"a": features()[i], "b": features(seed=6)[i]}, i % 3)
+
+
 def test_labels_are_not_cached_while_a_feature_is_read_raw(store: Store) -> None:
     # An encoder that is trained needs its features: the raw data is read, and cached encoders still get Keys.
-    class Pair(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.other = Encoder(seed=3).requires_grad_(True)
-
-        def forward(self, x: Any) -> torch.Tensor:
-            out: torch.Tensor = self.head(self.encoder(x["a"]) + self.other(x["b"]))
-            return out
-
-    dataset = Made(lambda i: ({"a": features()[i], "b": features(seed=6)[i]}, i % 3))
-    raw = loader(dataset, shuffle=False)
-    model = Pair()
+    raw = loader(Pairs(), shuffle=False)
+    model = Pair(is_trained=True)
     expected = [model(x) for x, _ in raw]
     kept, _ = cache_embeddings(model, raw, encoders={"encoder": (0, "a")}, store=store)
     for (x, _), out in zip(kept, expected, strict=True):
         assert type(x["b"]) is torch.Tensor
         assert torch.allclose(model(x), out, atol=1e-6)
+
+
+def test_the_raw_data_is_not_read_where_every_feature_of_a_sample_is_cached(store: Store) -> None:
+    dataset, model = Pairs(), Pair(is_trained=False)
+    expected = [(model(x), labels) for x, labels in loader(Pairs(), shuffle=False)]
+    places = {"encoder": (0, "a"), "other": (0, "b")}
+    kept, _ = cache_embeddings(model, loader(dataset, shuffle=False), encoders=places, store=store)
+    dataset.reads.clear()
+    for (x, labels), (out, own) in zip(kept, expected, strict=True):
+        assert torch.equal(labels, own)
+        assert torch.allclose(model(x), out, atol=1e-6)
+    assert dataset.reads == []
 
 
 class Stream(IterableDataset[Any]):

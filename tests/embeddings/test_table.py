@@ -129,6 +129,7 @@ _OUTPUTS: dict[str, Callable[[list[int]], Any]] = {
     "complex": lambda items: torch.tensor([complex(i, -i) for i in items]),
     "a tuple": lambda items: (vectors(items, 4), torch.tensor(items)),
     "a dict in a tuple": lambda items: ({"a/b": vectors(items, 4), "a_b": torch.tensor(items)}, vectors(items, 2)),
+    "a tuple with None": lambda items: (vectors(items, 4), None),
     "ragged": lambda items: [torch.full((i % 5, 3), float(i)) for i in items],
     "ragged bfloat16": lambda items: [torch.full((i % 7,), i, dtype=torch.bfloat16) for i in items],
     "text": lambda items: [f"é{i}" * (i % 3) for i in items],
@@ -195,7 +196,14 @@ def test_a_value_too_large_for_the_storage_is_an_error_and_no_infinity(store: St
         ([2**70, 0], "does not fit into 64 bits"),
         ({1: torch.zeros(2)}, "must be text"),
         ((), "nothing to keep"),
-        (None, "NoneType is no tensor"),
+        (None, "nothing to keep"),
+        (object(), "object is no tensor"),
+        (torch.eye(2).to_sparse(), "nested, sparse or quantised"),
+        ([torch.eye(2).to_sparse()] * 2, "nested, sparse or quantised"),
+        (
+            torch.nested.nested_tensor([torch.ones(1, 2)] * 2, layout=torch.jagged),
+            "nested, sparse or quantised",
+        ),
     ],
 )
 def test_outputs_that_cannot_be_kept_are_refused_with_the_reason(

@@ -54,7 +54,7 @@ class Recipe:
         cache_compress: codec of what is kept: ``"zstd"``, ``"lz4"``, ``"gzip"``, ``"none"``; None for the
             store's own.
         ds_cache_dir: the store; None for the default one.
-        temp_dir: where uncompressed intermediate data lies while it is used; None for the system's.
+        temp_dir: where uncompressed intermediate data lies while it is used; None for a folder in the store.
         use_checkpoint: keep the latest step only, and go on from there after a failure; no cache then.
         num_proc: processes that run an operator (also ``np``).
         text_keys: the column of the text.

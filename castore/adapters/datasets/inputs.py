@@ -2,8 +2,9 @@
 
 The datasets library's own fingerprint is 64 bits, and random wherever it could not hash something, so it counts only
 where it is one of ours: made from a key, by a cached step. Every other dataset counts by its content: Arrow files by
-the digest of their bytes, remembered in the store by path, size and times; tables in memory by the digest of their
-columns; a selection by the rows it selects; the format by its name, since it decides what a function sees.
+the digest of their bytes, remembered in the store by path, size and times, and the same through a mount, from a copy
+or not even read yet; tables in memory by the digest of their columns; a selection by the rows it selects; the format by
+its name, since it decides what a function sees.
 
 Assumes that nobody changes a file in place and turns its clock back. Must never give a random answer.
 """
@@ -19,8 +20,11 @@ from typing import Any
 import datasets
 import pyarrow as pa
 from blake3 import blake3
+from datasets.table import Table
 
-from castore.adapters.datasets.tables import table_files
+from castore.adapters.datasets.late import LateTable
+from castore.adapters.datasets.mapping import TAIL
+from castore.adapters.datasets.tables import row_blocks, table_files
 from castore.errors import InvalidValueError, UnhashableError
 from castore.keys import fingerprint, key
 from castore.objects.encode import hash_file
@@ -66,10 +70,20 @@ def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
 
 def _rows(dataset: datasets.Dataset, store: Store | None) -> list[Any]:
     indices = None if dataset._indices is None else table_digest(dataset._indices.table)
-    paths = table_files(dataset._data)
-    if paths is None:
-        return [table_digest(dataset._data.table), indices]
-    return [[file_digest(path, store) for path in paths], indices]
+    return [_digests(dataset._data, store) or table_digest(dataset._data.table), indices]
+
+
+def _digests(table: Table, store: Store | None) -> list[str] | None:
+    """Those of the Arrow files which are, one after the other, a table's rows; None if there are none."""
+    found: list[str] = []
+    for block in row_blocks(table) or ():
+        if isinstance(block, LateTable) and block.blobs:
+            found += [blob.digest.hex() for blob in block.blobs]  # without reading them
+        elif (paths := table_files(block)) is not None:
+            found += [file_digest(path, store, without=TAIL) for path in paths]
+        else:
+            return None
+    return found or None
 
 
 def _format(dataset: datasets.Dataset) -> list[Any]:
@@ -114,8 +128,13 @@ class _Hashing:
     def close(self) -> None: ...
 
 
-def file_digest(path: str, store: Store | None) -> str:
+def file_digest(path: str, store: Store | None, *, without: bytes = b"") -> str:
     """BLAKE3 of a file, in hexadecimal digits; of a large one it is remembered until the file changes.
+
+    Args:
+        path: of the file.
+        store: remembers it; None for no one.
+        without: what does not count at the file's end, if it is there.
 
     Raises:
         UnhashableError: the file is gone.
@@ -128,23 +147,29 @@ def file_digest(path: str, store: Store | None) -> str:
         ) from error
     try:
         seen = os.fstat(fd)
-        if store is None or seen.st_size < _REMEMBERED:
-            return _digest(fd)
+        size = _size_without(fd, seen.st_size, without)
+        if store is None or size < _REMEMBERED:
+            return _digest(fd, size)
         told = [
             os.path.realpath(path),
             seen.st_dev,
             seen.st_ino,
-            seen.st_size,
+            size,
             seen.st_mtime_ns,
             seen.st_ctime_ns,
         ]
-        return remembered(store, f"{FILES}/{key(told)}", partial(_digest, fd))
+        return remembered(store, f"{FILES}/{key(told)}", partial(_digest, fd, size))
     finally:
         os.close(fd)
 
 
-def _digest(fd: int) -> str:
-    return hash_file(fd)[0].hex()
+def _size_without(fd: int, size: int, end: bytes) -> int:
+    before = size - len(end)
+    return before if end and before >= 0 and os.pread(fd, len(end), before) == end else size
+
+
+def _digest(fd: int, size: int) -> str:
+    return hash_file(fd, size)[0].hex()
 
 
 def remembered(store: Store, name: str, compute: Callable[[], str]) -> str:

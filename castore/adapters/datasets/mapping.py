@@ -37,7 +37,8 @@ from castore.temporary import pid_namespace, process_started
 MAPS = ".datasets/maps"
 #: After so many seconds gc takes what was materialised even where no budget makes it: it is only a second copy.
 MAPS_SECONDS = 7 * 86400.0
-_TAIL = b"castore: mapped\n"
+#: What the materialised copy of a blob has behind the blob's bytes.
+TAIL = b"castore: mapped\n"
 _ATTEMPTS = 5
 
 
@@ -195,7 +196,7 @@ class _Recut:
         self._frames = frames
         self._blob = blob
         self._with_tail = blake3()
-        self.size = blob.size + len(_TAIL)
+        self.size = blob.size + len(TAIL)
 
     def digest(self) -> bytes:
         """BLAKE3 of the blob's bytes with the tail."""
@@ -215,7 +216,7 @@ class _Recut:
         if plain.digest() != self._blob.digest:
             digest = self._blob.digest.hex()
             raise CorruptError(f"blob {digest} does not have its digest", digest=digest)
-        last += _TAIL
+        last += TAIL
         self._with_tail.update(last)
         for start in range(0, len(last), FRAME_SIZE):
             yield last[start : start + FRAME_SIZE]

@@ -92,8 +92,8 @@ def _cached(
     given: dict[str, Any],
 ) -> Any:
     background.warn(stacklevel=4)
+    store = running.store_of(store)
     if isinstance(dataset, datasets.DatasetDict):
-        store = Store() if store is None else store
         parts = {
             split: _cached(kind, part, function, store, fingerprint, codec, given)
             for split, part in dataset.items()
@@ -105,7 +105,6 @@ def _cached(
             " iterable dataset"
         )
     arguments = _arguments(kind, given)
-    store = Store() if store is None else store
     name = "identity" if function is None else operator_name(function)
     what = describe(function, name, fingerprint)
     source = dataset_fingerprint(dataset, store)

@@ -24,10 +24,12 @@ from castore.adapters.datasets.explain import Explanation, explain
 from castore.adapters.datasets.inputs import dataset_fingerprint
 from castore.adapters.datasets.plans import Planned, plan
 from castore.adapters.datasets.progress import Teller
+from castore.adapters.datasets.registry import check_type
 from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Progress, StepReport
 from castore.adapters.datasets.retention import drop_intermediate
 from castore.adapters.datasets.steps import RunOptions, Step, steps_of
 from castore.adapters.datasets.tables import our_fingerprint
+from castore.adapters.datasets.unread import LateDataset
 from castore.errors import InvalidValueError
 from castore.objects.codecs import check_codec
 from castore.store import Store
@@ -73,9 +75,16 @@ class Pipeline:
         temp_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         check_codec(codec, None)
+        if isinstance(operators, str) or not hasattr(operators, "__iter__"):
+            raise InvalidValueError(
+                f"a pipeline takes a list of operators, not {operators!r}: Pipeline([...])"
+            )
+        check_type(num_proc, int | None, "num_proc of a pipeline")
+        if num_proc is not None and num_proc < 1:
+            raise InvalidValueError(f"num_proc of a pipeline must be at least 1, not {num_proc!r}")
         self.operators = list(operators)
         self.steps: list[Step] = [step for operator in self.operators for step in steps_of(operator)]
-        self.store = Store() if store is None else store
+        self.store = running.store_of(store)
         self.name = name
         self.codec = codec
         self.use_cache = use_cache and not use_checkpoint
@@ -173,6 +182,10 @@ def _check(dataset: Any) -> None:
         )
 
 
+def _is_unread(dataset: datasets.Dataset) -> bool:
+    return isinstance(dataset, LateDataset) and not dataset.is_read
+
+
 def _known(store: Store, step: Planned) -> space.Known:
     """What is kept of a step; of one that ran with other parameters or on other rows, nothing is taken for known."""
     if kept.metadata_of(store, step.name) is None:
@@ -204,7 +217,7 @@ class _Run:
         self._drop_unused()
 
     def _drop_unused(self, being_stored: Sequence[datasets.Dataset] = ()) -> None:
-        used = (self._dataset, *being_stored)
+        used = [dataset for dataset in (self._dataset, *being_stored) if not _is_unread(dataset)]
         work.drop_unused(self._files, {file["filename"] for dataset in used for file in dataset.cache_files})
 
     def _make(self, number: int, fingerprint: str | None) -> running.Make:
@@ -298,9 +311,11 @@ class _Run:
             ]
             for number, report in enumerate(reports):
                 self._teller.end(number, report)
-            rows = list(found.rows) or [len(self._dataset)]
             if found.dataset is not None:
                 self._dataset = found.dataset
+            elif isinstance(self._dataset, LateDataset):
+                self._dataset = self._dataset.read()
+            rows = list(found.rows) or [len(self._dataset)]
             if found.done < len(planned):
                 pipeline.warn_of_space(self._dataset, [])
                 if found.packed:  # what the next step reads is a copy then: let that be the checkpoint

@@ -19,12 +19,12 @@ from castore.adapters.datasets import exporting, kept, running, space
 from castore.adapters.datasets.background import wait
 from castore.adapters.datasets.config import Recipe
 from castore.adapters.datasets.explain import Explanation
-from castore.adapters.datasets.late import LateDataset
 from castore.adapters.datasets.pipeline import Pipeline, ProgressCallback
 from castore.adapters.datasets.quiet import quiet
 from castore.adapters.datasets.reports import StepReport
 from castore.adapters.datasets.sources import SAVED, Source, find, identify, read
 from castore.adapters.datasets.tables import our_fingerprint
+from castore.adapters.datasets.unread import LateDataset
 from castore.errors import CastoreError
 from castore.store import Store
 
@@ -75,8 +75,8 @@ def pipeline_of(recipe: Recipe, store: Store) -> Pipeline:
     )
 
 
-def input_of(recipe: Recipe, pipeline: Pipeline) -> datasets.Dataset:
-    """The dataset of a recipe's source.
+def input_of(recipe: Recipe, pipeline: Pipeline, *, late: bool = False) -> datasets.Dataset:
+    """The dataset of a recipe's source; ``late``: one that is not kept is read when it is looked at, too.
 
     Raises:
         NotFoundError, InvalidValueError, OSError: it is not there, or cannot be read.
@@ -87,6 +87,7 @@ def input_of(recipe: Recipe, pipeline: Pipeline) -> datasets.Dataset:
         cached=pipeline.use_cache,
         codec=pipeline.codec,
         temp_dir=recipe.temp_dir,
+        late=late,
     )
 
 
@@ -101,9 +102,7 @@ def explain(recipe: Recipe, store: Store) -> list[Explanation]:
     pipeline = pipeline_of(recipe, store)
     source = find(recipe.dataset_path)
     fingerprint = our_fingerprint(identify(source, store))
-    return pipeline.explain(
-        LateDataset(datasets.DatasetInfo(), None, fingerprint, 0, 0, lambda: input_of(recipe, pipeline))
-    )
+    return pipeline.explain(_unread(fingerprint, lambda: input_of(recipe, pipeline)))
 
 
 def estimate(recipe: Recipe, store: Store) -> space.Estimate:
@@ -143,18 +142,19 @@ def process(
     pipeline = pipeline_of(recipe, store)
     with quiet():
         try:
-            dataset = input_of(recipe, pipeline)
-            rows = len(dataset)
+            # A run that goes on behind its checkpoint never looks at its input.
+            dataset = input_of(recipe, pipeline, late=pipeline.use_checkpoint)
             result = pipeline.run(dataset, progress=progress)
             size = exporting.export(result.dataset, recipe.export_path, exported)
         finally:
             # After a Ctrl-C too: the steps that are done must be there the next time.
             wait()
+    known = result.steps[0].rows_in if result.steps else None
     return Outcome(
         recipe.project_name,
         os.path.abspath(recipe.export_path),
         size,
-        rows,
+        len(dataset) if known is None else known,
         len(result.dataset),
         round(time.perf_counter() - began, 3),
         result.steps,
@@ -169,6 +169,7 @@ def open_source(
     codec: str,
     temp_dir: str | os.PathLike[str] | None = None,
     telling: Telling = "content",
+    late: bool = False,
 ) -> datasets.Dataset:
     """The dataset of files, with a fingerprint that tells them; if it is in the store it is read when looked at.
 
@@ -180,6 +181,7 @@ def open_source(
         temp_dir: where it lies uncompressed while it is used; default below the store.
         telling: what tells files from others: their content, their path (with size and time of change), or
             both.
+        late: read what is not cached when it is looked at, for who may never look.
 
     Raises:
         InvalidValueError, FullError, OSError: see `read`.
@@ -191,7 +193,12 @@ def open_source(
         dataset._fingerprint = our_fingerprint(digits)
         return dataset
     if not cached:
-        return running.run(store, lambda file: read(source, file.parent), our_fingerprint(digits), temp_dir)
+        fingerprint = our_fingerprint(digits)
+
+        def run() -> datasets.Dataset:
+            return running.run(store, lambda file: read(source, file.parent), fingerprint, temp_dir)
+
+        return _unread(fingerprint, run) if late else run()
     name = running.step_name("source", digits)
 
     def load() -> datasets.Dataset:
@@ -206,6 +213,11 @@ def open_source(
         ).dataset
 
     return _late(store, name, load) or load()
+
+
+def _unread(fingerprint: str, load: Callable[[], datasets.Dataset]) -> LateDataset:
+    """A dataset of which nothing is known before it is read but which one it is."""
+    return LateDataset(datasets.DatasetInfo(), None, fingerprint, None, None, load)
 
 
 def _late(store: Store, name: str, load: Callable[[], datasets.Dataset]) -> datasets.Dataset | None:

@@ -28,7 +28,7 @@ from castore.adapters.datasets.background import background
 from castore.adapters.datasets.mapping import store_locks
 from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.tables import our_fingerprint, part_of
-from castore.errors import CorruptError, FullError, NotFoundError
+from castore.errors import CorruptError, FullError, InvalidValueError, NotFoundError
 from castore.keys import key
 from castore.store import Store
 from castore.transaction import is_full
@@ -55,6 +55,19 @@ class Outcome(NamedTuple):
     hit: bool
     record: dict[str, Any]
     size: Future[kept.Size | None]
+
+
+def store_of(given: Store | None) -> Store:
+    """The store that was given, or the default one.
+
+    Raises:
+        InvalidValueError: it is none.
+    """
+    if given is not None and not isinstance(given, Store):
+        raise InvalidValueError(
+            f"store must be a castore.Store, not {type(given).__name__}: pass store=Store({given!r})"
+        )
+    return Store() if given is None else given
 
 
 def step_key(input_fingerprint: str, name: str, kind: str, operator: str, parameters: Any = None) -> str:

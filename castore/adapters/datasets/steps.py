@@ -96,6 +96,10 @@ def steps_of(operator: Any) -> list[Step]:
         return [Step(name, "map", operator, _method(operator, "process")[0])]
     if callable(operator):
         return [Step(name, "map", operator, operator)]
+    if isinstance(operator, str):
+        raise InvalidValueError(
+            f"{operator!r} is no operator, but may name one: pass registry.make({operator!r})"
+        )
     raise InvalidValueError(
         f"{operator!r} is no operator: pass a function, or an object with a method process, compute_stats or compute_hash"
     )
@@ -120,7 +124,8 @@ def _needed(operator: Any, name: str) -> Callable[..., Any]:
 def _method(operator: Any, name: str) -> tuple[Callable[..., Any], bool]:
     """A method of an operator, and whether it takes batches."""
     wants = getattr(operator, "is_batched_op", None)
-    batched = bool(wants()) if callable(wants) else not hasattr(operator, name)
+    only = hasattr(operator, f"{name}_batched") and not hasattr(operator, name)
+    batched = bool(wants()) if callable(wants) else only
     return _needed(operator, f"{name}_batched" if batched else name), batched
 
 
@@ -153,6 +158,11 @@ def _deduplicate(operator: Any, dataset: datasets.Dataset, options: RunOptions) 
     # Data-Juicer's own return the duplicates that they found, too.
     result = operator.process(hashed)
     kept = result[0] if isinstance(result, tuple) else result
+    if not isinstance(kept, datasets.Dataset):
+        raise InvalidValueError(
+            f"process of the deduplicator {operator_name(operator)!r} must return the dataset that stays,"
+            f" not {type(kept).__name__}"
+        )
     return kept.remove_columns([name for name in kept.column_names if name not in dataset.column_names])
 
 

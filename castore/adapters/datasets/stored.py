@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 from datasets.table import Table, concat_tables
 
-from castore.adapters.datasets.late import LateTable, Mapped
+from castore.adapters.datasets.late import LateTable, Mapped, first_of
 from castore.adapters.datasets.mapping import MAPS, mappable, mapped_before, path_of
 from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.tables import table_in_memory, table_mapped
@@ -96,6 +96,8 @@ def late_table(
 class _StoredRows:
     """The rows of compressed objects, which are held open."""
 
+    passed = False
+
     def __init__(self, store: Store, files: Sequence[tuple[str, Blob]]) -> None:
         self.size = sum(blob.size for _, blob in files)
         self._store = store
@@ -119,6 +121,10 @@ class _StoredRows:
     def path(self) -> str:
         return path_of(self._files[0][1])
 
+    @property
+    def blobs(self) -> Sequence[Blob]:
+        return [blob for _, blob in self._files]
+
     def mapped(self) -> Table | None:
         paths = [path for path in self._before if path is not None]
         if len(paths) < len(self._files):
@@ -134,6 +140,9 @@ class _StoredRows:
         with copy.copy(self._store) as store:
             each = zip(self._files, self._readers, strict=True)
             return concat_tables([table_of(store, *file, reader) for file, reader in each])
+
+    def first(self, rows: int) -> list[pa.RecordBatch]:
+        return first_of(rows, self.batches())
 
     def batches(self) -> Generator[pa.RecordBatch, None, None]:
         for reader in self._readers:

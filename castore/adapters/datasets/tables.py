@@ -65,19 +65,25 @@ def mapped_blocks(table: Table, allowed: Set[str]) -> list[MemoryMappedTable] | 
         table: mapped, or put together of mapped ones.
         allowed: what may have been done to them since they were mapped, as `datasets` calls it.
     """
-    if isinstance(table, LateTable):
-        table = table.whole()
-    blocks = [table]
-    if isinstance(table, ConcatenationTable):
-        if any(len(row) != 1 for row in table.blocks):
+    found: list[MemoryMappedTable] = []
+    for block in row_blocks(table) or ():
+        if isinstance(block, LateTable):
+            inner = mapped_blocks(block.whole(), allowed)
+            if inner is None:
+                return None
+            found += inner
+        elif isinstance(block, MemoryMappedTable) and all(what in allowed for what, *_ in block.replays):
+            found.append(block)
+        else:
             return None
-        blocks = [row[0] for row in table.blocks]
-    for block in blocks:
-        if not isinstance(block, MemoryMappedTable):
-            return None
-        if any(replay[0] not in allowed for replay in block.replays or ()):
-            return None
-    return blocks or None
+    return found or None
+
+
+def row_blocks(table: Table) -> list[Table] | None:
+    """The tables which are, one after the other, a table's rows; None if some stand side by side."""
+    if not isinstance(table, ConcatenationTable):
+        return [table]
+    return None if any(len(row) != 1 for row in table.blocks) else [row[0] for row in table.blocks]
 
 
 def arrow_files(dataset: datasets.Dataset) -> Iterator[pa.Buffer]:

@@ -88,7 +88,7 @@ def put(batch: Any, path: Path, value: Any) -> Any:
     if isinstance(batch, tuple):
         items = [*batch]
         items[path[0]] = inner
-        return _like(batch, items)
+        return like(batch, items)
     changed = copy.copy(batch)
     changed[path[0]] = inner
     return changed
@@ -105,6 +105,18 @@ def place_of(batch: Any, value: Any) -> Path | None:
     return None
 
 
+def is_covered(value: Any, path: Path, places: Sequence[Path]) -> bool:
+    """Whether all of what is at ``path`` is at one of the places.
+
+    >>> is_covered({"text": 1, "image": 2}, (0,), [(0, "text"), (0, "image")])
+    True
+    """
+    if path in places:
+        return True
+    inner = list(_children(value))
+    return bool(inner) and all(is_covered(one, (*path, step), places) for step, one in inner)
+
+
 def _described(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} of {', '.join(map(repr, value))}"
@@ -118,7 +130,8 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
 
 
-def _like(example: Any, items: list[Any]) -> Any:
+def like(example: Any, items: list[Any]) -> Any:
+    """Items as a list, or as a tuple of the kind that ``example`` is."""
     if isinstance(example, tuple):
         return type(example)(*items) if hasattr(example, "_fields") else tuple(items)
     return items
@@ -133,49 +146,56 @@ def over(layout: Any, replace: Callable[[Any, Any], Any], value: Any = None) -> 
         return changed
     if isinstance(layout, list | tuple):
         values = [None] * len(layout) if value is None else value
-        return _like(layout, [over(inner, replace, one) for inner, one in zip(layout, values, strict=True)])
+        return like(layout, [over(inner, replace, one) for inner, one in zip(layout, values, strict=True)])
     return replace(layout, value)
 
 
 # --- what belongs to single items ---------------------------------------------------------------------------------
 
 
-def learn(one: Any, other: Any, sizes: tuple[int, int], path: Path = ()) -> Any:
+def learn(one: Any, others: Sequence[Any], sizes: tuple[int, int], path: Path = ()) -> Any:
     """What of a batch belongs to single items.
 
     Args:
-        one, other: two batches of one collate function.
-        sizes: how many samples each holds; two numbers that differ.
+        one: a batch.
+        others: batches of the same collate function, of some of its samples.
+        sizes: how many samples the one holds, and each of the others; two numbers that differ.
 
     Returns:
         the batch's structure, with PerItem, a constant, or Varying in the place of each leaf.
     """
-    leaf = _per_item(one, other, sizes)
+    leaf = _per_item(one, others, sizes)
     if leaf is not None:
         return leaf
-    if isinstance(one, Mapping) and isinstance(other, Mapping) and list(one) == list(other):
+    if isinstance(one, Mapping) and all(
+        isinstance(other, Mapping) and list(one) == list(other) for other in others
+    ):
         layout = copy.copy(one)
         for name in one:
-            layout[name] = learn(one[name], other[name], sizes, (*path, name))  # type: ignore[index]
+            inner = learn(one[name], [other[name] for other in others], sizes, (*path, name))
+            layout[name] = inner  # type: ignore[index]
         return layout
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
-        pairs = enumerate(zip(one, other, strict=True))
-        return _like(one, [learn(a, b, sizes, (*path, step)) for step, (a, b) in pairs])
-    if same(one, other):
+    if isinstance(one, list | tuple) and all(
+        isinstance(other, list | tuple) and len(one) == len(other) for other in others
+    ):
+        parts = [[other[step] for other in others] for step in range(len(one))]
+        return like(one, [learn(one[step], part, sizes, (*path, step)) for step, part in enumerate(parts)])
+    if all(same(one, other) for other in others):
         return one
     return Varying(
         f"{shown(path)} is {_described(one)} that has no element for each item and is not the same in every batch"
     )
 
 
-def _per_item(one: Any, other: Any, sizes: tuple[int, int]) -> PerItem | None:
-    if type(one) is not type(other):
+def _per_item(one: Any, others: Sequence[Any], sizes: tuple[int, int]) -> PerItem | None:
+    size, less = sizes
+    if any(type(other) is not type(one) for other in others):
         return None
     if isinstance(one, torch.Tensor | np.ndarray):
-        if one.ndim and (one.shape[0], other.shape[0]) == sizes:
+        if one.ndim and len(one) == size and all(len(other) == less for other in others):
             return PerItem("tensor" if isinstance(one, torch.Tensor) else "numpy")
-    elif isinstance(one, list | tuple) and (len(one), len(other)) == sizes:
-        kinds = {type(item) for item in (*one, *other)}
+    elif isinstance(one, list | tuple) and len(one) == size and all(len(other) == less for other in others):
+        kinds = {type(item) for batch in (one, *others) for item in batch}
         return PerItem(
             "tuple" if isinstance(one, tuple) else "list", kinds.pop() if len(kinds) == 1 else object
         )
@@ -196,7 +216,7 @@ def select(layout: Any, value: Any, positions: Sequence[int]) -> Any:
             return whole
         if leaf.form in ("tensor", "numpy"):
             return whole[list(positions)]
-        return _like(whole, [whole[position] for position in positions])
+        return like(whole, [whole[position] for position in positions])
 
     return over(layout, pick, value)
 
@@ -239,6 +259,7 @@ class Rest:
             layout = put(layout, hole, _Hole(number))
         self._layout = layout
         self.leaves: list[PerItem] = []
+        self._sides: list[Any] | None = None
         over(layout, self._note)
 
     def _note(self, leaf: Any, _: Any) -> None:
@@ -253,7 +274,11 @@ class Rest:
             self.leaves.append(leaf)
 
     def take(self, batch: Any) -> dict[str, Any]:
-        """The values of a batch's items: tensors (B, ...), and lists of texts, bytes, numbers or tensors."""
+        """The values of a batch's items: tensors (B, ...), and lists of texts, bytes, numbers or tensors.
+
+        Raises:
+            InvalidValueError: the tensors of an item have other sides than in the batches before.
+        """
         values: list[Any] = []
 
         def keep(leaf: Any, value: Any) -> None:
@@ -261,20 +286,28 @@ class Rest:
                 values.append(_stored(leaf, value))
 
         over(self._layout, keep, batch)
+        sides = [value.shape[1:] if isinstance(value, torch.Tensor) else None for value in values]
+        if self._sides is None:
+            self._sides = sides
+        for value, side, before in zip(values, sides, self._sides, strict=True):
+            if side != before:
+                raise _differs(value)
         return {str(number): value for number, value in enumerate(values)}
 
-    def check(self, one: Any, other: Any) -> None:
-        """See that a label is the same whatever batch it comes in: ``other`` holds all items of ``one`` but the first.
+    def check(self, one: Any, others: Sequence[Any]) -> None:
+        """See that a label is the same whatever batch it comes in: of ``others``, number i has all items of ``one`` but i.
 
         Raises:
             InvalidValueError: one depends on its batch, as when texts are padded to the longest.
         """
-        for first, second in zip(self.take(one).values(), self.take(other).values(), strict=True):
-            if not same(first[1:], second):
-                raise InvalidValueError(
-                    f"the labels cannot be kept: the same item has another one in another batch, as when a batch is padded"
-                    f" to its longest item ({_described(first)}); {_WAYS_OUT}"
-                )
+        whole = self.take(one).values()
+        for place, other in enumerate(others):
+            for first, second in zip(whole, self.take(other).values(), strict=True):
+                kept = [number for number in range(len(first)) if number != place]
+                if not same(
+                    first[kept] if isinstance(first, torch.Tensor) else [first[i] for i in kept], second
+                ):
+                    raise _differs(first)
 
     def join(self, values: Mapping[str, Any], fillings: Sequence[Any]) -> Any:
         """A batch of these values, with ``fillings`` in the holes."""
@@ -296,6 +329,14 @@ class _Hole:
 _WAYS_OUT = (
     "make it so in the collate function, or read the raw data in training with CacheConfig(labels=False)"
 )
+
+
+def _differs(label: Any) -> InvalidValueError:
+    sides = f" of {tuple(label.shape)}" if isinstance(label, torch.Tensor) else ""
+    return InvalidValueError(
+        f"the labels cannot be kept: the same item has another one in another batch, as when a batch is padded to its"
+        f" longest item ({_described(label)}{sides}); {_WAYS_OUT}"
+    )
 
 
 def _stored(leaf: PerItem, value: Any) -> Any:

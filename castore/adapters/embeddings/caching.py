@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -18,12 +16,12 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from castore import Store
-from castore.adapters.embeddings.batches import Path, Rest, learn, same
+from castore.adapters.embeddings.batches import Path, Rest, is_covered, learn
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.config import CacheConfig, CacheType
 from castore.adapters.embeddings.devices import Mapped, OnDevice, Placed, SplitOverRanks, fits
 from castore.adapters.embeddings.encoder import CachedEncoder, opened
-from castore.adapters.embeddings.frozen import no_random_numbers, same_random_numbers
+from castore.adapters.embeddings.frozen import same_random_numbers
 from castore.adapters.embeddings.identity import code_digest, data_digest, table_name
 from castore.adapters.embeddings.inputs import Source, encoder_names, get_encoder, set_encoder, sources
 from castore.adapters.embeddings.loaders import (
@@ -31,15 +29,13 @@ from castore.adapters.embeddings.loaders import (
     JoinedDataset,
     KeyTable,
     StreamingCollate,
+    first_batches,
     joined_loader,
     replaced_loader,
     streaming_loader,
 )
 from castore.adapters.embeddings.passes import Extractors, Gather, Pass
 from castore.errors import InvalidValueError, StoreError
-
-# So many samples are read and collated twice, to learn what a batch is made of.
-_SAMPLES = 3
 
 
 def cache_embeddings(
@@ -100,6 +96,7 @@ def cache_loaders(
     progress: bool | None = None,
 ) -> dict[str, DataLoader[Any]]:
     """As `cache_embeddings`, for any number of loaders by their role."""
+    _check_kinds(loaders, config)
     names = encoder_names(model, encoders)
     config.check_names(names)
     if all(config.type_of(name) is CacheType.NONE for name in names):
@@ -117,6 +114,14 @@ def cache_loaders(
     for name, stand_in in stand_ins.items():
         set_encoder(model, name, stand_in)
     return changed
+
+
+def _check_kinds(loaders: Mapping[str, object], config: object) -> None:
+    for role, loader in loaders.items():
+        if not isinstance(loader, DataLoader):
+            raise InvalidValueError(f"the {role} loader is a {type(loader).__name__}; give a DataLoader")
+    if not isinstance(config, CacheConfig):
+        raise InvalidValueError(f"config is a {type(config).__name__}; give a CacheConfig")
 
 
 def _check_named_apart(loaders: Mapping[str, DataLoader[Any]], config: CacheConfig) -> None:
@@ -192,9 +197,9 @@ class _Plan:
         loader: DataLoader[Any],
     ) -> _Plan:
         """Look at the first samples, and name the tables."""
-        sizes, (one, other) = _first_batches(loader, role)
+        one, others, sizes = first_batches(loader, role)
         found, left_alone = sources(stand_ins, encoders, one)
-        layout = learn(one, other, sizes)
+        layout = learn(one, others, sizes)
         extractors: Extractors = {
             source.number: extractor for source in found if (extractor := config.extractor_of(source.name))
         }
@@ -205,12 +210,12 @@ class _Plan:
                     f"the {role} loader's dataset is iterable, so its items have no index: give a key extractor for the"
                     f" encoder {source.name!r} with CacheConfig(key_extractors=...)"
                 )
-        places, columns = _columns(found)
+        places, columns = _columns(found, config)
         has_labels = not is_stream and _keep_labels(config, one, places, left_alone)
         rest = None
         if has_labels:
             rest = Rest(layout, places)
-            rest.check(one, other)
+            rest.check(one, others)
         identity = _identity(config, role, loader, extractors)
         tables = [_table(source, stand_ins[source.name].digest, identity, config, store) for source in found]
         index = None
@@ -268,45 +273,6 @@ class _Plan:
         return replaced_loader(self.raw, keys, self.places)
 
 
-def _first_batches(loader: DataLoader[Any], role: str) -> tuple[tuple[int, int], tuple[Any, Any]]:
-    """Two batches of the loader's collate function, of the first samples and of those but the first.
-
-    Raises:
-        InvalidValueError: there are no samples, or they differ from one reading to the next.
-    """
-    if loader.batch_sampler is None:
-        raise InvalidValueError(
-            f"the {role} loader has batch_size=None, so its samples are not put into batches; give it a batch size"
-        )
-    dataset = loader.dataset
-    advice = (
-        "random augmentations cannot be cached: take them out, apply them behind the encoder, or leave the encoder uncached"
-        " with CacheType.NONE"
-    )
-    # A stream may draw the order of its items, which their keys make up for.
-    is_stream = isinstance(dataset, IterableDataset)
-    with nullcontext() if is_stream else no_random_numbers(f"the {role} loader's dataset", advice):
-        first = _read(dataset)
-        again = first if is_stream else _read(dataset)
-        if not first:
-            raise InvalidValueError(f"the {role} loader's dataset is empty")
-        if len(first) == 1:
-            first, again = first * 2, again * 2
-        collate = loader.collate_fn
-        one = collate(first)
-    if not same(one, collate(again)):
-        raise InvalidValueError(
-            f"the {role} loader's dataset gives another sample for the same index; {advice}"
-        )
-    return (len(first), len(first) - 1), (one, collate(first[1:]))
-
-
-def _read(dataset: Any) -> list[Any]:
-    if isinstance(dataset, IterableDataset):
-        return list(islice(dataset, _SAMPLES))
-    return [dataset[index] for index in range(min(_SAMPLES, len(dataset)))]
-
-
 def _identity(
     config: CacheConfig, role: str, loader: DataLoader[Any], extractors: Extractors
 ) -> dict[str, object]:
@@ -334,6 +300,7 @@ def _table(
         "encoder": digest,
         "calls": source.calls,
         "dtype": str(config.dtype),
+        "mask": config.masks.get(source.name),
     }
     kind = config.type_of(source.name)
     return EmbeddingCache(
@@ -350,17 +317,21 @@ def _keep_labels(config: CacheConfig, batch: Any, places: list[Path], left_alone
     if left_alone:
         return False
     # The first element is the features; labels are what stands beside them.
-    return isinstance(batch, Mapping) or () in places or (0,) in places
+    return isinstance(batch, Mapping) or () in places or is_covered(batch[0], (0,), places)
 
 
-def _columns(encoders: list[Source]) -> tuple[list[Path], list[tuple[int, int, int]]]:
-    """All places of inputs, and for each of an encoder's: the place's number, the encoder's, the call's among all."""
+def _columns(encoders: list[Source], config: CacheConfig) -> tuple[list[Path], list[tuple[int, int, int]]]:
+    """All places that give way to Keys, and for each of an encoder's: the place's number, the encoder's, the call's among all.
+
+    Masks stay, for the encoder's outputs to be padded as they say.
+    """
     places: list[Path] = []
     columns = []
     calls = 0
     for source in encoders:
         for call in source.calls:
-            for place in call.places:
+            mask = config.masks.get(source.name)
+            for place in call.places_but(mask):
                 if place not in places:
                     places.append(place)
                 columns.append((places.index(place), source.number, calls))

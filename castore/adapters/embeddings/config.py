@@ -53,6 +53,9 @@ class CacheConfig:
         dtype: keep floating-point embeddings as float16, bfloat16, ...; lookups give the encoder's own dtype back.
         labels: keep all else that a batch holds as well, so that training reads no raw data. None: if all encoders
             are cached and no feature is left over.
+        masks: for encoders whose batches are padded to their longest item, by name: the keyword of the input that is true
+            (not 0) where no padding is, as "attention_mask", of shape (B, L). Outputs (B, L, D) are kept without padding, and come
+            back in the shape of the mask that the encoder is called with, with zeros where it is false.
         split: for CacheType.GPU, keep a part of the embeddings on each rank's device in place of a copy on each.
             Lookups then are collective: every rank makes the same number of them.
         fingerprints: what stands for a thing whose code or content has no stable hash, or should not count: a text
@@ -73,6 +76,7 @@ class CacheConfig:
     save_dir: str | os.PathLike[str] | None = None
     dtype: torch.dtype | None = None
     labels: bool | None = None
+    masks: Mapping[str, str] = field(default_factory=dict)
     split: bool = False
     fingerprints: Mapping[str, object] = field(default_factory=dict)
 
@@ -103,6 +107,9 @@ class CacheConfig:
         if folder is not None and not isinstance(folder, str | os.PathLike):
             raise InvalidValueError(f"save_dir is a {type(folder).__name__}; give the path of a folder")
         _dict(self, "fingerprints")
+        for name, keyword in _dict(self, "masks").items():
+            if not isinstance(keyword, str):
+                raise InvalidValueError(f"masks[{name!r}] is {keyword!r}; give the name of a keyword, a text")
 
     def type_of(self, encoder: str) -> CacheType:
         """Where the embeddings of an encoder are."""
@@ -125,6 +132,7 @@ class CacheConfig:
         for option, names, more in (
             ("mapping", self.mapping, ()),
             ("key_extractors", extractors, ()),
+            ("masks", self.masks, ()),
             ("fingerprints", self.fingerprints, PARTS),
         ):
             for name in names:

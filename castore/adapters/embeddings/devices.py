@@ -6,14 +6,17 @@ look-up, when it is known where the encoder is. Knows no keys and no datasets.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from castore.adapters.embeddings.batches import like, over
 from castore.adapters.embeddings.cache import EmbeddingCache
-from castore.errors import InvalidValueError
+from castore.adapters.embeddings.outputs import DIFFERENT_LENGTHS
+from castore.errors import InvalidValueError, SerializationError
 
 #: Rows that are copied to a device at a time.
 _CHUNK = 1 << 16
@@ -30,13 +33,7 @@ class Placed(Protocol):
 
 def over_tensors(outputs: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """The outputs of an encoder with ``change`` made to each tensor."""
-    if isinstance(outputs, torch.Tensor):
-        return change(outputs)
-    if isinstance(outputs, dict):
-        return {name: over_tensors(value, change) for name, value in outputs.items()}
-    if isinstance(outputs, list | tuple):
-        return type(outputs)(over_tensors(value, change) for value in outputs)
-    return outputs
+    return over(outputs, lambda leaf, _: change(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def tensors_of(outputs: Any) -> list[torch.Tensor]:
@@ -166,16 +163,27 @@ def fits(cache: EmbeddingCache, rows: torch.Tensor, device: torch.device) -> boo
 def _is_fixed(outputs: Any) -> bool:
     if isinstance(outputs, tuple | dict):
         return all(map(_is_fixed, outputs.values() if isinstance(outputs, dict) else outputs))
-    return isinstance(outputs, torch.Tensor)
+    return outputs is None or isinstance(outputs, torch.Tensor)
 
 
 def joined(chunks: list[Any]) -> Any:
-    """The outputs for several batches as those for one."""
+    """The outputs for several batches as those for one.
+
+    Raises:
+        SerializationError: rows of one batch have another shape than those of another.
+    """
     first = chunks[0]
     if isinstance(first, torch.Tensor):
+        for chunk in chunks:
+            if chunk.shape[1:] != first.shape[1:]:
+                shapes = f"{tuple(first.shape[1:])} in one batch and {tuple(chunk.shape[1:])} in another"
+                raise SerializationError(f"an item's output is {shapes}; {DIFFERENT_LENGTHS}")
         return torch.cat(chunks)
     if isinstance(first, dict):
-        return {name: joined([chunk[name] for chunk in chunks]) for name in first}
+        whole = copy.copy(first)
+        for name in first:
+            whole[name] = joined([chunk[name] for chunk in chunks])
+        return whole
     if isinstance(first, tuple):
-        return tuple(joined([*parts]) for parts in zip(*chunks, strict=True))
-    return [item for chunk in chunks for item in chunk]
+        return like(first, [joined([*parts]) for parts in zip(*chunks, strict=True)])
+    return None if first is None else [item for chunk in chunks for item in chunk]

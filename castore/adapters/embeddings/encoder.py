@@ -22,6 +22,7 @@ from castore.adapters.embeddings.devices import Placed, over_tensors, tensors_of
 from castore.adapters.embeddings.frozen import check_frozen, no_random_numbers
 from castore.adapters.embeddings.identity import code_digest, encoder_digest, item_key, table_name
 from castore.adapters.embeddings.keys import ABSENT, ROWS_PER_TABLE, Keys
+from castore.adapters.embeddings.masks import mask_in, padded, unpadded
 from castore.errors import InvalidValueError
 
 _CPU = torch.device("cpu")
@@ -32,9 +33,9 @@ class CachedEncoder(nn.Module):
 
     Args:
         encoder: a frozen module, or any function of a batch. A batch is a tensor (B, ...), a list of B items, or a dict
-            or tuple of tensors (B, ...), and goes through uncached if it is anything else; what it returns for one are tensors (B, ...), lists of B tensors that differ in
-            length, or tuples and dicts of these.
-        config: of this, ``cache_type``, ``key_extractors``, ``dtype``, ``save_dir`` and ``fingerprints`` count.
+            or tuple of tensors (B, ...), and goes through uncached if it is anything else; what it returns for one are tensors
+            (B, ...), lists of B tensors that differ in length, or tuples and dicts of these.
+        config: of this, ``cache_type``, ``key_extractors``, ``dtype``, ``masks``, ``save_dir`` and ``fingerprints`` count.
         name: what the config and errors call it.
         store: a `castore.Store`, or the folder of one, in place of ``config.save_dir``.
 
@@ -65,6 +66,7 @@ class CachedEncoder(nn.Module):
         #: 40 hexadecimal digits that identify what the encoder computes.
         self.digest = encoder_digest(encoder, name, self.config.fingerprints.get(name))
         self._extractor = self.config.extractor_of(name)
+        self._mask = self.config.masks.get(name)
         self._tables: list[Placed] = []
         self._store = opened(store, self.config)
         self._memo: EmbeddingCache | None = None
@@ -81,7 +83,12 @@ class CachedEncoder(nn.Module):
         if self._memo is None:
             given = self.config.fingerprints.get("key_extractors")
             extractor = self._extractor and code_digest(self._extractor, "key_extractors", given)
-            parts = {"encoder": self.digest, "key_extractor": extractor, "dtype": str(self.config.dtype)}
+            parts = {
+                "encoder": self.digest,
+                "key_extractor": extractor,
+                "dtype": str(self.config.dtype),
+                "mask": self._mask,
+            }
             self._memo = EmbeddingCache(
                 table_name(type(self.encoder).__name__, parts),
                 self._store,
@@ -108,7 +115,7 @@ class CachedEncoder(nn.Module):
         """The embeddings of a batch, as the encoder returns them."""
         keys = next((value for value in (*args, *kwargs.values()) if isinstance(value, Keys)), None)
         if keys is not None:
-            return self._look_up(keys.column(self.column))
+            return self._padded(self._look_up(keys.column(self.column)), kwargs)
         if self.config.type_of(self.name) is CacheType.NONE or any(
             tensor.requires_grad for tensor in tensors_of([*args, *kwargs.values()])
         ):
@@ -116,7 +123,7 @@ class CachedEncoder(nn.Module):
         return self._remember(args, kwargs)
 
     def encode(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the encoder, out of the graph.
+        """Run the encoder, out of the graph, and in its own precision: what is kept must not depend on who asked first.
 
         Raises:
             InvalidValueError: it draws random numbers.
@@ -127,11 +134,16 @@ class CachedEncoder(nn.Module):
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device)
 
-        with torch.no_grad(), no_random_numbers(f"the encoder {self.name!r}", advice):
+        own = torch.autocast(device.type, enabled=False)
+        with torch.no_grad(), own, no_random_numbers(f"the encoder {self.name!r}", advice):
             if device != _CPU:
                 args = [over_tensors(value, move) for value in args]
                 kwargs = {name: over_tensors(value, move) for name, value in kwargs.items()}
-            return self.encoder(*args, **kwargs)
+            outputs = self.encoder(*args, **kwargs)
+        return outputs if self._mask is None else unpadded(outputs, mask_in(kwargs, self._mask, self.name))
+
+    def _padded(self, outputs: Any, kwargs: Mapping[str, Any]) -> Any:
+        return outputs if self._mask is None else padded(outputs, mask_in(kwargs, self._mask, self.name))
 
     def _look_up(self, keys: torch.Tensor) -> Any:
         if not len(keys):
@@ -165,9 +177,12 @@ class CachedEncoder(nn.Module):
             *some, named = select(layout, batch, positions)
             return self.encode(some, named)
 
-        self.memo.fill(keys, range(count), encode, batch_size=count)
+        rows = self.memo.find(keys)
+        if bool((rows < 0).any()):
+            self.memo.fill(keys, range(count), encode, batch_size=count)
+            rows = self.memo.rows(keys)
         device = self._device(_CPU)
-        found = self.memo.get(keys)
+        found = self._padded(self.memo.take(rows), kwargs)
         return found if device == _CPU else over_tensors(found, lambda tensor: tensor.to(device))
 
     def _key_of(self, item: list[Any]) -> bytes:

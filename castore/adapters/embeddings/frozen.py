@@ -6,9 +6,13 @@ is noticed when it draws random numbers: see `no_random_numbers`.
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 import random
+import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -19,25 +23,28 @@ from castore.errors import InvalidValueError
 
 
 def trainable(encoder: Any) -> str | None:
-    """What makes a module trainable or random, in words; None if it is frozen.
+    """What makes a module, or one that a function uses, trainable or random, in words; None if it is frozen.
 
     >>> trainable(nn.Linear(2, 2))
     "its parameter 'weight' requires grad; freeze it with requires_grad_(False)"
     >>> trainable(nn.Sequential(nn.Dropout(0.1)))
     "its module '0' (Dropout) is in train mode, and gives another answer every time; call eval() on the encoder"
     >>> trainable(nn.Sequential(nn.Dropout(0.1)).eval())
+    >>> trainable(nn.Linear(2, 2).forward)
+    "its parameter 'self.weight' requires grad; freeze it with requires_grad_(False)"
     """
-    if not isinstance(encoder, nn.Module):
-        return None
-    for name, parameter in encoder.named_parameters():
-        if parameter.requires_grad:
-            return f"its parameter {name!r} requires grad; freeze it with requires_grad_(False)"
-    for name, module in encoder.named_modules():
-        if module.training and _differs_in_training(module):
-            return (
-                f"its module {name or 'itself'!r} ({type(module).__name__}) is in train mode, and gives another answer"
-                " every time; call eval() on the encoder"
-            )
+    modules = list(_modules(encoder))
+    for prefix, held in modules:
+        for name, parameter in held.named_parameters(prefix):
+            if parameter.requires_grad:
+                return f"its parameter {name!r} requires grad; freeze it with requires_grad_(False)"
+    for prefix, held in modules:
+        for name, module in held.named_modules(prefix=prefix):
+            if module.training and _differs_in_training(module):
+                return (
+                    f"its module {name or 'itself'!r} ({type(module).__name__}) is in train mode, and gives another answer"
+                    " every time; call eval() on the encoder"
+                )
     return None
 
 
@@ -50,6 +57,33 @@ def check_frozen(encoder: Any, name: str) -> None:
     problem = trainable(encoder)
     if problem:
         raise InvalidValueError(f"the encoder {name!r} cannot be cached: {problem}")
+
+
+def _modules(encoder: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules that an encoder is, or uses: a method's object, what a function finds outside of it, a partial's arguments."""
+    if isinstance(encoder, nn.Module):
+        yield name, encoder
+    elif isinstance(encoder, functools.partial):
+        for number, value in enumerate((encoder.func, *encoder.args)):
+            yield from _modules(value, f"{name or 'partial'}.{number}")
+        for keyword, value in encoder.keywords.items():
+            yield from _modules(value, keyword)
+    elif inspect.ismethod(encoder):
+        yield from _modules(encoder.__self__, "self")
+    else:
+        named = _outside(encoder) if inspect.isfunction(encoder) else getattr(encoder, "__dict__", {})
+        yield from ((name, value) for name, value in named.items() if isinstance(value, nn.Module))
+
+
+def _outside(function: types.FunctionType) -> dict[str, Any]:
+    """What a function's names mean that it does not define itself."""
+    code, cells = function.__code__, function.__closure__ or ()
+    names = [step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"]
+    found = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    for name, cell in zip(code.co_freevars, cells, strict=True):
+        with suppress(ValueError):  # the enclosing function has not come to it yet
+            found[name] = cell.cell_contents
+    return found
 
 
 def _differs_in_training(module: nn.Module) -> bool:

@@ -26,6 +26,12 @@ class Call:
     places: tuple[Path, ...]
     keywords: tuple[str, ...] = ()
 
+    def places_but(self, keyword: str | None) -> list[Path]:
+        """The places of all inputs but that of a keyword."""
+        if not self.keywords:
+            return [*self.places]
+        return [place for place, name in zip(self.places, self.keywords, strict=True) if name != keyword]
+
     def read(self, batch: Any) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments."""
         values = [look(batch, place) for place in self.places]
@@ -69,10 +75,14 @@ def encoder_names(model: nn.Module, encoders: Any) -> list[str]:
         InvalidValueError: there is none of that name, or none at all.
     """
     if encoders is not None:
-        names = [encoders] if isinstance(encoders, str) else list(encoders)
         children = [name for name, _ in model.named_modules() if name]
+        names = [encoders] if not isinstance(encoders, list | tuple | Mapping) else list(encoders)
         for name in names:
-            if not isinstance(name, str) or _get(model, name) is None:
+            if not isinstance(name, str):
+                raise InvalidValueError(
+                    f"encoders holds a {type(name).__name__}; give names: {', '.join(map(repr, children))}"
+                )
+            if _get(model, name) is None:
                 check_name_among(name, children, f"encoders names {name!r}")
         return names
     reasons = []

@@ -28,7 +28,7 @@ _TELLS = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr", "get_device",
     "is_pinned", "is_shared", "is_contiguous", "is_floating_point", "is_complex", "is_neg", "is_conj", "is_inference",
     "is_same_size", "equal", "tolist", "record_stream", "untyped_storage", "storage", "_typed_storage", "__reduce_ex__",
-    "__setstate__", "__len__", "__repr__", "__format__", "__hash__", "__get__", "__set__",
+    "__setstate__", "_is_view", "__len__", "__repr__", "__format__", "__hash__", "__get__", "__set__",
 }  # fmt: skip
 
 

@@ -2,24 +2,30 @@
 
 Three ways: the raw data is not read at all, since labels are cached too (`joined_loader`); it is read, and features make
 way for Keys by index (`replaced_loader`); or it is a stream, and keys are looked up by what the key extractor says
-(`streaming_loader`). Knows no models.
+(`streaming_loader`). What a batch of theirs is made of is looked at first (`first_batches`). Knows no models.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from castore.adapters.embeddings.batches import Path, Rest, put
+from castore.adapters.embeddings.batches import Path, Rest, put, same
 from castore.adapters.embeddings.cache import EmbeddingCache
+from castore.adapters.embeddings.frozen import no_random_numbers
 from castore.adapters.embeddings.keys import ABSENT, Keys
 from castore.adapters.embeddings.passes import Gather, Numbered, Sample
-from castore.errors import NotFoundError
+from castore.errors import InvalidValueError, NotFoundError
+
+# So many samples are read and collated twice, to learn what a batch is made of.
+_SAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,49 @@ class StreamingCollate:
                 " encodes what is new"
             )
         return rows
+
+
+def first_batches(loader: DataLoader[Any], role: str) -> tuple[Any, list[Any], tuple[int, int]]:
+    """What the loader's collate function makes of the first samples.
+
+    Returns:
+        a batch of them all; for each of them, a batch of the others; and the sizes of both.
+
+    Raises:
+        InvalidValueError: there are no samples, or they differ from one reading to the next.
+    """
+    if loader.batch_sampler is None:
+        raise InvalidValueError(
+            f"the {role} loader has batch_size=None, so its samples are not put into batches; give it a batch size"
+        )
+    dataset = loader.dataset
+    advice = (
+        "random augmentations cannot be cached: take them out, apply them behind the encoder, or leave the encoder uncached"
+        " with CacheType.NONE"
+    )
+    # A stream may draw the order of its items, which their keys make up for.
+    is_stream = isinstance(dataset, IterableDataset)
+    with nullcontext() if is_stream else no_random_numbers(f"the {role} loader's dataset", advice):
+        first = _read(dataset)
+        again = first if is_stream else _read(dataset)
+        if not first:
+            raise InvalidValueError(f"the {role} loader's dataset is empty")
+        if len(first) == 1:
+            first, again = first * 2, again * 2
+        collate = loader.collate_fn
+        one = collate(first)
+    if not same(one, collate(again)):
+        raise InvalidValueError(
+            f"the {role} loader's dataset gives another sample for the same index; {advice}"
+        )
+    others = [collate(first[:place] + first[place + 1 :]) for place in range(len(first))]
+    return one, others, (len(first), len(first) - 1)
+
+
+def _read(dataset: Any) -> list[Any]:
+    if isinstance(dataset, IterableDataset):
+        return list(islice(dataset, _SAMPLES))
+    return [dataset[index] for index in range(min(_SAMPLES, len(dataset)))]
 
 
 def joined_loader(loader: DataLoader[Any], dataset: JoinedDataset) -> DataLoader[Any]:

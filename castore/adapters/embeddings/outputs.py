@@ -7,7 +7,10 @@ value than was put in, but for floats whose storage was asked to be narrower.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +21,49 @@ from castore.errors import InvalidValueError, OutOfRangeError, SerializationErro
 RAGGED = ("ragged", "str", "bytes")
 #: All kinds of leaves.
 KINDS = ("tensor", "int", "float", "bool", *RAGGED)
+#: What to do about outputs of which one batch is longer than another.
+DIFFERENT_LENGTHS = (
+    "where batches are padded to their longest item, CacheConfig(masks=...) keeps states without the padding; else return a"
+    " list of one tensor an item, or only what the model uses"
+)
 _NUMBERS: dict[type, tuple[str, torch.dtype]] = {
     bool: ("bool", torch.bool), int: ("int", torch.int64), float: ("float", torch.float64),
 }  # fmt: skip
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if type(dtype) is torch.dtype
 }
+
+
+class Output(dict[str, Any]):
+    """What stands for a dict whose values are attributes too, as the ModelOutput of transformers is.
+
+    A field that the encoder left out is an attribute of None, and a number or a slice asks for values by place.
+
+    >>> out = Output({"logits": 1, "states": 2}, fields=("loss", "logits", "states"))
+    >>> out.logits, out["states"], out[0], out[1:], out.loss
+    (1, 2, 1, (2,), None)
+    """
+
+    def __init__(self, values: Any, fields: Sequence[str]) -> None:
+        super().__init__(values)
+        self._names = tuple(fields)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        if name in self.__dict__.get("_names", ()):
+            return None
+        raise AttributeError(f"an output of {', '.join(map(repr, self))} has no {name!r}")
+
+    def __getitem__(self, place: Any) -> Any:
+        return super().__getitem__(place) if isinstance(place, str) else self.to_tuple()[place]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Output, (dict(self), self._names)
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The values that are there."""
+        return tuple(self.values())
 
 
 class Leaf(NamedTuple):
@@ -61,7 +101,8 @@ class Schema(NamedTuple):
     """What every batch of a table looks like.
 
     Attributes:
-        structure: the number of a leaf, or ``{"tuple": [...]}``, or ``{"dict": [[name, ...], ...]}`` of such.
+        structure: the number of a leaf, None, or ``{"tuple": [...]}``, or ``{"dict": [[name, ...], ...]}`` of such, with
+            ``"fields": [name, ...]`` if its parts are attributes too.
         leaves: in the order of their numbers.
     """
 
@@ -89,7 +130,7 @@ def split(outputs: Any, count: int, dtype: torch.dtype | None) -> tuple[Schema, 
 
     Args:
         outputs: a tensor (count, ...); a list of count tensors of one dtype that differ in their first dimension; a list
-            of count str, bytes, int, float or bool; a tuple, or a dict with str keys, of such.
+            of count str, bytes, int, float or bool; a tuple, or a dict with str keys, of such and of None.
         count: number of items.
         dtype: what floating leaves are stored as; None for as they are.
 
@@ -100,12 +141,20 @@ def split(outputs: Any, count: int, dtype: torch.dtype | None) -> tuple[Schema, 
     parts: list[Part] = []
 
     def walk(value: Any, name: str) -> Any:
+        if value is None:
+            return None
         if isinstance(value, tuple):
-            return {"tuple": [walk(item, f"{name}.{place}") for place, item in enumerate(value)]}
+            return {
+                "tuple": [walk(item, f"{name}.{place}") for place, item in enumerate(value)],
+                **_fields(value),
+            }
         if isinstance(value, dict):
             if any(type(key) is not str for key in value):
                 raise SerializationError(f"{name}: the keys of a dict of outputs must be text")
-            return {"dict": [[key, walk(item, f"{name}.{key}")] for key, item in value.items()]}
+            return {
+                "dict": [[key, walk(item, f"{name}.{key}")] for key, item in value.items()],
+                **_fields(value),
+            }
         kind, logical, part = _part(value, name, count)
         stored = logical if dtype is None or not logical.is_floating_point or kind == "float" else dtype
         parts.append(part._replace(values=_narrowed(part.values, stored, name)))
@@ -115,7 +164,9 @@ def split(outputs: Any, count: int, dtype: torch.dtype | None) -> tuple[Schema, 
 
     structure = walk(outputs, "output")
     if not leaves:
-        raise SerializationError("the encoder returned an empty tuple or dict: there is nothing to keep")
+        raise SerializationError(
+            "the encoder returned None, or an empty tuple or dict: there is nothing to keep"
+        )
     return Schema(structure, tuple(leaves)), parts
 
 
@@ -129,11 +180,7 @@ def check_alike(kept: Schema, new: Schema, where: str) -> None:
         return
     for old, fresh in zip(kept.leaves, new.leaves, strict=False):
         if old._replace(name="") != fresh._replace(name=""):
-            hint = (
-                "; outputs that differ in length are a list of one tensor an item"
-                if old.kind == "tensor"
-                else ""
-            )
+            hint = f"; {DIFFERENT_LENGTHS}" if old.kind == "tensor" else ""
             raise SerializationError(f"{where}: {old.name} is {_say(fresh)}, where it was {_say(old)}{hint}")
     raise SerializationError(f"{where}: the outputs are nested otherwise than those kept before")
 
@@ -166,20 +213,39 @@ def check_rows(rows: torch.Tensor) -> None:
 
 
 def _rebuild(structure: Any, values: Sequence[Any]) -> Any:
+    if structure is None:
+        return None
     if isinstance(structure, int):
         return values[structure]
     if "tuple" in structure:
-        return tuple(_rebuild(item, values) for item in structure["tuple"])
-    return {key: _rebuild(item, values) for key, item in structure["dict"]}
+        items = tuple(_rebuild(item, values) for item in structure["tuple"])
+        return _named(tuple(structure["fields"]))(*items) if "fields" in structure else items
+    found = {key: _rebuild(item, values) for key, item in structure["dict"]}
+    return Output(found, structure["fields"]) if "fields" in structure else found
+
+
+def _fields(value: Any) -> dict[str, list[str]]:
+    """The names by which the parts of a tuple or dict can be asked for as attributes, if there are any."""
+    if isinstance(value, Output):
+        return {"fields": [*value._names]}
+    if is_dataclass(type(value)):
+        return {"fields": [field.name for field in fields(value)]}
+    return {"fields": [*value._fields]} if hasattr(value, "_fields") else {}
+
+
+@cache
+def _named(names: tuple[str, ...]) -> Any:
+    """A named tuple; no class is looked up by what a file says."""
+    return namedtuple("Output", names, rename=True)
 
 
 def _part(value: Any, name: str, count: int) -> tuple[str, torch.dtype, Part]:
     if isinstance(value, torch.Tensor):
-        if value.ndim == 0 or len(value) != count:
+        if not value.is_nested and (value.ndim == 0 or len(value) != count):
             raise SerializationError(
                 f"{name}: shape {tuple(value.shape)} is not one row for each of {count} items"
             )
-        plain = _plain(value)
+        plain = _plain(value, name)
         if plain[0].numel() == 0:
             raise SerializationError(
                 f"{name}: its rows, of shape {tuple(plain.shape[1:])}, hold nothing to keep"
@@ -188,11 +254,12 @@ def _part(value: Any, name: str, count: int) -> tuple[str, torch.dtype, Part]:
     if not isinstance(value, list) or len(value) != count:
         length = f" of {len(value)}" if isinstance(value, list) else ""
         raise SerializationError(
-            f"{name}: {type(value).__name__}{length} is no tensor, and no list of one for each of {count} items"
+            f"{name}: {type(value).__name__}{length} is no tensor, and no list of one for each of {count} items;"
+            " tuples and dicts of these are kept too"
         )
     kinds = {type(item) for item in value}
     if all(isinstance(item, torch.Tensor) for item in value):
-        part = _ragged([_plain(item) for item in value], name)
+        part = _ragged([_plain(item, name) for item in value], name)
         return "ragged", part.values.dtype, part
     if kinds in ({str}, {bytes}):
         return "str" if str in kinds else "bytes", torch.uint8, _text(value)
@@ -204,8 +271,12 @@ def _part(value: Any, name: str, count: int) -> tuple[str, torch.dtype, Part]:
     )
 
 
-def _plain(value: torch.Tensor) -> torch.Tensor:
+def _plain(value: torch.Tensor, name: str) -> torch.Tensor:
     """A dense tensor on the CPU, out of the graph."""
+    if value.is_nested or value.layout is not torch.strided or value.is_quantized:
+        raise SerializationError(
+            f"{name}: a tensor that is nested, sparse or quantised cannot be kept; return a dense one, or a list of them"
+        )
     return value.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 

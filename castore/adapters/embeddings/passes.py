@@ -266,6 +266,8 @@ class _Encoding:
             )
             try:
                 outputs.append(self._run(args, kwargs))
+            except torch.OutOfMemoryError:  # a RuntimeError, and no word on where the input is
+                raise
             except (TypeError, AttributeError, LookupError, RuntimeError) as error:
                 raise InvalidValueError(
                     f"the encoder {self._source.name!r} failed on what it is fed, {_described(args, kwargs)}"

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from castore import Store
-from castore.adapters.embeddings import EmbeddingCache
+from castore.adapters.embeddings import CacheConfig, CacheType, EmbeddingCache, cache_embeddings
 from castore.sizes import format_size
 from tools.bench import corpus
 from tools.bench.harness import (
@@ -34,8 +35,8 @@ TITLE = "Embeddings"
 ABOUT = (
     "Vectors of 384 float32, found in batches of 256 in shuffled order, with one thread, all pages warm. The seed keeps a "
     "dictionary of offsets into one tensor in memory and asks it for every key of every batch; castore's batches hold row "
-    "numbers, found once. The seed's file is a pickle. An epoch trains a linear head with Adam; the encoder is a transformer "
-    "of two layers with fixed weights over 32 tokens."
+    "numbers, found once. The seed's file is a pickle. An epoch trains a linear head with Adam on the batches of a DataLoader (for "
+    "castore, of the one that `cache_embeddings` gives back); the encoder is a transformer of two layers with fixed weights over 32 tokens."
 )
 _WIDTH, _BATCH = 384, 256
 _TENSOR, _SEED, _STACK = (
@@ -231,49 +232,81 @@ def _on_disk(store: Store, work: Path, vectors: torch.Tensor, file: Path) -> Stu
 # --- training -----------------------------------------------------------------------------------------------------
 
 
-class _Model(nn.Module):
-    """A frozen encoder of tokens and a head."""
+class _Encoder(nn.Module):
+    """Tokens (B, L) to the means of their states."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(corpus.SEED)
         layer = nn.TransformerEncoderLayer(_WIDTH, 6, 2 * _WIDTH, dropout=0.0, batch_first=True)
         self.embedding = nn.Embedding(1000, _WIDTH)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self.layers(self.embedding(tokens))
+        return states.mean(1)
+
+
+class _BySeed(nn.Module):
+    """The seed's way in an encoder's place: keys to offsets, one by one."""
+
+    def __init__(self, vectors: torch.Tensor) -> None:
+        super().__init__()
+        self._vectors = vectors
+        self._offsets = {key: key for key in range(len(vectors))}
+
+    def forward(self, keys: torch.Tensor) -> torch.Tensor:
+        return self._vectors[[self._offsets[key] for key in keys.tolist()]]
+
+
+class _Model(nn.Module):
+    """A frozen encoder and a head."""
+
+    def __init__(self, encoder: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(corpus.SEED)
+        self.encoder = (encoder or _Encoder()).requires_grad_(False).eval()
         self.head = nn.Linear(_WIDTH, 10)
 
-    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            encoded: torch.Tensor = self.encoder(self.embedding(tokens))
-            return encoded.mean(1)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.encoder(x))
+        return out
+
+
+def _loader(features: torch.Tensor) -> DataLoader[Any]:
+    labels = torch.arange(len(features)) % 10
+    return DataLoader(TensorDataset(features, labels), batch_size=64, shuffle=True)
 
 
 def _epochs(bench: Bench) -> Row:
-    model, count = _Model().eval(), bench.size(4096, 512)
+    model, count = _Model(), bench.size(4096, 512)
     tokens = torch.randint(0, 1000, (count, 32), generator=torch.Generator().manual_seed(corpus.SEED))
-    labels = torch.arange(count) % 10
-    cache = EmbeddingCache("epochs", bench.work / "epochs")
-    cache.fill(range(count), range(count), lambda items: model.encode(tokens[items]))
-    numbers = cache.rows(range(count))
-    kept = cache.take(numbers)
-    seed = {key: key for key in range(count)}
+    config = CacheConfig(cache_type=CacheType.DISK, batch_size=64, save_dir=bench.work / "epochs")
+    plain, cached = _loader(tokens), _Model()
+    kept, _ = cache_embeddings(cached, plain, config=config)
+    found = {
+        int(key): row
+        for keys, _ in kept
+        for key, row in zip(keys.column(0), cached.encoder(keys), strict=True)
+    }
+    by_seed = _Model(_BySeed(torch.stack([found[key] for key in range(count)])))
+    seeds = _loader(torch.arange(count))
 
-    def epoch(features: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def epoch(model: _Model, loader: DataLoader[Any]) -> None:
         optimizer = torch.optim.Adam(model.head.parameters())
-        for batch in torch.split(torch.randperm(count), 64):
+        for x, labels in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model.head(features(batch)), labels[batch]).backward()  # type: ignore[no-untyped-call]
+            nn.functional.cross_entropy(model(x), labels).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
-    plain = "uncached: the encoder runs"
+    uncached = "uncached: the encoder runs"
     return Row(
-        f"epoch of {count:,} items",
+        f"epoch of {count:,} items, with a DataLoader",
         seconds(),
         [
-            Contestant(plain, partial(epoch, lambda batch: model.encode(tokens[batch]))),
-            Contestant(_SEED, partial(epoch, lambda batch: kept[[seed[key] for key in batch.tolist()]])),
-            Contestant("castore, DISK", partial(epoch, lambda batch: cache.take(numbers[batch])), ours=True),
+            Contestant(uncached, partial(epoch, model, plain)),
+            Contestant(_SEED, partial(epoch, by_seed, seeds)),
+            Contestant("castore, DISK", partial(epoch, cached, kept), ours=True),
         ],
-        reference=plain,
+        reference=uncached,
         goals=[Goal("castore, DISK", 1.0, _SEED)],
     )

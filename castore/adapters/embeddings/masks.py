@@ -1,0 +1,87 @@
+"""States of tokens without their padding: taken out of padded outputs by the mask that the encoder was fed, and put back by one.
+
+What a batch is padded to depends on what else is in it, so padding is no part of an item's embedding. Knows no tables.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from castore.adapters.embeddings.batches import like, over
+from castore.errors import InvalidValueError
+
+
+def mask_in(kwargs: Mapping[str, Any], keyword: str, name: str) -> torch.Tensor:
+    """The mask (B, L), as bool, among the arguments of an encoder.
+
+    Raises:
+        InvalidValueError: there is none, or it marks nothing of an item, as one does that marks the padding.
+    """
+    mask = kwargs.get(keyword)
+    if type(mask) is not torch.Tensor or mask.ndim != 2:
+        got = "nothing" if mask is None else f"a {type(mask).__name__} of {tuple(getattr(mask, 'shape', ()))}"
+        raise InvalidValueError(
+            f"masks says that the encoder {name!r} is fed a mask as {keyword}=..., a tensor (B, L), and it got {got}; call it"
+            f" with {keyword}=..., and name its place with encoders={{{name!r}: {{{keyword!r}: ...}}}}"
+        )
+    marked = mask.bool()
+    if not bool(marked.any(1).all()):
+        raise InvalidValueError(
+            f"masks names {keyword!r} for the encoder {name!r}, and it marks nothing of an item: it must be true where the item"
+            " is and false where padding is; give the encoder its opposite, and let it turn it over"
+        )
+    return marked
+
+
+def unpadded(outputs: Any, mask: torch.Tensor) -> Any:
+    """Outputs with a list of tensors (length, D) in the place of each tensor (B, L, D).
+
+    Raises:
+        InvalidValueError: there is none whose first sides are those of the mask.
+    """
+    found = []
+
+    def cut(leaf: Any, _: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.ndim != 3 or leaf.shape[:2] != mask.shape:
+            return leaf
+        found.append(leaf)
+        return [states[own] for states, own in zip(leaf, mask.to(leaf.device), strict=True)]
+
+    cut_outputs = over(outputs, cut)
+    if not found:
+        raise InvalidValueError(
+            f"masks says that outputs are padded, and none is (B, L, D) with the mask's {tuple(mask.shape)}; leave the encoder"
+            " out of masks"
+        )
+    return cut_outputs
+
+
+def padded(outputs: Any, mask: torch.Tensor) -> Any:
+    """Outputs with a tensor (B, L, D), zeros where the mask is false, in the place of each list of tensors.
+
+    Raises:
+        InvalidValueError: the mask marks more or fewer elements of an item than there are.
+    """
+    if isinstance(outputs, dict):
+        changed = copy.copy(outputs)
+        for name, value in outputs.items():
+            changed[name] = padded(value, mask)
+        return changed
+    if isinstance(outputs, tuple):
+        return like(outputs, [padded(value, mask) for value in outputs])
+    if not isinstance(outputs, list) or not isinstance(outputs[0], torch.Tensor):
+        return outputs
+    lengths, marked = [len(states) for states in outputs], mask.sum(1).tolist()
+    if lengths != marked:
+        raise InvalidValueError(
+            f"the mask marks {marked} elements of these items, and {lengths} were kept; feed the encoder the mask that belongs"
+            " to its keys"
+        )
+    values = torch.cat(outputs)
+    whole = values.new_zeros((*mask.shape, *values.shape[1:]))
+    whole[mask.to(values.device)] = values
+    return whole
