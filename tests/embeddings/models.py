@@ -106,3 +106,12 @@ class Made(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.make(index)
+
+
+CONFIG = CacheConfig(batch_size=BATCH)
+
+
+def cached(
+    model: nn.Module, batches: DataLoader[Any], store: Any, config: CacheConfig = CONFIG, **more: Any
+) -> Any:
+    return cache_embeddings(model, batches, config=config, store=store, **more)[0]

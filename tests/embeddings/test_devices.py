@@ -15,7 +15,7 @@ from castore.adapters.embeddings import CacheConfig, CacheType, EmbeddingCache, 
 from castore.adapters.embeddings.devices import OnDevice
 from castore.errors import InvalidValueError
 from tests.embeddings.models import Encoder, Model, data, features, loader
-from tests.embeddings.test_caching import Tokens
+from tests.embeddings.test_outputs import Tokens
 from tests.embeddings.test_ranks import HERE, TWO, run
 
 CPU = torch.device("cpu")
