@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from pathlib import Path
@@ -63,6 +64,26 @@ def test_a_flipped_bit_is_a_miss_then_counted_and_healed_by_a_put(
     store.put("a", data, codec=codec)
     assert store.get_many(["a", "same bytes", "other"]) == [data, data, text(3_000, 9)]
     assert store.verify().bad == []
+
+
+def test_a_reader_that_loses_its_descriptor_does_not_cost_the_object_its_place(
+    store: Store, codec: str
+) -> None:
+    data = mixed(200_000)
+    store.put("a", data, codec=codec)
+    found = store.index.find("a")
+    assert found is not None
+    reader = store.source.open(found.blob)
+    os.close(reader._fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        reader.read(0, 100)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    if nothing != reader._fd:
+        os.dup2(nothing, reader._fd)
+        os.close(nothing)
+    reader.close()
+    assert store.get("a") == data
+    assert corrupt_count(store) == 0
 
 
 def test_a_range_of_damaged_bytes_is_an_error(store: Store, codec: str, data: bytes) -> None:

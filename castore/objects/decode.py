@@ -8,6 +8,7 @@ open file descriptor, which is what keeps the bytes alive when gc unlinks the ob
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -32,6 +33,9 @@ _address_of.restype = ctypes.c_void_p
 _address_of.argtypes = [ctypes.py_object]
 _libc = ctypes.CDLL(None)
 _HUGE_PAGE = 2 * 1024 * 1024
+#: What a read fails with where the disk is at fault (a sector it gave up on), or what lies there (a folder, a pipe). Not a
+#: process's own troubles, which must not cost a good object its place.
+AT_FAULT = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EISDIR, errno.ESPIPE, errno.EINVAL})
 
 
 def _writable_bytes(size: int) -> tuple[bytes, memoryview]:
@@ -117,9 +121,9 @@ class BlobReader:
     def _read_at(self, offset: int, length: int) -> bytes:
         try:
             data = os.pread(self._fd, length, self.blob.offset + offset)
-        except (
-            OSError
-        ) as error:  # a sector that the disk gave up on, a folder or a pipe in the object's place
+        except OSError as error:
+            if error.errno not in AT_FAULT:
+                raise
             raise CorruptError(f"{self._where} cannot be read: {error.strerror}") from error
         if len(data) != length:
             raise CorruptError(f"{self._where} ends {length - len(data)} bytes early")
@@ -129,6 +133,8 @@ class BlobReader:
         try:
             read = os.preadv(self._fd, [target], position)
         except OSError as error:
+            if error.errno not in AT_FAULT:
+                raise
             raise CorruptError(f"{self._where} cannot be read: {error.strerror}") from error
         if read != len(target):
             raise CorruptError("the object ends early")

@@ -17,7 +17,7 @@ from blake3 import blake3
 from castore.errors import CorruptError
 from castore.memory import MemoryLRU
 from castore.objects.codecs import CODECS, FRAME_SIZE
-from castore.objects.decode import BlobReader
+from castore.objects.decode import AT_FAULT, BlobReader
 from castore.objects.encode import HashingFrames, raw_checksums
 from castore.objects.frames import frame_count, probe_size
 from castore.objects.loose import DIGEST_SIZE, LooseFolder
@@ -177,6 +177,8 @@ class ObjectDirectory:
             if blake3(data).digest() != digest:
                 raise CorruptError("the bytes do not have the digest they are stored under")
         except (CorruptError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in AT_FAULT:
+                raise
             where = self.where(blob)
             message = f"blob {blob.digest.hex()} is damaged in {where}: {error}"
             raise CorruptError(message, digest=blob.digest.hex(), where=where) from error
