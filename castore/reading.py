@@ -88,10 +88,24 @@ class BlobSource:
     def get(self, name: str) -> bytes | None:
         """The bytes of a name, or None."""
         known = self._known.get(name)
-        data = None if known is None else self._recall(name, known)
-        if data is None and (read := self._look_up(name)) is not None:
-            data = read.data
-        return data
+        if known is not None:
+            slot, changed, until, _, _ = known
+            data = slot.value
+            now = time.time()
+            # `_recall` of what RAM holds, written out: calling it takes half as long as it does.
+            if data is not None and now < until and self._words[CHANGED] == changed:
+                slot.used = True
+                usage = self._usage
+                usage.counts["memory_hits"] += 1
+                usage.touched[name] = now
+                if not usage.flushed <= now < usage.due:
+                    usage.flush_if_possible()
+                return data
+            data = self._recall(name, known)
+            if data is not None:
+                return data
+        read = self._look_up(name)
+        return None if read is None else read.data
 
     def read(self, name: str) -> Read | None:
         """The bytes of a name and how they turn into an object, as they belong together, or None."""
