@@ -62,6 +62,7 @@ class Write:
         self._appended = b""
         self._new_folders: list[str] = []
         self._announce = False
+        self._announced: int | None = None
         #: Whether what was done here has come true.
         self.committed = False
         self._before_commit: list[Callable[[], None]] = []
@@ -93,14 +94,14 @@ class Write:
             )
             index.journal.append(records, durable=index.durable)
         if self._announce:
-            index.beacon.announce()  # for the next writer, which looks while it holds the lock
+            self._announced = index.beacon.announce()
         elif self._new_folders:
             # Still under the lock: a moment later another process may have made a file of one of them.
             index.remember_folders(self._new_folders)
         self.db.execute("COMMIT")
         self.committed = True
-        if self._announce:
-            index.beacon.announce()  # for readers, which may have looked between the first time and the commit
+        if self._announced is not None:
+            index.beacon.settle(self._announced)
 
     def abandon(self, error: BaseException) -> None:
         """Take everything back, wherever an error or a Ctrl-C has struck. After the COMMIT there is nothing to."""
@@ -114,7 +115,10 @@ class Write:
         if db.in_transaction:
             if self._appended:
                 self._index.journal.retract(self._appended)
+            self._index.beacon.settle_all()  # nothing comes of what was announced
             db.execute("ROLLBACK")
+        elif self._announced is not None:
+            self._index.beacon.settle(self._announced)
 
     @property
     def db(self) -> sqlite3.Connection:

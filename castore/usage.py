@@ -9,7 +9,6 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections import Counter
 
 from castore.connections import BUSY_SECONDS
 from castore.errors import FullError
@@ -18,6 +17,7 @@ from castore.index import Index
 
 #: Seconds between two writes of a busy reader.
 FLUSH_SECONDS = 5.0
+_COUNTERS = ("memory_hits", "disk_hits", "misses", "corrupt")
 # How long a reader that flushes waits for writers.
 _PATIENCE = 0.05
 
@@ -26,7 +26,10 @@ class Usage:
     """The counts of one `Store` in one process.
 
     Attributes:
-        due: when the next flush is due, on the monotonic clock; readers compare before they call `flush`.
+        counts: what `Stat` shows, since the last flush. Readers add by themselves: a call would cost as much as a hit.
+        touched: names to when they were last read, in seconds since the epoch.
+        flushed, due: the last flush and the next one, in seconds since the epoch. Readers flush when they are past it, or
+            before the last one, by a clock that was set back.
     """
 
     def __init__(self, index: Index) -> None:
@@ -36,13 +39,17 @@ class Usage:
 
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
-        self.touched: dict[str, float] = {}  # name -> seconds since the epoch
-        self.counts: Counter[str] = Counter()
-        self.due = time.monotonic() + FLUSH_SECONDS
+        self._restart()
+
+    def _restart(self) -> None:
+        self.touched: dict[str, float] = {}
+        self.counts = dict.fromkeys(_COUNTERS, 0)  # a dict is quicker than a Counter
+        self.flushed = time.time()
+        self.due = self.flushed + FLUSH_SECONDS
 
     def flush_if_due(self) -> None:
         """Flush every few seconds of use."""
-        if time.monotonic() >= self.due:
+        if not self.flushed <= time.time() < self.due:
             self.flush_if_possible()
 
     def flush_if_possible(self) -> None:
@@ -58,9 +65,9 @@ class Usage:
     def flush(self, patience: float = BUSY_SECONDS) -> None:
         """Write what has been counted; waits at most ``patience`` seconds for other writers."""
         with self._lock:
-            touched, self.touched = self.touched, {}
-            counts, self.counts = self.counts, Counter()
-            self.due = time.monotonic() + FLUSH_SECONDS
+            touched, counts = self.touched, self.counts
+            self._restart()
+        counts = {name: count for name, count in counts.items() if count}
         if not touched and not counts:
             return
         try:
@@ -68,5 +75,6 @@ class Usage:
         except (FullError, sqlite3.OperationalError):
             with self._lock:
                 self.touched = touched | self.touched
-                self.counts += counts
+                for name, count in counts.items():
+                    self.counts[name] += count
             raise

@@ -49,11 +49,12 @@ class Codec(NamedTuple):
 
 
 class _Contexts(threading.local):
-    """zstd contexts cost more to make than a small frame to compress, and belong to one thread at a time."""
+    """Contexts cost more to make than a small frame to compress, and belong to one thread at a time."""
 
     def __init__(self) -> None:
         self.compressors: dict[int, zstandard.ZstdCompressor] = {}
         self.decompressor = zstandard.ZstdDecompressor()
+        self.lz4 = lz4.frame.create_decompression_context()
 
 
 _contexts = _Contexts()
@@ -107,17 +108,16 @@ def _lz4_compress(frame: Buffer, level: int) -> bytes:
 
 def _lz4_decompress(stored: Buffer, size: int) -> bytes:
     data: bytes
+    context = _contexts.lz4
     try:
-        claimed = lz4.frame.get_frame_info(stored)["content_size"]
-        if claimed != size:
-            raise CorruptError(f"an LZ4 frame claims {claimed} bytes where {size} belong")
-        decompressor = lz4.frame.LZ4FrameDecompressor()
         # One byte more than belongs is enough to see a lie; `lz4.frame.decompress` unfolds a bomb before it sees one.
-        data = decompressor.decompress(stored, size + 1)
+        data, consumed, ended = lz4.frame.decompress_chunk(context, stored, size + 1)
     except RuntimeError as error:
+        lz4.frame.reset_decompression_context(context)
         raise CorruptError(f"an LZ4 frame does not decode: {error}") from error
-    if len(data) != size or not decompressor.eof or decompressor.unused_data:
-        raise CorruptError(f"an LZ4 frame holds {len(data)} bytes where {size} belong")
+    if len(data) != size or not ended or consumed != len(stored):
+        lz4.frame.reset_decompression_context(context)
+        raise CorruptError(f"an LZ4 frame does not hold exactly the {size} bytes that belong in it")
     return data
 
 

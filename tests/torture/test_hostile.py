@@ -226,9 +226,9 @@ def test_a_beacon_of_any_content_only_costs_work(victim: Path) -> None:
     chance = random.Random(6)
     for content in (
         b"",
-        b"\xff" * 24,
+        b"\xff" * 32,
         bytes(24),
-        chance.randbytes(24),
+        chance.randbytes(32),
         chance.randbytes(5_000),
         struct.pack("<QQQ", 1, 10**9, 5),
     ):

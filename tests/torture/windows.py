@@ -322,13 +322,13 @@ WINDOWS = [
         "Replace",
         ("before the commit", _replace, after(LooseFolder, "publish"), objects(1)),
         ("before the commit", _replace, after(Journal, "append"), object_and_record),
-        ("after the commit, before `changed` is written again", _replace, before(Beacon, "announce", 2), orphans(1), _REPLACED),
+        ("after the commit, before `settled` is written", _replace, before(Beacon, "settle"), orphans(1), _REPLACED),
         ("after that", _replace, after(Write, "commit"), orphans(1), _REPLACED),
     ),
     *_of(
         "Delete",
         ("before the commit", _delete, after(Journal, "append"), ahead),
-        ("after the commit", _delete, before(Beacon, "announce", 2), orphans(1), {"old/large": None}),
+        ("after the commit", _delete, before(Beacon, "settle"), orphans(1), {"old/large": None}),
     ),
     *_of(
         "gc: entries",
