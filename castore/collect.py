@@ -24,7 +24,7 @@ from castore import compact, leftovers, mounts
 from castore.ballast import free_bytes, is_short
 from castore.errors import FullError
 from castore.index import CLOCK_SLACK, Index
-from castore.records import LOOSE
+from castore.records import LOOSE, Blob
 from castore.sizes import format_size
 from castore.writing import full
 
@@ -249,9 +249,15 @@ def _remove(store: Store, chosen: Selection, now: float) -> None:
     entries: list[tuple[Candidate, float | None]] = [(entry, None) for entry in chosen.expired]
     entries += [(entry, entry.accessed) for entry in chosen.evicted]
     for batch in _batches(store, entries):
+        gone: list[Blob] = []
         with store.index.write() as txn:
-            evicted += sum(txn.evict_entry(entry.name, entry.digest, used, now) for entry, used in batch)
-        remove_blobs(store, [entry.digest for entry, _ in batch if entry.digest in going])
+            for entry, used in batch:
+                name, digest = entry[:2]
+                blobs = txn.evict_entry(name, digest, used, now, with_blob=digest in going)
+                if blobs is not None:
+                    evicted += 1
+                    gone += blobs
+        _unlink(store, gone)
     with store.index.write() as txn:
         txn.execute(
             "INSERT INTO counters VALUES ('evictions', ?1) ON CONFLICT (name) DO UPDATE SET value = value + ?1",
@@ -269,12 +275,18 @@ def remove_blobs(store: Store, digests: list[bytes]) -> None:
     with store.index.write() as txn:
         for digest in digests:
             blob = txn.blob(digest)
-            if blob is not None and txn.drop_blob(blob) and blob.pack == LOOSE:
+            if blob is not None and txn.drop_blob(blob):
                 gone.append(blob)
-    with store.index.write() as txn:
-        for blob in gone:
-            if txn.blob(blob.digest) is None:
-                store.objects.remove_loose(blob.digest, blob.codec)
+    _unlink(store, gone)
+
+
+def _unlink(store: Store, gone: list[Blob]) -> None:
+    loose = [blob for blob in gone if blob.pack == LOOSE]
+    if loose:
+        with store.index.write() as txn:
+            for blob in loose:
+                if txn.blob(blob.digest) is None:
+                    store.objects.remove_loose(blob.digest, blob.codec)
 
 
 def make_room(store: Store, need: int) -> None:

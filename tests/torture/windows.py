@@ -157,13 +157,13 @@ def in_quarantine(store: Store) -> bool:
     return len(list((store.path / "quarantine").iterdir())) == 1
 
 
-def orphans(count: int, *, aged: bool = False) -> There:
-    """That many blobs that no entry names, for gc without a grace period if ``aged``; their bytes are there."""
+def orphans(count: int) -> There:
+    """That many blobs that no entry names; their bytes are there."""
 
     def look(store: Store) -> bool:
-        sql = "SELECT orphaned FROM blobs WHERE refs = 0"
-        since = [row[0] for row in store.index.connection().execute(sql)]
-        return len(since) == count and all((when == 0) is aged for when in since) and not strays(store)
+        sql = "SELECT count(*) FROM blobs WHERE refs = 0 AND orphaned > 0"
+        (found,) = store.index.connection().execute(sql).fetchone()
+        return bool(found == count and not strays(store))
 
     return look
 
@@ -217,6 +217,12 @@ def _fill_and_pin(store: Store) -> None:
     store.put_many(NEXT.items())
 
 
+def _fill_loose_and_pin(store: Store) -> None:
+    for name in BASE:
+        store.pin(name)
+    store.put_many(LOOSE.items())
+
+
 def _fill_packs(store: Store) -> None:
     store.put_many(PACKED.items())
     store.delete_many(PACKED.keys() - LIVE.keys())
@@ -236,6 +242,9 @@ def _fill_loose(store: Store) -> None:
 
 _evict = Task(
     within(lambda store: store.gc(max_size=0, grace=0)), within(_fill_and_pin), {**BASE, **OLDEST, **NEXT}
+)
+_evict_loose = Task(
+    within(lambda store: store.gc(max_size=0, grace=0)), within(_fill_loose_and_pin), {**BASE, **LOOSE}
 )
 _collect = Task(within(lambda store: store.gc(grace=0)), within(_fill_loose))
 _sweep = Task(within(lambda store: store.gc(grace=0)), within(_leave_objects))
@@ -333,8 +342,9 @@ WINDOWS = [
     *_of(
         "gc: entries",
         ("within a transaction", _evict, after(Write, "evict_entry", 10), nothing),
-        ("between two", _evict, _committed(Write, "evict_entry", len(OLDEST)), orphans(len(OLDEST), aged=True), gone(OLDEST)),
-        ("after the last", _evict, before(collect, "remove_blobs", 2), orphans(len(NEXT), aged=True), gone({**OLDEST, **NEXT})),
+        ("between two", _evict, _committed(Write, "evict_entry", len(OLDEST)), dead(len(OLDEST)), gone(OLDEST)),
+        ("after the last", _evict, _committed(Write, "evict_entry", len(OLDEST) + len(NEXT)), dead(len(OLDEST) + len(NEXT)), gone({**OLDEST, **NEXT})),
+        ("after the last", _evict_loose, before(ObjectDirectory, "remove_loose"), objects(len(LOOSE)), gone(LOOSE)),
     ),
     *_of(
         "gc: blobs",
