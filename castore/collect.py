@@ -251,13 +251,17 @@ def _remove(store: Store, chosen: Selection, now: float) -> None:
     for batch in _batches(store, entries):
         gone: list[Blob] = []
         with store.index.write() as txn:
+            # A mount is on the list before it answers, which takes this lock: there is none that knows these names.
+            alone = not mounts.are_there(txn)
             for entry, used in batch:
                 name, digest = entry[:2]
-                blobs = txn.evict_entry(name, digest, used, now, with_blob=digest in going)
+                blobs = txn.evict_entry(name, digest, used, now, with_blob=alone and digest in going)
                 if blobs is not None:
                     evicted += 1
                     gone += blobs
         _unlink(store, gone)
+        if not alone:
+            remove_blobs(store, [entry.digest for entry, _ in batch if entry.digest in going])
     with store.index.write() as txn:
         txn.execute(
             "INSERT INTO counters VALUES ('evictions', ?1) ON CONFLICT (name) DO UPDATE SET value = value + ?1",

@@ -86,9 +86,10 @@ class Growing:
             time.time() - 1,
         )
 
-    def probes(self) -> list[str]:
-        """Names of the entries that hold 2 KB, evenly spread."""
-        return [name(number) for number in range(0, self.entries, max(1, self.entries // PROBES))]
+
+def probes(entries: int) -> list[str]:
+    """Names of those of so many entries that hold 2 KB, evenly spread."""
+    return [name(number) for number in range(0, entries, max(1, entries // PROBES))]
 
 
 def name(number: int) -> str:
