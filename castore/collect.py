@@ -26,6 +26,7 @@ from castore.errors import FullError
 from castore.index import CLOCK_SLACK, Index
 from castore.records import LOOSE, Blob
 from castore.sizes import format_size
+from castore.turns import Turns
 from castore.writing import full
 
 if TYPE_CHECKING:
@@ -223,9 +224,11 @@ def run(store: Store, budget: int | None, grace: float, *, dry_run: bool) -> Pla
         _remove(store, chosen, now)
         leftovers.remove(index, store.objects, strays)
         leftovers.rotate_journal(index)
+        turns = Turns()
         for pack, live in packs.items():
             _see_room_for(store, pack, live)
             compact.compact(store, pack)
+            turns.give()
     return plan
 
 
@@ -315,8 +318,9 @@ def make_room(store: Store, need: int) -> None:
 
 def _batches(store: Store, items: list[_T]) -> Iterator[list[_T]]:
     """The items in pieces of what goes in one transaction: small ones where the disk has no room for a long log."""
-    rest = iter(items)
+    rest, turns = iter(items), Turns()
     while batch := list(islice(rest, _SMALL_BATCH if (short := is_short(store.path)) else _BATCH)):
         yield batch
         if short:
             store.index.shrink_log()
+        turns.give()

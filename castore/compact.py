@@ -16,6 +16,7 @@ from castore.objects.directory import ObjectDirectory
 from castore.objects.packs import FILE_HEAD, HEAD_SIZE, Damage, PackRecord, read_record, record, scan
 from castore.records import Blob
 from castore.transaction import Write
+from castore.turns import Turns
 
 if TYPE_CHECKING:
     from castore.store import Store
@@ -25,6 +26,10 @@ LIVE_PART = 0.5
 #: Packs smaller than this are merged once there are more than MANY_SMALL: each short-lived writer leaves one.
 SMALL = 1024 * 1024
 MANY_SMALL = 16
+_COUNT_LIVE = (
+    f"INSERT INTO temp.live SELECT pack, stored + {HEAD_SIZE} FROM blobs WHERE pack > 0"
+    " ON CONFLICT (pack) DO UPDATE SET bytes = bytes + excluded.bytes"
+)
 #: Records that one transaction moves, and looks at: nobody is to wait long for the lock.
 _BATCH, _LOOKED_AT = 200, 1000
 
@@ -34,12 +39,7 @@ def choose(index: Index, objects: ObjectDirectory, going: list[tuple[bytes, int,
 
     The least to move comes first: it makes room for the rest.
     """
-    live = {
-        pack: stored + count * HEAD_SIZE
-        for pack, stored, count in index.rows(
-            "SELECT pack, sum(stored), count(*) FROM blobs WHERE pack > 0 GROUP BY pack"
-        )
-    }
+    live = _live_bytes(index)
     for _, stored, pack in going:
         if pack > 0 and pack in live:
             live[pack] -= stored + HEAD_SIZE
@@ -58,6 +58,18 @@ def choose(index: Index, objects: ObjectDirectory, going: list[tuple[bytes, int,
     return {pack: live.get(pack, 0) for pack in sorted(chosen, key=lambda pack: live.get(pack, 0))}
 
 
+def _live_bytes(index: Index) -> dict[int, int]:
+    """Bytes of each pack's live records. Reads every blob's row: the one part of gc that grows with the store."""
+    # GROUP BY would sort the rows by pack first, which takes four times as long.
+    db = index.connection()
+    db.execute("CREATE TEMP TABLE live (pack PRIMARY KEY, bytes) WITHOUT ROWID")
+    try:
+        next(index.rows(_COUNT_LIVE), None)
+        return dict(index.rows("SELECT pack, bytes FROM temp.live"))
+    finally:
+        db.execute("DROP TABLE temp.live")
+
+
 def compact(store: Store, pack: int) -> None:
     """Move the pack's live records elsewhere, retire it and unlink its file."""
     path = store.objects.packs.path(pack)
@@ -67,13 +79,15 @@ def compact(store: Store, pack: int) -> None:
     except FileNotFoundError:
         fd = -1
     done = damaged = False
-    position = 0
+    position, turns = 0, Turns()
     while not done:
         with store.index.write() as txn:
             if not txn.has_pack(pack):
                 return  # another gc was here first
             store.writer.leave_pack(pack)
-            found = list(islice(scan(path, pack, start=position, payloads=False), _LOOKED_AT)) if fd >= 0 else []
+            found = (
+                list(islice(scan(path, pack, start=position, payloads=False), _LOOKED_AT)) if fd >= 0 else []
+            )
             damaged |= any(isinstance(item, Damage) for item in found)
             position, done = _move_some(store, txn, fd, found)
             done &= len(found) < _LOOKED_AT
@@ -81,6 +95,7 @@ def compact(store: Store, pack: int) -> None:
                 if damaged or fd < 0:
                     _lose_rest(txn, pack)
                 txn.retire_pack(pack)
+        turns.give()
     store.objects.discard(path)
     store.objects.packs.forget(pack)
 

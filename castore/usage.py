@@ -7,6 +7,7 @@ written is lost: a few seconds of counts, never an entry.
 from __future__ import annotations
 
 import sqlite3
+import sys
 import threading
 import time
 from collections import Counter
@@ -18,8 +19,10 @@ from castore.index import Index
 
 #: Seconds between two writes of a busy reader.
 FLUSH_SECONDS = 5.0
-# How long a reader that flushes waits for writers.
-_PATIENCE = 0.05
+# How long a reader that flushes waits for writers, and how many names it writes at once: each takes some 20 µs in a large
+# index, and nobody is to wait for his bytes because of many that were read before.
+_PATIENCE = 0.02
+_SLICE = 500
 
 
 class Usage:
@@ -46,21 +49,26 @@ class Usage:
             self.flush_if_possible()
 
     def flush_if_possible(self) -> None:
-        """Flush, or try again next time if the index is busy or the disk full: counts can wait, readers cannot."""
+        """Flush a part, or try again next time if the index is busy or the disk full: counts can wait, readers cannot."""
         try:
-            self.flush(_PATIENCE)
+            self.flush(_PATIENCE, _SLICE)
         except FullError:
             pass
         except sqlite3.OperationalError as error:
             if "locked" not in str(error) and "busy" not in str(error):
                 raise
 
-    def flush(self, patience: float = BUSY_SECONDS) -> None:
-        """Write what has been counted; waits at most ``patience`` seconds for other writers."""
+    def flush(self, patience: float = BUSY_SECONDS, most: int = sys.maxsize) -> None:
+        """Write what has been counted, of ``most`` names; waits at most ``patience`` seconds for other writers."""
         with self._lock:
-            touched, self.touched = self.touched, {}
+            now = time.monotonic()
+            if len(self.touched) <= most:
+                touched, self.touched = self.touched, {}
+                self.due = now + FLUSH_SECONDS
+            else:
+                touched = dict(self.touched.popitem() for _ in range(most))
+                self.due = now
             counts, self.counts = self.counts, Counter()
-            self.due = time.monotonic() + FLUSH_SECONDS
         if not touched and not counts:
             return
         try:
@@ -69,4 +77,5 @@ class Usage:
             with self._lock:
                 self.touched = touched | self.touched
                 self.counts += counts
+                self.due = time.monotonic() + FLUSH_SECONDS
             raise

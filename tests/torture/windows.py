@@ -18,7 +18,6 @@ import castore_fuse
 import castore_fuse.__main__ as daemon
 from castore import (
     Store,
-    collect,
     compact,
     doctor,
     index,

@@ -7,6 +7,7 @@ call took; `look` and `collect` tell how much memory their process has had.
 from __future__ import annotations
 
 import json
+import os
 import random
 import select
 import sys
@@ -69,20 +70,33 @@ CHORES: dict[str, Callable[[Store, int], Figures]] = {
 
 
 def _waits(call: Callable[[str], bool], names: Iterator[str]) -> Figures:
-    """Call until standard input ends; how often, and the longest that one call took, in seconds."""
+    """Call until standard input ends; how often, and the longest that one call took, in seconds.
+
+    ``blocked`` leaves out what the process waited for a processor, of which a machine may have fewer than there is to do.
+    """
     call(next(names))  # the first one opens files
     print("ready", flush=True)
-    calls, longest = 0, 0.0
+    calls, longest, blocked = 0, 0.0, 0.0
     clock = time.perf_counter
+    scheduled = os.open("/proc/self/schedstat", os.O_RDONLY)
+    queued = _queued(scheduled)
     for name in names:
         start = clock()
         if not call(name):
             raise RuntimeError(f"{name} is not there")
-        longest = max(longest, clock() - start)
+        took, before = clock() - start, queued
+        queued = _queued(scheduled)
+        longest = max(longest, took)
+        blocked = max(blocked, took - (queued - before))
         calls += 1
         if calls % 64 == 0 and select.select([sys.stdin], [], [], 0)[0]:
             break
-    return {"calls": calls, "longest": longest}
+    return {"calls": calls, "longest": longest, "blocked": blocked}
+
+
+def _queued(scheduled: int) -> float:
+    """Seconds that this process has been ready to run and has not run."""
+    return int(os.pread(scheduled, 100, 0).split()[1]) / 1e9
 
 
 def _most_memory() -> int:

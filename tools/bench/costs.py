@@ -12,12 +12,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 from castore import Store
 from tools.bench import corpus
-from tools.bench.growing import FILES, name, probes
+from tools.bench.growing import FILES, name_of, probes
 from tools.bench.peers import Mount
 
 _CALLS = 500
@@ -49,8 +50,8 @@ def _through_mount(path: Path, entries: int, mountpoint: Path, rounds: int) -> d
         for _ in range(rounds):
             mount.again()
             folders = random.choices(range(entries // FILES), k=2)
-            look_ups.append(_seconds(lambda: _look_up(mountpoint, folders[0])) / FILES)
-            listings.append(_seconds(lambda: _list(mountpoint, folders[1])))
+            look_ups.append(_seconds(partial(_look_up, mountpoint, folders[0])) / FILES)
+            listings.append(_seconds(partial(_list, mountpoint, folders[1])))
     return {
         "mount: look-up": statistics.median(look_ups),
         f"mount: list {FILES}": statistics.median(listings),
@@ -96,7 +97,9 @@ def _putting(store: Store) -> Callable[[], None]:
 
 def _fresh() -> list[tuple[str, bytes]]:
     stamp = f"put/{next(_stamps):06}"
-    return [(f"{stamp}/{number:04}", value) for number, value in enumerate(corpus.records(_CALLS, 2048, stamp))]
+    return [
+        (f"{stamp}/{number:04}", value) for number, value in enumerate(corpus.records(_CALLS, 2048, stamp))
+    ]
 
 
 def _expire(store: Store) -> None:
@@ -106,10 +109,10 @@ def _expire(store: Store) -> None:
 
 def _look_up(root: Path, folder: int) -> None:
     for file in range(FILES):
-        os.stat(f"{root}/{name(folder * FILES + file)}")
+        os.stat(f"{root}/{name_of(folder * FILES + file)}")
 
 
 def _list(root: Path, folder: int) -> None:
-    with os.scandir(os.path.dirname(f"{root}/{name(folder * FILES)}")) as listing:
+    with os.scandir(os.path.dirname(f"{root}/{name_of(folder * FILES)}")) as listing:
         if sum(1 for _ in listing) != FILES:
             raise RuntimeError(f"folder {folder} is not listed whole")

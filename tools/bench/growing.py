@@ -69,7 +69,7 @@ class Growing:
         _fill(
             self.path,
             (
-                (name(number), next(probes) if number % spacing == 0 else _tiny(number))
+                (name_of(number), next(probes) if number % spacing == 0 else _tiny(number))
                 for number in range(self.entries, entries)
             ),
             None,
@@ -82,17 +82,17 @@ class Growing:
         numbers = range(start, start + count)
         _fill(
             self.path,
-            ((f"expired/{name(number)}", _tiny(-number - 1)) for number in numbers),
+            ((f"expired/{name_of(number)}", _tiny(-number - 1)) for number in numbers),
             time.time() - 1,
         )
 
 
 def probes(entries: int) -> list[str]:
     """Names of those of so many entries that hold 2 KB, evenly spread."""
-    return [name(number) for number in range(0, entries, max(1, entries // PROBES))]
+    return [name_of(number) for number in range(0, entries, max(1, entries // PROBES))]
 
 
-def name(number: int) -> str:
+def name_of(number: int) -> str:
     """The name of an entry: sets of folders of files."""
     folder = number // FILES
     return f"set-{folder // FOLDERS:03}/shard-{folder:05}/sample-{number:08}.json"
@@ -133,7 +133,12 @@ def _insert(
 ) -> list[_Row]:
     """Write objects and rows; returns the blobs in the order of the chunk."""
     # A log would be written, and then written again into the index. A crash may cost this store.
-    for pragma in ("journal_mode = DELETE", "journal_mode = OFF", "synchronous = OFF", "cache_size = -1500000"):
+    for pragma in (
+        "journal_mode = DELETE",
+        "journal_mode = OFF",
+        "synchronous = OFF",
+        "cache_size = -1500000",
+    ):
         db.execute(f"PRAGMA {pragma}")
     db.execute("BEGIN EXCLUSIVE")
     rows = list(_packed(path / "objects" / "packs", db, (value for _, value in chunk), now))

@@ -18,7 +18,7 @@ import castore
 from castore.sizes import format_size
 from tools.bench import plots
 from tools.bench.costs import costs
-from tools.bench.growing import PROBES, Growing, name, probes
+from tools.bench.growing import PROBES, Growing, name_of, probes
 from tools.bench.harness import Bench, Contestant, Goal, Row, Study, microseconds_each, seconds, verdict
 from tools.bench.peers import Mount, run
 from tools.bench.peers import castore as command
@@ -85,9 +85,9 @@ def _beside_a_small_one(small: Growing, big: Growing, mountpoint: Path) -> Itera
     stores = {f"{store.entries:,} entries": store for store in (small, big)}
     first, last = stores
     chosen = {label: probes(store.entries) for label, store in stores.items()}
-    for names in chosen.values():
-        names *= PROBES // len(names)
-        random.Random(1).shuffle(names)
+    for label, names in chosen.items():
+        chosen[label] = names * (PROBES // len(names))
+        random.Random(1).shuffle(chosen[label])
     opened = {label: castore.Store(store.path, memory=0) for label, store in stores.items()}
     try:
 
@@ -157,7 +157,9 @@ def _limits(measured: Measured) -> Study:
 
 def _memory(store: Growing) -> Measured:
     found = _chore("look", store)
-    what = f"memory of a process that read, asked for figures and listed {found['entries']:,} entries (most RSS)"
+    what = (
+        f"memory of a process that read, asked for figures and listed {found['entries']:,} entries (most RSS)"
+    )
     return {what: _at_most(found["memory"], 300e6, format_size)}
 
 
@@ -166,7 +168,7 @@ def _memory_of_mount(store: Growing, mountpoint: Path, files: int) -> Measured:
     with Mount.of_store(store.path, mountpoint):
         started = time.perf_counter()
         for number in range(files):
-            descriptor = os.open(f"{mountpoint}/{name(number)}", os.O_RDONLY)
+            descriptor = os.open(f"{mountpoint}/{name_of(number)}", os.O_RDONLY)
             os.read(descriptor, 65_536)
             os.close(descriptor)
         took = time.perf_counter() - started
@@ -189,11 +191,19 @@ def _collecting(store: Growing, count: int) -> Measured:
     return {
         f"gc of {count:,} expired entries": _at_most(found["seconds"], 60, _in_seconds),
         "memory of that gc (most RSS)": ("", format_size(found["memory"]), None),
-        "a reader's longest wait meanwhile": _at_most(waits["read"], 0.1, _in_milliseconds),
-        "a reader's longest wait without a gc": ("", _in_milliseconds(calm["read"]), None),
-        "a writer's longest wait meanwhile": ("", _in_milliseconds(waits["write"]), None),
-        "a writer's longest wait without a gc": ("", _in_milliseconds(calm["write"]), None),
+        "a reader's longest wait meanwhile, not counting for a processor": _at_most(
+            waits["read"]["blocked"], 0.1, _in_milliseconds
+        ),
+        **{
+            f"a {who}'s longest wait {when}": ("", _both(found), None)
+            for when, one in (("meanwhile", waits), ("without a gc", calm))
+            for who, found in (("reader", one["read"]), ("writer", one["write"]))
+        },
     }
+
+
+def _both(waits: dict[str, float]) -> str:
+    return f"{_in_milliseconds(waits['longest'])} ({_in_milliseconds(waits['blocked'])} without waiting for a processor)"
 
 
 def _at_most(figure: float, limit: float, say: Any) -> tuple[str, str, bool]:
@@ -208,11 +218,11 @@ def _in_milliseconds(value: float) -> str:
     return f"{value * 1e3:.0f} ms"
 
 
-def _waits(store: Growing, work: Any) -> dict[str, float]:
-    """The longest that a reader and a writer in processes of their own waited while ``work`` was done."""
+def _waits(store: Growing, work: Any) -> dict[str, dict[str, float]]:
+    """How long a reader and a writer in processes of their own waited at most while ``work`` was done."""
     with _witness("read", store) as reader, _witness("write", store) as writer:
         work()
-        return {"read": _longest(reader), "write": _longest(writer)}
+        return {"read": _told(reader, "\n"), "write": _told(writer, "\n")}
 
 
 @contextmanager
@@ -227,20 +237,17 @@ def _witness(chore: str, store: Growing) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def _longest(witness: subprocess.Popen[str]) -> float:
-    said, wrong = witness.communicate("\n")
-    if witness.returncode:
-        raise RuntimeError(f"a witness failed: {wrong}")
-    return float(json.loads(said)["longest"])
+def _told(process: subprocess.Popen[str], end: str | None = None) -> dict[str, Any]:
+    """What a chore printed at its end, which ``end`` on its standard input may bring about."""
+    said, wrong = process.communicate(end)
+    if process.returncode:
+        raise RuntimeError(f"a chore failed: {wrong}")
+    figures: dict[str, Any] = json.loads(said)
+    return figures
 
 
 def _chore(chore: str, store: Growing) -> dict[str, Any]:
-    process = _start(chore, store)
-    said, wrong = process.communicate()
-    if process.returncode:
-        raise RuntimeError(f"`{chore}` failed: {wrong}")
-    figures: dict[str, Any] = json.loads(said)
-    return figures
+    return _told(_start(chore, store))
 
 
 def _start(chore: str, store: Growing) -> subprocess.Popen[str]:
