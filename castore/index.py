@@ -323,6 +323,11 @@ class Index:
         row = self._one(BLOB_OF, (digest,))
         return Blob._make(row) if row else None
 
+    def blobs_of(self, digests: list[bytes]) -> dict[bytes, Blob]:
+        """The blobs of up to a thousand digests, lost or not, as far as they are known."""
+        sql = BLOB_OF.replace("= ?", f"IN ({','.join('?' * len(digests))})")
+        return {row[0]: Blob._make(row) for row in self.rows(sql, digests)}
+
     def blobs(self) -> Iterator[Blob]:
         """Every blob, in the order of digests, read in pages so that no long read holds up the WAL."""
         last = b""

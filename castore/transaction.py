@@ -44,6 +44,9 @@ _POINT_ENTRY = (
 )
 _COUNT_REF = "UPDATE blobs SET refs = refs + 1, orphaned = NULL WHERE digest = ?"
 _LET_GO = "UPDATE blobs SET orphaned = CASE WHEN refs = 1 THEN ?2 END, refs = refs - 1 WHERE digest = ?1"
+_DROP_LAST = (
+    "DELETE FROM blobs WHERE digest = ? AND refs = 1 RETURNING digest, size, stored, codec, pack, offset"
+)
 # Never stamped earlier than the mounts that may still read it, whatever the clock says: gc compares the two.
 _UNCOUNT_REF = _LET_GO.replace("?2", "max(?2, (SELECT coalesce(max(since), 0) FROM mounts WHERE pinned))")
 _ADD_TOTALS = (
@@ -179,11 +182,15 @@ class Write:
         """Forget a blob that no entry names; False if one does."""
         if self.db.execute("DELETE FROM blobs WHERE digest = ? AND refs = 0", (blob.digest,)).rowcount == 0:
             return False
-        self.db.execute("DELETE FROM checksums WHERE digest = ?", (blob.digest,))
+        self._blob_gone(blob)
+        return True
+
+    def _blob_gone(self, blob: Blob) -> None:
+        if blob.pack <= 0:  # what lies in packs never has any
+            self.db.execute("DELETE FROM checksums WHERE digest = ?", (blob.digest,))
         self._blobs -= 1
         self._unique -= blob.size
         self._stored -= blob.stored
-        return True
 
     # Packs
 
@@ -277,9 +284,16 @@ class Write:
     def delete_entry(self, name: str) -> bool:
         """Remove a name; False if there is none."""
         sql = "DELETE FROM entries WHERE name = ? RETURNING digest, size"
-        return self._entry_gone(name, self.db.execute(sql, (name,)).fetchone(), _UNCOUNT_REF, time.time())
+        row = self.db.execute(sql, (name,)).fetchone()
+        if row is None:
+            return False
+        self.db.execute(_UNCOUNT_REF, (row[0], time.time()))
+        self._entry_gone(name, row[1])
+        return True
 
-    def evict_entry(self, name: str, digest: bytes, accessed: float | None, now: float) -> bool:
+    def evict_entry(
+        self, name: str, digest: bytes, accessed: float | None, now: float, *, with_blob: bool
+    ) -> list[Blob] | None:
         """Remove an entry that gc chose, unless it changed since: was touched, pinned, or points elsewhere.
 
         Args:
@@ -288,6 +302,10 @@ class Write:
             accessed: last access that gc saw, for an entry chosen as least recently used; None for an expired one,
                 which must still be expired at ``now``.
             now: when gc looked.
+            with_blob: forget its blob too, if no other entry names it.
+
+        Returns:
+            The blobs that were forgotten, one or none; None if the entry stays.
         """
         unchanged = "expires <= ?" if accessed is None else "accessed = ?"
         row = self.db.execute(
@@ -295,19 +313,23 @@ class Write:
             " RETURNING digest, size",
             (name, digest, now if accessed is None else accessed),
         ).fetchone()
-        # It was gc that let go of the blob: nobody is about to name it, so no grace is owed, and its orphan is as
-        # old as time.
-        return self._entry_gone(name, row, _LET_GO, 0.0)
-
-    def _entry_gone(self, name: str, row: tuple[bytes, int] | None, uncount: str, orphaned: float) -> bool:
         if row is None:
-            return False
-        self.db.execute(uncount, (row[0], orphaned))
+            return None
+        last = self.db.execute(_DROP_LAST, (digest,)).fetchone() if with_blob else None
+        if last is None:
+            # It was gc that let go of the blob: nobody is about to name it, so no grace is owed, and its orphan is as
+            # old as time.
+            self.db.execute(_LET_GO, (digest, 0.0))
+        else:
+            self._blob_gone(Blob._make(last))
+        self._entry_gone(name, row[1])
+        return [] if last is None else [Blob._make(last)]
+
+    def _entry_gone(self, name: str, size: int) -> None:
         self._entries -= 1
-        self._logical -= row[1]
+        self._logical -= size
         self._records.append(gone(name))
         self._announce = True
-        return True
 
     def set_pinned(self, name: str, pinned: bool) -> bool:
         """Pin or unpin a name; False if there is none."""

@@ -160,7 +160,7 @@ class PackFolder:
     Thread-safe. What `open` returns stays readable while it is referred to, also if the pack is unlinked.
     """
 
-    def __init__(self, folder: Path, *, keep_open: int = 64) -> None:
+    def __init__(self, folder: Path, *, keep_open: int = 256) -> None:
         self.folder = folder
         self._keep_open = keep_open
         self._open: dict[int, OpenPack] = {}  # the first opened comes first

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 _BLACK, _ORANGE, _BLUE, _GREEN, _RED = "#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00"
+_PURPLE = "#CC79A7"
 # In the order in which lines are given: colour, marker, dashes, width, size of marker.
 _STYLES = [
     (_BLACK, "s", "--", 1.2, 8.0),
     (_RED, "o", "-", 2.2, 5.0),
     (_BLUE, "x", "-", 1.2, 7.0),
     (_GREEN, "^", "-", 1.2, 6.0),
+    (_PURPLE, "D", "-", 1.2, 5.0),
+    (_ORANGE, "v", "-", 1.2, 6.0),
 ]
 _STAR = (_ORANGE, "*", "none", 0.0, 13.0)
 
@@ -85,6 +88,25 @@ def against_line(
     )
     panel.set(xlabel="samples in memory, % of the data", ylabel="one epoch, s", ylim=(0, None))
     panel.legend(frameon=False)
+    _save(figure, path)
+
+
+def growth(path: Path, sizes: Sequence[int], costs: Mapping[str, Sequence[float]]) -> None:
+    """What operations cost, one line each, both axes in powers of ten.
+
+    Args:
+        path: of the PNG.
+        sizes: entries in the store, ascending.
+        costs: by operation, seconds for each of ``sizes``.
+    """
+    figure, (panel,) = _subplots(1, 1, (5.6, 4.2))
+    for (what, seconds), (colour, marker, dashes, width, size) in zip(costs.items(), _STYLES, strict=True):
+        panel.plot(
+            sizes, [1e3 * value for value in seconds],
+            color=colour, marker=marker, linestyle=dashes, linewidth=width, markersize=size, label=what,
+        )  # fmt: skip
+    panel.set(xscale="log", yscale="log", xlabel="entries in the store", ylabel="ms")
+    figure.legend(loc="outside right center", frameon=False)
     _save(figure, path)
 
 
