@@ -1,8 +1,9 @@
-"""Three 8-byte words that every process using a store maps: what a reader checks instead of asking the index.
+"""Four 8-byte words that every process using a store maps: what a reader checks instead of asking the index.
 
 ``changed`` takes a new value after each commit that re-points or removes a name; a RAM tier whose remembered value
 still matches may answer without touching SQLite. ``segment`` is the number of the names journal's current segment. ``epoch``
 counts how often ``index.sqlite`` was replaced by another file: connections to an earlier one are not used any more.
+``prefixes`` counts how often it was changed which prefixes have which dictionaries.
 
 The words only save work. ``changed`` is written before the commit, for the next writer, and after it, for readers; a
 writer killed in between leaves readers with the old row under the new word:
@@ -18,9 +19,9 @@ from pathlib import Path
 
 from castore.temporary import open_with_mode
 
-_SIZE = 24
+_SIZE = 32
 #: Places of the words.
-CHANGED, SEGMENT, EPOCH = 0, 1, 2
+CHANGED, SEGMENT, EPOCH, PREFIXES = 0, 1, 2, 3
 
 
 class Beacon:

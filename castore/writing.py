@@ -23,6 +23,7 @@ from castore.errors import FullError, InvalidValueError, StoreError, TooLargeErr
 from castore.forks import reset_after_fork
 from castore.index import Index
 from castore.objects.codecs import FRAME_SIZE, Buffer
+from castore.objects.dictionaries import Dictionary
 from castore.objects.directory import ObjectDirectory
 from castore.objects.encode import (
     Encoded,
@@ -37,7 +38,7 @@ from castore.objects.encode import (
 from castore.objects.packs import PACK_LIMIT, PACK_SIZE, PackWriter
 from castore.records import LOOSE, LOST, Blob, Entry, Pointing
 from castore.sizes import format_size
-from castore.staged import Known, Large, Small, Staged
+from castore.staged import Known, Large, Small, Staged, Vanished
 from castore.transaction import Write
 
 #: Blobs larger than this are looked up before they are compressed.
@@ -136,6 +137,15 @@ class BlobWriter:
                 self._pack.sync()
         self._pending, self._pending_size = [], 0
 
+    def see_dictionary(self, dictionary: Dictionary) -> None:
+        """Check, in a transaction, that what was compressed with a dictionary will find it.
+
+        Raises:
+            Vanished: it has been removed since.
+        """
+        if not self._objects.dictionaries.has(dictionary.number):
+            raise Vanished
+
     def leave_pack(self, pack: int) -> None:
         """Have the next append start another pack, if it is this one that is open."""
         if self._pack is not None and self._pack.pack == pack:
@@ -148,11 +158,20 @@ class BlobWriter:
 
     # Staging
 
-    def stage(self, data: Buffer, codec: str, level: int | None, *, known: bool = True) -> Staged:
+    def stage(
+        self,
+        data: Buffer,
+        codec: str,
+        level: int | None,
+        *,
+        known: bool = True,
+        dictionary: Dictionary | None = None,
+    ) -> Staged:
         """Hash, look the blob up, and compress it if it is new.
 
         Args:
             known: False compresses without looking, for a blob that was seen to vanish.
+            dictionary: for blobs that are small enough.
         """
         digest = blake3.blake3(data).digest()
         size = len(data)
@@ -165,9 +184,9 @@ class BlobWriter:
         ):
             return Known(blob)
         if size <= FRAME_SIZE:
-            used, payload = encode_small(data, codec, level)
+            used, payload = encode_small(data, codec, level, dictionary)
             if len(payload) <= PACK_LIMIT:
-                return Small(self, digest, size, used, payload)
+                return Small(self, digest, size, used, payload, dictionary)
             encoding: _Encoding = partial(encode_one, payload, size, used)
         else:
             view = memoryview(data)
@@ -186,11 +205,12 @@ class BlobWriter:
         *,
         known: bool = True,
         progress: Callable[[int], object] | None = None,
+        dictionary: Dictionary | None = None,
     ) -> Staged:
         """The same for an open file of any size, in constant memory."""
         size = os.fstat(fd).st_size
         if size <= 4 * FRAME_SIZE:
-            return self.stage(os.pread(fd, size + 1, 0), codec, level, known=known)
+            return self.stage(os.pread(fd, size + 1, 0), codec, level, known=known, dictionary=dictionary)
         if known and self._index.has_loose_of_size(size):
             # Some blob of this size is here: reading twice costs less than compressing what may be known.
             digest, size = hash_file(fd)
