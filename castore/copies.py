@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zstandard
 
 from castore.index import Index
 from castore.objects.codecs import AUTO_CODEC
+from castore.objects.dictionaries import BadCopy
 from castore.objects.directory import ObjectDirectory
 from castore.objects.packs import PackRecord, scan
 from castore.prefixes import Prefixes
@@ -26,14 +26,19 @@ if TYPE_CHECKING:
 _HEADER = 18
 
 
-def mend(index: Index, objects: ObjectDirectory) -> list[tuple[Path, str, bool]]:
-    """Make bad copies anew; returns the path of each, what was wrong with it, and whether it is whole now."""
-    found = []
+def mend(index: Index, objects: ObjectDirectory) -> list[BadCopy]:
+    """Make bad copies anew from good ones, or set them aside where none is good; returns those that were bad."""
+    found: list[BadCopy] = []
     for number in objects.dictionaries.numbers():
         if objects.dictionaries.is_whole(number):
             continue
         with index.write():  # nobody removes it meanwhile
-            found += objects.dictionaries.mend(number)
+            bad = objects.dictionaries.mend(number)
+            for copy in bad:
+                if not copy.mended and not copy.missing:
+                    aside = f"{copy.path.name}-{time.time_ns()}"
+                    copy.path.rename(objects.quarantine_folder / aside)
+        found += bad
     return found
 
 

@@ -194,14 +194,16 @@ def _strays(store: Store) -> list[Finding]:
 
 def _dictionaries(store: Store) -> list[Finding]:
     findings = []
-    for _, problem, mended in copies.mend(store.index, store.objects):
-        advice = "blobs that need it are misses: `castore verify --repair` drops their entries"
-        what = f"{problem}, a copy of a dictionary; it has been made anew" if mended else problem
-        findings.append(Finding(what, mended, "" if mended else advice))
+    for _, problem, _, mended in copies.mend(store.index, store.objects):
+        if mended:
+            findings.append(Finding(f"{problem}; that copy of a dictionary has been made anew", True))
+        else:
+            advice = "blobs that need it are misses; `castore verify --repair` drops their entries"
+            findings.append(Finding(f"{problem}, and no copy of that dictionary is whole", False, advice))
     findings += [Finding(what, True) for what in copies.set_right(store)]
     count, freed = copies.remove_unneeded(store.index, store.objects, store.prefixes)
     if count:
-        findings.append(Finding(f"{count} dictionaries that nothing needs ({freed} bytes); removed", True))
+        findings.append(Finding(f"dictionaries that nothing needs: {count} ({freed} bytes); removed", True))
     return findings
 
 

@@ -34,7 +34,7 @@ _LEAST = 100
 # Every so many-th sample is held out.
 _HELD_OUT = 5
 # A dictionary takes this part of the samples at most: more is learnt by heart.
-_PART = 10
+_PART = 20
 _BATCH = 200
 
 
@@ -140,8 +140,8 @@ def _make(prefix: str, samples: list[bytes], most: int, level: int) -> tuple[Tra
     where = f"below {prefix!r}" if prefix else "in the store"
     if len(samples) < _LEAST:
         raise DictionaryError(
-            f"there are {len(samples)} different samples of at most {format_size(DICTIONARY_LIMIT)} {where}, and a"
-            f" dictionary takes {_LEAST} and better thousands: put more first"
+            f"there are {len(samples)} different samples of at most {format_size(DICTIONARY_LIMIT)} {where}, and"
+            f" {_LEAST} is the least that a dictionary can be made of: put more first"
         )
     held_out = samples[::_HELD_OUT]
     seen: list[Buffer] = [sample for place, sample in enumerate(samples) if place % _HELD_OUT]

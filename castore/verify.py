@@ -64,7 +64,8 @@ def run(store: Store, *, repair: bool, sample: float, progress: Callable[[int], 
     """Verify. See `Store.verify`."""
     copies_found = [
         Finding(path.stem, str(path), f"{why}; it has been made anew" if mended else why, [])
-        for path, why, mended in copies.mend(store.index, store.objects)
+        for path, why, missing, mended in copies.mend(store.index, store.objects)
+        if not (missing and mended)  # a killed process leaves that, and nothing is damaged
     ]
     checked = stored = 0
     bad: list[tuple[Blob, str]] = []

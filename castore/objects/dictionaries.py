@@ -14,6 +14,7 @@ import os
 import re
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import zstandard
 from blake3 import blake3
@@ -47,6 +48,22 @@ def number_of(data: bytes) -> int:
 def numbered(data: bytes) -> bytes:
     """A dictionary with its number where zstd looks for it."""
     return _MAGIC + number_of(data).to_bytes(4, "little") + data[8:]
+
+
+class BadCopy(NamedTuple):
+    """A file that does not hold its dictionary.
+
+    Attributes:
+        path: of the file.
+        problem: what is wrong with it.
+        missing: it is not there at all, as when a process was killed while it made the dictionary.
+        mended: it has been made anew from the other copy.
+    """
+
+    path: Path
+    problem: str
+    missing: bool
+    mended: bool
 
 
 class _Contexts(threading.local):
@@ -202,25 +219,24 @@ class Dictionaries:
         """Whether both copies are."""
         return all(_read(path, number)[0] is None for path in self.paths(number))
 
-    def mend(self, number: int) -> list[tuple[Path, str, bool]]:
-        """Make bad copies of a dictionary anew from a good one; returns path and problem of each, and if it is whole now."""
+    def mend(self, number: int) -> list[BadCopy]:
+        """Make bad copies of a dictionary anew from a good one; returns those that were bad."""
         read = {path: _read(path, number) for path in self.paths(number)}
         good = next((data for problem, data in read.values() if problem is None), None)
-        bad = [(path, problem) for path, (problem, _) in read.items() if problem is not None]
+        bad = [
+            BadCopy(path, problem, not os.path.lexists(path), good is not None)
+            for path, (problem, _) in read.items()
+            if problem is not None
+        ]
         if good is not None:
-            for path, _ in bad:
-                self._write(path, good)
-        return [(path, problem, good is not None) for path, problem in bad]
+            for copy in bad:
+                self._write(copy.path, good)
+        return bad
 
     def remove(self, number: int) -> int:
         """Unlink both copies; returns how many bytes that were. The caller holds the write lock and knows that no blob needs them."""
-        freed = 0
-        for path in self.paths(number):
-            if path.exists():
-                freed += path.lstat().st_size
-            path.unlink(missing_ok=True)
         self._loaded.pop(number, None)
-        return freed
+        return sum(map(_unlink, self.paths(number)))
 
     def _write(self, path: Path, data: bytes) -> None:
         # Always synced: blobs that are put later, durably or not, must not outlive it.
@@ -235,6 +251,15 @@ class Dictionaries:
             temporary.unlink(missing_ok=True)
             raise
         sync_folder(path.parent)
+
+
+def _unlink(path: Path) -> int:
+    try:
+        size = path.lstat().st_size
+    except FileNotFoundError:
+        return 0
+    path.unlink()
+    return size
 
 
 def _read(path: Path, number: int) -> tuple[str | None, bytes]:
