@@ -73,6 +73,7 @@ def remove_unneeded(index: Index, objects: ObjectDirectory, prefixes: Prefixes) 
     with index.write():
         idle &= _idle(objects, prefixes)
         gone = idle - needed - _needed(objects, ends)
+        prefixes.tell()  # who has compressed with one of them, and waits for the lock, looks again
         return len(gone), sum(map(objects.dictionaries.remove, gone))
 
 

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import blake3
 
+from castore.beacon import PREFIXES
 from castore.errors import FullError, InvalidValueError, StoreError, TooLargeError
 from castore.forks import reset_after_fork
 from castore.index import Index
@@ -43,6 +44,8 @@ from castore.transaction import Write
 
 #: Blobs larger than this are looked up before they are compressed.
 _LOOK_FIRST = 4096
+# Seconds between two looks whether a dictionary that is used is still there.
+_DICTIONARY_SECONDS = 1.0
 
 _Encoding = Callable[[Callable[[bytes], object]], Encoded]
 
@@ -77,6 +80,8 @@ class BlobWriter:
         self._appending: Write | None = None
         self._pending: list[bytes] = []
         self._pending_size = 0
+        self._seen: tuple[Dictionary, int] | None = None
+        self._look_again = 0.0
         reset_after_fork(self)
 
     def _after_fork(self) -> None:
@@ -138,13 +143,19 @@ class BlobWriter:
         self._pending, self._pending_size = [], 0
 
     def see_dictionary(self, dictionary: Dictionary) -> None:
-        """Check, in a transaction, that what was compressed with a dictionary will find it.
+        """Check, under the write lock, that what was compressed with a dictionary will find it.
+
+        Who removes one does so under the lock, and says so in the beacon. A user's own hand is noticed within a second.
 
         Raises:
             Vanished: it has been removed since.
         """
+        seen, now = (dictionary, self._index.beacon.words[PREFIXES]), time.monotonic()
+        if seen == self._seen and now < self._look_again:
+            return
         if not self._objects.dictionaries.has(dictionary.number):
             raise Vanished
+        self._seen, self._look_again = seen, now + _DICTIONARY_SECONDS
 
     def leave_pack(self, pack: int) -> None:
         """Have the next append start another pack, if it is this one that is open."""

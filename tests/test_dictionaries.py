@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -83,15 +85,15 @@ def test_too_few_samples_or_too_little_gain_change_nothing(store: Store) -> None
         store.put(f"few/{number % 90}", SEEN[number % 90])
         store.put(f"noise/{number}", noise(1000, number))
         store.put(f"large/{number}", text(20_000, number))
-    with pytest.raises(DictionaryError, match="90 different samples .* below 'few', and 100 is the least"):
+    with pytest.raises(DictionaryError, match=r"90 different samples .* below 'few', and 100 is the least"):
         store.train_dictionary("few")
-    with pytest.raises(DictionaryError, match="does not pay below 'noise'.* nothing was changed"):
+    with pytest.raises(DictionaryError, match=r"does not pay below 'noise'.* nothing was changed"):
         store.train_dictionary("noise")
     with pytest.raises(DictionaryError, match="0 different samples"):
         store.train_dictionary("large")
     with pytest.raises(DictionaryError, match="0 different samples"):
         store.train_dictionary("few", [SEEN[0] * 100] * 500)
-    with pytest.raises(DictionaryError, match="no dictionary can be made|does not pay"):
+    with pytest.raises(DictionaryError, match=r"no dictionary can be made|does not pay"):
         store.train_dictionary("tiny", [b"%d" % number for number in range(100)])
     for size in (10, "2MB"):
         with pytest.raises(InvalidValueError, match="a dictionary has 256 B to"):
@@ -217,7 +219,7 @@ def test_gc_and_compaction_leave_dictionaries_alone(trained: Store) -> None:
 def test_a_rebuilt_index_reads_what_needs_a_dictionary(trained: Store) -> None:
     trained.close()
     (trained.path / "index.sqlite").unlink()
-    findings, rebuilt = doctor.rebuild_index(trained.path)
+    _, rebuilt = doctor.rebuild_index(trained.path)
     assert (rebuilt.entries, rebuilt.lost, rebuilt.damaged) == (len(NEW), [], [])
     with Store(trained.path, memory=0) as store:
         assert all_read(store)
@@ -376,21 +378,35 @@ def test_without_any_whole_copy_its_blobs_are_misses_and_heal(
         ] == []
 
 
-def test_what_was_staged_with_a_dictionary_that_goes_meanwhile_is_compressed_without(trained: Store) -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_what_was_staged_with_a_dictionary_that_goes_meanwhile_is_compressed_without(
+    store: Store, by_hand: bool
+) -> None:
     """Between compressing and committing somebody removes it: the bytes must not be committed as they are."""
-    trained.put("rec/warm", SEEN[0])
-    writer = trained.writer
-    commit = writer.commit
+    store.train_dictionary("rec", SEEN)
+    dictionary = store.prefixes.dictionary("rec")
+    noises = [store.writer.stage(noise(500, n), "auto", None, dictionary=dictionary) for n in (1, 2)]
+    commit = store.writer.commit
 
-    def late(staged: object, first: object = None) -> object:
-        for path in files(trained):
-            path.unlink()
-        return commit(staged, first)  # type: ignore[arg-type]
+    def late(staged: Any, first: Any = None) -> Any:
+        # These do not need it; but it has been looked for then.
+        commit([(staged[0][0]._replace(name="rec/noise"), noises.pop())])
+        if by_hand:
+            for path in files(store):
+                path.unlink()
+            time.sleep(1.1)
+        else:
+            store.drop_dictionary("rec")
+            commit([(staged[0][0]._replace(name="rec/noise 2"), noises.pop())])
+            doctor.examine(store.path)
+        store.writer.commit = commit  # type: ignore[method-assign]
+        assert files(store) == []
+        return commit(staged, first)
 
-    writer.commit = late  # type: ignore[method-assign,assignment]
-    trained.put("rec/late", SEEN[1])
-    assert number_in(trained, "rec/late") == 0
-    with Store(trained.path, memory=0) as other:
+    store.writer.commit = late  # type: ignore[method-assign]
+    store.put("rec/late", SEEN[1])
+    assert number_in(store, "rec/late") == 0
+    with Store(store.path, memory=0) as other:
         assert other.get("rec/late") == SEEN[1]
 
 
@@ -420,7 +436,7 @@ def test_a_bad_list_of_prefixes_makes_puts_go_without_and_doctor_sets_it_aside(t
             store.put(name, records(1, abs(hash(bad)))[0])
             assert number_in(store, name) == 0
             assert all_read(store)
-            with pytest.raises(StoreError, match="prefixes.json is damaged.*castore doctor"):
+            with pytest.raises(StoreError, match=r"prefixes\.json is damaged.*castore doctor"):
                 store.drop_dictionary("rec")
         (finding,) = doctor.examine(trained.path)
         assert finding.mended
