@@ -50,13 +50,14 @@ class Prefixes:
         numbers = self._numbers
         if not numbers:
             return None
-        part = name
-        while part not in numbers:
+        part, number = name, numbers.get(name)
+        while number is None:
             if not part:
                 return None
             part = part.rpartition("/")[0]
+            number = numbers.get(part)
         try:
-            return self._dictionaries.load(numbers[part])
+            return self._dictionaries.load(number)
         except CorruptError:
             numbers.pop(part, None)  # not asked for again until something changes
             return None

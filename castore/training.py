@@ -20,6 +20,7 @@ from castore.objects.dictionaries import DICTIONARY_LIMIT, LARGEST, SMALLEST, Di
 from castore.objects.encode import AUTO_SAVING, encode_small
 from castore.records import Blob
 from castore.sizes import format_size, parse_size
+from castore.staged import Vanished
 
 if TYPE_CHECKING:
     from castore.store import Store
@@ -35,7 +36,10 @@ _LEAST = 100
 _HELD_OUT = 5
 # A dictionary takes this part of the samples at most: more is learnt by heart.
 _PART = 20
+# Names that are looked at, and at most as many records that are written, at a time.
 _BATCH = 200
+# Behind all names.
+_LAST = "\U0010ffff" * 64
 
 
 class Trained(NamedTuple):
@@ -176,7 +180,7 @@ def recompress(store: Store, prefix: str, progress: Callable[[int], object] | No
         used: dict[int, Dictionary] = {}
         for name, digest, _ in page:
             blob, dictionary = store.index.blob(digest), store.prefixes.dictionary(name)
-            if blob is None or blob.pack <= 0 or dictionary is None or blob.codec not in ("none", AUTO_CODEC):
+            if blob is None or dictionary is None or not _may_be_rewritten(blob):
                 continue
             payload = _shorter(store, blob, dictionary)
             done = done._replace(looked_at=done.looked_at + 1)
@@ -190,12 +194,18 @@ def recompress(store: Store, prefix: str, progress: Callable[[int], object] | No
 
 
 def _pages(store: Store, prefix: str) -> Iterator[list[tuple[str, bytes, int]]]:
-    where, bounds = _below(prefix)
-    sql = f"SELECT name, digest, size FROM entries WHERE {where} AND name > ? ORDER BY name LIMIT {_BATCH}"
-    last = ""
-    while page := list(store.index.rows(sql, (*bounds, last))):
+    sql = "SELECT name, digest, size FROM entries WHERE name > ? AND name < ? ORDER BY name LIMIT ?"
+    last, end = below(prefix) if prefix else ("", _LAST)
+    own = "SELECT name, digest, size FROM entries WHERE name = ?"
+    if prefix and (page := list(store.index.rows(own, (prefix,)))):
+        yield page
+    while page := list(store.index.rows(sql, (last, end, _BATCH))):
         yield page
         last = page[-1][0]
+
+
+def _may_be_rewritten(blob: Blob) -> bool:
+    return blob.pack > 0 and 0 < blob.size <= DICTIONARY_LIMIT and blob.codec in ("none", AUTO_CODEC)
 
 
 def _shorter(store: Store, blob: Blob, dictionary: Dictionary) -> bytes | None:
@@ -214,11 +224,14 @@ def _rewrite(
     if not ready:
         return done
     _, blobs, before, after = done
-    with store.index.write() as txn:
-        for dictionary in used.values():
-            store.writer.see_dictionary(dictionary)
-        for blob, payload in ready.items():
-            if txn.blob(blob.digest) == blob:  # else gc, or a put, was here meanwhile
-                write_anew(store, txn, blob._replace(codec=AUTO_CODEC, stored=len(payload)), payload)
-                blobs, before, after = blobs + 1, before + blob.stored, after + len(payload)
+    try:
+        with store.index.write() as txn:
+            for dictionary in used.values():
+                store.writer.see_dictionary(dictionary)
+            for blob, payload in ready.items():
+                if txn.blob(blob.digest) == blob:  # else gc, or a put, was here meanwhile
+                    write_anew(store, txn, blob._replace(codec=AUTO_CODEC, stored=len(payload)), payload)
+                    blobs, before, after = blobs + 1, before + blob.stored, after + len(payload)
+    except Vanished:
+        return done  # somebody took the dictionary away: these stay as they are
     return Rewritten(done.looked_at, blobs, before, after)
