@@ -14,6 +14,8 @@ object directory
     Where the bytes live: loose objects (one file a blob) and packs (many small blobs a file).
 frame
     An independently compressed piece of a blob; a seek table lists them, so any range decodes alone.
+dictionary
+    What small blobs below a prefix have in common, kept once: zstd compresses them against it.
 index
     The SQLite database of blobs and entries. It can be rebuilt from the object directory.
 pin
@@ -29,6 +31,7 @@ from __future__ import annotations
 from castore.errors import (
     CastoreError,
     CorruptError,
+    DictionaryError,
     FullError,
     InvalidNameError,
     InvalidValueError,
@@ -49,6 +52,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CastoreError",
     "CorruptError",
+    "DictionaryError",
     "Entry",
     "FullError",
     "InvalidNameError",

@@ -1,12 +1,12 @@
-"""Four 8-byte words that every process using a store maps: what a reader checks instead of asking the index.
+"""Five 8-byte words that every process using a store maps: what a reader checks instead of asking the index.
 
 ``changed`` takes a new value just before each commit that re-points or removes a name, and ``settled`` takes the same
 value after it. While both are equal no such commit is under way, so what the index says then may be remembered, and it
 stays true for as long as ``changed`` stays what it was. ``segment`` is the number of the names journal's current
 segment. ``epoch`` counts how often ``index.sqlite`` was replaced by another file: connections to an earlier one are not
-used any more.
+used any more. ``prefixes`` counts how often it was changed which prefixes have which dictionaries.
 
-The words only save work. A writer killed in between leaves them different, and nobody remembers anything until the next
+The words only save work. A writer killed in between leaves ``changed`` and ``settled`` different, and nobody remembers anything until the next
 one that takes the index's write lock says that it is over (`settle`): readers are slower then, never wrong.
 """
 
@@ -19,9 +19,9 @@ from pathlib import Path
 
 from castore.temporary import open_with_mode
 
-_SIZE = 32
+_SIZE = 40
 #: Places of the words.
-CHANGED, SEGMENT, EPOCH, SETTLED = 0, 1, 2, 3
+CHANGED, SEGMENT, EPOCH, SETTLED, PREFIXES = 0, 1, 2, 3, 4
 
 
 class Beacon:

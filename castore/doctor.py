@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from castore import foreign, leftovers, mounts, rebuild, schema, settings
+from castore import copies, foreign, leftovers, mounts, rebuild, schema, settings
 from castore.beacon import Beacon
 from castore.errors import StoreError
 from castore.index import Index
@@ -55,7 +55,8 @@ def examine(path: str | os.PathLike[str]) -> list[Finding]:
     with Store(folder, memory=0) as store:
         # Names first: to what the index does not know, the next step would say that it belongs to nothing.
         return [
-            *found, *_forgotten(store), *_counts(store), *_lost(store), *_strays(store), *_mounts(store), *_journal(store.index)
+            *found, *_dictionaries(store), *_forgotten(store), *_counts(store), *_lost(store), *_strays(store),
+            *_mounts(store), *_journal(store.index),
         ]  # fmt: skip
 
 
@@ -189,6 +190,21 @@ def _strays(store: Store) -> list[Finding]:
     return [
         Finding(f"{len(strays)} files that belong to nothing ({freed} bytes) were left behind; removed", True)
     ]
+
+
+def _dictionaries(store: Store) -> list[Finding]:
+    findings = []
+    for _, problem, _, mended in copies.mend(store.index, store.objects):
+        if mended:
+            findings.append(Finding(f"{problem}; that copy of a dictionary has been made anew", True))
+        else:
+            advice = "blobs that need it are misses; `castore verify --repair` drops their entries"
+            findings.append(Finding(f"{problem}, and no copy of that dictionary is whole", False, advice))
+    findings += [Finding(what, True) for what in copies.set_right(store)]
+    count, freed = copies.remove_unneeded(store.index, store.objects, store.prefixes)
+    if count:
+        findings.append(Finding(f"dictionaries that nothing needs: {count} ({freed} bytes); removed", True))
+    return findings
 
 
 def _mounts(store: Store) -> list[Finding]:

@@ -53,6 +53,10 @@ class TooLargeError(CastoreError):
     """A blob is larger than the whole budget."""
 
 
+class DictionaryError(CastoreError):
+    """No dictionary can be made that pays: too few samples, or too little that they have in common."""
+
+
 class OutOfRangeError(CastoreError, IndexError):
     """There is no sample, or no slot, of that index."""
 

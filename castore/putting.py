@@ -15,6 +15,7 @@ from typing import Any
 from castore.errors import FullError, SerializationError
 from castore.names import check_name
 from castore.objects.codecs import Buffer, check_codec
+from castore.prefixes import Prefixes
 from castore.records import Entry, Pointing
 from castore.settings import Settings
 from castore.sizes import parse_duration
@@ -38,12 +39,14 @@ class Putter:
         writer: stages and commits.
         settings: the defaults.
         path: the store's folder, for messages.
+        prefixes: tells which names have a dictionary.
     """
 
-    def __init__(self, writer: BlobWriter, settings: Settings, path: Path) -> None:
+    def __init__(self, writer: BlobWriter, settings: Settings, path: Path, prefixes: Prefixes) -> None:
         self._writer = writer
         self._settings = settings
         self._path = path
+        self._dictionary = prefixes.dictionary
 
     def pointing(
         self, name: str, ttl: float | str | None, metadata: dict[str, Any] | None, pin: bool, serializer: str
@@ -63,9 +66,11 @@ class Putter:
     def put(self, pointing: Pointing, data: Buffer, codec: str, level: int | None) -> Entry:
         """See `Store.put`."""
         plain = _plain(data)
-        return self._commit(
-            lambda known: [(pointing, self._writer.stage(plain, codec, level, known=known))]
-        )[0]  # fmt: skip
+        return self._commit(lambda known: [(pointing, self._stage(pointing, plain, codec, level, known))])[0]
+
+    def _stage(self, pointing: Pointing, data: Buffer, codec: str, level: int | None, known: bool) -> Staged:
+        dictionary = self._dictionary(pointing.name)
+        return self._writer.stage(data, codec, level, known=known, dictionary=dictionary)
 
     def put_file(
         self,
@@ -79,7 +84,15 @@ class Putter:
         fd = open_source(path)
 
         def stage(known: bool) -> list[tuple[Pointing, Staged]]:
-            return [(pointing, self._writer.stage_file(fd, codec, level, known=known, progress=progress))]
+            dictionary = self._dictionary(pointing.name)
+            return [
+                (
+                    pointing,
+                    self._writer.stage_file(
+                        fd, codec, level, known=known, progress=progress, dictionary=dictionary
+                    ),
+                )
+            ]
 
         try:
             return self._commit(stage)[0]
@@ -106,9 +119,7 @@ class Putter:
 
     def _put_batch(self, batch: list[tuple[Pointing, Buffer]], codec: str, level: int | None) -> list[Entry]:
         def stage(known: bool) -> list[tuple[Pointing, Staged]]:
-            return [
-                (pointing, self._writer.stage(data, codec, level, known=known)) for pointing, data in batch
-            ]
+            return [(pointing, self._stage(pointing, data, codec, level, known)) for pointing, data in batch]
 
         return self._commit(stage)
 
@@ -124,7 +135,7 @@ class Putter:
 
         def stage(known: bool) -> list[tuple[Pointing, Staged]]:
             return [
-                (pointing, self._writer.stage(_plain(data), codec, level, known=known))
+                (pointing, self._stage(pointing, _plain(data), codec, level, known))
                 for pointing, data in items
             ]
 

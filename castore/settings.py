@@ -22,7 +22,7 @@ FORMAT = 1
 FILE = "castore.json"
 # Far more than the settings take; what is longer is cut, and then no JSON.
 _MOST = 65_536
-FOLDERS = ("objects", "objects/packs", "objects/names", "tmp", "locks", "quarantine")
+FOLDERS = ("objects", "objects/packs", "objects/names", "objects/dicts", "tmp", "locks", "quarantine")
 # The signature is what makes backup tools skip the folder: https://bford.info/cachedir/
 _CACHEDIR_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This folder is a cache made by castore.\n"
 _NETWORK = {

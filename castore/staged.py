@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from castore.objects.dictionaries import Dictionary
 from castore.objects.directory import ObjectDirectory
 from castore.objects.packs import HEAD_SIZE, record
 from castore.records import LOST, Blob
@@ -44,7 +45,7 @@ class Staged(Protocol):
 
 
 class Vanished(Exception):
-    """A blob that was known when it was looked up is not there any more: stage its bytes after all."""
+    """A blob that was known when it was looked up, or a dictionary, is not there any more: stage the bytes again."""
 
 
 class Known(NamedTuple):
@@ -70,10 +71,19 @@ class Known(NamedTuple):
 
 
 class Small:
-    """A blob that goes into this process's pack."""
+    """A blob that goes into this process's pack; with what it was, or could have been, compressed."""
 
-    def __init__(self, writer: BlobWriter, digest: bytes, size: int, codec: str, payload: bytes) -> None:
+    def __init__(
+        self,
+        writer: BlobWriter,
+        digest: bytes,
+        size: int,
+        codec: str,
+        payload: bytes,
+        dictionary: Dictionary | None,
+    ) -> None:
         self._writer = writer
+        self._dictionary = dictionary
         self._size = size
         self._codec = codec
         self._payload = payload
@@ -83,6 +93,8 @@ class Small:
     def place(self, txn: Write) -> tuple[Blob, bool]:
         """See `Staged`."""
         writer, digest = self._writer, self.digest
+        if self._dictionary is not None:
+            writer.see_dictionary(self._dictionary)
         # A new row is tried before one is looked for; but no pack is begun for bytes that may be known.
         known = None if writer.has_pack else txn.blob(digest)
         if known is not None and known.pack != LOST:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from castore.errors import CorruptError
+
 if TYPE_CHECKING:
     from castore.store import Store
 
@@ -18,6 +20,20 @@ class PrefixSize(NamedTuple):
     prefix: str
     entries: int
     logical: int
+
+
+class PrefixDictionary(NamedTuple):
+    """A dictionary that new small blobs below a prefix are compressed with.
+
+    Attributes:
+        prefix: "" for all names.
+        id: its number, 8 hexadecimal digits.
+        size: its bytes; 0 if there is no whole copy of it, so that blobs are put without.
+    """
+
+    prefix: str
+    id: str
+    size: int
 
 
 class Stat(NamedTuple):
@@ -38,6 +54,7 @@ class Stat(NamedTuple):
         prefixes: the largest first parts of names; None above PREFIX_ENTRIES entries.
         memory_bytes, memory_max: the RAM tier of this process.
         mounts: mountpoints of live mounts.
+        dictionaries: those that prefixes have.
     """
 
     path: str
@@ -58,6 +75,7 @@ class Stat(NamedTuple):
     memory_bytes: int
     memory_max: int
     mounts: list[str]
+    dictionaries: list[PrefixDictionary]
 
     @property
     def dedupe_ratio(self) -> float:
@@ -106,7 +124,19 @@ def measure(store: Store) -> Stat:
         memory_bytes=store.source.memory.bytes,
         memory_max=store.source.memory.max_bytes,
         mounts=[row[0] for row in mounts],
+        dictionaries=_dictionaries(store),
     )
+
+
+def _dictionaries(store: Store) -> list[PrefixDictionary]:
+    found = []
+    for prefix, number in store.prefixes.read()[0].items():
+        try:
+            size = store.objects.dictionaries.load(number).size
+        except CorruptError:
+            size = 0
+        found.append(PrefixDictionary(prefix, f"{number:08x}", size))
+    return found
 
 
 def _prefixes(store: Store) -> list[PrefixSize]:

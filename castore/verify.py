@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import blake3
 
+from castore import copies
 from castore.compact import write_anew
 from castore.errors import CorruptError
 from castore.objects.decode import BlobReader
@@ -28,10 +29,10 @@ _MENDED = "the object is whole, and what the index said of it has been corrected
 
 
 class Finding(NamedTuple):
-    """One bad blob.
+    """One bad blob, or one bad copy of a dictionary.
 
     Attributes:
-        digest: 64 hex characters.
+        digest: 64 hex characters; a dictionary's id.
         where: the file, and the offset in it.
         why: what is wrong.
         names: the entries that point to it.
@@ -61,6 +62,11 @@ class Report(NamedTuple):
 
 def run(store: Store, *, repair: bool, sample: float, progress: Callable[[int], object] | None) -> Report:
     """Verify. See `Store.verify`."""
+    copies_found = [
+        Finding(path.stem, str(path), f"{why}; it has been made anew" if mended else why, [])
+        for path, why, missing, mended in copies.mend(store.index, store.objects)
+        if not (missing and mended)  # a killed process leaves that, and nothing is damaged
+    ]
     checked = stored = 0
     bad: list[tuple[Blob, str]] = []
     for blob in store.index.blobs():
@@ -78,7 +84,7 @@ def run(store: Store, *, repair: bool, sample: float, progress: Callable[[int], 
         for blob, why in bad
     ]
     dropped = _drop(store, [blob for blob, _ in bad]) if repair else []
-    return Report(checked, stored, findings, dropped)
+    return Report(checked, stored, copies_found + findings, dropped)
 
 
 def _check(store: Store, blob: Blob) -> str | None:

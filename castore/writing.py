@@ -19,10 +19,12 @@ from typing import Protocol
 
 import blake3
 
+from castore.beacon import PREFIXES
 from castore.errors import FullError, InvalidValueError, StoreError, TooLargeError
 from castore.forks import reset_after_fork
 from castore.index import Index
 from castore.objects.codecs import FRAME_SIZE, Buffer
+from castore.objects.dictionaries import Dictionary
 from castore.objects.directory import ObjectDirectory
 from castore.objects.encode import (
     Encoded,
@@ -37,11 +39,13 @@ from castore.objects.encode import (
 from castore.objects.packs import PACK_LIMIT, PACK_SIZE, PackWriter
 from castore.records import LOOSE, LOST, Blob, Entry, Pointing
 from castore.sizes import format_size
-from castore.staged import Known, Large, Small, Staged
+from castore.staged import Known, Large, Small, Staged, Vanished
 from castore.transaction import Write
 
 #: Blobs larger than this are looked up before they are compressed.
 _LOOK_FIRST = 4096
+# Seconds between two looks whether a dictionary that is used is still there.
+_DICTIONARY_SECONDS = 1.0
 
 _Encoding = Callable[[Callable[[bytes], object]], Encoded]
 
@@ -76,6 +80,8 @@ class BlobWriter:
         self._appending: Write | None = None
         self._pending: list[bytes] = []
         self._pending_size = 0
+        self._seen: tuple[Dictionary, int] | None = None
+        self._look_again = 0.0
         reset_after_fork(self)
 
     def _after_fork(self) -> None:
@@ -136,6 +142,21 @@ class BlobWriter:
                 self._pack.sync()
         self._pending, self._pending_size = [], 0
 
+    def see_dictionary(self, dictionary: Dictionary) -> None:
+        """Check, under the write lock, that what was compressed with a dictionary will find it.
+
+        Who removes one does so under the lock, and says so in the beacon. A user's own hand is noticed within a second.
+
+        Raises:
+            Vanished: it has been removed since.
+        """
+        seen, now = (dictionary, self._index.beacon.words[PREFIXES]), time.monotonic()
+        if seen == self._seen and now < self._look_again:
+            return
+        if not self._objects.dictionaries.has(dictionary.number):
+            raise Vanished
+        self._seen, self._look_again = seen, now + _DICTIONARY_SECONDS
+
     def leave_pack(self, pack: int) -> None:
         """Have the next append start another pack, if it is this one that is open."""
         if self._pack is not None and self._pack.pack == pack:
@@ -148,11 +169,20 @@ class BlobWriter:
 
     # Staging
 
-    def stage(self, data: Buffer, codec: str, level: int | None, *, known: bool = True) -> Staged:
+    def stage(
+        self,
+        data: Buffer,
+        codec: str,
+        level: int | None,
+        *,
+        known: bool = True,
+        dictionary: Dictionary | None = None,
+    ) -> Staged:
         """Hash, look the blob up, and compress it if it is new.
 
         Args:
             known: False compresses without looking, for a blob that was seen to vanish.
+            dictionary: for blobs that are small enough.
         """
         digest = blake3.blake3(data).digest()
         size = len(data)
@@ -165,9 +195,9 @@ class BlobWriter:
         ):
             return Known(blob)
         if size <= FRAME_SIZE:
-            used, payload = encode_small(data, codec, level)
+            used, payload = encode_small(data, codec, level, dictionary)
             if len(payload) <= PACK_LIMIT:
-                return Small(self, digest, size, used, payload)
+                return Small(self, digest, size, used, payload, dictionary)
             encoding: _Encoding = partial(encode_one, payload, size, used)
         else:
             view = memoryview(data)
@@ -186,11 +216,12 @@ class BlobWriter:
         *,
         known: bool = True,
         progress: Callable[[int], object] | None = None,
+        dictionary: Dictionary | None = None,
     ) -> Staged:
         """The same for an open file of any size, in constant memory."""
         size = os.fstat(fd).st_size
         if size <= 4 * FRAME_SIZE:
-            return self.stage(os.pread(fd, size + 1, 0), codec, level, known=known)
+            return self.stage(os.pread(fd, size + 1, 0), codec, level, known=known, dictionary=dictionary)
         if known and self._index.has_loose_of_size(size):
             # Some blob of this size is here: reading twice costs less than compressing what may be known.
             digest, size = hash_file(fd)

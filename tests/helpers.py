@@ -6,6 +6,7 @@ and its index's tables.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -37,6 +38,24 @@ def mixed(size: int, seed: int = 0) -> bytes:
     """Bytes of which about half can be saved, in every frame."""
     quiet, loud = text(size, seed), noise(size, seed)
     return b"".join((loud if at % 1024 < 512 else quiet)[at : at + 512] for at in range(0, size, 512))
+
+
+def records(count: int, seed: int = 0) -> list[bytes]:
+    """JSON records that have much in common: each compresses badly alone, and well with a dictionary."""
+    chance = random.Random(f"records {seed}")
+    words = [word.decode() for word in _WORDS]
+    made = []
+    for number in range(count):
+        record = {
+            "identifier": f"{seed}-{number:06}",
+            "collection": chance.choice(["crawl", "books", "forum"]),
+            "licence": chance.choice(["public domain", "CC-BY-4.0"]),
+            "quality_score": round(chance.random(), 6),
+            "annotations": {"language": "en", "duplicate_of": None, "toxicity": round(chance.random(), 4)},
+            "text": " ".join(chance.choices(words, k=12)) + f" {chance.randrange(10**9)}",
+        }
+        made.append(json.dumps(record).encode())
+    return made
 
 
 def recount(store: Store) -> None:

@@ -26,7 +26,7 @@ import zstandard
 
 from castore import Store
 from castore.settings import load
-from tests.helpers import mixed, noise, text
+from tests.helpers import mixed, noise, records, text
 
 PAGE = (Path(__file__).parents[1] / "docs" / "format.md").read_text()
 FRAME = 262_144
@@ -268,6 +268,29 @@ def test_replaying_the_journal_as_the_page_says_gives_the_names_there_are(disk: 
     assert sorted(names) == ["a", "c", "d"]
 
 
+def test_a_dictionary_is_what_the_page_says(disk: Store) -> None:
+    (head,) = tables("Dictionaries")
+    disk.train_dictionary("records/json", records(400))
+    data = records(1, 2)[0]
+    disk.put("records/json/x", data)
+    folder = disk.path / "objects" / "dicts"
+    chosen = json.loads((folder / "prefixes.json").read_text())
+    (name,) = chosen.values()
+    assert list(chosen) == ["records/json"]
+    raw = (folder / f"{name}.zdict").read_bytes()
+    assert raw == (folder / f"{name}.spare").read_bytes()
+    _, number = parse(raw[: length(head)], head)
+    drawn = int.from_bytes(blake3.blake3(raw[8:]).digest(length=8), "little")
+    assert "32,768 plus what BLAKE3" in PAGE
+    assert number == int(name, 16) == 32_768 + drawn % 2_147_450_880
+    assert 256 <= len(raw) <= 1 << 20
+    ((pack, at, stored),) = query(disk, "SELECT pack, offset, stored FROM blobs")
+    frame = (disk.path / "objects" / "packs" / f"{pack:08x}.pack").read_bytes()[at : at + stored]
+    assert zstandard.get_frame_parameters(frame).dict_id == number
+    dictionary = zstandard.ZstdCompressionDict(raw)
+    assert zstandard.ZstdDecompressor(dict_data=dictionary).decompress(frame) == data
+
+
 def columns(db: sqlite3.Connection) -> dict[str, object]:
     """Tables with their columns, defaults and kinds; indexes with their text."""
     shape: dict[str, object] = {}
@@ -306,6 +329,7 @@ def test_every_file_of_a_store_stands_in_the_page_with_its_mode(disk: Store) -> 
     disk.put("large", noise(20_000))
     disk.get_or_compute("computed", lambda: "value")
     disk.index.snapshot_journal()
+    disk.train_dictionary("records", records(400))
     rows = re.findall(r"^\| (`.+?`.*?) \| .+? \| (\d{4})? ?\|$", PAGE, re.M)
     modes = {}
     for paths, mode in rows:
@@ -313,6 +337,8 @@ def test_every_file_of_a_store_stands_in_the_page_with_its_mode(disk: Store) -> 
             modes[path] = mode
     kinds = {
         r"objects/../[0-9a-f]{64}": "objects/ab/abcd….zst",
+        r"objects/dicts/[0-9a-f]{8}\.zdict": "objects/dicts/1a2b3c4d.zdict",
+        r"objects/dicts/[0-9a-f]{8}\.spare": "objects/dicts/1a2b3c4d.spare",
         r"objects/packs/[0-9a-f]{8}\.pack": "objects/packs/0000002a.pack",
         r"objects/names/\d{8}\.names": "objects/names/00000003.names",
         r"objects/names/\d{8}\.snapshot": "objects/names/00000003.snapshot",
@@ -330,7 +356,7 @@ def test_every_file_of_a_store_stands_in_the_page_with_its_mode(disk: Store) -> 
         if modes[kind]:
             assert path.stat().st_mode & 0o7777 == int(modes[kind], 8), relative
         seen.add(kind)
-    assert len(seen) >= 11
+    assert len(seen) >= 14
 
 
 def test_a_temporary_file_is_named_as_the_page_says(disk: Store) -> None:

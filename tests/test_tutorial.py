@@ -30,5 +30,6 @@ def test_the_tutorial_runs_as_it_is_printed(tmp_path: Path) -> None:
     assert "epoch 1: mean byte" in output
     assert "\nhello" in output or "print('hello')" in output
     assert output.count("tokenizing stdlib/files/ast.py") == 1, "the second run must come from the cache"
+    assert "fewer bytes on samples that it has not seen" in output
     assert "all as they were put" in output
     assert not place.exists()

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from castore.cli.completion import codecs
 from castore.cli.opening import store_path
-from castore.cli.output import AsJson, Failures, plural, print_json, progress
+from castore.cli.output import AsJson, Failures, plural, print_json, progress, spinner
 from castore.cli.walk import destinations, find
 from castore.errors import InvalidValueError
 from castore.sizes import format_size
+
+if TYPE_CHECKING:
+    from castore import Store
 
 
 def add(
@@ -38,6 +41,9 @@ def add(
     ] = None,
     meta: Annotated[list[str] | None, typer.Option(metavar="K=V", help="Metadata; may be repeated.")] = None,
     pin: Annotated[bool, typer.Option("--pin", help="Have gc leave the entries alone.")] = False,
+    dictionary: Annotated[
+        bool, typer.Option("--dict", help="First train a dictionary for each folder's small files.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Put files into the store, and make the store if there is none.
@@ -46,6 +52,7 @@ def add(
     castore add shards/                     shards/train-0.tar is named shards/train-0.tar
     castore add shards/ --as imagenet       ... imagenet/train-0.tar
     castore add tokens.npy --as run2/tokens.npy
+    castore add records/ --dict             small files that are alike take much less together
     """
     from castore import Store
     from castore.cli.putting import Options, Putter
@@ -59,6 +66,7 @@ def add(
         folder = str(store.path)
         before, evictions = store.index.totals(), store.index.counters().get("evictions", 0)
         total = _total(named, folder) if sys.stderr.isatty() else None
+        learnt = _learn(store, named) if dictionary else []
         with progress("adding", total) as done:
             putter = Putter(store, options, failures, done)
             for one, name in named.items():
@@ -71,6 +79,7 @@ def add(
             "new_blobs": max(0, after.blobs - before.blobs),
             "stored_bytes": max(0, after.stored - before.stored),
             "evicted": store.index.counters().get("evictions", 0) - evictions,
+            "dictionaries": learnt,
             "failed": failures.count,
             "seconds": round(time.monotonic() - started, 3),
         }
@@ -79,6 +88,13 @@ def add(
     elif putter.files or not failures.count:
         _print(report, list(named.values()))
     failures.finish()
+
+
+def _learn(store: Store, named: dict[str, str]) -> list[dict[str, Any]]:
+    from castore.cli.learning import learn
+
+    with spinner("training a dictionary"):
+        return learn(store, named)
 
 
 def _metadata(pairs: list[str]) -> dict[str, str]:
@@ -110,5 +126,13 @@ def _print(report: dict[str, Any], names: list[str]) -> None:
         f"{format_size(report['stored_bytes'])} more in {report['store']}: {plural(report['new_blobs'], 'new blob')},"
         f" {known:,} known already"
     )
+    for learnt in report["dictionaries"]:
+        if "error" in learnt:
+            typer.echo(f"no dictionary: {learnt['error']}")
+        else:
+            typer.echo(
+                f"dictionary {learnt['id']} of {learnt['prefix'] or '/'}: {learnt['saving']:.0%} fewer bytes on samples"
+                " that it has not seen"
+            )
     if report["evicted"]:
         typer.echo(f"{plural(report['evicted'], 'entry', 'entries')} evicted to stay under the budget")

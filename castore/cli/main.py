@@ -24,7 +24,7 @@ from castore.errors import CastoreError, InvalidNameError, InvalidValueError
 #: The commands in the order of `castore --help`, and the module of each.
 COMMANDS = {
     "init": "init", "add": "add", "ls": "ls", "cat": "cat", "get": "get", "rm": "rm", "pin": "pin", "unpin": "pin",
-    "stat": "stat", "gc": "gc", "verify": "verify", "doctor": "doctor", "mount": "mount", "umount": "umount",
+    "train-dict": "train_dict", "stat": "stat", "gc": "gc", "verify": "verify", "doctor": "doctor", "mount": "mount", "umount": "umount",
     "watch": "watch", "process": "process",
 }  # fmt: skip
 
@@ -46,7 +46,7 @@ class _Commands(MutableMapping[str, Any]):
         if name not in self._made:
             module = import_module(f"castore.cli.{COMMANDS[name]}")
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-            alone.command(name, context_settings=_SETTINGS)(getattr(module, name))
+            alone.command(name, context_settings=_SETTINGS)(getattr(module, COMMANDS[name]))
             self._made[name] = made = typer.main.get_command(alone)
             for parameter in made.params:
                 if parameter.param_type_name == "argument":

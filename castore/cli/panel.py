@@ -47,6 +47,7 @@ def _sections(stat: Stat, settings: Settings) -> Iterator[_Section]:
     yield _use(stat)
     yield _expiries(stat)
     yield _prefixes(stat)
+    yield _dictionaries(stat)
     codec = settings.codec if settings.level is None else f"{settings.codec}, level {settings.level}"
     ttl = "never expire" if settings.ttl is None else f"expire after {format_duration(settings.ttl)}"
     yield [
@@ -121,6 +122,14 @@ def _prefixes(stat: Stat) -> _Section:
         text = Text.assemble((f"{format_size(logical):>8}  ", "bold"), _bar(logical / most, "cyan"))
         rows.append(text.append(f"  {prefix} ").append(f"({entries:,})", "dim"))
     return _labelled("largest", rows)
+
+
+def _dictionaries(stat: Stat) -> _Section:
+    rows = []
+    for prefix, number, size in stat.dictionaries:
+        text = Text.assemble((f"{format_size(size) if size else 'lost':>8}", "bold" if size else "red"))
+        rows.append(text.append(f"  {prefix or '/'} ").append(f"({number})", "dim"))
+    return _labelled("dictionaries", rows)
 
 
 def _labelled(label: str, rows: list[Text]) -> _Section:

@@ -75,7 +75,7 @@ class Putter:
         self, store: Store, options: Options, failures: Failures, done: Callable[[int], object]
     ) -> None:
         self._store = store
-        self._batches = putting.Putter(store.writer, store.settings, store.path)
+        self._batches = putting.Putter(store.writer, store.settings, store.path, store.prefixes)
         self._options = options
         self._failures = failures
         self._done = done

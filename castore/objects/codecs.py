@@ -24,6 +24,8 @@ from castore.errors import CorruptError, InvalidValueError
 FRAME_SIZE = 256 * 1024
 
 Buffer = bytes | bytearray | memoryview
+#: Gives the decompressor for frames that need the dictionary of this number, or raises CorruptError.
+WithDictionary = Callable[[int], zstandard.ZstdDecompressor]
 
 
 class Codec(NamedTuple):
@@ -35,7 +37,7 @@ class Codec(NamedTuple):
         levels: the smallest and largest level that `compress` takes.
         level: the default level.
         compress: ``compress(frame, level)`` to bytes.
-        decompress: ``decompress(stored, size)`` to exactly ``size`` bytes, or CorruptError.
+        decompress: ``decompress(stored, size, with_dictionary)`` to exactly ``size`` bytes, or CorruptError.
         checked: whether a frame carries a checksum of its content, which `decompress` has then compared.
     """
 
@@ -44,7 +46,7 @@ class Codec(NamedTuple):
     levels: tuple[int, int]
     level: int
     compress: Callable[[Buffer, int], bytes]
-    decompress: Callable[[Buffer, int], bytes]
+    decompress: Callable[[Buffer, int, WithDictionary], bytes]
     checked: bool
 
 
@@ -69,13 +71,22 @@ def _zstd_compress(frame: Buffer, level: int) -> bytes:
     return compressed
 
 
-def _zstd_decompress(stored: Buffer, size: int) -> bytes:
+def no_dictionary(number: int) -> zstandard.ZstdDecompressor:
+    """For frames that stand alone."""
+    raise CorruptError(f"a zstd frame needs dictionary {number:08x} where none can be")
+
+
+def _zstd_decompress(stored: Buffer, size: int, with_dictionary: WithDictionary) -> bytes:
     # The decoder allocates what the header claims, so the claim is compared first.
     try:
         claimed = zstandard.frame_content_size(stored)
         if claimed != size:
             raise CorruptError(f"a zstd frame claims {claimed} bytes where {size} belong")
-        data: bytes = _contexts.decompressor.decompress(stored, allow_extra_data=False)
+        decompressor = _contexts.decompressor
+        # The two bits that say how long the number of its dictionary is: asking zstandard costs ten times as much.
+        if stored[4] & 3 and (number := zstandard.get_frame_parameters(stored).dict_id):
+            decompressor = with_dictionary(number)
+        data: bytes = decompressor.decompress(stored, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptError(f"a zstd frame does not decode: {error}") from error
     return data
@@ -106,7 +117,7 @@ def _lz4_compress(frame: Buffer, level: int) -> bytes:
     return compressed
 
 
-def _lz4_decompress(stored: Buffer, size: int) -> bytes:
+def _lz4_decompress(stored: Buffer, size: int, with_dictionary: WithDictionary) -> bytes:
     data: bytes
     context = _contexts.lz4
     try:
@@ -126,7 +137,7 @@ def _gzip_compress(frame: Buffer, level: int) -> bytes:
     return compressor.compress(frame) + compressor.flush()
 
 
-def _gzip_decompress(stored: Buffer, size: int) -> bytes:
+def _gzip_decompress(stored: Buffer, size: int, with_dictionary: WithDictionary) -> bytes:
     decompressor = zlib.decompressobj(wbits=31)
     try:
         # One byte more than belongs is enough to see a lie, and bounds what a bomb can unfold.
@@ -142,7 +153,7 @@ def _none_compress(frame: Buffer, level: int) -> bytes:
     return bytes(frame)
 
 
-def _none_decompress(stored: Buffer, size: int) -> bytes:
+def _none_decompress(stored: Buffer, size: int, with_dictionary: WithDictionary) -> bytes:
     if len(stored) != size:
         raise CorruptError(f"a raw frame holds {len(stored)} bytes where {size} belong")
     return bytes(stored)

@@ -19,7 +19,7 @@ import xxhash
 
 from castore.errors import CorruptError
 from castore.memory import MemoryLRU
-from castore.objects.codecs import CODECS, FRAME_SIZE, zstd_decompress_into
+from castore.objects.codecs import CODECS, FRAME_SIZE, WithDictionary, no_dictionary, zstd_decompress_into
 from castore.objects.frames import FrameTable, frame_count, frame_length, read_table
 from castore.objects.packs import OpenPack
 from castore.objects.workers import cores, workers
@@ -62,6 +62,7 @@ class BlobReader:
         checksums: XXH3-64 of each frame, packed, of a raw blob of several frames.
         cache: frames shared with other readers, or None to keep only the last one used.
         where: what to call the file in errors.
+        with_dictionary: gives decompressors for frames that were made with a dictionary.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class BlobReader:
         checksums: bytes | None = None,
         cache: MemoryLRU[bytes] | None = None,
         where: str = "",
+        with_dictionary: WithDictionary = no_dictionary,
     ) -> None:
         self.blob = blob
+        self._with_dictionary = with_dictionary
         self._fd = fd
         self._pack = pack
         self._cache = cache
@@ -164,7 +167,8 @@ class BlobReader:
 
     def _load(self, index: int) -> bytes:
         try:
-            frame = self._codec.decompress(self._stored_frame(index), frame_length(self.blob.size, index))
+            stored, length = self._stored_frame(index), frame_length(self.blob.size, index)
+            frame = self._codec.decompress(stored, length, self._with_dictionary)
             if self.frames == 1:
                 if blake3.blake3(frame).digest() != self.blob.digest:
                     raise CorruptError("the bytes do not have the digest they are stored under")
@@ -294,4 +298,4 @@ class BlobReader:
             elif self.blob.codec == "none":
                 self._read_into(target, self.blob.offset + begin)
             else:
-                target[:] = self._codec.decompress(self._stored_frame(index), len(target))
+                target[:] = self._codec.decompress(self._stored_frame(index), len(target), no_dictionary)

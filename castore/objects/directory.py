@@ -18,6 +18,7 @@ from castore.errors import CorruptError
 from castore.memory import MemoryLRU
 from castore.objects.codecs import CODECS, FRAME_SIZE
 from castore.objects.decode import AT_FAULT, BlobReader
+from castore.objects.dictionaries import Dictionaries
 from castore.objects.encode import HashingFrames, raw_checksums
 from castore.objects.frames import frame_count, probe_size, read_table
 from castore.objects.loose import DIGEST_SIZE, LooseFolder
@@ -93,6 +94,7 @@ class ObjectDirectory:
         self.durable = durable
         self.loose = LooseFolder(objects, path / "tmp", mode=object_mode, folder_mode=folder_mode)
         self.packs = PackFolder(objects / "packs")
+        self.dictionaries = Dictionaries(objects / "dicts", self.loose)
         self._pack_mode = file_mode
 
     def where(self, blob: Blob) -> str:
@@ -124,7 +126,15 @@ class ObjectDirectory:
         else:
             opened = self.packs.open(blob.pack)
             fd = opened.fd
-        return BlobReader(blob, fd, pack=opened, checksums=checksums, cache=cache, where=self.where(blob))
+        return BlobReader(
+            blob,
+            fd,
+            pack=opened,
+            checksums=checksums,
+            cache=cache,
+            where=self.where(blob),
+            with_dictionary=self.dictionaries.decompressor,
+        )
 
     def intact(self, digest: bytes) -> tuple[Blob, bytes | None] | None:
         """The loose object of ``digest``, whatever the index says of it, and its checksums; None if it is not whole.
@@ -178,7 +188,7 @@ class ObjectDirectory:
                 payload = os.pread(pack.fd, stored, offset)
             else:
                 payload = self._loose_frame(blob)
-            data = CODECS[codec].decompress(payload, size)
+            data = CODECS[codec].decompress(payload, size, self.dictionaries.decompressor)
             if blake3(data).digest() != digest:
                 raise CorruptError("the bytes do not have the digest they are stored under")
         except (CorruptError, OSError) as error:

@@ -18,6 +18,7 @@ import blake3
 import xxhash
 
 from castore.objects.codecs import AUTO_CODEC, CODECS, FRAME_SIZE, Buffer
+from castore.objects.dictionaries import DICTIONARY_LIMIT, Dictionary
 from castore.objects.frames import build_trailer
 from castore.objects.workers import cores, workers
 
@@ -48,8 +49,17 @@ def slices(data: Buffer) -> Iterator[memoryview]:
         yield view[start : start + FRAME_SIZE]
 
 
-def encode_small(data: Buffer, codec: str, level: int | None) -> tuple[str, bytes]:
-    """Compress a blob of one frame: ``(codec used, frame)``. ``auto`` is decided by doing it."""
+def encode_small(
+    data: Buffer, codec: str, level: int | None, dictionary: Dictionary | None = None
+) -> tuple[str, bytes]:
+    """Compress a blob of one frame: ``(codec used, frame)``. ``auto`` is decided by doing it.
+
+    With a dictionary, small blobs are compressed with it if the codec is zstd and that saves enough.
+    """
+    if dictionary is not None and codec in ("auto", AUTO_CODEC) and len(data) <= DICTIONARY_LIMIT:
+        frame = dictionary.compress(data, CODECS[AUTO_CODEC].level if level is None else level)
+        if len(frame) <= len(data) * (1 - AUTO_SAVING):
+            return AUTO_CODEC, frame
     if codec == "auto":
         chosen = CODECS[AUTO_CODEC]
         frame = chosen.compress(data, chosen.level if level is None else level)

@@ -76,7 +76,7 @@ class Adder:
         progress: Callable[[int], object],
     ) -> None:
         self._store = store
-        self._putter = Putter(store.writer, store.settings, store.path)
+        self._putter = Putter(store.writer, store.settings, store.path, store.prefixes)
         self._codec = self._putter.codec(codec, None)
         self._done = done
         self._fail = fail
@@ -116,7 +116,11 @@ class Adder:
             metadata = {} if source is None else {"source": source}
             pointing = self._putter.pointing(name, None, metadata, False, "bytes")
             staged = self._store.writer.stage_file(
-                file.fd, *self._codec, known=known, progress=self._progress
+                file.fd,
+                *self._codec,
+                known=known,
+                progress=self._progress,
+                dictionary=self._store.prefixes.dictionary(name),
             )
             try:
                 file.check()

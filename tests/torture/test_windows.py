@@ -10,10 +10,12 @@ import pytest
 import castore_fuse
 from castore import Store, StoreError, doctor
 from tests.helpers import agrees_with_disk
+from tests.torture import dictionary_windows, windows
 from tests.torture.kills import killed
-from tests.torture.windows import BASE, WINDOWS, Window, mounted, mountpoint
+from tests.torture.windows import BASE, Window, mounted, mountpoint
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
+WINDOWS = windows.WINDOWS + dictionary_windows.WINDOWS
 
 
 def test_every_window_of_the_page_is_in_the_table_and_none_else() -> None:

@@ -1,0 +1,57 @@
+"""How `castore add --dict` learns from what it is about to add: a sample of each folder's small files."""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from blake3 import blake3
+
+from castore import Store, training
+from castore.cli.walk import Source, find
+from castore.errors import DictionaryError, InvalidValueError
+from castore.objects.dictionaries import DICTIONARY_LIMIT
+
+
+def learn(store: Store, named: dict[str, str]) -> list[dict[str, Any]]:
+    """Train a dictionary for each folder whose names have none yet; returns what came of each.
+
+    Args:
+        named: the name that each path will get.
+
+    Raises:
+        InvalidValueError: there is no folder.
+    """
+    folders = {path: name for path, name in named.items() if os.path.isdir(path)}
+    if not folders:
+        raise InvalidValueError("--dict learns from folders of small files, and none of these is a folder")
+    reports: list[dict[str, Any]] = []
+    for path, name in folders.items():
+        if store.prefixes.dictionary(name) is not None:
+            continue
+        try:
+            trained = store.train_dictionary(name, _samples(path, name, str(store.path)))
+        except DictionaryError as error:
+            reports.append({"prefix": name, "error": str(error)})
+        else:
+            reports.append({**trained._asdict(), "saving": round(trained.saving, 4)})
+    return reports
+
+
+def _samples(path: str, name: str, store: str) -> Iterator[bytes]:
+    """The small files whose names have the lowest digests: drawn from all over the folder, and the same every time."""
+
+    def drawn(source: Source) -> bytes:
+        return blake3(source.name.encode()).digest()
+
+    small = (
+        source for source in find(path, name, store=store, skip=str) if 0 < source.size <= DICTIONARY_LIMIT
+    )
+    for source in heapq.nsmallest(training.SAMPLES, small, key=drawn):
+        try:
+            with open(source.path, "rb") as file:
+                yield file.read(DICTIONARY_LIMIT + 1)
+        except OSError:
+            continue  # adding it will say so

@@ -1,0 +1,237 @@
+"""Training a dictionary for a prefix: samples in, a measured gain out, and the store told to use it, or an error.
+
+A part of the samples is held out, and decides: a dictionary that does not pay on what it has not seen is not kept.
+Blobs that are in the store already stay as they are, unless `recompress` is asked to write them anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import zstandard
+
+from castore.compact import write_anew
+from castore.errors import CorruptError, DictionaryError, InvalidValueError
+from castore.index import below
+from castore.names import check_prefix
+from castore.objects.codecs import AUTO_CODEC, CODECS, Buffer, check_codec
+from castore.objects.dictionaries import DICTIONARY_LIMIT, LARGEST, SMALLEST, Dictionary, numbered
+from castore.objects.encode import AUTO_SAVING, encode_small
+from castore.records import Blob
+from castore.sizes import format_size, parse_size
+from castore.staged import Vanished
+
+if TYPE_CHECKING:
+    from castore.store import Store
+
+#: Samples that are looked at, at most, and their bytes: a hundred times the usual dictionary and more add nothing.
+SAMPLES = 10_000
+_SAMPLE_BYTES = 16 << 20
+#: Bytes of a dictionary, at most: what zstd's own trainer makes.
+SIZE = 112_000
+# Fewer samples say nothing of those to come.
+_LEAST = 100
+# Every so many-th sample is held out.
+_HELD_OUT = 5
+# A dictionary takes this part of the samples at most: more is learnt by heart.
+_PART = 20
+# Names that are looked at, and at most as many records that are written, at a time.
+_BATCH = 200
+# Behind all names.
+_LAST = "\U0010ffff" * 64
+
+
+class Trained(NamedTuple):
+    """A dictionary that was made, and what it gains on samples that it has not seen.
+
+    Attributes:
+        prefix: whose new blobs are compressed with it.
+        id: its number, 8 hexadecimal digits.
+        size: its bytes.
+        samples, held_out: how many it was made from, and how many it was measured on.
+        plain, before, after: bytes of the latter uncompressed, as stored without it, and with it.
+    """
+
+    prefix: str
+    id: str
+    size: int
+    samples: int
+    held_out: int
+    plain: int
+    before: int
+    after: int
+
+    @property
+    def saving(self) -> float:
+        """Part of the stored bytes that it saves."""
+        return 1 - self.after / self.before
+
+
+class Rewritten(NamedTuple):
+    """What `recompress` did.
+
+    Attributes:
+        looked_at, blobs: how many small blobs it read, and how many it wrote anew.
+        before, after: stored bytes of the latter.
+    """
+
+    looked_at: int
+    blobs: int
+    before: int
+    after: int
+
+
+def train(
+    store: Store, prefix: str, data: Iterable[bytes] | None, samples: int, size: int | str, level: int | None
+) -> Trained:
+    """Make a dictionary and use it from now on. See `Store.train_dictionary`."""
+    prefix = check_prefix(prefix)
+    most = parse_size(size)
+    if not SMALLEST <= most <= LARGEST:
+        raise InvalidValueError(
+            f"a dictionary has {format_size(SMALLEST)} to {format_size(LARGEST)}, not {format_size(most)}"
+        )
+    if samples < 1:
+        raise InvalidValueError(f"samples must be 1 or more, not {samples!r}")
+    if level is None and store.settings.codec in ("auto", AUTO_CODEC):
+        level = store.settings.level
+    level = CODECS[AUTO_CODEC].level if level is None else level
+    check_codec(AUTO_CODEC, level)
+    taken = _take(_stored(store, prefix, samples) if data is None else data, samples)
+    trained, dictionary = _make(prefix, taken, most, level)
+    with store.index.write():
+        store.objects.dictionaries.add(dictionary)
+        store.prefixes.set(prefix, int(trained.id, 16))
+    return trained
+
+
+def _take(data: Iterable[bytes], samples: int) -> list[bytes]:
+    """What of it can be learnt from: small samples, each once, until there are enough."""
+    taken: dict[bytes, None] = {}
+    size = 0
+    for sample in data:
+        if 0 < len(sample) <= DICTIONARY_LIMIT and sample not in taken:
+            taken[bytes(sample)] = None
+            size += len(sample)
+        if len(taken) >= samples or size >= _SAMPLE_BYTES:
+            break
+    return list(taken)
+
+
+def _stored(store: Store, prefix: str, samples: int) -> Iterator[bytes]:
+    """Small blobs below a prefix. Digests have no order but their own, so the first of them are a fair sample."""
+    # More than is asked for, since several names may have one blob, and some blobs may be lost.
+    where, bounds = _below(prefix)
+    sql = f"SELECT digest FROM entries WHERE {where} ORDER BY digest LIMIT ?"
+    found = [digest for (digest,) in store.index.rows(sql, (*bounds, 2 * samples))]
+    for digest in dict.fromkeys(found):
+        blob = store.index.blob(digest)
+        data = None if blob is None else store.source.fetch(blob)
+        if data is not None:
+            yield data
+
+
+def _below(prefix: str) -> tuple[str, tuple[str, ...]]:
+    """A condition for the small entries at or below a prefix, and its parameters."""
+    small = f"size BETWEEN 1 AND {DICTIONARY_LIMIT}"
+    if not prefix:
+        return small, ()
+    return f"{small} AND (name = ? OR (name >= ? AND name < ?))", (prefix, *below(prefix))
+
+
+def _make(prefix: str, samples: list[bytes], most: int, level: int) -> tuple[Trained, bytes]:
+    where = f"below {prefix!r}" if prefix else "in the store"
+    if len(samples) < _LEAST:
+        raise DictionaryError(
+            f"there are {len(samples)} different samples of at most {format_size(DICTIONARY_LIMIT)} {where}, and"
+            f" {_LEAST} is the least that a dictionary can be made of: put more first"
+        )
+    held_out = samples[::_HELD_OUT]
+    seen: list[Buffer] = [sample for place, sample in enumerate(samples) if place % _HELD_OUT]
+    size = max(SMALLEST, min(most, sum(map(len, seen)) // _PART))
+    try:
+        data = numbered(zstandard.train_dictionary(size, seen, level=level).as_bytes())
+        dictionary = Dictionary(data)
+    except (zstandard.ZstdError, CorruptError) as error:
+        raise DictionaryError(
+            f"no dictionary can be made of the {len(seen)} samples {where}: {error}"
+        ) from error
+    before, after = (
+        sum(len(encode_small(sample, "auto", level, used)[1]) for sample in held_out)
+        for used in (None, dictionary)
+    )
+    plain = sum(map(len, held_out))
+    if after > before * (1 - AUTO_SAVING):
+        raise DictionaryError(
+            f"a dictionary does not pay {where}: {len(held_out)} samples that it has not seen take {format_size(after)}"
+            f" with it and {format_size(before)} without; nothing was changed"
+        )
+    number = f"{dictionary.number:08x}"
+    return Trained(prefix, number, len(data), len(seen), len(held_out), plain, before, after), data
+
+
+def recompress(store: Store, prefix: str, progress: Callable[[int], object] | None) -> Rewritten:
+    """Write small blobs anew with their prefix's dictionary. See `Store.recompress`."""
+    prefix = check_prefix(prefix)
+    done = Rewritten(0, 0, 0, 0)
+    for page in _pages(store, prefix):
+        ready: dict[Blob, bytes] = {}
+        used: dict[int, Dictionary] = {}
+        for name, digest, _ in page:
+            blob, dictionary = store.index.blob(digest), store.prefixes.dictionary(name)
+            if blob is None or dictionary is None or not _may_be_rewritten(blob):
+                continue
+            payload = _shorter(store, blob, dictionary)
+            done = done._replace(looked_at=done.looked_at + 1)
+            if payload is not None:
+                ready[blob] = payload
+                used[dictionary.number] = dictionary
+        done = _rewrite(store, ready, used, done)
+        if progress is not None:
+            progress(sum(size for _, _, size in page))
+    return done
+
+
+def _pages(store: Store, prefix: str) -> Iterator[list[tuple[str, bytes, int]]]:
+    sql = "SELECT name, digest, size FROM entries WHERE name > ? AND name < ? ORDER BY name LIMIT ?"
+    last, end = below(prefix) if prefix else ("", _LAST)
+    own = "SELECT name, digest, size FROM entries WHERE name = ?"
+    if prefix and (page := list(store.index.rows(own, (prefix,)))):
+        yield page
+    while page := list(store.index.rows(sql, (last, end, _BATCH))):
+        yield page
+        last = page[-1][0]
+
+
+def _may_be_rewritten(blob: Blob) -> bool:
+    return blob.pack > 0 and 0 < blob.size <= DICTIONARY_LIMIT and blob.codec in ("none", AUTO_CODEC)
+
+
+def _shorter(store: Store, blob: Blob, dictionary: Dictionary) -> bytes | None:
+    """The blob's frame with a dictionary, if that saves as much as compressing must."""
+    data = store.source.fetch(blob)
+    if data is None:
+        return None
+    level = store.settings.level if store.settings.codec in ("auto", AUTO_CODEC) else None
+    used, payload = encode_small(data, "auto", level, dictionary)
+    return payload if used == AUTO_CODEC and len(payload) <= blob.stored * (1 - AUTO_SAVING) else None
+
+
+def _rewrite(
+    store: Store, ready: dict[Blob, bytes], used: dict[int, Dictionary], done: Rewritten
+) -> Rewritten:
+    if not ready:
+        return done
+    _, blobs, before, after = done
+    try:
+        with store.index.write() as txn:
+            for dictionary in used.values():
+                store.writer.see_dictionary(dictionary)
+            for blob, payload in ready.items():
+                if txn.blob(blob.digest) == blob:  # else gc, or a put, was here meanwhile
+                    write_anew(store, txn, blob._replace(codec=AUTO_CODEC, stored=len(payload)), payload)
+                    blobs, before, after = blobs + 1, before + blob.stored, after + len(payload)
+    except Vanished:
+        return done  # somebody took the dictionary away: these stay as they are
+    return Rewritten(done.looked_at, blobs, before, after)
