@@ -99,7 +99,7 @@ class BlobSource:
                 usage.counts["memory_hits"] += 1
                 usage.touched[name] = now
                 if not usage.flushed <= now < usage.due:
-                    usage.flush_if_possible()
+                    usage.flush_some()
                 return data
             data = self._recall(name, known)
             if data is not None:
@@ -134,7 +134,7 @@ class BlobSource:
             return None
         usage.touched[name] = now
         if not usage.flushed <= now < usage.due:
-            usage.flush_if_possible()
+            usage.flush_some()
         return data
 
     def _look_up(self, name: str) -> Read | None:
@@ -148,7 +148,7 @@ class BlobSource:
         if read is None:
             usage.counts["misses"] += 1
         if not usage.flushed <= now < usage.due:
-            usage.flush_if_possible()
+            usage.flush_some()
         return read
 
     def _take(self, name: str, found: Found, changed: int, now: float) -> Read | None:

@@ -53,12 +53,16 @@ class Usage:
     def flush_if_due(self) -> None:
         """Flush every few seconds of use."""
         if not self.flushed <= time.time() < self.due:
-            self.flush_if_possible()
+            self.flush_some()
 
-    def flush_if_possible(self) -> None:
-        """Flush a part, or try again next time if the index is busy or the disk full: counts can wait, readers cannot."""
+    def flush_some(self) -> None:
+        """`flush_if_possible`, a part only: for readers, who do not wait."""
+        self.flush_if_possible(_SLICE)
+
+    def flush_if_possible(self, most: int = sys.maxsize) -> None:
+        """Flush, or try again next time if the index is busy or the disk full: counts can wait."""
         try:
-            self.flush(_PATIENCE, _SLICE)
+            self.flush(_PATIENCE, most)
         except FullError:
             pass
         except sqlite3.OperationalError as error:
