@@ -230,9 +230,10 @@ class BlobSource:
         """All bytes of a blob, through the RAM tier; None if they are lost, which is then on record."""
         if blob.pack == LOST:
             return None
-        data = self._read_small(blob)
-        if data is not None:
+        data = self.memory.get(blob.digest)
+        if data is None and (data := self._read_small(blob)) is not None:
             self.memory.put(blob.digest, data)
+        if data is not None:
             return data
         try:
             return self.memory.get_or_load(blob.digest, lambda: self._load(blob))
@@ -244,7 +245,7 @@ class BlobSource:
         try:
             if blob.size <= FRAME_SIZE and blob.pack != LOST:
                 check_row(blob)
-                # Decoding so little costs less than agreeing on who decodes.
+                # By each thread that asks: agreeing on who decodes costs about as much as decoding a few KB.
                 return self._objects.read_small(blob)
         except (FileNotFoundError, CorruptError, TypeError):
             pass
