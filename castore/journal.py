@@ -54,6 +54,18 @@ def pack_record(record: tuple[str, bytes | None, str, str | None, float, float |
     return _HEAD.pack(_MAGIC, 0, len(payload), zlib.crc32(payload)) + payload
 
 
+def pack_records(
+    records: Iterable[tuple[str, bytes | None, str, str | None, float, float | None, int]],
+) -> bytes:
+    """`pack_record` for many, one behind the other."""
+    pack = msgpack.Packer().pack
+    pieces: list[bytes] = []
+    for record in records:
+        payload = pack(record)
+        pieces += (_HEAD.pack(_MAGIC, 0, len(payload), zlib.crc32(payload)), payload)
+    return b"".join(pieces)
+
+
 def gone(name: str) -> bytes:
     """The record that says ``name`` is gone."""
     return pack_record(NameRecord(name, None))

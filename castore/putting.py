@@ -18,8 +18,9 @@ from castore.objects.codecs import Buffer, check_codec
 from castore.records import Entry, Pointing
 from castore.settings import Settings
 from castore.sizes import parse_duration
+from castore.sqlerrors import is_full
 from castore.staged import Staged, Vanished
-from castore.transaction import Write, is_full
+from castore.transaction import Write
 from castore.writing import BlobWriter, open_source
 
 #: Bytes and blobs that `put_many` commits at a time.
@@ -106,6 +107,9 @@ class Putter:
 
     def _put_batch(self, batch: list[tuple[Pointing, Buffer]], codec: str, level: int | None) -> list[Entry]:
         def stage(known: bool) -> list[tuple[Pointing, Staged]]:
+            if known:
+                staged = self._writer.stage_many([data for _, data in batch], codec, level)
+                return list(zip((pointing for pointing, _ in batch), staged, strict=True))
             return [
                 (pointing, self._writer.stage(data, codec, level, known=known)) for pointing, data in batch
             ]

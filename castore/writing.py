@@ -31,13 +31,15 @@ from castore.objects.encode import (
     encode,
     encode_one,
     encode_small,
+    encode_smalls,
     hash_file,
     slices,
 )
 from castore.objects.packs import PACK_LIMIT, PACK_SIZE, PackWriter
+from castore.objects.workers import workers
 from castore.records import LOOSE, LOST, Blob, Entry, Pointing
 from castore.sizes import format_size
-from castore.staged import Known, Large, Small, Staged
+from castore.staged import Known, Large, Small, Staged, place_all
 from castore.transaction import Write
 
 #: Blobs larger than this are looked up before they are compressed.
@@ -157,26 +159,57 @@ class BlobWriter:
         digest = blake3.blake3(data).digest()
         size = len(data)
         # Compressing so little costs no more than the look-up, which is then left to the write transaction.
-        if (
-            size > _LOOK_FIRST
-            and known
-            and (blob := self._index.blob(digest)) is not None
-            and blob.pack != LOST
-        ):
-            return Known(blob)
+        if size > _LOOK_FIRST and known and (found := self._known(digest)) is not None:
+            return found
         if size <= FRAME_SIZE:
-            used, payload = encode_small(data, codec, level)
-            if len(payload) <= PACK_LIMIT:
-                return Small(self, digest, size, used, payload)
-            encoding: _Encoding = partial(encode_one, payload, size, used)
-        else:
-            view = memoryview(data)
-            used = choose_codec(codec, size, lambda at, length: view[at : at + length])
-            encoding = partial(encode, slices(data), size, used, level)
+            return self._one_frame(digest, size, *encode_small(data, codec, level))
+        view = memoryview(data)
+        used = choose_codec(codec, size, lambda at, length: view[at : at + length])
+        return self._large(digest, size, used, partial(encode, slices(data), size, used, level))
+
+    def _one_frame(self, digest: bytes, size: int, used: str, payload: Buffer) -> Staged:
+        if len(payload) <= PACK_LIMIT:
+            return Small(self, digest, size, used, payload)
+        return self._large(digest, size, used, partial(encode_one, bytes(payload), size, used))
+
+    def _large(self, digest: bytes, size: int, used: str, encoding: _Encoding) -> Large:
         encoded, temporary = self._write_temporary(encoding)
-        return Large(
-            self._objects, Blob(digest, size, encoded.stored, used, LOOSE, 0), temporary, encoded.checksums
-        )
+        blob = Blob(digest, size, encoded.stored, used, LOOSE, 0)
+        return Large(self._objects, blob, temporary, encoded.checksums)
+
+    def stage_many(self, values: Sequence[Buffer], codec: str, level: int | None) -> list[Staged]:
+        """`stage` for each of many, on all cores."""
+        # These are compressed by other threads while this one hashes; larger ones after they were looked up.
+        quick = [data for data in values if 0 < len(data) <= _LOOK_FIRST]
+        compressed = workers.pool().submit(encode_smalls, quick, codec, level)
+        digests, larger = {}, []
+        staged: dict[int, Staged] = {}
+        for at, data in enumerate(values):
+            if 0 < len(data) <= FRAME_SIZE:
+                digests[at] = blake3.blake3(data).digest()
+                if len(data) > _LOOK_FIRST:
+                    if (known := self._known(digests[at])) is None:
+                        larger.append(data)
+                    else:
+                        staged[at] = known
+        encoded = iter(encode_smalls(larger, codec, level))
+        quickly = iter(compressed.result())
+        try:
+            for at, data in enumerate(values):
+                if at not in digests:
+                    staged[at] = self.stage(data, codec, level)
+                elif at not in staged:
+                    piece = next(quickly if len(data) <= _LOOK_FIRST else encoded)
+                    staged[at] = self._one_frame(digests[at], len(data), *piece)
+        except BaseException:
+            for item in staged.values():
+                item.discard()
+            raise
+        return [staged[at] for at in range(len(values))]
+
+    def _known(self, digest: bytes) -> Known | None:
+        blob = self._index.blob(digest)
+        return None if blob is None or blob.pack == LOST else Known(blob)
 
     def stage_file(
         self,
@@ -194,8 +227,8 @@ class BlobWriter:
         if known and self._index.has_loose_of_size(size):
             # Some blob of this size is here: reading twice costs less than compressing what may be known.
             digest, size = hash_file(fd)
-            if (blob := self._index.blob(digest)) is not None and blob.pack != LOST:
-                return Known(blob)
+            if (found := self._known(digest)) is not None:
+                return found
         used = choose_codec(codec, size, lambda at, length: os.pread(fd, length, at))
         frames = HashingFrames(fd, progress)
         encoded, temporary = self._write_temporary(partial(encode, frames, size, used, level))
@@ -265,12 +298,17 @@ def _place(
 ) -> list[Entry]:
     if first is not None:
         first(txn)
-    entries = []
-    for pointing, item in staged:
+    if len(staged) == 1:
+        [(pointing, item)] = staged
         blob, added = item.place(txn)
-        created, pinned = txn.set_entry(pointing, blob, now, added=added)
-        entries.append(_entry(pointing, blob, now, created, pinned))
-    return entries
+        return [_entry(pointing, blob, now, *txn.set_entry(pointing, blob, now, added=added))]
+    pointings = [pointing for pointing, _ in staged]
+    placed = place_all([item for _, item in staged], txn)
+    said = txn.set_entries(pointings, placed, now)
+    return [
+        _entry(pointing, blob, now, created, pinned)
+        for pointing, (blob, _), (created, pinned) in zip(pointings, placed, said, strict=True)
+    ]
 
 
 def _entry(pointing: Pointing, blob: Blob, now: float, created: float, pinned: bool) -> Entry:

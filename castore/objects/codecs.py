@@ -13,7 +13,7 @@ import operator
 import threading
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lz4.frame
 import zstandard
@@ -59,13 +59,29 @@ class _Contexts(threading.local):
 _contexts = _Contexts()
 
 
-def _zstd_compress(frame: Buffer, level: int) -> bytes:
+def _compressor(level: int) -> zstandard.ZstdCompressor:
     compressor = _contexts.compressors.get(level)
     if compressor is None:
         compressor = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
         _contexts.compressors[level] = compressor
-    compressed: bytes = compressor.compress(frame)
+    return compressor
+
+
+def _zstd_compress(frame: Buffer, level: int) -> bytes:
+    compressed: bytes = _compressor(level).compress(frame)
     return compressed
+
+
+def zstd_compress_many(frames: list[Buffer], level: int, threads: int) -> list[Buffer]:
+    """Compress many frames, none of them empty, to the same bytes as one by one, without the GIL.
+
+    Args:
+        frames: contiguous, and left alone meanwhile.
+        level: of zstd.
+        threads: to share the work; they end with the call.
+    """
+    compressed: Any = _compressor(level).multi_compress_to_buffer(frames, threads=threads)
+    return list(compressed)
 
 
 def _zstd_decompress(stored: Buffer, size: int) -> bytes:
