@@ -177,27 +177,30 @@ class BlobWriter:
         blob = Blob(digest, size, encoded.stored, used, LOOSE, 0)
         return Large(self._objects, blob, temporary, encoded.checksums)
 
-    def stage_many(self, values: Sequence[Buffer], codec: str, level: int | None) -> list[Staged]:
+    def stage_many(
+        self, values: Sequence[Buffer], codec: str, level: int | None, *, known: bool = True
+    ) -> list[Staged]:
         """`stage` for each of many, on all cores."""
-        # These are compressed by other threads while this one hashes; larger ones after they were looked up.
+        # Other threads compress these while this one hashes; larger ones wait until they have been looked up.
         quick = [data for data in values if 0 < len(data) <= _LOOK_FIRST]
-        compressed = workers.pool().submit(encode_smalls, quick, codec, level)
+        ahead = workers.pool().submit(encode_smalls, quick, codec, level)
         digests, larger = {}, []
         staged: dict[int, Staged] = {}
         for at, data in enumerate(values):
             if 0 < len(data) <= FRAME_SIZE:
                 digests[at] = blake3.blake3(data).digest()
                 if len(data) > _LOOK_FIRST:
-                    if (known := self._known(digests[at])) is None:
+                    found = self._known(digests[at]) if known else None
+                    if found is None:
                         larger.append(data)
                     else:
-                        staged[at] = known
+                        staged[at] = found
         encoded = iter(encode_smalls(larger, codec, level))
-        quickly = iter(compressed.result())
+        quickly = iter(ahead.result())
         try:
             for at, data in enumerate(values):
                 if at not in digests:
-                    staged[at] = self.stage(data, codec, level)
+                    staged[at] = self.stage(data, codec, level, known=known)
                 elif at not in staged:
                     piece = next(quickly if len(data) <= _LOOK_FIRST else encoded)
                     staged[at] = self._one_frame(digests[at], len(data), *piece)
