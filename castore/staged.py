@@ -86,7 +86,7 @@ class Small:
         """See `Staged`."""
         writer, digest = self._writer, self.digest
         # A new row is tried before one is looked for; but no pack is begun for bytes that may be known.
-        known = None if writer.has_pack else txn.blob(digest)
+        known = None if writer.pack is not None else txn.blob(digest)
         if known is not None and known.pack != LOST:
             return known, False
         while True:
@@ -152,7 +152,10 @@ class Large:
 
 def place_all(items: Sequence[Staged], txn: Write) -> list[tuple[Blob, bool]]:
     """`place` for each of many; what goes into a pack is looked up and recorded all at once."""
-    small = {item.digest: item for item in items if isinstance(item, Small)}
+    small: dict[bytes, Small] = {}
+    for item in items:
+        if isinstance(item, Small):
+            small.setdefault(item.digest, item)  # the first brings the row: no name can point at it yet
     known = txn.blobs(small)
     added = _add([item for digest, item in small.items() if digest not in known], txn)
     placed = []
@@ -161,7 +164,6 @@ def place_all(items: Sequence[Staged], txn: Write) -> list[tuple[Blob, bool]]:
         if blob is None or blob.pack == LOST:
             placed.append(item.place(txn))
         else:
-            # Of equal ones it is the last that brought the row.
             placed.append((blob, item.digest in added and small[item.digest] is item))
     return placed
 

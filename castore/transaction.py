@@ -46,9 +46,11 @@ _New = tuple[str, str, str | None, float | None, bool, bytes, int, bool]
 class Write:
     """One write transaction: everything in it is seen together, or not at all. Made by `Index.write`."""
 
+    #: The connection that the transaction runs on, once it has begun.
+    db: sqlite3.Connection
+
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._db: sqlite3.Connection | None = None
         self._records: list[bytes] = []
         self._appended = b""
         self._new_folders: list[str] = []
@@ -60,7 +62,7 @@ class Write:
 
     def begin(self, patience: float) -> None:
         """Take SQLite's write lock."""
-        db = self._db = self._index.connection()
+        db = self.db = self._index.connection()
         if patience >= BUSY_SECONDS:
             db.execute("BEGIN IMMEDIATE")
             return
@@ -95,7 +97,7 @@ class Write:
 
     def abandon(self, error: BaseException) -> None:
         """Take everything back, wherever an error or a Ctrl-C has struck. After the COMMIT there is nothing to."""
-        db = self._db
+        db: sqlite3.Connection | None = getattr(self, "db", None)
         if db is None:
             return
         self._index.forget_folders()
@@ -106,12 +108,6 @@ class Write:
             if self._appended:
                 self._index.journal.retract(self._appended)
             db.execute("ROLLBACK")
-
-    @property
-    def db(self) -> sqlite3.Connection:
-        """The connection that the transaction runs on."""
-        assert self._db is not None, "the transaction has not begun"
-        return self._db
 
     def before_commit(self, prepare: Callable[[], None]) -> None:
         """Have ``prepare`` called under the lock when all that is left is to commit."""
@@ -134,7 +130,8 @@ class Write:
         self._blobs += 1
         self._unique += blob.size
         self._stored += blob.stored
-        self._keep_checksums(blob.digest, checksums)
+        if checksums is not None:
+            self._keep_checksums(blob.digest, checksums)
         return True
 
     def blobs(self, digests: Iterable[bytes]) -> dict[bytes, Blob]:
@@ -169,12 +166,12 @@ class Write:
         if moved:
             self._unique += blob.size - before[0]
             self._stored += blob.stored - before[1]
-            self._keep_checksums(blob.digest, checksums)
+            if checksums is not None:
+                self._keep_checksums(blob.digest, checksums)
         return moved == 1
 
-    def _keep_checksums(self, digest: bytes, checksums: bytes | None) -> None:
-        if checksums is not None:
-            self.db.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (digest, checksums))
+    def _keep_checksums(self, digest: bytes, checksums: bytes) -> None:
+        self.db.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (digest, checksums))
 
     def lose_blob(self, blob: Blob) -> None:
         """Record that a blob's bytes are gone or bad: a miss, until they are put again."""

@@ -73,7 +73,8 @@ class BlobWriter:
         self._objects = objects
         self._max_size = max_size
         self._make_room = make_room
-        self._pack: PackWriter | None = None
+        #: The open pack.
+        self.pack: PackWriter | None = None
         self._begun_by: Write | None = None
         self._appending: Write | None = None
         self._pending: list[bytes] = []
@@ -81,13 +82,13 @@ class BlobWriter:
         reset_after_fork(self)
 
     def _after_fork(self) -> None:
-        self._pack = self._appending = None  # the pack stays the parent's, which goes on appending
+        self.pack = self._appending = None  # the pack stays the parent's, which goes on appending
 
     def close(self) -> None:
         """Close the open pack."""
-        if self._pack is not None:
-            self._pack.close()
-            self._pack = None
+        if self.pack is not None:
+            self.pack.close()
+            self.pack = None
 
     # The open pack; all under the write lock, which also keeps this process's threads apart
 
@@ -98,20 +99,15 @@ class BlobWriter:
         """
         if self._appending is not txn:
             self._begin(txn)
-        elif self._pack is not None and self._pack.size + self._pending_size > PACK_SIZE:
+        elif self.pack is not None and self.pack.size + self._pending_size > PACK_SIZE:
             self._flush()
             self.close()
-        if self._pack is None:
-            self._pack, self._begun_by = self._objects.start_pack(txn.new_pack()), txn
-        position = self._pack.size + self._pending_size
+        if self.pack is None:
+            self.pack, self._begun_by = self._objects.start_pack(txn.new_pack()), txn
+        position = self.pack.size + self._pending_size
         self._pending.append(data)
         self._pending_size += len(data)
-        return self._pack.pack, position
-
-    @property
-    def has_pack(self) -> bool:
-        """Whether a pack is open."""
-        return self._pack is not None
+        return self.pack.pack, position
 
     def take_back(self) -> None:
         """Undo the last `append` of this transaction: its bytes were known."""
@@ -124,23 +120,23 @@ class BlobWriter:
         # A transaction that did not commit has given the id of the pack it began back, and another process may have
         # begun a file of its own under it: what is appended to ours would be named by rows and lie nowhere.
         taken_back = self._begun_by is not None and not self._begun_by.committed
-        pack = self._pack
+        pack = self.pack
         if pack is not None and (pack.size > PACK_SIZE or taken_back or not pack.is_whole()):
             self.close()
 
     def _flush(self) -> None:
         if self._pending:
-            if self._pack is None:
+            if self.pack is None:
                 # Rows of this transaction name bytes that were never written: it must not commit.
                 raise StoreError("the store was closed by another thread while this put was under way")
-            self._pack.add(b"".join(self._pending))
+            self.pack.add(b"".join(self._pending))
             if self._objects.durable:
-                self._pack.sync()
+                self.pack.sync()
         self._pending, self._pending_size = [], 0
 
     def leave_pack(self, pack: int) -> None:
         """Have the next append start another pack, if it is this one that is open."""
-        if self._pack is not None and self._pack.pack == pack:
+        if self.pack is not None and self.pack.pack == pack:
             self.forget_pack()
 
     def forget_pack(self) -> None:
@@ -273,23 +269,22 @@ class BlobWriter:
             Vanished: a known blob is not there any more; stage again with ``known=False``.
         """
         try:
-            self._check_budget(staged)
+            if self._max_size is not None:
+                self._check_budget(staged, self._max_size)
             return self._index.transact(partial(_place, staged, time.time(), first))
         finally:
             for _, item in staged:
                 item.discard()
 
-    def _check_budget(self, staged: Sequence[tuple[Pointing, Staged]]) -> None:
-        if self._max_size is None:
-            return
+    def _check_budget(self, staged: Sequence[tuple[Pointing, Staged]], most: int) -> None:
         for pointing, item in staged:
-            if item.stored > self._max_size:
+            if item.stored > most:
                 raise TooLargeError(
                     f"{pointing.name!r} takes {format_size(item.stored)}, more than the whole store may hold"
-                    f" ({format_size(self._max_size)}); raise it with `castore init --max-size`"
+                    f" ({format_size(most)}); raise it with `castore init --max-size`"
                 )
         need = sum(item.stored for _, item in staged)
-        if need and self._index.totals().stored + need > self._max_size:
+        if need and self._index.totals().stored + need > most:
             self._make_room(need)
 
 

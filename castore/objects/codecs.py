@@ -60,15 +60,15 @@ _contexts = _Contexts()
 
 
 def _compressor(level: int) -> zstandard.ZstdCompressor:
-    compressor = _contexts.compressors.get(level)
-    if compressor is None:
-        compressor = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
-        _contexts.compressors[level] = compressor
-    return compressor
+    if level not in _contexts.compressors:
+        made = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
+        _contexts.compressors[level] = made
+    return _contexts.compressors[level]
 
 
 def _zstd_compress(frame: Buffer, level: int) -> bytes:
-    compressed: bytes = _compressor(level).compress(frame)
+    compressor = _contexts.compressors.get(level) or _compressor(level)
+    compressed: bytes = compressor.compress(frame)
     return compressed
 
 
