@@ -74,6 +74,8 @@ class Known(NamedTuple):
 class Small:
     """A blob that goes into this process's pack."""
 
+    __slots__ = ("_codec", "_record", "_size", "_writer", "digest", "stored")
+
     def __init__(self, writer: BlobWriter, digest: bytes, size: int, codec: str, payload: Buffer) -> None:
         self._writer = writer
         self._size = size

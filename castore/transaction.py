@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 #: Keys of one question: each is a parameter of its statement.
 _KEYS = 1000
 
-# Name, serializer, metadata, expires, pinned; digest, size, and whether the blob was added.
-_New = tuple[str, str, str | None, float | None, bool, bytes, int, bool]
+# Name, digest, size, serializer, metadata, now, expires, pinned.
+_Row = tuple[str, bytes, int, str, str | None, float, float | None, int]
 
 
 class Write:
@@ -252,13 +252,15 @@ class Write:
         )
         if len(names) < len(pointings):
             taken = names  # some are there twice: then their order counts
-        new = [
-            (*pointing, *blob[:2], added)
-            for pointing, (blob, added) in zip(pointings, placed, strict=True)
-            if pointing.name not in taken
-        ]
-        if new:
-            self._add_entries(new, now, ADD_ENTRIES if alone else ADD_ENTRY)
+        rows, again = [], []
+        for (name, serializer, metadata, expires, pin), (blob, added) in zip(pointings, placed, strict=True):
+            if name not in taken:
+                rows.append((name, blob[0], blob[1], serializer, metadata, now, expires, int(pin)))
+                if not added:
+                    again.append((blob[0],))
+        if rows:
+            self._add_entries(ADD_ENTRIES if alone else ADD_ENTRY, rows, now)
+            self.db.executemany(COUNT_REF, again)
         return [
             self.set_entry(pointing, blob, now, added=added)
             if pointing.name in taken
@@ -269,12 +271,8 @@ class Write:
     def _nothing_between(self, low: str, high: str) -> bool:
         return self.db.execute(BETWEEN, (low, high)).fetchone() is None
 
-    def _add_entries(self, new: Sequence[_New], now: float, sql: str) -> None:
+    def _add_entries(self, sql: str, rows: Sequence[_Row], now: float) -> None:
         """Add names that are not there."""
-        rows = [
-            (name, digest, size, serializer, metadata, now, expires, int(pin))
-            for name, serializer, metadata, expires, pin, digest, size, _ in new
-        ]
         if self.db.executemany(sql, rows).rowcount != len(rows):
             for row in rows:  # some are folders of others
                 self._clear_below(row[0], now)
@@ -283,8 +281,6 @@ class Write:
             self._check_parents(name, now)
         self._entries += len(rows)
         self._logical += sum(row[2] for row in rows)
-        if again := [row[5:6] for row in new if not row[7]]:
-            self.db.executemany(COUNT_REF, again)
         self._records.append(
             pack_records((row[0], row[1], row[3], row[4], now, row[6], row[7]) for row in rows)
         )
