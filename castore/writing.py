@@ -34,6 +34,7 @@ from castore.objects.encode import (
     encode_smalls,
     hash_file,
     slices,
+    worth_sharing,
 )
 from castore.objects.packs import PACK_LIMIT, PACK_SIZE, PackWriter
 from castore.objects.workers import workers
@@ -179,7 +180,8 @@ class BlobWriter:
         """`stage` for each of many, on all cores."""
         # Other threads compress these while this one hashes; larger ones wait until they have been looked up.
         quick = [data for data in values if 0 < len(data) <= _LOOK_FIRST]
-        ahead = workers.pool().submit(encode_smalls, quick, codec, level)
+        compress = partial(encode_smalls, quick, codec, level)
+        ahead = workers.pool().submit(compress).result if worth_sharing(quick) else compress
         digests, larger = {}, []
         staged: dict[int, Staged] = {}
         for at, data in enumerate(values):
@@ -192,7 +194,7 @@ class BlobWriter:
                     else:
                         staged[at] = found
         encoded = iter(encode_smalls(larger, codec, level))
-        quickly = iter(ahead.result())
+        quickly = iter(ahead())
         try:
             for at, data in enumerate(values):
                 if at not in digests:
