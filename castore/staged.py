@@ -162,11 +162,14 @@ def place_all(items: Sequence[Staged], txn: Write) -> list[tuple[Blob, bool]]:
     added = _add([item for digest, item in small.items() if digest not in known], txn)
     placed = []
     for item in items:
-        blob = added.get(item.digest) or known.get(item.digest)
-        if blob is None or blob.pack == LOST:
-            placed.append(item.place(txn))
+        digest = item.digest
+        blob = added.get(digest)
+        if blob is not None:
+            placed.append((blob, small[digest] is item))
+        elif (blob := known.get(digest)) is not None and blob.pack != LOST:
+            placed.append((blob, False))
         else:
-            placed.append((blob, item.digest in added and small[item.digest] is item))
+            placed.append(item.place(txn))
     return placed
 
 

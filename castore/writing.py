@@ -178,30 +178,42 @@ class BlobWriter:
         self, values: Sequence[Buffer], codec: str, level: int | None, *, known: bool = True
     ) -> list[Staged]:
         """`stage` for each of many, on all cores."""
-        # Other threads compress these while this one hashes; larger ones wait until they have been looked up.
         quick = [data for data in values if 0 < len(data) <= _LOOK_FIRST]
         compress = partial(encode_smalls, quick, codec, level)
-        ahead = workers.pool().submit(compress).result if worth_sharing(quick) else compress
-        digests, larger = {}, []
+        # Other threads compress while this one hashes.
+        compressed = workers.pool().submit(compress).result if worth_sharing(quick) else compress
+        digests = [blake3.blake3(data).digest() for data in quick]
+        staged = [
+            self._one_frame(digest, len(data), *frame)
+            for data, digest, frame in zip(quick, digests, compressed(), strict=True)
+        ]
+        if len(quick) == len(values):
+            return staged
+        small = iter(staged)
+        others = [data for data in values if not 0 < len(data) <= _LOOK_FIRST]
+        other = iter(self._stage_others(others, codec, level, known))
+        return [next(small if 0 < len(data) <= _LOOK_FIRST else other) for data in values]
+
+    def _stage_others(
+        self, values: Sequence[Buffer], codec: str, level: int | None, known: bool
+    ) -> list[Staged]:
+        """The same for those that are looked up before they are compressed, or are empty."""
         staged: dict[int, Staged] = {}
+        frames: dict[int, bytes] = {}
         for at, data in enumerate(values):
             if 0 < len(data) <= FRAME_SIZE:
-                digests[at] = blake3.blake3(data).digest()
-                if len(data) > _LOOK_FIRST:
-                    found = self._known(digests[at]) if known else None
-                    if found is None:
-                        larger.append(data)
-                    else:
-                        staged[at] = found
-        encoded = iter(encode_smalls(larger, codec, level))
-        quickly = iter(ahead())
+                digest = blake3.blake3(data).digest()
+                if known and (found := self._known(digest)) is not None:
+                    staged[at] = found
+                else:
+                    frames[at] = digest
+        encoded = iter(encode_smalls([values[at] for at in frames], codec, level))
         try:
             for at, data in enumerate(values):
-                if at not in digests:
-                    staged[at] = self.stage(data, codec, level, known=known)
+                if at in frames:
+                    staged[at] = self._one_frame(frames[at], len(data), *next(encoded))
                 elif at not in staged:
-                    piece = next(quickly if len(data) <= _LOOK_FIRST else encoded)
-                    staged[at] = self._one_frame(digests[at], len(data), *piece)
+                    staged[at] = self.stage(data, codec, level, known=known)
         except BaseException:
             for item in staged.values():
                 item.discard()
