@@ -181,7 +181,7 @@ class BlobWriter:
         quick = [data for data in values if 0 < len(data) <= _LOOK_FIRST]
         compress = partial(encode_smalls, quick, codec, level)
         # Other threads compress while this one hashes.
-        compressed = workers.pool().submit(compress).result if worth_sharing(quick) else compress
+        compressed = workers.begin(compress) if worth_sharing(quick) else compress
         digests = [blake3.blake3(data).digest() for data in quick]
         staged = [
             self._one_frame(digest, len(data), *frame)

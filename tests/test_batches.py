@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import resource
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -135,6 +137,21 @@ def test_a_folder_dropped_in_a_put_is_none_any_more_for_the_same_put(store: Stor
     with pytest.raises(NameConflictError):
         store.put_if(("s", None), [("a", b"3", None), ("a/z", b"4", None)], drop=["a/x", "a/y"])
     recount(store)
+
+
+def test_a_batch_can_be_put_while_the_interpreter_ends(tmp_path: Path) -> None:
+    script = (
+        "import atexit, castore, sys\n"
+        "store = castore.Store(sys.argv[1])\n"
+        "batch = [(f'n/{number}', b'%d ' % number * 500) for number in range(100)]\n"
+        "atexit.register(store.put_many, batch)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "store"], capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    with Store(tmp_path / "store") as store:
+        assert len(list(store.entries())) == 100
 
 
 def test_a_batch_that_fails_leaves_no_temporary_files(store: Store) -> None:
