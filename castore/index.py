@@ -25,8 +25,10 @@ from castore.forks import fork_gate, reset_after_fork
 from castore.journal import Journal, pack_record
 from castore.records import Blob, Entry
 from castore.schema import SCHEMA_VERSION, foreign, migrate
+from castore.sqlerrors import is_damage, is_full
+from castore.statements import BLOB_OF
 from castore.temporary import check_regular, open_with_mode
-from castore.transaction import BLOB_OF, Write, is_damage, is_full
+from castore.transaction import Write
 
 T = TypeVar("T")
 # More than what SQLite asks for at once to open its file.

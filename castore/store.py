@@ -236,10 +236,8 @@ class Store:
         """Keep many small blobs with one commit for up to 2,000 of them (or 32 MiB): several times faster than
         as many `put`. Items are consumed lazily; each batch is seen whole or not at all.
         """
-        use = self._putter.codec(codec, level)
-        return self._putter.put_many(
-            ((self._putter.pointing(name, ttl, None, False, "bytes"), data) for name, data in items), *use
-        )
+        pointed = self._putter.plain_pointings(items, ttl)
+        return self._putter.put_many(pointed, *self._putter.codec(codec, level))
 
     def put_if(
         self,
