@@ -19,11 +19,14 @@ import lz4.frame
 import zstandard
 
 from castore.errors import CorruptError, InvalidValueError
+from castore.objects import lz4blocks
 
 #: Uncompressed bytes in every frame of a blob but its last. Part of the format: see docs/format.md.
 FRAME_SIZE = 256 * 1024
 
 Buffer = bytes | bytearray | memoryview
+# The flag of a zstd frame's descriptor, its fifth byte, that says whether a checksum follows the content.
+_ZSTD_CHECKED = 0x04
 
 
 class Codec(NamedTuple):
@@ -80,13 +83,20 @@ def _zstd_decompress(stored: Buffer, size: int) -> bytes:
     return data
 
 
-def zstd_decompress_into(stored: Buffer, view: memoryview) -> None:
-    """Decode one zstd frame straight into ``view``, which it must fill exactly."""
+def zstd_decompress_into(stored: memoryview, view: memoryview) -> None:
+    """Decode one zstd frame straight into ``view``, which it must fill exactly. Its checksum is not compared.
+
+    For whole reads, which check the digest of all the bytes. Writes to the head of ``stored``.
+    """
     try:
         claimed = zstandard.frame_content_size(stored)
         if claimed != len(view):
             raise CorruptError(f"a zstd frame claims {claimed} bytes where {len(view)} belong")
-        with _contexts.decompressor.stream_reader(stored) as reader:
+        if not stored[4] & _ZSTD_CHECKED:
+            raise CorruptError("a zstd frame keeps no checksum")
+        # A frame that says it has no checksum, and has none, is not hashed.
+        stored[4] &= ~_ZSTD_CHECKED
+        with _contexts.decompressor.stream_reader(stored[:-4]) as reader:
             filled = reader.readinto(view)
     except zstandard.ZstdError as error:
         raise CorruptError(f"a zstd frame does not decode: {error}") from error
@@ -95,6 +105,8 @@ def zstd_decompress_into(stored: Buffer, view: memoryview) -> None:
 
 
 def _lz4_compress(frame: Buffer, level: int) -> bytes:
+    if frame and level <= 0:  # above, levels mean other methods in other versions of LZ4
+        return lz4blocks.compress(frame, level)
     compressed: bytes = lz4.frame.compress(
         frame,
         compression_level=level,
@@ -106,14 +118,16 @@ def _lz4_compress(frame: Buffer, level: int) -> bytes:
 
 
 def _lz4_decompress(stored: Buffer, size: int) -> bytes:
-    data: bytes
+    data = lz4blocks.decompress(stored, size)
+    if data is not None:
+        return data
     try:
         claimed = lz4.frame.get_frame_info(stored)["content_size"]
         if claimed != size:
             raise CorruptError(f"an LZ4 frame claims {claimed} bytes where {size} belong")
         decompressor = lz4.frame.LZ4FrameDecompressor()
         # One byte more than belongs is enough to see a lie; `lz4.frame.decompress` unfolds a bomb before it sees one.
-        data = decompressor.decompress(stored, size + 1)
+        data = bytes(decompressor.decompress(stored, size + 1))
     except RuntimeError as error:
         raise CorruptError(f"an LZ4 frame does not decode: {error}") from error
     if len(data) != size or not decompressor.eof or decompressor.unused_data:
