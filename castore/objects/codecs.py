@@ -19,6 +19,7 @@ import lz4.frame
 import zstandard
 
 from castore.errors import CorruptError, InvalidValueError
+from castore.objects import lz4blocks
 
 #: Uncompressed bytes in every frame of a blob but its last. Part of the format: see docs/format.md.
 FRAME_SIZE = 256 * 1024
@@ -26,6 +27,8 @@ FRAME_SIZE = 256 * 1024
 Buffer = bytes | bytearray | memoryview
 #: Gives the decompressor for frames that need the dictionary of this number, or raises CorruptError.
 WithDictionary = Callable[[int], zstandard.ZstdDecompressor]
+# The flag of a zstd frame's descriptor, its fifth byte, that says whether a checksum follows the content.
+_ZSTD_CHECKED = 0x04
 
 
 class Codec(NamedTuple):
@@ -108,13 +111,20 @@ def _zstd_decompress(stored: Buffer, size: int, with_dictionary: WithDictionary)
     return data
 
 
-def zstd_decompress_into(stored: Buffer, view: memoryview) -> None:
-    """Decode one zstd frame straight into ``view``, which it must fill exactly."""
+def zstd_decompress_into(stored: memoryview, view: memoryview) -> None:
+    """Decode one zstd frame straight into ``view``, which it must fill exactly. Its checksum is not compared.
+
+    For whole reads, which check the digest of all the bytes. Writes to the head of ``stored``.
+    """
     try:
         claimed = zstandard.frame_content_size(stored)
         if claimed != len(view):
             raise CorruptError(f"a zstd frame claims {claimed} bytes where {len(view)} belong")
-        with _contexts.decompressor.stream_reader(stored) as reader:
+        if not stored[4] & _ZSTD_CHECKED:
+            raise CorruptError("a zstd frame keeps no checksum")
+        # A frame that says it has no checksum, and has none, is not hashed.
+        stored[4] &= ~_ZSTD_CHECKED
+        with _contexts.decompressor.stream_reader(stored[:-4]) as reader:
             filled = reader.readinto(view)
     except zstandard.ZstdError as error:
         raise CorruptError(f"a zstd frame does not decode: {error}") from error
@@ -123,6 +133,8 @@ def zstd_decompress_into(stored: Buffer, view: memoryview) -> None:
 
 
 def _lz4_compress(frame: Buffer, level: int) -> bytes:
+    if frame and level <= 0:  # above, levels mean other methods in other versions of LZ4
+        return lz4blocks.compress(frame, level)
     compressed: bytes = lz4.frame.compress(
         frame,
         compression_level=level,
@@ -134,7 +146,9 @@ def _lz4_compress(frame: Buffer, level: int) -> bytes:
 
 
 def _lz4_decompress(stored: Buffer, size: int, with_dictionary: WithDictionary) -> bytes:
-    data: bytes
+    data: bytes | None = lz4blocks.decompress(stored, size)
+    if data is not None:
+        return data
     context = _contexts.lz4
     try:
         # One byte more than belongs is enough to see a lie; `lz4.frame.decompress` unfolds a bomb before it sees one.

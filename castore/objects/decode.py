@@ -159,10 +159,8 @@ class BlobReader:
 
     def _stored_frame(self, index: int) -> bytes:
         table = self.table()
-        start = table.offsets[index]
-        stored = self._read_at(start, table.offsets[index + 1] - start)
-        if table.checksums is not None and stored[-4:] != table.checksums[index].to_bytes(4, "little"):
-            raise CorruptError("a frame's checksum differs from the seek table's")
+        stored = self._read_at(table.offsets[index], table.length(index))
+        table.check(index, stored)
         return stored
 
     def _load(self, index: int) -> bytes:
@@ -290,12 +288,18 @@ class BlobReader:
             raise CorruptError("the bytes do not have the digest they are stored under")
 
     def _decode_run(self, view: memoryview, start: int, stop: int) -> None:
+        target = view[start * FRAME_SIZE : stop * FRAME_SIZE]
+        if self.blob.codec == "none":
+            self._read_into(target, self.blob.offset + start * FRAME_SIZE)
+            return
+        table = self.table()
+        room = memoryview(bytearray(max(table.length(index) for index in range(start, stop))))
         for index in range(start, stop):
-            begin = index * FRAME_SIZE
-            target = view[begin : begin + frame_length(self.blob.size, index)]
+            stored = room[: table.length(index)]
+            self._read_into(stored, self.blob.offset + table.offsets[index])
+            table.check(index, stored)
+            frame, target = target[:FRAME_SIZE], target[FRAME_SIZE:]
             if self.blob.codec == "zstd":
-                zstd_decompress_into(self._stored_frame(index), target)
-            elif self.blob.codec == "none":
-                self._read_into(target, self.blob.offset + begin)
+                zstd_decompress_into(stored, frame)
             else:
-                target[:] = self._codec.decompress(self._stored_frame(index), len(target), no_dictionary)
+                frame[:] = self._codec.decompress(stored, len(frame), no_dictionary)

@@ -215,7 +215,9 @@ def _read_full(fd: int, length: int, offset: int) -> bytes:
 def hash_file(fd: int, limit: int | None = None) -> tuple[bytes, int]:
     """``(digest, size)`` of an open file, or of its first ``limit`` bytes, in constant memory, on all cores."""
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
-    buffer = bytearray(8 * 1024 * 1024)
+    buffer = bytearray(
+        2 * 1024 * 1024
+    )  # enough to share between cores, and little enough to stay in their caches
     view = memoryview(buffer)
     size = 0
     while read := os.preadv(fd, [view if limit is None else view[: limit - size]], size):
