@@ -39,8 +39,8 @@ _LOOKS = 8
 #: A record: its key, then the frame.
 _KEY = 56
 _HEAD = 64
-# For each place the last frame that was missed there: its hash, and when it was missed the last two times, in
-# nanoseconds of the machine's monotonic clock.
+# For each place a frame that was missed of late: its hash, and when it was missed the last two times, in nanoseconds of
+# the machine's monotonic clock.
 _HASH, _BEFORE, _LAST, _MISSED = range(4)
 _HITS, _MISSES, _COUNTS = range(3)
 
@@ -89,7 +89,7 @@ class SharedFrames:
         self._used = segment.buffer[used_at:missed_at].cast("Q")
         self._missed = segment.buffer[missed_at:arena_at].cast("Q")
         self._hashed = _SPARSE * frames
-        self._arena = Arena(segment, arena_at, self._hashed + _PROBES, frames * _round_up(self._extent))
+        self._arena = Arena(segment, arena_at, _entries(frames), frames * _round_up(self._extent))
         self._random = random.Random()  # noqa: S311 - no secret
         self._cannot_grow = False
 
@@ -184,16 +184,16 @@ class SharedFrames:
 
     def _note_miss(self, hashed: int, now: int) -> int:
         """Count a miss; when the frame was missed the time before the last, or 0."""
-        missed, row = self._missed, hashed % self._hashed * _MISSED
+        missed, first = self._missed, hashed % self._hashed * _MISSED
+        rows = range(first, first + _PROBES * _MISSED, _MISSED)
         # Without the lock: a race costs a frame its turn, or gives it one early.
-        before = 0
-        if missed[row + _HASH] == hashed:
-            before = missed[row + _BEFORE]
-            missed[row + _BEFORE] = missed[row + _LAST]
-        else:
+        row = next((row for row in rows if missed[row + _HASH] == hashed), None)
+        if row is None:
+            row = min(rows, key=lambda row: missed[row + _LAST])
             missed[row + _HASH] = hashed
-            missed[row + _BEFORE] = 0
-        missed[row + _LAST] = now
+            missed[row + _BEFORE] = missed[row + _LAST] = 0
+        before = missed[row + _BEFORE]
+        missed[row + _BEFORE], missed[row + _LAST] = missed[row + _LAST], now
         return before
 
     def _has_room(self) -> bool:
@@ -289,16 +289,21 @@ def _frames(size: int, extent: int) -> int:
     return frames
 
 
+def _entries(frames: int) -> int:
+    """Places of the tables."""
+    return _SPARSE * frames + _PROBES
+
+
 def _needed(frames: int, extent: int) -> int:
     """Bytes of a segment for so many frames."""
-    return _places(frames)[2] + Arena.needed(_SPARSE * frames + _PROBES, frames * _round_up(extent))
+    return _places(frames)[2] + Arena.needed(_entries(frames), frames * _round_up(extent))
 
 
 def _places(frames: int) -> tuple[int, int, int]:
     """Where in the segment the extents' last uses begin, the misses, and the arena."""
     used_at = _round_up(Tallies.needed(_COUNTS))
     missed_at = used_at + _round_up(8 * frames)
-    return used_at, missed_at, missed_at + _round_up(8 * _MISSED * _SPARSE * frames)
+    return used_at, missed_at, missed_at + _round_up(8 * _MISSED * _entries(frames))
 
 
 def _round_up(size: int) -> int:

@@ -103,6 +103,11 @@ class BlobReader:
             self._shared = frames.of(self.blob.digest, self._fd)
         return self
 
+    @property
+    def is_sharing(self) -> bool:
+        """Whether frames come out of memory that processes share, if they are there."""
+        return self._shared is not None
+
     def close(self) -> None:
         """Let go of the file, once no prefetch needs it; reading afterwards is an error."""
         self.unhold()
