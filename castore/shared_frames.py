@@ -67,8 +67,7 @@ class SharedFrames:
                 f"shared_memory={size} is too small: its tables and one frame take {_needed(1, self._extent)} bytes"
             )
         self._segment = Segment(
-            # Not hash(), which differs between processes.
-            f"frames-{xxhash.xxh3_128_hexdigest(os.fsencode(os.path.realpath(store)))}",
+            segment_name(store),
             _needed(frames, self._extent),
             {"kind": "frames", "shared_memory": size, "frame": frame_size},
             reserve=False,
@@ -279,6 +278,12 @@ class ObjectFrames:
 
     def _key(self, index: int) -> bytes:
         return self._object_key + index.to_bytes(8, "little")
+
+
+def segment_name(store: Path) -> str:
+    """The name of the segment of a store, by whatever path it is opened."""
+    # Not hash(), which differs between processes.
+    return f"frames-{xxhash.xxh3_128_hexdigest(os.fsencode(os.path.realpath(store)))}"
 
 
 def _frames(size: int, extent: int) -> int:

@@ -21,7 +21,7 @@ import pytest
 from castore import CorruptError, Store
 from castore.errors import FullError, InvalidValueError, SegmentError
 from castore.objects.codecs import FRAME_SIZE
-from castore.shared_frames import _HEAD, ObjectFrames, SharedFrames, _needed
+from castore.shared_frames import _HEAD, ObjectFrames, SharedFrames, _needed, segment_name
 from castore.shm.room import shm_free
 from castore.shm.segments import path_of
 from tests.helpers import flip, in_processes, in_small_shm, mixed, noise, payload, text
@@ -36,14 +36,17 @@ SHARED = "8MB"
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "store"
-    # A process that has just been killed leaves its lock a moment after it has been waited for.
-    assert not list(Path("/dev/shm").glob(f"castore-{os.geteuid()}-frames-*")), "a segment was left behind"
+    assert not segment_of(tmp_path / "store").exists(), "a segment was left behind"
 
 
 @pytest.fixture
 def store(folder: Path) -> Iterator[Store]:
     with Store(folder, memory=0, shared_memory=SHARED) as opened:
         yield opened
+
+
+def segment_of(folder: Path) -> Path:
+    return path_of(segment_name(folder))
 
 
 def tier(store: Store) -> SharedFrames:
@@ -158,7 +161,7 @@ def test_a_store_without_the_option_has_no_tier(folder: Path) -> None:
 def test_the_segment_is_the_users_alone_and_goes_with_the_last(folder: Path) -> None:
     first = Store(folder, shared_memory=SHARED)
     second = Store(folder, shared_memory=SHARED)
-    path = path_of(tier(first)._segment.name)
+    path = segment_of(folder)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     first.close()
     assert path.exists()
@@ -196,7 +199,7 @@ def test_more_than_there_is_takes_nothing(folder: Path) -> None:
     ):
         Store(folder, shared_memory=before * 2)
     assert shm_free() > before - 10_000_000
-    assert not list(Path("/dev/shm").glob(f"castore-{os.geteuid()}-frames-*"))
+    assert not segment_of(folder).exists()
 
 
 @pytest.mark.parametrize("size", [330_000, 1_000_000, 8_000_000, 123_456_789])
@@ -383,7 +386,7 @@ def test_many_processes_over_a_small_tier_read_the_right_bytes(tmp_path: Path) -
 def test_a_process_killed_while_it_writes_leaves_no_half_frame_and_no_lost_room(tmp_path: Path) -> None:
     frames = small_tier(tmp_path, 20)
     pieces = Pieces(frames)
-    path = path_of(frames._segment.name)
+    path = segment_of(tmp_path)
     chance = random.Random(0)
     for _ in range(30):
         pid = os.fork()
@@ -445,7 +448,7 @@ def test_the_last_users_kill_leaves_nothing_for_long(folder: Path) -> None:
     os.close(there)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert list(Path("/dev/shm").glob(f"castore-{os.geteuid()}-frames-*"))
+    assert segment_of(folder).exists()
     with Store(folder, memory=0, shared_memory="9MB") as store:  # nobody uses it, so another size will do
         assert tier(store).held == 0
         assert store.get("a") == mixed(SIZE)
