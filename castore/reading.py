@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from castore.beacon import CHANGED, Beacon
 from castore.errors import CorruptError, FullError
@@ -25,6 +25,9 @@ from castore.objects.decode import BlobReader
 from castore.objects.directory import ObjectDirectory, check_row
 from castore.records import LOST, Blob
 from castore.usage import Usage
+
+if TYPE_CHECKING:
+    from castore.shared_frames import SharedFrames
 
 #: How often a reader looks again for bytes that were there a moment ago.
 ATTEMPTS = 8
@@ -83,6 +86,8 @@ class BlobSource:
         self._words = beacon.words
         self._usage = usage
         self.memory: MemoryLRU[bytes] = MemoryLRU(memory, _held)
+        #: Frames that processes share, if the store was opened so.
+        self.shared: SharedFrames | None = None
         self._known: dict[str, _Known] = {}
 
     def get(self, name: str) -> bytes | None:
@@ -252,7 +257,7 @@ class BlobSource:
         return None
 
     def _load(self, blob: Blob, *, again: bool = True) -> bytes:
-        reader = self.open(blob)
+        reader = self.open(blob).share(self.shared)
         try:
             return reader.read_all()
         except CorruptError as error:
