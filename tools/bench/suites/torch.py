@@ -29,7 +29,7 @@ from tools.bench.harness import (
     seconds,
     verdict,
 )
-from tools.bench.peers import Reader
+from tools.bench.peers import OURS, PEERS, Reader
 
 TITLE = "Samples for training"
 ABOUT = (
@@ -71,14 +71,14 @@ def rows(bench: Bench) -> Iterator[Row | Study]:
 
 
 def _loaders(samples: int, workers: int, stack: ExitStack) -> Row:
-    def reader(contestant: str, environment: str = ".venv-bench") -> Callable[[], float]:
+    def reader(contestant: str, environment: str = OURS) -> Callable[[], float]:
         return partial(stack.enter_context(Reader(contestant, samples, workers, environment)).read, _EPOCHS)
 
     return Row(
         f"DataLoader, {workers} workers",
         per_second(samples, "samples/s"),
         [
-            Contestant(_STOCACHING, reader("stocaching", ".venv-bench-numpy1")),
+            Contestant(_STOCACHING, reader("stocaching", PEERS)),
             Contestant(_TENSORS, reader("tensors")),
             Contestant(_ONE, reader("castore"), ours=True),
             Contestant(_MANY, reader("castore-batched"), ours=True),
