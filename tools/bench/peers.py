@@ -99,15 +99,19 @@ class Reader(AbstractContextManager["Reader"]):
         samples: how many the dataset has.
         workers: of its `DataLoader`.
         environment: the folder of the virtual environment that it runs in, below the project.
+        folder: for what lies on a disk; made if it is not there.
     """
 
-    def __init__(self, contestant: str, samples: int, workers: int, environment: str = OURS) -> None:
+    def __init__(
+        self, contestant: str, samples: int, workers: int, folder: Path, environment: str = OURS
+    ) -> None:
         self._what = contestant
         python = PROJECT / environment / "bin" / "python"
         if not python.exists():
             raise RuntimeError(f"there is no {python}: make it with tools/setup.sh bench")
+        folder.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
-            [python, "-m", "tools.bench.epochs", contestant, str(samples), str(workers)],
+            [python, "-m", "tools.bench.epochs", contestant, str(samples), str(workers), folder],
             cwd=PROJECT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
