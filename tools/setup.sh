@@ -21,7 +21,7 @@ case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
     wanted="fusermount3=fuse3"
     requirements=(-e '.[all]' webdataset) ;;
   test)
-    wanted="fusermount3=fuse3 zstd=zstd lz4=lz4 gzip=gzip rsync=rsync"
+    wanted="fusermount3=fuse3 zstd=zstd lz4=lz4 gzip=gzip rsync=rsync strace=strace"
     requirements=(-e '.[dev]') ;;
   torture)
     tools/setup.sh test

@@ -29,8 +29,8 @@ Work = Callable[[int], object]
 def main() -> None:
     operation, folder, calls = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     prepare = OPERATIONS[operation]
-    filled = _items("filled", FILLED)
-    fresh = _items("fresh", calls if "put" in operation or "set" in operation else 0)
+    filled = make_items("filled", FILLED)
+    fresh = make_items("fresh", calls if "put" in operation or "set" in operation else 0)
     run_calls(prepare(folder, filled, fresh), calls)
 
 
@@ -40,7 +40,8 @@ def run_calls(work: Work, calls: int) -> None:
         work(number)
 
 
-def _items(stamp: str, count: int) -> Items:
+def make_items(stamp: str, count: int) -> Items:
+    """Names and values of which no two are the same."""
     # A value is a fixed record with its own number in front: cheap to make, no two the same.
     (record,) = corpus.records(1, SIZE, stamp)
     return [(f"{stamp}/{number:06}", b"%08d%b" % (number, record)) for number in range(count)]

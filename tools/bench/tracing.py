@@ -32,12 +32,21 @@ _RATE = 500
 _SETTLE = 0.2
 
 
-def missing(program: str) -> str:
-    """Why a program cannot be used; nothing if it is there. Beside this Python comes before the user's path."""
-    return "" if _find(program) else f"there is no {program}: make it with tools/setup.sh bench"
+def no_strace() -> str:
+    """Why system calls cannot be traced here; nothing if they can."""
+    if not _find("strace"):
+        return "there is no strace: install the package of that name"
+    tried = subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True, text=True, check=False)
+    return f"strace may not trace here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def no_profiler() -> str:
+    """Why functions cannot be sampled here; nothing if they can."""
+    return "" if _find("py-spy") else "there is no py-spy: make it with tools/setup.sh bench"
 
 
 def _find(program: str) -> str | None:
+    """Where a program is: beside this Python, else on the user's path."""
     own = Path(sys.executable).with_name(program)
     return str(own) if own.exists() else shutil.which(program)
 

@@ -33,7 +33,7 @@ def rows(bench: Bench) -> Iterator[Study]:
 
 def _system_calls(work: Path, calls: int) -> Study:
     name, header = "System calls a value", ["operation", "which", "in all"]
-    if why := tracing.missing("strace"):
+    if why := tracing.no_strace():
         return _not_measured(name, header, why)
     lines = []
     for number, operation in enumerate(OPERATIONS):
@@ -44,7 +44,7 @@ def _system_calls(work: Path, calls: int) -> Study:
 
 def _requests(work: Path, files: int) -> Study:
     name, header = "FUSE requests a file", ["mount", "reading", "which", "in all"]
-    if why := tracing.missing("strace") or ("" if os.geteuid() == 0 else "dropping caches needs root"):
+    if why := tracing.no_strace() or ("" if os.geteuid() == 0 else "dropping caches needs root"):
         return _not_measured(name, header, why)
     plain = work / "plain"
     names = corpus.small_files(plain, files, 20_000)
@@ -82,7 +82,7 @@ def _read(path: Path) -> None:
 
 def _functions(work: Path, calls: int) -> Study:
     name, header = "Functions that take the time", ["operation", "function", "part"]
-    if why := tracing.missing("py-spy"):
+    if why := tracing.no_profiler():
         return _not_measured(name, header, why)
     lines = []
     for number, operation in enumerate(OPERATIONS):
