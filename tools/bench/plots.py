@@ -109,9 +109,9 @@ class Bar(NamedTuple):
 
 
 def bars(result: Result) -> list[Bar]:
-    """A bar for each contestant of a row with a reference, but for the reference itself."""
+    """A bar for each contestant of a row that has peers and a reference, but for the reference itself."""
     reference = result.reference
-    if reference is None or result.why_not(reference):
+    if reference is None or result.why_not(reference) or all(timing.ours for timing in result.timings):
         return []
     return [
         Bar(

@@ -114,7 +114,7 @@ def goals(results: list[Result]) -> list[str]:
 
 def _goal(result: Result, goal: Goal) -> str:
     if goal.against is not None:
-        wanted = f"at least {goal.factor:g} times {goal.against}"
+        wanted = f"at least {goal.factor:.3g} times {goal.against}"
     else:
         assert goal.at_most is not None, "a goal has a peer or a figure"
         wanted = f"at most {goal.at_most:g} {result.unit}"
