@@ -159,16 +159,19 @@ def squashfs(source: Path, image: Path, codec: str) -> Path:
     return image
 
 
-def seekable_tar(source: Path, archive: Path) -> Path:
-    """Packs a folder as a tar in many frames of zstd, which is what ratarmount needs to reach into it."""
-    if not archive.exists():
-        part = archive.with_suffix(".part")
-        with subprocess.Popen(["tar", "-C", source, "-cf", "-", "."], stdout=subprocess.PIPE) as tar:
-            subprocess.run(["pzstd", "-q", "-3", "-f", "-o", part], stdin=tar.stdout, check=True)
-        if tar.returncode != 0:
+def tar(source: Path, archive: Path) -> Path:
+    """Packs a folder as a tar; with `.zst` at the end of its name in many frames of zstd, so that it can be reached into."""
+    if archive.exists():
+        return archive
+    part = archive.with_suffix(".part")
+    if archive.suffix != ".zst":
+        run("tar", "-C", source, "-cf", part, ".")
+    else:
+        with subprocess.Popen(["tar", "-C", source, "-cf", "-", "."], stdout=subprocess.PIPE) as packing:
+            subprocess.run(["pzstd", "-q", "-3", "-f", "-o", part], stdin=packing.stdout, check=True)
+        if packing.returncode != 0:
             raise RuntimeError(f"tar could not pack {source}")
-        part.rename(archive)
-    return archive
+    return part.rename(archive)
 
 
 def no_kernel_squashfs() -> str:

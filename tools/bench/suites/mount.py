@@ -18,7 +18,7 @@ from pathlib import Path
 import castore
 from tools.bench import corpus
 from tools.bench.harness import Bench, Contestant, Goal, Row, Unit, gigabytes_per_second, per_second
-from tools.bench.peers import Mount, squashfs
+from tools.bench.peers import Mount, no_kernel_squashfs, no_ratarmount, squashfs, tar
 
 TITLE = "Files through a mount"
 ABOUT = (
@@ -27,6 +27,8 @@ ABOUT = (
     "every file whether it is a terminal, a question that no FUSE file system can keep the kernel from passing on; "
     "the large file is a tar of files installed on the machine, read in order, 1 MiB a call. Squashfs images are "
     "made with mksquashfs's defaults (128 KiB blocks), and read by squashfuse_ll and, mounted by root, by the kernel itself. "
+    "ratarmount shows a tar of the same files: for the small ones uncompressed, since of a compressed one it decodes a whole frame "
+    "for each, and for the large one in the frames of zstd that pzstd makes. "
     "The plain files lie on the same disk. Random reads are of 64 KB at places of the large file that no two readers share, by "
     "four threads with a descriptor each. The names are those of small files, 1000 to a folder; `find` and `ls -lR` run as "
     "programs of their own."
@@ -35,6 +37,7 @@ CHUNK = 2**20
 PIECE, READERS = 65_536, 4
 KERNEL = "kernel's squashfs, zstd"
 FUSED = "squashfuse_ll, zstd"
+TAR, TAR_ZST = "ratarmount, tar", "ratarmount, tar.zst"
 
 
 def rows(bench: Bench) -> Iterator[Row]:
@@ -57,14 +60,15 @@ def rows(bench: Bench) -> Iterator[Row]:
             _open_each(root, names)
 
         goals = [pinned, Goal("castore", 1.6, FUSED)]
-        yield _row(f"warm, {label}", small, read_small, places, chosen, goals)
+        yield _row(f"warm, {label}", small, read_small, places, [*chosen, TAR], goals)
         yield _row(f"warm, {label}, with Python's open()", small, open_small, places, chosen)
         yield _row(f"warm, {whole}", large, read_large, places, chosen, [pinned])
         goals = [Goal("castore", 1.3, FUSED)]
-        yield _row(f"cold, {label}", small, read_small, places, [*chosen, KERNEL], goals, cold=True)
+        yield _row(f"cold, {label}", small, read_small, places, [*chosen, KERNEL, TAR], goals, cold=True)
         chosen = [FUSED, KERNEL, "castore", "castore, lz4", "squashfuse_ll, lz4", "plain files"]
+        whole_row = [*chosen, TAR_ZST]
         goals = [Goal("castore", 1.5, FUSED), Goal("castore", 1.5, KERNEL), Goal("castore, lz4", 2, FUSED)]
-        yield _row(f"cold, {whole}", large, read_large, places, chosen, goals, cold=True)
+        yield _row(f"cold, {whole}", large, read_large, places, whole_row, goals, cold=True)
         pieces = bench.size(2000, 200)
         random_row = f"cold, {pieces} random reads of 64 KB, {READERS} readers"
         work = partial(_read_at_random, pieces=_places_to_read(size, pieces))
@@ -87,7 +91,8 @@ def _name_rows(bench: Bench) -> Iterator[Row]:
         yield _row(f"warm, ls -lR over {count} names", unit, ls, places, chosen, goals)
 
 
-Place = tuple[Path, Callable[[], None]]
+#: Root and remount of a contestant, or why this machine cannot run it.
+Place = tuple[Path, Callable[[], None]] | str
 
 
 def _set_up(bench: Bench, stack: ExitStack, size: int, count: int) -> tuple[dict[str, Place], list[str]]:
@@ -109,6 +114,7 @@ def _set_up(bench: Bench, stack: ExitStack, size: int, count: int) -> tuple[dict
         store = _store(bench.work / f"{plain.name}.{codec}.castore", codec, plain, names)
         mount = stack.enter_context(Mount.of_store(store, bench.work / f"mnt-castore-{number}", *flags))
         places[name] = mount.root, mount.again
+    places |= _by_ratarmount(stack, plain, bench.work)
     return places, names
 
 
@@ -130,11 +136,21 @@ def _set_up_names(bench: Bench, stack: ExitStack, count: int) -> dict[str, Place
 
 
 def _by_the_kernel(stack: ExitStack, image: Path, root: Path) -> dict[str, Place]:
-    """The image mounted by the kernel, where it knows squashfs and we may mount; else nothing."""
-    if os.geteuid() != 0 or "squashfs" not in Path("/proc/filesystems").read_text().split():
-        return {}
+    if why := no_kernel_squashfs():
+        return {KERNEL: why}
     mount = stack.enter_context(Mount.of_kernel_squashfs(image, root))
     return {KERNEL: (mount.root, mount.again)}
+
+
+def _by_ratarmount(stack: ExitStack, plain: Path, work: Path) -> dict[str, Place]:
+    if why := no_ratarmount():
+        return {TAR: why, TAR_ZST: why}
+    places: dict[str, Place] = {}
+    for name, suffix in ((TAR, "tar"), (TAR_ZST, "tar.zst")):
+        archive = tar(plain, work / f"{plain.name}.{suffix}")
+        mount = stack.enter_context(Mount.of_ratarmount(archive, work / f"mnt-{suffix}"))
+        places[name] = mount.root, mount.again
+    return places
 
 
 def _store(folder: Path, codec: str, plain: Path, names: list[str]) -> Path:
@@ -155,13 +171,14 @@ def _row(
     *,
     cold: bool = False,
 ) -> Row:
-    present = [contestant for contestant in chosen if contestant in places]
     contestants = []
-    for contestant in present:
-        root, again = places[contestant]
-        contestants.append(_contestant(contestant, read, root, again if cold else None))
-    kept = [goal for goal in goals or [] if goal.against in present]
-    return Row(name, unit, contestants, reference=chosen[0], cold=cold, goals=kept)
+    for contestant in chosen:
+        place = places[contestant]
+        if isinstance(place, str):
+            contestants.append(Contestant(contestant, lambda: None, skipped=place))
+        else:
+            contestants.append(_contestant(contestant, read, place[0], place[1] if cold else None))
+    return Row(name, unit, contestants, reference=chosen[0], cold=cold, goals=goals or [])
 
 
 def _contestant(
