@@ -20,6 +20,9 @@ Figures from `make bench`, written here by it. Contestants of a row run in turn 
 round; a figure is the median of its rounds, with the least and the greatest beside it. The ratio says how many times as
 good a contestant is as the row's reference: above 1 is better, for rates and for times alike. Ratios travel
 between machines; absolute figures do not. Cold rows start with the kernel's caches dropped, and mounts put up anew.
+
+`make bench` runs all suites, which takes the better part of an hour; `make bench ARGS="--suite kv --suite mount"` runs some, `--quick` shows small
+ones and leaves this page alone, and `--json` prints all figures on file. Each run ends with every goal, reached or missed.
 """
 
 
