@@ -197,7 +197,8 @@ def _show_glance(runs: dict[str, dict[str, Any]], names: list[str], console: Con
     for line in glance.lines(runs):
         word = Text(line.verdict.strip("*"), style=styles[line.verdict])
         table.add_row(line.suite, Text(line.goal), Text(line.found), word)
-    console.print(table)
+    if table.row_count:
+        console.print(table)
     for name, reached, goals, missed in glance.others(runs):
         console.print(f"{name}: {reached} of {goals} reached", soft_wrap=True)
         for what in missed:
