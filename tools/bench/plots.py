@@ -14,7 +14,6 @@ from tools.bench import report
 from tools.bench.harness import Result
 
 _BLACK, _ORANGE, _BLUE, _GREEN, _RED = "#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00"
-_GREY = "#999999"
 # In the order in which lines are given: colour, marker, dashes, width, size of marker.
 _STYLES = [
     (_BLACK, "s", "--", 1.2, 8.0),
@@ -66,30 +65,7 @@ def hit_rates(
     _save(figure, path)
 
 
-def against_line(
-    path: Path, parts: Sequence[float], times: Sequence[float], spreads: Sequence[tuple[float, float]]
-) -> None:
-    """Time of an epoch by the part that is cached, with the straight line from nothing to all.
-
-    Args:
-        path: of the PNG.
-        parts: that were cached, from 0 to 1, ascending.
-        times: seconds of an epoch, one for each of ``parts``.
-        spreads: least and greatest of those.
-    """
-    figure, (panel,) = _subplots(1, 1, (5.2, 3.6))
-    cached = [100 * part for part in parts]
-    low = [time - least for time, (least, _) in zip(times, spreads, strict=True)]
-    high = [greatest - time for time, (_, greatest) in zip(times, spreads, strict=True)]
-    panel.plot(
-        [cached[0], cached[-1]], [times[0], times[-1]], color=_BLACK, linestyle="--", label="straight line"
-    )
-    panel.errorbar(
-        cached, times, [low, high], color=_RED, marker="o", linestyle="none", capsize=3, label="measured"
-    )
-    panel.set(xlabel="samples in memory, % of the data", ylabel="one epoch, s", ylim=(0, None))
-    panel.legend(frameon=False)
-    _save(figure, path)
+_GREY = "#999999"  # peers, beside castore's colour
 
 
 class Bar(NamedTuple):
@@ -154,6 +130,32 @@ def ratios(path: Path, title: str, lines: Sequence[Bar]) -> None:
     panel.set_ylim(len(labels) - 0.4, -0.6)
     panel.set_title(title, fontsize=10)
     panel.set_xlabel("times as good as the row's reference (castore in orange)", fontsize=8)
+    _save(figure, path)
+
+
+def against_line(
+    path: Path, parts: Sequence[float], times: Sequence[float], spreads: Sequence[tuple[float, float]]
+) -> None:
+    """Time of an epoch by the part that is cached, with the straight line from nothing to all.
+
+    Args:
+        path: of the PNG.
+        parts: that were cached, from 0 to 1, ascending.
+        times: seconds of an epoch, one for each of ``parts``.
+        spreads: least and greatest of those.
+    """
+    figure, (panel,) = _subplots(1, 1, (5.2, 3.6))
+    cached = [100 * part for part in parts]
+    low = [time - least for time, (least, _) in zip(times, spreads, strict=True)]
+    high = [greatest - time for time, (_, greatest) in zip(times, spreads, strict=True)]
+    panel.plot(
+        [cached[0], cached[-1]], [times[0], times[-1]], color=_BLACK, linestyle="--", label="straight line"
+    )
+    panel.errorbar(
+        cached, times, [low, high], color=_RED, marker="o", linestyle="none", capsize=3, label="measured"
+    )
+    panel.set(xlabel="samples in memory, % of the data", ylabel="one epoch, s", ylim=(0, None))
+    panel.legend(frameon=False)
     _save(figure, path)
 
 
