@@ -53,6 +53,10 @@ class Mount(AbstractContextManager["Mount"]):
     def of_squashfs(cls, image: Path, root: Path) -> Mount:
         return cls(root, ["squashfuse_ll", image, root], ["fusermount3", "-u", root])
 
+    @classmethod
+    def of_kernel_squashfs(cls, image: Path, root: Path) -> Mount:
+        return cls(root, ["mount", "-t", "squashfs", "-o", "loop,ro", image, root], ["umount", root])
+
     def __enter__(self) -> Mount:
         self.root.mkdir(parents=True, exist_ok=True)
         self._mount()
