@@ -171,6 +171,7 @@ def _row(
     *,
     cold: bool = False,
 ) -> Row:
+    present = [contestant for contestant in chosen if contestant in places]
     contestants = []
     for contestant in chosen:
         place = places[contestant]
