@@ -171,7 +171,6 @@ def _row(
     *,
     cold: bool = False,
 ) -> Row:
-    present = [contestant for contestant in chosen if contestant in places]
     contestants = []
     for contestant in chosen:
         place = places[contestant]
