@@ -122,7 +122,7 @@ def ratios(path: Path, title: str, lines: Sequence[Bar]) -> None:
     panel.axvline(1, color=_BLACK, linewidth=1)
     panel.set_xscale("log")
     panel.xaxis.set_major_formatter("{x:g}")
-    panel.margins(x=0.12)
+    panel.margins(x=0.18)
     panel.set_yticks(range(len(labels)), labels, fontsize=7)
     headings = {bar.row for bar in lines}
     for label, text in zip(panel.get_yticklabels(), labels, strict=True):

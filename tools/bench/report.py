@@ -146,7 +146,7 @@ def peers_ahead(results: list[Result]) -> list[str]:
             if not timing.ours
         }
         if ahead := [f"{name} {lead:.2f}" for name, lead in leads.items() if lead > 1]:
-            found.append(f"{result.name}: {', '.join(ahead)} times as good as castore's best")
+            found.append(f"{result.name}: {'; '.join(ahead)} times as good as castore's best")
     return found
 
 
