@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from tools.bench import report
+from tools.bench.harness import Result
 
 _BLACK, _ORANGE, _BLUE, _GREEN, _RED = "#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00"
 _PURPLE = "#CC79A7"
@@ -62,6 +65,74 @@ def hit_rates(
     panels[0].set_ylabel("hits, % of reads")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    _save(figure, path)
+
+
+_GREY = "#999999"  # peers, beside castore's colour
+
+
+class Bar(NamedTuple):
+    """How many times as good as its row's reference a contestant is.
+
+    Attributes:
+        row: the question.
+        contestant: who answers it.
+        times: the ratio; above 1 is better than the reference.
+        ours: whether it is castore.
+    """
+
+    row: str
+    contestant: str
+    times: float
+    ours: bool
+
+
+def bars(result: Result) -> list[Bar]:
+    """A bar for each contestant of a row that has peers and a reference, but for the reference itself."""
+    reference = result.reference
+    if reference is None or result.why_not(reference) or all(timing.ours for timing in result.timings):
+        return []
+    return [
+        Bar(
+            f"{result.name} (1 = {reference})", timing.name, result.ratio(timing.name, reference), timing.ours
+        )
+        for timing in result.timings
+        if timing.name != reference and not timing.skipped
+    ]
+
+
+def ratios(path: Path, title: str, lines: Sequence[Bar]) -> None:
+    """Horizontal bars from 1 to each ratio, on a logarithmic scale, under a heading for each row.
+
+    Args:
+        path: of the PNG.
+        title: above all.
+        lines: those of a row one after the other.
+    """
+    figure, (panel,) = _subplots(1, 1, (8.5, 1.2 + 0.24 * (len(lines) + len({bar.row for bar in lines}))))
+    labels: list[str] = []
+    for number, bar in enumerate(lines):
+        if number == 0 or lines[number - 1].row != bar.row:
+            labels.append(bar.row)
+        place = len(labels)
+        labels.append(bar.contestant)
+        panel.barh(place, bar.times - 1, left=1, height=0.75, color=_RED if bar.ours else _GREY)
+        panel.annotate(
+            report.figure(bar.times), (bar.times, place),
+            (4 if bar.times >= 1 else -4, 0), textcoords="offset points",
+            va="center", ha="left" if bar.times >= 1 else "right", fontsize=7,
+        )  # fmt: skip
+    panel.axvline(1, color=_BLACK, linewidth=1)
+    panel.set_xscale("log")
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.margins(x=0.18)
+    panel.set_yticks(range(len(labels)), labels, fontsize=7)
+    headings = {bar.row for bar in lines}
+    for label, text in zip(panel.get_yticklabels(), labels, strict=True):
+        label.set_fontweight("bold" if text in headings else "normal")
+    panel.set_ylim(len(labels) - 0.4, -0.6)
+    panel.set_title(title, fontsize=10)
+    panel.set_xlabel("times as good as the row's reference (castore in orange)", fontsize=8)
     _save(figure, path)
 
 
