@@ -148,7 +148,8 @@ class Write:
 
     def add_blobs(self, blobs: Sequence[Blob]) -> None:
         """`add_blob` for many in registered packs that are known not to be there."""
-        self.db.executemany(ADD_BLOBS, blobs)
+        # In the order of the tree, which then comes by each of its pages once.
+        self.db.executemany(ADD_BLOBS, sorted(blobs))
         self._blobs += len(blobs)
         self._unique += sum(blob.size for blob in blobs)
         self._stored += sum(blob.stored for blob in blobs)
@@ -268,6 +269,7 @@ class Write:
                 if not added:
                     again.append((blob[0],))
         if rows:
+            rows.sort()  # as in add_blobs; names are distinct here
             self._add_entries(ADD_ENTRIES if alone else ADD_ENTRY, rows, now)
             self.db.executemany(COUNT_REF, again)
         return [
