@@ -27,6 +27,8 @@ FRAME_SIZE = 256 * 1024
 Buffer = bytes | bytearray | memoryview
 # The flag of a zstd frame's descriptor, its fifth byte, that says whether a checksum follows the content.
 _ZSTD_CHECKED = 0x04
+# LZ4 frames of more bytes than this are quicker put together and taken apart by hand (lz4blocks.py).
+_LZ4_BY_HAND = 4096
 
 
 class Codec(NamedTuple):
@@ -105,7 +107,7 @@ def zstd_decompress_into(stored: memoryview, view: memoryview) -> None:
 
 
 def _lz4_compress(frame: Buffer, level: int) -> bytes:
-    if frame and level <= 0:  # above, levels mean other methods in other versions of LZ4
+    if len(frame) > _LZ4_BY_HAND and level <= 0:  # above, levels mean other methods in other versions of LZ4
         return lz4blocks.compress(frame, level)
     compressed: bytes = lz4.frame.compress(
         frame,
@@ -118,7 +120,7 @@ def _lz4_compress(frame: Buffer, level: int) -> bytes:
 
 
 def _lz4_decompress(stored: Buffer, size: int) -> bytes:
-    data = lz4blocks.decompress(stored, size)
+    data = lz4blocks.decompress(stored, size) if size > _LZ4_BY_HAND else None
     if data is not None:
         return data
     try:
