@@ -39,5 +39,5 @@ torture:  ## tries to break a store for most of an hour, into docs/reliability.m
 
 clean:  ## removes environments, caches and the working folders of demo and bench
 	@! grep -qs " $(CURDIR)/" /proc/mounts || { echo "clean: unmount first: $$(grep -o " $(CURDIR)/[^ ]*" /proc/mounts)"; exit 1; }
-	rm -rf .venv .venv-bench .venv-bench-numpy1 .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	rm -rf .venv .venv-bench .venv-bench-peers .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
 	find castore fuse tests tools -name __pycache__ -prune -exec rm -rf {} +

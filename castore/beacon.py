@@ -1,13 +1,13 @@
-"""Four 8-byte words that every process using a store maps: what a reader checks instead of asking the index.
+"""Five 8-byte words that every process using a store maps: what a reader checks instead of asking the index.
 
-``changed`` takes a new value after each commit that re-points or removes a name; a RAM tier whose remembered value
-still matches may answer without touching SQLite. ``segment`` is the number of the names journal's current segment. ``epoch``
-counts how often ``index.sqlite`` was replaced by another file: connections to an earlier one are not used any more.
-``prefixes`` counts how often it was changed which prefixes have which dictionaries.
+``changed`` takes a new value just before each commit that re-points or removes a name, and ``settled`` takes the same
+value after it. While both are equal no such commit is under way, so what the index says then may be remembered, and it
+stays true for as long as ``changed`` stays what it was. ``segment`` is the number of the names journal's current
+segment. ``epoch`` counts how often ``index.sqlite`` was replaced by another file: connections to an earlier one are not
+used any more. ``prefixes`` counts how often it was changed which prefixes have which dictionaries.
 
-The words only save work. ``changed`` is written before the commit, for the next writer, and after it, for readers; a
-writer killed in between leaves readers with the old row under the new word:
-whoever trusts it must ask the index itself once in a while (`Store` does so every second).
+The words only save work. A writer killed in between leaves ``changed`` and ``settled`` different, and nobody remembers anything until the next
+one that takes the index's write lock says that it is over (`settle`): readers are slower then, never wrong.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 
 from castore.temporary import open_with_mode
 
-_SIZE = 32
+_SIZE = 40
 #: Places of the words.
-CHANGED, SEGMENT, EPOCH, PREFIXES = 0, 1, 2, 3
+CHANGED, SEGMENT, EPOCH, SETTLED, PREFIXES = 0, 1, 2, 3, 4
 
 
 class Beacon:
@@ -43,9 +43,30 @@ class Beacon:
         #: The words, by place. Public for callers in a hurry.
         self.words = memoryview(self._map).cast("Q")
 
-    def announce(self) -> None:
-        """Say that a name changed. The monotonic clock gives a value no process has written before."""
-        self.words[CHANGED] = time.monotonic_ns()
+    def announce(self) -> int:
+        """Say that a name is about to change; returns what to `settle` when that is done, or has come to nothing.
+
+        The caller holds the index's write lock. The monotonic clock gives a value no process has written before.
+        """
+        changed = self.words[CHANGED] = time.monotonic_ns()
+        return changed
+
+    def settle(self, changed: int) -> None:
+        """Say that the change announced as ``changed`` is over."""
+        self.words[SETTLED] = changed
+
+    def settle_all(self) -> None:
+        """Say that no change is under way. The caller holds the index's write lock, and so knows."""
+        self.words[SETTLED] = self.words[CHANGED]
+
+    def settled(self) -> int:
+        """The value of ``changed`` under which answers may be remembered that the index gives from here on.
+
+        -1, which ``changed`` never is, while a change is under way.
+        """
+        # In this order: `settled` is compared with what was announced before it was looked at.
+        changed = self.words[CHANGED]
+        return changed if self.words[SETTLED] == changed else -1
 
     @property
     def segment(self) -> int:

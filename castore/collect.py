@@ -24,8 +24,9 @@ from castore import compact, leftovers, mounts
 from castore.ballast import free_bytes, is_short
 from castore.errors import FullError
 from castore.index import CLOCK_SLACK, Index
-from castore.records import LOOSE
+from castore.records import LOOSE, Blob
 from castore.sizes import format_size
+from castore.turns import Turns
 from castore.writing import full
 
 if TYPE_CHECKING:
@@ -223,9 +224,11 @@ def run(store: Store, budget: int | None, grace: float, *, dry_run: bool) -> Pla
         _remove(store, chosen, now)
         leftovers.remove(index, store.objects, strays)
         leftovers.rotate_journal(index)
+        turns = Turns()
         for pack, live in packs.items():
             _see_room_for(store, pack, live)
             compact.compact(store, pack)
+            turns.give()
     return plan
 
 
@@ -249,9 +252,19 @@ def _remove(store: Store, chosen: Selection, now: float) -> None:
     entries: list[tuple[Candidate, float | None]] = [(entry, None) for entry in chosen.expired]
     entries += [(entry, entry.accessed) for entry in chosen.evicted]
     for batch in _batches(store, entries):
+        gone: list[Blob] = []
         with store.index.write() as txn:
-            evicted += sum(txn.evict_entry(entry.name, entry.digest, used, now) for entry, used in batch)
-        remove_blobs(store, [entry.digest for entry, _ in batch if entry.digest in going])
+            # A mount is on the list before it answers, which takes this lock: there is none that knows these names.
+            alone = not mounts.are_there(txn)
+            for entry, used in batch:
+                name, digest = entry[:2]
+                blobs = txn.evict_entry(name, digest, used, now, with_blob=alone and digest in going)
+                if blobs is not None:
+                    evicted += 1
+                    gone += blobs
+        _unlink(store, gone)
+        if not alone:
+            remove_blobs(store, [entry.digest for entry, _ in batch if entry.digest in going])
     with store.index.write() as txn:
         txn.execute(
             "INSERT INTO counters VALUES ('evictions', ?1) ON CONFLICT (name) DO UPDATE SET value = value + ?1",
@@ -269,12 +282,18 @@ def remove_blobs(store: Store, digests: list[bytes]) -> None:
     with store.index.write() as txn:
         for digest in digests:
             blob = txn.blob(digest)
-            if blob is not None and txn.drop_blob(blob) and blob.pack == LOOSE:
+            if blob is not None and txn.drop_blob(blob):
                 gone.append(blob)
-    with store.index.write() as txn:
-        for blob in gone:
-            if txn.blob(blob.digest) is None:
-                store.objects.remove_loose(blob.digest, blob.codec)
+    _unlink(store, gone)
+
+
+def _unlink(store: Store, gone: list[Blob]) -> None:
+    loose = [blob for blob in gone if blob.pack == LOOSE]
+    if loose:
+        with store.index.write() as txn:
+            for blob in loose:
+                if txn.blob(blob.digest) is None:
+                    store.objects.remove_loose(blob.digest, blob.codec)
 
 
 def make_room(store: Store, need: int) -> None:
@@ -299,8 +318,9 @@ def make_room(store: Store, need: int) -> None:
 
 def _batches(store: Store, items: list[_T]) -> Iterator[list[_T]]:
     """The items in pieces of what goes in one transaction: small ones where the disk has no room for a long log."""
-    rest = iter(items)
+    rest, turns = iter(items), Turns()
     while batch := list(islice(rest, _SMALL_BATCH if (short := is_short(store.path)) else _BATCH)):
         yield batch
         if short:
             store.index.shrink_log()
+        turns.give()

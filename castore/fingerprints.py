@@ -15,15 +15,12 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dataclasses
-import dis
 import enum
 import functools
 import importlib
 import importlib.util
 import logging
 import re
-import sys
-import sysconfig
 import threading
 import types
 import typing
@@ -32,16 +29,14 @@ from typing import Any
 
 from blake3 import blake3
 
+from castore.bytecode import BODY_NOISE, codes, instructions, outer_reads, steps
 from castore.errors import InvalidValueError
 from castore.keys import Encoder, UnencodableError, refuse
+from castore.libraries import library_object, library_of
 
 _VERSION = b"castore.function.1"
-# Arguments and kind of function; the rest of the flags tells of the compiler and of __future__.
-_FLAGS = 0xFF | 0x200
-# copyreg leaves __slotnames__ in a class once one of its objects was pickled.
-_BODY_NOISE = {"__doc__", "__firstlineno__", "__static_attributes__", "__slotnames__"}
 _CLASS_NOISE = {
-    *_BODY_NOISE, "__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__dict__",
+    *BODY_NOISE, "__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__dict__",
     "__module__", "__weakref__", "_abc_impl", "__abstractmethods__", "__dataclass_fields__", "__dataclass_params__", "__match_args__",
 }  # fmt: skip
 # What namedtuple writes; the fields say all about it.
@@ -90,7 +85,7 @@ class FunctionEncoder(Encoder):
 
     def other(self, value: Any) -> bytes:
         """The canonical bytes of a function and its kin, numbered by first visit."""
-        library = _library_object(value)
+        library = library_object(value)
         if library:
             return self.tagged("library", library)
         encode = next((encode for kind, encode in _KINDS.items() if isinstance(value, kind)), None)
@@ -122,11 +117,11 @@ class FunctionEncoder(Encoder):
     def function(self, function: types.FunctionType) -> Iterator[Any]:
         """What a function is made of."""
         yield function.__qualname__
-        library = _library(function.__globals__.get("__name__"))
+        library = library_of(function.__globals__.get("__name__"))
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         if library:
             # Lambdas of one module share their name, so the instructions count here too; globals do not.
-            yield library, [[*_instructions(inner)] for inner in _codes(function.__code__)]
+            yield library, [[*instructions(inner)] for inner in codes(function.__code__)]
             yield from (self._value(_cell(cell), f" -> closure {name!r}") for name, cell in cells.items())
         else:
             yield from self._body(function.__code__, function.__globals__, cells)
@@ -145,12 +140,12 @@ class FunctionEncoder(Encoder):
                 yield name, self._reference(scope[name], names, f" -> global {name!r}")
             elif kind == "global":
                 yield name, "builtin" if hasattr(builtins, name) else "unbound"
-        for name in sorted({name for inner in _codes(code) for name in _imports(inner, scope)}):
+        for name in sorted({name for inner in codes(code) for name in _imports(inner, scope)}):
             yield name, self._reference(_imported(name), names, f" -> import {name!r}")
 
     def _reference(self, value: Any, names: Set[str], step: str) -> bytes:
         """A value that code refers to; of a user module, all attributes that the code has a name for."""
-        if not isinstance(value, types.ModuleType) or _library(value.__name__):
+        if not isinstance(value, types.ModuleType) or library_of(value.__name__):
             return self._value(value, step)
         if id(value) in self._open:  # modules that import one another
             return self.tagged("module", value.__name__)
@@ -171,7 +166,7 @@ class FunctionEncoder(Encoder):
     def class_(self, cls: type) -> Iterator[Any]:
         """What a class is made of: its bases and all that its body defines."""
         yield cls.__qualname__
-        library = _library(cls.__module__)
+        library = library_of(cls.__module__)
         if library:
             yield library
             return
@@ -192,77 +187,24 @@ class FunctionEncoder(Encoder):
                 yield name, self._value(value, f".{name}")
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A code object and those of the functions, classes and comprehensions inside it."""
-    yield code
-    for constant in code.co_consts:
-        if _is_code(constant):
-            yield from _codes(constant)
-
-
-def _is_code(value: object) -> bool:
-    return isinstance(value, types.CodeType)
-
-
-@functools.lru_cache(maxsize=4096)
-def _steps(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
-    """Names of instructions with what their arguments stand for, so that places in tables do not matter.
-
-    A docstring shifts the table of constants; by value, nothing changes. Remembered: code never changes, and code that
-    is equal has equal instructions.
-    """
-    return tuple(_read_steps(code))
-
-
-def _read_steps(code: types.CodeType) -> Iterator[tuple[str, Any]]:
-    for step in dis.get_instructions(code):
-        if step.opname != "EXTENDED_ARG":
-            by_value = step.opcode in dis.hasconst or isinstance(step.argval, str)
-            argument = step.argval if by_value else step.arg
-            # dis of Python 3.11 leaves names of keyword arguments unresolved.
-            yield step.opname, code.co_consts[step.arg or 0] if step.opname == "KW_NAMES" else argument
-
-
 @functools.lru_cache(maxsize=4096)
 def _content(code: types.CodeType) -> tuple[bytes, frozenset[str], list[tuple[str, str]]]:
     """The encoded instructions of code and what is inside it, every name in it, and what it reads from around it.
 
     Attributes of a user module that are among the names will be followed.
     """
-    codes = list(_codes(code))
-    instructions = [[part for row in _instructions(inner) for part in row] for inner in codes]
-    names = frozenset(name for inner in codes for name in inner.co_names)
-    reads = {read for inner in codes for read in _outer_reads(inner)}
-    return Encoder().part(instructions), names, sorted(reads)
-
-
-def _instructions(code: types.CodeType) -> Iterator[tuple[str, Any]]:
-    """All of one code object that counts; the code of inner functions stands elsewhere."""
-    yield "arguments", code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    yield "kinds", (code.co_argcount, code.co_posonlyargcount, code.co_flags & _FLAGS)
-    yield "exceptions", getattr(code, "co_exceptiontable", b"")
-    rows = _steps(code)
-    # In the body of a class these are a constant that is then stored.
-    noise = {at for at, row in enumerate(rows) if row[0] == "STORE_NAME" and row[1] in _BODY_NOISE}
-    for at, (opname, argument) in enumerate(rows):
-        if at not in noise and at + 1 not in noise:
-            yield opname, "code" if _is_code(argument) else argument
-
-
-def _outer_reads(code: types.CodeType) -> Iterator[tuple[str, str]]:
-    for opname, argument in _steps(code):
-        if opname.startswith("LOAD_") and argument != "__name__":
-            if "DEREF" in opname:
-                yield "closure", argument
-            if "GLOBAL" in opname or opname == "LOAD_NAME":
-                yield "global", argument
+    inside = list(codes(code))
+    rows = [[part for row in instructions(inner) for part in row] for inner in inside]
+    names = frozenset(name for inner in inside for name in inner.co_names)
+    reads = {read for inner in inside for read in outer_reads(inner)}
+    return Encoder().part(rows), names, sorted(reads)
 
 
 def _imports(code: types.CodeType, scope: dict[str, Any]) -> Iterator[str]:
     """Full names of the modules that code imports while it runs."""
     level: Any = None
     wanted: Any = None
-    for opname, argument in _steps(code):
+    for opname, argument in steps(code):
         if opname == "IMPORT_NAME":
             name = "." * (level or 0) + argument
             if level:
@@ -277,7 +219,7 @@ def _imports(code: types.CodeType, scope: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_module(package: str, name: str) -> bool:
-    if package.startswith(".") or _library(package):
+    if package.startswith(".") or library_of(package):
         return False
     try:
         return importlib.util.find_spec(f"{package}.{name}") is not None
@@ -287,7 +229,7 @@ def _is_module(package: str, name: str) -> bool:
 
 def _imported(name: str) -> Any:
     """The module that code would import, but of a library only its name and version."""
-    library = _library(name)
+    library = library_of(name)
     if library or name.startswith("."):
         return library or f"no module {name}"
     try:
@@ -311,7 +253,7 @@ def _is_magic(name: str) -> bool:
 
 def _is_users_method(value: object) -> bool:
     value = getattr(value, "__wrapped__", getattr(value, "fget", value))
-    return isinstance(value, types.FunctionType) and not _library(value.__globals__.get("__name__"))
+    return isinstance(value, types.FunctionType) and not library_of(value.__globals__.get("__name__"))
 
 
 def _is_generated(value: object) -> bool:
@@ -319,62 +261,10 @@ def _is_generated(value: object) -> bool:
     return getattr(getattr(value, "__code__", None), "co_filename", None) == "<string>"
 
 
-def _library(module: Any) -> str | None:
-    """Name and version of the distribution (or Python) that a module comes with; None for the user's own."""
-    return _library_of(module) if isinstance(module, str) else None
-
-
-@functools.cache
-def _library_of(module: str) -> str | None:
-    top = module.partition(".")[0]
-    if top == __name__.partition(".")[0]:
-        return f"{module} of {_distribution(top)}"
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return None  # __main__ and modules made by hand
-    # Lazy modules (transformers) set paths where text belongs.
-    places = [*map(str, spec.submodule_search_locations or []), spec.origin or ""] if spec else []
-    paths = sysconfig.get_paths()
-    # By place and not by name: a user's own statistics.py is not the standard library's. The standard
-    # library's folder may hold site-packages, so these come first.
-    if any(place.startswith(f"{paths[kind]}/") for kind in ("purelib", "platlib") for place in places) or any(
-        re.search(r"/(site|dist)-packages/", place) for place in places
-    ):
-        # A file put there by hand belongs to no distribution: it is the user's.
-        distribution = _distribution(top)
-        return f"{module} of {distribution}" if distribution else None
-    python = ("built-in", "frozen", f"{paths['stdlib']}/", f"{paths['platstdlib']}/")
-    if any(place.startswith(python) for place in places):
-        return f"{module} of Python {sys.version_info.major}.{sys.version_info.minor}"
-    return None
-
-
-def _distribution(top: str) -> str:
-    """Name and version of the distribution that holds a top-level package; "" if none does."""
-    import importlib.metadata  # 15 ms, with the e-mail parser
-
-    try:
-        return f"{top} {importlib.metadata.version(top)}"
-    except importlib.metadata.PackageNotFoundError:
-        owners = sorted(set(importlib.metadata.packages_distributions().get(top, ())))
-        return " ".join(f"{owner} {importlib.metadata.version(owner)}" for owner in owners)
-
-
-def _library_object(value: Any) -> str | None:
-    """What stands for an object that a library keeps under its own name: a ufunc, a compiled function."""
-    name = getattr(value, "__name__", None)
-    module = getattr(value, "__module__", None) or type(value).__module__
-    library = _library(module) if isinstance(name, str) else None
-    if library and name and getattr(sys.modules.get(module), name, None) is value:
-        return f"{name} in {library}"
-    return None
-
-
 def _builtin(encoder: FunctionEncoder, value: Any) -> Iterator[Any]:
     owner = value.__self__
     module = owner.__name__ if isinstance(owner, types.ModuleType) else None
-    library = _library(module)
+    library = library_of(module)
     if module and not library:
         refuse(value)
     yield value.__qualname__
@@ -382,7 +272,7 @@ def _builtin(encoder: FunctionEncoder, value: Any) -> Iterator[Any]:
 
 
 def _module(encoder: FunctionEncoder, value: types.ModuleType) -> Iterator[Any]:
-    library = _library(value.__name__)
+    library = library_of(value.__name__)
     if not library:
         raise UnencodableError(
             f"cannot hash the user module {value.__name__!r} as a value; pass what is used of it"

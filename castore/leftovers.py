@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,16 +48,16 @@ def find(index: Index, objects: ObjectDirectory) -> Iterator[Leftover]:
 
 
 def _unindexed_objects(index: Index, objects: ObjectDirectory) -> Iterator[Leftover]:
-    # Both lists come in the order of digests, so one pass over each compares them.
-    rows = (blob for blob in index.blobs() if blob.pack == 0)
-    row = next(rows, None)
-    for digest, _, path in objects.loose.listing():
-        while row is not None and row.digest < digest:
-            row = next(rows, None)
-        if row is None or row.digest != digest or not _may_mean(objects, row, path):
-            size = _size(path)
-            if size is not None:
-                yield Leftover(path, size, digest=digest)
+    # A store has few objects beside its packs: it is asked for their rows, and not for all there are.
+    listing = objects.loose.listing()
+    while batch := list(islice(listing, 1000)):
+        rows = index.blobs_of([digest for digest, _, _ in batch])
+        for digest, _, path in batch:
+            row = rows.get(digest)
+            if row is None or row.pack != LOOSE or not _may_mean(objects, row, path):
+                size = _size(path)
+                if size is not None:
+                    yield Leftover(path, size, digest=digest)
 
 
 def _may_mean(objects: ObjectDirectory, blob: Blob, path: Path) -> bool:

@@ -1,7 +1,8 @@
-"""The RAM tier: least recently used values, bounded in bytes and in number, loaded once however many threads ask.
+"""The RAM tier: recently used values, bounded in bytes and in number, loaded once however many threads ask.
 
 It counts what a value really occupies, its bookkeeping included, so a million tiny values do not slip past the
-bound. It knows nothing of blobs or entries, and never blocks on anything but its own short lock: a value is loaded
+bound. The least recently used goes first; reading a value in passing, through its `Slot`, only marks it, and marked ones
+are passed over once. It knows nothing of blobs or entries, and never blocks on anything but its own short lock: a value is loaded
 outside the lock, by the first thread that misses, while the others wait for that one.
 """
 
@@ -19,6 +20,27 @@ V = TypeVar("V")
 
 #: What a slot costs besides its value: the key, the tuple and the dictionary's share, as measured with tracemalloc.
 SLOT_BYTES = 300
+
+
+#: How many slots that were read in passing `put` passes over, before it lets one of them go all the same: it holds a lock.
+CHANCES = 100
+
+
+class Slot(Generic[V]):
+    """Where a value is held. Who keeps it reads the value again without asking, and marks it as used.
+
+    Attributes:
+        value: None once it has been let go of.
+        size: what it counts as, in bytes.
+        used: read in passing since it was last in line: it is passed over once when room is made.
+    """
+
+    __slots__ = ("size", "used", "value")
+
+    def __init__(self, value: V, size: int) -> None:
+        self.value: V | None = value
+        self.size = size
+        self.used = False
 
 
 class _Flight(Generic[V]):
@@ -49,7 +71,7 @@ class MemoryLRU(Generic[V]):
         self.bytes = 0
         self.evictions = 0
         self._measure = measure
-        self._slots: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+        self._slots: OrderedDict[Hashable, Slot[V]] = OrderedDict()
         self._after_fork()
         reset_after_fork(self)
 
@@ -63,45 +85,68 @@ class MemoryLRU(Generic[V]):
 
     def get(self, key: Hashable) -> V | None:
         """The value, now the most recently used, or None."""
-        # Without the lock, which would be a third of a hit's time: each step is atomic under the GIL, and a value that
-        # another thread lets go of in between has been read all the same.
-        slot = self._slots.get(key)
-        if slot is None:
-            return None
-        try:  # noqa: SIM105 (suppress costs more than the rest of this method)
-            self._slots.move_to_end(key)
-        except KeyError:
-            pass
-        return slot[0]
+        slot = self.slot(key)
+        return None if slot is None else slot.value
 
-    def put(self, key: Hashable, value: V) -> None:
-        """Keep ``value``, letting go of the least recently used; one larger than the bound is not kept."""
-        size = self._measure(value) + SLOT_BYTES
+    def slot(self, key: Hashable) -> Slot[V] | None:
+        """Where the value is held, now the most recently used, or None."""
+        # Without the lock, which would be a third of the time: each step is atomic under the GIL.
+        slot = self._slots.get(key)
+        if slot is not None:
+            try:  # noqa: SIM105 (suppress costs more than the rest of this method)
+                self._slots.move_to_end(key)
+            except KeyError:
+                pass  # another thread has just let go of it
+        return slot
+
+    def put(self, key: Hashable, value: V) -> Slot[V] | None:
+        """Keep ``value``, letting go of the least recently used; one larger than the bound is not kept.
+
+        Returns:
+            Where it is held.
+        """
+        if not self.max_bytes:
+            return None
+        slot = Slot(value, self._measure(value) + SLOT_BYTES)
         with self._lock:
-            old = self._slots.pop(key, None)
-            if old is not None:
-                self.bytes -= old[1]
-            if size > self.max_bytes:
-                return
-            self._slots[key] = (value, size)
-            self.bytes += size
-            while self.bytes > self.max_bytes or len(self._slots) > self.max_items:
-                _, (_, freed) = self._slots.popitem(last=False)
-                self.bytes -= freed
+            self._let_go(key)
+            if slot.size > self.max_bytes:
+                return None
+            self._make_room(slot.size)
+            self._slots[key] = slot
+            self.bytes += slot.size
+        return slot
+
+    def _make_room(self, size: int) -> None:
+        """For one more value. The caller holds the lock."""
+        slots, chances = self._slots, CHANCES
+        while self.bytes + size > self.max_bytes or len(slots) >= self.max_items:
+            key = next(iter(slots))
+            if slots[key].used and chances:
+                slots[key].used = False
+                slots.move_to_end(key)
+                chances -= 1
+            else:
+                self._let_go(key)
                 self.evictions += 1
+
+    def _let_go(self, key: Hashable) -> None:
+        """The caller holds the lock."""
+        slot = self._slots.pop(key, None)
+        if slot is not None:
+            self.bytes -= slot.size
+            slot.value = None
 
     def discard(self, key: Hashable) -> None:
         """Let go of one value, if it is there."""
         with self._lock:
-            slot = self._slots.pop(key, None)
-            if slot is not None:
-                self.bytes -= slot[1]
+            self._let_go(key)
 
     def clear(self) -> None:
         """Let go of everything."""
         with self._lock:
-            self._slots.clear()
-            self.bytes = 0
+            for key in list(self._slots):
+                self._let_go(key)
 
     def get_or_load(self, key: Hashable, load: Callable[[], V]) -> V:
         """The value, from ``load()`` if it is not held; threads that ask meanwhile get the same one.
@@ -113,7 +158,7 @@ class MemoryLRU(Generic[V]):
             slot = self._slots.get(key)
             if slot is not None:
                 self._slots.move_to_end(key)
-                return slot[0]
+                return slot.value  # type: ignore[return-value]  # it is there as long as the slot is
             flight = self._flights.get(key)
             mine = flight is None
             if flight is None:

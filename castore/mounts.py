@@ -12,6 +12,7 @@ import time
 
 from castore.index import Index
 from castore.temporary import FOREIGN_AGE, pid_namespace, process_started
+from castore.transaction import Write
 
 _ADD = (
     "INSERT INTO mounts (mountpoint, prefix, pinned, namespace, pid, started, since, seen)"
@@ -61,6 +62,11 @@ def forget_dead(index: Index) -> list[str]:
         with index.write() as txn:
             txn.executemany("DELETE FROM mounts WHERE id = ?", [(row[0],) for row in dead])
     return [row[1] for row in dead]
+
+
+def are_there(txn: Write) -> bool:
+    """Whether any mount is on the list."""
+    return txn.execute("SELECT 1 FROM mounts LIMIT 1").fetchone() is not None
 
 
 def _gone(namespace: int, pid: int, started: int, seen: float) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from castore.prefixes import Prefixes
 from castore.records import Entry, Pointing
 from castore.settings import Settings
 from castore.sizes import parse_duration
+from castore.sqlerrors import is_full
 from castore.staged import Staged, Vanished
-from castore.transaction import Write, is_full
+from castore.transaction import Write
 from castore.writing import BlobWriter, open_source
 
 #: Bytes and blobs that `put_many` commits at a time.
@@ -53,9 +54,21 @@ class Putter:
     ) -> Pointing:
         """What a put says of its name, checked."""
         check_name(name)
-        seconds = self._settings.ttl if ttl is None else parse_duration(ttl)
+        seconds = self._seconds(ttl)
         expires = None if seconds is None else time.time() + seconds
         return Pointing(name, serializer, _metadata_text(metadata), expires, pin)
+
+    def plain_pointings(
+        self, items: Iterable[tuple[str, Buffer]], ttl: float | str | None
+    ) -> Iterator[tuple[Pointing, Buffer]]:
+        """`pointing` for many names, each with its bytes, of which nothing else is said."""
+        seconds = self._seconds(ttl)
+        for name, data in items:
+            expires = None if seconds is None else time.time() + seconds
+            yield Pointing(check_name(name), "bytes", None, expires, False), data
+
+    def _seconds(self, ttl: float | str | None) -> float | None:
+        return self._settings.ttl if ttl is None else parse_duration(ttl)
 
     def codec(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
         """Codec and level of a put, checked."""
@@ -119,7 +132,13 @@ class Putter:
 
     def _put_batch(self, batch: list[tuple[Pointing, Buffer]], codec: str, level: int | None) -> list[Entry]:
         def stage(known: bool) -> list[tuple[Pointing, Staged]]:
-            return [(pointing, self._stage(pointing, data, codec, level, known)) for pointing, data in batch]
+            staged = self._writer.stage_many(
+                [(data, self._dictionary(pointing.name)) for pointing, data in batch],
+                codec,
+                level,
+                known=known,
+            )
+            return list(zip((pointing for pointing, _ in batch), staged, strict=True))
 
         return self._commit(stage)
 

@@ -1,8 +1,9 @@
-"""How a name becomes bytes again: RAM, then the index, then the object, checked; or a miss.
+"""How a name becomes bytes again: from what is known, or the index, then the object, checked; or a miss.
 
-The RAM tier answers without asking the index as long as the beacon says that no name changed since, and for at most a
-second at a time. What fails its check on disk is set aside, counted and from then on a miss: the caller computes it
-again, and putting it heals the blob. Bytes that fail their check are never returned.
+What the index said of a name is remembered for as long as the beacon says that no name changed since: a value that RAM
+holds, or where a small blob lies, is found without asking. What fails its check on disk is set aside, counted and from
+then on a miss: the caller computes it again, and putting it heals the blob. Bytes that fail their check are never
+returned.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import time
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from castore.beacon import CHANGED, Beacon
 from castore.errors import CorruptError, FullError
 from castore.index import Found, Index
-from castore.memory import MemoryLRU
+from castore.memory import MemoryLRU, Slot
 from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
@@ -25,21 +26,22 @@ from castore.objects.directory import ObjectDirectory, check_row
 from castore.records import LOST, Blob
 from castore.usage import Usage
 
-#: Longest time the RAM tier answers for a name without asking the index.
-TRUST_SECONDS = 1.0
+if TYPE_CHECKING:
+    from castore.shared_frames import SharedFrames
+
 #: How often a reader looks again for bytes that were there a moment ago.
 ATTEMPTS = 8
-#: A `_Binding` with its name, digest and place in the dictionary, as measured with tracemalloc.
-_BINDING_BYTES = 400
+#: How many names are remembered whose bytes RAM does not hold: about 7 MB.
+REMEMBERED = 10_000
+#: A `_Known` with its name, digest and place in the dictionary, as measured with tracemalloc.
+_KNOWN_BYTES = 400
+_NEVER = float("inf")
+_NOWHERE: Slot[bytes] = Slot(b"", 0)
+_NOWHERE.value = None
 
-
-class _Binding(NamedTuple):
-    """What a name pointed to, and how long that may be taken for true."""
-
-    digest: bytes
-    changed: int
-    since: float
-    until: float
+#: What the index said of a name: where RAM has the bytes (or had), the beacon's word then, until when it holds (seconds
+#: since the epoch), the blob if RAM keeps none, and the serializer. A plain tuple, which is unpacked the quickest.
+_Known = tuple[Slot[bytes], int, float, Blob | None, str]
 
 
 class Fault(Enum):
@@ -60,8 +62,8 @@ def _needs_checksums(blob: Blob) -> bool:
 
 
 def _held(data: bytes) -> int:
-    """What a blob in the RAM tier occupies, with the binding of the one name that most blobs have."""
-    return sys.getsizeof(data) + _BINDING_BYTES
+    """What a blob in the RAM tier occupies, with what is known of the one name that most blobs have."""
+    return sys.getsizeof(data) + _KNOWN_BYTES
 
 
 class BlobSource:
@@ -80,66 +82,112 @@ class BlobSource:
     ) -> None:
         self._index = index
         self._objects = objects
+        self._beacon = beacon
         self._words = beacon.words
         self._usage = usage
         self.memory: MemoryLRU[bytes] = MemoryLRU(memory, _held)
-        self._bindings: dict[str, _Binding] = {}
+        #: Frames that processes share, if the store was opened so.
+        self.shared: SharedFrames | None = None
+        self._known: dict[str, _Known] = {}
 
     def get(self, name: str) -> bytes | None:
         """The bytes of a name, or None."""
-        binding = self._bindings.get(name)
-        if binding is not None:
+        known = self._known.get(name)
+        if known is not None:
+            slot, changed, until, _, _ = known
+            data = slot.value
             now = time.time()
-            digest, changed, since, until = binding
-            # Before `since` it is by a clock that was set back meanwhile, which would trust this for as long.
-            if since <= now < until and self._words[CHANGED] == changed:
-                data = self.memory.get(digest)
-                if data is not None:
-                    usage = self._usage
-                    usage.counts["memory_hits"] += 1
-                    usage.touched[name] = now
-                    return data
-        read = self.read(name)
+            # `_recall` of what RAM holds, written out: calling it takes half as long as it does.
+            if data is not None and now < until and self._words[CHANGED] == changed:
+                slot.used = True
+                usage = self._usage
+                usage.counts["memory_hits"] += 1
+                usage.touched[name] = now
+                if not usage.flushed <= now < usage.due:
+                    usage.flush_some()
+                return data
+            data = self._recall(name, known)
+            if data is not None:
+                return data
+        read = self._look_up(name)
         return None if read is None else read.data
 
     def read(self, name: str) -> Read | None:
         """The bytes of a name and how they turn into an object, as they belong together, or None."""
+        known = self._known.get(name)
+        data = None if known is None else self._recall(name, known)
+        return self._look_up(name) if known is None or data is None else Read(data, known[4])
+
+    def _recall(self, name: str, known: _Known) -> bytes | None:
+        """The bytes of a name as far as what is known of it still holds; None says that the index has to be asked."""
+        slot, changed, until, blob, _ = known
+        now = time.time()
+        if now >= until or self._words[CHANGED] != changed:
+            return None
+        usage = self._usage
+        data = slot.value
+        if data is not None:
+            slot.used = True
+            usage.counts["memory_hits"] += 1
+        elif blob is not None:
+            try:
+                data = self._objects.read_small(blob)
+            except (FileNotFoundError, CorruptError):
+                return None  # it was moved, or is damaged: the long way finds out
+            usage.counts["disk_hits"] += 1
+        else:
+            return None
+        usage.touched[name] = now
+        if not usage.flushed <= now < usage.due:
+            usage.flush_some()
+        return data
+
+    def _look_up(self, name: str) -> Read | None:
         check_name(name)
-        # The word is read before the index: a change in between makes the binding stale, never fresh.
-        changed = self._words[CHANGED]
+        # Before the index is asked: a change in between makes what it says stale, never fresh.
+        changed = self._beacon.settled()
         now = time.time()
         found = self._index.find(name)
-        if found is None or (found.expires is not None and found.expires <= now):
-            self._miss()
-            return None
-        memory, data, tier = self.memory, None, "memory_hits"
-        if memory.max_bytes:
-            data = memory.get(found.blob.digest)
-        if data is None:
-            (found, data), tier = self._fetch_named(name, found), "disk_hits"
-        if data is None:
-            self._miss()
-            return None
-        if memory.max_bytes:
-            self._bind(name, found, changed, now)
+        read = None if found is None else self._take(name, found, changed, now)
         usage = self._usage
-        usage.touched[name] = now
-        usage.counts[tier] += 1
-        if time.monotonic() >= usage.due:
-            usage.flush_if_possible()
-        return Read(data, found.serializer)
+        if read is None:
+            usage.counts["misses"] += 1
+        if not usage.flushed <= now < usage.due:
+            usage.flush_some()
+        return read
 
-    def _miss(self) -> None:
-        self._usage.counts["misses"] += 1
-        self._usage.flush_if_due()
+    def _take(self, name: str, found: Found, changed: int, now: float) -> Read | None:
+        """What the index says that a name has, counted and remembered."""
+        blob, expires, serializer = found
+        if expires is not None and expires <= now:
+            return None
+        memory, row = self.memory, None
+        slot = memory.slot(blob.digest)
+        data = None if slot is None else slot.value
+        tier = "disk_hits" if data is None else "memory_hits"
+        if data is None:
+            data = self._read_small(blob)
+            if data is not None:
+                slot = memory.put(blob.digest, data)
+                # Of what is read once there is nothing to be remembered, and that would cost it a tenth of its time.
+                row = blob if slot is None and name in self._usage.touched else None
+            else:
+                (blob, expires, serializer), data = self._fetch_named(name, found)
+                slot = memory.slot(blob.digest)
+        if data is None:
+            return None
+        if slot is not None or row is not None:
+            self._remember(name, slot or _NOWHERE, changed, expires, row, serializer)
+        self._usage.touched[name] = now
+        self._usage.counts[tier] += 1
+        return Read(data, serializer)
 
-    def _bind(self, name: str, found: Found, changed: int, now: float) -> None:
-        if len(self._bindings) > len(self.memory) + 256:
-            self._bindings.clear()
-        until = now + TRUST_SECONDS
-        if found.expires is not None:
-            until = min(until, found.expires)
-        self._bindings[name] = _Binding(found.blob.digest, changed, now, until)
+    def _remember(
+        self, name: str, slot: Slot[bytes], changed: int, expires: float | None, row: Blob | None, used: str
+    ) -> None:
+        if len(self._known) > (len(self.memory) + 256 if self.memory.max_bytes else REMEMBERED):
+            self._known.clear()
+        self._known[name] = slot, changed, _NEVER if expires is None else expires, row, used
 
     def count_use(self, name: str) -> None:
         """Count a read that went past `get`: gc takes the least recently used first."""
@@ -147,25 +195,32 @@ class BlobSource:
         self._usage.counts["disk_hits"] += 1
 
     def get_many(self, names: list[str]) -> list[bytes | None]:
-        """`get` for many names with one question to the index."""
-        now = time.time()
-        for name in names:
-            check_name(name)
-        found = self._index.find_many(names)
+        """`get` for many names with one question to the index, for those that are not known."""
         results: list[bytes | None] = []
+        unknown: list[str] = []
         for name in names:
-            row = found.get(name)
-            data = None
-            if row is not None and (row.expires is None or row.expires > now):
-                _, data = self._fetch_named(name, row)
+            known = self._known.get(name)
+            data = None if known is None else self._recall(name, known)
             results.append(data)
-            if data is not None:
-                self._usage.touched[name] = now
-        hits = sum(data is not None for data in results)
-        self._usage.counts["disk_hits"] += hits
-        self._usage.counts["misses"] += len(names) - hits
-        self._usage.flush_if_due()
+            if data is None:
+                unknown.append(check_name(name))
+        if unknown:
+            self._look_up_many(names, unknown, results)
         return results
+
+    def _look_up_many(self, names: list[str], unknown: list[str], results: list[bytes | None]) -> None:
+        changed = self._beacon.settled()
+        now = time.time()
+        found = self._index.find_many(unknown)
+        for place, name in enumerate(names):
+            if results[place] is None:
+                row = found.get(name)
+                read = None if row is None else self._take(name, row, changed, now)
+                if read is None:
+                    self._usage.counts["misses"] += 1
+                else:
+                    results[place] = read.data
+        self._usage.flush_if_due()
 
     def _fetch_named(self, name: str, found: Found) -> tuple[Found, bytes | None]:
         """All bytes of a name's blob; if gc was quicker, those of the blob that the name points to by now."""
@@ -180,22 +235,29 @@ class BlobSource:
         """All bytes of a blob, through the RAM tier; None if they are lost, which is then on record."""
         if blob.pack == LOST:
             return None
-        try:
-            if blob.pack > 0 and blob.size <= FRAME_SIZE:
-                # Decoding costs less than agreeing on who decodes.
-                data = self._objects.read_packed(blob)
-                if self.memory.max_bytes:
-                    self.memory.put(blob.digest, data)
-                return data
-        except (FileNotFoundError, CorruptError, TypeError):
-            pass  # the long way says what it is, and finds bytes that were moved meanwhile
+        data = self.memory.get(blob.digest)
+        if data is None and (data := self._read_small(blob)) is not None:
+            self.memory.put(blob.digest, data)
+        if data is not None:
+            return data
         try:
             return self.memory.get_or_load(blob.digest, lambda: self._load(blob))
         except FileNotFoundError:
             return None
 
+    def _read_small(self, blob: Blob) -> bytes | None:
+        """All bytes of a blob of one frame, or None: then the long way says what it is, or finds what was moved."""
+        try:
+            if blob.size <= FRAME_SIZE and blob.pack != LOST:
+                check_row(blob)
+                # By each thread that asks: agreeing on who decodes costs about as much as decoding a few KB.
+                return self._objects.read_small(blob)
+        except (FileNotFoundError, CorruptError, TypeError):
+            pass
+        return None
+
     def _load(self, blob: Blob, *, again: bool = True) -> bytes:
-        reader = self.open(blob)
+        reader = self.open(blob).share(self.shared)
         try:
             return reader.read_all()
         except CorruptError as error:

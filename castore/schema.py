@@ -3,8 +3,8 @@
 Imported only when an index is made or is older than this code: sqlite-utils takes a third of a second to import.
 A new version of the schema is a new migration at the end and a higher SCHEMA_VERSION; none is ever changed.
 
-Two things here follow from other rows and are kept beside them, so that gc and `stat` cost the same at ten entries
-and at ten million: how many entries name a blob (`refs`), and `totals`. Only `transaction.Write` changes rows, and it keeps
+Two things here follow from other rows and are kept beside them, so that `stat` costs the same at ten entries and at
+ten million, and gc counts no names: how many entries name a blob (`refs`), and `totals`. Only `transaction.Write` changes rows, and it keeps
 both in the same transaction; triggers would do it too, at twice the cost of a put (measured).
 """
 

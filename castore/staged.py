@@ -5,9 +5,11 @@ All that is left for them happens under the write lock, in `place`; none of them
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from castore.objects.codecs import Buffer
 from castore.objects.dictionaries import Dictionary
 from castore.objects.directory import ObjectDirectory
 from castore.objects.packs import HEAD_SIZE, record
@@ -73,36 +75,34 @@ class Known(NamedTuple):
 class Small:
     """A blob that goes into this process's pack; with what it was, or could have been, compressed."""
 
+    __slots__ = ("_codec", "_dictionary", "_record", "_size", "_writer", "digest", "stored")
+
     def __init__(
         self,
         writer: BlobWriter,
         digest: bytes,
         size: int,
         codec: str,
-        payload: bytes,
+        payload: Buffer,
         dictionary: Dictionary | None,
     ) -> None:
         self._writer = writer
         self._dictionary = dictionary
         self._size = size
         self._codec = codec
-        self._payload = payload
+        self._record = record(digest, size, codec, payload)
         self.digest = digest
         self.stored = len(payload)
 
     def place(self, txn: Write) -> tuple[Blob, bool]:
         """See `Staged`."""
         writer, digest = self._writer, self.digest
-        if self._dictionary is not None:
-            writer.see_dictionary(self._dictionary)
         # A new row is tried before one is looked for; but no pack is begun for bytes that may be known.
-        known = None if writer.has_pack else txn.blob(digest)
+        known = None if writer.pack is not None else txn.blob(digest)
         if known is not None and known.pack != LOST:
             return known, False
-        data = record(digest, self._size, self._codec, self._payload)
         while True:
-            pack, position = writer.append(txn, data)
-            placed = Blob(digest, self._size, self.stored, self._codec, pack, position + HEAD_SIZE)
+            placed = self.append(txn)
             if txn.add_blob(placed):
                 return placed, True
             known = txn.blob(digest)
@@ -111,7 +111,22 @@ class Small:
                 return known, False
             if known is not None and txn.move_blob(placed):
                 return placed, False
-            writer.forget_pack()  # gc retired the pack under us: its file will go
+            self.forget_pack()
+
+    def append(self, txn: Write) -> Blob:
+        """Have the bytes written to the pack before ``txn`` commits; returns what their row is to say.
+
+        Raises:
+            Vanished: the dictionary that they need has been removed since.
+        """
+        if self._dictionary is not None:
+            self._writer.see_dictionary(self._dictionary)
+        pack, position = self._writer.append(txn, self._record)
+        return Blob(self.digest, self._size, self.stored, self._codec, pack, position + HEAD_SIZE)
+
+    def forget_pack(self) -> None:
+        """Have the next one go into another pack: gc retired this one under us, and its file will go."""
+        self._writer.forget_pack()
 
     def discard(self) -> None:
         """Nothing is left over."""
@@ -151,3 +166,35 @@ class Large:
         if self._temporary is not None:
             self._temporary.unlink(missing_ok=True)
             self._temporary = None
+
+
+def place_all(items: Sequence[Staged], txn: Write) -> list[tuple[Blob, bool]]:
+    """`place` for each of many; what goes into a pack is looked up and recorded all at once."""
+    small: dict[bytes, Small] = {}
+    for item in items:
+        if isinstance(item, Small):
+            small.setdefault(item.digest, item)  # the first brings the row: no name can point at it yet
+    known = txn.blobs(small)
+    added = _add([item for digest, item in small.items() if digest not in known], txn)
+    placed = []
+    for item in items:
+        digest = item.digest
+        blob = added.get(digest)
+        if blob is not None:
+            placed.append((blob, small[digest] is item))
+        elif (blob := known.get(digest)) is not None and blob.pack != LOST:
+            placed.append((blob, False))
+        else:
+            placed.append(item.place(txn))
+    return placed
+
+
+def _add(items: Sequence[Small], txn: Write) -> dict[bytes, Blob]:
+    """Append and record what nobody knows yet."""
+    while items:
+        blobs = [item.append(txn) for item in items]
+        if all(txn.has_pack(pack) for pack in {blob.pack for blob in blobs}):
+            txn.add_blobs(blobs)
+            return {blob.digest: blob for blob in blobs}
+        items[0].forget_pack()
+    return {}

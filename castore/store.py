@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from castore import collect, serializers, settings, stats, training, verify
 from castore.ballast import Ballast, is_short
@@ -25,7 +25,7 @@ from castore.files import open_blob
 from castore.index import Index
 from castore.journal import Journal
 from castore.names import check_name, check_prefix
-from castore.objects.codecs import Buffer
+from castore.objects.codecs import FRAME_SIZE, Buffer
 from castore.objects.decode import BlobReader
 from castore.objects.directory import ObjectDirectory
 from castore.prefixes import Prefixes
@@ -36,6 +36,9 @@ from castore.sizes import parse_duration, parse_size
 from castore.transaction import Write
 from castore.usage import Usage
 from castore.writing import BlobWriter
+
+if TYPE_CHECKING:
+    from castore.shared_frames import SharedFrames
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -60,12 +63,16 @@ class Store:
         max_size: budget in stored bytes (an int, or ``"200GB"``); puts that would pass it evict the least recently
             used first. Default what the store was made with.
         memory: bound on the RAM tier of this process in bytes, 0 for none; default 128 MB.
+        shared_memory: bytes of shared memory (or ``"4GB"``) in which all processes of this user and machine that open
+            the store with the same bound keep frames of large compressed blobs decoded, once for all; default none.
         ttl: seconds (or ``"30d"``) until a new entry expires; default what the store was made with.
         durable: whether a put that has returned survives a power cut, at the price of an fsync each.
         allow_pickle: let `save` and `load` use pickle where nothing else fits. Loading a pickle runs code.
 
     Raises:
         StoreError: the folder is no store, of another format, not accessible, or on a network file system.
+        FullError: ``/dev/shm`` or the machine has not as much memory free as ``shared_memory``.
+        SegmentError: other processes use the store with another ``shared_memory``.
 
     >>> import tempfile
     >>> store = Store(tempfile.mkdtemp() + "/cache")
@@ -83,6 +90,7 @@ class Store:
         level: int | None = None,
         max_size: int | str | None = None,
         memory: int | str = DEFAULT_MEMORY,
+        shared_memory: int | str | None = None,
         ttl: float | str | None = None,
         durable: bool = False,
         allow_pickle: bool = False,
@@ -92,6 +100,7 @@ class Store:
             "level": level,
             "max_size": max_size,
             "memory": memory,
+            "shared_memory": shared_memory,
             "ttl": ttl,
             "durable": durable,
             "allow_pickle": allow_pickle,
@@ -110,6 +119,8 @@ class Store:
         if is_new:
             self._ballast.keep()
         self._ballast.relieve(partial(self._connect, parse_size(memory), durable))
+        if shared_memory is not None and (size := parse_size(shared_memory)):
+            self._attach(size)
 
     def _connect(self, memory: int, durable: bool) -> None:
         mode = self.settings.file_mode
@@ -146,6 +157,20 @@ class Store:
         self._putter = Putter(self.writer, self.settings, self.path, self.prefixes)
         self._locks = ComputeLocks(self.path / "locks" / "compute", mode)
 
+    def _attach(self, shared_memory: int) -> None:
+        from castore.shared_frames import SharedFrames  # brings multiprocessing along
+
+        try:
+            self.source.shared = SharedFrames(self.path, shared_memory, FRAME_SIZE)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def shared_frames(self) -> SharedFrames | None:
+        """The frames that processes share, with their ``hits``, ``misses`` and ``held`` bytes; None without them."""
+        return self.source.shared
+
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(Store, **self._options), (str(self.path),)
 
@@ -163,6 +188,8 @@ class Store:
         self.objects.close()
         self.index.journal.close()
         self.index.close()
+        if self.source.shared is not None:
+            self.source.shared.close()
 
     def __enter__(self) -> Store:
         return self
@@ -236,10 +263,8 @@ class Store:
         """Keep many small blobs with one commit for up to 2,000 of them (or 32 MiB): several times faster than
         as many `put`. Items are consumed lazily; each batch is seen whole or not at all.
         """
-        use = self._putter.codec(codec, level)
-        return self._putter.put_many(
-            ((self._putter.pointing(name, ttl, None, False, "bytes"), data) for name, data in items), *use
-        )
+        pointed = self._putter.plain_pointings(items, ttl)
+        return self._putter.put_many(pointed, *self._putter.codec(codec, level))
 
     def put_if(
         self,
@@ -294,7 +319,7 @@ class Store:
         reader = self._open(name, self._blob(name))
         self.source.count_use(name)
         self._usage.flush_if_due()
-        return open_blob(reader, name, self.source.quarantine)
+        return open_blob(reader.share(self.source.shared), name, self.source.quarantine)
 
     def _open(self, name: str, blob: Blob) -> BlobReader:
         gone: FileNotFoundError | None = None

@@ -9,59 +9,54 @@ Digests are raw bytes, names are already checked, times are seconds since the ep
 
 from __future__ import annotations
 
-import errno
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from castore.connections import BUSY_SECONDS
-from castore.errors import FullError, NameConflictError
-from castore.journal import gone, pack_record
+from castore.errors import NameConflictError
+from castore.journal import gone, pack_record, pack_records
 from castore.records import LOST, Blob, Pointing
+from castore.statements import (
+    ADD_BLOB,
+    ADD_BLOBS,
+    ADD_ENTRIES,
+    ADD_ENTRY,
+    ADD_TOTALS,
+    BETWEEN,
+    BLOB_OF,
+    COUNT_REF,
+    DROP_LAST,
+    LET_GO,
+    POINT_ENTRY,
+    UNCOUNT_REF,
+)
 
 if TYPE_CHECKING:
     from castore.index import Index
 
-BLOB_OF = "SELECT digest, size, stored, codec, pack, offset FROM blobs WHERE digest = ?"
-_ADD_BLOB = (
-    "INSERT INTO blobs (digest, size, stored, codec, pack, offset, refs) SELECT ?1, ?2, ?3, ?4, ?5, ?6, 1"
-    " WHERE ?5 = 0 OR EXISTS (SELECT 1 FROM packs WHERE id = ?5)"
-    " ON CONFLICT (digest) DO NOTHING"
-)
-# Adding is tried before looking, for both tables: most puts bring a new name and a new blob, and a question costs as
-# much as the answer.
-_ADD_ENTRY = (
-    "INSERT INTO entries (name, digest, size, serializer, metadata, created, expires, accessed, pinned)"
-    " SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?6, ?8"
-    " WHERE NOT EXISTS (SELECT 1 FROM entries WHERE name > ?1 || '/' AND name < ?1 || '0')"
-    " ON CONFLICT (name) DO NOTHING"
-)
-_POINT_ENTRY = (
-    "UPDATE entries SET digest = ?2, size = ?3, serializer = ?4, metadata = ?5, expires = ?7, accessed = ?6,"
-    " pinned = max(pinned, ?8), created = CASE WHEN digest = ?2 THEN created ELSE ?6 END"
-    " WHERE name = ?1 RETURNING created, pinned"
-)
-_COUNT_REF = "UPDATE blobs SET refs = refs + 1, orphaned = NULL WHERE digest = ?"
-_LET_GO = "UPDATE blobs SET orphaned = CASE WHEN refs = 1 THEN ?2 END, refs = refs - 1 WHERE digest = ?1"
-# Never stamped earlier than the mounts that may still read it, whatever the clock says: gc compares the two.
-_UNCOUNT_REF = _LET_GO.replace("?2", "max(?2, (SELECT coalesce(max(since), 0) FROM mounts WHERE pinned))")
-_ADD_TOTALS = (
-    "UPDATE totals SET entries = entries + ?, logical = logical + ?, blobs = blobs + ?, uniq = uniq + ?,"
-    " stored = stored + ?"
-)
+#: Keys of one question: each is a parameter of its statement.
+_KEYS = 1000
+
+# Name, digest, size, serializer, metadata, now, expires, pinned.
+_Row = tuple[str, bytes, int, str, str | None, float, float | None, int]
 
 
 class Write:
     """One write transaction: everything in it is seen together, or not at all. Made by `Index.write`."""
 
+    #: The connection that the transaction runs on, once it has begun.
+    db: sqlite3.Connection
+
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._db: sqlite3.Connection | None = None
         self._records: list[bytes] = []
         self._appended = b""
         self._new_folders: list[str] = []
         self._announce = False
+        self._announced: int | None = None
         #: Whether what was done here has come true.
         self.committed = False
         self._before_commit: list[Callable[[], None]] = []
@@ -69,7 +64,7 @@ class Write:
 
     def begin(self, patience: float) -> None:
         """Take SQLite's write lock."""
-        db = self._db = self._index.connection()
+        db = self.db = self._index.connection()
         if patience >= BUSY_SECONDS:
             db.execute("BEGIN IMMEDIATE")
             return
@@ -86,25 +81,25 @@ class Write:
         for prepare in self._before_commit:
             prepare()
         if any(totals):
-            self.db.execute(_ADD_TOTALS, totals)
+            self.db.execute(ADD_TOTALS, totals)
         if self._records:
             records = self._appended = (
                 self._records[0] if len(self._records) == 1 else b"".join(self._records)
             )
             index.journal.append(records, durable=index.durable)
         if self._announce:
-            index.beacon.announce()  # for the next writer, which looks while it holds the lock
+            self._announced = index.beacon.announce()
         elif self._new_folders:
             # Still under the lock: a moment later another process may have made a file of one of them.
             index.remember_folders(self._new_folders)
         self.db.execute("COMMIT")
         self.committed = True
-        if self._announce:
-            index.beacon.announce()  # for readers, which may have looked between the first time and the commit
+        if self._announced is not None:
+            index.beacon.settle(self._announced)
 
     def abandon(self, error: BaseException) -> None:
         """Take everything back, wherever an error or a Ctrl-C has struck. After the COMMIT there is nothing to."""
-        db = self._db
+        db: sqlite3.Connection | None = getattr(self, "db", None)
         if db is None:
             return
         self._index.forget_folders()
@@ -114,13 +109,10 @@ class Write:
         if db.in_transaction:
             if self._appended:
                 self._index.journal.retract(self._appended)
+            self._index.beacon.settle_all()  # nothing comes of what was announced
             db.execute("ROLLBACK")
-
-    @property
-    def db(self) -> sqlite3.Connection:
-        """The connection that the transaction runs on."""
-        assert self._db is not None, "the transaction has not begun"
-        return self._db
+        elif self._announced is not None:
+            self._index.beacon.settle(self._announced)
 
     def before_commit(self, prepare: Callable[[], None]) -> None:
         """Have ``prepare`` called under the lock when all that is left is to commit."""
@@ -138,13 +130,34 @@ class Write:
 
         It counts as named once: `set_entry` for the name that brought it follows in the same transaction.
         """
-        if self.db.execute(_ADD_BLOB, blob).rowcount != 1:
+        if self.db.execute(ADD_BLOB, blob).rowcount != 1:
             return False
         self._blobs += 1
         self._unique += blob.size
         self._stored += blob.stored
-        self._keep_checksums(blob.digest, checksums)
+        if checksums is not None:
+            self._keep_checksums(blob.digest, checksums)
         return True
+
+    def blobs(self, digests: Iterable[bytes]) -> dict[bytes, Blob]:
+        """The blobs among ``digests`` that there are, lost or not."""
+        rows = self._among(
+            "SELECT digest, size, stored, codec, pack, offset FROM blobs WHERE digest", digests
+        )
+        return {row[0]: Blob._make(row) for row in rows}
+
+    def add_blobs(self, blobs: Sequence[Blob]) -> None:
+        """`add_blob` for many in registered packs that are known not to be there."""
+        self.db.executemany(ADD_BLOBS, blobs)
+        self._blobs += len(blobs)
+        self._unique += sum(blob.size for blob in blobs)
+        self._stored += sum(blob.stored for blob in blobs)
+
+    def _among(self, sql: str, keys: Iterable[Any]) -> Iterator[Any]:
+        """The rows of a question that is to end with "IN (keys)"."""
+        remaining = iter(keys)
+        while part := tuple(islice(remaining, _KEYS)):
+            yield from self.db.execute(f"{sql} IN ({','.join('?' * len(part))})", part)
 
     def move_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
         """Record where a known blob's bytes lie now; False if the pack they were moved to has been retired."""
@@ -158,12 +171,12 @@ class Write:
         if moved:
             self._unique += blob.size - before[0]
             self._stored += blob.stored - before[1]
-            self._keep_checksums(blob.digest, checksums)
+            if checksums is not None:
+                self._keep_checksums(blob.digest, checksums)
         return moved == 1
 
-    def _keep_checksums(self, digest: bytes, checksums: bytes | None) -> None:
-        if checksums is not None:
-            self.db.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (digest, checksums))
+    def _keep_checksums(self, digest: bytes, checksums: bytes) -> None:
+        self.db.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (digest, checksums))
 
     def lose_blob(self, blob: Blob) -> None:
         """Record that a blob's bytes are gone or bad: a miss, until they are put again."""
@@ -175,11 +188,15 @@ class Write:
         """Forget a blob that no entry names; False if one does."""
         if self.db.execute("DELETE FROM blobs WHERE digest = ? AND refs = 0", (blob.digest,)).rowcount == 0:
             return False
-        self.db.execute("DELETE FROM checksums WHERE digest = ?", (blob.digest,))
+        self._blob_gone(blob)
+        return True
+
+    def _blob_gone(self, blob: Blob) -> None:
+        if blob.pack <= 0:  # what lies in packs never has any
+            self.db.execute("DELETE FROM checksums WHERE digest = ?", (blob.digest,))
         self._blobs -= 1
         self._unique -= blob.size
         self._stored -= blob.stored
-        return True
 
     # Packs
 
@@ -213,25 +230,69 @@ class Write:
         digest, size = blob[:2]
         created, pinned, before = now, int(pin), None
         row = (name, digest, size, serializer, metadata, now, expires, pinned)
-        if self.db.execute(_ADD_ENTRY, row).rowcount != 1:
+        if self.db.execute(ADD_ENTRY, row).rowcount != 1:
             before = self.db.execute("SELECT digest, size FROM entries WHERE name = ?", (name,)).fetchone()
             if before is None:
                 self._clear_below(name, now)
-                self.db.execute(_ADD_ENTRY, row)
+                self.db.execute(ADD_ENTRY, row)
         if before is None:
             self._check_parents(name, now)
             self._entries += 1
             self._logical += size
         else:
             self._announce = True
-            created, pinned = self.db.execute(_POINT_ENTRY, row).fetchone()
+            created, pinned = self.db.execute(POINT_ENTRY, row).fetchone()
             if before[0] != digest:
-                self.db.execute(_UNCOUNT_REF, (before[0], now))
+                self.db.execute(UNCOUNT_REF, (before[0], now))
                 self._logical += size - before[1]
         if not added and (before is None or before[0] != digest):
-            self.db.execute(_COUNT_REF, (digest,))
+            self.db.execute(COUNT_REF, (digest,))
         self._records.append(pack_record((name, digest, serializer, metadata, created, expires, pinned)))
         return created, bool(pinned)
+
+    def set_entries(
+        self, pointings: Sequence[Pointing], placed: Sequence[tuple[Blob, bool]], now: float
+    ) -> list[tuple[float, bool]]:
+        """`set_entry` for many, each with its blob and whether that was added; quicker where the names are new."""
+        names = {pointing.name for pointing in pointings}
+        alone = self._nothing_between(min(names), max(name + "0" for name in names))
+        taken = (
+            set() if alone else {row[0] for row in self._among("SELECT name FROM entries WHERE name", names)}
+        )
+        if len(names) < len(pointings):
+            taken = names  # some are there twice: then their order counts
+        rows, again = [], []
+        for (name, serializer, metadata, expires, pin), (blob, added) in zip(pointings, placed, strict=True):
+            if name not in taken:
+                rows.append((name, blob[0], blob[1], serializer, metadata, now, expires, int(pin)))
+                if not added:
+                    again.append((blob[0],))
+        if rows:
+            self._add_entries(ADD_ENTRIES if alone else ADD_ENTRY, rows, now)
+            self.db.executemany(COUNT_REF, again)
+        return [
+            self.set_entry(pointing, blob, now, added=added)
+            if pointing.name in taken
+            else (now, pointing.pinned)
+            for pointing, (blob, added) in zip(pointings, placed, strict=True)
+        ]
+
+    def _nothing_between(self, low: str, high: str) -> bool:
+        return self.db.execute(BETWEEN, (low, high)).fetchone() is None
+
+    def _add_entries(self, sql: str, rows: Sequence[_Row], now: float) -> None:
+        """Add names that are not there."""
+        if self.db.executemany(sql, rows).rowcount != len(rows):
+            for row in rows:  # some are folders of others
+                self._clear_below(row[0], now)
+                self.db.execute(ADD_ENTRY, row)
+        for name in {row[0].rpartition("/")[0]: row[0] for row in rows}.values():
+            self._check_parents(name, now)
+        self._entries += len(rows)
+        self._logical += sum(row[2] for row in rows)
+        self._records.append(
+            pack_records((row[0], row[1], row[3], row[4], now, row[6], row[7]) for row in rows)
+        )
 
     def _clear_below(self, name: str, now: float) -> None:
         child = self._standing_in_the_way("name > ?1 || '/' AND name < ?1 || '0'", [name], now)
@@ -273,9 +334,16 @@ class Write:
     def delete_entry(self, name: str) -> bool:
         """Remove a name; False if there is none."""
         sql = "DELETE FROM entries WHERE name = ? RETURNING digest, size"
-        return self._entry_gone(name, self.db.execute(sql, (name,)).fetchone(), _UNCOUNT_REF, time.time())
+        row = self.db.execute(sql, (name,)).fetchone()
+        if row is None:
+            return False
+        self.db.execute(UNCOUNT_REF, (row[0], time.time()))
+        self._entry_gone(name, row[1])
+        return True
 
-    def evict_entry(self, name: str, digest: bytes, accessed: float | None, now: float) -> bool:
+    def evict_entry(
+        self, name: str, digest: bytes, accessed: float | None, now: float, *, with_blob: bool
+    ) -> list[Blob] | None:
         """Remove an entry that gc chose, unless it changed since: was touched, pinned, or points elsewhere.
 
         Args:
@@ -284,6 +352,10 @@ class Write:
             accessed: last access that gc saw, for an entry chosen as least recently used; None for an expired one,
                 which must still be expired at ``now``.
             now: when gc looked.
+            with_blob: forget its blob too, if no other entry names it.
+
+        Returns:
+            The blobs that were forgotten, one or none; None if the entry stays.
         """
         unchanged = "expires <= ?" if accessed is None else "accessed = ?"
         row = self.db.execute(
@@ -291,19 +363,24 @@ class Write:
             " RETURNING digest, size",
             (name, digest, now if accessed is None else accessed),
         ).fetchone()
-        # It was gc that let go of the blob: nobody is about to name it, so no grace is owed, and its orphan is as
-        # old as time.
-        return self._entry_gone(name, row, _LET_GO, 0.0)
-
-    def _entry_gone(self, name: str, row: tuple[bytes, int] | None, uncount: str, orphaned: float) -> bool:
         if row is None:
-            return False
-        self.db.execute(uncount, (row[0], orphaned))
+            return None
+        last = self.db.execute(DROP_LAST, (digest,)).fetchone() if with_blob else None
+        if last is None:
+            # It was gc that let go of the blob: nobody is about to name it, so no grace is owed, and its orphan is as
+            # old as time.
+            self.db.execute(LET_GO, (digest, 0.0))
+        else:
+            self._blob_gone(Blob._make(last))
+        self._entry_gone(name, row[1])
+        return [] if last is None else [Blob._make(last)]
+
+    def _entry_gone(self, name: str, size: int) -> None:
+        self._index.forget_folders()
         self._entries -= 1
-        self._logical -= row[1]
+        self._logical -= size
         self._records.append(gone(name))
         self._announce = True
-        return True
 
     def set_pinned(self, name: str, pinned: bool) -> bool:
         """Pin or unpin a name; False if there is none."""
@@ -333,17 +410,3 @@ class Write:
 def _parents(name: str) -> list[str]:
     parts = name.split("/")
     return ["/".join(parts[:i]) for i in range(1, len(parts))]
-
-
-def is_full(error: BaseException) -> bool:
-    """Whether SQLite or a file ran out of space."""
-    if isinstance(error, FullError):
-        return False  # said already
-    return getattr(error, "errno", None) == errno.ENOSPC or "disk is full" in str(error)
-
-
-def is_damage(error: BaseException) -> bool:
-    """Whether SQLite cannot use its file: not for others' locks, nor for a mistake of ours."""
-    if type(error) is sqlite3.OperationalError:
-        return not any(word in str(error) for word in ("locked", "busy", "interrupted", "disk is full"))
-    return type(error) is sqlite3.DatabaseError

@@ -14,6 +14,7 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Protocol
 
@@ -33,13 +34,16 @@ from castore.objects.encode import (
     encode,
     encode_one,
     encode_small,
+    encode_smalls,
     hash_file,
     slices,
+    worth_sharing,
 )
 from castore.objects.packs import PACK_LIMIT, PACK_SIZE, PackWriter
+from castore.objects.workers import workers
 from castore.records import LOOSE, LOST, Blob, Entry, Pointing
 from castore.sizes import format_size
-from castore.staged import Known, Large, Small, Staged, Vanished
+from castore.staged import Known, Large, Small, Staged, Vanished, place_all
 from castore.transaction import Write
 
 #: Blobs larger than this are looked up before they are compressed.
@@ -75,7 +79,8 @@ class BlobWriter:
         self._objects = objects
         self._max_size = max_size
         self._make_room = make_room
-        self._pack: PackWriter | None = None
+        #: The open pack.
+        self.pack: PackWriter | None = None
         self._begun_by: Write | None = None
         self._appending: Write | None = None
         self._pending: list[bytes] = []
@@ -85,13 +90,13 @@ class BlobWriter:
         reset_after_fork(self)
 
     def _after_fork(self) -> None:
-        self._pack = self._appending = None  # the pack stays the parent's, which goes on appending
+        self.pack = self._appending = None  # the pack stays the parent's, which goes on appending
 
     def close(self) -> None:
         """Close the open pack."""
-        if self._pack is not None:
-            self._pack.close()
-            self._pack = None
+        if self.pack is not None:
+            self.pack.close()
+            self.pack = None
 
     # The open pack; all under the write lock, which also keeps this process's threads apart
 
@@ -102,20 +107,15 @@ class BlobWriter:
         """
         if self._appending is not txn:
             self._begin(txn)
-        elif self._pack is not None and self._pack.size + self._pending_size > PACK_SIZE:
+        elif self.pack is not None and self.pack.size + self._pending_size > PACK_SIZE:
             self._flush()
             self.close()
-        if self._pack is None:
-            self._pack, self._begun_by = self._objects.start_pack(txn.new_pack()), txn
-        position = self._pack.size + self._pending_size
+        if self.pack is None:
+            self.pack, self._begun_by = self._objects.start_pack(txn.new_pack()), txn
+        position = self.pack.size + self._pending_size
         self._pending.append(data)
         self._pending_size += len(data)
-        return self._pack.pack, position
-
-    @property
-    def has_pack(self) -> bool:
-        """Whether a pack is open."""
-        return self._pack is not None
+        return self.pack.pack, position
 
     def take_back(self) -> None:
         """Undo the last `append` of this transaction: its bytes were known."""
@@ -128,18 +128,18 @@ class BlobWriter:
         # A transaction that did not commit has given the id of the pack it began back, and another process may have
         # begun a file of its own under it: what is appended to ours would be named by rows and lie nowhere.
         taken_back = self._begun_by is not None and not self._begun_by.committed
-        pack = self._pack
+        pack = self.pack
         if pack is not None and (pack.size > PACK_SIZE or taken_back or not pack.is_whole()):
             self.close()
 
     def _flush(self) -> None:
         if self._pending:
-            if self._pack is None:
+            if self.pack is None:
                 # Rows of this transaction name bytes that were never written: it must not commit.
                 raise StoreError("the store was closed by another thread while this put was under way")
-            self._pack.add(b"".join(self._pending))
+            self.pack.add(b"".join(self._pending))
             if self._objects.durable:
-                self._pack.sync()
+                self.pack.sync()
         self._pending, self._pending_size = [], 0
 
     def see_dictionary(self, dictionary: Dictionary) -> None:
@@ -159,7 +159,7 @@ class BlobWriter:
 
     def leave_pack(self, pack: int) -> None:
         """Have the next append start another pack, if it is this one that is open."""
-        if self._pack is not None and self._pack.pack == pack:
+        if self.pack is not None and self.pack.pack == pack:
             self.forget_pack()
 
     def forget_pack(self) -> None:
@@ -187,26 +187,81 @@ class BlobWriter:
         digest = blake3.blake3(data).digest()
         size = len(data)
         # Compressing so little costs no more than the look-up, which is then left to the write transaction.
-        if (
-            size > _LOOK_FIRST
-            and known
-            and (blob := self._index.blob(digest)) is not None
-            and blob.pack != LOST
-        ):
-            return Known(blob)
+        if size > _LOOK_FIRST and known and (found := self._known(digest)) is not None:
+            return found
         if size <= FRAME_SIZE:
-            used, payload = encode_small(data, codec, level, dictionary)
-            if len(payload) <= PACK_LIMIT:
-                return Small(self, digest, size, used, payload, dictionary)
-            encoding: _Encoding = partial(encode_one, payload, size, used)
-        else:
-            view = memoryview(data)
-            used = choose_codec(codec, size, lambda at, length: view[at : at + length])
-            encoding = partial(encode, slices(data), size, used, level)
+            return self._one_frame(digest, size, *encode_small(data, codec, level, dictionary), dictionary)
+        view = memoryview(data)
+        used = choose_codec(codec, size, lambda at, length: view[at : at + length])
+        return self._large(digest, size, used, partial(encode, slices(data), size, used, level))
+
+    def _one_frame(
+        self, digest: bytes, size: int, used: str, payload: Buffer, dictionary: Dictionary | None = None
+    ) -> Staged:
+        if len(payload) <= PACK_LIMIT:
+            return Small(self, digest, size, used, payload, dictionary)
+        return self._large(digest, size, used, partial(encode_one, bytes(payload), size, used))
+
+    def _large(self, digest: bytes, size: int, used: str, encoding: _Encoding) -> Large:
         encoded, temporary = self._write_temporary(encoding)
-        return Large(
-            self._objects, Blob(digest, size, encoded.stored, used, LOOSE, 0), temporary, encoded.checksums
-        )
+        blob = Blob(digest, size, encoded.stored, used, LOOSE, 0)
+        return Large(self._objects, blob, temporary, encoded.checksums)
+
+    def stage_many(
+        self,
+        values: Sequence[tuple[Buffer, Dictionary | None]],
+        codec: str,
+        level: int | None,
+        *,
+        known: bool = True,
+    ) -> list[Staged]:
+        """`stage` for each of many, with the dictionary that it may be compressed with, on all cores."""
+        is_quick = [0 < len(data) <= _LOOK_FIRST and dictionary is None for data, dictionary in values]
+        quick = [data for data, _ in compress(values, is_quick)]
+        encode_quick = partial(encode_smalls, quick, codec, level)
+        # Other threads compress while this one hashes.
+        encoded = workers.begin(encode_quick) if worth_sharing(quick) else encode_quick
+        digests = [blake3.blake3(data).digest() for data in quick]
+        staged = [
+            self._one_frame(digest, len(data), *frame)
+            for data, digest, frame in zip(quick, digests, encoded(), strict=True)
+        ]
+        if len(quick) == len(values):
+            return staged
+        small = iter(staged)
+        others = [value for value, quickly in zip(values, is_quick, strict=True) if not quickly]
+        other = iter(self._stage_others(others, codec, level, known))
+        return [next(small if quickly else other) for quickly in is_quick]
+
+    def _stage_others(
+        self, values: Sequence[tuple[Buffer, Dictionary | None]], codec: str, level: int | None, known: bool
+    ) -> list[Staged]:
+        """The same for those that are looked up before they are compressed, have a dictionary, or are empty."""
+        staged: dict[int, Staged] = {}
+        frames: dict[int, bytes] = {}
+        for at, (data, dictionary) in enumerate(values):
+            if 0 < len(data) <= FRAME_SIZE and dictionary is None:
+                digest = blake3.blake3(data).digest()
+                if known and (found := self._known(digest)) is not None:
+                    staged[at] = found
+                else:
+                    frames[at] = digest
+        encoded = iter(encode_smalls([values[at][0] for at in frames], codec, level))
+        try:
+            for at, (data, dictionary) in enumerate(values):
+                if at in frames:
+                    staged[at] = self._one_frame(frames[at], len(data), *next(encoded))
+                elif at not in staged:
+                    staged[at] = self.stage(data, codec, level, known=known, dictionary=dictionary)
+        except BaseException:
+            for item in staged.values():
+                item.discard()
+            raise
+        return [staged[at] for at in range(len(values))]
+
+    def _known(self, digest: bytes) -> Known | None:
+        blob = self._index.blob(digest)
+        return None if blob is None or blob.pack == LOST else Known(blob)
 
     def stage_file(
         self,
@@ -225,8 +280,8 @@ class BlobWriter:
         if known and self._index.has_loose_of_size(size):
             # Some blob of this size is here: reading twice costs less than compressing what may be known.
             digest, size = hash_file(fd)
-            if (blob := self._index.blob(digest)) is not None and blob.pack != LOST:
-                return Known(blob)
+            if (found := self._known(digest)) is not None:
+                return found
         used = choose_codec(codec, size, lambda at, length: os.pread(fd, length, at))
         frames = HashingFrames(fd, progress)
         encoded, temporary = self._write_temporary(partial(encode, frames, size, used, level))
@@ -268,23 +323,22 @@ class BlobWriter:
             Vanished: a known blob is not there any more; stage again with ``known=False``.
         """
         try:
-            self._check_budget(staged)
+            if self._max_size is not None:
+                self._check_budget(staged, self._max_size)
             return self._index.transact(partial(_place, staged, time.time(), first))
         finally:
             for _, item in staged:
                 item.discard()
 
-    def _check_budget(self, staged: Sequence[tuple[Pointing, Staged]]) -> None:
-        if self._max_size is None:
-            return
+    def _check_budget(self, staged: Sequence[tuple[Pointing, Staged]], most: int) -> None:
         for pointing, item in staged:
-            if item.stored > self._max_size:
+            if item.stored > most:
                 raise TooLargeError(
                     f"{pointing.name!r} takes {format_size(item.stored)}, more than the whole store may hold"
-                    f" ({format_size(self._max_size)}); raise it with `castore init --max-size`"
+                    f" ({format_size(most)}); raise it with `castore init --max-size`"
                 )
         need = sum(item.stored for _, item in staged)
-        if need and self._index.totals().stored + need > self._max_size:
+        if need and self._index.totals().stored + need > most:
             self._make_room(need)
 
 
@@ -296,12 +350,17 @@ def _place(
 ) -> list[Entry]:
     if first is not None:
         first(txn)
-    entries = []
-    for pointing, item in staged:
+    if len(staged) == 1:
+        [(pointing, item)] = staged
         blob, added = item.place(txn)
-        created, pinned = txn.set_entry(pointing, blob, now, added=added)
-        entries.append(_entry(pointing, blob, now, created, pinned))
-    return entries
+        return [_entry(pointing, blob, now, *txn.set_entry(pointing, blob, now, added=added))]
+    pointings = [pointing for pointing, _ in staged]
+    placed = place_all([item for _, item in staged], txn)
+    said = txn.set_entries(pointings, placed, now)
+    return [
+        _entry(pointing, blob, now, created, pinned)
+        for pointing, (blob, _), (created, pinned) in zip(pointings, placed, said, strict=True)
+    ]
 
 
 def _entry(pointing: Pointing, blob: Blob, now: float, created: float, pinned: bool) -> Entry:

@@ -10,6 +10,8 @@ import json
 import multiprocessing
 import os
 import random
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +132,17 @@ def _answer(receiver: Any, timeout: float) -> tuple[bool, Any]:
         return False, f"no answer within {timeout} seconds"
     good, answer = receiver.recv()
     return good, answer
+
+
+def in_small_shm(script: str, size: str) -> str:
+    """What a program prints that has a ``/dev/shm`` of its own, of this size."""
+    mount = f"mount -t tmpfs -o size={size} tmpfs /dev/shm"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, script],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def payload(store: Store, name: str) -> tuple[Path, int, int]:

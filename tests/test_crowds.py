@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from castore import Store
+from castore.beacon import Beacon
 from castore.objects.codecs import FRAME_SIZE
 from tests.helpers import agrees_with_disk, in_processes, mixed, noise, text
+from tests.torture.kills import after, before, pause, paused
 
 METHODS = ["fork", "forkserver", "spawn"]
 
@@ -242,17 +244,44 @@ def test_a_name_repointed_elsewhere_is_seen_by_who_has_it_in_memory(tmp_path: Pa
         assert reader.get("a") is None
 
 
-def test_a_change_nobody_announced_is_seen_within_a_second(tmp_path: Path) -> None:
-    # What is left of a writer that was killed after its commit and before it could say so.
-    with Store(tmp_path / "store", memory="64MB") as reader, Store(tmp_path / "store", memory=0) as writer:
-        writer.put("a", b"old")
-        assert reader.get("a") == b"old"
-        before = list(reader.index.beacon.words)
-        writer.put("a", b"new")
-        for place, word in enumerate(before):
-            reader.index.beacon.words[place] = word
-        time.sleep(1.1)
-        assert reader.get("a") == b"new"
+@pytest.mark.parametrize("end", ["commits", "is killed before it can say so"])
+def test_who_reads_in_the_middle_of_a_change_sees_it_as_soon_as_it_is_made(shared: Store, end: str) -> None:
+    shared.put("a", b"old")
+    assert [shared.get("a") for _ in range(3)] == [b"old"] * 3
+
+    def stop() -> None:
+        after(Beacon, "announce", then=pause)()
+        if end != "commits":
+            before(Beacon, "settle", then=lambda: os._exit(0))()
+
+    with paused(lambda: shared.put("a", b"new"), stop):
+        assert [shared.get("a") for _ in range(3)] == [b"old"] * 3
+        assert shared.get_many(["a", "a"]) == [b"old"] * 2
+    assert shared.get("a") == b"new"
+    assert shared.get_many(["a", "b", "a"]) == [b"new", None, b"new"]
+    beacon = shared.index.beacon
+    assert (beacon.settled() >= 0) == (end == "commits")
+    shared.flush()
+    assert beacon.settled() >= 0, "nobody would remember anything until a name changes"
+    assert shared.get("a") == b"new"
+
+
+def test_a_change_that_was_announced_and_comes_to_nothing_is_over(
+    shared: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared.put("a", b"old")
+    announce = Beacon.announce
+
+    def interrupted(beacon: Beacon) -> int:
+        announce(beacon)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Beacon, "announce", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            shared.delete("a")
+    assert shared.index.beacon.settled() >= 0
+    assert shared.get("a") == b"old"
 
 
 def test_an_objects_serializer_belongs_to_its_bytes(store: Store) -> None:

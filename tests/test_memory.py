@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from castore import Store
-from castore.memory import SLOT_BYTES, MemoryLRU
+from castore.memory import CHANCES, SLOT_BYTES, MemoryLRU
 from tests.helpers import in_processes, noise
 
 MB = 1_000_000
@@ -251,3 +251,32 @@ def test_each_process_has_a_ram_tier_of_its_own(tmp_path: Path) -> None:
 
         assert all(inside > held for inside in in_processes(2, child))
         assert store.stat().memory_bytes == held
+
+
+def test_a_value_that_is_read_in_passing_is_passed_over_once() -> None:
+    memory: MemoryLRU[bytes] = MemoryLRU(MB, max_items=3)
+    slots = {key: memory.put(key, key.encode()) for key in "abc"}
+    read = slots["a"]
+    assert read is not None
+    assert read.value == b"a"
+    read.used = True
+    memory.put("d", b"d")
+    assert [key for key in "abcd" if memory.get(key) is not None] == ["a", "c", "d"]
+    gone = slots["b"]
+    assert gone is not None
+    assert gone.value is None, "who keeps a slot must not keep its value"
+    memory.put("e", b"e")
+    assert [key for key in "acde" if memory.get(key) is not None] == ["c", "d", "e"]
+
+
+def test_a_new_value_finds_room_where_all_others_are_used() -> None:
+    count = 3 * CHANCES
+    memory: MemoryLRU[int] = MemoryLRU(MB, max_items=count)
+    for turn in range(3):
+        for number in range(count):
+            slot = memory.slot(number) or memory.put(number, number)
+            assert slot is not None
+            slot.used = True
+        memory.put(("new", turn), turn)
+        assert memory.get(("new", turn)) == turn
+        assert len(memory) == count

@@ -174,6 +174,24 @@ def test_another_reader_of_the_seekable_format_reads_ranges(store: Store) -> Non
             assert file.read(1_000) == data[start : start + 1_000]
 
 
+def test_a_whole_read_refuses_zstd_frames_that_range_reads_would(tmp_path: Path) -> None:
+    data = text(2 * FRAME_SIZE)
+    digest = blake3.blake3(data).digest()
+    for checked in (True, False):
+        compressor = zstandard.ZstdCompressor(write_checksum=checked, write_content_size=True)
+        frames = [compressor.compress(frame) for frame in slices(data)]
+        tails = [frame[-4:] for frame in frames]
+        for wrong in (False, True):
+            raw = b"".join(frames) + build_trailer("zstd", len(data), [*map(len, frames)], tails)
+            blob = Blob(digest, len(data), len(raw), "zstd", LOOSE, 0)
+            if checked and not wrong:
+                assert read_back(raw, blob, None, tmp_path) == data
+            else:
+                with pytest.raises(CorruptError):
+                    read_back(raw, blob, None, tmp_path)
+            tails[1] = bytes(4)
+
+
 # Lies and bombs
 
 

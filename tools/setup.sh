@@ -5,7 +5,8 @@
 # usage: tools/setup.sh demo|test|torture|bench
 #
 # `bench` makes two environments: peers that castore is measured beside must not leak into what it is developed and
-# tested with, and one peer (stocaching) needs a NumPy older than castore's.
+# tested with, and those that run in processes of their own bring much along (litdata, ratarmount) or need a NumPy older
+# than castore's (stocaching).
 #
 # A second call with nothing changed takes milliseconds. The environment is marked ready only at the very end,
 # so an interrupted set-up is simply resumed. Never touches anything but the environment and apt.
@@ -20,21 +21,21 @@ case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
     wanted="fusermount3=fuse3"
     requirements=(-e '.[all]' webdataset) ;;
   test)
-    wanted="fusermount3=fuse3 zstd=zstd lz4=lz4 gzip=gzip rsync=rsync"
+    wanted="fusermount3=fuse3 zstd=zstd lz4=lz4 gzip=gzip rsync=rsync strace=strace"
     requirements=(-e '.[dev]') ;;
   torture)
     tools/setup.sh test
     wanted=""
     requirements=(-e '.[dev,fuzz]') ;;
   bench)
-    tools/setup.sh bench-numpy1
+    tools/setup.sh bench-peers
     venv=.venv-bench
-    wanted="fusermount3=fuse3 zstd=zstd lz4=lz4 squashfuse_ll=squashfuse mksquashfs=squashfs-tools"
-    requirements=(-e '.[fuse,torch,datasets]' diskcache lmdb matplotlib pillow psutil) ;;
-  bench-numpy1)  # the second environment of `bench`
-    venv=.venv-bench-numpy1
+    wanted="fusermount3=fuse3 zstd=zstd pzstd=zstd lz4=lz4 squashfuse_ll=squashfuse mksquashfs=squashfs-tools strace=strace"
+    requirements=(-e '.[fuse,torch,datasets]' diskcache joblib lmdb matplotlib pillow psutil py-spy) ;;
+  bench-peers)  # the second environment of `bench`
+    venv=.venv-bench-peers
     wanted=""
-    requirements=('numpy<2' stocaching) ;;
+    requirements=('numpy<2' stocaching litdata ratarmount) ;;
   *) echo "setup: unknown purpose '$purpose': demo, test, torture or bench" >&2; exit 2 ;;
 esac
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1 PYTHONUNBUFFERED=1

@@ -13,12 +13,13 @@ import operator
 import threading
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lz4.frame
 import zstandard
 
 from castore.errors import CorruptError, InvalidValueError
+from castore.objects import lz4blocks
 
 #: Uncompressed bytes in every frame of a blob but its last. Part of the format: see docs/format.md.
 FRAME_SIZE = 256 * 1024
@@ -26,6 +27,8 @@ FRAME_SIZE = 256 * 1024
 Buffer = bytes | bytearray | memoryview
 #: Gives the decompressor for frames that need the dictionary of this number, or raises CorruptError.
 WithDictionary = Callable[[int], zstandard.ZstdDecompressor]
+# The flag of a zstd frame's descriptor, its fifth byte, that says whether a checksum follows the content.
+_ZSTD_CHECKED = 0x04
 
 
 class Codec(NamedTuple):
@@ -51,23 +54,40 @@ class Codec(NamedTuple):
 
 
 class _Contexts(threading.local):
-    """zstd contexts cost more to make than a small frame to compress, and belong to one thread at a time."""
+    """Contexts cost more to make than a small frame to compress, and belong to one thread at a time."""
 
     def __init__(self) -> None:
         self.compressors: dict[int, zstandard.ZstdCompressor] = {}
         self.decompressor = zstandard.ZstdDecompressor()
+        self.lz4 = lz4.frame.create_decompression_context()
 
 
 _contexts = _Contexts()
 
 
+def _compressor(level: int) -> zstandard.ZstdCompressor:
+    if level not in _contexts.compressors:
+        made = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
+        _contexts.compressors[level] = made
+    return _contexts.compressors[level]
+
+
 def _zstd_compress(frame: Buffer, level: int) -> bytes:
-    compressor = _contexts.compressors.get(level)
-    if compressor is None:
-        compressor = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
-        _contexts.compressors[level] = compressor
+    compressor = _contexts.compressors.get(level) or _compressor(level)
     compressed: bytes = compressor.compress(frame)
     return compressed
+
+
+def zstd_compress_many(frames: list[Buffer], level: int, threads: int) -> list[Buffer]:
+    """Compress many frames, none of them empty, to the same bytes as one by one, without the GIL.
+
+    Args:
+        frames: contiguous, and left alone meanwhile.
+        level: of zstd.
+        threads: to share the work; they end with the call.
+    """
+    compressed: Any = _compressor(level).multi_compress_to_buffer(frames, threads=threads)
+    return list(compressed)
 
 
 def no_dictionary(number: int) -> zstandard.ZstdDecompressor:
@@ -91,13 +111,20 @@ def _zstd_decompress(stored: Buffer, size: int, with_dictionary: WithDictionary)
     return data
 
 
-def zstd_decompress_into(stored: Buffer, view: memoryview) -> None:
-    """Decode one zstd frame straight into ``view``, which it must fill exactly."""
+def zstd_decompress_into(stored: memoryview, view: memoryview) -> None:
+    """Decode one zstd frame straight into ``view``, which it must fill exactly. Its checksum is not compared.
+
+    For whole reads, which check the digest of all the bytes. Writes to the head of ``stored``.
+    """
     try:
         claimed = zstandard.frame_content_size(stored)
         if claimed != len(view):
             raise CorruptError(f"a zstd frame claims {claimed} bytes where {len(view)} belong")
-        with _contexts.decompressor.stream_reader(stored) as reader:
+        if not stored[4] & _ZSTD_CHECKED:
+            raise CorruptError("a zstd frame keeps no checksum")
+        # A frame that says it has no checksum, and has none, is not hashed.
+        stored[4] &= ~_ZSTD_CHECKED
+        with _contexts.decompressor.stream_reader(stored[:-4]) as reader:
             filled = reader.readinto(view)
     except zstandard.ZstdError as error:
         raise CorruptError(f"a zstd frame does not decode: {error}") from error
@@ -106,6 +133,8 @@ def zstd_decompress_into(stored: Buffer, view: memoryview) -> None:
 
 
 def _lz4_compress(frame: Buffer, level: int) -> bytes:
+    if frame and level <= 0:  # above, levels mean other methods in other versions of LZ4
+        return lz4blocks.compress(frame, level)
     compressed: bytes = lz4.frame.compress(
         frame,
         compression_level=level,
@@ -117,18 +146,19 @@ def _lz4_compress(frame: Buffer, level: int) -> bytes:
 
 
 def _lz4_decompress(stored: Buffer, size: int, with_dictionary: WithDictionary) -> bytes:
-    data: bytes
+    data: bytes | None = lz4blocks.decompress(stored, size)
+    if data is not None:
+        return data
+    context = _contexts.lz4
     try:
-        claimed = lz4.frame.get_frame_info(stored)["content_size"]
-        if claimed != size:
-            raise CorruptError(f"an LZ4 frame claims {claimed} bytes where {size} belong")
-        decompressor = lz4.frame.LZ4FrameDecompressor()
         # One byte more than belongs is enough to see a lie; `lz4.frame.decompress` unfolds a bomb before it sees one.
-        data = decompressor.decompress(stored, size + 1)
+        data, consumed, ended = lz4.frame.decompress_chunk(context, stored, size + 1)
     except RuntimeError as error:
+        lz4.frame.reset_decompression_context(context)
         raise CorruptError(f"an LZ4 frame does not decode: {error}") from error
-    if len(data) != size or not decompressor.eof or decompressor.unused_data:
-        raise CorruptError(f"an LZ4 frame holds {len(data)} bytes where {size} belong")
+    if len(data) != size or not ended or consumed != len(stored):
+        lz4.frame.reset_decompression_context(context)
+        raise CorruptError(f"an LZ4 frame does not hold exactly the {size} bytes that belong in it")
     return data
 
 

@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import blake3
 import xxhash
@@ -24,6 +25,9 @@ from castore.objects.frames import FrameTable, frame_count, frame_length, read_t
 from castore.objects.packs import OpenPack
 from castore.objects.workers import cores, workers
 from castore.records import Blob
+
+if TYPE_CHECKING:
+    from castore.shared_frames import ObjectFrames, SharedFrames
 
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.restype = ctypes.py_object
@@ -91,6 +95,21 @@ class BlobReader:
         self._last: tuple[int, bytes] = (-1, b"")
         self._lock = threading.Lock()
         self._holds = 1
+        self._shared: ObjectFrames | None = None
+
+    def share(self, frames: SharedFrames | None) -> BlobReader:
+        """Take frames from memory that processes share, and leave there what is decoded; returns this reader.
+
+        Only of compressed objects of several frames: small ones decode in no time, and raw ones are shared by the kernel.
+        """
+        if frames is not None and self.frames > 1 and self.blob.codec != "none":
+            self._shared = frames.of(self.blob.digest, self._fd)
+        return self
+
+    @property
+    def is_sharing(self) -> bool:
+        """Whether frames come out of memory that processes share, if they are there."""
+        return self._shared is not None
 
     def close(self) -> None:
         """Let go of the file, once no prefetch needs it; reading afterwards is an error."""
@@ -159,13 +178,16 @@ class BlobReader:
 
     def _stored_frame(self, index: int) -> bytes:
         table = self.table()
-        start = table.offsets[index]
-        stored = self._read_at(start, table.offsets[index + 1] - start)
-        if table.checksums is not None and stored[-4:] != table.checksums[index].to_bytes(4, "little"):
-            raise CorruptError("a frame's checksum differs from the seek table's")
+        stored = self._read_at(table.offsets[index], table.length(index))
+        table.check(index, stored)
         return stored
 
     def _load(self, index: int) -> bytes:
+        shared = self._shared
+        frame = None if shared is None else shared.read(index, 0, frame_length(self.blob.size, index))
+        return self._decode(index) if frame is None else frame
+
+    def _decode(self, index: int) -> bytes:
         try:
             stored, length = self._stored_frame(index), frame_length(self.blob.size, index)
             frame = self._codec.decompress(stored, length, self._with_dictionary)
@@ -179,9 +201,13 @@ class BlobReader:
                     raise CorruptError("the frame's bytes differ from the checksum the index keeps")
         except CorruptError as error:
             raise self._damaged(f"frame {index}: {error}") from error
+        if self._shared is not None:
+            self._shared.offer(index, frame)
         return frame
 
     def _damaged(self, why: str) -> CorruptError:
+        if self._shared is not None:
+            self._shared.discard(self.frames)
         return CorruptError(
             f"blob {self._digest_hex} is damaged in {self._where}: {why}",
             digest=self._digest_hex,
@@ -243,12 +269,22 @@ class BlobReader:
         first, last = offset // FRAME_SIZE, (end - 1) // FRAME_SIZE
         begin = offset - first * FRAME_SIZE
         if first == last:
-            frame = self.frame(first)
-            return frame if end - offset == len(frame) else frame[begin : begin + end - offset]
-        pieces = [self.frame(first)[begin:]]
-        pieces += [self.frame(index) for index in range(first + 1, last)]
-        pieces.append(self.frame(last)[: end - last * FRAME_SIZE])
+            return self._piece(first, begin, begin + end - offset)
+        pieces = [self._piece(first, begin, FRAME_SIZE)]
+        pieces += [self._piece(index, 0, FRAME_SIZE) for index in range(first + 1, last)]
+        pieces.append(self._piece(last, 0, end - last * FRAME_SIZE))
         return b"".join(pieces)
+
+    def _piece(self, index: int, begin: int, end: int) -> bytes:
+        """Part of a frame; of one that processes share nothing else is copied."""
+        if self._shared is None or self._cache is not None or self._last[0] == index:
+            return self.frame(index)[begin:end]  # all of it is no copy
+        piece = self._shared.read(index, begin, end)
+        if piece is None:
+            frame = self._decode(index)
+            self._last = (index, frame)
+            piece = frame[begin:end]
+        return piece
 
     def read_all(self) -> bytes:
         """The whole blob, decoded on all cores, its digest checked.
@@ -290,12 +326,22 @@ class BlobReader:
             raise CorruptError("the bytes do not have the digest they are stored under")
 
     def _decode_run(self, view: memoryview, start: int, stop: int) -> None:
+        target = view[start * FRAME_SIZE : stop * FRAME_SIZE]
+        if self.blob.codec == "none":
+            self._read_into(target, self.blob.offset + start * FRAME_SIZE)
+            return
+        table = self.table()
+        room = memoryview(bytearray(max(table.length(index) for index in range(start, stop))))
         for index in range(start, stop):
-            begin = index * FRAME_SIZE
-            target = view[begin : begin + frame_length(self.blob.size, index)]
+            frame, target = target[:FRAME_SIZE], target[FRAME_SIZE:]
+            if self._shared is not None and self._shared.fill(index, frame):
+                continue
+            stored = room[: table.length(index)]
+            self._read_into(stored, self.blob.offset + table.offsets[index])
+            table.check(index, stored)
             if self.blob.codec == "zstd":
-                zstd_decompress_into(self._stored_frame(index), target)
-            elif self.blob.codec == "none":
-                self._read_into(target, self.blob.offset + begin)
+                zstd_decompress_into(stored, frame)
             else:
-                target[:] = self._codec.decompress(self._stored_frame(index), len(target), no_dictionary)
+                frame[:] = self._codec.decompress(stored, len(frame), no_dictionary)
+            if self._shared is not None:
+                self._shared.offer(index, frame)

@@ -20,7 +20,7 @@ from castore.objects.codecs import CODECS, FRAME_SIZE
 from castore.objects.decode import AT_FAULT, BlobReader
 from castore.objects.dictionaries import Dictionaries
 from castore.objects.encode import HashingFrames, raw_checksums
-from castore.objects.frames import frame_count, probe_size
+from castore.objects.frames import frame_count, probe_size, read_table
 from castore.objects.loose import DIGEST_SIZE, LooseFolder
 from castore.objects.packs import PACK_LIMIT, OpenPack, PackFolder, PackRecord, PackWriter, scan
 from castore.records import LOOSE, LOST, Blob
@@ -171,18 +171,23 @@ class ObjectDirectory:
         """Whether there is no object and no pack."""
         return not self.packs.ids() and next(self.loose.listing(), None) is None
 
-    def read_packed(self, blob: Blob) -> bytes:
-        """All bytes of a packed blob of one frame: the short way, without a reader.
+    def read_small(self, blob: Blob) -> bytes:
+        """All bytes of a blob of one frame: the short way, without a reader.
+
+        Args:
+            blob: not lost, and sound (`check_row`): whoever reads it again need not check it again.
 
         Raises:
-            FileNotFoundError: the pack is not there (any more).
-            CorruptError: the bytes are not those that were put, or what `blob` says cannot be.
+            FileNotFoundError: its pack or file is not there (any more).
+            CorruptError: the bytes are not those that were put.
         """
-        check_row(blob)
         digest, size, stored, codec, number, offset = blob
-        pack = self.packs.open(number)  # held by this name until the bytes are read
         try:
-            payload = os.pread(pack.fd, stored, offset)
+            if number > 0:
+                pack = self.packs.open(number)  # held by this name until the bytes are read
+                payload = os.pread(pack.fd, stored, offset)
+            else:
+                payload = self._loose_frame(blob)
             data = CODECS[codec].decompress(payload, size, self.dictionaries.decompressor)
             if blake3(data).digest() != digest:
                 raise CorruptError("the bytes do not have the digest they are stored under")
@@ -193,6 +198,24 @@ class ObjectDirectory:
             message = f"blob {blob.digest.hex()} is damaged in {where}: {error}"
             raise CorruptError(message, digest=blob.digest.hex(), where=where) from error
         return data
+
+    def _loose_frame(self, blob: Blob) -> bytes:
+        """The one frame of a loose object, as it is stored."""
+        if blob.stored > 2 * FRAME_SIZE:
+            raise CorruptError(f"the index has {blob.stored} bytes for a blob of one frame")
+        fd = open_here(self.loose.path(blob.digest, blob.codec))
+        try:
+            stored = os.pread(fd, blob.stored, 0)
+        finally:
+            os.close(fd)
+        if len(stored) != blob.stored:
+            raise CorruptError(f"the object ends {blob.stored - len(stored)} bytes early")
+        if blob.codec == "none":
+            return stored
+        table = read_table(
+            blob.codec, blob.size, blob.stored, lambda start, length: stored[start : start + length]
+        )
+        return stored[: table.offsets[1]]
 
     def start_pack(self, pack: int) -> PackWriter:
         """A pack to append to; the caller has registered its id and holds the write lock."""

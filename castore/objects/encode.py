@@ -6,10 +6,11 @@ Nothing here decides where an object lies, and nothing is kept when it fails: th
 
 from __future__ import annotations
 
+import math
 import os
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import islice
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import blake3
 import xxhash
 
-from castore.objects.codecs import AUTO_CODEC, CODECS, FRAME_SIZE, Buffer
+from castore.objects.codecs import AUTO_CODEC, CODECS, FRAME_SIZE, Buffer, zstd_compress_many
 from castore.objects.dictionaries import DICTIONARY_LIMIT, Dictionary
 from castore.objects.frames import build_trailer
 from castore.objects.workers import cores, workers
@@ -28,6 +29,8 @@ AUTO_SAVING = 0.05
 _RUN = 4
 _SAMPLE_BYTES = 32 * 1024
 _SAMPLES = 4
+# Compressed in about 0.3 ms on one core; another thread takes 0.1 ms to start.
+_SHARED_BYTES = 64 * 1024
 
 
 class Encoded(NamedTuple):
@@ -60,14 +63,29 @@ def encode_small(
         frame = dictionary.compress(data, CODECS[AUTO_CODEC].level if level is None else level)
         if len(frame) <= len(data) * (1 - AUTO_SAVING):
             return AUTO_CODEC, frame
-    if codec == "auto":
-        chosen = CODECS[AUTO_CODEC]
-        frame = chosen.compress(data, chosen.level if level is None else level)
-        if len(frame) > len(data) * (1 - AUTO_SAVING):
-            return "none", bytes(data)
-        return chosen.name, frame
-    chosen = CODECS[codec]
-    return codec, chosen.compress(data, chosen.level if level is None else level)
+    chosen = CODECS[AUTO_CODEC if codec == "auto" else codec]
+    frame = chosen.compress(data, chosen.level if level is None else level)
+    if codec == "auto" and len(frame) > len(data) * (1 - AUTO_SAVING):
+        return "none", bytes(data)
+    return chosen.name, frame
+
+
+def worth_sharing(blobs: Sequence[Buffer]) -> bool:
+    """Whether compressing these takes longer than starting threads for it."""
+    return sum(map(len, blobs)) >= _SHARED_BYTES
+
+
+def encode_smalls(blobs: Sequence[Buffer], codec: str, level: int | None) -> list[tuple[str, Buffer]]:
+    """`encode_small` for many blobs, none of them empty; on all cores if they are worth it, and zstd's."""
+    chosen = CODECS[AUTO_CODEC if codec == "auto" else codec]
+    if chosen.name != "zstd" or not worth_sharing(blobs):
+        return [encode_small(data, codec, level) for data in blobs]
+    frames = zstd_compress_many(list(blobs), chosen.level if level is None else level, cores())
+    least = 1 - AUTO_SAVING if codec == "auto" else math.inf
+    return [
+        ("none", data) if len(frame) > len(data) * least else ("zstd", frame)
+        for data, frame in zip(blobs, frames, strict=True)
+    ]
 
 
 def choose_codec(codec: str, size: int, read_at: Callable[[int, int], Buffer]) -> str:
@@ -197,7 +215,9 @@ def _read_full(fd: int, length: int, offset: int) -> bytes:
 def hash_file(fd: int, limit: int | None = None) -> tuple[bytes, int]:
     """``(digest, size)`` of an open file, or of its first ``limit`` bytes, in constant memory, on all cores."""
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
-    buffer = bytearray(8 * 1024 * 1024)
+    buffer = bytearray(
+        2 * 1024 * 1024
+    )  # enough to share between cores, and little enough to stay in their caches
     view = memoryview(buffer)
     size = 0
     while read := os.preadv(fd, [view if limit is None else view[: limit - size]], size):

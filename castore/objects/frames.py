@@ -46,6 +46,19 @@ class FrameTable(NamedTuple):
     offsets: Sequence[int]
     checksums: Sequence[int] | None
 
+    def length(self, index: int) -> int:
+        """Stored bytes of frame ``index``."""
+        return self.offsets[index + 1] - self.offsets[index]
+
+    def check(self, index: int, stored: Buffer) -> None:
+        """Compare the checksum at the end of a stored frame with the table's, if there are any.
+
+        Raises:
+            CorruptError: they differ.
+        """
+        if self.checksums is not None and stored[-4:] != self.checksums[index].to_bytes(4, "little"):
+            raise CorruptError("a frame's checksum differs from the seek table's")
+
 
 def frame_count(size: int) -> int:
     """How many frames a blob of ``size`` bytes has; an empty blob has one empty frame."""

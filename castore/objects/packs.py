@@ -23,7 +23,7 @@ import xxhash
 
 from castore.errors import CorruptError
 from castore.forks import reset_after_fork
-from castore.objects.codecs import CODECS, FRAME_SIZE
+from castore.objects.codecs import CODECS, FRAME_SIZE, Buffer
 from castore.records import Blob
 from castore.temporary import open_regular, open_with_mode
 
@@ -49,7 +49,7 @@ _PACK = re.compile(r"([0-9a-f]{8})\.pack")
 assert set(_CODEC_IDS) == set(CODECS)
 
 
-def record(digest: bytes, size: int, codec: str, payload: bytes) -> bytes:
+def record(digest: bytes, size: int, codec: str, payload: Buffer) -> bytes:
     """The bytes of one record."""
     checked = _CHECKED.pack(digest, size, len(payload), _CODEC_IDS[codec], xxhash.xxh3_64_intdigest(payload))
     return b"".join(
@@ -160,7 +160,7 @@ class PackFolder:
     Thread-safe. What `open` returns stays readable while it is referred to, also if the pack is unlinked.
     """
 
-    def __init__(self, folder: Path, *, keep_open: int = 64) -> None:
+    def __init__(self, folder: Path, *, keep_open: int = 256) -> None:
         self.folder = folder
         self._keep_open = keep_open
         self._open: dict[int, OpenPack] = {}  # the first opened comes first

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from castore.forks import reset_after_fork
 
@@ -16,6 +18,9 @@ from castore.forks import reset_after_fork
 def cores() -> int:
     """How many processors this process may use: cgroup masks and taskset count, unlike `os.cpu_count`."""
     return len(os.sched_getaffinity(0))
+
+
+T = TypeVar("T")
 
 
 class Workers:
@@ -35,6 +40,16 @@ class Workers:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(cores(), thread_name_prefix="castore-codec")
             return self._pool
+
+    def begin(self, task: Callable[[], T]) -> Callable[[], T]:
+        """Have a thread of the pool run ``task``; what is returned waits for its result.
+
+        While the interpreter ends pools take no more work: then it is run where it is waited for.
+        """
+        try:
+            return self.pool().submit(task).result
+        except RuntimeError:
+            return task
 
 
 workers = Workers()

@@ -35,6 +35,15 @@ class Extent(NamedTuple):
     capacity: int
 
 
+class Record(NamedTuple):
+    """A record as it lies in the arena, not copied: what was taken from ``data`` counts if `Arena.is_still` says so after."""
+
+    owner: int
+    number: int
+    version: int
+    data: memoryview
+
+
 class Arena:
     """Records of ``items`` indices in a part of a segment that was made with ``reserve=False``.
 
@@ -108,14 +117,32 @@ class Arena:
         record = bytearray(self._data[offset : offset + rows[row + _LENGTH]])
         return record if rows[row] == version else None
 
-    def append(self, index: int, parts: Sequence[Buffer], length: int) -> bool:
+    def look(self, index: int) -> Record | None:
+        """The record of ``index`` where it lies, or None: for who wants part of it. `is_still` has to be asked afterwards."""
+        place = self._places[index]
+        if not place:
+            return None
+        number = place - 1
+        version, owner, offset, _, length = self._rows[number * _ROW : place * _ROW]
+        if version & 1 or owner != index:
+            return None
+        return Record(index, number, version, self._data[offset : offset + length])
+
+    def is_still(self, record: Record) -> bool:
+        """Whether nothing of a record has changed since `look`: what was copied from it is whole."""
+        return self._rows[record.number * _ROW] == record.version
+
+    def append(self, index: int, parts: Sequence[Buffer], length: int, *, capacity: int = 0) -> bool:
         """Give ``index`` a new extent with the bytes of ``parts``, ``length`` in all, in it; False if there is no room for it.
+
+        Args:
+            capacity: bytes of the extent, if it is to take longer records later.
 
         Raises:
             FullError: there is room in the arena, but not in ``/dev/shm``.
         """
         number, offset = self._words[_COUNT], self._words[_USED]
-        capacity = _round_up(length)
+        capacity = _round_up(max(length, capacity))
         if offset + capacity > self._size or number == self._items:
             return False
         # Crossing into new pages: reserved ahead, so that most appends ask the kernel nothing.

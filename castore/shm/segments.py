@@ -54,6 +54,7 @@ class Segment:
             alone: what is free tells nothing to those who come when the segment has taken it.
         layout: what the bytes mean, as JSON can say it. Whoever attaches must bring the same.
         reserve: take all pages now. If False, `reserve` has to be called before bytes are touched.
+        advice: what to do where the layouts differ, for the error.
 
     Raises:
         FullError: ``/dev/shm`` or the machine's memory is too small; nothing has been taken.
@@ -67,6 +68,7 @@ class Segment:
         layout: Mapping[str, Any],
         *,
         reserve: bool = True,
+        advice: str = "take another name",
     ) -> None:
         if name is not None and not _NAME.fullmatch(name):
             raise InvalidValueError(
@@ -75,7 +77,7 @@ class Segment:
         #: Without the prefix that marks files of castore and of this user.
         self.name = name or f"{os.getpid()}-{uuid.uuid4().hex[:16]}"
         self._layout = dict(layout)
-        handle, self.created = _open(path_of(self.name), self._layout, size, reserve)
+        handle, self.created = _open(path_of(self.name), self._layout, size, reserve, advice)
         self._attach(handle)
 
     def _attach(self, handle: _Handle) -> None:
@@ -240,14 +242,14 @@ def _rejoin(name: str, layout: dict[str, Any]) -> Segment:
 
 
 def _open(
-    path: Path, layout: dict[str, Any], size: int | Callable[[], int], reserve: bool
+    path: Path, layout: dict[str, Any], size: int | Callable[[], int], reserve: bool, advice: str
 ) -> tuple[_Handle, bool]:
     """A handle on the file, with the shared lock held, and whether this call made it."""
     clear_dead()
     while True:
         fd = _existing(path)
         if fd is not None:
-            if _matches(fd, path, layout):
+            if _matches(fd, path, layout, advice):
                 return _Handle(fd, path), False
             continue
         made = _make(path, layout, size() if callable(size) else size, reserve)
@@ -275,7 +277,7 @@ def _existing(path: Path) -> int | None:
     return fd
 
 
-def _matches(fd: int, path: Path, layout: dict[str, Any]) -> bool:
+def _matches(fd: int, path: Path, layout: dict[str, Any], advice: str = "take another name") -> bool:
     """Whether the segment is whole, in place and laid out so; if not, ``fd`` is closed."""
     header = os.pread(fd, _HEADER, 0)
     if not _is_at(fd, path) or not header.startswith(_MAGIC):
@@ -293,7 +295,7 @@ def _matches(fd: int, path: Path, layout: dict[str, Any]) -> bool:
         for key in sorted({*found, *layout})
         if found.get(key) != layout.get(key)
     )
-    raise SegmentError(f"the shared segment {path.name!r} is in use with {other}; take another name")
+    raise SegmentError(f"the shared segment {path.name!r} is in use with {other}; {advice}")
 
 
 def _make(path: Path, layout: dict[str, Any], size: int, reserve: bool) -> int | None:

@@ -62,7 +62,7 @@ def test_without_any_whole_copy_its_blobs_are_misses_and_heal(
         found = store.index.find("rec/0")
         assert found is not None
         with pytest.raises(CorruptError, match=r"dictionary [0-9a-f]{8}, of which no whole copy is left"):
-            store.objects.read_packed(found.blob)
+            store.objects.read_small(found.blob)
         assert store.get("rec/0") is None
         assert store.get("plain/x") == NEW[0] + b"!"
         with store.open("rec/1") as file, pytest.raises(CorruptError, match="no whole copy"):
@@ -201,7 +201,7 @@ def test_hostile_dictionaries_are_errors_in_bounded_memory(trained: Store) -> No
         overwrite(path, record.offset, header + b"\0" * 10)
         for size in (0, 1, record.size):
             with pytest.raises(CorruptError):
-                trained.objects.read_packed(record._replace(stored=len(header), size=size))
+                trained.objects.read_small(record._replace(stored=len(header), size=size))
 
 
 def test_a_shared_stores_dictionaries_are_the_groups(tmp_path: Path) -> None:

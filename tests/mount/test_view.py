@@ -216,9 +216,11 @@ def test_blobs_are_reached_by_digest_and_only_so(store: Store, view: View) -> No
         assert looked_up(view, path) is None
 
 
-def test_reserved_folder_is_at_the_root_of_a_prefixed_view_too(store: Store) -> None:
-    digest = store.put("data/name", b"bytes").digest
-    assert isinstance(looked_up(View(store, "data"), f".castore/objects/{digest[:2]}/{digest}"), File)
+def test_a_prefixed_view_reaches_every_blob_by_digest(store: Store) -> None:
+    view = View(store, "data")
+    for name in ("data/name", "elsewhere"):
+        digest = store.put(name, name.encode()).digest
+        assert isinstance(looked_up(view, f".castore/objects/{digest[:2]}/{digest}"), File)
 
 
 def test_stat_file_tells_what_the_store_tells(store: Store, view: View) -> None:

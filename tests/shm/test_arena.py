@@ -181,6 +181,38 @@ def test_pages_are_taken_as_they_are_needed() -> None:
     segment.close()
 
 
+def test_part_of_a_record_is_taken_without_the_rest_and_counts_if_it_still_is(
+    segment: Segment, arena: Arena
+) -> None:
+    with segment.lock():
+        arena.append(3, [b"abcdef"], 6)
+    record = arena.look(3)
+    assert record is not None
+    assert (record.owner, record.number, bytes(record.data[2:4])) == (3, 0, b"cd")
+    assert arena.is_still(record)
+    assert arena.look(4) is None
+    changes: list[Callable[[], None]] = [
+        lambda: arena.replace(0, 3, [b"abcdef"], 6),
+        lambda: arena.remove(3),
+    ]
+    for change in changes:
+        before = arena.look(3)
+        with segment.lock():
+            change()
+        assert before is not None
+        assert not arena.is_still(before), "the same bytes again are another record all the same"
+    assert arena.look(3) is None
+
+
+def test_an_extent_that_was_made_larger_takes_longer_records_later(segment: Segment, arena: Arena) -> None:
+    with segment.lock():
+        assert arena.append(1, [b"short"], 5, capacity=500)
+        assert (arena.capacity(0), arena.used) == (512, 512)
+        arena.replace(0, 2, [bytes(500)], 500)
+        assert arena.append(1, [b"next"], 4)
+    assert (held(arena, 2), held(arena, 1)) == (bytes(500), b"next")
+
+
 # --- set, set again, forget all --------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from castore.adapters.torch.sizing import disk_bytes, is_off, memory_bytes
 from castore.adapters.torch.twolevels import TwoLevels
 from castore.errors import InvalidValueError, StoreError
 from castore.shm.room import shm_free
-from tests.helpers import noise
+from tests.helpers import in_small_shm, noise
 from tests.torch.records import open_levels, visit
 
 
@@ -37,7 +37,7 @@ SMALL_DISK = """
 import sys, warnings
 from castore.adapters.torch.twolevels import TwoLevels
 from castore.errors import FullError
-from tests.helpers import noise
+from tests.helpers import in_small_shm, noise
 options = dict(name=None, key="data", write_through=False, keep=True, codec="auto")
 import os
 with open(sys.argv[1] + "/hog", "wb") as hog:
@@ -137,17 +137,6 @@ def test_limits_beyond_what_there_is_are_cut_with_a_word(
     assert visit(levels, list(range(10))) == 10
     assert visit(levels, list(range(10))) == 0
     levels.close()
-
-
-def in_small_shm(script: str, size: str) -> str:
-    """What a program prints that has a ``/dev/shm`` of its own, of this size."""
-    mount = f"mount -t tmpfs -o size={size} tmpfs /dev/shm"
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, script],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_memory_that_cannot_grow_warns_once_and_goes_on() -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from tests.mount.conftest import mountpoint  # noqa: F401 (a fixture)
+from tests.torture.victims import make_victim
 
 _T = TypeVar("_T")
 
@@ -28,6 +30,12 @@ def _daemons_log_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", os.fspath(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A store with blobs of all kinds, closed; beside it a folder of the user's own."""
+    return make_victim(tmp_path)
 
 
 @pytest.fixture

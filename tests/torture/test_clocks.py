@@ -123,19 +123,24 @@ def test_what_was_read_since_the_clock_was_set_right_outlives_what_was_not(
     put_read_and_collect("third", 20)
 
 
-def test_the_ram_tier_asks_the_index_within_a_second_whatever_the_clock_says(
-    tmp_path: Path, clock: Clock, jump: float
+@pytest.mark.parametrize("memory", [0, "64MB"])
+def test_what_is_remembered_changes_and_expires_whatever_the_clock_says(
+    tmp_path: Path, clock: Clock, jump: float, memory: int | str
 ) -> None:
-    with Store(tmp_path / "store", memory="64MB") as reader, Store(tmp_path / "store", memory=0) as writer:
+    with Store(tmp_path / "store", memory=memory) as reader, Store(tmp_path / "store", memory=0) as writer:
         writer.put("name", b"old")
-        assert reader.get("name") == b"old"
-        before = list(reader.index.beacon.words)
+        writer.put("hour", b"x", ttl="1h")
+        for name in ("name", "hour") * 3:
+            assert reader.get(name) is not None
+        unread = writer.entry("name")
         clock(jump)
+        assert reader.get("hour") == (None if jump > 0 else b"x")
+        assert reader.get("name") == b"old"
+        assert writer.entry("name") != unread, "what was counted waits for the clock"
         writer.put("name", b"new")
-        for place, word in enumerate(before):  # as if the writer had been killed before it could say so
-            reader.index.beacon.words[place] = word
-        time.sleep(1.1)
         assert reader.get("name") == b"new"
+        clock(0.0)
+        assert [reader.get(name) for name in ("name", "hour")] == [b"new", b"x"]
 
 
 def test_a_pinned_mount_keeps_what_lost_its_name_whatever_the_clock_says(

@@ -6,6 +6,7 @@ As Lustre, GPFS and some NFS do with ``flock``. Shared memory (castore/shm) uses
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +15,27 @@ import pytest
 
 from castore import Store
 from tests.helpers import agrees_with_disk, in_processes, text
+from tests.torture import test_readers, test_windows
+from tests.torture.conftest import LONG
 from tests.torture.crowd import crowd
 from tests.torture.random_kills import kill_at_random
+from tests.torture.windows import WINDOWS, Window
+
+#: What every Python that a test starts imports first.
+GRANTED = Path(__file__).with_name("granted")
+
+
+@pytest.fixture
+def daemons(tmp_path: Path) -> Path:
+    """Where each program that was started under broken locks says so."""
+    return tmp_path / "granted"
 
 
 @pytest.fixture(autouse=True)
-def granted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every ``flock`` and open-file-description lock of this process and its forks succeeds at once, and locks nothing."""
+def granted(monkeypatch: pytest.MonkeyPatch, daemons: Path) -> list[int]:
+    """Every ``flock`` and open-file-description lock succeeds at once, and locks nothing: here, in forks, in daemons."""
+    monkeypatch.syspath_prepend(GRANTED)
+    monkeypatch.setenv("CASTORE_TEST_GRANTED", os.fspath(daemons))
     granted: list[int] = []
     real = fcntl.fcntl
 
@@ -50,6 +65,27 @@ def test_without_locks_sixteen_processes_do_everything_at_once(
     figure(
         f"16 processes did {crowd(store, seconds):,} operations in {seconds:.0f} s without locks; no error"
     )
+
+
+@pytest.mark.usefixtures("mountpoint")
+@pytest.mark.parametrize(
+    "window", WINDOWS if LONG else WINDOWS[::8], ids=lambda window: f"{window.section}: {window.killed}"
+)
+def test_without_locks_killed_in_a_window_the_store_is_as_the_page_says(
+    tmp_path: Path, window: Window
+) -> None:
+    test_windows.dies_as_the_page_says(tmp_path / "store", window)
+
+
+def test_without_locks_files_maps_and_a_data_loader_read_on_while_gc_removes_everything(
+    store: Store,
+    tmp_path: Path,
+    daemons: Path,
+    scale: Callable[[float, float], float],
+    figure: Callable[[str], None],
+) -> None:
+    test_readers.reads_on_while_gc_removes_everything(store, tmp_path, scale(2.0, 30.0), figure)
+    assert daemons.exists(), "the daemon's locks were not broken"
 
 
 def test_without_locks_several_may_compute_and_all_get_the_same_whole_answer(

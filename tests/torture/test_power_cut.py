@@ -149,7 +149,7 @@ def test_durable_puts_are_all_there_after_a_power_cut_at_any_flush(
                     acked += acknowledged.may_be[name] != {None}
                 cuts += 1
             if cuts % 30 == 0:
-                assert doctor.examine(target / "store") is not None
+                assert all(finding.mended for finding in doctor.examine(target / "store"))
                 assert doctor.examine(target / "store") == []
         if event[0] == "ack":
             acknowledged.see(event[1])

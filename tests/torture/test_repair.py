@@ -112,7 +112,7 @@ def index_page(patient: Patient) -> None:
 
 
 def beacon_bytes(patient: Patient) -> None:
-    (patient.path / "locks" / "beacon").write_bytes(patient.chance.randbytes(24))
+    (patient.path / "locks" / "beacon").write_bytes(patient.chance.randbytes(32))
 
 
 def planted(patient: Patient) -> None:

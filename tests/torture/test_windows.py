@@ -28,11 +28,6 @@ def test_every_window_of_the_page_is_in_the_table_and_none_else() -> None:
     assert {(window.section, window.killed) for window in WINDOWS} == named
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 def holds(store: Store, names: dict[str, bytes]) -> None:
     """Assert that the store has exactly these names, and each its bytes."""
     there = [entry.name for entry in store.entries()]
@@ -53,9 +48,8 @@ def mounts_again(store: Store) -> None:
     assert mounted(0)(store)
 
 
-@pytest.mark.usefixtures("mountpoint")
-@pytest.mark.parametrize("window", WINDOWS, ids=lambda window: f"{window.section}: {window.killed}")
-def test_killed_in_a_window_the_store_is_as_the_page_says(path: Path, window: Window) -> None:
+def dies_as_the_page_says(path: Path, window: Window) -> None:
+    """Kill a process in a window of a new store, and assert what the page says of that, and that everything is mended."""
     task = window.task
     with Store(path, memory=0) as store:
         store.put_many(BASE.items())
@@ -76,3 +70,9 @@ def test_killed_in_a_window_the_store_is_as_the_page_says(path: Path, window: Wi
         agrees_with_disk(store)
     assert all(finding.mended for finding in doctor.examine(path))
     assert doctor.examine(path) == []
+
+
+@pytest.mark.usefixtures("mountpoint")
+@pytest.mark.parametrize("window", WINDOWS, ids=lambda window: f"{window.section}: {window.killed}")
+def test_killed_in_a_window_the_store_is_as_the_page_says(tmp_path: Path, window: Window) -> None:
+    dies_as_the_page_says(tmp_path / "store", window)

@@ -18,7 +18,6 @@ import castore_fuse
 import castore_fuse.__main__ as daemon
 from castore import (
     Store,
-    collect,
     compact,
     doctor,
     index,
@@ -217,6 +216,17 @@ def _fill_and_pin(store: Store) -> None:
     store.put_many(NEXT.items())
 
 
+def _fill_and_mount(store: Store) -> None:
+    _fill_and_pin(store)
+    mounts.Registration(store.index, "/somewhere", "", pinned=False)  # of this process, which lives
+
+
+def _fill_loose_and_pin(store: Store) -> None:
+    for name in BASE:
+        store.pin(name)
+    store.put_many(LOOSE.items())
+
+
 def _fill_packs(store: Store) -> None:
     store.put_many(PACKED.items())
     store.delete_many(PACKED.keys() - LIVE.keys())
@@ -236,6 +246,12 @@ def _fill_loose(store: Store) -> None:
 
 _evict = Task(
     within(lambda store: store.gc(max_size=0, grace=0)), within(_fill_and_pin), {**BASE, **OLDEST, **NEXT}
+)
+_evict_mounted = Task(
+    within(lambda store: store.gc(max_size=0, grace=0)), within(_fill_and_mount), {**BASE, **OLDEST, **NEXT}
+)
+_evict_loose = Task(
+    within(lambda store: store.gc(max_size=0, grace=0)), within(_fill_loose_and_pin), {**BASE, **LOOSE}
 )
 _collect = Task(within(lambda store: store.gc(grace=0)), within(_fill_loose))
 _sweep = Task(within(lambda store: store.gc(grace=0)), within(_leave_objects))
@@ -322,19 +338,21 @@ WINDOWS = [
         "Replace",
         ("before the commit", _replace, after(LooseFolder, "publish"), objects(1)),
         ("before the commit", _replace, after(Journal, "append"), object_and_record),
-        ("after the commit, before `changed` is written again", _replace, before(Beacon, "announce", 2), orphans(1), _REPLACED),
+        ("after the commit, before `settled` is written", _replace, before(Beacon, "settle"), orphans(1), _REPLACED),
         ("after that", _replace, after(Write, "commit"), orphans(1), _REPLACED),
     ),
     *_of(
         "Delete",
         ("before the commit", _delete, after(Journal, "append"), ahead),
-        ("after the commit", _delete, before(Beacon, "announce", 2), orphans(1), {"old/large": None}),
+        ("after the commit", _delete, before(Beacon, "settle"), orphans(1), {"old/large": None}),
     ),
     *_of(
         "gc: entries",
         ("within a transaction", _evict, after(Write, "evict_entry", 10), nothing),
-        ("between two", _evict, _committed(Write, "evict_entry", len(OLDEST)), orphans(len(OLDEST), aged=True), gone(OLDEST)),
-        ("after the last", _evict, before(collect, "remove_blobs", 2), orphans(len(NEXT), aged=True), gone({**OLDEST, **NEXT})),
+        ("between two", _evict, _committed(Write, "evict_entry", len(OLDEST)), dead(len(OLDEST)), gone(OLDEST)),
+        ("after the last", _evict, _committed(Write, "evict_entry", len(OLDEST) + len(NEXT)), dead(len(OLDEST) + len(NEXT)), gone({**OLDEST, **NEXT})),
+        ("between two", _evict_mounted, _committed(Write, "evict_entry", len(OLDEST)), orphans(len(OLDEST), aged=True), gone(OLDEST)),
+        ("after the last", _evict_loose, before(ObjectDirectory, "remove_loose"), objects(len(LOOSE)), gone(LOOSE)),
     ),
     *_of(
         "gc: blobs",
@@ -347,7 +365,7 @@ WINDOWS = [
         "Compaction",
         ("within a transaction", _compact, after(PackWriter, "add"), unregistered_pack),
         ("within a transaction", _compact, after(PackWriter, "add", 2), dead(len(PACKED))),
-        ("between two", _compact, _committed(compact, "_move", 400), in_two_packs),
+        ("between two", _compact, _committed(compact, "_move", 200), in_two_packs),
         ("after the last commit, before the unlink", _compact, _committed(Write, "retire_pack"), unregistered_pack),
     ),
     *_of(

@@ -21,9 +21,20 @@ from typing import Any, cast
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
-from tools.bench import corpus, machine, report, suites
-from tools.bench.harness import Bench, Result, Row, Study, Suite, measure
+from tools.bench import corpus, glance, machine, plots, report, suites
+from tools.bench.harness import (
+    MISSED,
+    NOT_MEASURED,
+    REACHED,
+    Bench,
+    Result,
+    Row,
+    Study,
+    Suite,
+    measure,
+)
 
 HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parent.parent
@@ -31,20 +42,13 @@ WORK = PROJECT / ".bench"
 RESULTS = HERE / "results"
 PAGE = PROJECT / "docs" / "benchmarks.md"
 PICTURES = PAGE.parent / "images"
+LEAST_ROUNDS = 5
 
 
 def main() -> None:
     names = sorted(module.name for module in pkgutil.iter_modules(suites.__path__))
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench", description="Measures castore beside its peers."
-    )
-    parser.add_argument("--suite", action="append", choices=names, help="only this suite; may be repeated")
-    parser.add_argument("--rounds", type=int, help="rounds a contestant runs (default 5; with --quick, 3)")
-    parser.add_argument(
-        "--quick", action="store_true", help="small jobs, for a glance; leaves the page alone"
-    )
-    options = parser.parse_args()
-    console = Console(highlight=False)
+    options = _options(names)
+    console = Console(highlight=False, stderr=options.json)
     for name in options.suite or names:
         suite = cast("Suite", importlib.import_module(f"tools.bench.suites.{name}"))
         folder = WORK / name
@@ -52,12 +56,44 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         pictures = folder / "images" if options.quick else PICTURES
         pictures.mkdir(exist_ok=True)
-        bench = Bench(folder, pictures, options.quick, options.rounds or (3 if options.quick else 5))
+        bench = Bench(
+            folder, pictures, options.quick, options.rounds or (3 if options.quick else LEAST_ROUNDS)
+        )
         run = _run(name, suite, bench, console)
         _keep(name, run, quick=options.quick)
         _say(run, console)
+    runs = _on_file(names, quick=options.quick)
+    _show_glance(runs, names, console)
     if not options.quick:
+        report.write_first(PAGE, "glance", glance.markdown(runs, names))
         console.print(f"\nwritten to {PAGE.relative_to(PROJECT)}")
+    if options.json:
+        goals = [line._asdict() for run in runs.values() for line in glance.of_run(run)]
+        sys.stdout.write(json.dumps({"goals": goals, "suites": runs}, indent=1) + "\n")
+
+
+def _options(names: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench", description="Measures castore beside its peers."
+    )
+    parser.add_argument("--suite", action="append", choices=names, help="only this suite; may be repeated")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help=f"rounds a contestant runs (default and least {LEAST_ROUNDS}; with --quick, 3 and 1)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small jobs, for a glance; leaves the page alone"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print goals and figures of all suites on file as JSON; what is for people goes to standard error",
+    )
+    options = parser.parse_args()
+    if options.rounds is not None and options.rounds < (1 if options.quick else LEAST_ROUNDS):
+        parser.error(f"figures for the page take at least {LEAST_ROUNDS} rounds; fewer go with --quick")
+    return options
 
 
 def _run(name: str, suite: Suite, bench: Bench, console: Console) -> dict[str, Any]:
@@ -73,6 +109,7 @@ def _run(name: str, suite: Suite, bench: Bench, console: Console) -> dict[str, A
         "versions": machine.versions(),
         "rows": [],
         "studies": [],
+        "picture": "",
     }
     with console.status("setting up") as status, closing(_iterator(suite, bench)) as rows:
         for item in rows:
@@ -89,10 +126,22 @@ def _run(name: str, suite: Suite, bench: Bench, console: Console) -> dict[str, A
                 console.print(_lay_out(study))
                 run["studies"].append(study.to_json())
             status.update("setting up the next row")
+    run["picture"] = _draw(name, run, bench.pictures)
     archive = next((WORK / "corpus").glob(f"archive-{bench.size(512, 64)}MB.tar"), None)
     if archive is not None and name in ("mount", "stream"):
         run["data"] = corpus.facts(archive)
     return run
+
+
+def _draw(name: str, run: dict[str, Any], pictures: Path) -> str:
+    """A picture of the ratios of a suite that puts castore beside its peers; returns its file's name, if it has one."""
+    results = [Result.from_json(row) for row in run["rows"]]
+    bars = [bar for result in results for bar in plots.bars(result)]
+    if name not in glance.IN_FULL or not bars:
+        return ""
+    picture = f"ratios-{name}.png"
+    plots.ratios(pictures / picture, run["title"], bars)
+    return picture
 
 
 def _progress(status: Status, row: str, contestant: str) -> None:
@@ -112,6 +161,9 @@ def _show(result: Result) -> Table:
         table.add_row(f"not measured: {result.skipped}")
         return table
     for timing in result.timings:
+        if timing.skipped:
+            table.add_row(timing.name, f"not measured: {timing.skipped}")
+            continue
         spread = f"{report.figure(min(timing.figures))} – {report.figure(max(timing.figures))}"
         ratio = report.times(result, timing.name)
         style = "bold" if timing.ours else ""
@@ -135,10 +187,40 @@ def _say(run: dict[str, Any], console: Console) -> None:
         console.print("•", line.replace("*", ""), soft_wrap=True)
 
 
+def _show_glance(runs: dict[str, dict[str, Any]], names: list[str], console: Console) -> None:
+    """The end of a run: every goal, reached or missed."""
+    console.rule("[bold]At a glance")
+    styles = {REACHED: "green", MISSED: "bold red", NOT_MEASURED: "yellow"}
+    table = Table(box=None, padding=(0, 2))
+    for header in ("suite", "goal", "measured", ""):
+        table.add_column(header, justify="right" if header == "measured" else "left")
+    for line in glance.lines(runs):
+        word = Text(line.verdict.strip("*"), style=styles[line.verdict])
+        table.add_row(line.suite, Text(line.goal), Text(line.found), word)
+    if table.row_count:
+        console.print(table)
+    for name, reached, goals, missed in glance.others(runs):
+        console.print(f"{name}: {reached} of {goals} reached", soft_wrap=True)
+        for what in missed:
+            console.print(Text(f"  missed: {what}"), soft_wrap=True)
+    console.print(glance.summary(runs))
+    if without := glance.absent(runs, names):
+        console.print(f"no results on file of: {', '.join(without)}")
+
+
+def _result_file(name: str, *, quick: bool) -> Path:
+    return RESULTS / f"{name}{'-quick' if quick else ''}.json"
+
+
+def _on_file(names: list[str], *, quick: bool) -> dict[str, dict[str, Any]]:
+    """The last run of each suite that has one."""
+    files = {name: _result_file(name, quick=quick) for name in names}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+
+
 def _keep(name: str, run: dict[str, Any], *, quick: bool) -> None:
     RESULTS.mkdir(exist_ok=True)
-    target = RESULTS / f"{name}{'-quick' if quick else ''}.json"
-    target.write_text(json.dumps(run, indent=1) + "\n")
+    _result_file(name, quick=quick).write_text(json.dumps(run, indent=1) + "\n")
     if not quick:
         report.write(PAGE, name, run)
 

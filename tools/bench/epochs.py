@@ -1,8 +1,8 @@
 """A process that reads a dataset through a `DataLoader`, as many epochs as it is told to.
 
-    python -m tools.bench.epochs CONTESTANT SAMPLES WORKERS
+    python -m tools.bench.epochs CONTESTANT SAMPLES WORKERS FOLDER
 
-It gets its dataset warm, checks every sample, and says so with a line on standard output. Then, for each number on
+It gets its dataset warm (in FOLDER, if it is one that lies on a disk), checks every sample, and says so with a line on standard output. Then, for each number on
 standard input, it reads so many epochs and answers with the seconds of one. Contestants need different environments, so what one
 needs is imported there alone, and all run in processes like this one.
 """
@@ -15,6 +15,8 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,12 +72,54 @@ class Batched(OneByOne):
         ]
 
 
-def _castore(source: Source, samples: int) -> OneByOne:
+class Made(Dataset[torch.Tensor]):
+    """The samples themselves, for what wraps a dataset."""
+
+    def __init__(self, source: Source, samples: int) -> None:
+        self.source, self.samples = source, samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.source(index)
+
+
+class Files(Made):
+    """A file a sample, its bytes and nothing else; written at once."""
+
+    def __init__(self, source: Source, samples: int, folder: Path) -> None:
+        super().__init__(source, samples)
+        self.paths = [str(folder / f"{index:06}.bin") for index in range(samples)]
+        for index, path in enumerate(self.paths):
+            Path(path).write_bytes(source(index).numpy().tobytes())
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with open(self.paths[index], "rb", buffering=0) as file:
+            return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).view(SHAPE)
+
+
+def _castore(source: Source, samples: int, _: Path) -> OneByOne:
     return OneByOne(_castore_cache(samples), source, samples)
 
 
-def _castore_batched(source: Source, samples: int) -> OneByOne:
+def _castore_batched(source: Source, samples: int, _: Path) -> OneByOne:
     return Batched(_castore_cache(samples), source, samples)
+
+
+def _castore_levels(source: Source, samples: int, folder: Path) -> Any:
+    """On disk alone, without the level in memory."""
+    from castore.adapters.torch import BiLevelCachedDataset
+
+    dataset = BiLevelCachedDataset(Made(source, samples), 0, "4GB", folder, key="samples")
+    dataset.fill(progress=False)
+    return dataset
+
+
+def _castore_cached(source: Source, samples: int, folder: Path) -> Any:
+    from castore.adapters.torch import CachedDataset
+
+    return CachedDataset(Made(source, samples), folder, key="samples")
 
 
 def _castore_cache(samples: int) -> Any:
@@ -84,14 +128,37 @@ def _castore_cache(samples: int) -> Any:
     return SharedCache(_gib(samples), samples, SHAPE, torch.uint8)
 
 
-def _stocaching(source: Source, samples: int) -> OneByOne:
+def _stocaching(source: Source, samples: int, _: Path) -> OneByOne:
     import stocaching  # type: ignore[import-not-found]
 
     return OneByOne(stocaching.SharedCache(_gib(samples), samples, SHAPE, torch.uint8), source, samples)
 
 
-def _tensors(source: Source, samples: int) -> TensorDataset:
+def _tensors(source: Source, samples: int, _: Path) -> TensorDataset:
     return TensorDataset(torch.stack([source(index) for index in range(samples)]))
+
+
+def _litdata(source: Source, samples: int, folder: Path) -> Any:
+    """Chunks made by its `optimize` with its defaults, read where they lie."""
+    # Where it works besides, and what it else leaves in the system's temporary folder.
+    os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = str(folder / "work")
+    os.environ["DATA_OPTIMIZER_DATA_CACHE_FOLDER"] = str(folder / "work-data")
+    import litdata
+
+    chunks = str(folder / "chunks")
+    litdata.optimize(
+        partial(_ask, source),
+        list(range(samples)),
+        chunks,
+        chunk_bytes="64MB",
+        num_workers=1,
+        start_method="fork",
+    )
+    return litdata.StreamingDataset(chunks, shuffle=True, seed=_SEED)
+
+
+def _ask(source: Source, index: int) -> torch.Tensor:
+    return source(index)
 
 
 def _gib(samples: int) -> int:
@@ -99,21 +166,25 @@ def _gib(samples: int) -> int:
     return 1 + samples * _NUMEL // 2**30
 
 
-CONTESTANTS: dict[str, Callable[[Source, int], Dataset[Any]]] = {
+CONTESTANTS: dict[str, Callable[[Source, int, Path], Any]] = {
     "castore": _castore,
     "castore-batched": _castore_batched,
+    "castore-levels": _castore_levels,
+    "castore-cached": _castore_cached,
+    "files": Files,
+    "litdata": _litdata,
     "stocaching": _stocaching,
     "tensors": _tensors,
 }
 
 
 def main() -> None:
-    contestant, samples, workers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    contestant, samples, workers, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     # stocaching prints: what it says goes where errors go, and the answers where nobody else writes.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     source = Source(samples)
-    loader = _loader(CONTESTANTS[contestant](source, samples), workers)
+    loader = _loader(CONTESTANTS[contestant](source, samples, folder), workers)
     expected = sum(_checksum(source(index)) for index in range(samples))
     _read(loader, 1)
     source.sealed.set()
@@ -124,17 +195,15 @@ def main() -> None:
         answers.write(f"{_read(loader, int(line))}\n")
 
 
-def _loader(dataset: Dataset[Any], workers: int) -> DataLoader[Any]:
-    return DataLoader(
-        dataset,
-        BATCH,
-        shuffle=True,
-        num_workers=workers,
-        persistent_workers=workers > 0,
-        # What Linux has done until now, and stocaching needs.
-        multiprocessing_context="fork" if workers else None,
-        generator=torch.Generator().manual_seed(_SEED),
-    )
+def _loader(dataset: Any, workers: int) -> Any:
+    # What Linux has done until now, and stocaching needs.
+    options: dict[str, Any] = {"multiprocessing_context": "fork" if workers else None}
+    options |= {"batch_size": BATCH, "num_workers": workers, "persistent_workers": workers > 0}
+    if type(dataset).__name__ == "StreamingDataset":
+        from litdata import StreamingDataLoader
+
+        return StreamingDataLoader(dataset, **options)  # the dataset shuffles
+    return DataLoader(dataset, shuffle=True, generator=torch.Generator().manual_seed(_SEED), **options)
 
 
 def _images(batch: Any) -> torch.Tensor:
@@ -148,7 +217,7 @@ def _checksum(sample: torch.Tensor) -> int:
     return zlib.crc32(sample.numpy().data)
 
 
-def _read(loader: DataLoader[Any], epochs: int) -> float:
+def _read(loader: Any, epochs: int) -> float:
     """Some epochs; returns the seconds of one."""
     start = time.perf_counter()
     for _ in range(epochs):

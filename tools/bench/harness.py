@@ -63,13 +63,15 @@ class Contestant:
     """One way to do a row's work.
 
     `work` is timed; when it returns a float, that is taken as its seconds instead. `prepare` is not timed and
-    runs before every run, before caches are dropped. `ours` tells castore from its peers.
+    runs before every run, before caches are dropped. `ours` tells castore from its peers. `skipped` says why this
+    machine cannot run it: it then has a line without figures.
     """
 
     name: str
     work: Callable[[], float | None]
     prepare: Callable[[], None] = _nothing
     ours: bool = False
+    skipped: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,12 @@ class Study:
         return asdict(self)
 
 
+REACHED, MISSED, NOT_MEASURED = "reached", "**missed**", "*not measured*"
+
+
 def verdict(reached: bool, what: str) -> str:
-    """The sentence for a goal: reached or missed, and by what."""
-    return f"{'reached' if reached else '**missed**'}: {what}"
+    """The sentence for a goal: reached or missed, and by what. In `what`, the last colon stands before the figure."""
+    return f"{REACHED if reached else MISSED}: {what}"
 
 
 @dataclass(frozen=True)
@@ -148,11 +153,12 @@ class Suite(Protocol):
 
 @dataclass
 class Timing:
-    """Figures of one contestant, one a round."""
+    """Figures of one contestant, one a round; none where `skipped` says why it did not run."""
 
     name: str
     ours: bool
     figures: list[float] = field(default_factory=list)
+    skipped: str = ""
 
     @property
     def median(self) -> float:
@@ -179,6 +185,10 @@ class Result:
 
     def timing(self, name: str) -> Timing:
         return next(timing for timing in self.timings if timing.name == name)
+
+    def why_not(self, name: str | None) -> str:
+        """Why a contestant has no figures; nothing where it has some, and of no contestant."""
+        return self.skipped or (self.timing(name).skipped if name is not None else "")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -211,18 +221,23 @@ def measure(row: Row, rounds: int, tick: Callable[[str], None] = lambda _: None)
         more_is_better=row.unit.rate,
         cold=row.cold,
         reference=row.reference,
-        timings=[Timing(contestant.name, contestant.ours) for contestant in row.contestants],
+        timings=[
+            Timing(contestant.name, contestant.ours, skipped=contestant.skipped)
+            for contestant in row.contestants
+        ],
         goals=list(row.goals),
     )
     if row.cold and os.geteuid() != 0:
         result.skipped = "dropping the kernel's caches needs root"
         return result
+    running = [contestant for contestant in row.contestants if not contestant.skipped]
     if not row.cold:
-        for contestant in row.contestants:
+        for contestant in running:
             tick(f"{contestant.name}, warming")
             _run(contestant, cold=False)
+    timings = [result.timing(contestant.name) for contestant in running]
     for turn in range(rounds):
-        for contestant, timing in zip(row.contestants, result.timings, strict=True):
+        for contestant, timing in zip(running, timings, strict=True):
             tick(f"{contestant.name}, round {turn + 1} of {rounds}")
             timing.figures.append(row.unit.figure(_run(contestant, cold=row.cold)))
     return result

@@ -10,13 +10,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from tools.bench.peers import PEERS, PROJECT
+
 _PACKAGES = (
-    "castore", "blake3", "zstandard", "lz4", "mfusepy", "diskcache", "lmdb", "torch", "numpy", "safetensors", "pillow",
+    "castore", "blake3", "zstandard", "lz4", "mfusepy", "diskcache", "joblib", "lmdb", "torch", "numpy", "safetensors", "pillow",
     "datasets", "pyarrow", "dill",
 )  # fmt: skip
-# What runs in the second environment of `tools/setup.sh bench`.
-_APART = ("stocaching", "numpy")
-_ENVIRONMENT = Path(__file__).resolve().parents[2] / ".venv-bench-numpy1"
+# What runs in the second environment of `tools/setup.sh bench`; NumPy is another there.
+_APART = ("stocaching", "litdata", "ratarmount", "numpy")
 _TOOLS = {
     "zstd (tool)": ["zstd", "--version"],
     "lz4 (tool)": ["lz4", "--version"],
@@ -48,10 +49,10 @@ def versions() -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    places = [str(place) for place in _ENVIRONMENT.glob("lib/python*/site-packages")]
+    places = [str(place) for place in (PROJECT / PEERS).glob("lib/python*/site-packages")]
     for package in _APART:
         for distribution in importlib.metadata.distributions(name=package, path=places):
-            found[package if package not in found else f"{package} beside {_APART[0]}"] = distribution.version
+            found[package if package not in found else f"{package} beside the peers"] = distribution.version
     for tool, command in _TOOLS.items():
         try:
             run = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -15,7 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-_PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = Path(__file__).resolve().parents[2]
+#: The environments that `tools/setup.sh bench` makes, below the project: castore's and its peers'.
+OURS, PEERS = ".venv-bench", ".venv-bench-peers"
 
 
 def run(*command: str | os.PathLike[str]) -> None:
@@ -50,8 +52,17 @@ class Mount(AbstractContextManager["Mount"]):
         return cls(root, castore("--store", store, "mount", root, *flags), castore("umount", root))
 
     @classmethod
+    def of_ratarmount(cls, archive: Path, root: Path) -> Mount:
+        """A tar, compressed or not, as `ratarmount` shows it. Its index is made at the first mount, beside the archive."""
+        return cls(root, [PROJECT / PEERS / "bin" / "ratarmount", archive, root], ["fusermount3", "-u", root])
+
+    @classmethod
     def of_squashfs(cls, image: Path, root: Path) -> Mount:
         return cls(root, ["squashfuse_ll", image, root], ["fusermount3", "-u", root])
+
+    @classmethod
+    def of_kernel_squashfs(cls, image: Path, root: Path) -> Mount:
+        return cls(root, ["mount", "-t", "squashfs", "-o", "loop,ro", image, root], ["umount", root])
 
     def __enter__(self) -> Mount:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -88,16 +99,20 @@ class Reader(AbstractContextManager["Reader"]):
         samples: how many the dataset has.
         workers: of its `DataLoader`.
         environment: the folder of the virtual environment that it runs in, below the project.
+        folder: for what lies on a disk; made if it is not there.
     """
 
-    def __init__(self, contestant: str, samples: int, workers: int, environment: str = ".venv-bench") -> None:
+    def __init__(
+        self, contestant: str, samples: int, workers: int, folder: Path, environment: str = OURS
+    ) -> None:
         self._what = contestant
-        python = _PROJECT / environment / "bin" / "python"
+        python = PROJECT / environment / "bin" / "python"
         if not python.exists():
             raise RuntimeError(f"there is no {python}: make it with tools/setup.sh bench")
+        folder.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
-            [python, "-m", "tools.bench.epochs", contestant, str(samples), str(workers)],
-            cwd=_PROJECT,
+            [python, "-m", "tools.bench.epochs", contestant, str(samples), str(workers), folder],
+            cwd=PROJECT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -142,3 +157,36 @@ def squashfs(source: Path, image: Path, codec: str) -> Path:
         run(binary, source, image.with_suffix(".part"), "-comp", codec, "-noappend", "-quiet", "-no-progress")
         image.with_suffix(".part").rename(image)
     return image
+
+
+def tar(source: Path, archive: Path) -> Path:
+    """Packs a folder as a tar; with `.zst` at the end of its name in many frames of zstd, so that it can be reached into."""
+    if archive.exists():
+        return archive
+    part = archive.with_suffix(".part")
+    if archive.suffix != ".zst":
+        run("tar", "-C", source, "-cf", part, ".")
+    else:
+        with subprocess.Popen(["tar", "-C", source, "-cf", "-", "."], stdout=subprocess.PIPE) as packing:
+            subprocess.run(["pzstd", "-q", "-3", "-f", "-o", part], stdin=packing.stdout, check=True)
+        if packing.returncode != 0:
+            raise RuntimeError(f"tar could not pack {source}")
+    return part.rename(archive)
+
+
+def no_kernel_squashfs() -> str:
+    """Why this machine cannot mount a squashfs image with its kernel; nothing if it can."""
+    if os.geteuid() != 0:
+        return "mounting an image with the kernel needs root"
+    if not Path("/dev/loop-control").exists():
+        return "there are no loop devices (/dev/loop-control)"
+    known = Path("/proc/filesystems")
+    if "squashfs" not in known.read_text().split() and shutil.which("modprobe"):
+        subprocess.run(["modprobe", "squashfs"], capture_output=True, check=False)
+    return "" if "squashfs" in known.read_text().split() else f"this kernel has no squashfs ({known})"
+
+
+def no_ratarmount() -> str:
+    """Why ratarmount cannot run here; nothing if it can."""
+    program = PROJECT / PEERS / "bin" / "ratarmount"
+    return "" if program.exists() else f"there is no {program}: make it with tools/setup.sh bench"

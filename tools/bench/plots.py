@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from tools.bench import report
+from tools.bench.harness import Result
 
 _BLACK, _ORANGE, _BLUE, _GREEN, _RED = "#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00"
+_PURPLE = "#CC79A7"
 # In the order in which lines are given: colour, marker, dashes, width, size of marker.
 _STYLES = [
     (_BLACK, "s", "--", 1.2, 8.0),
     (_RED, "o", "-", 2.2, 5.0),
     (_BLUE, "x", "-", 1.2, 7.0),
     (_GREEN, "^", "-", 1.2, 6.0),
+    (_PURPLE, "D", "-", 1.2, 5.0),
+    (_ORANGE, "v", "-", 1.2, 6.0),
 ]
 _STAR = (_ORANGE, "*", "none", 0.0, 13.0)
 
@@ -62,6 +68,74 @@ def hit_rates(
     _save(figure, path)
 
 
+_GREY = "#999999"  # peers, beside castore's colour
+
+
+class Bar(NamedTuple):
+    """How many times as good as its row's reference a contestant is.
+
+    Attributes:
+        row: the question.
+        contestant: who answers it.
+        times: the ratio; above 1 is better than the reference.
+        ours: whether it is castore.
+    """
+
+    row: str
+    contestant: str
+    times: float
+    ours: bool
+
+
+def bars(result: Result) -> list[Bar]:
+    """A bar for each contestant of a row that has peers and a reference, but for the reference itself."""
+    reference = result.reference
+    if reference is None or result.why_not(reference) or all(timing.ours for timing in result.timings):
+        return []
+    return [
+        Bar(
+            f"{result.name} (1 = {reference})", timing.name, result.ratio(timing.name, reference), timing.ours
+        )
+        for timing in result.timings
+        if timing.name != reference and not timing.skipped
+    ]
+
+
+def ratios(path: Path, title: str, lines: Sequence[Bar]) -> None:
+    """Horizontal bars from 1 to each ratio, on a logarithmic scale, under a heading for each row.
+
+    Args:
+        path: of the PNG.
+        title: above all.
+        lines: those of a row one after the other.
+    """
+    figure, (panel,) = _subplots(1, 1, (8.5, 1.2 + 0.24 * (len(lines) + len({bar.row for bar in lines}))))
+    labels: list[str] = []
+    for number, bar in enumerate(lines):
+        if number == 0 or lines[number - 1].row != bar.row:
+            labels.append(bar.row)
+        place = len(labels)
+        labels.append(bar.contestant)
+        panel.barh(place, bar.times - 1, left=1, height=0.75, color=_RED if bar.ours else _GREY)
+        panel.annotate(
+            report.figure(bar.times), (bar.times, place),
+            (4 if bar.times >= 1 else -4, 0), textcoords="offset points",
+            va="center", ha="left" if bar.times >= 1 else "right", fontsize=7,
+        )  # fmt: skip
+    panel.axvline(1, color=_BLACK, linewidth=1)
+    panel.set_xscale("log")
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.margins(x=0.18)
+    panel.set_yticks(range(len(labels)), labels, fontsize=7)
+    headings = {bar.row for bar in lines}
+    for label, text in zip(panel.get_yticklabels(), labels, strict=True):
+        label.set_fontweight("bold" if text in headings else "normal")
+    panel.set_ylim(len(labels) - 0.4, -0.6)
+    panel.set_title(title, fontsize=10)
+    panel.set_xlabel("times as good as the row's reference (castore in orange)", fontsize=8)
+    _save(figure, path)
+
+
 def against_line(
     path: Path, parts: Sequence[float], times: Sequence[float], spreads: Sequence[tuple[float, float]]
 ) -> None:
@@ -85,6 +159,25 @@ def against_line(
     )
     panel.set(xlabel="samples in memory, % of the data", ylabel="one epoch, s", ylim=(0, None))
     panel.legend(frameon=False)
+    _save(figure, path)
+
+
+def growth(path: Path, sizes: Sequence[int], costs: Mapping[str, Sequence[float]]) -> None:
+    """What operations cost, one line each, both axes in powers of ten.
+
+    Args:
+        path: of the PNG.
+        sizes: entries in the store, ascending.
+        costs: by operation, seconds for each of ``sizes``.
+    """
+    figure, (panel,) = _subplots(1, 1, (5.6, 4.2))
+    for (what, seconds), (colour, marker, dashes, width, size) in zip(costs.items(), _STYLES, strict=True):
+        panel.plot(
+            sizes, [1e3 * value for value in seconds],
+            color=colour, marker=marker, linestyle=dashes, linewidth=width, markersize=size, label=what,
+        )  # fmt: skip
+    panel.set(xscale="log", yscale="log", xlabel="entries in the store", ylabel="ms")
+    figure.legend(loc="outside right center", frameon=False)
     _save(figure, path)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.bench.harness import Goal, Result, Study, verdict
+from tools.bench.harness import NOT_MEASURED, Goal, Result, Study, verdict
 
 _INTRODUCTION = """\
 # Benchmarks
@@ -20,21 +20,34 @@ Figures from `make bench`, written here by it. Contestants of a row run in turn 
 round; a figure is the median of its rounds, with the least and the greatest beside it. The ratio says how many times as
 good a contestant is as the row's reference: above 1 is better, for rates and for times alike. Ratios travel
 between machines; absolute figures do not. Cold rows start with the kernel's caches dropped, and mounts put up anew.
+
+`make bench` runs all suites, which takes the better part of an hour; `make bench ARGS="--suite kv --suite mount"` runs some, `--quick` shows small
+ones and leaves this page alone, and `--json` prints all figures on file. Each run ends with every goal, reached or missed.
 """
 
 
 def write(page: Path, suite: str, run: dict[str, Any]) -> None:
     """Puts the report of one suite between its markers; where they are missing, below those of the other suites."""
-    begin, end = f"<!-- bench:{suite} -->", f"<!-- /bench:{suite} -->"
     text = page.read_text() if page.exists() else _INTRODUCTION
-    block = f"{begin}\n{render(run)}\n{end}"
+    others = [found.end() for found in re.finditer("<!-- /bench:[a-z]+ -->", text)]
+    _put(page, text, suite, render(run), max(others, default=len(text)))
+
+
+def write_first(page: Path, name: str, section: str) -> None:
+    """Puts a section between its markers; where they are missing, above those of all suites."""
+    text = page.read_text()
+    first = re.search("<!-- bench:[a-z]+ -->", text)
+    _put(page, text, name, section, first.start() if first else len(text))
+
+
+def _put(page: Path, text: str, name: str, section: str, place: int) -> None:
+    begin, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
+    block = f"{begin}\n{section}\n{end}"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     if pattern.search(text):
         text = pattern.sub(lambda _: block, text)
     else:
-        others = [found.end() for found in re.finditer("<!-- /bench:[a-z]+ -->", text)]
-        above, below = text[: max(others, default=None)], text[max(others, default=len(text)) :]
-        text = f"{above.rstrip()}\n\n{block}" + (below or "\n")
+        text = f"{text[:place].rstrip()}\n\n{block}\n\n{text[place:].lstrip()}".rstrip() + "\n"
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(text)
 
@@ -48,6 +61,7 @@ def render(run: dict[str, Any]) -> str:
             f"## {run['title']}\n",
             f"{run['about']}\n",
             *_table(results),
+            *_picture(run),
             *(line for study in studies for line in _study(study)),
             *_section("Goals", [*goals(results), *(goal for study in studies for goal in study.goals)]),
             *_section("Where a peer is ahead", peers_ahead(results)),
@@ -67,6 +81,9 @@ def _table(results: list[Result]) -> Iterator[str]:
             continue
         for number, timing in enumerate(result.timings):
             name = f"**{timing.name}**" if timing.ours else timing.name
+            if timing.skipped:
+                yield f"| {result.name if number == 0 else ''} | {name} | not measured: {timing.skipped} | | |"
+                continue
             spread = f"{figure(min(timing.figures))} – {figure(max(timing.figures))}"
             ratio = "1 (reference)" if timing.name == result.reference else times(result, timing.name)
             yield (
@@ -74,6 +91,11 @@ def _table(results: list[Result]) -> Iterator[str]:
                 f"| {spread} | {ratio} |"
             )
     yield ""
+
+
+def _picture(run: dict[str, Any]) -> Iterator[str]:
+    if picture := run.get("picture"):
+        yield f"![{run['title']}: how many times as good as each row's reference](images/{picture})\n"
 
 
 def _study(study: Study) -> Iterator[str]:
@@ -94,29 +116,37 @@ def goals(results: list[Result]) -> list[str]:
 
 
 def _goal(result: Result, goal: Goal) -> str:
-    if result.skipped:
-        return f"*not measured*: {result.name}"
     if goal.against is not None:
-        reached = (got := result.ratio(goal.contestant, goal.against)) >= goal.factor
-        wanted, found = f"{goal.factor:g} times {goal.against}", f"{got:.2f} times"
+        wanted = f"at least {goal.factor:.3g} times {goal.against}"
     else:
         assert goal.at_most is not None, "a goal has a peer or a figure"
-        reached = (median := result.timing(goal.contestant).median) <= goal.at_most
-        wanted, found = f"at most {goal.at_most:g} {result.unit}", f"{figure(median)} {result.unit}"
-    return verdict(reached, f"{result.name}: {goal.contestant}, {wanted}: {found}")
+        wanted = f"at most {goal.at_most:g} {result.unit}"
+    question = f"{result.name}: {goal.contestant}, {wanted}"
+    for name in (goal.contestant, goal.against):
+        if why := result.why_not(name):
+            return f"{NOT_MEASURED}: {question}: {why}"
+    if goal.against is not None:
+        got = result.ratio(goal.contestant, goal.against)
+        return verdict(got >= goal.factor, f"{question}: {got:.2f} times")
+    median = result.timing(goal.contestant).median
+    return verdict(
+        goal.at_most is None or median <= goal.at_most, f"{question}: {figure(median)} {result.unit}"
+    )
 
 
 def peers_ahead(results: list[Result]) -> list[str]:
-    """One sentence for each peer that beats all of castore's contestants in a row."""
+    """One sentence for each row in which peers beat all of castore's contestants."""
     found = []
     for result in results:
-        ours = [timing.name for timing in result.timings if timing.ours]
-        for timing in result.timings:
-            if result.skipped or timing.ours or not ours:
-                continue
-            lead = min(result.ratio(timing.name, name) for name in ours)
-            if lead > 1:
-                found.append(f"{result.name}: {timing.name} is {lead:.2f} times as good as castore's best")
+        ran = [timing for timing in result.timings if not result.why_not(timing.name)]
+        ours = [timing.name for timing in ran if timing.ours]
+        leads = {
+            timing.name: min((result.ratio(timing.name, name) for name in ours), default=0.0)
+            for timing in ran
+            if not timing.ours
+        }
+        if ahead := [f"{name} {lead:.2f}" for name, lead in leads.items() if lead > 1]:
+            found.append(f"{result.name}: {'; '.join(ahead)} times as good as castore's best")
     return found
 
 
@@ -150,4 +180,6 @@ def figure(value: float) -> str:
 
 def times(result: Result, name: str) -> str:
     """The ratio against the row's reference; nothing where there is none."""
-    return f"{result.ratio(name, result.reference):.2f}" if result.reference is not None else ""
+    if result.reference is None or result.why_not(name) or result.why_not(result.reference):
+        return ""
+    return f"{result.ratio(name, result.reference):.2f}"

@@ -20,7 +20,7 @@ import datasets
 
 from castore.adapters.datasets.quiet import quiet
 from castore.errors import CastoreError, FullError, InvalidValueError
-from castore.transaction import is_full
+from castore.sqlerrors import is_full
 
 _OWN_COLUMNS = "__dj__"
 _ROWS = 1000

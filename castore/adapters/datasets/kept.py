@@ -37,9 +37,9 @@ from castore.errors import FullError, NotFoundError
 from castore.index import Found
 from castore.names import check_name
 from castore.records import Blob, Pointing
+from castore.sqlerrors import is_full
 from castore.staged import Staged, Vanished
 from castore.store import Store
-from castore.transaction import is_full
 from castore.writing import open_source
 
 _ATTEMPTS = 5

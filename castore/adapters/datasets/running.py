@@ -30,8 +30,8 @@ from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.tables import our_fingerprint, part_of
 from castore.errors import CorruptError, FullError, InvalidValueError, NotFoundError
 from castore.keys import key
+from castore.sqlerrors import is_full
 from castore.store import Store
-from castore.transaction import is_full
 
 #: Where steps are kept.
 FOLDER = "steps"

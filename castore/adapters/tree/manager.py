@@ -25,9 +25,11 @@ from castore.beacon import CHANGED
 from castore.compute import ComputeLocks
 from castore.errors import CorruptError
 from castore.memory import MemoryLRU
-from castore.reading import TRUST_SECONDS
 from castore.records import Entry
 from castore.store import DEFAULT_MEMORY
+
+# Longest time a slot answers without asking the index: it may be touched in other ways than by the names' changing.
+TRUST_SECONDS = 1.0
 
 Found = tuple[Any, CacheMetadata]
 Accept = Callable[[CacheMetadata], bool]
@@ -91,7 +93,7 @@ class TreeCacheManager(OverDisk):
         self._bounds = bounds if bounds.bytes is not None else bounds._replace(bytes=DEFAULT_MEMORY)
         self._disk = DiskLevel(cache_dir, compression, disk_expiry, max_size)
         self._slots: MemoryLRU[_Slot] = self._bounds.lru(lambda slot: held(slot.packed) + _SLOT_BYTES)
-        self._words = self.store.index.beacon.words
+        self._beacon = self.store.index.beacon
         # The very lock file of the store: who computes a name there and who does here meet.
         self._locks = ComputeLocks(self.store.path / "locks" / "compute", self.store.settings.file_mode)
         self._allow_pickle = allow_pickle
@@ -149,7 +151,7 @@ class TreeCacheManager(OverDisk):
         name = name_of(key)
         packed = pack(data, metadata, allow_pickle=self._allow_pickle)
         # Read before the put: whoever changes a name in between makes the slot stale, never fresh.
-        changed = self._words[CHANGED]
+        changed = self._beacon.settled()
         self._keep(name, self._disk.put(name, packed), packed, changed)
 
     def get(self, key: str) -> Found | None:
@@ -231,7 +233,7 @@ class TreeCacheManager(OverDisk):
                 return None, None
             self._disk.count_memory_hit(name)
             return self._memory_tally, found
-        changed = self._words[CHANGED]
+        changed = self._beacon.settled()
         read = self._disk.read(name)
         found = None if read is None else self._decoded(read[1], accept)
         if read is None or found is None:
@@ -263,15 +265,15 @@ class TreeCacheManager(OverDisk):
         if slot is None:
             return None
         changed, until = slot.trust
-        now_changed = self._words[CHANGED]
-        if changed == now_changed and time.monotonic() < until:
+        if changed == self._beacon.words[CHANGED] and time.monotonic() < until:
             return slot.packed
+        changed = self._beacon.settled()
         entry = self._disk.entry(name)
         said = None if entry is None else (entry.digest, entry.serializer, to_text(entry.metadata))
         if entry is None or said != (slot.digest, slot.packed.serializer, slot.packed.about):
             self._slots.discard(name)
             return None
-        slot.trust = self._trust(entry, now_changed)
+        slot.trust = self._trust(entry, changed)
         return slot.packed
 
     def _keep(self, name: str, entry: Entry, packed: Packed, changed: int) -> None:

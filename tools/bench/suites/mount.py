@@ -1,4 +1,4 @@
-"""Files through a mount: castore beside the plain files and squashfuse_ll.
+"""Files through a mount: castore beside the plain files, squashfuse_ll and the kernel's squashfs.
 
 Every contestant reads the same names in the same shuffled order with the same calls. For cold rows each mount
 is taken down and put up again before the kernel's caches are dropped, so no daemon keeps anything either.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import castore
 from tools.bench import corpus
 from tools.bench.harness import Bench, Contestant, Goal, Row, Unit, gigabytes_per_second, per_second
-from tools.bench.peers import Mount, squashfs
+from tools.bench.peers import Mount, no_kernel_squashfs, no_ratarmount, squashfs, tar
 
 TITLE = "Files through a mount"
 ABOUT = (
@@ -23,9 +26,18 @@ ABOUT = (
     "in C makes: open, read to the end, close. Python's own `open(path, 'rb')` has a row of its own: before 3.14 it asks "
     "every file whether it is a terminal, a question that no FUSE file system can keep the kernel from passing on; "
     "the large file is a tar of files installed on the machine, read in order, 1 MiB a call. Squashfs images are "
-    "made with mksquashfs's defaults (128 KiB blocks). The plain files lie on the same disk."
+    "made with mksquashfs's defaults (128 KiB blocks), and read by squashfuse_ll and, mounted by root, by the kernel itself. "
+    "ratarmount shows a tar of the same files: for the small ones uncompressed, since of a compressed one it decodes a whole frame "
+    "for each, and for the large one in the frames of zstd that pzstd makes. "
+    "The plain files lie on the same disk. Random reads are of 64 KB at places of the large file that no two readers share, by "
+    "four threads with a descriptor each. The names are those of small files, 1000 to a folder; `find` and `ls -lR` run as "
+    "programs of their own."
 )
 CHUNK = 2**20
+PIECE, READERS = 65_536, 4
+KERNEL = "kernel's squashfs, zstd"
+FUSED = "squashfuse_ll, zstd"
+TAR, TAR_ZST = "ratarmount, tar", "ratarmount, tar.zst"
 
 
 def rows(bench: Bench) -> Iterator[Row]:
@@ -34,9 +46,9 @@ def rows(bench: Bench) -> Iterator[Row]:
         places, names = _set_up(bench, stack, size, count)
         large = gigabytes_per_second(size)
         small = per_second(count, "files/s")
-        label = f"{count} files of 20 KB"
-        goals = [Goal("castore --pin", 0.9, "plain files")]
-        chosen = ["plain files", "castore --pin", "castore", "squashfuse_ll, zstd"]
+        label, whole = f"{count} files of 20 KB", f"{size // 10**6} MB in order"
+        pinned = Goal("castore --pin", 0.95, "plain files")
+        chosen = ["plain files", "castore --pin", "castore", FUSED]
 
         def read_small(root: Path) -> None:
             _read_each(root, names)
@@ -47,22 +59,40 @@ def rows(bench: Bench) -> Iterator[Row]:
         def open_small(root: Path) -> None:
             _open_each(root, names)
 
-        yield _row(f"warm, {label}", small, read_small, places, chosen, goals)
+        goals = [pinned, Goal("castore", 1.6, FUSED)]
+        yield _row(f"warm, {label}", small, read_small, places, [*chosen, TAR], goals)
         yield _row(f"warm, {label}, with Python's open()", small, open_small, places, chosen)
-        yield _row(f"warm, {size // 10**6} MB in order", large, read_large, places, chosen, goals)
-        yield _row(f"cold, {label}", small, read_small, places, chosen, cold=True)
-        yield _row(
-            f"cold, {size // 10**6} MB in order",
-            large,
-            read_large,
-            places,
-            ["squashfuse_ll, zstd", "castore", "castore, lz4", "squashfuse_ll, lz4", "plain files"],
-            [Goal("castore", 1.3, "squashfuse_ll, zstd")],
-            cold=True,
-        )
+        yield _row(f"warm, {whole}", large, read_large, places, chosen, [pinned])
+        goals = [Goal("castore", 1.3, FUSED)]
+        yield _row(f"cold, {label}", small, read_small, places, [*chosen, KERNEL, TAR], goals, cold=True)
+        chosen = [FUSED, KERNEL, "castore", "castore, lz4", "squashfuse_ll, lz4", "plain files"]
+        whole_row = [*chosen, TAR_ZST]
+        goals = [Goal("castore", 1.5, FUSED), Goal("castore", 1.5, KERNEL), Goal("castore, lz4", 2, FUSED)]
+        yield _row(f"cold, {whole}", large, read_large, places, whole_row, goals, cold=True)
+        pieces = bench.size(2000, 200)
+        random_row = f"cold, {pieces} random reads of 64 KB, {READERS} readers"
+        work = partial(_read_at_random, pieces=_places_to_read(size, pieces))
+        unit, goals = per_second(pieces, "reads/s"), [Goal("castore", 1.5, FUSED)]
+        yield _row(random_row, unit, work, places, chosen, goals, cold=True)
+    yield from _name_rows(bench)
 
 
-Place = tuple[Path, Callable[[], None]]
+def _name_rows(bench: Bench) -> Iterator[Row]:
+    """Many names: what looking through a tree costs, reading nothing."""
+    count = bench.size(100_000, 5000)
+    with ExitStack() as stack:
+        places = _set_up_names(bench, stack, count)
+        chosen, goals = [FUSED, "castore", KERNEL, "plain files"], [Goal("castore", 1, FUSED)]
+        find = partial(_look_through, ["find"], count)
+        ls = partial(_look_through, ["ls", "-lR"], count)
+        unit = per_second(count, "names/s")
+        yield _row(f"cold, find over {count} names", unit, find, places, chosen, goals, cold=True)
+        yield _row(f"cold, ls -lR over {count} names", unit, ls, places, chosen, goals, cold=True)
+        yield _row(f"warm, ls -lR over {count} names", unit, ls, places, chosen, goals)
+
+
+#: Root and remount of a contestant, or why this machine cannot run it.
+Place = tuple[Path, Callable[[], None]] | str
 
 
 def _set_up(bench: Bench, stack: ExitStack, size: int, count: int) -> tuple[dict[str, Place], list[str]]:
@@ -77,12 +107,50 @@ def _set_up(bench: Bench, stack: ExitStack, size: int, count: int) -> tuple[dict
         image = squashfs(plain, bench.work / f"{plain.name}.{codec}.squashfs", codec)
         mount = stack.enter_context(Mount.of_squashfs(image, bench.work / f"mnt-squashfs-{codec}"))
         places[f"squashfuse_ll, {codec}"] = mount.root, mount.again
+        if codec == "zstd":
+            places |= _by_the_kernel(stack, image, bench.work / "mnt-kernel")
     variants = [("castore", "zstd", ()), ("castore --pin", "zstd", ("--pin",)), ("castore, lz4", "lz4", ())]
     for number, (name, codec, flags) in enumerate(variants):
         store = _store(bench.work / f"{plain.name}.{codec}.castore", codec, plain, names)
         mount = stack.enter_context(Mount.of_store(store, bench.work / f"mnt-castore-{number}", *flags))
         places[name] = mount.root, mount.again
+    places |= _by_ratarmount(stack, plain, bench.work)
     return places, names
+
+
+def _set_up_names(bench: Bench, stack: ExitStack, count: int) -> dict[str, Place]:
+    plain, folder = bench.work / "plain-names", bench.work / "names.castore"
+    made = {f"{number // 1000:03}/{number:06}.json": b'{"id": %d}' % number for number in range(count)}
+    for name, data in made.items():
+        target = plain / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+    with castore.Store(folder) as store:
+        store.put_many(made.items())
+    image = squashfs(plain, bench.work / "names.squashfs", "zstd")
+    fused = stack.enter_context(Mount.of_squashfs(image, bench.work / "mnt-names-squashfs"))
+    ours = stack.enter_context(Mount.of_store(folder, bench.work / "mnt-names-castore"))
+    places: dict[str, Place] = {"plain files": (plain, lambda: None)}
+    places |= {FUSED: (fused.root, fused.again), "castore": (ours.root, ours.again)}
+    return places | _by_the_kernel(stack, image, bench.work / "mnt-names-kernel")
+
+
+def _by_the_kernel(stack: ExitStack, image: Path, root: Path) -> dict[str, Place]:
+    if why := no_kernel_squashfs():
+        return {KERNEL: why}
+    mount = stack.enter_context(Mount.of_kernel_squashfs(image, root))
+    return {KERNEL: (mount.root, mount.again)}
+
+
+def _by_ratarmount(stack: ExitStack, plain: Path, work: Path) -> dict[str, Place]:
+    if why := no_ratarmount():
+        return {TAR: why, TAR_ZST: why}
+    places: dict[str, Place] = {}
+    for name, suffix in ((TAR, "tar"), (TAR_ZST, "tar.zst")):
+        archive = tar(plain, work / f"{plain.name}.{suffix}")
+        mount = stack.enter_context(Mount.of_ratarmount(archive, work / f"mnt-{suffix}"))
+        places[name] = mount.root, mount.again
+    return places
 
 
 def _store(folder: Path, codec: str, plain: Path, names: list[str]) -> Path:
@@ -105,8 +173,11 @@ def _row(
 ) -> Row:
     contestants = []
     for contestant in chosen:
-        root, again = places[contestant]
-        contestants.append(_contestant(contestant, read, root, again if cold else None))
+        place = places[contestant]
+        if isinstance(place, str):
+            contestants.append(Contestant(contestant, lambda: None, skipped=place))
+        else:
+            contestants.append(_contestant(contestant, read, place[0], place[1] if cold else None))
     return Row(name, unit, contestants, reference=chosen[0], cold=cold, goals=goals or [])
 
 
@@ -140,3 +211,30 @@ def _read_through(path: Path, size: int) -> None:
             left -= got
     if left:
         raise RuntimeError(f"{path} is {left} bytes short")
+
+
+def _places_to_read(size: int, pieces: int) -> list[list[int]]:
+    """Offsets for each reader, all different."""
+    offsets = random.Random(corpus.SEED).sample(range(size // PIECE), pieces)
+    return [[number * PIECE for number in offsets[reader::READERS]] for reader in range(READERS)]
+
+
+def _read_at_random(root: Path, pieces: list[list[int]]) -> None:
+    with ThreadPoolExecutor(READERS) as pool:
+        for done in [pool.submit(_read_pieces, root / "large.tar", offsets) for offsets in pieces]:
+            done.result()
+
+
+def _read_pieces(path: Path, offsets: list[int]) -> None:
+    with path.open("rb", buffering=0) as file:
+        for offset in offsets:
+            if len(os.pread(file.fileno(), PIECE, offset)) != PIECE:
+                raise RuntimeError(f"{path} came short at {offset}")
+
+
+def _look_through(command: list[str], count: int, root: Path) -> None:
+    done = subprocess.run(
+        [*command, root], stdout=subprocess.PIPE, env=os.environ | {"LC_ALL": "C"}, check=True
+    )
+    if done.stdout.count(b".json\n") != count:
+        raise RuntimeError(f"{command[0]} found other names in {root}")

@@ -29,7 +29,7 @@ from tools.bench.harness import (
     seconds,
     verdict,
 )
-from tools.bench.peers import Reader
+from tools.bench.peers import OURS, PEERS, Reader
 
 TITLE = "Samples for training"
 ABOUT = (
@@ -37,13 +37,16 @@ ABOUT = (
     "figure is the mean of 5 epochs in a process of its own; workers persist and are forked. Both caches are asked one "
     "sample at a time with `get_slot`, as stocaching's README has it; with `get_slots` castore answers a whole batch "
     "(`__getitems__`). stocaching and `TensorDataset` hand out views of their memory, which a transform in place changes; "
-    "castore hands out copies. stocaching runs with NumPy 1, which it needs. `BiLevelCachedDataset` is read in the "
+    "castore hands out copies. stocaching runs with NumPy 1, which it needs. Samples on disk are in the page cache; litdata reads "
+    "them from the 64 MB chunks of its `optimize`, which nobody checks, with its own `StreamingDataLoader`, and shuffles the "
+    "chunks and the samples of each, where castore and the plain files take any sample after any other. `BiLevelCachedDataset` is read in the "
     "process itself, with one thread, a sample being 12 KB of random bytes as an image and its label; what comes from its disk level is "
     "checked, the plain files are not. The JPEG photographs are 500 x 375; when one is read, Pillow decodes it and makes "
     "it 224 x 224."
 )
 _ONE, _MANY = "castore SharedCache, get_slot", "castore SharedCache, get_slots"
 _STOCACHING, _TENSORS = "stocaching, get_slot", "TensorDataset"
+_LITDATA = "litdata StreamingDataset"
 _LEVELS, _BATCHES = "castore BiLevelCachedDataset", "castore BiLevelCachedDataset, 64 at a time"
 _FILES = "plain files: open, read, close"
 _PLAIN = "the dataset itself"
@@ -59,7 +62,10 @@ def rows(bench: Bench) -> Iterator[Row | Study]:
     samples = bench.size(20_000, 2000)
     for workers in (0, 2):
         with ExitStack() as stack:
-            yield _loaders(samples, workers, stack)
+            yield _loaders(bench.work, samples, workers, stack)
+    for workers in (0, 2):
+        with ExitStack() as stack:
+            yield _from_disk(bench.work / f"disk-{workers}", samples, workers, stack)
     count = bench.size(4000, 1000)
     with ExitStack() as stack:
         yield _memory_hits(count, stack)
@@ -67,24 +73,43 @@ def rows(bench: Bench) -> Iterator[Row | Study]:
         yield _disk_hits(bench.work, count, stack)
     with ExitStack() as stack:
         yield _epoch_two(bench, bench.size(1000, 200), stack)
-    yield _memory_of_workers(bench.size(100_000, 60_000))
+    yield _memory_of_workers(bench.work, bench.size(100_000, 60_000))
 
 
-def _loaders(samples: int, workers: int, stack: ExitStack) -> Row:
-    def reader(contestant: str, environment: str = ".venv-bench") -> Callable[[], float]:
-        return partial(stack.enter_context(Reader(contestant, samples, workers, environment)).read, _EPOCHS)
+def _loaders(work: Path, samples: int, workers: int, stack: ExitStack) -> Row:
+    def reader(contestant: str, environment: str = OURS) -> Callable[[], float]:
+        made = Reader(contestant, samples, workers, work / "unused", environment)
+        return partial(stack.enter_context(made).read, _EPOCHS)
 
     return Row(
         f"DataLoader, {workers} workers",
         per_second(samples, "samples/s"),
         [
-            Contestant(_STOCACHING, reader("stocaching", ".venv-bench-numpy1")),
+            Contestant(_STOCACHING, reader("stocaching", PEERS)),
             Contestant(_TENSORS, reader("tensors")),
             Contestant(_ONE, reader("castore"), ours=True),
             Contestant(_MANY, reader("castore-batched"), ours=True),
         ],
         reference=_STOCACHING,
         goals=[Goal(ours, 1.0, peer) for ours in (_ONE, _MANY) for peer in (_STOCACHING, _TENSORS)],
+    )
+
+
+def _from_disk(work: Path, samples: int, workers: int, stack: ExitStack) -> Row:
+    def reader(contestant: str, environment: str = OURS) -> Callable[[], float]:
+        made = Reader(contestant, samples, workers, work / contestant, environment)
+        return partial(stack.enter_context(made).read, _EPOCHS)
+
+    return Row(
+        f"DataLoader, samples on disk, {workers} workers",
+        per_second(samples, "samples/s"),
+        [
+            Contestant(_LITDATA, reader("litdata", PEERS)),
+            Contestant(_FILES, reader("files")),
+            Contestant("castore BiLevelCachedDataset, disk level", reader("castore-levels"), ours=True),
+            Contestant("castore CachedDataset", reader("castore-cached"), ours=True),
+        ],
+        reference=_LITDATA,
     )
 
 
@@ -258,11 +283,11 @@ def _straightness(picture: Path, result: Result) -> Study:
 # --- memory -----------------------------------------------------------------------------------------------------
 
 
-def _memory_of_workers(samples: int) -> Study:
+def _memory_of_workers(work: Path, samples: int) -> Study:
     """What a process with 1 and with 4 workers takes, each page counted once: PSS."""
     found = {}
     for workers in (1, 4):
-        with Reader("castore", samples, workers) as reader:
+        with Reader("castore", samples, workers, work / "unused") as reader:
             reader.read(2)
             found[workers] = _pss(reader.pid)
     (total, cache), (total_4, cache_4) = found[1], found[4]

@@ -1,0 +1,22 @@
+"""What an error of SQLite or of a file means: no room, or damage. Decides nothing else, and handles nothing."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+
+from castore.errors import FullError
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether SQLite or a file ran out of space."""
+    if isinstance(error, FullError):
+        return False  # said already
+    return getattr(error, "errno", None) == errno.ENOSPC or "disk is full" in str(error)
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether SQLite cannot use its file: not for others' locks, nor for a mistake of ours."""
+    if type(error) is sqlite3.OperationalError:
+        return not any(word in str(error) for word in ("locked", "busy", "interrupted", "disk is full"))
+    return type(error) is sqlite3.DatabaseError

@@ -1,0 +1,41 @@
+"""The SQL of write transactions. Text only: when each is run, and what else has to be true then, transaction.py knows."""
+
+from __future__ import annotations
+
+BLOB_OF = "SELECT digest, size, stored, codec, pack, offset FROM blobs WHERE digest = ?"
+ADD_BLOB = (
+    "INSERT INTO blobs (digest, size, stored, codec, pack, offset, refs) SELECT ?1, ?2, ?3, ?4, ?5, ?6, 1"
+    " WHERE ?5 = 0 OR EXISTS (SELECT 1 FROM packs WHERE id = ?5)"
+    " ON CONFLICT (digest) DO NOTHING"
+)
+ADD_BLOBS = "INSERT INTO blobs (digest, size, stored, codec, pack, offset, refs) VALUES (?, ?, ?, ?, ?, ?, 1)"
+# Adding is tried before looking, for both tables: most puts bring a new name and a new blob, and a question costs as
+# much as the answer.
+ADD_ENTRY = (
+    "INSERT INTO entries (name, digest, size, serializer, metadata, created, expires, accessed, pinned)"
+    " SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?6, ?8"
+    " WHERE NOT EXISTS (SELECT 1 FROM entries WHERE name > ?1 || '/' AND name < ?1 || '0')"
+    " ON CONFLICT (name) DO NOTHING"
+)
+# For names that are known to be new, and to be no folder.
+ADD_ENTRIES = (
+    "INSERT INTO entries (name, digest, size, serializer, metadata, created, expires, accessed, pinned)"
+    " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?6, ?8)"
+)
+BETWEEN = "SELECT 1 FROM entries WHERE name >= ? AND name < ? LIMIT 1"
+POINT_ENTRY = (
+    "UPDATE entries SET digest = ?2, size = ?3, serializer = ?4, metadata = ?5, expires = ?7, accessed = ?6,"
+    " pinned = max(pinned, ?8), created = CASE WHEN digest = ?2 THEN created ELSE ?6 END"
+    " WHERE name = ?1 RETURNING created, pinned"
+)
+COUNT_REF = "UPDATE blobs SET refs = refs + 1, orphaned = NULL WHERE digest = ?"
+LET_GO = "UPDATE blobs SET orphaned = CASE WHEN refs = 1 THEN ?2 END, refs = refs - 1 WHERE digest = ?1"
+DROP_LAST = (
+    "DELETE FROM blobs WHERE digest = ? AND refs = 1 RETURNING digest, size, stored, codec, pack, offset"
+)
+# Never stamped earlier than the mounts that may still read it, whatever the clock says: gc compares the two.
+UNCOUNT_REF = LET_GO.replace("?2", "max(?2, (SELECT coalesce(max(since), 0) FROM mounts WHERE pinned))")
+ADD_TOTALS = (
+    "UPDATE totals SET entries = entries + ?, logical = logical + ?, blobs = blobs + ?, uniq = uniq + ?,"
+    " stored = stored + ?"
+)

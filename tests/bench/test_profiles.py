@@ -1,0 +1,79 @@
+"""What `make bench` counts its costs with: operations that can be looked at, and the reading of what strace saw."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from castore import Store
+from castore.errors import MissingDependencyError
+from castore_fuse.lifecycle import check_fuse
+from tools.bench import tracing
+from tools.bench.operations import FILLED, OPERATIONS, make_items, run_calls
+from tools.bench.peers import Mount
+
+_TRACE = r"""
+17 read(7, "\x38\x00\x00\x00\x01\x00\x00\x00\x02\x00"..., 135168) = 56
+18 read(7,  <unfinished ...>
+17 read(7, 0x7f0011, 135168) = -1 EAGAIN (Resource temporarily unavailable)
+18 <... read resumed>"\x30\x00\x00\x00\x0e\x00\x00\x00"..., 135168) = 48
+17 readv(7, [{iov_base="\x50\x00\x00\x00\x0f\x00\x00\x00\x09"..., iov_len=80}], 1) = 80
+17 +++ exited with 0 +++
+"""
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_can_be_called_any_number_of_times(operation: str, tmp_path: Path) -> None:
+    run_calls(OPERATIONS[operation](tmp_path, make_items("filled", FILLED), make_items("fresh", 600)), 600)
+
+
+def test_requests_are_read_from_a_trace_of_many_threads() -> None:
+    assert list(tracing._parse(_TRACE)) == ["LOOKUP", "OPEN", "READ"]
+
+
+def test_what_a_longer_run_makes_more_is_what_a_call_costs(tmp_path: Path) -> None:
+    if why := tracing.no_strace():
+        pytest.skip(why)
+    found = tracing.calls_each("castore get", tmp_path, 100)
+    assert found["pread64"] == pytest.approx(
+        1, abs=0.1
+    )  # the record, and whatever was set up counts for nothing
+
+
+def test_requests_of_a_mount_are_counted(store: Store, tmp_path: Path) -> None:
+    try:
+        check_fuse()
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
+    if why := tracing.no_strace():
+        pytest.skip(why)
+    for number in range(5):
+        store.put(f"files/{number}", b"%d" % number)
+    with Mount.of_store(store.path, tmp_path / "mnt", "--pin") as mount:
+        for reading in ("first", "again"):
+            with tracing.requests(mount.root, tmp_path / reading) as found:
+                for number in range(5):
+                    assert (mount.root / "files" / str(number)).read_bytes() == b"%d" % number
+            if reading == "first":
+                assert found["LOOKUP"] >= 5
+            else:  # of a pinned mount, a file that was read before asks nothing of the daemon
+                assert found["LOOKUP"] == found["OPEN"] == found["READ"] == 0
+
+
+@pytest.mark.parametrize("contestant", ["castore-levels", "castore-cached", "files"])
+def test_a_reader_of_epochs_answers_with_seconds(contestant: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.bench.epochs", contestant, "100", "0", str(tmp_path)],
+        input="1\n2\n",
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    ready, *seconds = done.stdout.split()
+    assert ready == "ready"
+    assert all(0 < float(each) < 60 for each in seconds)
+    assert len(seconds) == 2

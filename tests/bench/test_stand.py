@@ -1,0 +1,98 @@
+"""`python -m tools.bench` itself: a suite of milliseconds, run whole, with its page, its files and its end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tools.bench import __main__ as stand
+from tools.bench import suites
+
+_SUITE = '''\
+"""A suite that takes no time."""
+from tools.bench.harness import Contestant, Goal, Row, Study, milliseconds, verdict
+
+TITLE = "Tiny"
+ABOUT = "Nothing is measured."
+
+
+def rows(bench):
+    try:
+        contestants = [
+            Contestant("castore", lambda: 0.001, ours=True),
+            Contestant("peer", lambda: 0.003),
+            Contestant("absent", lambda: 0.0, skipped="not on this machine"),
+        ]
+        yield Row("get", milliseconds(), contestants, reference="peer", goals=[Goal("castore", 2.0, "peer")])
+        yield Study("a study", ["what", "figure"], [["files", str(bench.size(9, 1))]], goals=[verdict(False, "no: 1 s")])
+    finally:
+        (bench.work / "closed").touch()
+'''
+
+Run = Callable[..., None]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`python -m tools.bench --suite tiny …`, with every folder that it writes to below `tmp_path`."""
+    (tmp_path / "suites").mkdir()
+    (tmp_path / "suites" / "tiny.py").write_text(_SUITE)
+    monkeypatch.setattr(suites, "__path__", [*suites.__path__, str(tmp_path / "suites")])
+    for name in ("WORK", "RESULTS", "PICTURES", "PROJECT"):
+        monkeypatch.setattr(stand, name, tmp_path / name.lower())
+    monkeypatch.setattr(stand, "PAGE", tmp_path / "project" / "page.md")
+    (tmp_path / "project").mkdir()
+
+    def main(*words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["bench", "--suite", "tiny", *words])
+        stand.main()
+
+    return main
+
+
+def test_a_run_writes_the_page_and_ends_with_all_goals(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run()
+    said = capsys.readouterr().out
+    assert "tiny: 1 of 2 reached" in said.split("At a glance")[1]
+    assert "missed: no: 1 s" in said
+    page = (tmp_path / "project" / "page.md").read_text()
+    assert page.index("## At a glance") < page.index("## Tiny")
+    assert "| tiny (" in page
+    assert "| files | 9 |" in page
+    assert "reached: get: castore, at least 2 times peer: 3.00 times" in page
+    assert (
+        len(json.loads((tmp_path / "results" / "tiny.json").read_text())["rows"][0]["timings"][0]["figures"])
+        == 5
+    )
+    assert (tmp_path / "work" / "tiny" / "closed").exists()
+
+
+def test_a_quick_run_leaves_the_page_alone(run: Run, tmp_path: Path) -> None:
+    run("--quick", "--rounds", "1")
+    assert not (tmp_path / "project" / "page.md").exists()
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["tiny-quick.json"]
+
+
+def test_json_is_all_that_standard_output_gets(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run("--quick", "--json")
+    said = capsys.readouterr()
+    told = json.loads(said.out)
+    assert [(goal["verdict"], goal["found"]) for goal in told["goals"]] == [
+        ("reached", "3.00 times"),
+        ("**missed**", "1 s"),
+    ]
+    assert list(told["suites"]) == ["tiny"]
+    assert "At a glance" in said.err
+
+
+def test_figures_for_the_page_take_five_rounds(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run("--rounds", "4")
+    assert ended.value.code == 2
+    assert "at least 5 rounds" in capsys.readouterr().err

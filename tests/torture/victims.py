@@ -1,0 +1,65 @@
+"""A store that hostile things are planted in, and a process with little memory that does everything one does with a store.
+
+That process (exercise.py) must end in time and without an error that is not castore's; the folder beside the store must be
+as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from castore import Store
+from castore.objects.codecs import FRAME_SIZE
+from tests.helpers import mixed, noise, payload, text
+from tests.torture.hurting import files_below
+
+EXERCISE = Path(__file__).with_name("exercise.py")
+#: MB by which a process may grow that works on hostile bytes: buffers, threads' stacks, SQLite's cache.
+BOUND = 64
+SECRET = b"a file beside the store, which is nobody's business\n" * 5_000
+
+
+def make_victim(tmp_path: Path) -> Path:
+    """A store with blobs of all kinds, closed; beside it a folder of the user's own."""
+    with Store(tmp_path / "store", memory=0) as store:
+        store.put_many((f"small/{n}", text(2_000, n)) for n in range(20))
+        store.put("large/zstd", mixed(3 * FRAME_SIZE), codec="zstd")
+        store.put("large/gzip", mixed(FRAME_SIZE - 7, 1), codec="gzip")
+        store.put("large/raw", noise(2 * FRAME_SIZE + 5), codec="none")
+        store.put("large/one", noise(30_000), codec="none")
+    outside = tmp_path / "outside"
+    (outside / "ab").mkdir(parents=True)
+    (outside / "secret").write_bytes(SECRET)
+    (outside / "ab" / ("ab" * 32)).write_bytes(SECRET)
+    os.utime(outside / "secret", (1e9, 1e9))
+    return tmp_path / "store"
+
+
+def exercise(path: Path) -> dict[str, Any]:
+    """What doing everything with the store ended with; fails on a hang, a strange error, much memory, a trace outside."""
+    outside = path.parent / "outside"
+    before = files_below(outside)
+    done = subprocess.run(
+        [sys.executable, EXERCISE, path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert done.returncode == 0, done.stderr
+    assert files_below(outside) == before, "something outside of the store was touched"
+    said: dict[str, Any] = json.loads(done.stdout)
+    assert said["grew"] < BOUND, f"it took {said['grew']} MB more: {said['ended']}"
+    assert not any("secret" in str(end) for end in said["ended"].values())
+    ended: dict[str, Any] = said["ended"]
+    return ended
+
+
+def place_of(path: Path, name: str) -> Path:
+    with Store(path, memory=0) as store:
+        return payload(store, name)[0]

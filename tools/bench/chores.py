@@ -1,0 +1,114 @@
+"""What processes of their own do to a large store, and what it takes: `python -m tools.bench.chores CHORE STORE ENTRIES`.
+
+Each prints one JSON object. `read` and `write` go on until their standard input ends, and tell the longest that one
+call took; `look` and `collect` tell how much memory their process has had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import count, cycle
+from pathlib import Path
+
+from castore import Store
+from tools.bench.growing import probes
+
+Figures = dict[str, float]
+
+
+def look(store: Store, entries: int) -> Figures:
+    """Read some, ask for the figures, list everything."""
+    for name in probes(entries):
+        store.get(name)
+    store.stat()
+    listed = sum(1 for _ in store.entries())
+    return {"entries": listed, "memory": _most_memory()}
+
+
+def collect(store: Store, entries: int) -> Figures:
+    """Garbage collection."""
+    start = time.perf_counter()
+    plan = store.gc()
+    return {
+        "seconds": time.perf_counter() - start,
+        "expired": len(plan.expired),
+        "memory": _most_memory(),
+    }
+
+
+def read(store: Store, entries: int) -> Figures:
+    """Read entries in no order."""
+    names = probes(entries)
+    random.Random(1).shuffle(names)
+    return _waits(lambda name: store.get(name) is not None, cycle(names))
+
+
+def write(store: Store, entries: int) -> Figures:
+    """Put small values, one at a time, a few hundred a second."""
+
+    def put(name: str) -> bool:
+        store.put(name, name.encode() * 20)
+        return True
+
+    def names() -> Iterator[str]:
+        for number in count():
+            time.sleep(0.002)
+            yield f"written/{number // 1000}/{number}"
+
+    return _waits(put, names())
+
+
+CHORES: dict[str, Callable[[Store, int], Figures]] = {
+    "look": look, "collect": collect, "read": read, "write": write,
+}  # fmt: skip
+
+
+def _waits(call: Callable[[str], bool], names: Iterator[str]) -> Figures:
+    """Call until standard input ends; how often, and the longest that one call took, in seconds.
+
+    ``blocked`` leaves out what the process waited for a processor, of which a machine may have fewer than there is to do.
+    """
+    call(next(names))  # the first one opens files
+    print("ready", flush=True)
+    calls, longest, blocked = 0, 0.0, 0.0
+    clock = time.perf_counter
+    scheduled = os.open("/proc/self/schedstat", os.O_RDONLY)
+    queued = _queued(scheduled)
+    for name in names:
+        start = clock()
+        if not call(name):
+            raise RuntimeError(f"{name} is not there")
+        took, before = clock() - start, queued
+        queued = _queued(scheduled)
+        longest = max(longest, took)
+        blocked = max(blocked, took - (queued - before))
+        calls += 1
+        if calls % 64 == 0 and select.select([sys.stdin], [], [], 0)[0]:
+            break
+    return {"calls": calls, "longest": longest, "blocked": blocked}
+
+
+def _queued(scheduled: int) -> float:
+    """Seconds that this process has been ready to run and has not run."""
+    return int(os.pread(scheduled, 100, 0).split()[1]) / 1e9
+
+
+def _most_memory() -> int:
+    # Not what getrusage says: that begins with what the process had before it became this program.
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+
+
+def main(chore: str, path: str, entries: str) -> None:
+    with Store(Path(path), memory=0) as store:
+        print(json.dumps(CHORES[chore](store, int(entries))), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,118 @@
+"""What single operations cost in a store of some size: what `scale` draws against the number of entries.
+
+Each is done so often that a clock can tell, several times over; the figure is the median, in seconds an operation. The
+store grows by what is put here, which is little beside what it holds. Caches are warm but for what nobody has
+looked at yet: look-ups and listings are of names that the kernel does not know.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from castore import Store
+from tools.bench import corpus
+from tools.bench.growing import FILES, name_of, probes
+from tools.bench.peers import Mount
+
+_CALLS = 500
+_stamps = count()
+
+
+def costs(path: Path, entries: int, mountpoint: Path, rounds: int) -> dict[str, float]:
+    """Seconds of each operation in the store at ``path``, which holds ``entries`` entries.
+
+    Args:
+        mountpoint: where it is mounted meanwhile.
+        rounds: that each median is of.
+    """
+    names = probes(entries)
+    random.Random(entries).shuffle(names)
+    with Store(path, memory=0) as store:
+        found = {
+            "get": _median(rounds, len(names), lambda: _get(store, names)),
+            "put": _median(rounds, _CALLS, _putting(store)),
+            "gc, 500 expired": _median(rounds, 1, store.gc, lambda: _expire(store)),
+            "stat": _median(rounds, 1, store.stat),
+        }
+    return found | _through_mount(path, entries, mountpoint, rounds)
+
+
+def _through_mount(path: Path, entries: int, mountpoint: Path, rounds: int) -> dict[str, float]:
+    look_ups, listings = [], []
+    with Mount.of_store(path, mountpoint) as mount:
+        for _ in range(rounds):
+            mount.again()
+            folders = random.choices(range(entries // FILES), k=2)
+            look_ups.append(_seconds(partial(_look_up, mountpoint, folders[0])) / FILES)
+            listings.append(_seconds(partial(_list, mountpoint, folders[1])))
+    return {
+        "mount: look-up": statistics.median(look_ups),
+        f"mount: list {FILES}": statistics.median(listings),
+    }
+
+
+def _nothing() -> None:
+    return
+
+
+def _median(
+    rounds: int, calls: int, work: Callable[[], object], prepare: Callable[[], object] = _nothing
+) -> float:
+    figures = []
+    for turn in range(rounds + 1):
+        prepare()
+        took = _seconds(work)
+        if turn:  # the first one warms
+            figures.append(took / calls)
+    return statistics.median(figures)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _get(store: Store, names: list[str]) -> None:
+    if any(store.get(name) is None for name in names):
+        raise RuntimeError(f"{store.path} lacks entries")
+
+
+def _putting(store: Store) -> Callable[[], None]:
+    batches = iter([_fresh() for _ in range(20)])
+
+    def put() -> None:
+        for name, value in next(batches):
+            store.put(name, value)
+
+    return put
+
+
+def _fresh() -> list[tuple[str, bytes]]:
+    stamp = f"put/{next(_stamps):06}"
+    return [
+        (f"{stamp}/{number:04}", value) for number, value in enumerate(corpus.records(_CALLS, 2048, stamp))
+    ]
+
+
+def _expire(store: Store) -> None:
+    store.put_many(_fresh(), ttl=0.001)
+    time.sleep(0.01)
+
+
+def _look_up(root: Path, folder: int) -> None:
+    for file in range(FILES):
+        os.stat(f"{root}/{name_of(folder * FILES + file)}")
+
+
+def _list(root: Path, folder: int) -> None:
+    with os.scandir(os.path.dirname(f"{root}/{name_of(folder * FILES)}")) as listing:
+        if sum(1 for _ in listing) != FILES:
+            raise RuntimeError(f"folder {folder} is not listed whole")

@@ -1,0 +1,101 @@
+"""All goals in one table: what castore should reach, what it reached, and what was not measured.
+
+Made from the kept results of all suites, so it says what the last run of each gave. The suites that put castore beside
+what a user might pick instead come goal by goal; the others as counts, for their own sections tell more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tools.bench import report
+from tools.bench.harness import MISSED, NOT_MEASURED, REACHED, Result
+
+#: In the order of the table.
+IN_FULL = ("kv", "stream", "mount", "scale")
+Runs = Mapping[str, dict[str, Any]]
+
+
+class Line(NamedTuple):
+    """One goal.
+
+    Attributes:
+        suite: the goal is of.
+        goal: what was asked, in words.
+        found: the figure; why there is none, where the verdict says so.
+        verdict: one of the three words of `harness`.
+    """
+
+    suite: str
+    goal: str
+    found: str
+    verdict: str
+
+
+def of_run(run: dict[str, Any]) -> list[Line]:
+    """The goals of one suite."""
+    results = [Result.from_json(row) for row in run["rows"]]
+    sentences = [*report.goals(results), *(goal for study in run.get("studies", ()) for goal in study["goals"])]
+    return [_line(run["suite"], sentence) for sentence in sentences]
+
+
+def _line(suite: str, sentence: str) -> Line:
+    verdict, _, what = sentence.partition(": ")
+    goal, _, found = what.rpartition(": ")
+    return Line(suite, goal or found, found if goal else "", verdict)
+
+
+def lines(runs: Runs) -> list[Line]:
+    """The table: one line a goal of the suites that come in full."""
+    return [line for name in IN_FULL if name in runs for line in of_run(runs[name])]
+
+
+def others(runs: Runs) -> list[tuple[str, int, int, list[str]]]:
+    """Of each other suite with goals: its name, how many it reached, how many it has, and those that it missed."""
+    found = []
+    for name in sorted(set(runs) - set(IN_FULL)):
+        if goals := of_run(runs[name]):
+            reached = sum(line.verdict == REACHED for line in goals)
+            missed = [f"{line.goal}: {line.found}" for line in goals if line.verdict == MISSED]
+            found.append((name, reached, len(goals), missed))
+    return found
+
+
+def summary(runs: Runs) -> str:
+    """One sentence."""
+    verdicts = [line.verdict for run in runs.values() for line in of_run(run)]
+    reached, missed, without = (verdicts.count(word) for word in (REACHED, MISSED, NOT_MEASURED))
+    return f"{len(verdicts)} goals: {reached} reached, {missed} missed, {without} not measured."
+
+
+def absent(runs: Runs, suites: Sequence[str]) -> list[str]:
+    """The suites that have no results on file."""
+    return [name for name in suites if name not in runs]
+
+
+def markdown(runs: Runs, suites: Sequence[str]) -> str:
+    """The section that opens the page."""
+    return "\n".join(_markdown(runs, suites)).rstrip()
+
+
+def _markdown(runs: Runs, suites: Sequence[str]) -> Iterator[str]:
+    yield "## At a glance\n"
+    yield f"{summary(runs)} Each is as its suite's last run left it; the sections below have all figures.\n"
+    if goals := lines(runs):
+        yield "| suite | goal | measured | |"
+        yield "|---|---|---:|---|"
+        previous = ""
+        for line in goals:
+            shown = "" if line.suite == previous else f"{line.suite} ({runs[line.suite]['date']})"
+            yield f"| {shown} | {line.goal} | {line.found} | {line.verdict} |"
+            previous = line.suite
+        yield ""
+    if counts := others(runs):
+        yield "| other suite | goals reached | missed |"
+        yield "|---|---:|---|"
+        for name, reached, goals_of_it, missed in counts:
+            yield f"| {name} ({runs[name]['date']}) | {reached} of {goals_of_it} | {'<br>'.join(missed)} |"
+        yield ""
+    if without := absent(runs, suites):
+        yield f"No results on file of: {', '.join(without)}."

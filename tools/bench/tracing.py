@@ -1,0 +1,153 @@
+"""What strace and py-spy see of a program: system calls an operation, FUSE requests of a mount, functions that take the time.
+
+Counts, not times: both slow down what they look at. Everything here is of Linux, and of processes that we may trace.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tools.bench.operations import run_calls
+
+#: Of include/uapi/linux/fuse.h, as far as a reader of files causes them.
+_OPCODES = {
+    1: "LOOKUP", 2: "FORGET", 3: "GETATTR", 5: "READLINK", 14: "OPEN", 15: "READ", 17: "STATFS", 18: "RELEASE",
+    22: "GETXATTR", 23: "LISTXATTR", 25: "FLUSH", 26: "INIT", 27: "OPENDIR", 28: "READDIR", 29: "RELEASEDIR",
+    34: "ACCESS", 36: "INTERRUPT", 38: "DESTROY", 39: "IOCTL", 41: "NOTIFY_REPLY", 42: "BATCH_FORGET",
+    44: "READDIRPLUS", 46: "LSEEK", 50: "SYNCFS", 52: "STATX",
+}  # fmt: skip
+#: Samples a second that py-spy takes.
+_RATE = 500
+#: Seconds in which the requests that nobody waits for (RELEASE) arrive.
+_SETTLE = 0.2
+
+
+def no_strace() -> str:
+    """Why system calls cannot be traced here; nothing if they can."""
+    if not _find("strace"):
+        return "there is no strace: install the package of that name"
+    tried = subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True, text=True, check=False)
+    return f"strace may not trace here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def no_profiler() -> str:
+    """Why functions cannot be sampled here; nothing if they can."""
+    return "" if _find("py-spy") else "there is no py-spy: make it with tools/setup.sh bench"
+
+
+def _find(program: str) -> str | None:
+    """Where a program is: beside this Python, else on the user's path."""
+    own = Path(sys.executable).with_name(program)
+    return str(own) if own.exists() else shutil.which(program)
+
+
+def calls_each(operation: str, work: Path, calls: int) -> dict[str, float]:
+    """System calls that one call of an operation makes, by name, those of all its threads together.
+
+    Args:
+        operation: one of `tools.bench.operations`.
+        work: a folder for its data and the counts.
+        calls: how many more the second run makes than the first.
+    """
+    least = calls // 2
+    few, many = (_count(operation, work / f"{number}", number) for number in (least, least + calls))
+    return {name: (many[name] - few[name]) / calls for name in many}
+
+
+def _count(operation: str, work: Path, calls: int) -> Counter[str]:
+    work.mkdir(parents=True)
+    counts = work / "strace.txt"
+    _run(
+        *("strace", "-f", "-c", "-U", "calls,name", "-o", str(counts)),
+        *(sys.executable, "-m", "tools.bench.operations", operation, str(work / "data"), str(calls)),
+    )
+    found = re.findall(r"^\s*(\d+)\s+(\w+)\s*$", counts.read_text(), re.M)
+    return Counter({name: int(number) for number, name in found if name != "total"})
+
+
+def functions(operation: str, work: Path, calls: int) -> list[tuple[str, float]]:
+    """The functions in which an operation's time is spent, callees left out, with their parts of it; greatest first."""
+    work.mkdir(parents=True)
+    stacks = work / "stacks.txt"
+    _run(
+        *(_find("py-spy") or "py-spy", "record", "--rate", str(_RATE), "--format", "raw", "--function"),
+        *("--output", str(stacks), "--"),
+        *(sys.executable, "-m", "tools.bench.operations", operation, str(work / "data"), str(calls)),
+    )
+    spent: Counter[str] = Counter()
+    for line in stacks.read_text().splitlines():
+        stack, _, samples = line.rpartition(" ")
+        if f"{run_calls.__name__} (" in stack:
+            spent[re.sub(r":\d+\)$", ")", stack.rsplit(";", 1)[-1])] += int(samples)
+    return [(name, samples / spent.total()) for name, samples in spent.most_common()]
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()[-2000:]}")
+
+
+# --- a mount's requests -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def requests(root: Path, work: Path) -> Iterator[Counter[str]]:
+    """Counts the requests that the kernel makes of the daemon behind a FUSE mount within the block, by kind.
+
+    Args:
+        root: where it is mounted; as the daemon's command line has it.
+        work: a folder for the trace.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    trace, found = work / "trace.txt", Counter[str]()
+    command = ["strace", "-f", "-xx", "-s", "40", "-e", "trace=read,readv", "-P", "/dev/fuse"]
+    with subprocess.Popen(
+        [*command, "-o", trace, "-p", str(_daemon(root))], stderr=subprocess.PIPE, text=True
+    ) as tracer:
+        _await_attached(tracer, root)
+        try:
+            yield found
+            time.sleep(_SETTLE)
+        finally:
+            tracer.send_signal(signal.SIGINT)
+            tracer.wait()
+    found.update(_parse(trace.read_text()))
+
+
+def _parse(trace: str) -> Iterator[str]:
+    # A request begins with its length and its opcode, four bytes each.
+    for line in trace.splitlines():
+        if head := re.search(r'"((?:\\x[0-9a-f]{2}){8,})"', line):
+            opcode = int.from_bytes(bytes.fromhex(head[1].replace("\\x", ""))[4:8], sys.byteorder)
+            yield _OPCODES.get(opcode, f"opcode {opcode}")
+
+
+def _daemon(root: Path) -> int:
+    """The process that has /dev/fuse open and names the mountpoint in its command line."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.fsencode(root) not in (process / "cmdline").read_bytes():
+                continue
+            if any(os.readlink(entry) == "/dev/fuse" for entry in (process / "fd").iterdir()):
+                return int(process.name)
+        except OSError:  # it has just ended, or is another user's
+            continue
+    raise RuntimeError(f"no process serves {root}")
+
+
+def _await_attached(tracer: subprocess.Popen[str], root: Path) -> None:
+    assert tracer.stderr is not None
+    said = tracer.stderr.readline()
+    if "attached" not in said:
+        raise RuntimeError(f"strace could not look at the daemon of {root}: {said.strip()}")
