@@ -151,8 +151,10 @@ def save(path: Path, settings: Settings) -> None:
             file.flush()
             os.fsync(fd)  # a power cut must not leave a store whose settings are zeros
         temporary.rename(path / FILE)
-    except OSError as error:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise  # a Ctrl-C while the disk is slow
         raise StoreError(f"cannot write {path / FILE}: {error.strerror}") from error
 
 

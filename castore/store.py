@@ -493,6 +493,7 @@ class Store:
 
         Raises:
             DictionaryError: there are too few samples, or it would not pay; nothing has changed then.
+            InvalidValueError: the store's codec is another than zstd.
         """
         return training.train(self, prefix, data, samples, size, level)
 

@@ -94,16 +94,29 @@ def train(
         )
     if samples < 1:
         raise InvalidValueError(f"samples must be 1 or more, not {samples!r}")
-    if level is None and store.settings.codec in ("auto", AUTO_CODEC):
-        level = store.settings.level
-    level = CODECS[AUTO_CODEC].level if level is None else level
-    check_codec(AUTO_CODEC, level)
+    level = _level(store, level)
     taken = _take(_stored(store, prefix, samples) if data is None else data, samples)
     trained, dictionary = _make(prefix, taken, most, level)
     with store.index.write():
         store.objects.dictionaries.add(dictionary)
         store.prefixes.set(prefix, int(trained.id, 16))
     return trained
+
+
+def _level(store: Store, level: int | None) -> int:
+    """The level that is asked for, or that of new blobs.
+
+    Raises:
+        InvalidValueError: there is no such level, or new blobs are not compressed with zstd.
+    """
+    codec, usual = store.settings.codec, store.settings.level
+    if codec not in ("auto", AUTO_CODEC):
+        raise InvalidValueError(
+            f"dictionaries are for zstd, and the codec of {store.path} is {codec}: `castore init --codec auto`"
+        )
+    check_codec(AUTO_CODEC, level)
+    given = usual if level is None else level
+    return CODECS[AUTO_CODEC].level if given is None else given
 
 
 def _take(data: Iterable[bytes], samples: int) -> list[bytes]:
@@ -213,9 +226,8 @@ def _shorter(store: Store, blob: Blob, dictionary: Dictionary) -> bytes | None:
     data = store.source.fetch(blob)
     if data is None:
         return None
-    level = store.settings.level if store.settings.codec in ("auto", AUTO_CODEC) else None
-    used, payload = encode_small(data, "auto", level, dictionary)
-    return payload if used == AUTO_CODEC and len(payload) <= blob.stored * (1 - AUTO_SAVING) else None
+    payload = dictionary.compress(data, _level(store, None))
+    return payload if len(payload) <= blob.stored * (1 - AUTO_SAVING) else None
 
 
 def _rewrite(

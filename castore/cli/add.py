@@ -60,6 +60,8 @@ def add(
     named = destinations(path, prefix)
     options = Options(codec, ttl, _metadata(meta or []), pin)
     options.check()
+    if dictionary and codec not in (None, "auto", "zstd"):
+        raise InvalidValueError(f"--dict is for zstd, not for {codec}")
     failures = Failures()
     started = time.monotonic()
     with Store(store_path(context), memory=0) as store:

@@ -46,7 +46,7 @@ class _Commands(MutableMapping[str, Any]):
         if name not in self._made:
             module = import_module(f"castore.cli.{COMMANDS[name]}")
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-            alone.command(name, context_settings=_SETTINGS)(getattr(module, COMMANDS[name]))
+            alone.command(name, context_settings=_SETTINGS)(getattr(module, name.replace("-", "_")))
             self._made[name] = made = typer.main.get_command(alone)
             for parameter in made.params:
                 if parameter.param_type_name == "argument":

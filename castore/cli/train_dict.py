@@ -35,7 +35,9 @@ def train_dict(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a zstd dictionary, and compress new small blobs below PREFIX with it.
+    """Have small files that are alike take less.
+
+    Trains a zstd dictionary from the small blobs below PREFIX, and compresses new ones with it.
 
     \b
     castore train-dict records

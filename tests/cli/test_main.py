@@ -22,14 +22,14 @@ from tests.cli.conftest import Cli
 Start = Callable[..., subprocess.Popen[bytes]]
 NEED_A_STORE = [
     ("ls",), ("cat", "x"), ("get", "x", "-o", "y"), ("rm", "x"), ("pin", "x"), ("unpin", "x"), ("stat",), ("gc",),
-    ("verify",), ("doctor",), ("mount", "m"),
+    ("train-dict", "x"), ("verify",), ("doctor",), ("mount", "m"),
 ]  # fmt: skip
 
 
 def test_help_lists_every_command_in_whole_sentences(cli: Cli) -> None:
     ran = cli("--help")
     assert ran.code == 0
-    listed = re.findall(r"^  (\w+) +(\S.*)$", ran.out.split("Commands:")[1], re.M)
+    listed = re.findall(r"^  ([\w-]+) +(\S.*)$", ran.out.split("Commands:")[1], re.M)
     assert [name for name, _ in listed] == list(COMMANDS)
     assert [words for _, words in listed if "..." in words] == []
 

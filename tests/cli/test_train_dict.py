@@ -70,6 +70,7 @@ def test_what_cannot_be_trained_is_one_sentence(cli: Cli, sources: Path) -> None
     assert ran.code == 1
     assert ran.err.startswith("castore: there are 0 different samples")
     assert cli("train-dict", "../x").code == 2
+    assert cli("add", sources, "--dict", "--codec", "lz4").code == 2
     assert cli("train-dict", "rec", "--size", "2GB").code == 2
     assert cli("train-dict", "rec", "--samples", "50").err.startswith(
         "castore: there are 50 different samples"

@@ -68,6 +68,13 @@ def test_too_few_samples_or_too_little_gain_change_nothing(store: Store) -> None
     assert store.stat().dictionaries == []
 
 
+def test_a_store_of_another_codec_has_none(tmp_path: Path) -> None:
+    with Store(tmp_path / "store", codec="lz4") as store:
+        with pytest.raises(InvalidValueError, match=r"dictionaries are for zstd, and the codec of .* is lz4"):
+            store.train_dictionary("rec", SEEN)
+        assert files(store) == []
+
+
 def test_a_dictionary_is_no_larger_than_asked_nor_than_what_it_is_made_of_warrants(store: Store) -> None:
     assert store.train_dictionary("a", SEEN, size=2000).size <= 2000
     assert store.train_dictionary("b", SEEN).size <= sum(map(len, SEEN)) / 20
