@@ -43,9 +43,7 @@ _POINT_ENTRY = (
     " WHERE name = ?1 RETURNING created, pinned"
 )
 _COUNT_REF = "UPDATE blobs SET refs = refs + 1, orphaned = NULL WHERE digest = ?"
-_LET_GO = "UPDATE blobs SET orphaned = CASE WHEN refs = 1 THEN ?2 END, refs = refs - 1 WHERE digest = ?1"
-# Never stamped earlier than the mounts that may still read it, whatever the clock says: gc compares the two.
-_UNCOUNT_REF = _LET_GO.replace("?2", "max(?2, (SELECT coalesce(max(since), 0) FROM mounts WHERE pinned))")
+_UNCOUNT_REF = "UPDATE blobs SET orphaned = CASE WHEN refs = 1 THEN ?2 END, refs = refs - 1 WHERE digest = ?1"
 _ADD_TOTALS = (
     "UPDATE totals SET entries = entries + ?, logical = logical + ?, blobs = blobs + ?, uniq = uniq + ?,"
     " stored = stored + ?"
@@ -273,7 +271,7 @@ class Write:
     def delete_entry(self, name: str) -> bool:
         """Remove a name; False if there is none."""
         sql = "DELETE FROM entries WHERE name = ? RETURNING digest, size"
-        return self._entry_gone(name, self.db.execute(sql, (name,)).fetchone(), _UNCOUNT_REF, time.time())
+        return self._entry_gone(name, self.db.execute(sql, (name,)).fetchone(), time.time())
 
     def evict_entry(self, name: str, digest: bytes, accessed: float | None, now: float) -> bool:
         """Remove an entry that gc chose, unless it changed since: was touched, pinned, or points elsewhere.
@@ -293,12 +291,12 @@ class Write:
         ).fetchone()
         # It was gc that let go of the blob: nobody is about to name it, so no grace is owed, and its orphan is as
         # old as time.
-        return self._entry_gone(name, row, _LET_GO, 0.0)
+        return self._entry_gone(name, row, 0.0)
 
-    def _entry_gone(self, name: str, row: tuple[bytes, int] | None, uncount: str, orphaned: float) -> bool:
+    def _entry_gone(self, name: str, row: tuple[bytes, int] | None, orphaned: float) -> bool:
         if row is None:
             return False
-        self.db.execute(uncount, (row[0], orphaned))
+        self.db.execute(_UNCOUNT_REF, (row[0], orphaned))
         self._entries -= 1
         self._logical -= row[1]
         self._records.append(gone(name))
