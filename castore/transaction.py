@@ -29,7 +29,6 @@ from castore.statements import (
     BLOB_OF,
     COUNT_REF,
     DROP_LAST,
-    LET_GO,
     POINT_ENTRY,
     UNCOUNT_REF,
 )
@@ -371,7 +370,7 @@ class Write:
         if last is None:
             # It was gc that let go of the blob: nobody is about to name it, so no grace is owed, and its orphan is as
             # old as time.
-            self.db.execute(LET_GO, (digest, 0.0))
+            self.db.execute(UNCOUNT_REF, (digest, 0.0))
         else:
             self._blob_gone(Blob._make(last))
         self._entry_gone(name, row[1])
