@@ -139,14 +139,15 @@ def select(
         budget: how many may stay, or None.
         orphaned_before: orphans from before this time go in any case.
     """
-    refs: dict[bytes, int] = {}
-    blobs: dict[bytes, tuple[bytes, int, int]] = {}
+    shared: dict[bytes, int] = {}  # only those: there may be millions of others
+    blobs: list[tuple[bytes, int, int]] = []
 
     def let_go(entry: Candidate) -> int:
-        left = refs[entry.digest] = refs.get(entry.digest, entry.refs) - 1
-        if left > 0:
-            return 0
-        blobs[entry.digest] = (entry.digest, entry.stored, entry.pack)
+        if entry.refs > 1:
+            left = shared[entry.digest] = shared.get(entry.digest, entry.refs) - 1
+            if left > 0:
+                return 0
+        blobs.append((entry.digest, entry.stored, entry.pack))
         return entry.stored
 
     gone = list(expired)
@@ -154,14 +155,14 @@ def select(
     waiting = []
     for orphan in orphans:
         if orphan.since <= orphaned_before:
-            blobs[orphan.digest] = orphan[:3]
+            blobs.append(orphan[:3])
             remaining -= orphan.stored
         else:
             waiting.append(orphan)
     evicted: list[Candidate] = []
     if budget is not None and remaining > budget:
         for orphan in waiting:
-            blobs[orphan.digest] = orphan[:3]
+            blobs.append(orphan[:3])
             remaining -= orphan.stored
         waiting = []
         seen = {entry.name for entry in gone}
@@ -171,7 +172,7 @@ def select(
             if entry.name not in seen:
                 evicted.append(entry)
                 remaining -= let_go(entry)
-    return Selection(gone, evicted, list(blobs.values()), sum(orphan.stored for orphan in waiting))
+    return Selection(gone, evicted, blobs, sum(orphan.stored for orphan in waiting))
 
 
 def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selection:

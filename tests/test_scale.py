@@ -5,9 +5,12 @@ How long things take in large ones, `make bench ARGS="--suite scale"` measures, 
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +60,23 @@ def test_compaction_of_a_pack_without_life_lets_others_write_in_between(
     store.gc(grace=0)
     assert sum(looked) == 2_500
     assert max(looked) <= 1_000  # under one hold of the lock
+
+
+def test_long_gc_leaves_others_a_turn(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put_many(((f"old/{number:04}", noise(40, number)) for number in range(1_200)), ttl=0.001)
+    time.sleep(0.01)
+    clock, turns = itertools.count(), []
+
+    def let_another_write(seconds: float) -> None:
+        assert seconds > 0.1  # what SQLite lets a writer sleep before he looks again
+        with ThreadPoolExecutor() as other, store.index.write(0.0):
+            turns.append(other.submit(store.index.totals).result().entries)
+
+    monkeypatch.setattr(
+        "castore.turns.time", SimpleNamespace(monotonic=clock.__next__, sleep=let_another_write)
+    )
+    assert len(store.gc().expired) == 1_200
+    assert turns[:3] == [700, 200, 0]
 
 
 def test_gc_asks_only_for_the_rows_of_objects_that_are_files(

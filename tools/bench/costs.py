@@ -37,7 +37,7 @@ def costs(path: Path, entries: int, mountpoint: Path, rounds: int) -> dict[str, 
     with Store(path, memory=0) as store:
         found = {
             "get": _median(rounds, len(names), lambda: _get(store, names)),
-            "put": _median(rounds, _CALLS, _putting(store)),
+            "put": _median(rounds, _CALLS, _putting(store, rounds)),
             "gc, 500 expired": _median(rounds, 1, store.gc, lambda: _expire(store)),
             "stat": _median(rounds, 1, store.stat),
         }
@@ -85,8 +85,8 @@ def _get(store: Store, names: list[str]) -> None:
         raise RuntimeError(f"{store.path} lacks entries")
 
 
-def _putting(store: Store) -> Callable[[], None]:
-    batches = iter([_fresh() for _ in range(20)])
+def _putting(store: Store, rounds: int) -> Callable[[], None]:
+    batches = iter([_fresh() for _ in range(rounds + 1)])
 
     def put() -> None:
         for name, value in next(batches):

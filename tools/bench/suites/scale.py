@@ -76,8 +76,11 @@ def _growth(pictures: Path, sizes: list[int], found: dict[str, list[float]]) -> 
 
 
 _REASONS = (
-    "`get`, `put`, look-ups and listings go down B-trees, one page further for each fifteen- to thirtyfold number of "
-    "entries; the small store's pages are all in SQLite's own cache of 8 MB, the large one's are read from the kernel's."
+    "`get`, `put`, look-ups and listings go down B-trees, a page further for each ten- to thirtyfold number of entries. The small "
+    "store's pages are all in SQLite's own cache of 8 MB; of the largest's, those near the leaves are read from the kernel's, at "
+    "about a microsecond each, and its packs are read from memory that no cache of the processor holds. gc is linear from where "
+    "the rest of it is small: to see which packs are mostly dead it reads the row of every blob, 0.2 µs each. `stat` is flat but "
+    "for the largest prefixes, which it sums up, and shows, below 200,000 entries only."
 )
 
 
@@ -101,7 +104,7 @@ def _beside_a_small_one(small: Growing, big: Growing, mountpoint: Path) -> Itera
             microseconds_each(PROBES),
             [Contestant(label, lambda label=label: get(label), ours=True) for label in stores],  # type: ignore[misc]
             reference=first,
-            goals=[Goal(last, 1 / 1.5, first)],
+            goals=[Goal(last, 0.667, first)],  # one and a half times the time,
         )
     finally:
         for store in opened.values():
