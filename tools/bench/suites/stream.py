@@ -22,8 +22,9 @@ ABOUT = (
     "A tar of files installed on the machine. castore hashes (BLAKE3) what it puts and checks what it gets; "
     "`zstd` and `lz4` keep checksums of 32 bits. castore's reads end with the bytes in the process; the tools write "
     "to `/dev/null`, which costs them nothing, or to a file in memory (tmpfs). Input is in the page cache, and memory "
-    "is as warm: before each run as much of it as the file takes is written to and given back, because the host of a virtual "
-    "machine takes back what lies free for two seconds, and is slow to hand it out again. One read goes without, "
+    "is warmed: before each run as much of it as the file takes is written to and given back, because first touches of "
+    "memory that has lain free are slow on the virtual machine that the figures are from. That helps castore's reads, whose "
+    "result needs memory, and not a tool that writes to `/dev/null`; one read goes without, "
     "after three seconds in which nothing happens. Re-put is `put_file` of a file whose bytes the store has, "
     "under another name."
 )
