@@ -36,7 +36,10 @@ class Line(NamedTuple):
 def of_run(run: dict[str, Any]) -> list[Line]:
     """The goals of one suite."""
     results = [Result.from_json(row) for row in run["rows"]]
-    sentences = [*report.goals(results), *(goal for study in run.get("studies", ()) for goal in study["goals"])]
+    sentences = [
+        *report.goals(results),
+        *(goal for study in run.get("studies", ()) for goal in study["goals"]),
+    ]
     return [_line(run["suite"], sentence) for sentence in sentences]
 
 
