@@ -7,7 +7,7 @@ so is what lies under the prefix of a live pinned mount.
 A run carries out exactly what its plan says, or less: each entry is looked at again in the transaction that removes
 it, and stays if it was touched, pinned or re-pointed since. Files are unlinked under the write lock after checking
 that no row means them, so a writer that is just putting the same bytes loses nothing. Readers are not asked: an open
-descriptor keeps its bytes.
+descriptor keeps its bytes. Mounts are (clearance.py): they open what the kernel may still read.
 
 Accepted race: last accesses reach the index in batches (usage.py), so an entry that another process read in the last
 few seconds may be chosen as if it had not been. It is then a miss, never wrong.
@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from castore import compact, leftovers, mounts
 from castore.ballast import free_bytes, is_short
+from castore.clearance import Clearance
 from castore.errors import FullError
 from castore.index import CLOCK_SLACK, Index
 from castore.records import LOOSE, Blob
@@ -173,9 +175,6 @@ def select(
 
 
 def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selection:
-    # What was orphaned under a live pinned mount may still be read through it without an open handle.
-    (since,) = next(index.rows("SELECT min(since) FROM mounts WHERE pinned"))
-    before = now - grace if since is None else min(now - grace, since)
     rows = index.rows(f"{_CANDIDATES} AND e.expires <= ?", (now,))
     orphans = index.rows(
         "SELECT digest, stored, pack, orphaned FROM blobs WHERE orphaned IS NOT NULL AND refs = 0"
@@ -183,19 +182,17 @@ def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selec
     # Times that lie ahead are those of a clock that has been set back since. Orphans have waited long enough; entries
     # have not been read since then, or they had another time, so they come first.
     ahead = now + CLOCK_SLACK
-    held = (
-        Orphan(digest, size, pack, when if when <= ahead else 0.0)
-        for digest, size, pack, when in orphans
-        if since is None or when < since
+    aged = (
+        Orphan(digest, size, pack, when if when <= ahead else 0.0) for digest, size, pack, when in orphans
     )
     by_last_use = index.rows(f"{_CANDIDATES} ORDER BY e.accessed <= ?, e.accessed", (ahead,))
     return select(
         (Candidate(*row) for row in rows),
-        held,
+        aged,
         (Candidate(*row) for row in by_last_use),
         stored=index.totals().stored,
         budget=budget,
-        orphaned_before=before,
+        orphaned_before=now - grace,
     )
 
 
@@ -276,11 +273,15 @@ def remove_blobs(store: Store, digests: list[bytes]) -> None:
     """Forget blobs that nobody names, then unlink the objects that no row means any more.
 
     Two transactions: rows go first, so that no row ever means a file that is gone; the second holds the write lock
-    while it looks again and unlinks, so that a writer that has just placed the same bytes keeps them.
+    while it looks again and unlinks, so that a writer that has just placed the same bytes keeps them. Before them, mounts
+    take hold of what they need.
+
+    Raises:
+        StoreError: a live mount does not answer.
     """
     gone = []
-    with store.index.write() as txn:
-        for digest in digests:
+    with closing(Clearance(store.index)) as clearance, store.index.write() as txn:
+        for digest in clearance.still_unnamed(digests):
             blob = txn.blob(digest)
             if blob is not None and txn.drop_blob(blob):
                 gone.append(blob)

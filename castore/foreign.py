@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from castore.clearance import is_socket_of_a_mount
 from castore.settings import FOLDERS
 
 _OBJECTS = re.compile("[0-9a-f]{2}")
@@ -46,5 +47,7 @@ def _misplaced(path: Path) -> Iterator[Path]:
                     for inner in os.scandir(entry)
                     if not inner.is_file(follow_symlinks=False)
                 )
+            elif folder.name == "locks" and is_socket_of_a_mount(entry.name):
+                continue
             elif folder.name == "objects" or not entry.is_file(follow_symlinks=False):
                 yield Path(entry.path)

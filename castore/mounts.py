@@ -1,8 +1,7 @@
 """The index's list of mounts: who serves one, and what pinned ones hold.
 
-A pinned mount keeps gc away from everything under its prefix, and from bytes that lost their last name while it has
-been there, since the kernel may read them without an open handle. A mount whose daemon died holds nothing: its row
-goes at the next gc.
+A pinned mount keeps gc away from everything under its prefix. A mount whose daemon died holds nothing: its row goes at the
+next gc. What gc removes although the kernel may still read it through a mount, pinned or not, is clearance.py's matter.
 """
 
 from __future__ import annotations

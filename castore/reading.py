@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: How often a reader looks again for bytes that were there a moment ago.
 ATTEMPTS = 8
-#: How many names are remembered whose bytes RAM does not hold: about 7 MB.
+#: How many names are remembered whose bytes RAM does not hold: about 5 MB.
 REMEMBERED = 10_000
 #: A `_Known` with its name, digest and place in the dictionary, as measured with tracemalloc.
 _KNOWN_BYTES = 400

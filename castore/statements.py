@@ -29,12 +29,10 @@ POINT_ENTRY = (
     " WHERE name = ?1 RETURNING created, pinned"
 )
 COUNT_REF = "UPDATE blobs SET refs = refs + 1, orphaned = NULL WHERE digest = ?"
-LET_GO = "UPDATE blobs SET orphaned = CASE WHEN refs = 1 THEN ?2 END, refs = refs - 1 WHERE digest = ?1"
 DROP_LAST = (
     "DELETE FROM blobs WHERE digest = ? AND refs = 1 RETURNING digest, size, stored, codec, pack, offset"
 )
-# Never stamped earlier than the mounts that may still read it, whatever the clock says: gc compares the two.
-UNCOUNT_REF = LET_GO.replace("?2", "max(?2, (SELECT coalesce(max(since), 0) FROM mounts WHERE pinned))")
+UNCOUNT_REF = "UPDATE blobs SET orphaned = CASE WHEN refs = 1 THEN ?2 END, refs = refs - 1 WHERE digest = ?1"
 ADD_TOTALS = (
     "UPDATE totals SET entries = entries + ?, logical = logical + ?, blobs = blobs + ?, uniq = uniq + ?,"
     " stored = stored + ?"

@@ -29,7 +29,6 @@ from castore.statements import (
     BLOB_OF,
     COUNT_REF,
     DROP_LAST,
-    LET_GO,
     POINT_ENTRY,
     UNCOUNT_REF,
 )
@@ -148,7 +147,8 @@ class Write:
 
     def add_blobs(self, blobs: Sequence[Blob]) -> None:
         """`add_blob` for many in registered packs that are known not to be there."""
-        self.db.executemany(ADD_BLOBS, blobs)
+        # In the order of the tree, which then comes by each of its pages once.
+        self.db.executemany(ADD_BLOBS, sorted(blobs))
         self._blobs += len(blobs)
         self._unique += sum(blob.size for blob in blobs)
         self._stored += sum(blob.stored for blob in blobs)
@@ -268,6 +268,7 @@ class Write:
                 if not added:
                     again.append((blob[0],))
         if rows:
+            rows.sort()  # as in add_blobs; names are distinct here
             self._add_entries(ADD_ENTRIES if alone else ADD_ENTRY, rows, now)
             self.db.executemany(COUNT_REF, again)
         return [
@@ -369,7 +370,7 @@ class Write:
         if last is None:
             # It was gc that let go of the blob: nobody is about to name it, so no grace is owed, and its orphan is as
             # old as time.
-            self.db.execute(LET_GO, (digest, 0.0))
+            self.db.execute(UNCOUNT_REF, (digest, 0.0))
         else:
             self._blob_gone(Blob._make(last))
         self._entry_gone(name, row[1])

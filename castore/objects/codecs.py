@@ -29,6 +29,8 @@ Buffer = bytes | bytearray | memoryview
 WithDictionary = Callable[[int], zstandard.ZstdDecompressor]
 # The flag of a zstd frame's descriptor, its fifth byte, that says whether a checksum follows the content.
 _ZSTD_CHECKED = 0x04
+# LZ4 frames of more bytes than this are quicker put together and taken apart by hand (lz4blocks.py).
+_LZ4_BY_HAND = 4096
 
 
 class Codec(NamedTuple):
@@ -133,7 +135,7 @@ def zstd_decompress_into(stored: memoryview, view: memoryview) -> None:
 
 
 def _lz4_compress(frame: Buffer, level: int) -> bytes:
-    if frame and level <= 0:  # above, levels mean other methods in other versions of LZ4
+    if len(frame) > _LZ4_BY_HAND and level <= 0:  # above, levels mean other methods in other versions of LZ4
         return lz4blocks.compress(frame, level)
     compressed: bytes = lz4.frame.compress(
         frame,
@@ -146,7 +148,7 @@ def _lz4_compress(frame: Buffer, level: int) -> bytes:
 
 
 def _lz4_decompress(stored: Buffer, size: int, with_dictionary: WithDictionary) -> bytes:
-    data: bytes | None = lz4blocks.decompress(stored, size)
+    data: bytes | None = lz4blocks.decompress(stored, size) if size > _LZ4_BY_HAND else None
     if data is not None:
         return data
     context = _contexts.lz4

@@ -138,6 +138,10 @@ class BlobReader:
         """Bytes of the file that is read, whatever lies under its name by now."""
         return os.fstat(self._fd).st_size
 
+    def unlinked(self) -> bool:
+        """Whether the file has been removed, and lives on only as long as it is open."""
+        return os.fstat(self._fd).st_nlink == 0
+
     # Finding frames
 
     def _read_at(self, offset: int, length: int) -> bytes:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from castore import Store, mounts
+from castore.clearance import Listener
 from castore.errors import CastoreError
 from castore_fuse.daemon import serve
 from castore_fuse.follow import Follower
@@ -34,7 +35,7 @@ class Mount:
         given = self._options
         self.store = Store(given.store, memory=0)
         self.view = View(self.store, given.prefix, given.cache_size)
-        operations = Operations(self.view, pinned=given.pin)
+        operations = Operations(self.view)
         options = mount_options(f"castore:{self.store.path}", allow_other=given.allow_other)
         session = Session(operations, given.mountpoint, options, given.threads)
         mounts.forget_dead(self.store.index)  # a killed daemon's, of this very mountpoint perhaps
@@ -44,7 +45,8 @@ class Mount:
                 self.store.index, str(session.mountpoint), given.prefix, pinned=given.pin
             )
         )
-        self.follower = Follower(self.view, operations.nodes, session, registration.still_here)
+        listener = Listener(self.store.path / "locks", self.store.settings.file_mode)
+        self.follower = Follower(operations, session, listener, registration.still_here)
         return session
 
     def started(self) -> None:

@@ -7,6 +7,7 @@ belong to the whole process. Threads start only in here, after all forking is do
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -24,6 +25,9 @@ log = logging.getLogger("castore.fuse")
 
 READY = "ready"
 """What the daemon says on its ready pipe; anything else is the sentence of an error."""
+
+# Of malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ def serve(
     for handler in logging.getLogger().handlers:
         handler.addFilter(_Repeated())
     _raise_file_limit()
+    _keep_freed_memory()
     try:
         session = make_session()
         session.mount()
@@ -155,6 +160,18 @@ def _hold(lifeline: int, session: Session) -> None:
     """Wait until the last process that holds the other end is gone."""
     os.read(lifeline, 1)
     session.exit()
+
+
+def _keep_freed_memory() -> None:
+    """Have malloc keep what is freed for the next frame, up to 128 MB of it.
+
+    Frames come and go at the rate of reading. Each time glibc would give their memory back to the kernel and fault it in
+    anew, which is a fifth of the time that decoding one takes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not every C library has it
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 128 << 20)
 
 
 def _raise_file_limit() -> None:

@@ -1,5 +1,7 @@
 """Telling the kernel what changed: follows the store's names journal and takes back what the kernel remembers.
 
+Also answers who is about to remove bytes (castore/clearance.py): the kernel forgets what nobody has open; the rest is held.
+
 Runs on a thread of its own and never in a request: the kernel may hold a folder's lock while it waits for an answer
 of ours, and an invalidation waits for that lock.
 """
@@ -7,17 +9,21 @@ of ours, and an invalidation waits for that lock.
 from __future__ import annotations
 
 import logging
+import os
+import select
 import sqlite3
 import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
 
+from castore.clearance import Listener
 from castore.errors import CastoreError
 from castore.journal import JournalTail, NameRecord
 from castore_fuse.lowlevel import ROOT
-from castore_fuse.nodes import NodeTable
-from castore_fuse.view import Folder, View
+from castore_fuse.nodes import Node
+from castore_fuse.operations import Operations
+from castore_fuse.view import File, Folder
 
 log = logging.getLogger("castore.fuse")
 
@@ -45,23 +51,25 @@ class Follower:
     """Keeps one mount's kernel caches true.
 
     Args:
-        view: of the mount.
-        nodes: what the kernel knows.
+        operations: of the mount.
         session: takes the invalidations.
+        listener: where the mount is asked; closed by `stop`.
         beat: called every few minutes, to say that the mount is alive.
     """
 
     def __init__(
-        self, view: View, nodes: NodeTable, session: Invalidating, beat: Callable[[], object]
+        self, operations: Operations, session: Invalidating, listener: Listener, beat: Callable[[], object]
     ) -> None:
-        self._view = view
-        self._nodes = nodes
+        self._operations = operations
+        self._view = operations.view
+        self._nodes = operations.nodes
         self._session = session
+        self._listener = listener
         self._beat = beat
         self._next_beat = time.monotonic() + BEAT_SECONDS
-        self._stop = threading.Event()
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC)
         self._waiting: dict[str, tuple[NameRecord, float]] = {}
-        self._tail = JournalTail(view.store.index.journal, view.store.index.beacon)
+        self._tail = JournalTail(self._view.store.index.journal, self._view.store.index.beacon)
         self._thread = threading.Thread(target=self._run, name="castore-follow", daemon=True)
 
     def start(self) -> None:
@@ -70,25 +78,56 @@ class Follower:
 
     def stop(self) -> None:
         """End the thread."""
-        self._stop.set()
-        self._thread.join()
+        os.close(self._wake_write)
+        if self._thread.ident is not None:
+            self._thread.join()
+        os.close(self._wake_read)
+        self._listener.close()
         self._tail.close()
 
     def _run(self) -> None:
-        while not self._stop.wait(INTERVAL):
+        while True:
+            ready, _, _ = select.select([self._listener.fileno(), self._wake_read], [], [], INTERVAL)
+            if self._wake_read in ready:
+                return
             try:
-                self.look()
-                self._view.store.flush_if_due()
-                self._view.store.objects.packs.drop_unlinked()
-                if time.monotonic() > self._next_beat:
-                    self._next_beat = time.monotonic() + BEAT_SECONDS
-                    self._beat()
+                if ready:
+                    self._answer()
+                else:
+                    self._tick()
             except (OSError, sqlite3.Error, CastoreError):
                 log.exception("cannot follow the store's changes; trying again")
+
+    def _tick(self) -> None:
+        self.look()
+        self._view.store.flush_if_due()
+        self._view.store.objects.packs.drop_unlinked()
+        self._operations.handles.drop_unlinked()
+        if time.monotonic() > self._next_beat:
+            self._next_beat = time.monotonic() + BEAT_SECONDS
+            self._beat()
+
+    def _answer(self) -> None:
+        waiting = self._listener.asked()
+        failure = "it failed; its log says why"
+        try:
+            self.look()
+            self._hold_what_may_go()
+            failure = ""
+        except OSError as error:
+            failure = f"it cannot hold what is open ({error})"
+            raise
+        finally:
+            self._listener.answer(waiting, failure)
 
     def look(self) -> None:
         """Handle what was appended to the journal since the last look."""
         records = self._tail.poll()
+        if records == [] and not self._waiting:
+            return
+        # From here on every node that was made of what the index said before is in the table.
+        if not self._operations.lookups.settle():
+            raise OSError("a look-up takes too long")
         if records is None:
             self._forget_everything()
             return
@@ -96,29 +135,50 @@ class Follower:
         for record in records:
             self._waiting[record.name] = record, deadline
         # A record is in the journal before its transaction commits. Told too early, the kernel would ask, get the
-        # old answer and keep it; so each waits until the index says the same.
+        # old answer and keep it; so each waits until the index says the same. What it said before the last record
+        # of several counts as well: the node is outdated as soon as the index says something else than the node.
+        stale: set[int] = set()
         for name, (record, until) in list(self._waiting.items()):
             found = self._view.store.index.find_digest(name)
             if found == record.digest or time.monotonic() > until:
                 del self._waiting[name]
-                self._changed(name)
+            self._changed(name, found, stale)
+        # Once, however many names changed below them.
+        for number in stale:
+            self._session.invalidate_inode(number)
 
-    def _changed(self, name: str) -> None:
+    def _changed(self, name: str, digest: bytes | None, stale: set[int]) -> None:
         path = self._below_prefix(name)
         if path is None:
             return
+        stale.add(ROOT)
         parts = path.split("/")
-        known = self._nodes.find("/".join(parts[:-1])) if len(parts) > 1 else []
+        known = self._nodes.find(path)
+        child = known.pop() if len(known) == len(parts) else None
+        if child is not None and isinstance(child.item, File) and child.item.digest != digest:
+            self._nodes.outdate(child)
         if len(known) == len(parts) - 1:
             # Also when the file is no node of ours yet: a look-up that read the old row may be on its way, and the
             # kernel holds this back until that look-up is in its cache.
             self._session.invalidate_entry(known[-1].number if known else ROOT, parts[-1].encode())
         # Folders on the way may have come, gone, or changed what they list.
         for node in reversed(known):
-            self._session.invalidate_inode(node.number)
+            stale.add(node.number)
             if isinstance(node.item, Folder) and not self._view.folder_exists(node.item.path):
-                self._session.invalidate_entry(node.parent, node.part.encode())
-        self._session.invalidate_inode(ROOT)
+                self._take_back(node)
+
+    def _take_back(self, node: Node) -> None:
+        """Have the kernel forget the node, unless somebody uses it."""
+        self._session.invalidate_entry(node.parent, node.part.encode())
+
+    def _hold_what_may_go(self) -> None:
+        """Hold the bytes that nobody names and the kernel still knows."""
+        for node in self._nodes.nameless():
+            # Held since they were looked up: only who reads them now may keep them.
+            if isinstance(node.item, File) and self._view.is_unnamed(node.item.digest):
+                self._take_back(node)
+        for node in self._nodes.outdated():
+            self._operations.hold(node)
 
     def _below_prefix(self, name: str) -> str | None:
         prefix = self._view.prefix
@@ -127,6 +187,10 @@ class Follower:
         return name[len(prefix) + 1 :] if name.startswith(prefix + "/") else None
 
     def _forget_everything(self) -> None:
+        index = self._view.store.index
         for node in self._nodes.all():
-            self._session.invalidate_entry(node.parent, node.part.encode())
+            item = node.item
+            if isinstance(item, File) and item.name and index.find_digest(item.name) != item.digest:
+                self._nodes.outdate(node)
+            self._take_back(node)
         self._session.invalidate_inode(ROOT)

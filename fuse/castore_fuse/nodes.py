@@ -1,22 +1,29 @@
 """The kernel's references to what it has looked up: node numbers, and what they stand for.
 
 A node of a file stands for a name and one blob. Looking up a name that points elsewhere by now makes another node; the
-old one lives on for the handles that are open, until the kernel forgets it. Knows no store and no libfuse.
+old one is *outdated*: it lives on for who has the file open, until the kernel forgets it. Knows no store and no libfuse.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
+from castore_fuse.holding import Handle
 from castore_fuse.lowlevel import ROOT
 from castore_fuse.view import File, Folder
 
 
 class Node:
-    """One thing the kernel knows: a number, where it hangs, what it is, and how often it was handed out."""
+    """One thing the kernel knows: a number, where it hangs, what it is, and how often it was handed out.
 
-    __slots__ = ("item", "number", "parent", "part", "references")
+    Attributes:
+        held: keeps its bytes, which may lose their last name or have; closed when the kernel forgets the node.
+        read: whether anything of it was read.
+    """
+
+    __slots__ = ("held", "item", "number", "parent", "part", "read", "references")
 
     def __init__(self, number: int, parent: int, part: str, item: File | Folder) -> None:
         self.number = number
@@ -24,6 +31,8 @@ class Node:
         self.part = part
         self.item = item
         self.references = 0
+        self.held: Handle | None = None
+        self.read = False
 
 
 class NodeTable:
@@ -36,6 +45,8 @@ class NodeTable:
         root.references = 1
         self._nodes = {ROOT: root}
         self._children: dict[tuple[int, str], Node] = {}
+        self._outdated: dict[int, Node] = {}
+        self._nameless: dict[int, Node] = {}
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -49,24 +60,67 @@ class NodeTable:
         with self._lock:
             node = self._children.get(key)
             if node is None or not _same(node.item, item):
+                if node is not None:
+                    self._outdated[node.number] = node
                 self._last += 1
                 node = self._nodes[self._last] = self._children[key] = Node(self._last, parent, part, item)
+                if isinstance(item, File) and not item.name:
+                    self._nameless[self._last] = node
             else:
                 node.item = item  # the expiry may have moved
             node.references += 1
             return node
 
     def forget(self, number: int, count: int) -> None:
-        """Take back references; the last one removes the node."""
+        """Take back references; the last one removes the node, and closes what it holds."""
         with self._lock:
             node = self._nodes.get(number)
             if node is None or number == ROOT:
                 return
             node.references -= count
-            if node.references <= 0:
-                del self._nodes[number]
+            if node.references > 0:
+                return
+            del self._nodes[number]
+            self._outdated.pop(number, None)
+            self._nameless.pop(number, None)
+            if self._children.get((node.parent, node.part)) is node:
+                del self._children[node.parent, node.part]
+            held, node.held = node.held, None
+        if held is not None:
+            held.close()
+
+    def outdate(self, node: Node) -> None:
+        """Its name leads elsewhere by now, or nowhere: the next look-up makes another node."""
+        with self._lock:
+            if node.number in self._nodes:
+                self._outdated[node.number] = node
                 if self._children.get((node.parent, node.part)) is node:
                     del self._children[node.parent, node.part]
+
+    def outdated(self) -> list[Node]:
+        """The nodes of names that lead elsewhere, which somebody may have open."""
+        with self._lock:
+            return list(self._outdated.values())
+
+    def nameless(self) -> list[Node]:
+        """The nodes of files that were looked up by digest."""
+        with self._lock:
+            return list(self._nameless.values())
+
+    def keep(self, node: Node, handle: Handle) -> bool:
+        """Have a node hold its bytes; False if the kernel has just forgotten it, or it holds them."""
+        with self._lock:
+            if node.number not in self._nodes or node.held is not None:
+                return False
+            node.held = handle
+            return True
+
+    def let_go(self, node: Node) -> None:
+        """Have a node hold nothing."""
+        with self._lock:
+            held, node.held = node.held, None
+        if held is not None:
+            held.close()
 
     def find(self, path: str) -> list[Node]:
         """The nodes along a path below the root, as far as the kernel knows them; the root not included."""
@@ -93,3 +147,36 @@ def _same(old: File | Folder, new: File | Folder) -> bool:
         # The time too: a name that went to another blob and came back has a new modification time to show.
         return old[:4] == new[:4]
     return old == new
+
+
+class Lookups:
+    """Look-ups under way: answers that may rest on what the index said before a change.
+
+    Whoever reads the index for a node surrounds both, the question and the node's making, by `begin` and `end`. So
+    after `settle` each node that was made of an older answer is in the table.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[int] = set()
+        #: Counts the calls of `settle`: what was read in an earlier one may be out of date.
+        self.age = 0
+
+    def begin(self) -> None:
+        """This thread asks the index now."""
+        self._running.add(threading.get_ident())
+
+    def end(self) -> None:
+        """What it made of the answer is in the table."""
+        self._running.discard(threading.get_ident())
+
+    def settle(self, patience: float = 10.0) -> bool:
+        """Wait for the look-ups that are under way; False if one takes longer than ``patience`` seconds."""
+        # Copied at once, under the GIL. A thread that begins its next look-up meanwhile is waited for as well: harmless.
+        self.age += 1
+        before = set(self._running)
+        deadline = time.monotonic() + patience
+        while before := before & self._running:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0005)
+        return True

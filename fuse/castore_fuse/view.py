@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import xxhash
@@ -125,7 +126,11 @@ class View:
         )
 
     def listing(self, folder: str) -> Iterator[tuple[str, File | Folder]]:
-        """The parts of names directly inside a folder, in the order of bytes, read in pages."""
+        """The parts of names directly inside a folder, in the order of bytes."""
+        return chain.from_iterable(self.pages(folder))
+
+    def pages(self, folder: str) -> Iterator[list[tuple[str, File | Folder]]]:
+        """`listing`, in the pieces in which the index is asked; a piece may be empty."""
         if folder == RESERVED or folder.startswith(RESERVED + "/"):
             return
         base = self._full(folder)
@@ -135,23 +140,24 @@ class View:
         now = time.time()
         while True:
             rows = self.store.index.connection().execute(_INSIDE, (low, high, now, page)).fetchall()
+            lines: list[tuple[str, File | Folder]] = []
+            found_folder = False
             for name, digest, size, created, expires in rows:
                 part, slash, _ = name[skip:].partition("/")
                 if not _is_part(part):
                     low = name + "\0"  # one bad row must not take the listing down
                     continue
                 if slash:
-                    yield part, Folder(f"{folder}/{part}" if folder else part)
+                    lines.append((part, Folder(f"{folder}/{part}" if folder else part)))
                     low = name[: skip + len(part)] + "0"  # the first name behind that folder
+                    found_folder = True
                     break
-                yield part, File(name, digest, size, created, expires)
+                lines.append((part, File(name, digest, size, created, expires)))
                 low = name + "\0"
-            else:
-                if len(rows) < page:
-                    return
-                page = _MANY
-                continue
-            page = _FEW
+            yield lines
+            if not found_folder and len(rows) < page:
+                return
+            page = _FEW if found_folder else _MANY
 
     def _reserved(self, path: str) -> File | Folder | None:
         parts = path.split("/")[1:]
@@ -181,10 +187,17 @@ class View:
         blob = self.store.index.blob(file.digest)
         if blob is None:
             raise FileNotFoundError(file.name)
-        reader = self.store.source.open(blob, self.cache)
+        return self.store.source.open(blob, self.cache)
+
+    def is_unnamed(self, digest: bytes) -> bool:
+        """Whether no name points to those bytes, so that gc may take them."""
+        row = next(self.store.index.rows("SELECT refs FROM blobs WHERE digest = ?", (digest,)), None)
+        return row is None or row[0] == 0
+
+    def count_use(self, file: File) -> None:
+        """Tell gc, which takes the least recently used first."""
         if file.name:
             self.store.source.count_use(file.name)
-        return reader
 
     def damaged(self, reader: BlobReader, error: CorruptError) -> None:
         """Set aside what failed its check while it was read."""

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from castore_fuse.operations import Sequence
+from castore_fuse.holding import Sequence
 
 
 def read(sequence: Sequence, frames: list[int]) -> list[int]:

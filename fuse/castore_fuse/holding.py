@@ -1,0 +1,127 @@
+"""Which objects a mount has open: those it read from last, and those that somebody may still read.
+
+The kernel tells of no open and no close (`operations`), so nothing is held for a file that is merely open: gc asks first
+(castore/clearance.py). Knows no nodes and no FUSE.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from castore.objects.codecs import FRAME_SIZE
+from castore.objects.decode import BlobReader
+from castore.objects.workers import cores
+from castore_fuse.view import File, View
+
+#: Objects kept open because they were read from.
+READERS = 256
+
+
+class Sequence:
+    """Tells sequential reading from random, and which frames to decode ahead of it.
+
+    Args:
+        limit: most frames to be ahead.
+    """
+
+    __slots__ = ("_asked", "_limit", "_next", "_window")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._next = self._asked = 0
+        self._window = 1
+
+    def after(self, first: int, last: int) -> range:
+        """The frames to start decoding now that ``first`` to ``last`` were read; each is given out once."""
+        if first > self._next or last < self._next - 1:
+            self._next = self._asked = last + 1  # a jump: wait and see
+            self._window = 0
+            return range(0)
+        if last >= self._next:
+            self._next = last + 1
+            self._window = min(self._window * 2 or 1, self._limit)
+        start, stop = max(self._asked, self._next), self._next + self._window
+        if stop - start < (self._window + 1) // 2:
+            return range(0)  # soon, and several together
+        self._asked = stop
+        return range(start, stop)
+
+
+class Handle:
+    """An open object: its reader, and how far a sequential reader has come."""
+
+    __slots__ = ("ahead", "reader")
+
+    def __init__(self, reader: BlobReader, ahead: int) -> None:
+        self.reader = reader
+        self.ahead = Sequence(ahead)
+
+    def close(self) -> None:
+        """Let go of the object, once nobody reads from it."""
+        self.reader.close()
+
+
+class Handles:
+    """The objects that were read from last, by digest. Threads may share it."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, Handle] = OrderedDict()
+        # What is decoded ahead must still be in the cache when its turn comes, also if several files are read at once.
+        self._ahead = min(4 * cores(), view.cache.max_bytes // (4 * FRAME_SIZE))
+
+    def open(self, file: File) -> Handle:
+        """A handle of the caller's own.
+
+        Raises:
+            FileNotFoundError: the bytes are gone.
+        """
+        return Handle(self._view.open(file), self._ahead)
+
+    def borrow(self, file: File) -> Handle:
+        """A handle whose reader the caller gives back with `unhold`; the least recently used ones are closed.
+
+        Raises:
+            FileNotFoundError: the bytes are gone.
+        """
+        with self._lock:
+            handle = self._kept.get(file.digest)
+            if handle is not None and handle.reader.hold():
+                self._kept.move_to_end(file.digest)
+                return handle
+        handle = self.open(file)
+        self._view.count_use(file)
+        if handle.reader.frames == 1:
+            return handle  # the kernel keeps what it is about to get: nobody comes back for more
+        handle.reader.hold()
+        with self._lock:
+            old = self._kept.pop(file.digest, None)
+            self._kept[file.digest] = handle
+            closing = [old] if old is not None else []
+            while len(self._kept) > READERS:
+                closing.append(self._kept.popitem(last=False)[1])
+        for gone in closing:
+            gone.close()
+        return handle
+
+    def forget(self, handle: Handle) -> None:
+        """Keep that object open no longer."""
+        digest = handle.reader.blob.digest
+        with self._lock:
+            if self._kept.get(digest) is not handle:
+                return
+            del self._kept[digest]
+        handle.close()
+
+    def drop_unlinked(self) -> None:
+        """Let go of objects that were removed since: what is read from them is held elsewhere."""
+        for handle in list(self._kept.values()):
+            if handle.reader.hold():
+                try:
+                    unlinked = handle.reader.unlinked()
+                finally:
+                    handle.reader.unhold()
+                if unlinked:
+                    self.forget(handle)
