@@ -216,15 +216,15 @@ class BlobWriter:
         known: bool = True,
     ) -> list[Staged]:
         """`stage` for each of many, with the dictionary that it may be compressed with, on all cores."""
-        is_quick = [0 < len(data) <= _LOOK_FIRST and dictionary is None for data, dictionary in values]
-        quick = [data for data, _ in compress(values, is_quick)]
+        is_quick = [0 < len(data) <= _LOOK_FIRST for data, _ in values]
+        quick = list(compress(values, is_quick))
         encode_quick = partial(encode_smalls, quick, codec, level)
         # Other threads compress while this one hashes.
-        encoded = workers.begin(encode_quick) if worth_sharing(quick) else encode_quick
-        digests = [blake3.blake3(data).digest() for data in quick]
+        encoded = workers.begin(encode_quick) if worth_sharing([data for data, _ in quick]) else encode_quick
+        digests = [blake3.blake3(data).digest() for data, _ in quick]
         staged = [
-            self._one_frame(digest, len(data), *frame)
-            for data, digest, frame in zip(quick, digests, encoded(), strict=True)
+            self._one_frame(digest, len(data), *frame, dictionary)
+            for (data, dictionary), digest, frame in zip(quick, digests, encoded(), strict=True)
         ]
         if len(quick) == len(values):
             return staged
@@ -236,21 +236,21 @@ class BlobWriter:
     def _stage_others(
         self, values: Sequence[tuple[Buffer, Dictionary | None]], codec: str, level: int | None, known: bool
     ) -> list[Staged]:
-        """The same for those that are looked up before they are compressed, have a dictionary, or are empty."""
+        """The same for those that are looked up before they are compressed, or are empty."""
         staged: dict[int, Staged] = {}
         frames: dict[int, bytes] = {}
-        for at, (data, dictionary) in enumerate(values):
-            if 0 < len(data) <= FRAME_SIZE and dictionary is None:
+        for at, (data, _) in enumerate(values):
+            if 0 < len(data) <= FRAME_SIZE:
                 digest = blake3.blake3(data).digest()
                 if known and (found := self._known(digest)) is not None:
                     staged[at] = found
                 else:
                     frames[at] = digest
-        encoded = iter(encode_smalls([values[at][0] for at in frames], codec, level))
+        encoded = iter(encode_smalls([values[at] for at in frames], codec, level))
         try:
             for at, (data, dictionary) in enumerate(values):
                 if at in frames:
-                    staged[at] = self._one_frame(frames[at], len(data), *next(encoded))
+                    staged[at] = self._one_frame(frames[at], len(data), *next(encoded), dictionary)
                 elif at not in staged:
                     staged[at] = self.stage(data, codec, level, known=known, dictionary=dictionary)
         except BaseException:

@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from castore import NameConflictError, Store
-from castore.objects.codecs import FRAME_SIZE
+from castore.objects.codecs import FRAME_SIZE, Buffer
+from castore.objects.dictionaries import Dictionary, numbered
 from castore.objects.encode import encode_small, encode_smalls
 from castore.objects.packs import PackRecord, scan
 from castore.records import LOST, Entry
-from tests.helpers import agrees_with_disk, flip, mixed, noise, payload, recount, text
+from tests.helpers import agrees_with_disk, flip, mixed, noise, payload, records, recount, text
 
 Items = Sequence[tuple[str, bytes]]
 SIZES = [0, 1, 700, 4_096, 4_097, 60_000, FRAME_SIZE, FRAME_SIZE + 1]
@@ -52,14 +54,23 @@ def test_a_batch_is_as_many_puts(store: Store, tmp_path: Path, codec: str) -> No
     agrees_with_disk(store)
 
 
+def _dictionary(seed: int) -> Dictionary:
+    seen: list[Buffer] = [*records(200, seed)]
+    return Dictionary(numbered(zstandard.train_dictionary(2000, seen).as_bytes()))
+
+
 @pytest.mark.parametrize("codec", ["auto", "zstd", "lz4", "gzip", "none"])
 @pytest.mark.parametrize("level", [None, 1])
 def test_blobs_compressed_together_are_as_if_singly(codec: str, level: int | None) -> None:
     level = None if codec == "none" else level
-    blobs = [make(size, size) for make in (text, noise, mixed) for size in SIZES[1:7]]
-    together = encode_smalls([*blobs, bytearray(blobs[0]), memoryview(blobs[2])], codec, level)
+    blobs: list[Buffer] = [make(size, size) for make in (text, noise, mixed) for size in SIZES[1:7]]
+    blobs += records(900, 7)
+    dictionaries = [None, *map(_dictionary, (1, 2))]
+    values = [(data, dictionaries[place % 3]) for place, data in enumerate(blobs)]
+    mixture = [*values, (bytearray(blobs[0]), None), (memoryview(blobs[2]), None)]
+    together = encode_smalls(mixture, codec, level)
     assert [(used, bytes(frame)) for used, frame in together] == [
-        encode_small(data, codec, level) for data in (*blobs, blobs[0], blobs[2])
+        encode_small(data, codec, level, dictionary) for data, dictionary in mixture
     ]
 
 

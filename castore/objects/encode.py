@@ -75,17 +75,40 @@ def worth_sharing(blobs: Sequence[Buffer]) -> bool:
     return sum(map(len, blobs)) >= _SHARED_BYTES
 
 
-def encode_smalls(blobs: Sequence[Buffer], codec: str, level: int | None) -> list[tuple[str, Buffer]]:
+def encode_smalls(
+    values: Sequence[tuple[Buffer, Dictionary | None]], codec: str, level: int | None
+) -> list[tuple[str, Buffer]]:
     """`encode_small` for many blobs, none of them empty; on all cores if they are worth it, and zstd's."""
     chosen = CODECS[AUTO_CODEC if codec == "auto" else codec]
-    if chosen.name != "zstd" or not worth_sharing(blobs):
-        return [encode_small(data, codec, level) for data in blobs]
-    frames = zstd_compress_many(list(blobs), chosen.level if level is None else level, cores())
+    if chosen.name != "zstd" or not worth_sharing([data for data, _ in values]):
+        return [encode_small(data, codec, level, dictionary) for data, dictionary in values]
+    level = chosen.level if level is None else level
+    encoded = _with_dictionaries(values, level)
+    rest = [data for at, (data, _) in enumerate(values) if at not in encoded]
+    frames = iter(zstd_compress_many(rest, level, cores()) if rest else [])
     least = 1 - AUTO_SAVING if codec == "auto" else math.inf
-    return [
-        ("none", data) if len(frame) > len(data) * least else ("zstd", frame)
-        for data, frame in zip(blobs, frames, strict=True)
-    ]
+    for at, (data, _) in enumerate(values):
+        if at not in encoded:
+            frame = next(frames)
+            encoded[at] = ("none", data) if len(frame) > len(data) * least else ("zstd", frame)
+    return [encoded[at] for at in range(len(values))]
+
+
+def _with_dictionaries(
+    values: Sequence[tuple[Buffer, Dictionary | None]], level: int
+) -> dict[int, tuple[str, Buffer]]:
+    """The frames of those values, by place, for which their dictionary pays."""
+    places: dict[Dictionary, list[int]] = {}
+    for at, (data, dictionary) in enumerate(values):
+        if dictionary is not None and len(data) <= DICTIONARY_LIMIT:
+            places.setdefault(dictionary, []).append(at)
+    encoded: dict[int, tuple[str, Buffer]] = {}
+    for dictionary, theirs in places.items():
+        frames = dictionary.compress_many([values[at][0] for at in theirs], level, cores())
+        for at, frame in zip(theirs, frames, strict=True):
+            if len(frame) <= len(values[at][0]) * (1 - AUTO_SAVING):
+                encoded[at] = AUTO_CODEC, frame
+    return encoded
 
 
 def choose_codec(codec: str, size: int, read_at: Callable[[int, int], Buffer]) -> str:

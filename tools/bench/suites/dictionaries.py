@@ -35,7 +35,7 @@ _KINDS: list[tuple[str, Callable[[int], tuple[list[bytes], list[bytes]]], bool, 
 
 
 def rows(bench: Bench) -> Iterator[Row | Study]:
-    size, calls = bench.size(60_000_000, 12_000_000), bench.size(400, 40)
+    size, calls = bench.size(60_000_000, 12_000_000), bench.size(400, 80)
     lines, goals = [], []
     for label, make, timed, least in _KINDS:
         learn, fresh = make(size)
@@ -127,8 +127,9 @@ def _timed(stores: dict[str, castore.Store], label: str, fresh: list[bytes], cal
         return time.process_time() - started
 
     unit = microseconds_each(calls)
-    goal = [Goal(_WITH, 0.95, _WITHOUT)]
-    yield Row(f"put, {label}", unit, contestants(put, anew), _WITHOUT, goals=goal)
+    # A put alone finds a dictionary's tables in no cache.
+    alone, goal = [Goal(_WITH, 0.85, _WITHOUT)], [Goal(_WITH, 0.9, _WITHOUT)]
+    yield Row(f"put, {label}", unit, contestants(put, anew), _WITHOUT, goals=alone)
     yield Row(f"put_many, {label}", unit, contestants(put_many, anew), _WITHOUT, goals=goal)
     orders = {}
     for name, batch in batches.items():
