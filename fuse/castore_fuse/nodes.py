@@ -6,33 +6,87 @@ old one is *outdated*: it lives on for who has the file open, until the kernel f
 
 from __future__ import annotations
 
+import math
+import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 from castore_fuse.holding import Handle
 from castore_fuse.lowlevel import ROOT
 from castore_fuse.view import File, Folder
 
+# Digest, size, modified, expires (not a number: never).
+_DIGEST_BYTES = 32
+_FACTS = struct.Struct(f"={_DIGEST_BYTES}sqdd")
+
 
 class Node:
     """One thing the kernel knows: a number, where it hangs, what it is, and how often it was handed out.
 
+    The kernel may know millions of files, so a node keeps of its file no more than what the nodes above do not say.
+
     Attributes:
+        above: the folder's node.
+        inside: what a folder's node knows of what hangs there; None for files.
         held: keeps its bytes, which may lose their last name or have; closed when the kernel forgets the node.
         read: whether anything of it was read.
     """
 
-    __slots__ = ("held", "item", "number", "parent", "part", "read", "references")
+    __slots__ = ("_kept", "above", "held", "inside", "number", "part", "read", "references")
 
-    def __init__(self, number: int, parent: int, part: str, item: File | Folder) -> None:
+    def __init__(self, number: int, above: Node | None, part: str, item: File | Folder) -> None:
         self.number = number
-        self.parent = parent
+        self.above = above or self
         self.part = part
-        self.item = item
+        self.inside = _Inside() if isinstance(item, Folder) else None
         self.references = 0
         self.held: Handle | None = None
         self.read = False
+        self.item = item
+
+    @property
+    def parent(self) -> int:
+        """The folder's number."""
+        return self.above.number
+
+    @property
+    def item(self) -> File | Folder:
+        """What it stands for."""
+        kept = self._kept
+        if not isinstance(kept, bytes):
+            return kept
+        digest, size, modified, expires = _FACTS.unpack(kept)
+        name = _inside(self.above).base + self.part
+        return File(name, digest, size, modified, None if math.isnan(expires) else expires)
+
+    @item.setter
+    def item(self, item: File | Folder) -> None:
+        self._kept: bytes | File | Folder = item
+        if isinstance(item, File) and item.content is None and item.name.endswith(self.part):
+            inside, base = _inside(self.above), item.name[: len(item.name) - len(self.part)]
+            inside.base = inside.base or base
+            # What a damaged row says may not fit, and is kept as it is.
+            with suppress(struct.error, TypeError):
+                if inside.base == base and len(item.digest) == _DIGEST_BYTES:
+                    expires = math.nan if item.expires is None else item.expires
+                    self._kept = _FACTS.pack(item.digest, item.size, item.modified, expires)
+
+
+class _Inside:
+    """What hangs in a folder: nodes by their part of the name, and how all names there begin."""
+
+    __slots__ = ("base", "children")
+
+    def __init__(self) -> None:
+        self.base = ""
+        self.children: dict[str, Node] = {}
+
+
+def _inside(folder: Node) -> _Inside:
+    assert folder.inside is not None, "only folders have anything inside"
+    return folder.inside
 
 
 class NodeTable:
@@ -41,10 +95,9 @@ class NodeTable:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last = ROOT
-        root = Node(ROOT, ROOT, "", Folder(""))
-        root.references = 1
-        self._nodes = {ROOT: root}
-        self._children: dict[tuple[int, str], Node] = {}
+        self._root = Node(ROOT, None, "", Folder(""))
+        self._root.references = 1
+        self._nodes = {ROOT: self._root}
         self._outdated: dict[int, Node] = {}
         self._nameless: dict[int, Node] = {}
 
@@ -56,14 +109,15 @@ class NodeTable:
 
     def refer(self, parent: int, part: str, item: File | Folder) -> Node:
         """The node of ``item`` under ``parent``, with one more reference."""
-        key = (parent, part)
         with self._lock:
-            node = self._children.get(key)
+            folder = self._nodes[parent]
+            children = _inside(folder).children
+            node = children.get(part)
             if node is None or not _same(node.item, item):
                 if node is not None:
                     self._outdated[node.number] = node
                 self._last += 1
-                node = self._nodes[self._last] = self._children[key] = Node(self._last, parent, part, item)
+                node = self._nodes[self._last] = children[part] = Node(self._last, folder, part, item)
                 if isinstance(item, File) and not item.name:
                     self._nameless[self._last] = node
             else:
@@ -83,8 +137,7 @@ class NodeTable:
             del self._nodes[number]
             self._outdated.pop(number, None)
             self._nameless.pop(number, None)
-            if self._children.get((node.parent, node.part)) is node:
-                del self._children[node.parent, node.part]
+            self._take_off(node)
             held, node.held = node.held, None
         if held is not None:
             held.close()
@@ -94,8 +147,13 @@ class NodeTable:
         with self._lock:
             if node.number in self._nodes:
                 self._outdated[node.number] = node
-                if self._children.get((node.parent, node.part)) is node:
-                    del self._children[node.parent, node.part]
+                self._take_off(node)
+
+    @staticmethod
+    def _take_off(node: Node) -> None:
+        children = _inside(node.above).children
+        if children.get(node.part) is node:
+            del children[node.part]
 
     def outdated(self) -> list[Node]:
         """The nodes of names that lead elsewhere, which somebody may have open."""
@@ -125,14 +183,14 @@ class NodeTable:
     def find(self, path: str) -> list[Node]:
         """The nodes along a path below the root, as far as the kernel knows them; the root not included."""
         found: list[Node] = []
-        parent = ROOT
+        inside = self._root.inside
         with self._lock:
             for part in path.split("/"):
-                node = self._children.get((parent, part))
+                node = inside.children.get(part) if inside is not None else None
                 if node is None:
                     break
                 found.append(node)
-                parent = node.number
+                inside = node.inside
         return found
 
     def all(self) -> Iterator[Node]:
