@@ -12,6 +12,7 @@ of it and whichever container it was in. Never asks while the caller holds the i
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,18 +21,18 @@ from pathlib import Path
 from castore.errors import StoreError
 from castore.index import Index
 from castore.journal import JournalTail
-from castore.temporary import pid_namespace
+from castore.temporary import pid_namespace, process_started
 
 #: Seconds that a mount may take to answer.
 PATIENCE = 30.0
 _HELD = b"held"
-_PREFIX, _SUFFIX = "mount-", ".sock"
+_NAME = re.compile(r"mount-([0-9]{1,20})-([0-9]{1,20})\.sock", re.ASCII)
 _BACKLOG = 128
 
 
 def is_socket_of_a_mount(name: str) -> bool:
     """Whether a file of ``locks`` is what a mount listens on."""
-    return name.startswith(_PREFIX) and name.endswith(_SUFFIX)
+    return _NAME.fullmatch(name) is not None
 
 
 @contextmanager
@@ -53,7 +54,7 @@ class Listener:
     """
 
     def __init__(self, locks: Path, mode: int) -> None:
-        self._path = locks / f"{_PREFIX}{pid_namespace()}-{os.getpid()}{_SUFFIX}"
+        self._path = locks / f"mount-{pid_namespace()}-{os.getpid()}.sock"
         self._path.unlink(missing_ok=True)  # a killed process had that number
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         with _address(self._path) as address:
@@ -127,7 +128,17 @@ class Clearance:
             self._tail.close()
 
 
+def _is_gone(path: Path) -> bool:
+    """Whether the daemon is known to have ended, although its socket is still there."""
+    found = _NAME.fullmatch(path.name)
+    return found is not None and int(found[1]) == pid_namespace() and process_started(int(found[2])) is None
+
+
 def _ask(path: Path) -> None:
+    if _is_gone(path):
+        # Not asked: where a killed daemon leaves a thread behind that waits in the kernel, nobody would refuse.
+        path.unlink(missing_ok=True)
+        return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking, _address(path) as address:
         asking.settimeout(PATIENCE)
         try:

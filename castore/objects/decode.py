@@ -343,9 +343,9 @@ class BlobReader:
             stored = room[: table.length(index)]
             self._read_into(stored, self.blob.offset + table.offsets[index])
             table.check(index, stored)
-            if self.blob.codec == "zstd":
+            if self.blob.codec == "zstd" and self._shared is None:
                 zstd_decompress_into(stored, frame)
-            else:
+            else:  # others may get what is shared before the digest has been compared: the frame's own check comes first
                 frame[:] = self._codec.decompress(stored, len(frame), no_dictionary)
             if self._shared is not None:
                 self._shared.offer(index, frame)

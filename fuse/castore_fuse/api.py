@@ -55,7 +55,7 @@ def mount(
     """
     folder = _folder(store)
     lifecycle.check_fuse()
-    path = lifecycle.prepare_mountpoint(mountpoint, folder)
+    path = _prepare(mountpoint, folder)
     command = _command(folder, prefix, pin, allow_other, cache_size, threads)
     command += ["--record", os.fspath(_record_path(folder, path))]
     lifecycle.mount_background(command, path, log_path=lifecycle.default_log_path(path))
@@ -83,7 +83,7 @@ def mounted(
     """
     folder = _folder(store)
     lifecycle.check_fuse()
-    path = None if mountpoint is None else lifecycle.prepare_mountpoint(mountpoint, folder)
+    path = None if mountpoint is None else _prepare(mountpoint, folder)
     command = _command(folder, prefix, pin, allow_other, cache_size, threads)
     with lifecycle.mounted(command, path) as root:
         yield root
@@ -96,7 +96,7 @@ def umount(mountpoint: str | os.PathLike[str]) -> None:
         BusyError: files in it are in use, and by whom.
         MountError: there is no castore mount.
     """
-    path = Path(os.path.realpath(mountpoint))
+    path = mountpoints.real(mountpoint)
     found = mountpoints.mount_at(path)
     record = None
     if found is not None and found.source.startswith("castore:"):
@@ -119,9 +119,14 @@ def foreground(
 
     folder = _folder(store)
     lifecycle.check_fuse()
-    path = lifecycle.prepare_mountpoint(mountpoint, folder)
+    path = _prepare(mountpoint, folder)
     command = _command(folder, prefix, pin, allow_other, cache_size, threads)[3:]
     return main([*command, "--record", os.fspath(_record_path(folder, path)), os.fspath(path)])
+
+
+def _prepare(mountpoint: str | os.PathLike[str], folder: Path) -> Path:
+    record_path = _record_path(folder, mountpoints.real(mountpoint))
+    return lifecycle.prepare_mountpoint(mountpoint, folder, record_path=record_path)
 
 
 def _folder(store: Store | str | os.PathLike[str]) -> Path:

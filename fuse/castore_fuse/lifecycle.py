@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -172,22 +171,11 @@ def _await_ready(process: subprocess.Popen[bytes], pipe: int, deadline: float, h
 
 
 def _await_answer(mountpoint: Path, timeout: float) -> None:
-    """See that the mount answers a question, in a thread so that one that does not cannot hold us."""
-    failures: list[OSError] = []
-
-    def ask() -> None:
-        try:
-            os.statvfs(mountpoint)
-        except OSError as error:
-            failures.append(error)
-
-    question = threading.Thread(target=ask, daemon=True)
-    question.start()
-    question.join(timeout)
-    if question.is_alive():
+    answer = mountpoints.answer_of(mountpoint, timeout)
+    if answer is None:
         raise MountError(f"the mount at {mountpoint} does not answer")
-    if failures:
-        raise MountError(f"the mount at {mountpoint} answers with an error: {failures[0].strerror}")
+    if answer:
+        raise MountError(f"the mount at {mountpoint} answers with an error: {os.strerror(answer)}")
 
 
 def _stop(process: subprocess.Popen[bytes], mountpoint: Path) -> None:
@@ -197,10 +185,16 @@ def _stop(process: subprocess.Popen[bytes], mountpoint: Path) -> None:
         process.wait(END_TIMEOUT)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_TIMEOUT)
     found = mountpoints.mount_at(mountpoint)
-    if found is not None and found.fstype == mountpoints.FSTYPE and mountpoints.is_dead(mountpoint):
-        mountpoints.detach(mountpoint, lazy=True)
+    if (
+        found is not None
+        and found.fstype == mountpoints.FSTYPE
+        and mountpoints.is_dead(mountpoint, orphaned=True)
+    ):
+        mountpoints.detach(mountpoint, dead=True)
+    process.wait()
 
 
 def _open_log(path: Path) -> BinaryIO:
@@ -231,7 +225,9 @@ def check_fuse() -> None:
         )
 
 
-def prepare_mountpoint(mountpoint: str | os.PathLike[str], store: str | os.PathLike[str]) -> Path:
+def prepare_mountpoint(
+    mountpoint: str | os.PathLike[str], store: str | os.PathLike[str], *, record_path: Path | None = None
+) -> Path:
     """Make sure that something can be mounted here, and clear what a killed daemon left.
 
     A missing folder is created (as `mkdir -p` does). Its real path is returned.
@@ -239,15 +235,16 @@ def prepare_mountpoint(mountpoint: str | os.PathLike[str], store: str | os.PathL
     Args:
         mountpoint: the folder.
         store: where the bytes come from: it must lie apart from the mountpoint.
+        record_path: where the daemon that served it before, if any, left its `Record`.
 
     Raises:
         MountError: the mountpoint is in use, not a folder, not empty, or overlaps the store.
     """
-    path, home = Path(os.path.realpath(mountpoint)), Path(os.path.realpath(store))
+    path, home = mountpoints.real(mountpoint), Path(os.path.realpath(store))
     # A mount over its own store would read its bytes through itself and wait for ever.
     if home.is_relative_to(path) or path.is_relative_to(home):
         raise MountError(f"the mountpoint {path} and the store {home} must lie apart; choose another folder")
-    _clear_dead(path)
+    _clear_dead(path, record_path)
     found = mountpoints.mount_at(path)
     if found is not None and found.fstype == mountpoints.FSTYPE:
         raise MountError(f"{found.source} is mounted at {path} already; run `castore umount {path}` first")
@@ -265,15 +262,22 @@ def prepare_mountpoint(mountpoint: str | os.PathLike[str], store: str | os.PathL
     return path
 
 
-def _clear_dead(path: Path) -> None:
+def _clear_dead(path: Path, record_path: Path | None) -> None:
     found = mountpoints.mount_at(path)
-    if found is None or not mountpoints.is_dead(path):
+    if found is None or not _is_dead(path, record_path):
         return
     if found.fstype != mountpoints.FSTYPE:
         raise MountError(
             f"a dead {found.fstype} mount of {found.source} is at {path}; unmount it with the tool that made it"
         )
-    mountpoints.detach(path, lazy=True)
+    mountpoints.detach(path, dead=True)
+    if record_path is not None:
+        record_path.unlink(missing_ok=True)
+
+
+def _is_dead(path: Path, record_path: Path | None) -> bool:
+    record = Record.read(record_path) if record_path else None
+    return mountpoints.is_dead(path, orphaned=record is not None and not record.alive())
 
 
 def umount(mountpoint: str | os.PathLike[str], *, record_path: Path | None = None) -> None:
@@ -287,14 +291,14 @@ def umount(mountpoint: str | os.PathLike[str], *, record_path: Path | None = Non
         BusyError: files in it are in use, and by whom.
         MountError: there is no castore mount, or it may not be ended.
     """
-    path = Path(os.path.realpath(mountpoint))
+    path = mountpoints.real(mountpoint)
     found = mountpoints.mount_at(path)
     if found is None:
         raise MountError(f"nothing is mounted at {path}")
     if found.fstype != mountpoints.FSTYPE:
         raise MountError(f"what is mounted at {path} is no castore but {found.fstype}")
     record = Record.read(record_path) if record_path else None
-    mountpoints.detach(path, lazy=mountpoints.is_dead(path))
+    mountpoints.detach(path, dead=_is_dead(path, record_path))
     deadline = time.monotonic() + END_TIMEOUT
     while record is not None and record.alive():
         if time.monotonic() > deadline:

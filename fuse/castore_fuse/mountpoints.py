@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,9 @@ from castore_fuse.errors import BusyError, MountError
 FSTYPE = "fuse.castore"
 """The file system type of our mounts, in /proc/mounts and for `mount -t`."""
 
-_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
+_MNT_FORCE, _MNT_DETACH, _UMOUNT_NOFOLLOW = 1, 2, 8
+# Seconds after which a mount whose daemon is known to be gone will not answer any more.
+_HUNG_SECONDS = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -62,27 +65,60 @@ def mount_at(mountpoint: Path) -> Mount | None:
     return next((mount for mount in reversed(mounts()) if mount.mountpoint == mountpoint), None)
 
 
-def is_dead(mountpoint: Path) -> bool:
-    """Whether the daemon behind a mountpoint is gone. Asks the mount itself."""
-    try:
-        os.statvfs(mountpoint)  # os.stat may be answered from what the kernel remembers of the root
-    except OSError as error:
-        return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
-    return False
+def real(path: str | os.PathLike[str]) -> Path:
+    """The real path of a mountpoint. What is mounted there is not asked: it may hang."""
+    folder, name = os.path.split(os.path.abspath(path))
+    here = Path(os.path.realpath(folder), name)
+    return here if mount_at(here) is not None else Path(os.path.realpath(here))
 
 
-def detach(mountpoint: Path, *, lazy: bool = False) -> None:
+def answer_of(mountpoint: Path, seconds: float) -> int | None:
+    """What a mount answers to a question: 0, or an error's number; None if nothing in that time.
+
+    A thread asks, since a mount that hangs lets nobody go who waits for it.
+    """
+    numbers: list[int] = []
+
+    def ask() -> None:
+        try:
+            os.statvfs(mountpoint)  # os.stat may be answered from what the kernel remembers of the root
+            numbers.append(0)
+        except OSError as error:
+            numbers.append(error.errno or errno.EIO)
+
+    question = threading.Thread(target=ask, daemon=True)
+    question.start()
+    question.join(seconds)
+    return numbers[0] if numbers else None
+
+
+def is_dead(mountpoint: Path, *, orphaned: bool = False) -> bool:
+    """Whether the daemon behind a mountpoint is gone. Asks the mount itself.
+
+    Args:
+        mountpoint: its real path.
+        orphaned: the daemon that served it, last that is known, is gone: then no answer says that it is dead, too. A daemon
+            that is killed while it takes a name back from the kernel, as somebody looks up another in that folder, leaves a
+            thread that waits for that look-up, which waits for an answer: the kernel would keep the mount for ever.
+    """
+    answer = answer_of(mountpoint, _HUNG_SECONDS)
+    return orphaned if answer is None else answer in (errno.ENOTCONN, errno.ECONNABORTED)
+
+
+def detach(mountpoint: Path, *, lazy: bool = False, dead: bool = False) -> None:
     """Take a mount out of the tree: by system call where we may, through fusermount3 otherwise.
 
     Args:
         mountpoint: its real path.
         lazy: also when files in it are open; they go on working while the daemon does.
+        dead: its daemon is gone: `lazy`, and whoever still waits for an answer gets an error (as root only).
 
     Raises:
         BusyError: something in it is in use, and by whom.
         MountError: anything else that the kernel or fusermount3 says.
     """
-    flags = _UMOUNT_NOFOLLOW | (_MNT_DETACH if lazy else 0)
+    lazy = lazy or dead
+    flags = _UMOUNT_NOFOLLOW | (_MNT_DETACH if lazy else 0) | (_MNT_FORCE if dead else 0)
     if _libc.umount2(os.fsencode(mountpoint), flags) == 0:
         return
     error = ctypes.get_errno()

@@ -63,6 +63,36 @@ def test_killed_daemon_is_cleared_by_umount(mountpoint: Path, tmp_path: Path) ->
     assert os.listdir(mountpoint) == []
 
 
+@pytest.mark.parametrize("clear", ["mount", "umount"])
+def test_daemon_killed_while_it_takes_a_name_back_is_cleared_too(
+    mountpoint: Path, tmp_path: Path, clear: str
+) -> None:
+    """Regression: its thread waits in the kernel for a look-up that nobody will answer, so the kernel keeps the mount alive."""
+    record, orders = tmp_path / "record.json", tmp_path / "orders"
+    os.mkfifo(orders)
+    daemon = command("--record", os.fspath(record), "--orders", os.fspath(orders))
+    pid = mount_background(daemon, mountpoint, log_path=tmp_path / "log")
+    written = Record.read(record)
+    assert written is not None
+    with subprocess.Popen(["stat", mountpoint / "slow"], stderr=subprocess.PIPE) as reader:
+        until(lambda: "request_wait_answer" in Path(f"/proc/{reader.pid}/wchan").read_text())
+        orders.write_text("remove hello.txt\n")
+        until(lambda: _waits_in_the_kernel(pid))
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not written.alive())
+        assert mountpoints.answer_of(mountpoint, 0.5) is None, "the kernel let go of it by itself"
+        if clear == "mount":
+            assert prepare_mountpoint(mountpoint, tmp_path / "store", record_path=record) == mountpoint
+        else:
+            umount(mountpoint, record_path=record)
+        assert reader.wait(10) != 0
+    assert os.listdir(mountpoint) == []
+
+
+def _waits_in_the_kernel(pid: int) -> bool:
+    return any("inval" in (task / "wchan").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
+
+
 def test_busy_mount_stays_and_umount_names_who_uses_it(mountpoint: Path, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     mount_background(command("--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log")

@@ -88,6 +88,8 @@ class ToyFS(LowLevel):
     def lookup(self, parent: int, name: bytes) -> EntryReply:
         if name == b"broken":
             raise RuntimeError("a defect in a handler")
+        if name == b"slow":
+            threading.Event().wait()
         child = self.nodes[parent].children.get(name)
         if child is None:
             raise OSError(errno.ENOENT, "no such name")
