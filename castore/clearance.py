@@ -106,8 +106,12 @@ class Clearance:
         # Under the lock nobody has a record in the journal that is not committed: what changes from here on is seen.
         with index.write():
             self._tail = JournalTail(index.journal, index.beacon)
-        for name in sockets:
-            _ask(locks / name)
+        try:
+            for name in sockets:
+                _ask(locks / name)
+        except BaseException:
+            self.close()
+            raise
 
     def still_unnamed(self, digests: list[bytes]) -> list[bytes]:
         """Without those that a name was pointed at meanwhile: mounts may know them anew, though it be gone again.

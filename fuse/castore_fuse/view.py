@@ -189,6 +189,16 @@ class View:
             raise FileNotFoundError(file.name)
         return self.store.source.open(blob, self.cache)
 
+    def read_packed(self, file: File) -> bytes | None:
+        """All of a small file, the short way; None if it is not packed, or that fails: `open` says what it is."""
+        blob = self.store.index.blob(file.digest)
+        if blob is None or blob.pack <= 0:
+            return None
+        try:
+            return self.store.objects.read_packed(blob)
+        except (FileNotFoundError, CorruptError):
+            return None
+
     def is_unnamed(self, digest: bytes) -> bool:
         """Whether no name points to those bytes, so that gc may take them."""
         row = next(self.store.index.rows("SELECT refs FROM blobs WHERE digest = ?", (digest,)), None)

@@ -57,6 +57,9 @@ def test_umount_leaves_no_mount_no_process_and_no_record(background: Path, store
 
 
 def test_killed_daemon_needs_no_manual_step(background: Path, store: Store) -> None:
+    assert (
+        background / "a/b"
+    ).read_bytes() == b"content"  # from its first answer on, the kernel closes without asking
     with (background / "a/b").open("rb", buffering=0) as held:
         for _ in range(2):
             first = daemon(store)
