@@ -124,7 +124,7 @@ class Operations(LowLevel):
         held = known.held
         if held is None and offset == 0 and file.size <= size:
             # The kernel keeps what it is about to get, so nobody comes back for more of it.
-            data = self.view.read_packed(file)
+            data = self.view.read_small(file)
             if data is not None:
                 self.view.count_use(file)
                 return data

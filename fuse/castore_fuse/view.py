@@ -23,7 +23,10 @@ from castore.errors import CorruptError
 from castore.index import below
 from castore.memory import MemoryLRU
 from castore.names import PART_BYTES, RESERVED
+from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
+from castore.objects.directory import check_row
+from castore.records import LOST
 
 _CHILD = (
     "SELECT digest, size, created, expires FROM entries WHERE name = ? AND (expires IS NULL OR expires > ?)"
@@ -189,14 +192,15 @@ class View:
             raise FileNotFoundError(file.name)
         return self.store.source.open(blob, self.cache)
 
-    def read_packed(self, file: File) -> bytes | None:
-        """All of a small file, the short way; None if it is not packed, or that fails: `open` says what it is."""
+    def read_small(self, file: File) -> bytes | None:
+        """All of a small file, the short way; None if it is none, or that fails: `open` says what it is."""
         blob = self.store.index.blob(file.digest)
-        if blob is None or blob.pack <= 0:
-            return None
         try:
-            return self.store.objects.read_packed(blob)
-        except (FileNotFoundError, CorruptError):
+            if blob is None or blob.pack == LOST or blob.size > FRAME_SIZE:
+                return None
+            check_row(blob)
+            return self.store.objects.read_small(blob)
+        except (FileNotFoundError, CorruptError, TypeError):
             return None
 
     def is_unnamed(self, digest: bytes) -> bool:
