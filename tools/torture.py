@@ -1,7 +1,8 @@
 """`make torture`: the long form of tests/torture, and what it found, between markers in docs/reliability.md.
 
 Each test that ran gets its row anew, with the figures that it printed; the rows of others stay, so that a part can be run
-alone (ARGS="-k soak"). A failure is written there as plainly as a figure.
+alone (ARGS="-k soak"). A failure is written there as plainly as a figure, and each row as soon as its test ends: a run that hangs loses
+none of those before.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ _HEAD = "| shown by | figures | on |\n|---|---|---|\n"
 
 
 class Figures:
-    """A pytest plugin that keeps what each test printed with `figure`, and how it ended."""
+    """A pytest plugin that writes what each test printed with `figure`, and how it ended, into a page."""
 
-    def __init__(self) -> None:
-        self.rows: dict[str, str] = {}
+    def __init__(self, page: Path, on: str) -> None:
+        self._page = page
+        self._on = on
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped:
@@ -35,17 +37,17 @@ class Figures:
         if report.failed:
             told.append(f"**failed** while it was {report.when}")
         if told and (report.when == "call" or report.failed):
-            self.rows[name] = "; ".join(told)
+            write(self._page, name, "; ".join(told), self._on)
 
 
-def write(page: Path, rows: dict[str, str], today: str) -> None:
-    """Put rows into the page's table: those of tests that ran in place of what stood there for them."""
+def write(page: Path, name: str, told: str, on: str) -> None:
+    """Put a row into the page's table, in place of what stood there for that test."""
     text = page.read_text()
     found = _BLOCK.search(text)
     assert found is not None, f"{page} has lost its markers"
-    kept = dict(re.findall(r"^\| `(.*?)` (\|.*\|)$", found[0], re.MULTILINE))
-    kept |= {name: f"| {told.replace('|', '/')} | {today} |" for name, told in rows.items()}
-    table = _HEAD + "".join(f"| `{name}` {rest}\n" for name, rest in sorted(kept.items()))
+    rows = dict(re.findall(r"^\| `(.*?)` (\|.*\|)$", found[0], re.MULTILINE))
+    rows[name] = f"| {told.replace('|', '/')} | {on} |"
+    table = _HEAD + "".join(f"| `{name}` {rest}\n" for name, rest in sorted(rows.items()))
     page.write_text(text[: found.start()] + table + text[found.end() :])
 
 
@@ -53,12 +55,10 @@ def main(arguments: list[str]) -> int:
     """Run the tests and write the page; returns pytest's exit code."""
     os.chdir(_ROOT)
     os.environ["CASTORE_TORTURE"] = "long"
-    figures = Figures()
-    code = pytest.main(["tests/torture", "-v", *arguments], plugins=[figures])
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     where = f"{os.cpu_count()} cores, Linux {platform.release().split('-')[0]}, Python {platform.python_version()}"
-    write(_PAGE, figures.rows, f"{today}, {where}")
-    return int(code)
+    figures = Figures(_PAGE, f"{today}, {where}")
+    return int(pytest.main(["tests/torture", "-v", *arguments], plugins=[figures]))
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def test_without_durable_a_power_cut_costs_entries_and_never_gives_other_bytes(
     chance, disk, acknowledged = random.Random(9), Disk(), Acknowledged()
     ended: Counter[str] = Counter()
     target = tmp_path / "cut"
-    cuts = scale(50, 1_000)
+    cuts = scale(50, 500)
     stops = set(chance.sample(range(len(all_events) // 2, len(all_events)), cuts))
     for at, event in enumerate(all_events):
         if at == len(all_events) // 2:  # by now the kernel has written the first names out by itself
