@@ -25,8 +25,8 @@ from castore.beacon import CHANGED
 from castore.compute import ComputeLocks
 from castore.errors import CorruptError
 from castore.memory import MemoryLRU
+from castore.opening import DEFAULT_MEMORY
 from castore.records import Entry
-from castore.store import DEFAULT_MEMORY
 
 # Longest time a slot answers without asking the index: it may be touched in other ways than by the names' changing.
 TRUST_SECONDS = 1.0
