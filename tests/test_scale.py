@@ -116,8 +116,8 @@ def test_a_reader_writes_down_what_it_read_a_little_at_a_time(
             record_use(index, touched, *rest)
 
         monkeypatch.setattr(Index, "record_use", counted)
-        later = time.time() + 30
-        monkeypatch.setattr("castore.reading.time.time", lambda: later)
+        later = time.time() + 2
+        monkeypatch.setattr(time, "time", lambda: later)
         for name in names:
             store.get(name)
         assert written == []

@@ -32,9 +32,10 @@ def value(number: int, version: int) -> bytes:
 
 
 class Gauges(NamedTuple):
-    """What a process holds: descriptors of loose objects, of packs, and others; resident memory in bytes."""
+    """What a process holds: descriptors of loose objects, of those among them that gc removed, of packs, others; bytes of memory."""
 
     objects: int
+    removed: int
     packs: int
     others: int
     resident: int
@@ -49,9 +50,12 @@ def gauges(pid: int | str = "self") -> Gauges:
         except FileNotFoundError:
             continue  # the one that lists the folder
     packs = sum("/objects/packs/" in target for target in targets)
-    objects = sum("/objects/" in target and "/objects/names/" not in target for target in targets) - packs
+    objects = [target for target in targets if "/objects/" in target and "/names/" not in target]
+    objects = [target for target in objects if "/packs/" not in target]
+    removed = sum(target.endswith(" (deleted)") for target in objects)
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return Gauges(objects, packs, len(targets) - packs - objects, pages * os.sysconf("SC_PAGE_SIZE"))
+    others = len(targets) - packs - len(objects)
+    return Gauges(len(objects), removed, packs, others, pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 class Worked(NamedTuple):

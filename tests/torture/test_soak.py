@@ -62,8 +62,8 @@ def served_each_once(path: Path, mountpoint: Path) -> Gauges:
 
 
 def at_rest(path: Path) -> Gauges:
-    """Of the daemon, when nobody has a file open."""
-    until(lambda: gauges(daemon_of(path)).objects == 0)
+    """Of the daemon, when nobody has a file open: it keeps those open that it read from last, as long as they are there."""
+    until(lambda: gauges(daemon_of(path)).removed == 0)
     until(lambda: gauges(daemon_of(path)).packs <= len(list((path / "objects/packs").iterdir())))
     return gauges(daemon_of(path))
 
