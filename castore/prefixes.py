@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from pathlib import Path
 
 from castore.beacon import PREFIXES, Beacon
@@ -58,15 +59,18 @@ class Prefixes:
             number = numbers.get(part)
         try:
             return self._dictionaries.load(number)
-        except CorruptError:
+        except CorruptError as error:
             numbers.pop(part, None)  # not asked for again until something changes
+            _warn(f"new blobs below {part!r} are compressed without their dictionary: {error}")
             return None
 
     def _look(self) -> None:
         # The word comes first: a change in between is seen the next time.
         seen = self._words[PREFIXES]
-        self._numbers = self.read()[0]
+        self._numbers, problem = self.read()
         self._seen = seen
+        if problem is not None:
+            _warn(f"new blobs are compressed without dictionaries: {problem}")
 
     def read(self) -> tuple[dict[str, int], str | None]:
         """The numbers by prefix as the file has them now, and what is wrong with it, or None."""
@@ -126,3 +130,8 @@ def _number(text: object) -> int:
     if not isinstance(text, str) or not _NUMBER.fullmatch(text):
         raise ValueError(f"{text!r} is no dictionary's number")
     return int(text, 16)
+
+
+def _warn(what: str) -> None:
+    # A put is worth more than what a dictionary saves; but nobody is to find out by the size of his disk.
+    warnings.warn(f"{what}; `castore doctor` tells more", RuntimeWarning, stacklevel=6)

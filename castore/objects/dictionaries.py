@@ -193,7 +193,7 @@ class Dictionaries:
                 return found
             problems.append(problem)
         raise CorruptError(
-            f"it was compressed with dictionary {number:08x}, of which no whole copy is left: {'; '.join(problems)}"
+            f"of dictionary {number:08x}, with which it was compressed or would be, no whole copy is left: {'; '.join(problems)}"
         )
 
     def has(self, number: int) -> bool:
