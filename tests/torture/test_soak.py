@@ -68,6 +68,11 @@ def at_rest(path: Path) -> Gauges:
     return gauges(daemon_of(path))
 
 
+def loose_files(path: Path) -> int:
+    """How many loose objects there are."""
+    return sum(1 for file in (path / "objects").glob("[0-9a-f][0-9a-f]/*"))
+
+
 def all_at_once(
     path: Path, mountpoint: Path, seconds: float, between: float
 ) -> tuple[list[Worked], list[tuple[float, float]]]:
@@ -120,6 +125,9 @@ def test_only_a_kill_of_the_daemon_is_felt_and_nothing_leaks(
     soaked = at_rest(path)
     figures = json.loads((mountpoint / ".castore/stat.json").read_text())
     assert figures["memory_bytes"] <= figures["memory_max"] == _CACHE
+    # Those that it read from last, each once, and only what is there: also what no name leads to until the next gc.
+    assert soaked.objects <= loose_files(path), "the daemon keeps objects open more than once"
+    soaked = soaked._replace(objects=0)
     fresh = served_each_once(path, mountpoint)
     fresh = fresh._replace(others=fresh.others + _THREADS)  # how many of its threads had a request is chance
     assert_no_leak(fresh, soaked, "the daemon")
