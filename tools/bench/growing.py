@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -25,6 +24,7 @@ from castore import Store, leftovers
 from castore.journal import pack_record
 from castore.objects.encode import encode_small
 from castore.objects.packs import FILE_HEAD, HEAD_SIZE, record
+from castore.records import Blob
 from castore.temporary import open_with_mode
 from tools.bench import corpus
 
@@ -102,15 +102,6 @@ def _tiny(number: int) -> bytes:
     return b'{"id": "%09d", "label": %03d}' % (number, number % 1000)
 
 
-class _Row(NamedTuple):
-    digest: bytes
-    size: int
-    stored: int
-    codec: str
-    pack: int
-    offset: int
-
-
 def _fill(path: Path, items: Iterator[tuple[str, bytes]], expires: float | None) -> None:
     with Store(path, memory=0):
         pass  # makes it, if there is none
@@ -130,7 +121,7 @@ def _fill(path: Path, items: Iterator[tuple[str, bytes]], expires: float | None)
 
 def _insert(
     path: Path, db: sqlite3.Connection, chunk: list[tuple[str, bytes]], now: float, expires: float | None
-) -> list[_Row]:
+) -> list[Blob]:
     """Write objects and rows; returns the blobs in the order of the chunk."""
     # A log would be written, and then written again into the index. A crash may cost this store.
     for pragma in (
@@ -152,7 +143,7 @@ def _insert(
     return rows
 
 
-def _packed(folder: Path, db: sqlite3.Connection, values: Iterator[bytes], now: float) -> Iterator[_Row]:
+def _packed(folder: Path, db: sqlite3.Connection, values: Iterator[bytes], now: float) -> Iterator[Blob]:
     """Write the values into new packs, and tell where each lies."""
     first = next(values, None)
     while first is not None:
@@ -165,7 +156,7 @@ def _packed(folder: Path, db: sqlite3.Connection, values: Iterator[bytes], now: 
                 digest, size = blake3(value).digest(), len(value)
                 codec, payload = encode_small(value, "auto", None) if size > _TINY else ("none", value)
                 file.write(record(digest, size, codec, payload))
-                yield _Row(digest, size, len(payload), codec, pack, position + HEAD_SIZE)
+                yield Blob(digest, size, len(payload), codec, pack, position + HEAD_SIZE)
                 position += HEAD_SIZE + len(payload)
                 if position > _PACK_SIZE:
                     break
