@@ -24,7 +24,7 @@ def mount(
     ] = "",
     pin: Annotated[
         bool,
-        typer.Option("--pin", help="Have gc leave all of it alone while mounted: the quickest way to read."),
+        typer.Option("--pin", help="Have gc leave all of it alone while mounted."),
     ] = False,
     foreground: Annotated[bool, typer.Option("--foreground", help="Serve until unmounted.")] = False,
     allow_other: Annotated[bool, typer.Option("--allow-other", help="Let other users in.")] = False,

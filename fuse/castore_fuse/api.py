@@ -40,8 +40,7 @@ def mount(
         store: a `Store` or its folder.
         mountpoint: an empty folder, made if it is missing; a dead mount that lies there is cleared.
         prefix: show only what is below this prefix, without it.
-        pin: have gc leave everything under the prefix alone while it is mounted; opening a file that was read before
-            then needs no word with the daemon.
+        pin: have gc leave everything under the prefix alone while it is mounted.
         allow_other: let other users in (root, or with ``user_allow_other`` in ``/etc/fuse.conf``).
         cache_size: bound on decoded frames kept in RAM, in bytes or as ``"256MB"``.
         threads: how many requests are handled at once; default a few more than there are cores.
