@@ -140,8 +140,7 @@ class Dispatcher:
 
     def _readdir(self, node: int, size: int, offset: int, info: int) -> bytes:
         lines, room = [], size
-        for entry in self._ops.readdir(node, self._handle(info), offset):
-            line = wire.pack_direntry(entry)
+        for line in self._ops.readdir(node, self._handle(info), offset):
             room -= len(line)
             if room < 0:
                 break

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable
 
-from castore_fuse.wire import Attr, DirEntry, DirEntryPlus, EntryReply, OpenReply, StatFs
+from castore_fuse.wire import Attr, DirEntryPlus, EntryReply, OpenReply, StatFs
 
 ROOT = 1
 """The node of the mountpoint itself. It is never forgotten."""
@@ -51,15 +51,15 @@ class LowLevel:
         """Open a folder. ENOSYS as for `open`; the kernel then keeps listings until the folder is invalidated."""
         return OpenReply()
 
-    def readdir(self, node: int, handle: int, offset: int) -> Iterable[DirEntry]:
-        """The lines of a listing from `offset` on (0: from the start), `.` and `..` among them.
+    def readdir(self, node: int, handle: int, offset: int) -> Iterable[bytes]:
+        """The lines of a listing from `offset` on (0: from the start), `.` and `..` among them, as `wire.pack_direntries`.
 
         The caller stops when its buffer is full and comes back with the `offset` of the last line it took.
         """
         raise NotImplementedError
 
     def readdirplus(self, node: int, handle: int, offset: int) -> Iterable[DirEntryPlus]:
-        """Like `readdir`, but each line counts one reference at the moment it is yielded.
+        """The same lines, not packed yet, but each counts one reference at the moment it is yielded.
 
         The line that no longer fits is given back through `forget`.
         """

@@ -11,29 +11,33 @@ import errno
 import itertools
 import os
 import stat
-import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from castore.errors import CorruptError
 from castore.objects.codecs import FRAME_SIZE
 from castore_fuse.holding import Handle, Handles
+from castore_fuse.listing import Listing
 from castore_fuse.lowlevel import BytesLike, LowLevel
 from castore_fuse.nodes import Lookups, Node, NodeTable
 from castore_fuse.view import File, Folder, View
 from castore_fuse.wire import (
     Attr,
-    DirEntry,
     DirEntryPlus,
     EntryReply,
     OpenReply,
     StatFs,
+    pack_direntries,
 )
 
 #: Seconds for which the kernel need not ask again; what changes earlier is invalidated.
 LONG = 3600.0
 _BLOCK = 4096
 _XATTR = b"user.castore."
+#: Lines of a listing before the first name: `.` and `..`.
+_DOTS = 2
+#: Names with attributes that a listing begins with.
+_GLIMPSE = 16
 
 
 class Operations(LowLevel):
@@ -49,7 +53,7 @@ class Operations(LowLevel):
         self.lookups = Lookups()
         self.handles = Handles(view)
         self._uid, self._gid = os.getuid(), os.getgid()
-        self._listings: dict[int, _Listing] = {}
+        self._listings: dict[int, Listing] = {}
         self._numbers = itertools.count(1)
 
     # Names
@@ -182,40 +186,43 @@ class Operations(LowLevel):
         if not isinstance(item, Folder):
             raise NotADirectoryError(errno.ENOTDIR, "is a file")
         number = next(self._numbers)
-        self._listings[number] = _Listing(self.view.pages(item.path), self.lookups)
+        self._listings[number] = Listing(self.view.pages(item.path), self.lookups, _DOTS)
         return OpenReply(number)
 
     def releasedir(self, node: int, handle: int) -> None:
         del self._listings[handle]
 
-    def readdir(self, node: int, handle: int, offset: int) -> Iterable[DirEntry]:
-        for position, _, name, found in self._lines(node, handle, offset):
-            mode = stat.S_IFDIR if isinstance(found, Folder) else stat.S_IFREG
-            yield DirEntry(name.encode(), position, found.inode, mode)
+    def readdir(self, node: int, handle: int, offset: int) -> Iterable[bytes]:
+        dots = [
+            line
+            for at, name, item in self._dots(node, offset)
+            for line in pack_direntries([name], [item.inode], stat.S_IFDIR, at)
+        ]
+        return itertools.chain(dots, self._listings[handle].packed(max(0, offset - _DOTS)))
 
     def readdirplus(self, node: int, handle: int, offset: int) -> Iterable[DirEntryPlus]:
         refer, reply, lookups = self.nodes.refer, self._reply, self.lookups
+        for at, name, item in self._dots(node, offset):
+            yield DirEntryPlus(name, at, EntryReply(0, self._attr(item), 0.0, 0.0))
+        lines = self._listings[handle].lines(max(0, offset - _DOTS))
         lookups.begin()
         try:
             now = lookups.age
-            for position, age, name, found in self._lines(node, handle, offset):
+            # The kernel always begins with a request for attributes. Whoever looks at those gets more of them, and `find`, which
+            # does not, gets the rest of the names without.
+            for at, age, part, found in lines if offset else itertools.islice(lines, _GLIMPSE):
                 if age == now:
-                    yield DirEntryPlus(name.encode(), position, reply(refer(node, name, found)))
-                else:  # `.` and `..` are no lookups, nor may be what was read before something changed
-                    yield DirEntryPlus(name.encode(), position, EntryReply(0, self._attr(found), 0.0, 0.0))
+                    yield DirEntryPlus(part.encode(), at, reply(refer(node, part, found)))
+                else:  # what was read before something changed may be no lookup
+                    yield DirEntryPlus(part.encode(), at, EntryReply(0, self._attr(found), 0.0, 0.0))
         finally:
             lookups.end()
 
-    def _lines(self, node: int, handle: int, offset: int) -> Iterator[tuple[int, int, str, File | Folder]]:
-        """Offset of the next line, age, name and what it is."""
+    def _dots(self, node: int, offset: int) -> list[tuple[int, bytes, File | Folder]]:
+        """`.` and `..`, as far as they lie behind the offset; before each the offset of the line after it."""
         here = self.nodes[node]
-        if offset < 1:
-            yield 1, -1, ".", here.item
-        if offset < 2:
-            yield 2, -1, "..", self.nodes[here.parent].item
-        start = max(0, offset - 2)
-        for position, (age, name, found) in enumerate(self._listings[handle].since(start), start + 3):
-            yield position, age, name, found
+        dots = [(1, b".", here.item), (2, b"..", self.nodes[here.parent].item)]
+        return dots[offset:]
 
     # The rest
 
@@ -236,31 +243,3 @@ class Operations(LowLevel):
         return (
             [_XATTR + name.encode() for name in self.view.attributes(item)] if isinstance(item, File) else []
         )
-
-
-class _Listing:
-    """A folder as it was when it was opened, remembered as far as it was read so that seeking back is exact."""
-
-    def __init__(self, pages: Iterator[list[tuple[str, File | Folder]]], lookups: Lookups) -> None:
-        self._rest = pages
-        self._lookups = lookups
-        self._read: list[tuple[int, str, File | Folder]] = []
-        self._lock = threading.Lock()
-
-    def since(self, start: int) -> Iterator[tuple[int, str, File | Folder]]:
-        """Lines from number ``start`` on, each with the age of the look-ups in which it was read."""
-        while self._reaches(start):
-            lines = self._read[start:]
-            yield from lines
-            start += len(lines)
-
-    def _reaches(self, position: int) -> bool:
-        """Whether there is a line of that number; reads on as far as needed."""
-        with self._lock:
-            while position >= len(self._read):
-                age = self._lookups.age
-                page = next(self._rest, None)
-                if page is None:
-                    return False
-                self._read += [(age, *line) for line in page]
-        return True

@@ -10,11 +10,11 @@ looks up as another one. Threads may share a `View`; nothing in it is written af
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
-from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -38,6 +38,7 @@ _INSIDE = (
 #: Names asked for at a time: few behind a folder, whose other names are of no interest, many among files.
 _FEW, _MANY = 8, 1000
 _INODE_MASK = (1 << 63) - 1
+_NO_PARTS = frozenset(("", ".", ".."))
 
 
 class File(NamedTuple):
@@ -62,7 +63,11 @@ class File(NamedTuple):
     @property
     def inode(self) -> int:
         """From the digest, so the same after every remount, and never 0 or 1."""
-        return int.from_bytes(self.digest[:8], "little") & _INODE_MASK | 2
+        return _inode(self.digest)
+
+
+def _inode(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "little") & _INODE_MASK | 2
 
 
 class Folder(NamedTuple):
@@ -74,6 +79,30 @@ class Folder(NamedTuple):
     def inode(self) -> int:
         """From the path; 1 for the root."""
         return xxhash.xxh3_64_intdigest(self.path.encode()) & _INODE_MASK | 2 if self.path else 1
+
+
+class Page(NamedTuple):
+    """A piece of a folder's listing: files, and behind them perhaps one folder.
+
+    Attributes:
+        parts: the names inside the folder; the last one is the folder's, if there is one.
+        rows: name, digest, size, modified and expires of each file.
+        folder: what the last name stands for, if it is no file.
+    """
+
+    parts: list[str]
+    rows: list[tuple[str, bytes, int, float, float | None]]
+    folder: Folder | None
+
+    def items(self, start: int = 0) -> Iterator[tuple[str, File | Folder]]:
+        """Names from number ``start`` on, and what they are."""
+        yield from zip(self.parts[start:], itertools.starmap(File, self.rows[start:]), strict=False)
+        if self.folder is not None:
+            yield self.parts[-1], self.folder
+
+    def inodes(self) -> list[int]:
+        """Of the files."""
+        return [_inode(row[1]) for row in self.rows]
 
 
 class Space(NamedTuple):
@@ -130,37 +159,26 @@ class View:
 
     def listing(self, folder: str) -> Iterator[tuple[str, File | Folder]]:
         """The parts of names directly inside a folder, in the order of bytes."""
-        return chain.from_iterable(self.pages(folder))
+        for page in self.pages(folder):
+            yield from page.items()
 
-    def pages(self, folder: str) -> Iterator[list[tuple[str, File | Folder]]]:
+    def pages(self, folder: str) -> Iterator[Page]:
         """`listing`, in the pieces in which the index is asked; a piece may be empty."""
         if folder == RESERVED or folder.startswith(RESERVED + "/"):
             return
         base = self._full(folder)
         # SQLite sorts every blob, even the empty one, behind all text.
         low, high = below(base) if base else ("", b"")
-        skip, page = len(low), _MANY
+        skip, limit = len(low), _MANY
         now = time.time()
         while True:
-            rows = self.store.index.connection().execute(_INSIDE, (low, high, now, page)).fetchall()
-            lines: list[tuple[str, File | Folder]] = []
-            found_folder = False
-            for name, digest, size, created, expires in rows:
-                part, slash, _ = name[skip:].partition("/")
-                if not _is_part(part):
-                    low = name + "\0"  # one bad row must not take the listing down
-                    continue
-                if slash:
-                    lines.append((part, Folder(f"{folder}/{part}" if folder else part)))
-                    low = name[: skip + len(part)] + "0"  # the first name behind that folder
-                    found_folder = True
-                    break
-                lines.append((part, File(name, digest, size, created, expires)))
-                low = name + "\0"
-            yield lines
-            if not found_folder and len(rows) < page:
+            rows = self.store.index.connection().execute(_INSIDE, (low, high, now, limit)).fetchall()
+            page, more = _page(folder, rows, skip)
+            yield page
+            if page.folder is None and len(rows) < limit:
                 return
-            page = _FEW if found_folder else _MANY
+            low = more
+            limit = _FEW if page.folder is not None else _MANY
 
     def _reserved(self, path: str) -> File | Folder | None:
         parts = path.split("/")[1:]
@@ -243,10 +261,34 @@ class View:
         return Space(totals.stored + free, free, totals.entries)
 
 
-def _is_part(part: str) -> bool:
-    """Whether the kernel takes this as the name of a file: an index that was not made by castore may say anything."""
-    short = len(part) <= PART_BYTES // 4 or len(part.encode(errors="replace")) <= PART_BYTES
-    return short and part not in ("", ".", "..") and "\0" not in part
+def _page(folder: str, rows: list[tuple[Any, ...]], skip: int) -> tuple[Page, str]:
+    """The page that begins with those rows, whose names begin with ``skip`` bytes of the folder's, and where the next begins."""
+    parts = [row[0][skip:] for row in rows]
+    if not parts or _are_parts(parts):
+        return Page(parts, rows, None), rows[-1][0] + "\0" if rows else ""
+    good, low = Page([], [], None), ""
+    for row, path in zip(rows, parts, strict=True):
+        part, slash, _ = path.partition("/")
+        low = row[0] + "\0"
+        if not _are_parts([part]):
+            continue  # one bad row must not take the listing down
+        good.parts.append(part)
+        if slash:
+            inside = Folder(f"{folder}/{part}" if folder else part)
+            return good._replace(folder=inside), row[0][: skip + len(part)] + "0"  # the first name behind it
+        good.rows.append(row)
+    return good, low
+
+
+def _are_parts(parts: list[str]) -> bool:
+    """Whether the kernel takes these as names of files: an index that was not made by castore may say anything."""
+    text = "/".join(parts)
+    if text.count("/") != len(parts) - 1 or "\0" in text or not _NO_PARTS.isdisjoint(parts):
+        return False
+    longest = max(map(len, parts))
+    return (
+        longest <= PART_BYTES // 4 or max(len(part.encode(errors="replace")) for part in parts) <= PART_BYTES
+    )
 
 
 def _is_hex(text: str, length: int) -> bool:

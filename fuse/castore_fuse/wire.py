@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 NANOSECONDS = 1_000_000_000
@@ -65,17 +66,11 @@ class OpenReply(NamedTuple):
     flags: int = 0
 
 
-class DirEntry(NamedTuple):
-    """One line of a listing. `offset` is where a listing that continues after this entry starts; never 0."""
-
-    name: bytes
-    offset: int
-    ino: int
-    mode: int
-
-
 class DirEntryPlus(NamedTuple):
-    """A line of a listing that is a lookup as well. `.` and `..` have node 0, which counts as no lookup."""
+    """A line of a listing that is a lookup as well. `.` and `..` have node 0, which counts as no lookup.
+
+    `offset` is where a listing that continues after this line starts; never 0.
+    """
 
     name: bytes
     offset: int
@@ -151,11 +146,19 @@ def pack_xattr_size(size: int) -> bytes:
     return _XATTR_SIZE.pack(size, 0)
 
 
-def pack_direntry(entry: DirEntry) -> bytes:
-    """`struct fuse_dirent` with its name, padded to 8 bytes."""
-    name, offset, ino, mode = entry
-    length = len(name)
-    return _DIRENT.pack(ino, offset, length, mode >> 12 & 0o17) + name + _PADDING[length & 7]
+def pack_direntries(names: Iterable[bytes], inodes: Iterable[int], mode: int, offset: int) -> list[bytes]:
+    """A `struct fuse_dirent` for each name and inode, each with its name, padded to 8 bytes; all are of one kind.
+
+    `offset` is where a listing that continues after the first of them starts, and never 0; it grows by one a name.
+
+    >>> pack_direntries([b"a.txt"], [7], 0o100644, 3)[0][24:]
+    b'a.txt\\x00\\x00\\x00'
+    """
+    pack, padding, kind = _DIRENT.pack, _PADDING, mode >> 12 & 0o17
+    return [
+        pack(ino, at, len(name), kind) + name + padding[len(name) & 7]
+        for at, (name, ino) in enumerate(zip(names, inodes, strict=False), offset)
+    ]
 
 
 def pack_direntry_plus(entry: DirEntryPlus) -> bytes:

@@ -26,11 +26,11 @@ from castore_fuse.wire import (
     KEEP_CACHE,
     NO_FLUSH,
     Attr,
-    DirEntry,
     DirEntryPlus,
     EntryReply,
     OpenReply,
     StatFs,
+    pack_direntries,
 )
 
 FOREVER = 3600.0
@@ -124,19 +124,24 @@ class ToyFS(LowLevel):
             raise OSError(errno.ENOSYS, "pinned")
         return OpenReply(0, KEEP_CACHE | CACHE_DIR)
 
-    def readdir(self, node: int, handle: int, offset: int) -> Iterator[DirEntry]:
+    def readdir(self, node: int, handle: int, offset: int) -> Iterator[bytes]:
+        for name, position, child in self._lines(node, offset):
+            mode = FOLDER_MODE if child.data is None else FILE_MODE
+            yield from pack_direntries([name], [child.number], mode, position)
+
+    def _lines(self, node: int, offset: int) -> Iterator[tuple[bytes, int, Node]]:
         folder = self.nodes[node]
         if (listing := folder.listing) is None:
             listing = folder.listing = [(b".", folder), (b"..", folder.parent), *folder.children.items()]
         for position in range(offset, len(listing)):
             name, child = listing[position]
-            yield DirEntry(name, position + 1, child.number, FOLDER_MODE if child.data is None else FILE_MODE)
+            yield name, position + 1, child
 
     def readdirplus(self, node: int, handle: int, offset: int) -> Iterator[DirEntryPlus]:
-        for name, position, child, _ in self.readdir(node, handle, offset):
-            entry = self._entry(self.nodes[child])
+        for name, position, child in self._lines(node, offset):
+            entry = self._entry(child)
             if name in (b".", b".."):
-                self.forget(child, 1)
+                self.forget(child.number, 1)
                 entry = entry._replace(node=0)
             yield DirEntryPlus(name, position, entry)
 
