@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import stat
 import time
@@ -30,12 +31,16 @@ from castore_fuse.wire import (
     pack_direntries,
 )
 
+log = logging.getLogger("castore.fuse")
+
 #: Seconds for which the kernel need not ask again; what changes earlier is invalidated.
 LONG = 3600.0
 _BLOCK = 4096
 _XATTR = b"user.castore."
 #: Lines of a listing before the first name: `.` and `..`.
 _DOTS = 2
+#: For the line of a name whose row is damaged: looking it up gives the error.
+_SOME_FILE = Attr(2, stat.S_IFREG, 0, 0, 0, 0)
 #: Names with attributes that a listing begins with.
 _GLIMPSE = 16
 
@@ -70,6 +75,9 @@ class Operations(LowLevel):
             if item is None:
                 raise OSError(errno.ENOENT, "no such name")
             node = self.nodes.refer(parent, part, item)
+        except CorruptError as error:
+            log.warning("%s", error)
+            raise OSError(errno.EIO, str(error)) from error
         finally:
             self.lookups.end()
         if isinstance(item, File):
@@ -211,7 +219,9 @@ class Operations(LowLevel):
             # The kernel always begins with a request for attributes. Whoever looks at those gets more of them, and `find`, which
             # does not, gets the rest of the names without.
             for at, age, part, found in lines if offset else itertools.islice(lines, _GLIMPSE):
-                if age == now:
+                if isinstance(found, File) and not found.is_sound:
+                    yield DirEntryPlus(part.encode(), at, EntryReply(0, _SOME_FILE, 0.0, 0.0))
+                elif age == now:
                     yield DirEntryPlus(part.encode(), at, reply(refer(node, part, found)))
                 else:  # what was read before something changed may be no lookup
                     yield DirEntryPlus(part.encode(), at, EntryReply(0, self._attr(found), 0.0, 0.0))

@@ -26,6 +26,7 @@ from castore.names import PART_BYTES, RESERVED
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
 from castore.objects.directory import check_row
+from castore.objects.loose import DIGEST_SIZE
 from castore.records import LOST
 
 _CHILD = (
@@ -38,6 +39,8 @@ _INSIDE = (
 #: Names asked for at a time: few behind a folder, whose other names are of no interest, many among files.
 _FEW, _MANY = 8, 1000
 _INODE_MASK = (1 << 63) - 1
+#: No file is larger, in bytes, and none younger, in seconds since the epoch: the kernel would not take it.
+_LARGEST, _LATEST = (1 << 63) - 1, float(1 << 40)
 _NO_PARTS = frozenset(("", ".", ".."))
 
 
@@ -65,9 +68,23 @@ class File(NamedTuple):
         """From the digest, so the same after every remount, and never 0 or 1."""
         return _inode(self.digest)
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether the row that it is from can be: an index that was damaged, or not made by castore, may say anything."""
+        _, digest, size, modified, expires, _ = self
+        return (
+            type(digest) is bytes
+            and len(digest) == DIGEST_SIZE
+            and type(size) is int
+            and 0 <= size <= _LARGEST
+            and type(modified) is float
+            and abs(modified) <= _LATEST
+            and (expires is None or type(expires) is float)
+        )
 
-def _inode(digest: bytes) -> int:
-    return int.from_bytes(digest[:8], "little") & _INODE_MASK | 2
+
+def _inode(digest: object) -> int:
+    return (int.from_bytes(digest[:8], "little") if isinstance(digest, bytes) else 0) & _INODE_MASK | 2
 
 
 class Folder(NamedTuple):
@@ -139,6 +156,9 @@ class View:
         Args:
             folder: path below the mountpoint.
             part: one part of a name.
+
+        Raises:
+            CorruptError: the index has a row of that name that cannot be.
         """
         path = f"{folder}/{part}" if folder else part
         if path == RESERVED or path.startswith(RESERVED + "/"):
@@ -147,7 +167,12 @@ class View:
         db = self.store.index.connection()
         row = db.execute(_CHILD, (name, now)).fetchone()
         if row is not None:
-            return File(name, *row)
+            file = File(name, *row)
+            if not file.is_sound:
+                raise CorruptError(
+                    f"the index has a row for {name!r} that cannot be; `castore doctor` tells more"
+                )
+            return file
         return Folder(path) if self.folder_exists(path) else None
 
     def folder_exists(self, path: str) -> bool:

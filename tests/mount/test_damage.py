@@ -6,6 +6,9 @@ import errno
 import faulthandler
 import mmap
 import os
+import sqlite3
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,6 +122,23 @@ def test_damaged_page_of_a_map_is_a_bus_error_and_no_byte(store: Store) -> None:
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status)
         assert os.WTERMSIG(status) == 7  # SIGBUS
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["digest = 'text'", "digest = x'01'", "size = 'big'", "size = -5", "created = 'now'", "created = 1e300"],
+)
+def test_row_that_cannot_be_costs_its_own_name_alone(live: Path, store: Store, damage: str) -> None:
+    store.put_many((f"a/{number:02}", b"%d" % number) for number in range(40))
+    names = [f"{number:02}" for number in range(40)]
+    with closing(sqlite3.connect(store.path / "index.sqlite", isolation_level=None)) as db:
+        # One name among those that are listed with attributes, one among those without.
+        db.execute(f"UPDATE entries SET {damage} WHERE name IN ('a/03', 'a/33')")
+    assert sorted(os.listdir(live / "a")) == names
+    for name in names:
+        read = partial((live / "a" / name).read_bytes)
+        assert fails(read) == (errno.EIO if name in ("03", "33") else None), name
+    assert sorted(entry.name for entry in os.scandir(live / "a") if entry.is_file()) == names
 
 
 def test_missing_and_truncated_objects_are_errors(live: Path, store: Store) -> None:
