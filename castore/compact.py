@@ -110,12 +110,15 @@ def _move_some(store: Store, txn: Write, fd: int, found: list[PackRecord | Damag
             position = item.offset + item.length
             continue
         position = item.blob.offset + item.blob.stored
-        # One that has no such row is dead: gone, or its bytes lie elsewhere.
-        if rows.get(item.blob.digest) == item.blob:
+        # One that has no row is dead, and so is one whose bytes lie elsewhere. A row that means no bytes was damaged.
+        row = rows.get(item.blob.digest)
+        if row == item.blob:
             _move(store, txn, fd, item.blob)
-            moved += 1
-            if moved == _BATCH:
-                return position, item is found[-1]
+        elif row is None or store.objects.holds(row) or not _mend(store, txn, fd, item.blob):
+            continue
+        moved += 1
+        if moved == _BATCH:
+            return position, item is found[-1]
     return position, True
 
 
@@ -127,6 +130,16 @@ def _move(store: Store, txn: Write, fd: int, blob: Blob) -> None:
         txn.lose_blob(blob)
     else:
         write_anew(store, txn, blob, payload)
+
+
+def _mend(store: Store, txn: Write, fd: int, blob: Blob) -> bool:
+    """Have a row that means no bytes mean those of this record; False if it is not whole."""
+    try:
+        payload = read_record(fd, blob)
+    except CorruptError:
+        return False
+    write_anew(store, txn, blob, payload)
+    return True
 
 
 def write_anew(store: Store, txn: Write, blob: Blob, payload: bytes) -> None:

@@ -136,7 +136,8 @@ _SENSELESS_BLOB = (
 _SENSELESS_ENTRY = (
     "SELECT 1 FROM entries WHERE typeof(digest) != 'blob' OR length(digest) != 32 OR typeof(size) != 'integer'"
     " OR typeof(created) != 'real' OR typeof(accessed) != 'real' OR typeof(expires) NOT IN ('real', 'null')"
-    " OR typeof(pinned) != 'integer' OR NOT EXISTS (SELECT 1 FROM blobs b WHERE b.digest = entries.digest)"
+    " OR abs(created) > 1e12 OR typeof(pinned) != 'integer'"
+    " OR NOT EXISTS (SELECT 1 FROM blobs b WHERE b.digest = entries.digest AND b.size = entries.size)"
 )
 _SENSELESS_CHECKSUMS = (
     "SELECT 1 FROM blobs b LEFT JOIN checksums c ON c.digest = b.digest WHERE b.codec = 'none' AND b.pack = 0"

@@ -37,13 +37,14 @@ _SHM_BYTES = 64 * 1024
 #: A time that lies further ahead than this, in seconds, was written by a clock that has been set back since.
 CLOCK_SLACK = 60.0
 
+# Numbers come as numbers whatever a damaged row holds: a time that is none is 0, long ago, so that name is a miss.
 _ENTRY_COLUMNS = (
-    "e.name, e.digest, e.size, coalesce(b.stored, 0), coalesce(b.codec, 'none'), e.created, e.expires, e.accessed,"
-    " e.serializer, e.metadata, e.pinned"
+    "e.name, CAST(e.digest AS BLOB), CAST(e.size AS INTEGER), coalesce(b.stored, 0), coalesce(b.codec, 'none'),"
+    " e.created + 0.0, e.expires + 0.0, e.accessed + 0.0, CAST(e.serializer AS TEXT), e.metadata, e.pinned"
 )
 _ENTRY = f"SELECT {_ENTRY_COLUMNS} FROM entries e LEFT JOIN blobs b ON b.digest = e.digest"
 _FIND = (
-    "SELECT b.digest, b.size, b.stored, b.codec, b.pack, b.offset, e.expires, e.serializer"
+    "SELECT b.digest, b.size, b.stored, b.codec, b.pack, b.offset, e.expires + 0.0, e.serializer"
     " FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.name = ?"
 )
 # One parameter for all names is quicker than one each, and one statement serves any number of them.
@@ -78,10 +79,8 @@ def to_entry(row: tuple[Any, ...]) -> Entry:
     name, digest, size, stored, codec, created, expires, accessed, serializer, metadata, pinned = row
     try:
         meta = json.loads(metadata) if metadata else {}
-    except ValueError:  # a damaged row: it is told as it is, and `doctor` tells what to do
-        meta = {"damaged": metadata}
-    if type(digest) is not bytes:
-        digest = str(digest).encode()
+    except (TypeError, ValueError):  # a damaged row: it is told as it is, and `doctor` tells what to do
+        meta = {"damaged": str(metadata)}
     return Entry(
         name, digest.hex(), size, stored, codec, created, expires, accessed, serializer, meta, bool(pinned)
     )

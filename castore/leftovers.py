@@ -6,7 +6,6 @@ write lock and looked at again with it before anything is removed.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from itertools import islice
@@ -15,7 +14,8 @@ from typing import NamedTuple
 
 from castore.index import Index
 from castore.objects.directory import ObjectDirectory
-from castore.records import LOOSE, Blob
+from castore.objects.packs import PackRecord, scan
+from castore.records import Blob
 from castore.temporary import left_behind, left_folders
 
 #: The journal is rewritten when it is larger than this and than JOURNAL_GROWTH times its last snapshot.
@@ -40,11 +40,7 @@ def find(index: Index, objects: ObjectDirectory) -> Iterator[Leftover]:
     for folder in left_folders(objects.loose.tmp.parent / "work"):
         yield Leftover(folder, sum(_size(path) or 0 for path in folder.rglob("*")), folder=True)
     yield from _unindexed_objects(index, objects)
-    registered = {row[0] for row in index.rows("SELECT id FROM packs")}
-    for pack in objects.packs.ids():
-        path = objects.packs.path(pack)
-        if pack not in registered and (size := _size(path)) is not None:
-            yield Leftover(path, size, pack=pack)
+    yield from _unregistered_packs(index, objects)
 
 
 def _unindexed_objects(index: Index, objects: ObjectDirectory) -> Iterator[Leftover]:
@@ -54,16 +50,30 @@ def _unindexed_objects(index: Index, objects: ObjectDirectory) -> Iterator[Lefto
         rows = index.blobs_of([digest for digest, _, _ in batch])
         for digest, _, path in batch:
             row = rows.get(digest)
-            if row is None or row.pack != LOOSE or not _may_mean(objects, row, path):
-                size = _size(path)
-                if size is not None:
-                    yield Leftover(path, size, digest=digest)
+            if row is not None and (objects.where(row) == str(path) or _wants(objects, row)):
+                continue
+            if (size := _size(path)) is not None:
+                yield Leftover(path, size, digest=digest)
 
 
-def _may_mean(objects: ObjectDirectory, blob: Blob, path: Path) -> bool:
-    """Whether a row of that digest means this file: if it means another one that is not there, the row may be damaged."""
-    own = objects.where(blob)
-    return own == str(path) or not os.path.lexists(own)
+def _unregistered_packs(index: Index, objects: ObjectDirectory) -> Iterator[Leftover]:
+    registered = {row[0] for row in index.rows("SELECT id FROM packs")}
+    for pack in objects.packs.ids():
+        path = objects.packs.path(pack)
+        if pack in registered or (size := _size(path)) is None:
+            continue
+        records = (found for found in scan(path, pack, payloads=False) if isinstance(found, PackRecord))
+        while batch := list(islice(records, 1000)):
+            rows = index.blobs_of([found.blob.digest for found in batch])
+            if any(not objects.holds(row) for row in rows.values()):
+                break
+        else:
+            yield Leftover(path, size, pack=pack)
+
+
+def _wants(objects: ObjectDirectory, blob: Blob) -> bool:
+    """Whether a row needs the object that lies here: it means no bytes, so it was damaged, and the object is whole."""
+    return not objects.holds(blob) and objects.intact(blob.digest) is not None
 
 
 def _size(path: Path) -> int | None:
@@ -81,7 +91,7 @@ def remove(index: Index, objects: ObjectDirectory, leftovers: list[Leftover]) ->
         with index.write() as txn:
             if leftover.digest is not None:
                 blob = txn.blob(leftover.digest)
-                if blob is not None and blob.pack == LOOSE and _may_mean(objects, blob, leftover.path):
+                if blob is not None and (objects.where(blob) == str(leftover.path) or _wants(objects, blob)):
                     continue
             if leftover.pack is not None and txn.has_pack(leftover.pack):
                 continue

@@ -102,7 +102,8 @@ def measure(store: Store) -> Stat:
     counters = index.counters()
     (expired,) = next(index.rows("SELECT count(*) FROM entries WHERE expires <= ?", (now,)))
     upcoming = index.rows(
-        "SELECT name, expires FROM entries WHERE expires > ? ORDER BY expires LIMIT 5", (now,)
+        "SELECT name, expires FROM entries WHERE expires > ? AND expires < 1e12 ORDER BY expires LIMIT 5",
+        (now,),
     )
     mounts = index.rows("SELECT mountpoint FROM mounts ORDER BY since")
     return Stat(

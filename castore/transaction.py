@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 #: Keys of one question: each is a parameter of its statement.
 _KEYS = 1000
+_EXABYTE = 1 << 60
 
 # Name, digest, size, serializer, metadata, now, expires, pinned.
 _Row = tuple[str, bytes, int, str, str | None, float, float | None, int]
@@ -80,7 +81,12 @@ class Write:
         for prepare in self._before_commit:
             prepare()
         if any(totals):
-            self.db.execute(ADD_TOTALS, totals)
+            try:
+                self.db.execute(ADD_TOTALS, totals)
+            except (
+                OverflowError
+            ):  # of rows that claimed exabytes until they were mended; `doctor` counts again
+                self.db.execute(ADD_TOTALS, [max(-_EXABYTE, min(_EXABYTE, total)) for total in totals])
         if self._records:
             records = self._appended = (
                 self._records[0] if len(self._records) == 1 else b"".join(self._records)

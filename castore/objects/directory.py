@@ -22,7 +22,7 @@ from castore.objects.dictionaries import Dictionaries
 from castore.objects.encode import HashingFrames, raw_checksums
 from castore.objects.frames import frame_count, probe_size, read_table
 from castore.objects.loose import DIGEST_SIZE, LooseFolder
-from castore.objects.packs import PACK_LIMIT, OpenPack, PackFolder, PackRecord, PackWriter, scan
+from castore.objects.packs import PACK_LIMIT, OpenPack, PackFolder, PackRecord, PackWriter, read_record, scan
 from castore.records import LOOSE, LOST, Blob
 from castore.temporary import open_here, open_regular, sync_folder
 
@@ -156,6 +156,16 @@ class ObjectDirectory:
             if hasher.digest() == digest:
                 return blob, checksums
         return None
+
+    def holds(self, blob: Blob) -> bool:
+        """Whether a row means bytes that are there: a record that is whole, or a file; it is not decoded."""
+        try:
+            check_row(blob)
+            if blob.pack > 0:
+                read_record(self.packs.open(blob.pack).fd, blob)
+        except (CorruptError, FileNotFoundError):
+            return False
+        return blob.pack > 0 or (blob.pack == LOOSE and os.path.lexists(self.where(blob)))
 
     def digests(self) -> set[bytes]:
         """Under which digests bytes lie, whatever the index says. Looks through all packs: for repair."""
