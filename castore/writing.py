@@ -14,7 +14,7 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import Protocol
 
@@ -30,17 +30,15 @@ from castore.objects.directory import ObjectDirectory
 from castore.objects.encode import (
     Encoded,
     HashingFrames,
+    begin_encoding,
     choose_codec,
     encode,
     encode_one,
     encode_small,
-    encode_smalls,
     hash_file,
     slices,
-    worth_sharing,
 )
 from castore.objects.packs import PACK_LIMIT, PACK_SIZE, PackWriter
-from castore.objects.workers import workers
 from castore.records import LOOSE, LOST, Blob, Entry, Pointing
 from castore.sizes import format_size
 from castore.staged import Known, Large, Small, Staged, Vanished, place_all
@@ -218,14 +216,15 @@ class BlobWriter:
         """`stage` for each of many, with the dictionary that it may be compressed with, on all cores."""
         is_quick = [0 < len(data) <= _LOOK_FIRST for data, _ in values]
         quick = list(compress(values, is_quick))
-        encode_quick = partial(encode_smalls, quick, codec, level)
-        # Other threads compress while this one hashes.
-        encoded = workers.begin(encode_quick) if worth_sharing([data for data, _ in quick]) else encode_quick
-        digests = [blake3.blake3(data).digest() for data, _ in quick]
-        staged = [
-            self._one_frame(digest, len(data), *frame, dictionary)
-            for (data, dictionary), digest, frame in zip(quick, digests, encoded(), strict=True)
-        ]
+        staged: list[Staged] = []
+        for count, encoded in begin_encoding(quick, codec, level):
+            piece = quick[len(staged) : len(staged) + count]
+            # Other threads compress while this one hashes, and makes records of what is compressed.
+            digests = [blake3.blake3(data).digest() for data, _ in piece]
+            staged += [
+                self._one_frame(digest, len(data), *frame, dictionary)
+                for (data, dictionary), digest, frame in zip(piece, digests, encoded(), strict=True)
+            ]
         if len(quick) == len(values):
             return staged
         small = iter(staged)
@@ -246,7 +245,8 @@ class BlobWriter:
                     staged[at] = found
                 else:
                     frames[at] = digest
-        encoded = iter(encode_smalls([values[at] for at in frames], codec, level))
+        begun = begin_encoding([values[at] for at in frames], codec, level)
+        encoded = chain.from_iterable(wait() for _, wait in begun)
         try:
             for at, (data, dictionary) in enumerate(values):
                 if at in frames:

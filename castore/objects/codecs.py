@@ -80,15 +80,14 @@ def _zstd_compress(frame: Buffer, level: int) -> bytes:
     return compressed
 
 
-def zstd_compress_many(frames: list[Buffer], level: int, threads: int) -> list[Buffer]:
+def zstd_compress_many(frames: list[Buffer], level: int) -> list[Buffer]:
     """Compress many frames, none of them empty, to the same bytes as one by one, without the GIL.
 
     Args:
         frames: contiguous, and left alone meanwhile.
         level: of zstd.
-        threads: to share the work; they end with the call.
     """
-    compressed: Any = _compressor(level).multi_compress_to_buffer(frames, threads=threads)
+    compressed: Any = _compressor(level).multi_compress_to_buffer(frames)
     return list(compressed)
 
 

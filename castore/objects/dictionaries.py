@@ -136,9 +136,9 @@ class Dictionary:
         compressed: bytes = self.compressor(level).compress(data)
         return compressed
 
-    def compress_many(self, frames: list[Buffer], level: int, threads: int) -> list[Buffer]:
-        """`compress` for several, none of them empty, on so many threads that end with the call, without the GIL."""
-        compressed: Any = self.compressor(level).multi_compress_to_buffer(frames, threads=threads)
+    def compress_many(self, frames: list[Buffer], level: int) -> list[Buffer]:
+        """`compress` for several, none of them empty, without the GIL."""
+        compressed: Any = self.compressor(level).multi_compress_to_buffer(frames)
         return list(compressed)
 
 

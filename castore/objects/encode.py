@@ -12,6 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ _SAMPLE_BYTES = 32 * 1024
 _SAMPLES = 4
 # Compressed in about 0.3 ms on one core; another thread takes 0.1 ms to start.
 _SHARED_BYTES = 64 * 1024
+# What one thread compresses at a time of many small blobs.
+_PIECE_BYTES = 256 * 1024
 
 
 class Encoded(NamedTuple):
@@ -75,17 +78,33 @@ def worth_sharing(blobs: Sequence[Buffer]) -> bool:
     return sum(map(len, blobs)) >= _SHARED_BYTES
 
 
+def begin_encoding(
+    values: Sequence[tuple[Buffer, Dictionary | None]], codec: str, level: int | None
+) -> Iterator[tuple[int, Callable[[], list[tuple[str, Buffer]]]]]:
+    """`encode_smalls` in pieces, on all cores if they are worth it: how many values each has, and what waits for its frames.
+
+    All are begun before the first is given out, so that its frames can be worked on while the others are compressed.
+    """
+    if not worth_sharing([data for data, _ in values]):
+        yield len(values), partial(encode_smalls, values, codec, level)
+        return
+    step = max(1, len(values) * _PIECE_BYTES // sum(len(data) for data, _ in values))
+    pieces = [values[at : at + step] for at in range(0, len(values), step)]
+    begun = [workers.begin(partial(encode_smalls, piece, codec, level)) for piece in pieces]
+    yield from zip(map(len, pieces), begun, strict=True)
+
+
 def encode_smalls(
     values: Sequence[tuple[Buffer, Dictionary | None]], codec: str, level: int | None
 ) -> list[tuple[str, Buffer]]:
-    """`encode_small` for many blobs, none of them empty; on all cores if they are worth it, and zstd's."""
+    """`encode_small` for many blobs, none of them empty; without the GIL if they are zstd's."""
     chosen = CODECS[AUTO_CODEC if codec == "auto" else codec]
-    if chosen.name != "zstd" or not worth_sharing([data for data, _ in values]):
+    if chosen.name != "zstd":
         return [encode_small(data, codec, level, dictionary) for data, dictionary in values]
     level = chosen.level if level is None else level
     encoded = _with_dictionaries(values, level)
     rest = [data for at, (data, _) in enumerate(values) if at not in encoded]
-    frames = iter(zstd_compress_many(rest, level, cores()) if rest else [])
+    frames = iter(zstd_compress_many(rest, level) if rest else [])
     least = 1 - AUTO_SAVING if codec == "auto" else math.inf
     for at, (data, _) in enumerate(values):
         if at not in encoded:
@@ -104,7 +123,7 @@ def _with_dictionaries(
             places.setdefault(dictionary, []).append(at)
     encoded: dict[int, tuple[str, Buffer]] = {}
     for dictionary, theirs in places.items():
-        frames = dictionary.compress_many([values[at][0] for at in theirs], level, cores())
+        frames = dictionary.compress_many([values[at][0] for at in theirs], level)
         for at, frame in zip(theirs, frames, strict=True):
             if len(frame) <= len(values[at][0]) * (1 - AUTO_SAVING):
                 encoded[at] = AUTO_CODEC, frame
