@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from castore.beacon import CHANGED, Beacon
 from castore.errors import CorruptError, FullError
-from castore.index import Found, Index
+from castore.index import Index
 from castore.memory import MemoryLRU, Slot
 from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
 from castore.objects.directory import ObjectDirectory, check_row
+from castore.questions import Found
 from castore.records import LOST, Blob
 from castore.usage import Usage
 

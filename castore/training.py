@@ -13,11 +13,11 @@ import zstandard
 
 from castore.compact import write_anew
 from castore.errors import CorruptError, DictionaryError, InvalidValueError
-from castore.index import below
 from castore.names import check_prefix
 from castore.objects.codecs import AUTO_CODEC, CODECS, Buffer, check_codec
 from castore.objects.dictionaries import DICTIONARY_LIMIT, LARGEST, SMALLEST, Dictionary, numbered
 from castore.objects.encode import AUTO_SAVING, encode_small
+from castore.questions import below
 from castore.records import Blob
 from castore.sizes import format_size, parse_size
 from castore.staged import Vanished

@@ -20,7 +20,7 @@ import blake3
 
 from castore import Store
 from castore.errors import InvalidValueError
-from castore.index import to_entry
+from castore.questions import to_entry
 from castore.records import Entry
 
 #: A file that was written this short a while ago may be written again within the same tick of its clock.

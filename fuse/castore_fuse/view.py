@@ -20,13 +20,13 @@ import xxhash
 
 from castore import Store
 from castore.errors import CorruptError
-from castore.index import below
 from castore.memory import MemoryLRU
 from castore.names import PART_BYTES, RESERVED
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
 from castore.objects.directory import check_row
 from castore.objects.loose import DIGEST_SIZE
+from castore.questions import below
 from castore.records import LOST
 
 _CHILD = (

@@ -34,8 +34,8 @@ from castore.adapters.datasets.tables import (
 )  # fmt: skip
 from castore.checked import note_new
 from castore.errors import FullError, NotFoundError
-from castore.index import Found
 from castore.names import check_name
+from castore.questions import Found
 from castore.records import Blob, Pointing
 from castore.sqlerrors import is_full
 from castore.staged import Staged, Vanished

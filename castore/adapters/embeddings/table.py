@@ -23,7 +23,7 @@ from castore.adapters.embeddings.outputs import dtype_of
 from castore.adapters.embeddings.region import PAGE, Region
 from castore.checked import read_whole, unchecked
 from castore.errors import CorruptError
-from castore.index import Found
+from castore.questions import Found
 from castore.records import LOOSE, LOST, Blob
 from castore.store import Store
 from castore.temporary import open_regular

@@ -18,7 +18,7 @@ from castore.adapters.tree.metadata import to_text
 from castore.adapters.tree.naming import FOLDER
 from castore.adapters.tree.packing import Packed
 from castore.errors import InvalidValueError
-from castore.index import below
+from castore.questions import below
 from castore.records import LOST, Entry
 from castore.sizes import parse_duration
 from castore.store import Store

@@ -1,0 +1,174 @@
+"""What can be asked of the index: names, blobs, sums. Changes nothing.
+
+Each question is asked on the calling thread's connection, which `index.Index` keeps. Digests are raw bytes, names are
+already checked, times are seconds since the epoch. A row may be damaged: what comes of it has the types that it should have,
+and what it says may be anything.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from castore.records import Blob, Entry
+from castore.statements import BLOB_OF
+
+# Numbers come as numbers whatever a damaged row holds: a time that is none is 0, long ago, so that name is a miss.
+_ENTRY_COLUMNS = (
+    "e.name, CAST(e.digest AS BLOB), CAST(e.size AS INTEGER), coalesce(b.stored, 0), coalesce(b.codec, 'none'),"
+    " e.created + 0.0, e.expires + 0.0, e.accessed + 0.0, CAST(e.serializer AS TEXT), e.metadata, e.pinned"
+)
+_ENTRY = f"SELECT {_ENTRY_COLUMNS} FROM entries e LEFT JOIN blobs b ON b.digest = e.digest"
+_FIND = (
+    "SELECT b.digest, b.size, b.stored, b.codec, b.pack, b.offset, e.expires + 0.0, e.serializer"
+    " FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.name = ?"
+)
+# One parameter for all names is quicker than one each, and one statement serves any number of them.
+_FIND_MANY = _FIND.replace("SELECT ", "SELECT e.name, ").replace("= ?", "IN (SELECT value FROM json_each(?))")
+
+
+class Found(NamedTuple):
+    """What a read needs to know of a name."""
+
+    blob: Blob
+    expires: float | None
+    serializer: str
+
+
+class Totals(NamedTuple):
+    """Sums over all rows. ``logical`` counts a blob once a name, ``unique`` once; all in bytes but the counts."""
+
+    entries: int
+    logical: int
+    blobs: int
+    unique: int
+    stored: int
+
+
+def below(name: str) -> tuple[str, str]:
+    """Bounds of all names strictly inside the folder ``name``: ``0`` follows ``/`` in the order of bytes."""
+    return name + "/", name + "0"
+
+
+def to_entry(row: tuple[Any, ...]) -> Entry:
+    """A row of `_ENTRY` as the value users see."""
+    name, digest, size, stored, codec, created, expires, accessed, serializer, metadata, pinned = row
+    try:
+        meta = json.loads(metadata) if metadata else {}
+    except (TypeError, ValueError):  # a damaged row: it is told as it is, and `doctor` tells what to do
+        meta = {"damaged": str(metadata)}
+    return Entry(
+        name, digest.hex(), size, stored, codec, created, expires, accessed, serializer, meta, bool(pinned)
+    )
+
+
+class Questions:
+    """The reading half of an index."""
+
+    def connection(self) -> sqlite3.Connection:
+        """The calling thread's."""
+        raise NotImplementedError
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Raise what the user should see of an error."""
+        raise NotImplementedError
+
+    def _one(self, sql: str, parameters: tuple[Any, ...] = ()) -> Any:
+        """The first row, or None. See `rows`."""
+        try:
+            return self.connection().execute(sql, parameters).fetchone()
+        except sqlite3.Error as error:
+            self.fail(error)
+
+    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> Iterator[Any]:
+        """The rows of a question, one after the other; StoreError if the index is damaged."""
+        try:
+            yield from self.connection().execute(sql, parameters)
+        except sqlite3.Error as error:
+            self.fail(error)
+
+    def find(self, name: str) -> Found | None:
+        """The blob a name points to, whether expired or not, or None."""
+        try:
+            row = self.connection().execute(_FIND, (name,)).fetchone()
+        except sqlite3.Error as error:
+            self.fail(error)
+        if row is None:
+            return None
+        digest, size, stored, codec, pack, offset, expires, serializer = row
+        return Found(Blob(digest, size, stored, codec, pack, offset), expires, serializer)
+
+    def find_digest(self, name: str) -> bytes | None:
+        """The digest a name points to, or None."""
+        row = self._one("SELECT digest FROM entries WHERE name = ?", (name,))
+        return row[0] if row else None
+
+    def find_many(self, names: list[str]) -> dict[str, Found]:
+        """`find` for many names, in one query."""
+        return {
+            row[0]: Found(Blob._make(row[1:7]), row[7], row[8])
+            for row in self.rows(_FIND_MANY, (json.dumps(names),))
+        }
+
+    def blob(self, digest: bytes) -> Blob | None:
+        """A blob, lost or not, or None."""
+        row = self._one(BLOB_OF, (digest,))
+        return Blob._make(row) if row else None
+
+    def blobs_of(self, digests: list[bytes]) -> dict[bytes, Blob]:
+        """The blobs of up to a thousand digests, lost or not, as far as they are known."""
+        sql = BLOB_OF.replace("= ?", f"IN ({','.join('?' * len(digests))})")
+        return {row[0]: Blob._make(row) for row in self.rows(sql, digests)}
+
+    def blobs(self) -> Iterator[Blob]:
+        """Every blob, in the order of digests, read in pages so that no long read holds up the WAL."""
+        last = b""
+        sql = "SELECT digest, size, stored, codec, pack, offset FROM blobs WHERE digest > ? ORDER BY digest LIMIT 2000"
+        while rows := list(self.rows(sql, (last,))):
+            yield from map(Blob._make, rows)
+            last = rows[-1][0]
+
+    def checksums(self, digest: bytes) -> bytes | None:
+        """Frame checksums of a raw blob."""
+        row = self._one("SELECT frames FROM checksums WHERE digest = ?", (digest,))
+        return row[0] if row else None
+
+    def has_loose_of_size(self, size: int) -> bool:
+        """Whether a loose blob of exactly this size is known: only then may a file of that size be one."""
+        sql = "SELECT 1 FROM blobs WHERE size = ? AND pack = 0 LIMIT 1"
+        return self._one(sql, (size,)) is not None
+
+    def entry(self, name: str) -> Entry | None:
+        """One entry, expired or not, or None."""
+        row = self._one(f"{_ENTRY} WHERE e.name = ?", (name,))
+        return to_entry(row) if row else None
+
+    def names_of(self, digest: bytes) -> list[str]:
+        """The names that point to a blob. Scans all entries: for repair and reports."""
+        return [row[0] for row in self.rows("SELECT name FROM entries WHERE digest = ?", (digest,))]
+
+    def entries(self, prefix: str, now: float, *, after: str = "") -> Iterator[Entry]:
+        """Entries at or below a prefix that are not expired, by name, read in pages."""
+        # No part of a name is long enough for as many of the last character.
+        low, high = (prefix, prefix + "0") if prefix else ("", "\U0010ffff" * 64)
+        sql = (
+            f"{_ENTRY} WHERE e.name > ? AND e.name < ? AND (e.expires IS NULL OR e.expires > ?)"
+            " ORDER BY e.name LIMIT 1000"
+        )
+        if prefix and (whole := self.entry(prefix)) and (whole.expires is None or whole.expires > now):
+            yield whole
+        low, last = (prefix + "/" if prefix else ""), after
+        while rows := list(self.rows(sql, (max(low, last), high, now))):
+            yield from map(to_entry, rows)
+            last = rows[-1][0]
+
+    def totals(self) -> Totals:
+        """Sums over all rows; as quick at ten million entries as at ten."""
+        sql = "SELECT entries, logical, blobs, uniq, stored FROM totals"
+        return Totals(*self._one(sql))
+
+    def counters(self) -> dict[str, int]:
+        """Counts added up over processes and runs."""
+        return dict(self.rows("SELECT name, value FROM counters"))
