@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 #: Keys of one question: each is a parameter of its statement.
 _KEYS = 1000
 _EXABYTE = 1 << 60
+# Sizes are numbers whatever a damaged row holds: putting or removing its name must work.
+_COUNTED = "digest, CAST(size AS INTEGER)"
+_POINTED = f"SELECT {_COUNTED} FROM entries WHERE name = ?"
 
 # Name, digest, size, serializer, metadata, now, expires, pinned.
 _Row = tuple[str, bytes, int, str, str | None, float, float | None, int]
@@ -83,9 +86,8 @@ class Write:
         if any(totals):
             try:
                 self.db.execute(ADD_TOTALS, totals)
-            except (
-                OverflowError
-            ):  # of rows that claimed exabytes until they were mended; `doctor` counts again
+            except OverflowError:
+                # Rows that were mended had claimed exabytes. `doctor` counts again.
                 self.db.execute(ADD_TOTALS, [max(-_EXABYTE, min(_EXABYTE, total)) for total in totals])
         if self._records:
             records = self._appended = (
@@ -237,7 +239,7 @@ class Write:
         created, pinned, before = now, int(pin), None
         row = (name, digest, size, serializer, metadata, now, expires, pinned)
         if self.db.execute(ADD_ENTRY, row).rowcount != 1:
-            before = self.db.execute("SELECT digest, size FROM entries WHERE name = ?", (name,)).fetchone()
+            before = self.db.execute(_POINTED, (name,)).fetchone()
             if before is None:
                 self._clear_below(name, now)
                 self.db.execute(ADD_ENTRY, row)
@@ -324,7 +326,7 @@ class Write:
     def _standing_in_the_way(self, condition: str, parameters: list[str], now: float) -> str | None:
         """One of the names that match and still stand; those that have expired are in nobody's way, and go."""
         expired = []
-        sql = f"SELECT name, expires, pinned FROM entries WHERE {condition}"
+        sql = f"SELECT name, expires + 0.0, pinned FROM entries WHERE {condition}"
         for name, expires, pinned in self.db.execute(sql, parameters):
             if pinned or expires is None or expires > now:
                 return str(name)
@@ -340,7 +342,7 @@ class Write:
 
     def delete_entry(self, name: str) -> bool:
         """Remove a name; False if there is none."""
-        sql = "DELETE FROM entries WHERE name = ? RETURNING digest, size"
+        sql = f"DELETE FROM entries WHERE name = ? RETURNING {_COUNTED}"
         row = self.db.execute(sql, (name,)).fetchone()
         if row is None:
             return False
@@ -367,7 +369,7 @@ class Write:
         unchanged = "expires <= ?" if accessed is None else "accessed = ?"
         row = self.db.execute(
             f"DELETE FROM entries WHERE name = ? AND digest = ? AND pinned = 0 AND {unchanged}"
-            " RETURNING digest, size",
+            f" RETURNING {_COUNTED}",
             (name, digest, now if accessed is None else accessed),
         ).fetchone()
         if row is None:

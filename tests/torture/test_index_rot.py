@@ -243,6 +243,19 @@ ROWS = {
 }
 
 
+@pytest.mark.parametrize("row", [row for row in ROWS if "entry" in row or "time" in row or "expiry" in row])
+def test_a_name_whose_row_cannot_be_is_put_again_and_removed(path: Path, row: str) -> None:
+    with closing(sqlite3.connect(path / "index.sqlite", isolation_level=None)) as db:
+        db.execute(ROWS[row])
+    with Store(path, memory=0) as store:
+        store.put("folder-0/00000", b"anew")
+        store.put_many([("folder-0/00007", b"anew too"), ("folder-8/00000", b"new")])
+        assert store.get("folder-0/00000") == b"anew"
+        assert store.get("folder-0/00007") == b"anew too"
+        assert store.delete("large/13")
+        assert store.entry("large/13") is None
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_rows_that_cannot_be_are_misses_or_errors_and_are_mended(
     good: Healthy, path: Path, tmp_path: Path, row: str
