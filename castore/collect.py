@@ -247,22 +247,19 @@ def _remove(store: Store, chosen: Selection, now: float) -> None:
     for digests in _batches(store, sorted(going - named)):
         remove_blobs(store, digests)
     evicted = 0
-    entries: list[tuple[Candidate, float | None]] = [(entry, None) for entry in chosen.expired]
-    entries += [(entry, entry.accessed) for entry in chosen.evicted]
+    entries: list[tuple[str, bytes, float | None]] = [
+        (entry.name, entry.digest, None) for entry in chosen.expired
+    ]
+    entries += [entry[:3] for entry in chosen.evicted]
     for batch in _batches(store, entries):
-        gone: list[Blob] = []
         with store.index.write() as txn:
             # A mount is on the list before it answers, which takes this lock: there is none that knows these names.
             alone = not mounts.are_there(txn)
-            for entry, used in batch:
-                name, digest = entry[:2]
-                blobs = txn.evict_entry(name, digest, used, now, with_blob=alone and digest in going)
-                if blobs is not None:
-                    evicted += 1
-                    gone += blobs
+            count, gone = txn.evict_entries(batch, now, going if alone else ())
+        evicted += count
         _unlink(store, gone)
         if not alone:
-            remove_blobs(store, [entry.digest for entry, _ in batch if entry.digest in going])
+            remove_blobs(store, [digest for _, digest, _ in batch if digest in going])
     with store.index.write() as txn:
         txn.execute(
             "INSERT INTO counters VALUES ('evictions', ?1) ON CONFLICT (name) DO UPDATE SET value = value + ?1",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-BLOB_OF = "SELECT digest, size, stored, codec, pack, offset FROM blobs WHERE digest = ?"
+BLOB_COLUMNS = "digest, size, stored, codec, pack, offset"
+BLOB_OF = f"SELECT {BLOB_COLUMNS} FROM blobs WHERE digest = ?"
 ADD_BLOB = (
     "INSERT INTO blobs (digest, size, stored, codec, pack, offset, refs) SELECT ?1, ?2, ?3, ?4, ?5, ?6, 1"
     " WHERE ?5 = 0 OR EXISTS (SELECT 1 FROM packs WHERE id = ?5)"
@@ -29,10 +30,9 @@ POINT_ENTRY = (
     " WHERE name = ?1 RETURNING created, pinned"
 )
 COUNT_REF = "UPDATE blobs SET refs = refs + 1, orphaned = NULL WHERE digest = ?"
-DROP_LAST = (
-    "DELETE FROM blobs WHERE digest = ? AND refs = 1 RETURNING digest, size, stored, codec, pack, offset"
+UNCOUNT_REFS = (
+    "UPDATE blobs SET orphaned = CASE WHEN refs = ?3 THEN ?2 END, refs = refs - ?3 WHERE digest = ?1"
 )
-UNCOUNT_REF = "UPDATE blobs SET orphaned = CASE WHEN refs = 1 THEN ?2 END, refs = refs - 1 WHERE digest = ?1"
 ADD_TOTALS = (
     "UPDATE totals SET entries = entries + ?, logical = logical + ?, blobs = blobs + ?, uniq = uniq + ?,"
     " stored = stored + ?"

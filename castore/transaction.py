@@ -11,59 +11,53 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from castore.blobrows import BlobRows
 from castore.connections import BUSY_SECONDS
 from castore.errors import NameConflictError
 from castore.journal import gone, pack_record, pack_records
-from castore.records import LOST, Blob, Pointing
+from castore.records import Blob, Pointing
 from castore.statements import (
-    ADD_BLOB,
-    ADD_BLOBS,
     ADD_ENTRIES,
     ADD_ENTRY,
     ADD_TOTALS,
     BETWEEN,
-    BLOB_OF,
+    BLOB_COLUMNS,
     COUNT_REF,
-    DROP_LAST,
     POINT_ENTRY,
-    UNCOUNT_REF,
+    UNCOUNT_REFS,
 )
 
 if TYPE_CHECKING:
     from castore.index import Index
 
-#: Keys of one question: each is a parameter of its statement.
-_KEYS = 1000
 _EXABYTE = 1 << 60
 # Sizes are numbers whatever a damaged row holds: putting or removing its name must work.
 _COUNTED = "digest, CAST(size AS INTEGER)"
 _POINTED = f"SELECT {_COUNTED} FROM entries WHERE name = ?"
+_NO_ENTRY: tuple[Any, ...] = (None, 0, None, None)
 
 # Name, digest, size, serializer, metadata, now, expires, pinned.
 _Row = tuple[str, bytes, int, str, str | None, float, float | None, int]
 
 
-class Write:
+class Write(BlobRows):
     """One write transaction: everything in it is seen together, or not at all. Made by `Index.write`."""
 
-    #: The connection that the transaction runs on, once it has begun.
-    db: sqlite3.Connection
-
     def __init__(self, index: Index) -> None:
+        super().__init__()
         self._index = index
         self._records: list[bytes] = []
         self._appended = b""
         self._new_folders: list[str] = []
-        self._announce = False
         self._announced: int | None = None
         #: Whether what was done here has come true.
         self.committed = False
         self._before_commit: list[Callable[[], None]] = []
-        self._entries = self._logical = self._blobs = self._unique = self._stored = 0
+        self._entries = self._logical = 0
 
     def begin(self, patience: float) -> None:
         """Take SQLite's write lock."""
@@ -125,101 +119,6 @@ class Write:
         """Have ``prepare`` called under the lock when all that is left is to commit."""
         self._before_commit.append(prepare)
 
-    # Blobs
-
-    def blob(self, digest: bytes) -> Blob | None:
-        """The blob, lost or not, or None."""
-        row = self.db.execute(BLOB_OF, (digest,)).fetchone()
-        return Blob._make(row) if row else None
-
-    def add_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
-        """Record a blob whose bytes are in place; False if it is known already, or its pack has been retired.
-
-        It counts as named once: `set_entry` for the name that brought it follows in the same transaction.
-        """
-        if self.db.execute(ADD_BLOB, blob).rowcount != 1:
-            return False
-        self._blobs += 1
-        self._unique += blob.size
-        self._stored += blob.stored
-        if checksums is not None:
-            self._keep_checksums(blob.digest, checksums)
-        return True
-
-    def blobs(self, digests: Iterable[bytes]) -> dict[bytes, Blob]:
-        """The blobs among ``digests`` that there are, lost or not."""
-        rows = self._among(
-            "SELECT digest, size, stored, codec, pack, offset FROM blobs WHERE digest", digests
-        )
-        return {row[0]: Blob._make(row) for row in rows}
-
-    def add_blobs(self, blobs: Sequence[Blob]) -> None:
-        """`add_blob` for many in registered packs that are known not to be there."""
-        # In the order of the tree, which then comes by each of its pages once.
-        self.db.executemany(ADD_BLOBS, sorted(blobs))
-        self._blobs += len(blobs)
-        self._unique += sum(blob.size for blob in blobs)
-        self._stored += sum(blob.stored for blob in blobs)
-
-    def _among(self, sql: str, keys: Iterable[Any]) -> Iterator[Any]:
-        """The rows of a question that is to end with "IN (keys)"."""
-        remaining = iter(keys)
-        while part := tuple(islice(remaining, _KEYS)):
-            yield from self.db.execute(f"{sql} IN ({','.join('?' * len(part))})", part)
-
-    def move_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
-        """Record where a known blob's bytes lie now; False if the pack they were moved to has been retired."""
-        sql = "SELECT CAST(size AS INTEGER), CAST(stored AS INTEGER) FROM blobs WHERE digest = ?"
-        before = self.db.execute(sql, (blob.digest,)).fetchone()
-        moved = self.db.execute(
-            "UPDATE blobs SET size = ?2, stored = ?3, codec = ?4, pack = ?5, offset = ?6 WHERE digest = ?1"
-            " AND (?5 = 0 OR EXISTS (SELECT 1 FROM packs WHERE id = ?5))",
-            blob,
-        ).rowcount
-        if moved:
-            self._unique += blob.size - before[0]
-            self._stored += blob.stored - before[1]
-            if checksums is not None:
-                self._keep_checksums(blob.digest, checksums)
-        return moved == 1
-
-    def _keep_checksums(self, digest: bytes, checksums: bytes) -> None:
-        self.db.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (digest, checksums))
-
-    def lose_blob(self, blob: Blob) -> None:
-        """Record that a blob's bytes are gone or bad: a miss, until they are put again."""
-        sql = "UPDATE blobs SET stored = 0, pack = ?, offset = 0 WHERE digest = ?"
-        self._stored -= blob.stored * self.db.execute(sql, (LOST, blob.digest)).rowcount
-        self._announce = True
-
-    def drop_blob(self, blob: Blob) -> bool:
-        """Forget a blob that no entry names; False if one does."""
-        if self.db.execute("DELETE FROM blobs WHERE digest = ? AND refs = 0", (blob.digest,)).rowcount == 0:
-            return False
-        self._blob_gone(blob)
-        return True
-
-    def _blob_gone(self, blob: Blob) -> None:
-        if blob.pack <= 0:  # what lies in packs never has any
-            self.db.execute("DELETE FROM checksums WHERE digest = ?", (blob.digest,))
-        self._blobs -= 1
-        self._unique -= blob.size
-        self._stored -= blob.stored
-
-    # Packs
-
-    def new_pack(self) -> int:
-        """Register a pack about to be written, and return its id. Ids are never used twice."""
-        return self.db.execute("INSERT INTO packs (created) VALUES (?)", (time.time(),)).lastrowid or 0
-
-    def has_pack(self, pack: int) -> bool:
-        """Whether the pack may be written to and read from."""
-        return self.db.execute("SELECT 1 FROM packs WHERE id = ?", (pack,)).fetchone() is not None
-
-    def retire_pack(self, pack: int) -> None:
-        """Forget a pack that holds no live blob; whoever still writes to it has to start another."""
-        self.db.execute("DELETE FROM packs WHERE id = ?", (pack,))
-
     # Names
 
     def set_entry(self, pointing: Pointing, blob: Blob, now: float, *, added: bool) -> tuple[float, bool]:
@@ -251,7 +150,7 @@ class Write:
             self._announce = True
             created, pinned = self.db.execute(POINT_ENTRY, row).fetchone()
             if before[0] != digest:
-                self.db.execute(UNCOUNT_REF, (before[0], now))
+                self.db.execute(UNCOUNT_REFS, (before[0], now, 1))
                 self._logical += size - before[1]
         if not added and (before is None or before[0] != digest):
             self.db.execute(COUNT_REF, (digest,))
@@ -346,43 +245,52 @@ class Write:
         row = self.db.execute(sql, (name,)).fetchone()
         if row is None:
             return False
-        self.db.execute(UNCOUNT_REF, (row[0], time.time()))
+        self.db.execute(UNCOUNT_REFS, (row[0], time.time(), 1))
         self._entry_gone(name, row[1])
         return True
 
-    def evict_entry(
-        self, name: str, digest: bytes, accessed: float | None, now: float, *, with_blob: bool
-    ) -> list[Blob] | None:
-        """Remove an entry that gc chose, unless it changed since: was touched, pinned, or points elsewhere.
+    def evict_entries(
+        self, chosen: Sequence[tuple[str, bytes, float | None]], now: float, going: Container[bytes]
+    ) -> tuple[int, list[Blob]]:
+        """Remove the entries that gc chose, but those that changed since: were touched, pinned, or point elsewhere.
 
         Args:
-            name: of the entry.
-            digest: what gc saw it point to.
-            accessed: last access that gc saw, for an entry chosen as least recently used; None for an expired one,
-                which must still be expired at ``now``.
+            chosen: names; the digest that gc saw each point to; and the last access that it saw, for an entry chosen as
+                least recently used, or None for an expired one, which must still be expired at ``now``.
             now: when gc looked.
-            with_blob: forget its blob too, if no other entry names it.
+            going: digests of blobs to forget too, if no other entry names them.
 
         Returns:
-            The blobs that were forgotten, one or none; None if the entry stays.
+            How many entries were removed, and the blobs that were forgotten.
         """
-        unchanged = "expires <= ?" if accessed is None else "accessed = ?"
-        row = self.db.execute(
-            f"DELETE FROM entries WHERE name = ? AND digest = ? AND pinned = 0 AND {unchanged}"
-            f" RETURNING {_COUNTED}",
-            (name, digest, now if accessed is None else accessed),
-        ).fetchone()
-        if row is None:
-            return None
-        last = self.db.execute(DROP_LAST, (digest,)).fetchone() if with_blob else None
-        if last is None:
-            # It was gc that let go of the blob: nobody is about to name it, so no grace is owed, and its orphan is as
-            # old as time.
-            self.db.execute(UNCOUNT_REF, (digest, 0.0))
-        else:
-            self._blob_gone(Blob._make(last))
-        self._entry_gone(name, row[1])
-        return [] if last is None else [Blob._make(last)]
+        free = "SELECT name, digest, CAST(size AS INTEGER), accessed, expires FROM entries WHERE pinned = 0 AND name"
+        rows = {row[0]: row[1:] for row in self._among(free, [name for name, _, _ in chosen])}
+        leaving = []
+        for name, digest, used in chosen:
+            now_digest, size, accessed, expires = rows.get(name, _NO_ENTRY)
+            # SQL's rule: what is no number is greater than any, so it is not past.
+            over = isinstance(expires, float) and expires <= now
+            if now_digest == digest and (over if used is None else accessed == used):
+                leaving.append((name, digest, size))
+        self.db.executemany("DELETE FROM entries WHERE name = ?", [(name,) for name, _, _ in leaving])
+        for name, _, size in leaving:
+            self._entry_gone(name, size)
+        return len(leaving), self._uncount(Counter(digest for _, digest, _ in leaving), going)
+
+    def _uncount(self, names: Counter[bytes], going: Container[bytes]) -> list[Blob]:
+        """Take off each blob as many names as it has lost, and forget those of ``going`` that have none left."""
+        rows = self._among(
+            f"SELECT {BLOB_COLUMNS}, refs FROM blobs WHERE digest", [one for one in names if one in going]
+        )
+        last = [Blob._make(row[:-1]) for row in rows if row[-1] == names[row[0]]]
+        self.db.executemany("DELETE FROM blobs WHERE digest = ?", [(blob.digest,) for blob in last])
+        for blob in last:
+            self._blob_gone(blob)
+            del names[blob.digest]
+        # It was gc that let go of the others: nobody is about to name them, so no grace is owed, and an orphan is as old
+        # as time.
+        self.db.executemany(UNCOUNT_REFS, [(digest, 0.0, count) for digest, count in names.items()])
+        return last
 
     def _entry_gone(self, name: str, size: int) -> None:
         self._index.forget_folders()

@@ -156,7 +156,8 @@ def test_an_entry_touched_since_it_was_chosen_stays(store: Store) -> None:
         for name, found in chosen.items():
             assert found is not None
             seen_at = None if name == "c" else seen[name]
-            assert txn.evict_entry(name, found.blob.digest, seen_at, now, with_blob=True) is None
+            digest = found.blob.digest
+            assert txn.evict_entries([(name, digest, seen_at)], now, [digest]) == (0, [])
     assert names(store) == ["a", "b", "c"]
 
 

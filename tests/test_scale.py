@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from castore import Store, compact, doctor
-from castore.index import Index
+from castore.questions import Questions
 from castore.objects import packs
 from tests.helpers import noise
 from tools.bench.growing import PROBES, Growing, name_of, probes
@@ -95,7 +95,7 @@ def test_gc_asks_only_for_the_rows_of_objects_that_are_files(
         return blobs_of(index, digests)
 
     monkeypatch.setattr(Index, "blobs_of", counted)
-    monkeypatch.delattr(Index, "blobs")
+    monkeypatch.delattr(Questions, "blobs")
     assert store.gc().leftovers == [str(left)]
     assert asked == [2]
     assert store.get("large") == noise(100_000, 1)

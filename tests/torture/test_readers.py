@@ -203,7 +203,7 @@ def test_a_wedged_gc_keeps_nobody_waiting_between_its_transactions(store: Store)
         with Store(store.path, memory=0) as own:
             own.gc(max_size=0, grace=0)
 
-    with paused(collect, after(Write, "evict_entry", 500, then=after(Write, "commit", then=pause))):
+    with paused(collect, after(Write, "evict_entries", then=after(Write, "commit", then=pause))):
         assert sum(data is None for data in store.get_many(list(names))) == 500
         assert [store.get(name) for name in KINDS] == list(DATA.values())
         store.put("new", noise(40_000))
@@ -223,7 +223,7 @@ def test_a_gc_wedged_inside_a_transaction_keeps_readers_reading(store: Store) ->
             with Store(store.path, memory=0) as own:
                 own.gc(max_size=0, grace=0)
 
-        with paused(collect, after(Write, "evict_entry", 3, then=pause)):
+        with paused(collect, after(Write, "evict_entries", then=pause)):
             assert [store.get(name) for name in KINDS] == list(DATA.values())
             assert [(root / name).read_bytes() for name in KINDS] == list(DATA.values())
             with pytest.raises(sqlite3.OperationalError, match="locked"), store.index.write(patience=0.1):

@@ -348,10 +348,10 @@ WINDOWS = [
     ),
     *_of(
         "gc: entries",
-        ("within a transaction", _evict, after(Write, "evict_entry", 10), nothing),
-        ("between two", _evict, _committed(Write, "evict_entry", len(OLDEST)), dead(len(OLDEST)), gone(OLDEST)),
-        ("after the last", _evict, _committed(Write, "evict_entry", len(OLDEST) + len(NEXT)), dead(len(OLDEST) + len(NEXT)), gone({**OLDEST, **NEXT})),
-        ("between two", _evict_mounted, _committed(Write, "evict_entry", len(OLDEST)), orphans(len(OLDEST), aged=True), gone(OLDEST)),
+        ("within a transaction", _evict, after(Write, "evict_entries"), nothing),
+        ("between two", _evict, _committed(Write, "evict_entries"), dead(len(OLDEST)), gone(OLDEST)),
+        ("after the last", _evict, _committed(Write, "evict_entries", 2), dead(len(OLDEST) + len(NEXT)), gone({**OLDEST, **NEXT})),
+        ("between two", _evict_mounted, _committed(Write, "evict_entries"), orphans(len(OLDEST), aged=True), gone(OLDEST)),
         ("after the last", _evict_loose, before(ObjectDirectory, "remove_loose"), objects(len(LOOSE)), gone(LOOSE)),
     ),
     *_of(
