@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from castore import Store, compact, doctor
-from castore.questions import Questions
+from castore.index import Index
 from castore.objects import packs
+from castore.questions import Questions
 from tests.helpers import noise
 from tools.bench.growing import PROBES, Growing, name_of, probes
 
