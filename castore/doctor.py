@@ -21,8 +21,9 @@ from castore.journal import Journal
 from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.directory import ObjectDirectory
-from castore.records import LOST
+from castore.records import LOST, entry_check
 from castore.serializers import SERIALIZERS
+from castore.sqlerrors import SQL_ERRORS
 from castore.store import Store
 
 
@@ -121,7 +122,7 @@ def _index_damage(file: Path) -> str | None:
             return row if row != "ok" else schema.foreign(db) or _senseless(db)
         finally:
             db.close()
-    except sqlite3.DatabaseError as error:
+    except SQL_ERRORS as error:
         return str(error)
 
 
@@ -149,10 +150,12 @@ def _senseless(db: sqlite3.Connection) -> str | None:
     questions = (_SENSELESS_BLOB, _SENSELESS_ENTRY, _SENSELESS_CHECKSUMS)
     if any(db.execute(f"{sql} LIMIT 1").fetchone() for sql in questions):
         return "it has rows that cannot be"
-    for name, serializer, metadata in db.execute("SELECT name, serializer, metadata FROM entries"):
+    sql = "SELECT name, digest, serializer, metadata, checked FROM entries"
+    for name, digest, serializer, metadata, checked in db.execute(sql):
         try:
             check_name(name)
-            sound = serializer in SERIALIZERS and (metadata is None or type(json.loads(metadata)) is dict)
+            sound = checked == entry_check(name, digest) and serializer in SERIALIZERS
+            sound = sound and (metadata is None or type(json.loads(metadata)) is dict)
         except ValueError:
             sound = False
         if not sound:

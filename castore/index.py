@@ -23,8 +23,9 @@ from castore.errors import FullError, StoreError
 from castore.forks import fork_gate, reset_after_fork
 from castore.journal import Journal, pack_record
 from castore.questions import Questions
+from castore.records import entry_check
 from castore.schema import SCHEMA_VERSION, foreign, migrate
-from castore.sqlerrors import is_damage, is_full
+from castore.sqlerrors import SQL_ERRORS, is_damage, is_full
 from castore.temporary import check_regular, open_with_mode
 from castore.transaction import Write
 
@@ -96,7 +97,7 @@ class Index(Questions):
         self._local.epoch = self._words[EPOCH]
         try:
             version = _version(db)
-        except sqlite3.DatabaseError as error:
+        except SQL_ERRORS as error:
             self.fail(error)
         if version > SCHEMA_VERSION:
             raise StoreError(
@@ -111,7 +112,7 @@ class Index(Questions):
                 migrate(db)
             elif (wrong := foreign(db)) is not None:
                 raise self.damaged(wrong)
-        except sqlite3.DatabaseError as error:
+        except SQL_ERRORS as error:
             self.fail(error)
 
     def _no_index(self) -> StoreError:
@@ -162,7 +163,7 @@ class Index(Questions):
     def _connect(self) -> sqlite3.Connection:
         try:
             return self._connections.open()
-        except sqlite3.DatabaseError as error:
+        except SQL_ERRORS as error:
             self.fail(error)
 
     def is_folder(self, folder: str) -> bool:
@@ -258,12 +259,13 @@ class Index(Questions):
         self.journal.write_snapshot(number, self._name_records())
 
     def _name_records(self) -> Iterator[bytes]:
-        last = ""
         sql = (
-            "SELECT name, digest, serializer, metadata, created, expires, pinned FROM entries"
+            "SELECT name, digest, serializer, metadata, created, expires, pinned, checked FROM entries"
             " WHERE name > ? ORDER BY name LIMIT 2000"
         )
-        while rows := list(self.rows(sql, (last,))):
-            for row in rows:
+        for page in self.pages(sql, ""):
+            for *row, checked in page:
+                if checked != entry_check(row[0], row[1]):
+                    # The journal knows better, and must not learn it.
+                    raise self.damaged(f"its row of {row[0]!r} is")
                 yield pack_record(row)
-            last = rows[-1][0]

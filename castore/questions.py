@@ -8,21 +8,27 @@ and what it says may be anything.
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from castore.records import Blob, Entry
+from castore.records import Blob, Entry, entry_check
+from castore.sqlerrors import SQL_ERRORS
 from castore.statements import BLOB_OF
+
+log = logging.getLogger("castore")
 
 # Numbers come as numbers whatever a damaged row holds: a time that is none is 0, long ago, so that name is a miss.
 _ENTRY_COLUMNS = (
-    "e.name, CAST(e.digest AS BLOB), CAST(e.size AS INTEGER), coalesce(b.stored, 0), coalesce(b.codec, 'none'),"
-    " e.created + 0.0, e.expires + 0.0, e.accessed + 0.0, CAST(e.serializer AS TEXT), e.metadata, e.pinned"
+    "e.name, coalesce(CAST(e.digest AS BLOB), x''), coalesce(CAST(e.size AS INTEGER), 0), coalesce(b.stored, 0),"
+    " coalesce(b.codec, 'none'), coalesce(e.created + 0.0, 0.0), e.expires + 0.0, coalesce(e.accessed + 0.0, 0.0),"
+    " coalesce(CAST(e.serializer AS TEXT), ''), e.metadata, e.pinned"
 )
 _ENTRY = f"SELECT {_ENTRY_COLUMNS} FROM entries e LEFT JOIN blobs b ON b.digest = e.digest"
+_CHECKED_ENTRY = _ENTRY.replace(" FROM ", ", e.checked FROM ")
 _FIND = (
-    "SELECT b.digest, b.size, b.stored, b.codec, b.pack, b.offset, e.expires + 0.0, e.serializer"
+    "SELECT b.digest, b.size, b.stored, b.codec, b.pack, b.offset, e.expires + 0.0, e.serializer, e.checked"
     " FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.name = ?"
 )
 # One parameter for all names is quicker than one each, and one statement serves any number of them.
@@ -64,6 +70,16 @@ def to_entry(row: tuple[Any, ...]) -> Entry:
     )
 
 
+def _belong(name: str, digest: bytes, checked: int) -> bool:
+    """Whether a row's name and digest belong together: one where they do not is as good as none."""
+    if checked == entry_check(name, digest):
+        return True
+    log.warning(
+        "the index's row of %r has been damaged: it counts as none; `castore doctor` tells more", name
+    )
+    return False
+
+
 class Questions:
     """The reading half of an index."""
 
@@ -79,37 +95,65 @@ class Questions:
         """The first row, or None. See `rows`."""
         try:
             return self.connection().execute(sql, parameters).fetchone()
-        except sqlite3.Error as error:
+        except SQL_ERRORS as error:
             self.fail(error)
 
     def rows(self, sql: str, parameters: Sequence[Any] = ()) -> Iterator[Any]:
         """The rows of a question, one after the other; StoreError if the index is damaged."""
         try:
             yield from self.connection().execute(sql, parameters)
-        except sqlite3.Error as error:
+        except SQL_ERRORS as error:
             self.fail(error)
+
+    def pages(self, sql: str, after: Any, *parameters: Any) -> Iterator[list[Any]]:
+        """The rows of a question in pages, so that no long read holds up the WAL.
+
+        Args:
+            sql: a page of rows in the order of their first column, which is to be greater than the first parameter.
+            after: the first parameter of the first page.
+            parameters: the others.
+
+        Raises:
+            StoreError: the rows are in another order: the index is damaged, and there might be no end to them.
+        """
+        while page := list(self.rows(sql, (after, *parameters))):
+            yield page
+            after = self.behind(after, page[-1][0])
+
+    def behind(self, last: Any, key: Any) -> Any:
+        """``key``, which must come behind the last one.
+
+        Raises:
+            StoreError: it does not.
+        """
+        if type(key) is not type(last) or not last < key:
+            self.fail(sqlite3.DatabaseError(f"the row of {key!r} comes behind that of {last!r}"))
+        return key
 
     def find(self, name: str) -> Found | None:
         """The blob a name points to, whether expired or not, or None."""
         try:
             row = self.connection().execute(_FIND, (name,)).fetchone()
-        except sqlite3.Error as error:
+        except SQL_ERRORS as error:
             self.fail(error)
         if row is None:
             return None
-        digest, size, stored, codec, pack, offset, expires, serializer = row
+        digest, size, stored, codec, pack, offset, expires, serializer, checked = row
+        if not _belong(name, digest, checked):
+            return None
         return Found(Blob(digest, size, stored, codec, pack, offset), expires, serializer)
 
     def find_digest(self, name: str) -> bytes | None:
         """The digest a name points to, or None."""
-        row = self._one("SELECT digest FROM entries WHERE name = ?", (name,))
-        return row[0] if row else None
+        row = self._one("SELECT digest, checked FROM entries WHERE name = ?", (name,))
+        return row[0] if row and _belong(name, *row) else None
 
     def find_many(self, names: list[str]) -> dict[str, Found]:
         """`find` for many names, in one query."""
         return {
             row[0]: Found(Blob._make(row[1:7]), row[7], row[8])
             for row in self.rows(_FIND_MANY, (json.dumps(names),))
+            if _belong(row[0], row[1], row[9])
         }
 
     def blob(self, digest: bytes) -> Blob | None:
@@ -123,12 +167,10 @@ class Questions:
         return {row[0]: Blob._make(row) for row in self.rows(sql, digests)}
 
     def blobs(self) -> Iterator[Blob]:
-        """Every blob, in the order of digests, read in pages so that no long read holds up the WAL."""
-        last = b""
+        """Every blob, in the order of digests."""
         sql = "SELECT digest, size, stored, codec, pack, offset FROM blobs WHERE digest > ? ORDER BY digest LIMIT 2000"
-        while rows := list(self.rows(sql, (last,))):
-            yield from map(Blob._make, rows)
-            last = rows[-1][0]
+        for page in self.pages(sql, b""):
+            yield from map(Blob._make, page)
 
     def checksums(self, digest: bytes) -> bytes | None:
         """Frame checksums of a raw blob."""
@@ -142,8 +184,8 @@ class Questions:
 
     def entry(self, name: str) -> Entry | None:
         """One entry, expired or not, or None."""
-        row = self._one(f"{_ENTRY} WHERE e.name = ?", (name,))
-        return to_entry(row) if row else None
+        row = self._one(f"{_CHECKED_ENTRY} WHERE e.name = ?", (name,))
+        return to_entry(row[:-1]) if row and _belong(name, row[1], row[-1]) else None
 
     def names_of(self, digest: bytes) -> list[str]:
         """The names that point to a blob. Scans all entries: for repair and reports."""
@@ -159,10 +201,9 @@ class Questions:
         )
         if prefix and (whole := self.entry(prefix)) and (whole.expires is None or whole.expires > now):
             yield whole
-        low, last = (prefix + "/" if prefix else ""), after
-        while rows := list(self.rows(sql, (max(low, last), high, now))):
-            yield from map(to_entry, rows)
-            last = rows[-1][0]
+        low = prefix + "/" if prefix else ""
+        for page in self.pages(sql, max(low, after), high, now):
+            yield from map(to_entry, page)
 
     def totals(self) -> Totals:
         """Sums over all rows; as quick at ten million entries as at ten."""

@@ -18,14 +18,14 @@ from castore.errors import CorruptError
 from castore.index import Index
 from castore.objects.directory import ObjectDirectory, describe_loose
 from castore.objects.packs import Damage, scan
-from castore.records import Blob
+from castore.records import Blob, entry_check
 from castore.schema import apply_migrations
 from castore.transaction import Write
 
 _ADD_BLOB = "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?, ?, ?, 0, NULL)"
 _SET_NAME = (
-    "INSERT OR REPLACE INTO entries (name, digest, size, serializer, metadata, created, expires, accessed, pinned)"
-    " VALUES (?1, ?2, 0, ?3, ?4, ?5, ?6, ?5, ?7)"
+    "INSERT OR REPLACE INTO entries (name, digest, size, serializer, metadata, created, expires, accessed, pinned, checked)"
+    " VALUES (?1, ?2, 0, ?3, ?4, ?5, ?6, ?5, ?7, ?8)"
 )
 
 
@@ -135,7 +135,7 @@ def _names(index: Index, txn: Write, damaged: list[str]) -> None:
         elif record.digest is None:
             txn.execute("DELETE FROM entries WHERE name = ?", (record.name,))
         else:
-            txn.execute(_SET_NAME, record)
+            txn.execute(_SET_NAME, (*record, entry_check(record.name, record.digest)))
 
 
 def recount(txn: Write) -> None:

@@ -1,17 +1,31 @@
 """What the index knows of a blob and of an entry, as plain immutable values.
 
 These cross every boundary inside castore (index, object directory, store, view), so they carry no behaviour and
-no handles: nothing here opens, reads or decides anything.
+no handles: nothing here opens or reads anything.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import xxhash
+
 #: `Blob.pack` of a blob whose bytes are a file of their own.
 LOOSE = 0
 #: `Blob.pack` of a blob whose bytes were found damaged or missing: a miss until the same bytes are put again.
 LOST = -1
+
+
+def entry_check(name: str, digest: bytes) -> int:
+    """What an entry's row keeps so that its name and its digest belong together: 32 bits of XXH3-64 over both.
+
+    >>> entry_check("a", bytes(32)) == entry_check("b", bytes(32))
+    False
+    """
+    try:
+        return xxhash.xxh3_64_intdigest(name.encode() + digest) & 0xFFFFFFFF
+    except TypeError:  # of a damaged row, and equal to none
+        return -1
 
 
 class Blob(NamedTuple):

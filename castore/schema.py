@@ -3,7 +3,8 @@
 Imported only when an index is made or is older than this code: sqlite-utils takes a third of a second to import.
 A new version of the schema is a new migration at the end and a higher SCHEMA_VERSION; none is ever changed.
 
-Two things here follow from other rows and are kept beside them, so that `stat` costs the same at ten entries and at
+SQLite keeps no checksums of its pages, so each entry keeps one (`checked`, `records.entry_check`): a flipped bit must not
+make one name's bytes another's. Two things here follow from other rows and are kept beside them, so that `stat` costs the same at ten entries and at
 ten million, and gc counts no names: how many entries name a blob (`refs`), and `totals`. Only `transaction.Write` changes rows, and it keeps
 both in the same transaction; triggers would do it too, at twice the cost of a put (measured).
 """
@@ -23,7 +24,8 @@ CREATE TABLE blobs (
 ) WITHOUT ROWID;
 CREATE TABLE entries (
     name TEXT PRIMARY KEY, digest BLOB NOT NULL, size INTEGER NOT NULL, serializer TEXT NOT NULL, metadata TEXT,
-    created REAL NOT NULL, expires REAL, accessed REAL NOT NULL, pinned INTEGER NOT NULL DEFAULT 0
+    created REAL NOT NULL, expires REAL, accessed REAL NOT NULL, pinned INTEGER NOT NULL DEFAULT 0,
+    checked INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE checksums (digest BLOB PRIMARY KEY, frames BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE packs (id INTEGER PRIMARY KEY AUTOINCREMENT, created REAL NOT NULL);

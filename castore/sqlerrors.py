@@ -7,6 +7,9 @@ import sqlite3
 
 from castore.errors import FullError
 
+#: What SQLite raises, and Python where it quotes text of a damaged file that is no UTF-8.
+SQL_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+
 
 def is_full(error: BaseException) -> bool:
     """Whether SQLite or a file ran out of space."""
@@ -17,6 +20,8 @@ def is_full(error: BaseException) -> bool:
 
 def is_damage(error: BaseException) -> bool:
     """Whether SQLite cannot use its file: not for others' locks, nor for a mistake of ours."""
+    if isinstance(error, UnicodeDecodeError):
+        return True
     if type(error) is sqlite3.OperationalError:
         return not any(word in str(error) for word in ("locked", "busy", "interrupted", "disk is full"))
     return type(error) is sqlite3.DatabaseError

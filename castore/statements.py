@@ -13,20 +13,20 @@ ADD_BLOBS = "INSERT INTO blobs (digest, size, stored, codec, pack, offset, refs)
 # Adding is tried before looking, for both tables: most puts bring a new name and a new blob, and a question costs as
 # much as the answer.
 ADD_ENTRY = (
-    "INSERT INTO entries (name, digest, size, serializer, metadata, created, expires, accessed, pinned)"
-    " SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?6, ?8"
+    "INSERT INTO entries (name, digest, size, serializer, metadata, created, expires, accessed, pinned, checked)"
+    " SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?6, ?8, ?9"
     " WHERE NOT EXISTS (SELECT 1 FROM entries WHERE name > ?1 || '/' AND name < ?1 || '0')"
     " ON CONFLICT (name) DO NOTHING"
 )
 # For names that are known to be new, and to be no folder.
 ADD_ENTRIES = (
-    "INSERT INTO entries (name, digest, size, serializer, metadata, created, expires, accessed, pinned)"
-    " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?6, ?8)"
+    "INSERT INTO entries (name, digest, size, serializer, metadata, created, expires, accessed, pinned, checked)"
+    " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?6, ?8, ?9)"
 )
 BETWEEN = "SELECT 1 FROM entries WHERE name >= ? AND name < ? LIMIT 1"
 POINT_ENTRY = (
     "UPDATE entries SET digest = ?2, size = ?3, serializer = ?4, metadata = ?5, expires = ?7, accessed = ?6,"
-    " pinned = max(pinned, ?8), created = CASE WHEN digest = ?2 THEN created ELSE ?6 END"
+    " checked = ?9, pinned = max(pinned, ?8), created = CASE WHEN digest = ?2 THEN created ELSE ?6 END"
     " WHERE name = ?1 RETURNING created, pinned"
 )
 COUNT_REF = "UPDATE blobs SET refs = refs + 1, orphaned = NULL WHERE digest = ?"

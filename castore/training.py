@@ -212,9 +212,7 @@ def _pages(store: Store, prefix: str) -> Iterator[list[tuple[str, bytes, int]]]:
     own = "SELECT name, digest, size FROM entries WHERE name = ?"
     if prefix and (page := list(store.index.rows(own, (prefix,)))):
         yield page
-    while page := list(store.index.rows(sql, (last, end, _BATCH))):
-        yield page
-        last = page[-1][0]
+    yield from store.index.pages(sql, last, end, _BATCH)
 
 
 def _may_be_rewritten(blob: Blob) -> bool:

@@ -19,7 +19,7 @@ from castore.blobrows import BlobRows
 from castore.connections import BUSY_SECONDS
 from castore.errors import NameConflictError
 from castore.journal import gone, pack_record, pack_records
-from castore.records import Blob, Pointing
+from castore.records import Blob, Pointing, entry_check
 from castore.statements import (
     ADD_ENTRIES,
     ADD_ENTRY,
@@ -40,8 +40,8 @@ _COUNTED = "digest, CAST(size AS INTEGER)"
 _POINTED = f"SELECT {_COUNTED} FROM entries WHERE name = ?"
 _NO_ENTRY: tuple[Any, ...] = (None, 0, None, None)
 
-# Name, digest, size, serializer, metadata, now, expires, pinned.
-_Row = tuple[str, bytes, int, str, str | None, float, float | None, int]
+# Name, digest, size, serializer, metadata, now, expires, pinned, check.
+_Row = tuple[str, bytes, int, str, str | None, float, float | None, int, int]
 
 
 class Write(BlobRows):
@@ -136,7 +136,8 @@ class Write(BlobRows):
         name, serializer, metadata, expires, pin = pointing
         digest, size = blob[:2]
         created, pinned, before = now, int(pin), None
-        row = (name, digest, size, serializer, metadata, now, expires, pinned)
+        check = entry_check(name, digest)
+        row = (name, digest, size, serializer, metadata, now, expires, pinned, check)
         if self.db.execute(ADD_ENTRY, row).rowcount != 1:
             before = self.db.execute(_POINTED, (name,)).fetchone()
             if before is None:
@@ -171,7 +172,8 @@ class Write(BlobRows):
         rows, again = [], []
         for (name, serializer, metadata, expires, pin), (blob, added) in zip(pointings, placed, strict=True):
             if name not in taken:
-                rows.append((name, blob[0], blob[1], serializer, metadata, now, expires, int(pin)))
+                check = entry_check(name, blob[0])
+                rows.append((name, blob[0], blob[1], serializer, metadata, now, expires, int(pin), check))
                 if not added:
                     again.append((blob[0],))
         if rows:

@@ -123,15 +123,13 @@ def bound(store: Store, prefix: str, name: str, link: str) -> Entry | None:
 def through(store: Store, prefix: str, targets: Container[str]) -> Iterator[str]:
     """Links inside a folder whose entries are copies of what they lead to, if that is among ``targets``."""
     sql = "SELECT name, metadata FROM entries WHERE name > ? AND metadata LIKE '%\"through\": %' ORDER BY name LIMIT 1000"
-    last = f"{prefix}/" if prefix else ""
-    while rows := store.index.connection().execute(sql, (last,)).fetchall():
-        for name, text in rows:
+    for page in store.index.pages(sql, f"{prefix}/" if prefix else ""):
+        for name, text in page:
             if prefix and not name.startswith(f"{prefix}/"):
                 return
             source = json.loads(text).get("source")
             if isinstance(source, dict) and "through" in source and source.get("path") in targets:
                 yield source["through"]
-        last = rows[-1][0]
 
 
 def copy(store: Store, entry: Entry, name: str, source: dict[str, Any]) -> None:

@@ -171,10 +171,8 @@ def _derived(store: Store) -> Iterator[Entry]:
         "SELECT name, digest, size, 0, 'none', created, expires, accessed, serializer, metadata, pinned FROM entries"
         " WHERE name > ? AND metadata LIKE '%\"sources\": [%' ORDER BY name LIMIT ?"
     )
-    last = ""
-    while rows := store.index.connection().execute(sql, (last, _PAGE)).fetchall():
-        yield from map(to_entry, rows)
-        last = rows[-1][0]
+    for page in store.index.pages(sql, "", _PAGE):
+        yield from map(to_entry, page)
 
 
 def drop(store: Store, entry: Entry) -> bool:

@@ -27,13 +27,11 @@ from castore.objects.decode import BlobReader
 from castore.objects.directory import check_row
 from castore.objects.loose import DIGEST_SIZE
 from castore.questions import below
-from castore.records import LOST
+from castore.records import LOST, entry_check
 
-_CHILD = (
-    "SELECT digest, size, created, expires FROM entries WHERE name = ? AND (expires IS NULL OR expires > ?)"
-)
+_CHILD = "SELECT digest, size, created, expires, checked FROM entries WHERE name = ? AND (expires IS NULL OR expires > ?)"
 _INSIDE = (
-    "SELECT name, digest, size, created, expires FROM entries"
+    "SELECT name, digest, size, created, expires, checked FROM entries"
     " WHERE name >= ? AND name < ? AND (expires IS NULL OR expires > ?) ORDER BY name LIMIT ?"
 )
 #: Names asked for at a time: few behind a folder, whose other names are of no interest, many among files.
@@ -83,6 +81,11 @@ class File(NamedTuple):
         )
 
 
+def _file(name: str, digest: bytes, size: int, modified: float, expires: float | None, checked: int) -> File:
+    """The file of a row; one without a digest, which is not sound, if its name and its digest do not belong together."""
+    return File(name, digest if checked == entry_check(name, digest) else b"", size, modified, expires)
+
+
 def _inode(digest: object) -> int:
     return (int.from_bytes(digest[:8], "little") if isinstance(digest, bytes) else 0) & _INODE_MASK | 2
 
@@ -103,17 +106,17 @@ class Page(NamedTuple):
 
     Attributes:
         parts: the names inside the folder; the last one is the folder's, if there is one.
-        rows: name, digest, size, modified and expires of each file.
+        rows: name, digest, size, modified, expires and check of each file.
         folder: what the last name stands for, if it is no file.
     """
 
     parts: list[str]
-    rows: list[tuple[str, bytes, int, float, float | None]]
+    rows: list[tuple[str, bytes, int, float, float | None, int]]
     folder: Folder | None
 
     def items(self, start: int = 0) -> Iterator[tuple[str, File | Folder]]:
         """Names from number ``start`` on, and what they are."""
-        yield from zip(self.parts[start:], itertools.starmap(File, self.rows[start:]), strict=False)
+        yield from zip(self.parts[start:], itertools.starmap(_file, self.rows[start:]), strict=False)
         if self.folder is not None:
             yield self.parts[-1], self.folder
 
@@ -167,7 +170,7 @@ class View:
         db = self.store.index.connection()
         row = db.execute(_CHILD, (name, now)).fetchone()
         if row is not None:
-            file = File(name, *row)
+            file = _file(name, *row)
             if not file.is_sound:
                 raise CorruptError(
                     f"the index has a row for {name!r} that cannot be; `castore doctor` tells more"
@@ -202,7 +205,7 @@ class View:
             yield page
             if page.folder is None and len(rows) < limit:
                 return
-            low = more
+            low = self.store.index.behind(low, more)
             limit = _FEW if page.folder is not None else _MANY
 
     def _reserved(self, path: str) -> File | Folder | None:

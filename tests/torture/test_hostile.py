@@ -25,6 +25,7 @@ from castore import Store, StoreError
 from castore.journal import pack_record
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.frames import build_trailer
+from castore.records import entry_check
 from tests.helpers import noise
 from tests.torture.conftest import LONG
 from tests.torture.victims import BOUND, exercise
@@ -64,7 +65,8 @@ def claim(
             (digest, size, stored, codec, pack, offset),
         )
         db.execute(
-            "INSERT INTO entries VALUES ('lie', ?, ?, 'bytes', NULL, 1.0, NULL, 1.0, 0)", (digest, size)
+            "INSERT INTO entries VALUES ('lie', ?, ?, 'bytes', NULL, 1.0, NULL, 1.0, 0, ?)",
+            (digest, size, entry_check("lie", digest)),
         )
         db.commit()
 
@@ -121,8 +123,8 @@ def test_a_seek_table_that_lies_is_damage_in_bounded_memory(victim: Path, figure
         with closing(sqlite3.connect(victim / "index.sqlite")) as db:
             stored = chance.choice([len(raw), len(raw), 2**40, 0])
             db.execute("INSERT INTO blobs VALUES (?, ?, ?, ?, 0, 0, 1, NULL)", (digest, size, stored, codec))
-            row = (f"lie/{turn}", digest, size)
-            db.execute("INSERT INTO entries VALUES (?, ?, ?, 'bytes', NULL, 1.0, NULL, 1.0, 0)", row)
+            row = (f"lie/{turn}", digest, size, entry_check(f"lie/{turn}", digest))
+            db.execute("INSERT INTO entries VALUES (?, ?, ?, 'bytes', NULL, 1.0, NULL, 1.0, 0, ?)", row)
             db.commit()
         lies += 1
     ended = exercise(victim)

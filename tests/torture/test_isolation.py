@@ -14,6 +14,7 @@ import pytest
 import castore_fuse
 from castore import Store, doctor
 from castore.cli.main import main
+from castore.records import entry_check
 from tests.helpers import flip, mixed, noise, overwrite, payload, text
 from tests.mount.conftest import forget_pages, until
 from tests.torture.hurting import errno_of
@@ -92,6 +93,10 @@ def bad_metadata(path: Path) -> set[str]:
 
 
 def bad_names(path: Path) -> set[str]:
+    with Store(path, memory=0) as store:
+        entry = store.entry("raw/1")
+        assert entry is not None
+        digest = bytes.fromhex(entry.digest)
     for name in (
         "../up",
         "/etc/x",
@@ -102,8 +107,8 @@ def bad_names(path: Path) -> set[str]:
         "",
         "folder-0/small/..",
     ):
-        sql = "INSERT INTO entries SELECT ?, digest, size, serializer, metadata, created, expires, accessed, 0 FROM entries WHERE name = 'raw/1'"
-        execute(path, sql, name)
+        sql = "INSERT INTO entries SELECT ?, digest, size, serializer, metadata, created, expires, accessed, 0, ? FROM entries WHERE name = 'raw/1'"
+        execute(path, sql, name, entry_check(name, digest))
     return set()
 
 

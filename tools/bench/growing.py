@@ -24,7 +24,7 @@ from castore import Store, leftovers
 from castore.journal import pack_record
 from castore.objects.encode import encode_small
 from castore.objects.packs import FILE_HEAD, HEAD_SIZE, record
-from castore.records import Blob
+from castore.records import Blob, entry_check
 from castore.temporary import open_with_mode
 from tools.bench import corpus
 
@@ -41,8 +41,8 @@ _CHUNK = 1_000_000
 
 _ADD_BLOB = "INSERT INTO blobs (digest, size, stored, codec, pack, offset, refs) VALUES (?, ?, ?, ?, ?, ?, 1)"
 _ADD_ENTRY = (
-    "INSERT INTO entries (name, digest, size, serializer, created, expires, accessed)"
-    " VALUES (?1, ?2, ?3, 'bytes', ?4, ?5, ?4)"
+    "INSERT INTO entries (name, digest, size, serializer, created, expires, accessed, checked)"
+    " VALUES (?1, ?2, ?3, 'bytes', ?4, ?5, ?4, ?6)"
 )
 _ADD_TOTALS = (
     "UPDATE totals SET entries = entries + ?1, logical = logical + ?2, blobs = blobs + ?1, uniq = uniq + ?2,"
@@ -135,7 +135,13 @@ def _insert(
     rows = list(_packed(path / "objects" / "packs", db, (value for _, value in chunk), now))
     # Names come in order, as a data set is put. Digests are spread over the table: in order, each page is touched once.
     named = zip(chunk, rows, strict=True)
-    db.executemany(_ADD_ENTRY, ((name, row.digest, row.size, now, expires) for (name, _), row in named))
+    db.executemany(
+        _ADD_ENTRY,
+        (
+            (name, row.digest, row.size, now, expires, entry_check(name, row.digest))
+            for (name, _), row in named
+        ),
+    )
     db.executemany(_ADD_BLOB, sorted(rows))
     totals = len(rows), sum(row.size for row in rows), sum(row.stored for row in rows)
     db.execute(_ADD_TOTALS, totals)
