@@ -35,7 +35,7 @@ class Figures:
         name = report.nodeid.rpartition("::")[2]
         told = [str(value) for key, value in report.user_properties if key == "figure"]
         if report.failed:
-            told.append(f"**failed** while it was {report.when}")
+            told.append("**failed**" if report.when == "call" else f"**failed** in its {report.when}")
         if told and (report.when == "call" or report.failed):
             write(self._page, name, "; ".join(told), self._on)
 
