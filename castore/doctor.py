@@ -138,7 +138,7 @@ _SENSELESS_ENTRY = (
     "SELECT 1 FROM entries WHERE typeof(digest) != 'blob' OR length(digest) != 32 OR typeof(size) != 'integer'"
     " OR typeof(created) != 'real' OR typeof(accessed) != 'real' OR typeof(expires) NOT IN ('real', 'null')"
     " OR abs(created) > 1e12 OR typeof(pinned) != 'integer'"
-    " OR NOT EXISTS (SELECT 1 FROM blobs b WHERE b.digest = entries.digest AND b.size = entries.size)"
+    " OR NOT EXISTS (SELECT 1 FROM blobs b WHERE b.digest = entries.digest)"
 )
 _SENSELESS_CHECKSUMS = (
     "SELECT 1 FROM blobs b LEFT JOIN checksums c ON c.digest = b.digest WHERE b.codec = 'none' AND b.pack = 0"
