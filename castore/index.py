@@ -267,5 +267,5 @@ class Index(Questions):
             for *row, checked in page:
                 if checked != entry_check(row[0], row[1]):
                     # The journal knows better, and must not learn it.
-                    raise self.damaged(f"its row of {row[0]!r} is")
+                    raise self.damaged(f"its row of {row[0]!r} fails its check")
                 yield pack_record(row)
