@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -62,13 +63,19 @@ def _unregistered_packs(index: Index, objects: ObjectDirectory) -> Iterator[Left
         path = objects.packs.path(pack)
         if pack in registered or (size := _size(path)) is None:
             continue
-        records = (found for found in scan(path, pack, payloads=False) if isinstance(found, PackRecord))
-        while batch := list(islice(records, 1000)):
-            rows = index.blobs_of([found.blob.digest for found in batch])
-            if any(not objects.holds(row) for row in rows.values()):
-                break
-        else:
-            yield Leftover(path, size, pack=pack)
+        with suppress(FileNotFoundError):  # another gc was quicker
+            if not _is_wanted(index, objects, pack):
+                yield Leftover(path, size, pack=pack)
+
+
+def _is_wanted(index: Index, objects: ObjectDirectory, pack: int) -> bool:
+    """Whether a row means no bytes, so it was damaged, and a record of its digest lies in this pack."""
+    found = scan(objects.packs.path(pack), pack, payloads=False)
+    digests = (one.blob.digest for one in found if isinstance(one, PackRecord))
+    while batch := list(islice(digests, 1000)):
+        if any(not objects.holds(row) for row in index.blobs_of(batch).values()):
+            return True
+    return False
 
 
 def _wants(objects: ObjectDirectory, blob: Blob) -> bool:

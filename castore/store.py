@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from castore import collect, serializers, stats, training, verify
 from castore.ballast import is_short
@@ -26,9 +26,6 @@ from castore.reading import ATTEMPTS
 from castore.records import LOST, Blob, Entry
 from castore.sizes import parse_duration, parse_size
 from castore.transaction import Write
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

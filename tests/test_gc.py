@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from castore import FullError, Store, TooLargeError, doctor
+from castore import FullError, Store, TooLargeError, doctor, leftovers
 from castore.collect import Candidate, Orphan, select
 from castore.objects.codecs import FRAME_SIZE
 from tests.helpers import in_processes, mixed, noise, object_files, payload, recount, text
@@ -335,6 +335,27 @@ def test_objects_and_packs_without_a_row_go(store: Store) -> None:
     assert not pack.exists()
     assert path.exists()
     assert (store.path / "objects/README").exists()
+
+
+def test_packs_that_another_gc_removes_meanwhile_are_no_error(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("a", b"x")
+    pack = store.objects.packs.path(99)
+    pack.write_bytes(b"a pack that nobody registered")
+    measure = leftovers._size
+
+    def measure_and_remove(path: Path) -> int | None:
+        size = measure(path)
+        path.unlink(missing_ok=True)
+        return size
+
+    monkeypatch.setattr(leftovers, "_size", measure_and_remove)
+    assert store.gc().leftovers == []
+    assert not pack.exists()
+    listed = [*store.objects.packs.ids(), 99]  # as it was a moment ago
+    monkeypatch.setattr(store.objects.packs, "ids", lambda: listed)
+    assert store.objects.digests() == {bytes.fromhex(store.put("a", b"x").digest)}
 
 
 def test_a_rotated_journal_keeps_every_name(store: Store) -> None:

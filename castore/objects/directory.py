@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from blake3 import blake3
@@ -169,12 +169,11 @@ class ObjectDirectory:
 
     def digests(self) -> set[bytes]:
         """Under which digests bytes lie, whatever the index says. Looks through all packs: for repair."""
-        packed = {
-            found.blob.digest
-            for pack in self.packs.ids()
-            for found in scan(self.packs.path(pack), pack, payloads=False)
-            if isinstance(found, PackRecord)
-        }
+        packed: set[bytes] = set()
+        for pack in self.packs.ids():
+            with suppress(FileNotFoundError):  # gc has rewritten it: what was live lies in another one
+                found = scan(self.packs.path(pack), pack, payloads=False)
+                packed.update(one.blob.digest for one in found if isinstance(one, PackRecord))
         return packed | {digest for digest, _, _ in self.loose.listing()}
 
     def is_empty(self) -> bool:
