@@ -96,7 +96,9 @@ def compact(store: Store, pack: int) -> None:
                     _lose_rest(txn, pack)
                 txn.retire_pack(pack)
         turns.give()
-    store.objects.discard(path)
+    with store.index.write() as txn:
+        if not txn.has_pack(pack):  # else the index was rebuilt meanwhile, and rows may mean what lies there
+            store.objects.discard(path)
     store.objects.packs.forget(pack)
 
 

@@ -125,13 +125,12 @@ def _check_placement(store: Store, reader: BlobReader) -> str | None:
         if length != blob.stored:
             raise CorruptError(f"its file is {length} bytes long instead of {blob.stored}")
         return None
-    pack = store.objects.packs.open(blob.pack)
     try:
-        read_record(pack.fd, blob)
+        read_record(reader.fileno(), blob)
     except CorruptError as error:
         with store.index.write() as txn:
             if txn.blob(blob.digest) == blob:
-                write_anew(store, txn, blob, os.pread(pack.fd, blob.stored, blob.offset))
+                write_anew(store, txn, blob, os.pread(reader.fileno(), blob.stored, blob.offset))
         return f"{error}; the bytes are right, and have been written anew"
     return None
 

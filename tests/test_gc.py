@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from castore import FullError, Store, TooLargeError, doctor, leftovers
+from castore import FullError, Store, TooLargeError, compact, doctor, leftovers, rebuild
 from castore.collect import Candidate, Orphan, select
 from castore.objects.codecs import FRAME_SIZE
+from castore.turns import Turns
 from tests.helpers import in_processes, mixed, noise, object_files, payload, recount, text
 
 KB = 1_000
@@ -255,6 +256,31 @@ def test_compaction_keeps_data_and_readers(store: Store) -> None:
     recount(store)
     store.put("new", b"after compaction")
     assert store.get("new") == b"after compaction"
+
+
+def test_a_pack_that_a_rebuild_finds_before_it_is_unlinked_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rebuild takes what lies in packs; of two records of a blob it may mean the one that was to go."""
+    with Store(tmp_path / "store", memory=0) as keeper, Store(tmp_path / "store", memory=0) as writer:
+        keeper.put("kept", noise(5 * KB))  # the live records move into this pack, which a rebuild reads first
+        writer.put_many((f"n/{i}", noise(2 * KB, i)) for i in range(100))
+        writer.delete_many(f"n/{i}" for i in range(90))
+        rebuilt = []
+
+        class Meanwhile(Turns):
+            def give(self) -> None:
+                if len(list(writer.index.rows("SELECT id FROM packs"))) == 1 and not rebuilt:
+                    rebuilt.append(rebuild.rebuild(writer.index, writer.objects))
+
+        monkeypatch.setattr(compact, "Turns", Meanwhile)
+        assert len(keeper.gc(grace=0).packs) == 1
+        assert rebuilt
+        for store in (keeper, writer):
+            assert [store.get(f"n/{i}") for i in range(90, 100)] == [noise(2 * KB, i) for i in range(90, 100)]
+        assert keeper.gc(grace=0).packs
+        assert keeper.verify().bad == []
+        assert keeper.gc(grace=0).leftovers == []
 
 
 def test_a_writer_whose_pack_was_compacted_starts_another(tmp_path: Path) -> None:

@@ -134,6 +134,10 @@ class BlobReader:
             os.close(self._fd)
         self._pack = None
 
+    def fileno(self) -> int:
+        """The descriptor that is read from, as long as the reader is held."""
+        return self._fd
+
     def file_length(self) -> int:
         """Bytes of the file that is read, whatever lies under its name by now."""
         return os.fstat(self._fd).st_size
