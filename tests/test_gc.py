@@ -266,7 +266,7 @@ def test_a_pack_that_a_rebuild_finds_before_it_is_unlinked_stays(
         keeper.put("kept", noise(5 * KB))  # the live records move into this pack, which a rebuild reads first
         writer.put_many((f"n/{i}", noise(2 * KB, i)) for i in range(100))
         writer.delete_many(f"n/{i}" for i in range(90))
-        rebuilt = []
+        rebuilt: list[rebuild.Rebuilt] = []
 
         class Meanwhile(Turns):
             def give(self) -> None:
