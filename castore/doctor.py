@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from castore import copies, foreign, leftovers, mounts, rebuild, schema, settings
+from castore import agreement, copies, foreign, leftovers, mounts, rebuild, schema, settings
 from castore.beacon import Beacon
 from castore.errors import StoreError
 from castore.index import Index
@@ -168,8 +168,8 @@ def _counts(store: Store) -> list[Finding]:
         return []
     # Transactions never leave counts that are off. If the names are not those of the journal either, the rows are not what
     # was written, and counting them would only make it look right.
-    names, damaged = _last_words(store.index)
-    if not damaged and names != dict(store.index.rows("SELECT name, digest FROM entries")):
+    words = agreement.compare(store.index)
+    if words.differing and not words.damaged:
         rebuild.rebuild(store.index, store.objects)
         return [Finding("the index contradicted itself and the names journal; it has been made anew", True)]
     with store.index.write() as txn:
@@ -187,12 +187,15 @@ def _lost(store: Store) -> list[Finding]:
 
 
 def _strays(store: Store) -> list[Finding]:
-    strays = list(leftovers.find(store.index, store.objects))
-    if not strays:
+    found = list(leftovers.find(store.index, store.objects))
+    removed = leftovers.remove(store.index, store.objects, found)
+    if not removed:
         return []
-    freed = leftovers.remove(store.index, store.objects, strays)
+    freed = sum(leftover.size for leftover in removed)
     return [
-        Finding(f"{len(strays)} files that belong to nothing ({freed} bytes) were left behind; removed", True)
+        Finding(
+            f"{len(removed)} files that belong to nothing ({freed} bytes) were left behind; removed", True
+        )
     ]
 
 
@@ -221,32 +224,19 @@ def _mounts(store: Store) -> list[Finding]:
 
 def _forgotten(store: Store) -> list[Finding]:
     """Names that only the journal knows, though their bytes are there: the index has lost its last transactions."""
-    known = {name for (name,) in store.index.rows("SELECT name FROM entries")}
-    missing = {name: digest for name, digest in _last_words(store.index)[0].items() if name not in known}
-    there = store.objects.digests() if missing else set()
-    count = sum(digest in there for digest in missing.values())
+    forgotten = agreement.compare(store.index).forgotten
+    there = store.objects.digests() if forgotten else set()
+    count = sum(digest in there for digest in forgotten.values())
     if not count:
         return []
     rebuild.rebuild(store.index, store.objects)
     return [Finding(f"the index had lost {count} names that the journal knows; it has been made anew", True)]
 
 
-def _last_words(index: Index) -> tuple[dict[str, bytes], int]:
-    """What the journal says of each name that is not gone, and how many stretches of it are damaged."""
-    last: dict[str, bytes | None] = {}
-    damaged = 0
-    for record in index.journal.replay():
-        if record is None:
-            damaged += 1
-        else:
-            last[record.name] = record.digest
-    return {name: digest for name, digest in last.items() if digest is not None}, damaged
-
-
 def _journal(index: Index) -> list[Finding]:
     """Whether the journal would give back every name."""
-    kept, damaged = _last_words(index)
-    if not damaged and kept == dict(index.rows("SELECT name, digest FROM entries")):
+    words = agreement.compare(index)
+    if not words.damaged and not words.differing:
         return []
     index.snapshot_journal()
     return [Finding("the names journal did not match the index; a new snapshot has been written", True)]

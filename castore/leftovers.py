@@ -91,9 +91,9 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def remove(index: Index, objects: ObjectDirectory, leftovers: list[Leftover]) -> int:
-    """Remove what is still a leftover now; returns how many bytes that were."""
-    freed = 0
+def remove(index: Index, objects: ObjectDirectory, leftovers: list[Leftover]) -> list[Leftover]:
+    """Remove what is still a leftover now, and return that."""
+    removed = []
     for leftover in leftovers:
         with index.write() as txn:
             if leftover.digest is not None:
@@ -106,8 +106,8 @@ def remove(index: Index, objects: ObjectDirectory, leftovers: list[Leftover]) ->
                 shutil.rmtree(leftover.path, ignore_errors=True)
             else:
                 objects.discard(leftover.path)
-            freed += leftover.size
-    return freed
+            removed.append(leftover)
+    return removed
 
 
 def rotate_journal(index: Index) -> bool:

@@ -18,6 +18,7 @@ from castore.errors import CorruptError
 from castore.index import Index
 from castore.objects.directory import ObjectDirectory, describe_loose
 from castore.objects.packs import Damage, scan
+from castore.questions import Totals
 from castore.records import Blob, entry_check
 from castore.schema import apply_migrations
 from castore.transaction import Write
@@ -160,13 +161,21 @@ def recount(txn: Write) -> None:
 
 def is_counted_right(index: Index) -> bool:
     """Whether what `recount` makes is what there is."""
-    db: sqlite3.Connection = index.connection()
+    db = index.connection()
+    db.execute("BEGIN")  # all of it as of one moment
+    try:
+        return _is_counted_right(db, index.totals())
+    finally:
+        db.execute("ROLLBACK")
+
+
+def _is_counted_right(db: sqlite3.Connection, totals: Totals) -> bool:
     row = db.execute(
         "SELECT (SELECT count(*) FROM entries), (SELECT coalesce(sum(size), 0) FROM entries), count(*),"
         " coalesce(sum(size), 0), coalesce(sum(stored), 0), coalesce(sum(refs), 0) FROM blobs"
     ).fetchone()
     # Totals first, references by their sum, then one by one.
-    if tuple(row[:5]) != tuple(index.totals()) or row[5] != row[0]:
+    if tuple(row[:5]) != tuple(totals) or row[5] != row[0]:
         return False
     wrong = (
         "SELECT 1 FROM (SELECT digest, count(*) AS named FROM entries GROUP BY digest) n"
