@@ -192,11 +192,7 @@ def _strays(store: Store) -> list[Finding]:
     if not removed:
         return []
     freed = sum(leftover.size for leftover in removed)
-    return [
-        Finding(
-            f"{len(removed)} files that belong to nothing ({freed} bytes) were left behind; removed", True
-        )
-    ]
+    return [Finding(f"files that belong to nothing: {len(removed)} ({freed} bytes); removed", True)]
 
 
 def _dictionaries(store: Store) -> list[Finding]:

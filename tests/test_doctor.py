@@ -282,4 +282,4 @@ def test_doctor_tells_only_of_what_it_removed(tmp_path: Path, monkeypatch: pytes
     with Store(tmp_path / "store", memory=0) as store, store.index.write() as txn:
         txn.retire_pack(0x63)
     (finding,) = doctor.examine(tmp_path / "store")
-    assert "1 files" in finding.what
+    assert "belong to nothing: 1" in finding.what
