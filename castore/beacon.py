@@ -17,6 +17,8 @@ import os
 import time
 from pathlib import Path
 
+from castore.errors import StoreError
+from castore.sectors import AT_FAULT
 from castore.temporary import open_with_mode
 
 _SIZE = 40
@@ -37,7 +39,14 @@ class Beacon:
         try:
             if os.fstat(fd).st_size < _SIZE:
                 os.ftruncate(fd, _SIZE)
+            os.pread(fd, _SIZE, 0)  # once it is mapped, a sector that cannot be read is a bus error
             self._map = mmap.mmap(fd, _SIZE)
+        except OSError as error:
+            if error.errno not in AT_FAULT:
+                raise
+            raise StoreError(
+                f"{path} cannot be read ({error.strerror}); delete it while nobody uses the store, and it is made anew"
+            ) from error
         finally:
             os.close(fd)
         #: The words, by place. Public for callers in a hurry.

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from castore.errors import CorruptError
 from castore.index import Index
-from castore.objects.directory import ObjectDirectory
+from castore.objects.directory import ObjectDirectory, check_row
 from castore.objects.packs import FILE_HEAD, HEAD_SIZE, Damage, PackRecord, read_record, record, scan
 from castore.records import Blob
+from castore.sectors import read_around
 from castore.transaction import Write
 from castore.turns import Turns
 
@@ -93,7 +94,7 @@ def compact(store: Store, pack: int) -> None:
             done &= len(found) < _LOOKED_AT
             if done:
                 if damaged or fd < 0:
-                    _lose_rest(txn, pack)
+                    _move_rest(store, txn, fd, pack)
                 txn.retire_pack(pack)
         turns.give()
     with store.index.write() as txn:
@@ -154,8 +155,19 @@ def write_anew(store: Store, txn: Write, blob: Blob, payload: bytes) -> None:
         store.writer.forget_pack()
 
 
-def _lose_rest(txn: Write, pack: int) -> None:
-    """Put on record that what the damaged stretches held is lost. No index leads from packs to blobs: this scans."""
+def _move_rest(store: Store, txn: Write, fd: int, pack: int) -> None:
+    """Move what damaged stretches held if its bytes are right, and only the record's head is not; else it is lost.
+
+    No index leads from packs to blobs: this scans.
+    """
     for (digest,) in txn.execute("SELECT digest FROM blobs WHERE pack = ?", (pack,)).fetchall():
-        if (blob := txn.blob(digest)) is not None:
+        blob = txn.blob(digest)
+        if blob is None:
+            continue
+        try:
+            check_row(blob)
+            store.objects.read_small(blob)
+        except (CorruptError, FileNotFoundError):
             txn.lose_blob(blob)
+        else:
+            write_anew(store, txn, blob, read_around(fd, blob.stored, blob.offset))

@@ -6,7 +6,6 @@ bring those back. Only `doctor` removes dictionaries; gc never does.
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from castore.objects.dictionaries import BadCopy
 from castore.objects.directory import ObjectDirectory
 from castore.objects.packs import PackRecord, scan
 from castore.prefixes import Prefixes
+from castore.sectors import read_around
 
 if TYPE_CHECKING:
     from castore.store import Store
@@ -95,7 +95,7 @@ def _needed(objects: ObjectDirectory, ends: dict[int, int]) -> set[int]:
                 blob = found.blob
                 ends[pack] = blob.offset + blob.stored
                 if blob.codec == AUTO_CODEC:
-                    needed.add(_number(os.pread(opened.fd, min(_HEADER, blob.stored), blob.offset)))
+                    needed.add(_number(read_around(opened.fd, min(_HEADER, blob.stored), blob.offset)))
         except FileNotFoundError:
             continue  # gc has rewritten it: what was live lies in another one
     return needed

@@ -28,6 +28,7 @@ from castore.beacon import SEGMENT, Beacon
 from castore.errors import InvalidNameError
 from castore.forks import reset_after_fork
 from castore.names import check_name
+from castore.sectors import read_around
 from castore.temporary import create_temporary, open_regular, open_with_mode, sync_folder
 
 _HEAD = struct.Struct("<2sHII")  # magic, zero, length and CRC-32 of the payload
@@ -140,7 +141,7 @@ class Journal:
         """
         if records and self._fd >= 0 and self._number == self._beacon.segment:
             start = os.fstat(self._fd).st_size - len(records)
-            if start >= 0 and os.pread(self._fd, len(records), start) == records:
+            if start >= 0 and read_around(self._fd, len(records), start) == records:
                 os.ftruncate(self._fd, start)
 
     def close(self) -> None:
@@ -223,11 +224,11 @@ def read_segment(path: Path, start: int = 0) -> Iterator[NameRecord | None]:
 
 
 def _read_one(fd: int, position: int, end: int) -> tuple[NameRecord | None, int]:
-    head = os.pread(fd, _HEAD.size, position)
+    head = read_around(fd, _HEAD.size, position)
     if len(head) == _HEAD.size:
         magic, zero, length, crc = _HEAD.unpack(head)
         if magic == _MAGIC and not zero and length <= min(_MAX_PAYLOAD, end - position - _HEAD.size):
-            payload = os.pread(fd, length, position + _HEAD.size)
+            payload = read_around(fd, length, position + _HEAD.size)
             if zlib.crc32(payload) == crc:
                 return _unpack(payload), position + _HEAD.size + length
     return None, _next_record(fd, position + 1, end)
@@ -258,14 +259,14 @@ def _is_sound(record: NameRecord) -> bool:
 def _next_record(fd: int, position: int, end: int) -> int:
     """The next place where a whole record checks out, or the end."""
     while position < end:
-        chunk = os.pread(fd, 1 << 20, position)
+        chunk = read_around(fd, 1 << 20, position)
         found = chunk.find(_MAGIC)
         while found >= 0:
-            head = os.pread(fd, _HEAD.size, position + found)
+            head = read_around(fd, _HEAD.size, position + found)
             if len(head) == _HEAD.size:
                 _, zero, length, crc = _HEAD.unpack(head)
                 fits = not zero and length <= min(_MAX_PAYLOAD, end - position - found - _HEAD.size)
-                if fits and zlib.crc32(os.pread(fd, length, position + found + _HEAD.size)) == crc:
+                if fits and zlib.crc32(read_around(fd, length, position + found + _HEAD.size)) == crc:
                     return position + found
             found = chunk.find(_MAGIC, found + 1)
         position += max(1, len(chunk) - 1)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from castore.errors import StoreError
 from castore.objects.codecs import check_codec
+from castore.sectors import AT_FAULT
 from castore.sizes import parse_duration, parse_size
 from castore.temporary import create_temporary, open_regular, sync_folder
 
@@ -124,6 +125,12 @@ def load(path: Path) -> Settings | None:
     except PermissionError as error:
         raise StoreError(
             f"{file} may not be read by this user; ask its owner to share it with `init --shared`"
+        ) from error
+    except OSError as error:
+        if error.errno not in AT_FAULT:
+            raise
+        raise StoreError(
+            f"{file} cannot be read ({error.strerror}); delete it and run `castore init` there"
         ) from error
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{file} is damaged ({error}); delete it and run `castore init` there") from error

@@ -8,7 +8,6 @@ open file descriptor, which is what keeps the bytes alive when gc unlinks the ob
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import threading
@@ -25,6 +24,7 @@ from castore.objects.frames import FrameTable, frame_count, frame_length, read_t
 from castore.objects.packs import OpenPack
 from castore.objects.workers import cores, workers
 from castore.records import Blob
+from castore.sectors import AT_FAULT
 
 if TYPE_CHECKING:
     from castore.shared_frames import ObjectFrames, SharedFrames
@@ -37,9 +37,6 @@ _address_of.restype = ctypes.c_void_p
 _address_of.argtypes = [ctypes.py_object]
 _libc = ctypes.CDLL(None)
 _HUGE_PAGE = 2 * 1024 * 1024
-#: What a read fails with where the disk is at fault (a sector it gave up on), or what lies there (a folder, a pipe). Not a
-#: process's own troubles, which must not cost a good object its place.
-AT_FAULT = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EISDIR, errno.ESPIPE, errno.EINVAL})
 
 
 def _writable_bytes(size: int) -> tuple[bytes, memoryview]:
@@ -151,6 +148,8 @@ class BlobReader:
     def _read_at(self, offset: int, length: int) -> bytes:
         try:
             data = os.pread(self._fd, length, self.blob.offset + offset)
+            if len(data) < length:  # the file ends, or a bad sector lies there: then this fails
+                data += os.pread(self._fd, length - len(data), self.blob.offset + offset + len(data))
         except OSError as error:
             if error.errno not in AT_FAULT:
                 raise
@@ -162,6 +161,8 @@ class BlobReader:
     def _read_into(self, target: memoryview, position: int) -> None:
         try:
             read = os.preadv(self._fd, [target], position)
+            if read < len(target):
+                read += os.preadv(self._fd, [target[read:]], position + read)
         except OSError as error:
             if error.errno not in AT_FAULT:
                 raise

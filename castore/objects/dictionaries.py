@@ -21,8 +21,8 @@ from blake3 import blake3
 
 from castore.errors import CorruptError, StoreError
 from castore.objects.codecs import Buffer
-from castore.objects.decode import AT_FAULT
 from castore.objects.loose import LooseFolder
+from castore.sectors import AT_FAULT
 from castore.temporary import open_regular, sync_folder
 
 #: Blobs of at most this many bytes are compressed with a dictionary: what is longer learns enough from itself.

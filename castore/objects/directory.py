@@ -17,13 +17,14 @@ from blake3 import blake3
 from castore.errors import CorruptError
 from castore.memory import MemoryLRU
 from castore.objects.codecs import CODECS, FRAME_SIZE
-from castore.objects.decode import AT_FAULT, BlobReader
+from castore.objects.decode import BlobReader
 from castore.objects.dictionaries import Dictionaries
 from castore.objects.encode import HashingFrames, raw_checksums
 from castore.objects.frames import frame_count, probe_size, read_table
 from castore.objects.loose import DIGEST_SIZE, LooseFolder
 from castore.objects.packs import PACK_LIMIT, OpenPack, PackFolder, PackRecord, PackWriter, read_record, scan
 from castore.records import LOOSE, LOST, Blob
+from castore.sectors import AT_FAULT, read_around
 from castore.temporary import open_here, open_regular, sync_folder
 
 # No blob and no object is longer: offsets of files are signed.
@@ -261,7 +262,7 @@ class ObjectDirectory:
                 os.rename(self.loose.path(blob.digest, blob.codec), target)
             elif blob.pack > 0:
                 pack = self.packs.open(blob.pack)
-                target.write_bytes(os.pread(pack.fd, min(blob.stored, 1 << 20), blob.offset))
+                target.write_bytes(read_around(pack.fd, min(blob.stored, 1 << 20), blob.offset))
                 target.chmod(self.loose.mode)
         except (FileNotFoundError, NotADirectoryError):
             return None

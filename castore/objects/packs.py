@@ -25,6 +25,7 @@ from castore.errors import CorruptError
 from castore.forks import reset_after_fork
 from castore.objects.codecs import CODECS, FRAME_SIZE, Buffer
 from castore.records import Blob
+from castore.sectors import read_around
 from castore.temporary import open_regular, open_with_mode
 
 #: Blobs stored in at most this many bytes go into packs.
@@ -95,9 +96,9 @@ def scan(path: Path, pack: int, *, start: int = 0, payloads: bool = True) -> Ite
     with open(open_regular(path), "rb") as file:
         end = os.fstat(file.fileno()).st_size
         fd = file.fileno()
-        position = start or (len(FILE_HEAD) if os.pread(fd, len(FILE_HEAD), 0) == FILE_HEAD else 0)
+        position = start or (len(FILE_HEAD) if read_around(fd, len(FILE_HEAD), 0) == FILE_HEAD else 0)
         while position < end:
-            raw = os.pread(fd, HEAD_SIZE, position)
+            raw = read_around(fd, HEAD_SIZE, position)
             parsed = _parse_head(raw, 0, pack, position + HEAD_SIZE) if len(raw) == HEAD_SIZE else None
             if parsed is None or parsed[0].offset + parsed[0].stored > end:
                 following = _next_head(fd, position + 1, end, pack)
@@ -107,7 +108,7 @@ def scan(path: Path, pack: int, *, start: int = 0, payloads: bool = True) -> Ite
             blob, check = parsed
             intact = True
             if payloads:
-                intact = xxhash.xxh3_64_intdigest(os.pread(fd, blob.stored, blob.offset)) == check
+                intact = xxhash.xxh3_64_intdigest(read_around(fd, blob.stored, blob.offset)) == check
             yield PackRecord(blob, intact)
             position = blob.offset + blob.stored
 
@@ -115,7 +116,7 @@ def scan(path: Path, pack: int, *, start: int = 0, payloads: bool = True) -> Ite
 def _next_head(fd: int, position: int, end: int, pack: int) -> int:
     step = 1024 * 1024
     while position < end:
-        chunk = os.pread(fd, step + HEAD_SIZE, position)
+        chunk = read_around(fd, step + HEAD_SIZE, position)
         found = chunk.find(_MAGIC)
         while 0 <= found <= len(chunk) - HEAD_SIZE:
             if _parse_head(chunk, found, pack, 0) is not None:
@@ -131,7 +132,7 @@ def read_record(fd: int, blob: Blob) -> bytes:
     Raises:
         CorruptError: there is no such record at its place.
     """
-    raw = os.pread(fd, HEAD_SIZE + blob.stored, blob.offset - HEAD_SIZE)
+    raw = read_around(fd, HEAD_SIZE + blob.stored, blob.offset - HEAD_SIZE)
     parsed = _parse_head(raw, 0, blob.pack, blob.offset) if len(raw) == HEAD_SIZE + blob.stored else None
     if parsed is None or parsed[0] != blob or xxhash.xxh3_64_intdigest(raw[HEAD_SIZE:]) != parsed[1]:
         raise CorruptError(
