@@ -8,6 +8,7 @@ returned.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from castore.beacon import CHANGED, Beacon
-from castore.errors import CorruptError, FullError
+from castore.errors import CorruptError, StoreError
 from castore.index import Index
 from castore.memory import MemoryLRU, Slot
 from castore.names import check_name
@@ -29,6 +30,8 @@ from castore.usage import Usage
 
 if TYPE_CHECKING:
     from castore.shared_frames import SharedFrames
+
+log = logging.getLogger("castore")
 
 #: How often a reader looks again for bytes that were there a moment ago.
 ATTEMPTS = 8
@@ -299,7 +302,8 @@ class BlobSource:
     def quarantine(self, blob: Blob, error: CorruptError) -> bool:
         """Set a damaged object aside and put it on record as lost; True if the row was at fault, and is mended now.
 
-        On a full disk nothing is recorded: whoever finds it next does.
+        On a disk that takes no writes (a full one, or one that has turned read-only) nothing is recorded: whoever finds it
+        next does.
         """
         self.memory.discard(blob.digest)
         return self._lose(blob, in_place=lambda: False) is Fault.ROW
@@ -316,7 +320,8 @@ class BlobSource:
                     return Fault.ROW
                 self._objects.quarantine(blob)
                 txn.lose_blob(blob)
-        except FullError:
+        except (StoreError, OSError) as error:
+            log.warning("blob %s is damaged, and that cannot be put on record: %s", blob.digest.hex(), error)
             return Fault.OBJECT
         self._usage.counts["corrupt"] += 1
         return Fault.OBJECT

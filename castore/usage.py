@@ -6,15 +6,18 @@ written is lost: a few seconds of counts, never an entry.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import sys
 import threading
 import time
 
 from castore.connections import BUSY_SECONDS
-from castore.errors import FullError
+from castore.errors import FullError, StoreError
 from castore.forks import reset_after_fork
 from castore.index import Index
+
+log = logging.getLogger("castore")
 
 #: Seconds between two writes of a busy reader.
 FLUSH_SECONDS = 5.0
@@ -60,11 +63,16 @@ class Usage:
         self.flush_if_possible(_SLICE)
 
     def flush_if_possible(self, most: int = sys.maxsize) -> None:
-        """Flush, or try again next time if the index is busy or the disk full: counts can wait."""
+        """Flush, or try again next time if the index is busy or cannot be written to: counts can wait.
+
+        No reader is to fail for them, on a disk that is full, say, or that has turned read-only.
+        """
         try:
             self.flush(_PATIENCE, most)
         except FullError:
             pass
+        except StoreError as error:
+            log.warning("what was read last is not on record yet: %s", error)
         except sqlite3.OperationalError as error:
             if "locked" not in str(error) and "busy" not in str(error):
                 raise
@@ -83,7 +91,7 @@ class Usage:
             return
         try:
             self._index.record_use(touched, counts, patience)
-        except (FullError, sqlite3.OperationalError):
+        except (FullError, StoreError, sqlite3.OperationalError):
             with self._lock:
                 self.touched = touched | self.touched
                 for name, count in counts.items():

@@ -1,7 +1,9 @@
 """A file system that passes everything through to a folder, but for sectors that it cannot read, as a dying disk has them.
 
+It turns read-only when it is told to, as file systems do that meet an error.
+
 Run as ``python -m tests.torture.bad_sectors_fs FOLDER MOUNTPOINT BAD``; it serves until it is unmounted. BAD is a JSON file
-of ``{"inode": [[offset, length], ...]}``, the inodes of FOLDER's files, which may change while it is mounted.
+of ``{"inode": [[offset, length], ...]}``, the inodes of FOLDER's files, or of ``"read-only"``; it may change while it is mounted.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import mfusepy
 
 from tests.torture.powercut_fs import Recorder
 
+READ_ONLY = "read-only"
+
 
 class Dying(Recorder):
     def __init__(self, folder: str, bad: str) -> None:
@@ -23,13 +27,34 @@ class Dying(Recorder):
         self._bad = Path(bad)
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-        for start, length in json.loads(self._bad.read_text()).get(str(os.fstat(fh).st_ino), []):
+        told = json.loads(self._bad.read_text())
+        for start, length in () if told == READ_ONLY else told.get(str(os.fstat(fh).st_ino), []):
             if offset < start + length and start < offset + size:
                 raise mfusepy.FuseOSError(errno.EIO)
         return super().read(path, size, offset, fh)
 
     def mknod(self, path: str, mode: int, dev: int) -> None:
         os.mknod(self._at(path), mode, dev)
+
+    def _check_writable(self) -> None:
+        if json.loads(self._bad.read_text()) == READ_ONLY:
+            raise mfusepy.FuseOSError(errno.EROFS)
+
+    def create(self, path: str, mode: int, flags: int) -> int:
+        self._check_writable()
+        return super().create(path, mode, flags)
+
+    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        self._check_writable()
+        return super().write(path, data, offset, fh)
+
+    def rename(self, old: str, new: str) -> None:
+        self._check_writable()
+        super().rename(old, new)
+
+    def unlink(self, path: str) -> None:
+        self._check_writable()
+        super().unlink(path)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""A disk that gives up on sectors: `EIO` from read(2), from a file system (bad_sectors_fs.py) under the store.
+"""A disk that gives up: on sectors (`EIO` from read(2)), or on writing. A file system under the store does so (bad_sectors_fs.py).
 
-What lies on such a sector is damage like any other: a miss, on record, and no more than that. Nothing else goes down with it.
+What lies on such a sector is damage like any other: a miss, on record, and no more than that. Nothing else goes down with it, and
+nobody who only reads needs a disk that can be written to.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import castore_fuse
 from castore import CorruptError, Store, StoreError, doctor
 from castore.objects.packs import HEAD_SIZE
 from castore_fuse import mountpoints
-from tests.helpers import mixed, noise, payload
+from tests.helpers import flip, mixed, noise, payload
+from tests.torture.bad_sectors_fs import READ_ONLY
 from tests.torture.hurting import errno_of
 
 Figure = Callable[[str], None]
@@ -45,6 +47,10 @@ class Disk:
             number = (self._behind / path.relative_to(self._root)).stat().st_ino
             bad.setdefault(str(number), []).append((offset - offset % PAGE, PAGE))
         self._bad.write_text(json.dumps(bad))
+
+    def freeze(self) -> None:
+        """Have it be read-only from now on."""
+        self._bad.write_text(json.dumps(READ_ONLY))
 
     def heal(self) -> None:
         """Have all sectors be good."""
@@ -205,3 +211,32 @@ def test_a_file_of_the_store_s_own_on_a_bad_sector_is_told_and_can_be_made_anew(
     with Store(disk.store, memory=0) as store:
         assert missing(store) == set()
     assert doctor.examine(disk.store) == []
+
+
+def test_who_reads_goes_on_when_the_disk_turns_read_only(
+    disk: Disk, mountpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with castore_fuse.mounted(disk.store, mountpoint) as root, Store(disk.store, memory=0) as store:
+        hits = store.stat().disk_hits
+        damaged = payload(store, "small/007")
+        flip(*damaged[:2], 1)
+        disk.freeze()
+        for turn in range(3):
+            store._usage.due = 0.0  # what was read is to be written down with the next read
+            for name, data in VALUES.items():
+                assert store.get(name) == (None if name == "small/007" else data)
+                if name != "small/007":
+                    assert (root / name).read_bytes() == data
+            assert missing(store) == {"small/007"}
+            assert store.stat().disk_hits >= hits, turn
+        assert "not on record yet" in caplog.text
+        assert "cannot be put on record" in caplog.text
+        with pytest.raises((StoreError, OSError)):
+            store.put("new", b"new")
+        disk.heal()
+        store.put("new", b"new")
+        assert store.get("small/007") is None
+        store.flush()
+        assert store.stat().disk_hits - hits >= 6 * (len(VALUES) - 1)
+        assert store.stat().corrupt == 1
+    assert doctor.examine(disk.store)[0].what.startswith("1 blobs of 1 entries are lost")
