@@ -19,8 +19,9 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgpack
 
@@ -199,28 +200,40 @@ class Journal:
 
     def replay(self) -> Iterator[NameRecord | None]:
         """Every record that still counts, oldest first; None for each stretch that is damaged."""
-        start = max(self.snapshots(), default=0)
-        if start:
-            yield from read_segment(self.path(start, ".snapshot"))
-        for number in self.segments():
-            if number >= start:
-                yield from read_segment(self.path(number))
+        with ExitStack() as held:
+            for file in self._files(held):
+                if file is None:
+                    yield None
+                else:
+                    yield from records(file.fileno())
+
+    def _files(self, held: ExitStack) -> list[BinaryIO | None]:
+        """The files that count, open; None in place of one that cannot be opened."""
+        while True:
+            start = max(self.snapshots(), default=0)
+            paths = [self.path(start, ".snapshot")] if start else []
+            paths += [self.path(number) for number in self.segments() if number >= start]
+            files = [_opened(path, held) for path in paths]
+            # Another process may put a newer snapshot in their place, and then unlink them, without the lock: as long
+            # as there is none, these are all.
+            if max(self.snapshots(), default=0) == start:
+                return files
+            held.close()
 
 
-def read_segment(path: Path, start: int = 0) -> Iterator[NameRecord | None]:
-    """Records of one segment from byte ``start``; None for each damaged stretch, which is stepped over."""
+def _opened(path: Path, held: ExitStack) -> BinaryIO | None:
     try:
-        fd = open_regular(path)
+        return held.enter_context(open(open_regular(path), "rb"))
     except FileNotFoundError:
-        yield None
-        return
-    with open(fd, "rb") as file:
-        end = os.fstat(file.fileno()).st_size
-        position = start
-        while position < end:
-            record, following = _read_one(file.fileno(), position, end)
-            yield record
-            position = following
+        return None
+
+
+def records(fd: int) -> Iterator[NameRecord | None]:
+    """Records of a segment or snapshot; None for each damaged stretch, which is stepped over."""
+    position, end = 0, os.fstat(fd).st_size
+    while position < end:
+        record, position = _read_one(fd, position, end)
+        yield record
 
 
 def _read_one(fd: int, position: int, end: int) -> tuple[NameRecord | None, int]:

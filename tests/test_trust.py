@@ -199,17 +199,17 @@ def test_the_memory_tier_serves_only_what_it_checked(tmp_path: Path, codec: str,
         assert store.get("a") == data
 
 
-def test_a_damaged_pack_loses_one_blob_when_it_is_compacted(store: Store) -> None:
+def test_a_damaged_pack_loses_the_blob_whose_bytes_are_hit_when_it_is_compacted(store: Store) -> None:
     values = {f"n/{i}": text(2_000, i) for i in range(60)}
     store.put_many(values.items())
     path, offset, _ = payload(store, "n/55")
-    flip(path, offset - HEAD_SIZE)
+    flip(path, offset - HEAD_SIZE)  # its head alone: the bytes are right
     path, offset, length = payload(store, "n/57")
     flip(path, offset + length // 2)
     store.delete_many(f"n/{i}" for i in range(50))
     assert len(store.gc(grace=0).packs) == 1
     for i in range(50, 60):
-        expected = None if i in (55, 57) else values[f"n/{i}"]
+        expected = None if i == 57 else values[f"n/{i}"]
         assert store.get(f"n/{i}") == expected
     recount(store)
 

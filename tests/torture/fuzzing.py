@@ -16,7 +16,7 @@ from pathlib import Path
 import blake3
 
 from castore import CastoreError, settings
-from castore.journal import pack_record, read_segment
+from castore.journal import pack_record, records
 from castore.names import check_name, check_prefix
 from castore.objects.decode import BlobReader
 from castore.objects.encode import encode, encode_one, encode_small, slices
@@ -68,10 +68,13 @@ def pack_records(data: bytes) -> None:
 
 
 def journal(data: bytes) -> None:
-    os.close(_written(data))
-    for found in read_segment(_FILE):
-        if found is not None:
-            assert check_name(found.name) == found.name
+    fd = _written(data)
+    try:
+        for found in records(fd):
+            if found is not None:
+                assert check_name(found.name) == found.name
+    finally:
+        os.close(fd)
 
 
 def names(data: bytes) -> None:
