@@ -35,20 +35,17 @@ def compare(index: Index) -> Agreement:
     """Compare them. Takes the write lock only if they seem to differ, and then for what differs."""
     with closing(JournalTail(index.journal, index.beacon)) as tail:
         said, damaged = _last_words(index)
-        known = dict(index.rows("SELECT name, digest FROM entries"))
-        differing = {name for name, digest in said.items() if known.get(name) != digest}
-        differing.update(name for name in known if name not in said)
+        differing = _differing(index, said)
         if not differing and not damaged:
             return _AGREED
-        del known
         with index.write() as txn:
             appended = tail.poll()
-            if (
-                appended is None or damaged
-            ):  # a rotation, or a record that was being written, looks like damage
+            if appended is None or damaged:
+                # Rotated twice; or a record that was just being written, which looks like damage.
                 said, damaged = _last_words(index)
-                differing |= said.keys() | {name for (name,) in index.rows("SELECT name FROM entries")}
-            for name, digest, *_ in appended or ():
+                differing = _differing(index, said)
+                appended = []
+            for name, digest, *_ in appended:
                 differing.add(name)
                 if digest is None:
                     said.pop(name, None)
@@ -58,6 +55,14 @@ def compare(index: Index) -> Agreement:
     wrong = {name: said.get(name) for name, digest in known.items() if digest != said.get(name)}
     forgotten = {name: digest for name, digest in wrong.items() if digest is not None and known[name] is None}
     return Agreement(forgotten, len(wrong), damaged)
+
+
+def _differing(index: Index, said: dict[str, bytes]) -> set[str]:
+    """The names that have another digest in the index than in ``said``, or are in one only."""
+    known = dict(index.rows("SELECT name, digest FROM entries"))
+    differing = {name for name, digest in said.items() if known.get(name) != digest}
+    differing.update(name for name in known if name not in said)
+    return differing
 
 
 def _last_words(index: Index) -> tuple[dict[str, bytes], int]:
