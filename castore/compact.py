@@ -7,6 +7,7 @@ another. Readers that hold the old file go on reading it.
 
 from __future__ import annotations
 
+import os
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,6 @@ from castore.index import Index
 from castore.objects.directory import ObjectDirectory, check_row
 from castore.objects.packs import FILE_HEAD, HEAD_SIZE, Damage, PackRecord, read_record, record, scan
 from castore.records import Blob
-from castore.sectors import read_around
 from castore.transaction import Write
 from castore.turns import Turns
 
@@ -170,4 +170,4 @@ def _move_rest(store: Store, txn: Write, fd: int, pack: int) -> None:
         except (CorruptError, FileNotFoundError):
             txn.lose_blob(blob)
         else:
-            write_anew(store, txn, blob, read_around(fd, blob.stored, blob.offset))
+            write_anew(store, txn, blob, os.pread(fd, blob.stored, blob.offset))

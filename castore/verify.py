@@ -6,6 +6,7 @@ lists what cannot be read. Where the bytes are right, and only what is said of t
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +20,6 @@ from castore.objects.decode import BlobReader
 from castore.objects.frames import frame_count
 from castore.objects.packs import read_record
 from castore.records import LOOSE, LOST, Blob
-from castore.sectors import read_around
 
 if TYPE_CHECKING:
     from castore.store import Store
@@ -130,7 +130,7 @@ def _check_placement(store: Store, reader: BlobReader) -> str | None:
     except CorruptError as error:
         with store.index.write() as txn:
             if txn.blob(blob.digest) == blob:
-                write_anew(store, txn, blob, read_around(reader.fileno(), blob.stored, blob.offset))
+                write_anew(store, txn, blob, os.pread(reader.fileno(), blob.stored, blob.offset))
         return f"{error}; the bytes are right, and have been written anew"
     return None
 
