@@ -6,13 +6,18 @@ Chance comes from a seed that a failing test prints. Nothing here decides what i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from castore import CastoreError, Store
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.packs import HEAD_SIZE
+from castore_fuse import mountpoints
 from tests.helpers import mixed, noise, payload, text
 
 CODECS = ("zstd", "lz4", "gzip", "none")
@@ -94,3 +99,22 @@ def files_below(folder: Path) -> dict[str, tuple[int, int, int]]:
             status = path.lstat()
             found[os.fspath(path)] = status.st_mode, status.st_size, status.st_mtime_ns
     return found
+
+
+@contextmanager
+def shim(root: Path, *command: str | Path) -> Iterator[None]:
+    """A file system that a Python program of ours serves at ``root``, for as long as the block runs."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen([sys.executable, *command], env=environment)
+    try:
+        deadline = time.monotonic() + 20
+        while mountpoints.mount_at(root) is None:
+            assert time.monotonic() < deadline, "the shim did not mount"
+            assert process.poll() is None, "the shim ended"
+            time.sleep(0.02)
+        yield
+    finally:
+        if mountpoints.mount_at(root):
+            mountpoints.detach(root, lazy=True)
+        process.terminate()
+        process.wait(20)

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,10 +16,9 @@ import pytest
 import castore_fuse
 from castore import CorruptError, Store, StoreError, doctor
 from castore.objects.packs import HEAD_SIZE
-from castore_fuse import mountpoints
 from tests.helpers import flip, mixed, noise, payload
 from tests.torture.bad_sectors_fs import READ_ONLY
-from tests.torture.hurting import errno_of
+from tests.torture.hurting import errno_of, shim
 
 Figure = Callable[[str], None]
 PAGE = 4096
@@ -64,24 +59,11 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     folder.mkdir()
     root.mkdir()
     disk = Disk(folder, root, bad)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command: list[str | Path] = [sys.executable, "-m", "tests.torture.bad_sectors_fs", folder, root, bad]
-    shim = subprocess.Popen(command, env=environment)
-    try:
-        deadline = time.monotonic() + 20
-        while mountpoints.mount_at(root) is None:
-            assert time.monotonic() < deadline, "the shim did not mount"
-            assert shim.poll() is None, "the shim ended"
-            time.sleep(0.02)
+    with shim(root, "-m", "tests.torture.bad_sectors_fs", folder, root, bad):
         with Store(disk.store, memory=0) as store:
             for name, data in VALUES.items():
                 store.put(name, data)
         yield disk
-    finally:
-        if mountpoints.mount_at(root):
-            mountpoints.detach(root, lazy=True)
-        shim.terminate()
-        shim.wait(20)
 
 
 def spoil_objects(disk: Disk) -> tuple[set[str], set[str]]:

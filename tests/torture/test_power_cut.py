@@ -11,7 +11,6 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from castore import CastoreError, Store, doctor
-from castore_fuse import mountpoints
 from tests.helpers import mixed, noise
+from tests.torture.hurting import shim
 from tests.torture.powercut import Disk, events
 
 Scale = Callable[[Any, Any], Any]
@@ -68,19 +67,8 @@ def recording(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     folder, root, log = tmp_path / "behind", tmp_path / "root", tmp_path / "log"
     folder.mkdir()
     root.mkdir()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    shim = subprocess.Popen([sys.executable, SHIM, folder, root, log], env=environment)
-    try:
-        deadline = time.monotonic() + 20
-        while mountpoints.mount_at(root) is None:
-            assert time.monotonic() < deadline, "the shim did not mount"
-            assert shim.poll() is None, "the shim ended"
-            time.sleep(0.02)
+    with shim(root, SHIM, folder, root, log):
         yield root, log
-    finally:
-        if mountpoints.mount_at(root):
-            mountpoints.detach(root, lazy=True)
-        shim.wait(20)
 
 
 class Acknowledged:
