@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +24,21 @@ from tests.torture.crowd import crowd
 from tests.torture.random_kills import kill_at_random
 from tests.torture.windows import WINDOWS, Window
 
+HERE = Path(__file__).parent
 #: What every Python that a test starts imports first.
-GRANTED = Path(__file__).with_name("granted")
+GRANTED = HERE / "granted"
+#: What the other tests here do not repeat: damage, disks, input, mounts and power cuts. The quick form has the first two.
+OTHERS = (
+    "torture/test_power_cut.py",
+    "torture/test_damage.py",
+    "torture/test_full_disk.py",
+    "torture/test_index_rot.py",
+    "torture/test_hostile.py",
+    "torture/test_isolation.py",
+    "torture/test_repair.py",
+    "mount/test_session_life.py",
+    "mount/test_mounting.py",
+)
 
 
 @pytest.fixture
@@ -111,3 +127,20 @@ def test_without_locks_several_may_compute_and_all_get_the_same_whole_answer(
     assert computed > 20, "nobody computed twice: the locks were not broken"
     figure(f"8 processes asked for 20 keys: {computed} computations instead of 20, all answers right")
     agrees_with_disk(store)
+
+
+@pytest.mark.timeout(900)  # as each of them has two minutes
+@pytest.mark.parametrize("others", OTHERS if LONG else OTHERS[:2])
+def test_without_locks_all_else_holds_too(others: str, daemons: Path, figure: Callable[[str], None]) -> None:
+    """The tests of another file, in their quick form, in a process whose locks are broken from its first line on."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE.parent / others)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(GRANTED), *filter(None, sys.path)))}
+    environment.pop("CASTORE_TORTURE", None)
+    run = subprocess.run(
+        command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    assert daemons.exists(), "the locks were not broken"
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed, run.stdout
+    figure(f"{others}: {passed[1]} tests passed without locks")
