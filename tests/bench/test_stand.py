@@ -33,6 +33,16 @@ def rows(bench):
         (bench.work / "closed").touch()
 '''
 
+_BROKEN = '''\
+"""A suite with a mistake in it."""
+TITLE = "Broken"
+ABOUT = "Nothing is measured."
+
+
+def rows(bench):
+    yield from [1 / 0]
+'''
+
 Run = Callable[..., None]
 
 
@@ -41,6 +51,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """`python -m tools.bench --suite tiny …`, with every folder that it writes to below `tmp_path`."""
     (tmp_path / "suites").mkdir()
     (tmp_path / "suites" / "tiny.py").write_text(_SUITE)
+    (tmp_path / "suites" / "broken.py").write_text(_BROKEN)
     monkeypatch.setattr(suites, "__path__", [*suites.__path__, str(tmp_path / "suites")])
     for name in ("WORK", "RESULTS", "PICTURES", "PROJECT"):
         monkeypatch.setattr(stand, name, tmp_path / name.lower())
@@ -48,7 +59,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     (tmp_path / "project").mkdir()
 
     def main(*words: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["bench", "--suite", "tiny", *words])
+        monkeypatch.setattr(sys, "argv", ["bench", *words, "--suite", "tiny"])
         stand.main()
 
     return main
@@ -71,6 +82,17 @@ def test_a_run_writes_the_page_and_ends_with_all_goals(
         == 5
     )
     assert (tmp_path / "work" / "tiny" / "closed").exists()
+
+
+def test_a_suite_that_breaks_costs_the_others_nothing(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"broke: broken \("):
+        run("--suite", "broken", "--quick", "--rounds", "1")
+    said = capsys.readouterr().out
+    assert "ZeroDivisionError" in said
+    assert "tiny: 1 of 2 reached" in said
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["tiny-quick.json"]
 
 
 def test_a_quick_run_leaves_the_page_alone(run: Run, tmp_path: Path) -> None:

@@ -6,17 +6,18 @@ matplotlib only where it draws: only the benchmarks' environment has it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from tools.bench import report
 from tools.bench.harness import Result
 
 _BLACK, _ORANGE, _BLUE, _GREEN, _RED = "#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00"
 _PURPLE = "#CC79A7"
+Style: TypeAlias = tuple[str, str, str, float, float]
 # In the order in which lines are given: colour, marker, dashes, width, size of marker.
-_STYLES = [
+_STYLES: list[Style] = [
     (_BLACK, "s", "--", 1.2, 8.0),
     (_RED, "o", "-", 2.2, 5.0),
     (_BLUE, "x", "-", 1.2, 7.0),
@@ -25,6 +26,15 @@ _STYLES = [
     (_ORANGE, "v", "-", 1.2, 6.0),
 ]
 _STAR = (_ORANGE, "*", "none", 0.0, 13.0)
+
+
+def styled(lines: Mapping[str, Sequence[float]]) -> Iterator[tuple[tuple[str, Sequence[float]], Style]]:
+    """Each line with a style of its own.
+
+    Raises:
+        ValueError: There are more lines than styles.
+    """
+    return zip(lines.items(), _STYLES[: len(lines)], strict=True)
 
 
 def hit_rates(
@@ -45,9 +55,7 @@ def hit_rates(
     """
     figure, panels = _subplots(1, len(rates), (3.1 * len(rates), 3.6))
     for panel, (trace, lines) in zip(panels, rates.items(), strict=True):
-        for (policy, values), (colour, marker, dashes, width, size) in zip(
-            lines.items(), _STYLES, strict=True
-        ):
+        for (policy, values), (colour, marker, dashes, width, size) in styled(lines):
             # Open markers: where policies agree, all of them stay visible.
             panel.plot(
                 [100 * part for part in parts],
@@ -171,7 +179,7 @@ def growth(path: Path, sizes: Sequence[int], costs: Mapping[str, Sequence[float]
         costs: by operation, seconds for each of ``sizes``.
     """
     figure, (panel,) = _subplots(1, 1, (5.6, 4.2))
-    for (what, seconds), (colour, marker, dashes, width, size) in zip(costs.items(), _STYLES, strict=True):
+    for (what, seconds), (colour, marker, dashes, width, size) in styled(costs):
         panel.plot(
             sizes, [1e3 * value for value in seconds],
             color=colour, marker=marker, linestyle=dashes, linewidth=width, markersize=size, label=what,
