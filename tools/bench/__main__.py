@@ -77,7 +77,9 @@ def main() -> None:
 def _compile() -> None:
     """Have our modules compiled, as pip leaves those of the peers, also where PYTHONDONTWRITEBYTECODE forbids to do it on import."""
     for package in (castore, castore_fuse):
-        compileall.compile_dir(Path(package.__path__[0]), quiet=1)
+        folder = Path(package.__path__[0])
+        if not compileall.compile_dir(folder, quiet=1):
+            sys.exit(f"bench: the modules of {folder} cannot be compiled (why stands above)")
 
 
 def _measure(name: str, options: argparse.Namespace, console: Console) -> None:
