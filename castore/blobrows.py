@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 from castore.records import LOST, Blob
-from castore.statements import ADD_BLOB, ADD_BLOBS, BLOB_OF
+from castore.statements import ADD_BLOB, ADD_BLOBS, BLOB_COLUMNS, BLOB_OF, UNCOUNT_REFS
 
 #: Keys of one question: each is a parameter of its statement.
 _KEYS = 1000
@@ -94,6 +95,25 @@ class BlobRows:
             return False
         self._blob_gone(blob)
         return True
+
+    def uncount(self, names: Counter[bytes], going: Container[bytes]) -> list[Blob]:
+        """Take off each blob as many names as it has lost to gc, and forget those of ``going`` that have none left.
+
+        Returns:
+            The blobs that were forgotten.
+        """
+        rows = self._among(
+            f"SELECT {BLOB_COLUMNS}, refs FROM blobs WHERE digest", [one for one in names if one in going]
+        )
+        last = [Blob._make(row[:-1]) for row in rows if row[-1] == names[row[0]]]
+        self.db.executemany("DELETE FROM blobs WHERE digest = ?", [(blob.digest,) for blob in last])
+        for blob in last:
+            self._blob_gone(blob)
+            del names[blob.digest]
+        # It was gc that let go of the others: nobody is about to name them, so no grace is owed, and an orphan is as old
+        # as time.
+        self.db.executemany(UNCOUNT_REFS, [(digest, 0.0, count) for digest, count in names.items()])
+        return last
 
     def _blob_gone(self, blob: Blob) -> None:
         if blob.pack <= 0:  # what lies in packs never has any

@@ -16,12 +16,14 @@ few seconds may be chosen as if it had not been. It is then a miss, never wrong.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator
 from contextlib import closing
 from itertools import islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from castore import compact, leftovers, mounts
+from castore import compact, leftovers, mounts, released
 from castore.ballast import free_bytes, is_short
 from castore.clearance import Clearance
 from castore.errors import FullError
@@ -40,7 +42,10 @@ _T = TypeVar("_T")
 GRACE_SECONDS = 60.0
 #: A put that passes the budget evicts down to this part of it, so that the next ones do not evict at once again.
 ROOM = 0.9
+#: Entries or blobs of one transaction, and where the disk is nearly full.
 _BATCH, _SMALL_BATCH = 500, 50
+#: Entries that go before their blobs do: enough for several on each page of ten million blobs.
+_PART = 250_000
 #: What the index's log takes while a pack is rewritten, roughly.
 _LOG_ROOM = 512 * 1024
 
@@ -49,10 +54,13 @@ _FREE = (
     "e.pinned = 0 AND NOT EXISTS (SELECT 1 FROM mounts m WHERE m.pinned AND"
     " (m.prefix = '' OR e.name = m.prefix OR (e.name > m.prefix || '/' AND e.name < m.prefix || '0')))"
 )
-_CANDIDATES = (
-    "SELECT e.name, e.digest, e.accessed, coalesce(b.stored, 0), coalesce(b.refs, 1), coalesce(b.pack, 0)"
-    f" FROM entries e LEFT JOIN blobs b ON b.digest = e.digest WHERE {_FREE}"
+_BY_LAST_USE = (
+    "SELECT e.name, CAST(e.digest AS BLOB), e.accessed, coalesce(b.stored, 0), coalesce(b.refs, 1), coalesce(b.pack, 0)"
+    f" FROM entries e LEFT JOIN blobs b ON b.digest = e.digest WHERE {_FREE} ORDER BY e.accessed <= ?, e.accessed"
 )
+_EXPIRED = f"SELECT name, CAST(digest AS BLOB), accessed FROM entries e WHERE {_FREE} AND expires <= ?"
+_BLOBS = "SELECT digest, stored, refs, pack FROM blobs WHERE digest IN (%s)"
+_NO_BLOB = (0, 1, 0)
 
 
 class Candidate(NamedTuple):
@@ -176,7 +184,6 @@ def select(
 
 
 def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selection:
-    rows = index.rows(f"{_CANDIDATES} AND e.expires <= ?", (now,))
     orphans = index.rows(
         "SELECT digest, stored, pack, orphaned FROM blobs WHERE orphaned IS NOT NULL AND refs = 0"
     )
@@ -186,9 +193,9 @@ def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selec
     aged = (
         Orphan(digest, size, pack, when if when <= ahead else 0.0) for digest, size, pack, when in orphans
     )
-    by_last_use = index.rows(f"{_CANDIDATES} ORDER BY e.accessed <= ?, e.accessed", (ahead,))
+    by_last_use = index.rows(_BY_LAST_USE, (ahead,))
     return select(
-        (Candidate(*row) for row in rows),
+        _expired(index, now),
         aged,
         (Candidate(*row) for row in by_last_use),
         stored=index.totals().stored,
@@ -197,11 +204,24 @@ def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selec
     )
 
 
+def _expired(index: Index, now: float) -> Iterator[Candidate]:
+    """Free entries whose time is over, in the order of digests: a look at each blob goes once through their tree."""
+    rows = iter(sorted(index.rows(_EXPIRED, (now,)), key=itemgetter(1)))
+    while some := list(islice(rows, _BATCH)):
+        digests = [digest for _, digest, _ in some]
+        found = index.rows(_BLOBS % ",".join("?" * len(digests)), digests)
+        blobs = {digest: known for digest, *known in found}
+        for name, digest, accessed in some:
+            yield Candidate(name, digest, accessed, *blobs.get(digest, _NO_BLOB))
+
+
 def run(store: Store, budget: int | None, grace: float, *, dry_run: bool) -> Plan:
     """Collect. See `Store.gc`."""
     index = store.index
     store.flush()
     mounts.forget_dead(index)
+    if not dry_run:
+        _uncount(store, ())  # what a killed gc left
     now = time.time()
     stored = index.totals().stored
     chosen = _choose(index, budget, grace, now)
@@ -251,20 +271,36 @@ def _remove(store: Store, chosen: Selection, now: float) -> None:
         (entry.name, entry.digest, None) for entry in chosen.expired
     ]
     entries += [entry[:3] for entry in chosen.evicted]
-    for batch in _batches(store, entries):
-        with store.index.write() as txn:
-            # A mount is on the list before it answers, which takes this lock: there is none that knows these names.
-            alone = not mounts.are_there(txn)
-            count, gone = txn.evict_entries(batch, now, going if alone else ())
-        evicted += count
-        _unlink(store, gone)
-        if not alone:
-            remove_blobs(store, [digest for _, digest, _ in batch if digest in going])
+    # Digests that are near each other go together, so that a part has many on each page of the blobs' tree.
+    entries.sort(key=itemgetter(1))
+    for part in _batches(store, entries, _PART):
+        for batch in _batches(store, sorted(part, key=lambda entry: str(entry[0]))):  # bytes in a damaged row
+            with store.index.write() as txn:
+                digests = txn.evict_entries(batch, now)
+                released.note(txn, digests)
+            evicted += len(digests)
+        released.sort(store.index)
+        _uncount(store, going)
     with store.index.write() as txn:
         txn.execute(
             "INSERT INTO counters VALUES ('evictions', ?1) ON CONFLICT (name) DO UPDATE SET value = value + ?1",
             (evicted,),
         )
+
+
+def _uncount(store: Store, going: Container[bytes]) -> None:
+    """Take the entries that are gone off their blobs' counts, and forget the blobs of ``going`` that have none left."""
+    turns = Turns()
+    while released.are_there(store.index):
+        with store.index.write() as txn:
+            digests = released.take(txn)
+            # A mount is on the list before it answers, which takes this lock: there is none that knew their names.
+            alone = not mounts.are_there(txn)
+            gone = txn.uncount(Counter(digests), going if alone else ())
+        _unlink(store, gone)
+        if not alone and (unnamed := [digest for digest in digests if digest in going]):
+            remove_blobs(store, unnamed)
+        turns.give()
 
 
 def remove_blobs(store: Store, digests: list[bytes]) -> None:
@@ -305,6 +341,7 @@ def make_room(store: Store, need: int) -> None:
     assert max_size is not None
     mounts.forget_dead(store.index)
     store.flush()
+    _uncount(store, ())  # what a killed gc left
     # Others may fill the room as it is made: it is only missing for good when there is nothing left to take.
     while (before := store.index.totals()).stored + need > max_size:
         now = time.time()
@@ -315,10 +352,10 @@ def make_room(store: Store, need: int) -> None:
             raise full(need, max_size)
 
 
-def _batches(store: Store, items: list[_T]) -> Iterator[list[_T]]:
-    """The items in pieces of what goes in one transaction: small ones where the disk has no room for a long log."""
+def _batches(store: Store, items: list[_T], size: int = _BATCH) -> Iterator[list[_T]]:
+    """The items in pieces of that many, or of few where the disk has no room for a long log."""
     rest, turns = iter(items), Turns()
-    while batch := list(islice(rest, _SMALL_BATCH if (short := is_short(store.path)) else _BATCH)):
+    while batch := list(islice(rest, _SMALL_BATCH if (short := is_short(store.path)) else size)):
         yield batch
         if short:
             store.index.shrink_log()

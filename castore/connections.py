@@ -17,12 +17,19 @@ from castore.forks import reset_after_fork
 
 #: Seconds a writer waits for others.
 BUSY_SECONDS = 120.0
+#: Pages in the log with which a commit brings it into the index, which takes a tenth of a second or more.
+CHECKPOINT_PAGES = 8000
 # Where SQLite's shared locks lie in the file, and how many bytes they are.
 _SHARED_FIRST, _SHARED_SIZE = 0x40000002, 510
 
 # Connections of a parent, kept so that a child never closes them: closing would drop SQLite's locks and could delete
 # the WAL under the parent.
 _inherited: list[object] = []
+
+
+def checkpoint_at(db: sqlite3.Connection, pages: int) -> None:
+    """Have the commits of a connection bring the log into the index once it has that many pages."""
+    db.execute(f"PRAGMA wal_autocheckpoint = {pages}")
 
 
 class Connections:
@@ -79,7 +86,7 @@ class Connections:
         db.execute("PRAGMA page_size = 2048")
         _use_wal(db)
         db.execute(f"PRAGMA synchronous = {'FULL' if self._durable else 'NORMAL'}")
-        db.execute("PRAGMA wal_autocheckpoint = 8000")
+        checkpoint_at(db, CHECKPOINT_PAGES)
         db.execute("PRAGMA cache_size = -8192")
         with self._lock:
             # Threads come and go; what the gone ones leave open would use up the process's descriptors.

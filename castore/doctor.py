@@ -118,6 +118,8 @@ def _index_damage(file: Path) -> str | None:
     try:
         db = sqlite3.connect(file, timeout=120, isolation_level=None)
         try:
+            if 0 < db.execute("PRAGMA user_version").fetchone()[0] < schema.SCHEMA_VERSION:
+                schema.migrate(db)  # as opening the store would
             (row,) = db.execute("PRAGMA integrity_check(1)").fetchone()
             return row if row != "ok" else schema.foreign(db) or _senseless(db)
         finally:
@@ -145,9 +147,11 @@ _SENSELESS_CHECKSUMS = (
     f" AND b.size > {FRAME_SIZE} AND (typeof(c.frames) != 'blob' OR length(c.frames) % 8)"
 )
 
+_SENSELESS_RELEASED = "SELECT 1 FROM released WHERE typeof(digests) != 'blob' OR length(digests) % 32"
+
 
 def _senseless(db: sqlite3.Connection) -> str | None:
-    questions = (_SENSELESS_BLOB, _SENSELESS_ENTRY, _SENSELESS_CHECKSUMS)
+    questions = (_SENSELESS_BLOB, _SENSELESS_ENTRY, _SENSELESS_CHECKSUMS, _SENSELESS_RELEASED)
     if any(db.execute(f"{sql} LIMIT 1").fetchone() for sql in questions):
         return "it has rows that cannot be"
     sql = "SELECT name, digest, serializer, metadata, checked FROM entries"

@@ -18,7 +18,7 @@ from typing import NoReturn, TypeVar
 
 from castore.ballast import free_bytes
 from castore.beacon import CHANGED, EPOCH, Beacon
-from castore.connections import BUSY_SECONDS, Connections
+from castore.connections import BUSY_SECONDS, CHECKPOINT_PAGES, Connections, checkpoint_at
 from castore.errors import FullError, StoreError
 from castore.forks import fork_gate, reset_after_fork
 from castore.journal import Journal, pack_record
@@ -110,7 +110,7 @@ class Index(Questions):
         try:
             if version < SCHEMA_VERSION:
                 migrate(db)
-            elif (wrong := foreign(db)) is not None:
+            if (wrong := foreign(db)) is not None:
                 raise self.damaged(wrong)
         except SQL_ERRORS as error:
             self.fail(error)
@@ -236,17 +236,25 @@ class Index(Questions):
     def record_use(
         self, touched: dict[str, float], counts: dict[str, int], patience: float = BUSY_SECONDS
     ) -> None:
-        """Add last accesses and counts in one transaction."""
-        with self.write(patience) as txn:
-            self.beacon.settle_all()  # in case that a writer was killed before it could
-            txn.executemany(
-                "UPDATE entries SET accessed = ?1 WHERE name = ?2 AND (accessed < ?1 OR accessed > ?1 + ?3)",
-                [(when, name, CLOCK_SLACK) for name, when in list(touched.items())],
-            )
-            txn.executemany(
-                "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2",
-                list(counts.items()),
-            )
+        """Add last accesses and counts in one transaction.
+
+        It is readers who do this: they leave checkpoints to writers for as long as there are any.
+        """
+        db = self.connection()
+        checkpoint_at(db, 4 * CHECKPOINT_PAGES)
+        try:
+            with self.write(patience) as txn:
+                self.beacon.settle_all()  # in case that a writer was killed before it could
+                txn.executemany(
+                    "UPDATE entries SET accessed = ?1 WHERE name = ?2 AND (accessed < ?1 OR accessed > ?1 + ?3)",
+                    [(when, name, CLOCK_SLACK) for name, when in list(touched.items())],
+                )
+                txn.executemany(
+                    "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2",
+                    list(counts.items()),
+                )
+        finally:
+            checkpoint_at(db, CHECKPOINT_PAGES)
 
     def shrink_log(self) -> None:
         """Bring what the log holds into the index and give its room back to the disk, unless a reader needs it."""

@@ -29,6 +29,13 @@ _SET_NAME = (
     " VALUES (?1, ?2, 0, ?3, ?4, ?5, ?6, ?5, ?7, ?8)"
 )
 
+# A digest for each name that its blob counts: of the entries, and of those that gc has removed but not taken off yet.
+_NAMED = (
+    "SELECT digest FROM entries UNION ALL SELECT digest FROM (WITH RECURSIVE cut (digest, rest) AS ("
+    "SELECT substr(digests, 1, 32), substr(digests, 33) FROM released UNION ALL"
+    " SELECT substr(rest, 1, 32), substr(rest, 33) FROM cut WHERE length(rest) > 0) SELECT digest FROM cut)"
+)
+
 
 class Rebuilt(NamedTuple):
     """What a rebuild found.
@@ -73,7 +80,7 @@ def rebuild(
     damaged: list[str] = []
     with index.write() as txn:
         apply_migrations(index.connection())
-        for table in ("entries", "blobs", "checksums", "packs"):
+        for table in ("entries", "blobs", "checksums", "packs", "released"):
             txn.execute(f"DELETE FROM {table}")
         for blob, checksums in _blobs(objects, txn, damaged, progress):
             txn.execute(_ADD_BLOB, blob)
@@ -153,6 +160,7 @@ def recount(txn: Write) -> None:
     txn.execute("UPDATE blobs SET orphaned = NULL WHERE refs > 0")
     txn.execute("UPDATE blobs SET orphaned = ? WHERE refs = 0 AND orphaned IS NULL", (time.time(),))
     txn.execute("DROP TABLE temp.named")
+    txn.execute("DELETE FROM released")
     txn.execute(
         "UPDATE totals SET (entries, logical) = (SELECT count(*), coalesce(sum(size), 0) FROM entries),"
         " (blobs, uniq, stored) = (SELECT count(*), coalesce(sum(size), 0), coalesce(sum(stored), 0) FROM blobs)"
@@ -172,13 +180,14 @@ def is_counted_right(index: Index) -> bool:
 def _is_counted_right(db: sqlite3.Connection, totals: Totals) -> bool:
     row = db.execute(
         "SELECT (SELECT count(*) FROM entries), (SELECT coalesce(sum(size), 0) FROM entries), count(*),"
-        " coalesce(sum(size), 0), coalesce(sum(stored), 0), coalesce(sum(refs), 0) FROM blobs"
+        " coalesce(sum(size), 0), coalesce(sum(stored), 0), coalesce(sum(refs), 0),"
+        " (SELECT coalesce(sum(length(digests) / 32), 0) FROM released) FROM blobs"
     ).fetchone()
     # Totals first, references by their sum, then one by one.
-    if tuple(row[:5]) != tuple(totals) or row[5] != row[0]:
+    if tuple(row[:5]) != tuple(totals) or row[5] != row[0] + row[6]:
         return False
     wrong = (
-        "SELECT 1 FROM (SELECT digest, count(*) AS named FROM entries GROUP BY digest) n"
+        f"SELECT 1 FROM (SELECT digest, count(*) AS named FROM ({_NAMED}) GROUP BY digest) n"
         " JOIN blobs b ON b.digest = n.digest WHERE b.refs != n.named"
         " UNION ALL SELECT 1 FROM blobs WHERE (refs = 0) != (orphaned IS NOT NULL)"
         " UNION ALL SELECT 1 FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.size != b.size LIMIT 1"

@@ -15,7 +15,7 @@ import sqlite3
 from functools import cache
 
 #: `PRAGMA user_version` of an index that has all the migrations below.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _TABLES = """
 CREATE TABLE blobs (
@@ -43,6 +43,7 @@ CREATE INDEX entries_expires ON entries (expires) WHERE expires IS NOT NULL;
 CREATE INDEX blobs_orphaned ON blobs (orphaned) WHERE orphaned IS NOT NULL;
 CREATE INDEX blobs_loose ON blobs (size) WHERE pack = 0;
 """
+_RELEASED = "CREATE TABLE released (id INTEGER PRIMARY KEY AUTOINCREMENT, digests BLOB NOT NULL);"
 
 
 def foreign(connection: sqlite3.Connection) -> str | None:
@@ -67,7 +68,7 @@ def foreign(connection: sqlite3.Connection) -> str | None:
 @cache
 def _known() -> dict[str, str]:
     """What makes each table and index, by its name."""
-    statements = [text.strip().removesuffix(";") for text in _statements(_TABLES)]
+    statements = [text.strip().removesuffix(";") for text in _statements(f"{_TABLES}{_RELEASED}\n")]
     return {text.split()[2]: text for text in statements if text.startswith("CREATE")}
 
 
@@ -104,6 +105,10 @@ def apply_migrations(connection: sqlite3.Connection) -> None:
     def tables(db: Database) -> None:
         for statement in _statements(_TABLES):
             db.execute(statement)
+
+    @migrations(name="released")
+    def released(db: Database) -> None:
+        db.execute(_RELEASED)
 
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

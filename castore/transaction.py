@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from castore.blobrows import BlobRows
@@ -25,7 +24,6 @@ from castore.statements import (
     ADD_ENTRY,
     ADD_TOTALS,
     BETWEEN,
-    BLOB_COLUMNS,
     COUNT_REF,
     POINT_ENTRY,
     UNCOUNT_REFS,
@@ -251,21 +249,20 @@ class Write(BlobRows):
         self._entry_gone(name, row[1])
         return True
 
-    def evict_entries(
-        self, chosen: Sequence[tuple[str, bytes, float | None]], now: float, going: Container[bytes]
-    ) -> tuple[int, list[Blob]]:
+    def evict_entries(self, chosen: Sequence[tuple[str, bytes, float | None]], now: float) -> list[bytes]:
         """Remove the entries that gc chose, but those that changed since: were touched, pinned, or point elsewhere.
+
+        Their blobs still count them: the caller sees to it, in this transaction, that somebody will `uncount` them.
 
         Args:
             chosen: names; the digest that gc saw each point to; and the last access that it saw, for an entry chosen as
                 least recently used, or None for an expired one, which must still be expired at ``now``.
             now: when gc looked.
-            going: digests of blobs to forget too, if no other entry names them.
 
         Returns:
-            How many entries were removed, and the blobs that were forgotten.
+            What they pointed to, a digest for each entry that was removed.
         """
-        free = "SELECT name, digest, CAST(size AS INTEGER), accessed, expires FROM entries WHERE pinned = 0 AND name"
+        free = "SELECT name, CAST(digest AS BLOB), CAST(size AS INTEGER), accessed, expires FROM entries WHERE pinned = 0 AND name"
         rows = {row[0]: row[1:] for row in self._among(free, [name for name, _, _ in chosen])}
         leaving = []
         for name, digest, used in chosen:
@@ -277,22 +274,7 @@ class Write(BlobRows):
         self.db.executemany("DELETE FROM entries WHERE name = ?", [(name,) for name, _, _ in leaving])
         for name, _, size in leaving:
             self._entry_gone(name, size)
-        return len(leaving), self._uncount(Counter(digest for _, digest, _ in leaving), going)
-
-    def _uncount(self, names: Counter[bytes], going: Container[bytes]) -> list[Blob]:
-        """Take off each blob as many names as it has lost, and forget those of ``going`` that have none left."""
-        rows = self._among(
-            f"SELECT {BLOB_COLUMNS}, refs FROM blobs WHERE digest", [one for one in names if one in going]
-        )
-        last = [Blob._make(row[:-1]) for row in rows if row[-1] == names[row[0]]]
-        self.db.executemany("DELETE FROM blobs WHERE digest = ?", [(blob.digest,) for blob in last])
-        for blob in last:
-            self._blob_gone(blob)
-            del names[blob.digest]
-        # It was gc that let go of the others: nobody is about to name them, so no grace is owed, and an orphan is as old
-        # as time.
-        self.db.executemany(UNCOUNT_REFS, [(digest, 0.0, count) for digest, count in names.items()])
-        return last
+        return [digest for _, digest, _ in leaving]
 
     def _entry_gone(self, name: str, size: int) -> None:
         self._index.forget_folders()

@@ -25,7 +25,7 @@ _COUNTERS = ("memory_hits", "disk_hits", "misses", "corrupt")
 # How long a reader that flushes waits for writers, and how many names it writes at once: each takes some 20 µs in a large
 # index, and nobody is to wait for his bytes because of many that were read before.
 _PATIENCE = 0.02
-_SLICE = 500
+_SLICE = 100
 
 
 class Usage:

@@ -13,6 +13,7 @@ import random
 import subprocess
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,9 @@ def recount(store: Store) -> None:
         sql = "SELECT count(*), coalesce(sum(size), 0), coalesce(sum(stored), 0) FROM blobs"
         blobs, unique, stored = db.execute(sql).fetchone()
         assert store.index.totals() == (entries, logical, blobs, unique, stored)
-        named = dict(db.execute("SELECT digest, count(*) FROM entries GROUP BY digest").fetchall())
+        named = Counter(dict(db.execute("SELECT digest, count(*) FROM entries GROUP BY digest")))
+        for (released,) in db.execute("SELECT digests FROM released"):
+            named.update(released[start : start + 32] for start in range(0, len(released), 32))
         for digest, refs, orphaned in db.execute("SELECT digest, refs, orphaned FROM blobs"):
             assert refs == named.pop(digest, 0)
             assert (orphaned is None) == (refs > 0)

@@ -158,7 +158,7 @@ def test_an_entry_touched_since_it_was_chosen_stays(store: Store) -> None:
             assert found is not None
             seen_at = None if name == "c" else seen[name]
             digest = found.blob.digest
-            assert txn.evict_entries([(name, digest, seen_at)], now, [digest]) == (0, [])
+            assert txn.evict_entries([(name, digest, seen_at)], now) == []
     assert names(store) == ["a", "b", "c"]
 
 

@@ -9,6 +9,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from castore import NameConflictError, Store, StoreError, doctor, settings
 from castore.objects.packs import HEAD_SIZE
 from castore.schema import SCHEMA_VERSION
-from tests.helpers import flip, in_processes, mixed, noise, payload, recount, text
+from tests.helpers import agrees_with_disk, flip, in_processes, mixed, noise, payload, recount, text
 
 
 def operations(store: Store, chance: random.Random) -> list[Callable[[], object]]:
@@ -82,6 +83,25 @@ def test_an_index_of_a_newer_castore_is_refused(tmp_path: Path) -> None:
     db.close()
     with pytest.raises(StoreError, match=r"newer castore.*upgrade"):
         Store(tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    "first", [lambda path: Store(path).close(), doctor.examine], ids=["opened", "doctor"]
+)
+def test_an_index_of_an_older_castore_is_brought_up_to_date(
+    tmp_path: Path, first: Callable[[Path], object]
+) -> None:
+    with Store(tmp_path / "store") as store:
+        store.put("a", b"kept")
+    with closing(sqlite3.connect(tmp_path / "store/index.sqlite")) as db, db:
+        db.execute("DROP TABLE released")
+        db.execute("DELETE FROM _sqlite_migrations WHERE name = 'released'")
+        db.execute("PRAGMA user_version = 1")
+    assert not first(tmp_path / "store")
+    with Store(tmp_path / "store") as store:
+        assert store.get("a") == b"kept"
+        agrees_with_disk(store)
+    assert doctor.examine(tmp_path / "store") == []
 
 
 def test_a_file_that_is_no_index_is_refused_with_advice(tmp_path: Path) -> None:

@@ -284,6 +284,8 @@ ROWS = {
     "no checksums": "DELETE FROM checksums",
     "counts that are off": "UPDATE totals SET stored = -1, entries = 7",
     "references that are off": "UPDATE blobs SET refs = 5",
+    "released digests that are too short": "INSERT INTO released (digests) VALUES (x'0011')",
+    "a number for released digests": "INSERT INTO released (digests) VALUES (5)",
 }
 
 

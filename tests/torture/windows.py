@@ -25,6 +25,7 @@ from castore import (
     leftovers,
     mounts,
     rebuild,
+    released,
     schema,
     settings,
     writing,
@@ -55,6 +56,8 @@ PACKED = {f"packed/{number:03}": noise(60, number) for number in range(700)}
 LIVE = {name: data for name, data in PACKED.items() if int(name[-1]) < 4}
 OLDEST = {f"oldest/{number:03}": b"oldest %d" % number for number in range(500)}
 NEXT = {f"next/{number:03}": b"next %d" % number for number in range(100)}
+GOING = NEXT | OLDEST
+GOING_FIRST = dict(sorted(GOING.items())[:500])
 
 Work = Callable[[Path], object]
 There = Callable[[Store], bool]
@@ -167,6 +170,16 @@ def orphans(count: int, *, aged: bool = False) -> There:
     return look
 
 
+def counted(count: int) -> There:
+    """That many entries gone that their blobs still count, and nothing that shows on the disk."""
+
+    def look(store: Store) -> bool:
+        rows = store.index.connection().execute("SELECT length(digests) / 32 FROM released")
+        return sum(row[0] for row in rows) == count and nothing(store)
+
+    return look
+
+
 def in_two_packs(store: Store) -> bool:
     """Whether the names that compaction moves have been moved in part."""
     return len({found.blob.pack for found in store.index.find_many(list(LIVE)).values()}) == 2
@@ -244,11 +257,9 @@ def _fill_loose(store: Store) -> None:
     store.delete_many(LOOSE)
 
 
-_evict = Task(
-    within(lambda store: store.gc(max_size=0, grace=0)), within(_fill_and_pin), {**BASE, **OLDEST, **NEXT}
-)
+_evict = Task(within(lambda store: store.gc(max_size=0, grace=0)), within(_fill_and_pin), {**BASE, **GOING})
 _evict_mounted = Task(
-    within(lambda store: store.gc(max_size=0, grace=0)), within(_fill_and_mount), {**BASE, **OLDEST, **NEXT}
+    within(lambda store: store.gc(max_size=0, grace=0)), within(_fill_and_mount), {**BASE, **GOING}
 )
 _evict_loose = Task(
     within(lambda store: store.gc(max_size=0, grace=0)), within(_fill_loose_and_pin), {**BASE, **LOOSE}
@@ -348,10 +359,12 @@ WINDOWS = [
     ),
     *_of(
         "gc: entries",
-        ("within a transaction", _evict, after(Write, "evict_entries"), nothing),
-        ("between two", _evict, _committed(Write, "evict_entries"), dead(len(OLDEST)), gone(OLDEST)),
-        ("after the last", _evict, _committed(Write, "evict_entries", 2), dead(len(OLDEST) + len(NEXT)), gone({**OLDEST, **NEXT})),
-        ("between two", _evict_mounted, _committed(Write, "evict_entries"), orphans(len(OLDEST), aged=True), gone(OLDEST)),
+        ("within a transaction that removes entries", _evict, after(Write, "evict_entries"), nothing),
+        ("between two of those", _evict, _committed(Write, "evict_entries"), counted(500), gone(GOING_FIRST)),
+        ("while `released` is put in order", _evict, after(released, "note", 3), counted(600), gone(GOING)),
+        ("between two that take it out", _evict, _committed(Write, "uncount"), dead(500), gone(GOING)),
+        ("between two that take it out", _evict_mounted, _committed(Write, "uncount"), orphans(500, aged=True), gone(GOING)),
+        ("after the last", _evict, _committed(Write, "uncount", 2), dead(600), gone(GOING)),
         ("after the last", _evict_loose, before(ObjectDirectory, "remove_loose"), objects(len(LOOSE)), gone(LOOSE)),
     ),
     *_of(
