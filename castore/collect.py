@@ -341,9 +341,9 @@ def make_room(store: Store, need: int) -> None:
     assert max_size is not None
     mounts.forget_dead(store.index)
     store.flush()
-    _uncount(store, ())  # what a killed gc left
     # Others may fill the room as it is made: it is only missing for good when there is nothing left to take.
     while (before := store.index.totals()).stored + need > max_size:
+        _uncount(store, ())  # what another gc is about to take off, or was when it was killed
         now = time.time()
         chosen = _choose(store.index, min(max_size - need, int(max_size * ROOM)), GRACE_SECONDS, now)
         if chosen.expired or chosen.evicted or chosen.blobs:

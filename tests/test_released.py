@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from castore import Store, doctor, released
+from castore import Store, collect, doctor, released
+from castore.collect import Selection
 from tests.helpers import agrees_with_disk, in_processes, noise, object_files, recount
 
 KB = 1_000
@@ -48,6 +50,28 @@ def test_a_put_past_the_budget_takes_what_a_killed_gc_has_left_before_anything_e
         agrees_with_disk(store)
 
 
+def test_a_put_past_the_budget_counts_on_what_another_gc_is_about_to_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Store(tmp_path / "store", max_size=100 * KB, memory=0) as store:
+        store.put("kept", noise(30 * KB, 1), pin=True)
+        store.put("gone", noise(60 * KB, 2))
+        choose, calls = collect._choose, [0]
+
+        def beside_another(*arguments: Any) -> Selection:
+            calls[0] += 1
+            if calls[0] == 1:
+                with Store(store.path, memory=0) as other:
+                    _stop_before_blobs(other, ["gone"])
+            return choose(*arguments)
+
+        monkeypatch.setattr(collect, "_choose", beside_another)
+        store.put("new", noise(50 * KB, 3))
+        assert calls[0] > 1
+        assert names(store) == ["kept", "new"]
+        agrees_with_disk(store)
+
+
 def _stop_before_blobs(store: Store, leaving: list[str]) -> None:
     """Remove entries as a gc does that is killed before it comes to their blobs."""
     for name in leaving:
@@ -60,6 +84,7 @@ def _stop_before_blobs(store: Store, leaving: list[str]) -> None:
             released.note(txn, digests)
 
 
+@settings(deadline=None, max_examples=40)  # each makes a store
 @given(rows=st.lists(st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=700), max_size=6))
 def test_released_digests_come_out_in_order_and_as_often_as_they_were_noted(
     tmp_path_factory: pytest.TempPathFactory, rows: list[list[bytes]]
