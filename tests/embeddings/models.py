@@ -33,7 +33,10 @@ class Encoder(nn.Module):
 
 
 class Model(nn.Module):
-    """A head on a frozen encoder."""
+    """A head on a frozen encoder.
+
+    What it gives for a batch of another size may differ in the last bit: some processors take another kernel for it.
+    """
 
     encoder: Any
 
