@@ -195,7 +195,7 @@ def test_a_wedged_reader_keeps_nobody_waiting_and_reads_on(
 
 
 def test_a_wedged_gc_keeps_nobody_waiting_between_its_transactions(store: Store) -> None:
-    names = {f"n/{number:03}": b"%d" % number for number in range(1_200)}
+    names = {f"0/{number:04}": b"%d" % number for number in range(1_200)}
     store.put_many(names.items())
     put_kinds(store)
 
