@@ -33,10 +33,7 @@ class Encoder(nn.Module):
 
 
 class Model(nn.Module):
-    """A head on a frozen encoder.
-
-    What it gives for a batch of another size may differ in the last bit: some processors take another kernel for it.
-    """
+    """A head on a frozen encoder."""
 
     encoder: Any
 
@@ -67,6 +64,11 @@ def loader(dataset: Any = None, **options: Any) -> DataLoader[Any]:
     return DataLoader(
         data() if dataset is None else dataset, **{"batch_size": BATCH, "shuffle": True} | options
     )
+
+
+def in_batches(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """What a model gives for inputs in batches of `BATCH`: the last bit of a row may depend on the size of its batch."""
+    return torch.cat([model(batch) for batch in torch.split(inputs, BATCH)])
 
 
 def losses(model: nn.Module, batches: Iterable[Any], epochs: int = 2) -> list[float]:

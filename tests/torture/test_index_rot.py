@@ -67,10 +67,12 @@ def path(good: Healthy, tmp_path: Path) -> Path:
 
 
 def kinds_of_pages(index: Path) -> dict[str, list[int]]:
-    """The pages of an index by what they are."""
+    """The pages of an index by what they are; a table or index without rows has nothing to lose, and is none of them."""
     raw = index.read_bytes()
     kinds: dict[str, list[int]] = {"header": [0]}
     for page in range(1, len(raw) // PAGE):
+        if raw[page * PAGE] in _KINDS and raw[page * PAGE + 3 : page * PAGE + 5] == b"\0\0":
+            continue
         kinds.setdefault(_KINDS.get(raw[page * PAGE], "overflow or free"), []).append(page)
     return kinds
 
@@ -142,7 +144,7 @@ def test_a_damaged_page_of_any_kind_is_told_and_all_comes_back(
                     f"{how} in the {kind}: nobody noticed"
                 )
             all_back(path, good, unseen=size == 1 and not said)
-    assert met["error"] >= len(kinds) // 2  # some of it lies where these reads do not come
+    assert met["error"] >= len(kinds)
     figure(
         f"{met.total()} damaged pages of the index ({', '.join(sorted(kinds))}): {met['error']} errors, {met['miss']}"
         f" misses, {met['right']} not needed; 0 other bytes; after doctor all {len(good.entries)} entries were back"
