@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from castore.records import LOST, Blob
+from castore.records import HEAD_SIZE, LOST, Blob
 from castore.statements import ADD_BLOB, ADD_BLOBS, BLOB_COLUMNS, BLOB_OF, UNCOUNT_REFS
 
 #: Keys of one question: each is a parameter of its statement.
@@ -28,7 +28,8 @@ class BlobRows:
 
     def __init__(self) -> None:
         self._announce = False
-        self._blobs = self._unique = self._stored = 0
+        self._blobs = self._unique = self._stored = self._packed = 0
+        self._dead: dict[int, int] = {}
 
     def blob(self, digest: bytes) -> Blob | None:
         """The blob, lost or not, or None."""
@@ -45,6 +46,8 @@ class BlobRows:
         self._blobs += 1
         self._unique += blob.size
         self._stored += blob.stored
+        if blob.pack > 0:
+            self._packed += blob.stored + HEAD_SIZE
         if checksums is not None:
             self._keep_checksums(blob.digest, checksums)
         return True
@@ -61,12 +64,14 @@ class BlobRows:
         # In the order of the tree, which then comes by each of its pages once.
         self.db.executemany(ADD_BLOBS, sorted(blobs))
         self._blobs += len(blobs)
+        stored = sum(blob.stored for blob in blobs)
         self._unique += sum(blob.size for blob in blobs)
-        self._stored += sum(blob.stored for blob in blobs)
+        self._stored += stored
+        self._packed += stored + HEAD_SIZE * len(blobs)
 
     def move_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
         """Record where a known blob's bytes lie now; False if the pack they were moved to has been retired."""
-        sql = "SELECT CAST(size AS INTEGER), CAST(stored AS INTEGER) FROM blobs WHERE digest = ?"
+        sql = "SELECT CAST(size AS INTEGER), CAST(stored AS INTEGER), CAST(pack AS INTEGER) FROM blobs WHERE digest = ?"
         before = self.db.execute(sql, (blob.digest,)).fetchone()
         moved = self.db.execute(
             "UPDATE blobs SET size = ?2, stored = ?3, codec = ?4, pack = ?5, offset = ?6 WHERE digest = ?1"
@@ -76,6 +81,9 @@ class BlobRows:
         if moved:
             self._unique += blob.size - before[0]
             self._stored += blob.stored - before[1]
+            self._record_dies(*before[1:])
+            if blob.pack > 0:
+                self._packed += blob.stored + HEAD_SIZE
             if checksums is not None:
                 self._keep_checksums(blob.digest, checksums)
         return moved == 1
@@ -86,7 +94,9 @@ class BlobRows:
     def lose_blob(self, blob: Blob) -> None:
         """Record that a blob's bytes are gone or bad: a miss, until they are put again."""
         sql = "UPDATE blobs SET stored = 0, pack = ?, offset = 0 WHERE digest = ?"
-        self._stored -= blob.stored * self.db.execute(sql, (LOST, blob.digest)).rowcount
+        if self.db.execute(sql, (LOST, blob.digest)).rowcount:
+            self._stored -= blob.stored
+            self._record_dies(blob.stored, blob.pack)
         self._announce = True
 
     def drop_blob(self, blob: Blob) -> bool:
@@ -121,6 +131,12 @@ class BlobRows:
         self._blobs -= 1
         self._unique -= blob.size
         self._stored -= blob.stored
+        self._record_dies(blob.stored, blob.pack)
+
+    def _record_dies(self, stored: int, pack: int) -> None:
+        if pack > 0:
+            self._packed -= stored + HEAD_SIZE
+            self._dead[pack] = self._dead.get(pack, 0) + stored + HEAD_SIZE
 
     def new_pack(self) -> int:
         """Register a pack about to be written, and return its id. Ids are never used twice."""
@@ -129,6 +145,10 @@ class BlobRows:
     def has_pack(self, pack: int) -> bool:
         """Whether the pack may be written to and read from."""
         return self.db.execute("SELECT 1 FROM packs WHERE id = ?", (pack,)).fetchone() is not None
+
+    def set_dead(self, dead: dict[int, int]) -> None:
+        """Say how many bytes of each of these packs are no live record's, once they have been counted."""
+        self.db.executemany("UPDATE packs SET dead = ?2 WHERE id = ?1", list(dead.items()))
 
     def retire_pack(self, pack: int) -> None:
         """Forget a pack that holds no live blob; whoever still writes to it has to start another."""

@@ -15,8 +15,8 @@ from castore.errors import CorruptError
 from castore.index import Index
 from castore.objects.directory import ObjectDirectory, check_row
 from castore.objects.loose import DIGEST_SIZE
-from castore.objects.packs import FILE_HEAD, HEAD_SIZE, Damage, PackRecord, read_record, record, scan
-from castore.records import Blob
+from castore.objects.packs import FILE_HEAD, Damage, PackRecord, read_record, record, scan
+from castore.records import HEAD_SIZE, Blob
 from castore.transaction import Write
 from castore.turns import Turns
 
@@ -28,6 +28,8 @@ LIVE_PART = 0.5
 #: Packs smaller than this are merged once there are more than MANY_SMALL: each short-lived writer leaves one.
 SMALL = 1024 * 1024
 MANY_SMALL = 16
+#: Of all that packs hold, what may be neither live nor noted as dead before gc counts.
+UNNOTED_PART = 1 / 16
 _COUNT_LIVE = (
     f"INSERT INTO temp.live SELECT pack, stored + {HEAD_SIZE} FROM blobs WHERE pack > 0 AND digest BETWEEN ? AND ?"
     " ON CONFLICT (pack) DO UPDATE SET bytes = bytes + excluded.bytes"
@@ -41,27 +43,46 @@ def choose(index: Index, objects: ObjectDirectory, going: list[tuple[bytes, int,
 
     The least to move comes first: it makes room for the rest.
     """
-    live = _live_bytes(index)
+    held = {pack: _held(objects, pack) for (pack,) in index.rows("SELECT id FROM packs ORDER BY id")}
+    dead = _dead_bytes(index, held)
     for _, stored, pack in going:
-        if pack > 0 and pack in live:
-            live[pack] -= stored + HEAD_SIZE
-    mostly_dead, small = [], []
-    for (pack,) in index.rows("SELECT id FROM packs ORDER BY id"):
-        try:
-            size = objects.packs.path(pack).lstat().st_size
-        except FileNotFoundError:
-            mostly_dead.append(pack)  # registered by a writer that died before it made the file
-            continue
-        if live.get(pack, 0) < (size - len(FILE_HEAD)) * LIVE_PART or size <= len(FILE_HEAD):
-            mostly_dead.append(pack)
-        elif size < SMALL:
-            small.append(pack)
-    chosen = mostly_dead + (small if len(small) > MANY_SMALL else [])
-    return {pack: live.get(pack, 0) for pack in sorted(chosen, key=lambda pack: live.get(pack, 0))}
+        if pack in dead:
+            dead[pack] += stored + HEAD_SIZE
+    live = {pack: max(0, size - dead[pack]) for pack, size in held.items()}
+    chosen = {pack for pack, size in held.items() if live[pack] < size * LIVE_PART or size == 0}
+    small = {pack for pack, size in held.items() if size < SMALL} - chosen
+    if len(small) > MANY_SMALL:
+        chosen |= small
+    return {pack: live[pack] for pack in sorted(chosen, key=lambda pack: (live[pack], pack))}
+
+
+def _held(objects: ObjectDirectory, pack: int) -> int:
+    """Bytes of a pack's records, live and dead; none if its writer died before it made the file."""
+    try:
+        return max(0, objects.packs.path(pack).lstat().st_size - len(FILE_HEAD))
+    except FileNotFoundError:
+        return 0
+
+
+def _dead_bytes(index: Index, held: dict[int, int]) -> dict[int, int]:
+    """Bytes of each pack's records that are dead: what was noted as they died, or counted where that can't be all.
+
+    Nobody notes what a writer appends who dies before he commits, so all that packs hold is compared with what is known.
+    """
+    noted = dict(index.rows("SELECT id, CAST(dead AS INTEGER) FROM packs"))
+    dead = {pack: noted.get(pack, 0) for pack in held}
+    in_all = sum(held.values())
+    if abs(in_all - index.totals().packed - sum(dead.values())) <= in_all * UNNOTED_PART:
+        return dead
+    live = _live_bytes(index)
+    dead = {pack: max(0, size - live.get(pack, 0)) for pack, size in held.items()}
+    with index.write() as txn:
+        txn.set_dead(dead)
+    return dead
 
 
 def _live_bytes(index: Index) -> dict[int, int]:
-    """Bytes of each pack's live records. Reads every blob's row: the one part of gc that grows with the store."""
+    """Bytes of each pack's live records. Reads every blob's row."""
     # GROUP BY would sort the rows by pack first, which takes four times as long.
     db = index.connection()
     db.execute("CREATE TEMP TABLE live (pack PRIMARY KEY, bytes) WITHOUT ROWID")

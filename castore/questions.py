@@ -44,13 +44,17 @@ class Found(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sums over all rows. ``logical`` counts a blob once a name, ``unique`` once; all in bytes but the counts."""
+    """Sums over all rows. ``logical`` counts a blob once a name, ``unique`` once; all in bytes but the counts.
+
+    ``packed`` is what the records of blobs take in packs, heads included.
+    """
 
     entries: int
     logical: int
     blobs: int
     unique: int
     stored: int
+    packed: int
 
 
 def below(name: str) -> tuple[str, str]:
@@ -207,7 +211,7 @@ class Questions:
 
     def totals(self) -> Totals:
         """Sums over all rows; as quick at ten million entries as at ten."""
-        sql = "SELECT entries, logical, blobs, uniq, stored FROM totals"
+        sql = "SELECT entries, logical, blobs, uniq, stored, packed FROM totals"
         return Totals(*self._one(sql))
 
     def counters(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ from castore.index import Index
 from castore.objects.directory import ObjectDirectory, describe_loose
 from castore.objects.packs import Damage, scan
 from castore.questions import Totals
-from castore.records import Blob, entry_check
+from castore.records import HEAD_SIZE, Blob, entry_check
 from castore.schema import apply_migrations
 from castore.transaction import Write
 
@@ -35,6 +35,8 @@ _NAMED = (
     "SELECT substr(digests, 1, 32), substr(digests, 33) FROM released UNION ALL"
     " SELECT substr(rest, 1, 32), substr(rest, 33) FROM cut WHERE length(rest) > 0) SELECT digest FROM cut)"
 )
+
+_PACKED = f"coalesce(sum(CASE WHEN pack > 0 THEN stored + {HEAD_SIZE} END), 0)"
 
 
 class Rebuilt(NamedTuple):
@@ -163,7 +165,8 @@ def recount(txn: Write) -> None:
     txn.execute("DELETE FROM released")
     txn.execute(
         "UPDATE totals SET (entries, logical) = (SELECT count(*), coalesce(sum(size), 0) FROM entries),"
-        " (blobs, uniq, stored) = (SELECT count(*), coalesce(sum(size), 0), coalesce(sum(stored), 0) FROM blobs)"
+        " (blobs, uniq, stored, packed) ="
+        f" (SELECT count(*), coalesce(sum(size), 0), coalesce(sum(stored), 0), {_PACKED} FROM blobs)"
     )
 
 
@@ -180,11 +183,11 @@ def is_counted_right(index: Index) -> bool:
 def _is_counted_right(db: sqlite3.Connection, totals: Totals) -> bool:
     row = db.execute(
         "SELECT (SELECT count(*) FROM entries), (SELECT coalesce(sum(size), 0) FROM entries), count(*),"
-        " coalesce(sum(size), 0), coalesce(sum(stored), 0), coalesce(sum(refs), 0),"
+        f" coalesce(sum(size), 0), coalesce(sum(stored), 0), {_PACKED}, coalesce(sum(refs), 0),"
         " (SELECT coalesce(sum(length(digests) / 32), 0) FROM released) FROM blobs"
     ).fetchone()
     # Totals first, references by their sum, then one by one.
-    if tuple(row[:5]) != tuple(totals) or row[5] != row[0] + row[6]:
+    if tuple(row[:6]) != tuple(totals) or row[6] != row[0] + row[7]:
         return False
     wrong = (
         f"SELECT 1 FROM (SELECT digest, count(*) AS named FROM ({_NAMED}) GROUP BY digest) n"

@@ -14,6 +14,8 @@ import xxhash
 LOOSE = 0
 #: `Blob.pack` of a blob whose bytes were found damaged or missing: a miss until the same bytes are put again.
 LOST = -1
+#: Bytes that a blob takes in a pack besides its payload: the head of its record (objects/packs.py).
+HEAD_SIZE = 64
 
 
 def entry_check(name: str, digest: bytes) -> int:

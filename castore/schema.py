@@ -4,18 +4,24 @@ Imported only when an index is made or is older than this code: sqlite-utils tak
 A new version of the schema is a new migration at the end and a higher SCHEMA_VERSION; none is ever changed.
 
 SQLite keeps no checksums of its pages, so each entry keeps one (`checked`, `records.entry_check`): a flipped bit must not
-make one name's bytes another's. Two things here follow from other rows and are kept beside them, so that `stat` costs the same at ten entries and at
-ten million, and gc counts no names: how many entries name a blob (`refs`), and `totals`. Only `transaction.Write` changes rows, and it keeps
-both in the same transaction; triggers would do it too, at twice the cost of a put (measured).
+make one name's bytes another's. Some things here follow from other rows and are kept beside them, so that `stat` and a gc that finds little cost the
+same at ten entries and at ten million: how many entries name a blob (`refs`), `totals`, and how many bytes of a pack have died (`dead`). Only
+`transaction.Write` changes rows, and it keeps these in the same transaction; triggers would do it too, at twice the cost of a put (measured).
 """
 
 from __future__ import annotations
 
 import sqlite3
 from functools import cache
+from typing import TYPE_CHECKING
+
+from castore.records import HEAD_SIZE
+
+if TYPE_CHECKING:
+    from sqlite_utils import Database
 
 #: `PRAGMA user_version` of an index that has all the migrations below.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _TABLES = """
 CREATE TABLE blobs (
@@ -43,7 +49,12 @@ CREATE INDEX entries_expires ON entries (expires) WHERE expires IS NOT NULL;
 CREATE INDEX blobs_orphaned ON blobs (orphaned) WHERE orphaned IS NOT NULL;
 CREATE INDEX blobs_loose ON blobs (size) WHERE pack = 0;
 """
-_RELEASED = "CREATE TABLE released (id INTEGER PRIMARY KEY AUTOINCREMENT, digests BLOB NOT NULL);"
+_RELEASED = "CREATE TABLE released (id INTEGER PRIMARY KEY AUTOINCREMENT, digests BLOB NOT NULL);\n"
+_DEAD = f"""\
+ALTER TABLE packs ADD COLUMN dead INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE totals ADD COLUMN packed INTEGER NOT NULL DEFAULT 0;
+UPDATE totals SET packed = (SELECT coalesce(sum(stored + {HEAD_SIZE}), 0) FROM blobs WHERE pack > 0);
+"""
 
 
 def foreign(connection: sqlite3.Connection) -> str | None:
@@ -68,8 +79,15 @@ def foreign(connection: sqlite3.Connection) -> str | None:
 @cache
 def _known() -> dict[str, str]:
     """What makes each table and index, by its name."""
-    statements = [text.strip().removesuffix(";") for text in _statements(f"{_TABLES}{_RELEASED}\n")]
-    return {text.split()[2]: text for text in statements if text.startswith("CREATE")}
+    known: dict[str, str] = {}
+    for statement in _statements(_TABLES + _RELEASED + _DEAD):
+        text = statement.strip().removesuffix(";")
+        match text.split(maxsplit=3):
+            case ["CREATE", _, name, _]:
+                known[name] = text
+            case ["ALTER", _, name, column]:  # as SQLite writes it down
+                known[name] = f"{known[name][:-1]}, {column.removeprefix('ADD COLUMN ')})"
+    return known
 
 
 def _statements(script: str) -> list[str]:
@@ -80,6 +98,11 @@ def _statements(script: str) -> list[str]:
             statements.append(pending)
             pending = ""
     return statements
+
+
+def _run(db: Database, script: str) -> None:
+    for statement in _statements(script):
+        db.execute(statement)
 
 
 def migrate(connection: sqlite3.Connection) -> None:
@@ -103,12 +126,15 @@ def apply_migrations(connection: sqlite3.Connection) -> None:
 
     @migrations(name="tables")
     def tables(db: Database) -> None:
-        for statement in _statements(_TABLES):
-            db.execute(statement)
+        _run(db, _TABLES)
 
     @migrations(name="released")
     def released(db: Database) -> None:
-        db.execute(_RELEASED)
+        _run(db, _RELEASED)
+
+    @migrations(name="dead")
+    def dead(db: Database) -> None:
+        _run(db, _DEAD)
 
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from castore.objects.codecs import Buffer
 from castore.objects.dictionaries import Dictionary
 from castore.objects.directory import ObjectDirectory
-from castore.objects.packs import HEAD_SIZE, record
-from castore.records import LOST, Blob
+from castore.objects.packs import record
+from castore.records import HEAD_SIZE, LOST, Blob
 from castore.transaction import Write
 
 if TYPE_CHECKING:

@@ -35,5 +35,6 @@ UNCOUNT_REFS = (
 )
 ADD_TOTALS = (
     "UPDATE totals SET entries = entries + ?, logical = logical + ?, blobs = blobs + ?, uniq = uniq + ?,"
-    " stored = stored + ?"
+    " stored = stored + ?, packed = packed + ?"
 )
+ADD_DEAD = "UPDATE packs SET dead = dead + ?2 WHERE id = ?1"

@@ -20,6 +20,7 @@ from castore.errors import NameConflictError
 from castore.journal import gone, pack_record, pack_records
 from castore.records import Blob, Pointing, entry_check
 from castore.statements import (
+    ADD_DEAD,
     ADD_ENTRIES,
     ADD_ENTRY,
     ADD_TOTALS,
@@ -72,7 +73,7 @@ class Write(BlobRows):
     def commit(self) -> None:
         """Make it true, journal first."""
         index = self._index
-        totals = (self._entries, self._logical, self._blobs, self._unique, self._stored)
+        totals = (self._entries, self._logical, self._blobs, self._unique, self._stored, self._packed)
         for prepare in self._before_commit:
             prepare()
         if any(totals):
@@ -81,6 +82,9 @@ class Write(BlobRows):
             except OverflowError:
                 # Rows that were mended had claimed exabytes. `doctor` counts again.
                 self.db.execute(ADD_TOTALS, [max(-_EXABYTE, min(_EXABYTE, total)) for total in totals])
+        if self._dead:
+            dead = [(pack, min(_EXABYTE, size)) for pack, size in self._dead.items()]
+            self.db.executemany(ADD_DEAD, dead)
         if self._records:
             records = self._appended = (
                 self._records[0] if len(self._records) == 1 else b"".join(self._records)

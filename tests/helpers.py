@@ -20,7 +20,7 @@ from typing import Any
 
 from castore import Store
 from castore.objects.packs import PackRecord, scan
-from castore.records import LOOSE
+from castore.records import HEAD_SIZE, LOOSE
 
 _WORDS = [b"frame", b"blob", b"digest", b"seek", b"table", b"epoch", b"shard", b"token", b"sample", b"rank"]
 
@@ -69,7 +69,9 @@ def recount(store: Store) -> None:
         entries, logical = db.execute("SELECT count(*), coalesce(sum(size), 0) FROM entries").fetchone()
         sql = "SELECT count(*), coalesce(sum(size), 0), coalesce(sum(stored), 0) FROM blobs"
         blobs, unique, stored = db.execute(sql).fetchone()
-        assert store.index.totals() == (entries, logical, blobs, unique, stored)
+        records = [size for (size,) in db.execute("SELECT stored FROM blobs WHERE pack > 0")]
+        packed = sum(records) + HEAD_SIZE * len(records)
+        assert store.index.totals() == (entries, logical, blobs, unique, stored, packed)
         named = Counter(dict(db.execute("SELECT digest, count(*) FROM entries GROUP BY digest")))
         for (released,) in db.execute("SELECT digests FROM released"):
             named.update(released[start : start + 32] for start in range(0, len(released), 32))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from castore import NameConflictError, Store, StoreError, doctor, settings
-from castore.objects.packs import HEAD_SIZE
+from castore.records import HEAD_SIZE
 from castore.schema import SCHEMA_VERSION
 from tests.helpers import agrees_with_disk, flip, in_processes, mixed, noise, payload, recount, text
 
@@ -88,15 +88,22 @@ def test_an_index_of_a_newer_castore_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "first", [lambda path: Store(path).close(), doctor.examine], ids=["opened", "doctor"]
 )
+@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION))
 def test_an_index_of_an_older_castore_is_brought_up_to_date(
-    tmp_path: Path, first: Callable[[Path], object]
+    tmp_path: Path, version: int, first: Callable[[Path], object]
 ) -> None:
     with Store(tmp_path / "store") as store:
         store.put("a", b"kept")
     with closing(sqlite3.connect(tmp_path / "store/index.sqlite")) as db, db:
-        db.execute("DROP TABLE released")
-        db.execute("DELETE FROM _sqlite_migrations WHERE name = 'released'")
-        db.execute("PRAGMA user_version = 1")
+        undo = {
+            "dead": ("ALTER TABLE packs DROP COLUMN dead", "ALTER TABLE totals DROP COLUMN packed"),
+            "released": ("DROP TABLE released",),
+        }
+        for migration in list(undo)[: SCHEMA_VERSION - version]:
+            for statement in undo[migration]:
+                db.execute(statement)
+            db.execute("DELETE FROM _sqlite_migrations WHERE name = ?", (migration,))
+        db.execute(f"PRAGMA user_version = {version}")
     assert not first(tmp_path / "store")
     with Store(tmp_path / "store") as store:
         assert store.get("a") == b"kept"

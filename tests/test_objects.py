@@ -25,7 +25,6 @@ from castore.objects.encode import encode, slices
 from castore.objects.frames import build_trailer, frame_count, frame_length, read_table
 from castore.objects.packs import (
     FILE_HEAD,
-    HEAD_SIZE,
     Damage,
     PackFolder,
     PackRecord,
@@ -33,7 +32,7 @@ from castore.objects.packs import (
     record,
     scan,
 )
-from castore.records import LOOSE, Blob
+from castore.records import HEAD_SIZE, LOOSE, Blob
 from tests.helpers import flip, mixed, noise, payload, text
 
 COMPRESSED = ["zstd", "lz4", "gzip"]

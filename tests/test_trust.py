@@ -11,7 +11,7 @@ import pytest
 
 from castore import CorruptError, InvalidNameError, NotFoundError, Store, StoreError
 from castore.objects.codecs import FRAME_SIZE
-from castore.objects.packs import HEAD_SIZE
+from castore.records import HEAD_SIZE
 from tests.helpers import flip, in_processes, mixed, overwrite, payload, recount, text
 
 CODECS = ["zstd", "lz4", "gzip", "none"]

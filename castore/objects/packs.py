@@ -24,7 +24,7 @@ import xxhash
 from castore.errors import CorruptError
 from castore.forks import reset_after_fork
 from castore.objects.codecs import CODECS, FRAME_SIZE, Buffer
-from castore.records import Blob
+from castore.records import HEAD_SIZE, Blob
 from castore.sectors import read_around
 from castore.temporary import open_regular, open_with_mode
 
@@ -43,11 +43,11 @@ _MAGIC = b"\xc5\x7erB"
 # magic, XXH3-32 of the rest of the header, digest, size, stored, codec, payload check
 _HEAD = struct.Struct("<4sI32sQIIQ")
 _CHECKED = struct.Struct("<32sQIIQ")
-HEAD_SIZE = _HEAD.size
 _CODEC_IDS = {name: index for index, name in enumerate(("none", "zstd", "lz4", "gzip"))}
 _CODEC_NAMES = dict(enumerate(_CODEC_IDS))
 _PACK = re.compile(r"([0-9a-f]{8})\.pack")
 assert set(_CODEC_IDS) == set(CODECS)
+assert _HEAD.size == HEAD_SIZE
 
 
 def record(digest: bytes, size: int, codec: str, payload: Buffer) -> bytes:

@@ -21,8 +21,8 @@ from castore.names import check_name, check_prefix
 from castore.objects.decode import BlobReader
 from castore.objects.encode import encode, encode_one, encode_small, slices
 from castore.objects.frames import build_trailer, frame_count, probe_size, read_table
-from castore.objects.packs import FILE_HEAD, HEAD_SIZE, Damage, record, scan
-from castore.records import Blob
+from castore.objects.packs import FILE_HEAD, Damage, record, scan
+from castore.records import HEAD_SIZE, Blob
 from castore.serializers import dump, load
 
 _FOLDER = Path(tempfile.mkdtemp(prefix="castore-fuzz-"))

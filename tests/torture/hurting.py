@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from castore import CastoreError, Store
 from castore.objects.codecs import FRAME_SIZE
-from castore.objects.packs import HEAD_SIZE
+from castore.records import HEAD_SIZE
 from castore_fuse import mountpoints
 from tests.helpers import mixed, noise, payload, text
 

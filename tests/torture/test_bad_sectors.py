@@ -15,7 +15,7 @@ import pytest
 
 import castore_fuse
 from castore import CorruptError, Store, StoreError, doctor
-from castore.objects.packs import HEAD_SIZE
+from castore.records import HEAD_SIZE
 from tests.helpers import flip, mixed, noise, payload
 from tests.torture.bad_sectors_fs import READ_ONLY
 from tests.torture.hurting import errno_of, shim

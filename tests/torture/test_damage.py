@@ -21,7 +21,8 @@ import castore_fuse
 from castore import CorruptError, Store
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.frames import read_table
-from castore.objects.packs import FILE_HEAD, HEAD_SIZE
+from castore.objects.packs import FILE_HEAD
+from castore.records import HEAD_SIZE
 from tests.helpers import flip, mixed, noise, overwrite, payload, recount, text
 from tests.torture.hurting import CODECS, SEVERAL, Stored, answer, errno_of, fill, ranges, stored
 

@@ -23,8 +23,8 @@ from blake3 import blake3
 from castore import Store, leftovers
 from castore.journal import pack_record
 from castore.objects.encode import encode_small
-from castore.objects.packs import FILE_HEAD, HEAD_SIZE, record
-from castore.records import Blob, entry_check
+from castore.objects.packs import FILE_HEAD, record
+from castore.records import HEAD_SIZE, Blob, entry_check
 from castore.temporary import open_with_mode
 from tools.bench import corpus
 
@@ -46,7 +46,7 @@ _ADD_ENTRY = (
 )
 _ADD_TOTALS = (
     "UPDATE totals SET entries = entries + ?1, logical = logical + ?2, blobs = blobs + ?1, uniq = uniq + ?2,"
-    " stored = stored + ?3"
+    " stored = stored + ?3, packed = packed + ?4"
 )
 
 
@@ -143,8 +143,9 @@ def _insert(
         ),
     )
     db.executemany(_ADD_BLOB, sorted(rows))
-    totals = len(rows), sum(row.size for row in rows), sum(row.stored for row in rows)
-    db.execute(_ADD_TOTALS, totals)
+    stored = sum(row.stored for row in rows)
+    packed = stored + HEAD_SIZE * len(rows)
+    db.execute(_ADD_TOTALS, (len(rows), sum(row.size for row in rows), stored, packed))
     db.execute("COMMIT")
     return rows
 

@@ -78,8 +78,8 @@ def _growth(pictures: Path, sizes: list[int], found: dict[str, list[float]]) -> 
 _REASONS = (
     "`get`, `put`, look-ups and listings go down B-trees, a page further for each ten- to thirtyfold number of entries. The small "
     "store's pages are all in SQLite's own cache of 8 MB; of the largest's, those near the leaves are read from the kernel's, at "
-    "about a microsecond each, and its packs are read from memory that no cache of the processor holds. gc is linear from where "
-    "the rest of it is small: to see which packs are mostly dead it reads the row of every blob, 0.2 µs each. `stat` is flat but "
+    "about a microsecond each, and its packs are read from memory that no cache of the processor holds. gc finds what has expired in an "
+    "index of its own, and which packs are mostly dead is noted with them; what grows is that it looks at each pack's size. `stat` is flat but "
     "for the largest prefixes, which it sums up, and shows, below 200,000 entries only."
 )
 
