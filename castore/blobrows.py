@@ -119,10 +119,11 @@ class BlobRows:
         self.db.executemany("DELETE FROM blobs WHERE digest = ?", [(blob.digest,) for blob in last])
         for blob in last:
             self._blob_gone(blob)
-            del names[blob.digest]
         # It was gc that let go of the others: nobody is about to name them, so no grace is owed, and an orphan is as old
         # as time.
-        self.db.executemany(UNCOUNT_REFS, [(digest, 0.0, count) for digest, count in names.items()])
+        dropped = {blob.digest for blob in last}
+        kept = [(digest, 0.0, count) for digest, count in names.items() if digest not in dropped]
+        self.db.executemany(UNCOUNT_REFS, kept)
         return last
 
     def _blob_gone(self, blob: Blob) -> None:

@@ -52,6 +52,9 @@ class NameRecord(NamedTuple):
     pinned: int = 0
 
 
+_GONE = NameRecord("", None)[1:]
+
+
 def pack_record(record: tuple[str, bytes | None, str, str | None, float, float | None, int]) -> bytes:
     """The bytes of one journal record: a `NameRecord`, or a row of the same columns."""
     payload: bytes = _pack(record)
@@ -69,9 +72,9 @@ def pack_records(
     return b"".join(pieces)
 
 
-def gone(name: str) -> bytes:
-    """The record that says ``name`` is gone."""
-    return pack_record(NameRecord(name, None))
+def gone(names: Iterable[str]) -> bytes:
+    """The records that say these names are gone."""
+    return pack_records((name, *_GONE) for name in names)
 
 
 class Journal:

@@ -250,7 +250,7 @@ class Write(BlobRows):
         if row is None:
             return False
         self.db.execute(UNCOUNT_REFS, (row[0], time.time(), 1))
-        self._entry_gone(name, row[1])
+        self._entries_gone([name], row[1])
         return True
 
     def evict_entries(self, chosen: Sequence[tuple[str, bytes, float | None]], now: float) -> list[bytes]:
@@ -276,15 +276,15 @@ class Write(BlobRows):
             if now_digest == digest and (over if used is None else accessed == used):
                 leaving.append((name, digest, size))
         self.db.executemany("DELETE FROM entries WHERE name = ?", [(name,) for name, _, _ in leaving])
-        for name, _, size in leaving:
-            self._entry_gone(name, size)
+        if leaving:
+            self._entries_gone([name for name, _, _ in leaving], sum(size for _, _, size in leaving))
         return [digest for _, digest, _ in leaving]
 
-    def _entry_gone(self, name: str, size: int) -> None:
+    def _entries_gone(self, names: list[str], size: int) -> None:
         self._index.forget_folders()
-        self._entries -= 1
+        self._entries -= len(names)
         self._logical -= size
-        self._records.append(gone(name))
+        self._records.append(gone(names))
         self._announce = True
 
     def set_pinned(self, name: str, pinned: bool) -> bool:

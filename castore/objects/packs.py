@@ -33,6 +33,8 @@ PACK_LIMIT = 16 * 1024
 #: A pack that has grown past this is closed, and the next blob starts another.
 PACK_SIZE = 64 * 1024 * 1024
 
+#: Bytes that a scan reads at a time.
+_WINDOW = 1024 * 1024
 #: Seconds between two looks for packs that are open and unlinked.
 _UNLINKED_SECONDS = 5.0
 #: Seconds between two looks whether the pack that is written still has its name.
@@ -97,9 +99,13 @@ def scan(path: Path, pack: int, *, start: int = 0, payloads: bool = True) -> Ite
         end = os.fstat(file.fileno()).st_size
         fd = file.fileno()
         position = start or (len(FILE_HEAD) if read_around(fd, len(FILE_HEAD), 0) == FILE_HEAD else 0)
+        window, begin = b"", position
         while position < end:
-            raw = read_around(fd, HEAD_SIZE, position)
-            parsed = _parse_head(raw, 0, pack, position + HEAD_SIZE) if len(raw) == HEAD_SIZE else None
+            at = position - begin
+            if len(window) - at < HEAD_SIZE + PACK_LIMIT and begin + len(window) < end:
+                window, begin, at = read_around(fd, _WINDOW, position), position, 0
+            whole = len(window) - at >= HEAD_SIZE
+            parsed = _parse_head(window, at, pack, position + HEAD_SIZE) if whole else None
             if parsed is None or parsed[0].offset + parsed[0].stored > end:
                 following = _next_head(fd, position + 1, end, pack)
                 yield Damage(position, following - position)
@@ -108,21 +114,21 @@ def scan(path: Path, pack: int, *, start: int = 0, payloads: bool = True) -> Ite
             blob, check = parsed
             intact = True
             if payloads:
-                intact = xxhash.xxh3_64_intdigest(read_around(fd, blob.stored, blob.offset)) == check
+                payload = memoryview(window)[blob.offset - begin :][: blob.stored]
+                intact = xxhash.xxh3_64_intdigest(payload) == check
             yield PackRecord(blob, intact)
             position = blob.offset + blob.stored
 
 
 def _next_head(fd: int, position: int, end: int, pack: int) -> int:
-    step = 1024 * 1024
     while position < end:
-        chunk = read_around(fd, step + HEAD_SIZE, position)
+        chunk = read_around(fd, _WINDOW + HEAD_SIZE, position)
         found = chunk.find(_MAGIC)
         while 0 <= found <= len(chunk) - HEAD_SIZE:
             if _parse_head(chunk, found, pack, 0) is not None:
                 return position + found
             found = chunk.find(_MAGIC, found + 1)
-        position += step
+        position += _WINDOW
     return end
 
 
