@@ -3,7 +3,7 @@
 `key` is for configs and content, `fingerprint` for any one value; functions are in `castore.fingerprints`.
 Assumes that a value does not change while it is hashed. Must never answer by `repr`, `str`, `id` or pickle, which
 differ between runs or hide differences: what has no stable, exact encoding is an UnhashableError that names it.
-Imports no NumPy: a value can only be an array where somebody has imported it already.
+Imports no NumPy: a value can only be an array where somebody has imported it already. Nor what else takes long: dataclasses, decimal, uuid.
 
 The encoding is injective: a tag that tells the type, the length, the payload. Leaves of over 1 KiB are replaced by
 their BLAKE3 digest under a tag of their own, so an array of any size costs no memory. Parts of dicts and sets are
@@ -12,15 +12,12 @@ sorted by their encodings. A change to it changes every key, so it carries a ver
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
-import decimal
 import enum
 import os
 import pathlib
 import struct
 import sys
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import Any, ClassVar, NoReturn, TypeAlias
@@ -165,10 +162,14 @@ class Encoder:
         if isinstance(value, pathlib.PurePath):
             tag = b"windows" if isinstance(value, pathlib.PureWindowsPath) else b"path"
             return _leaf(tag, _utf8(str(value)))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if hasattr(type(value), "__dataclass_fields__"):
+            import dataclasses  # which somebody has imported already
+
             return self._fields(
                 b"dataclass", value, sorted(field.name for field in dataclasses.fields(value))
             )
+        if (encode := _late_leaf(type(value))) is not None:
+            return encode(value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return self._fields(b"namedtuple", value, value._fields)
         return self.rest(value)
@@ -367,11 +368,23 @@ _LEAVES: dict[type, Callable[[Any], bytes]] = {
     dt.time: lambda value: _leaf(b"time", _zoned(value)),
     dt.date: lambda value: _leaf(b"date", _utf8(value.isoformat())),
     dt.timedelta: lambda value: _leaf(b"timedelta", _integer(value // dt.timedelta(microseconds=1))),
-    decimal.Decimal: lambda value: _leaf(b"decimal", _utf8(str(value))),
-    uuid.UUID: lambda value: _leaf(b"uuid", value.bytes),
 }
 
 Encoder.leaves = _LEAVES
+
+# Of modules that take long to import: a value can only be of theirs where somebody has imported them already.
+_LATE_LEAVES: dict[tuple[str, str], Callable[[Any], bytes]] = {
+    ("decimal", "Decimal"): lambda value: _leaf(b"decimal", _utf8(str(value))),
+    ("uuid", "UUID"): lambda value: _leaf(b"uuid", value.bytes),
+}
+
+
+def _late_leaf(cls: type) -> Callable[[Any], bytes] | None:
+    for (module, name), encode in _LATE_LEAVES.items():
+        if getattr(sys.modules.get(module), name, None) is cls:
+            return encode
+    return None
+
 
 _CONTAINERS: dict[type, Callable[[Encoder, Any], bytes]] = {
     list: lambda encoder, value: _joined(b"list", encoder.items(value)),

@@ -6,7 +6,6 @@ write lock and looked at again with it before anything is removed.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
@@ -103,6 +102,8 @@ def remove(index: Index, objects: ObjectDirectory, leftovers: list[Leftover]) ->
             if leftover.pack is not None and txn.has_pack(leftover.pack):
                 continue
             if leftover.folder:
+                import shutil
+
                 shutil.rmtree(leftover.path, ignore_errors=True)
             else:
                 objects.discard(leftover.path)

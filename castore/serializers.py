@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
-import pickle
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -263,6 +262,8 @@ _PLAIN = frozenset({type(None), bool, int, float, str, bytes, bytearray, memoryv
 
 
 def _dump_pickle(obj: Any) -> bytes:
+    import pickle
+
     try:
         return pickle.dumps(obj, protocol=5)
     except Exception as error:
@@ -270,6 +271,8 @@ def _dump_pickle(obj: Any) -> bytes:
 
 
 def _load_pickle(data: bytes) -> Any:
+    import pickle
+
     try:
         return pickle.loads(data)  # noqa: S301 - the caller has allowed it
     except Exception as error:

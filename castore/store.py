@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from castore import collect, serializers, stats, training, verify
 from castore.ballast import is_short
-from castore.cached import cached
 from castore.errors import InvalidValueError, NotFoundError
 from castore.files import open_blob
 from castore.names import check_name, check_prefix
@@ -291,6 +290,8 @@ class Store(OpenStore):
         Raises:
             UnhashableError: (when called) an argument, or something the function refers to, has no stable hash.
         """
+        from castore.cached import cached
+
         return cached(self, ttl=ttl, prefix=prefix)
 
     # Names

@@ -11,7 +11,6 @@ import errno
 import os
 import stat
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -48,9 +47,9 @@ def process_started(pid: int) -> int | None:
 
 def create_temporary(folder: Path, suffix: str = "part") -> tuple[int, Path]:
     """A new file in ``folder``, open for writing, whose name tells who makes it, and by its end, without ``-``, what for."""
-    # The UUID keeps two threads, or two processes that got the same PID in turn, from meeting.
+    # The random part keeps two threads, or two processes that got the same PID in turn, from meeting.
     started = process_started(os.getpid()) or 0
-    path = folder / f"{pid_namespace()}-{os.getpid()}-{started}-{uuid.uuid4().hex}.{suffix}"
+    path = folder / f"{pid_namespace()}-{os.getpid()}-{started}-{os.urandom(16).hex()}.{suffix}"
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), path
 
 
