@@ -95,8 +95,8 @@ class BlobRows:
         """Record that a blob's bytes are gone or bad: a miss, until they are put again."""
         sql = "UPDATE blobs SET stored = 0, pack = ?, offset = 0 WHERE digest = ?"
         if self.db.execute(sql, (LOST, blob.digest)).rowcount:
-            self._stored -= blob.stored
-            self._record_dies(blob.stored, blob.pack)
+            self._stored -= _number(blob.stored)
+            self._record_dies(_number(blob.stored), _number(blob.pack))
         self._announce = True
 
     def drop_blob(self, blob: Blob) -> bool:
@@ -127,12 +127,13 @@ class BlobRows:
         return last
 
     def _blob_gone(self, blob: Blob) -> None:
-        if blob.pack <= 0:  # what lies in packs never has any
+        stored, pack = _number(blob.stored), _number(blob.pack)
+        if pack <= 0:  # what lies in packs never has any
             self.db.execute("DELETE FROM checksums WHERE digest = ?", (blob.digest,))
         self._blobs -= 1
-        self._unique -= blob.size
-        self._stored -= blob.stored
-        self._record_dies(blob.stored, blob.pack)
+        self._unique -= _number(blob.size)
+        self._stored -= stored
+        self._record_dies(stored, pack)
 
     def _record_dies(self, stored: int, pack: int) -> None:
         if pack > 0:
@@ -160,3 +161,8 @@ class BlobRows:
         remaining = iter(keys)
         while part := tuple(islice(remaining, _KEYS)):
             yield from self.db.execute(f"{sql} IN ({','.join('?' * len(part))})", part)
+
+
+def _number(value: Any) -> int:
+    """A number of a row; nothing for what only a damaged row can hold: `doctor` counts again."""
+    return value if isinstance(value, int) else 0

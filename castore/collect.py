@@ -54,12 +54,15 @@ _FREE = (
     "e.pinned = 0 AND NOT EXISTS (SELECT 1 FROM mounts m WHERE m.pinned AND"
     " (m.prefix = '' OR e.name = m.prefix OR (e.name > m.prefix || '/' AND e.name < m.prefix || '0')))"
 )
+# Numbers, whatever a damaged row holds.
+_STORED, _REFS, _PACK = (f"CAST(b.{column} AS INTEGER)" for column in ("stored", "refs", "pack"))
 _BY_LAST_USE = (
-    "SELECT e.name, CAST(e.digest AS BLOB), e.accessed, coalesce(b.stored, 0), coalesce(b.refs, 1), coalesce(b.pack, 0)"
+    f"SELECT e.name, CAST(e.digest AS BLOB), e.accessed, coalesce({_STORED}, 0), coalesce({_REFS}, 1), coalesce({_PACK}, 0)"
     f" FROM entries e LEFT JOIN blobs b ON b.digest = e.digest WHERE {_FREE} ORDER BY e.accessed <= ?, e.accessed"
 )
 _EXPIRED = f"SELECT name, CAST(digest AS BLOB), accessed FROM entries e WHERE {_FREE} AND expires <= ?"
-_BLOBS = "SELECT digest, stored, refs, pack FROM blobs WHERE digest IN (%s)"
+_BLOBS = f"SELECT digest, {_STORED}, {_REFS}, {_PACK} FROM blobs b WHERE digest IN (%s)"
+_ORPHANS = f"SELECT digest, {_STORED}, {_PACK}, CAST(orphaned AS REAL) FROM blobs b WHERE orphaned IS NOT NULL AND refs = 0"
 _NO_BLOB = (0, 1, 0)
 
 
@@ -184,14 +187,12 @@ def select(
 
 
 def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selection:
-    orphans = index.rows(
-        "SELECT digest, stored, pack, orphaned FROM blobs WHERE orphaned IS NOT NULL AND refs = 0"
-    )
     # Times that lie ahead are those of a clock that has been set back since. Orphans have waited long enough; entries
     # have not been read since then, or they had another time, so they come first.
     ahead = now + CLOCK_SLACK
     aged = (
-        Orphan(digest, size, pack, when if when <= ahead else 0.0) for digest, size, pack, when in orphans
+        Orphan(digest, size, pack, when if when <= ahead else 0.0)
+        for digest, size, pack, when in index.rows(_ORPHANS)
     )
     by_last_use = index.rows(_BY_LAST_USE, (ahead,))
     return select(

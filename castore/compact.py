@@ -69,7 +69,7 @@ def _dead_bytes(index: Index, held: dict[int, int]) -> dict[int, int]:
 
     Nobody notes what a writer appends who dies before he commits, so all that packs hold is compared with what is known.
     """
-    noted = dict(index.rows("SELECT id, CAST(dead AS INTEGER) FROM packs"))
+    noted = dict(index.rows("SELECT id, coalesce(CAST(dead AS INTEGER), 0) FROM packs"))
     dead = {pack: noted.get(pack, 0) for pack in held}
     in_all = sum(held.values())
     if abs(in_all - index.totals().packed - sum(dead.values())) <= in_all * UNNOTED_PART:

@@ -43,6 +43,15 @@ class Found(NamedTuple):
     serializer: str
 
 
+# Numbers, whatever a damaged row holds: `doctor` counts again.
+_TOTALS = "SELECT {} FROM totals".format(
+    ", ".join(
+        f"coalesce(CAST({column} AS INTEGER), 0)"
+        for column in ("entries", "logical", "blobs", "uniq", "stored", "packed")
+    )
+)
+
+
 class Totals(NamedTuple):
     """Sums over all rows. ``logical`` counts a blob once a name, ``unique`` once; all in bytes but the counts.
 
@@ -211,8 +220,7 @@ class Questions:
 
     def totals(self) -> Totals:
         """Sums over all rows; as quick at ten million entries as at ten."""
-        sql = "SELECT entries, logical, blobs, uniq, stored, packed FROM totals"
-        return Totals(*self._one(sql))
+        return Totals(*self._one(_TOTALS))
 
     def counters(self) -> dict[str, int]:
         """Counts added up over processes and runs."""

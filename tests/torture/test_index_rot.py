@@ -13,7 +13,7 @@ import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -285,6 +285,11 @@ ROWS = {
     "checksums of other frames": "UPDATE checksums SET frames = x'00'",
     "no checksums": "DELETE FROM checksums",
     "counts that are off": "UPDATE totals SET stored = -1, entries = 7",
+    "text for counts": "UPDATE totals SET entries = '', stored = 'x', packed = 'y'",
+    "text for what has died in packs": "UPDATE packs SET dead = 'many'",
+    "more that has died than there is": "UPDATE packs SET dead = 1 << 62",
+    "text for a pack": "UPDATE blobs SET pack = ''",
+    "text for a stored length": "UPDATE blobs SET stored = 'x'",
     "references that are off": "UPDATE blobs SET refs = 5",
     "released digests that are too short": "INSERT INTO released (digests) VALUES (x'0011')",
     "a number for released digests": "INSERT INTO released (digests) VALUES (5)",
@@ -302,6 +307,26 @@ def test_a_name_whose_row_cannot_be_is_put_again_and_removed(path: Path, row: st
         assert store.get("folder-0/00007") == b"anew too"
         assert store.delete("large/13")
         assert store.entry("large/13") is None
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row != "a short digest"]
+)  # what lies under it is nobody's
+def test_gc_with_rows_that_cannot_be_keeps_what_has_names(good: Healthy, path: Path, row: str) -> None:
+    with closing(sqlite3.connect(path / "index.sqlite")) as db:
+        db.execute(ROWS[row])
+        db.execute("UPDATE entries SET expires = 1.0 WHERE name LIKE 'folder-1%'")
+        db.commit()
+    with suppress(CastoreError), Store(path, memory=0) as store:
+        store.gc(grace=0, dry_run=True)
+        with suppress(CastoreError):
+            store.delete_many(name for name in good.kept if name.startswith("folder-2"))
+        store.gc(grace=0)
+        store.gc(grace=0, max_size=store.index.totals().stored // 2)
+    doctor.rebuild_index(path)
+    with Store(path, memory=0) as store:
+        assert all(store.get(name) in (None, data) for name, data in good.kept.items())
+        assert store.verify().bad == []
 
 
 @pytest.mark.parametrize("row", ROWS)
