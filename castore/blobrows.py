@@ -106,6 +106,10 @@ class BlobRows:
         self._blob_gone(blob)
         return True
 
+    def unnamed(self, digests: Iterable[bytes]) -> list[bytes]:
+        """Those of ``digests`` that there are and that no entry names."""
+        return [row[0] for row in self._among("SELECT digest FROM blobs WHERE refs = 0 AND digest", digests)]
+
     def uncount(self, names: Counter[bytes], going: Container[bytes]) -> list[Blob]:
         """Take off each blob as many names as it has lost to gc, and forget those of ``going`` that have none left.
 

@@ -92,20 +92,24 @@ class Clearance:
 
     Args:
         index: of the store. This thread is in no transaction.
+        digests: of the blobs that nobody named when they were chosen.
 
     Raises:
         StoreError: a mount does not answer, or cannot hold all of it.
     """
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, digests: list[bytes]) -> None:
+        self._unnamed = digests
         self._tail: JournalTail | None = None
         locks = index.path.parent / "locks"
         sockets = [entry.name for entry in os.scandir(locks) if is_socket_of_a_mount(entry.name)]
         if not sockets:
             return
         # Under the lock nobody has a record in the journal that is not committed: what changes from here on is seen.
-        with index.write():
+        with index.write() as txn:
             self._tail = JournalTail(index.journal, index.beacon)
+            # Of one that has a name again by now mounts hold nothing, though it may lose that before it is removed.
+            self._unnamed = txn.unnamed(digests)
         try:
             for name in sockets:
                 _ask(locks / name)
@@ -113,18 +117,18 @@ class Clearance:
             self.close()
             raise
 
-    def still_unnamed(self, digests: list[bytes]) -> list[bytes]:
-        """Without those that a name was pointed at meanwhile: mounts may know them anew, though it be gone again.
+    def still_unnamed(self) -> list[bytes]:
+        """Those that no name was pointed at since they were chosen: mounts may know others anew, though it be gone again.
 
         The caller holds the index's write lock.
         """
         if self._tail is None:
-            return digests
+            return self._unnamed
         records = self._tail.poll()
         if records is None:
             return []
         named = {record.digest for record in records}
-        return [digest for digest in digests if digest not in named]
+        return [digest for digest in self._unnamed if digest not in named]
 
     def close(self) -> None:
         """Follow the journal no longer."""

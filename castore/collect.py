@@ -315,8 +315,8 @@ def remove_blobs(store: Store, digests: list[bytes]) -> None:
         StoreError: a live mount does not answer.
     """
     gone = []
-    with closing(Clearance(store.index)) as clearance, store.index.write() as txn:
-        for digest in clearance.still_unnamed(digests):
+    with closing(Clearance(store.index, digests)) as clearance, store.index.write() as txn:
+        for digest in clearance.still_unnamed():
             blob = txn.blob(digest)
             if blob is not None and txn.drop_blob(blob):
                 gone.append(blob)

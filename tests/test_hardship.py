@@ -61,6 +61,10 @@ def test_an_interrupted_put_lets_go_of_the_index(store: Store) -> None:
     recount(store)
 
 
+# What is raised in a callback of a weak reference, as here those of `forks`, Python itself drops.
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <function WeakSet:pytest.PytestUnraisableExceptionWarning"
+)
 def test_interrupts_at_any_moment_leave_index_and_journal_agreeing(store: Store) -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

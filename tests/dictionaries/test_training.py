@@ -140,7 +140,8 @@ def test_recompress_writes_what_is_there_anew_and_gc_frees_the_rest(store: Store
     assert (done.looked_at, done.blobs) == (len(NEW) + 1, len(NEW))
     assert sum(seen) == before.logical
     after = store.index.totals()
-    assert after._replace(stored=before.stored) == before
+    assert after._replace(stored=before.stored, packed=before.packed) == before
+    assert before.packed - after.packed == before.stored - after.stored
     assert before.stored - after.stored == done.before - done.after > 0.3 * done.before
     assert {number_in(store, f"rec/{place}") for place in range(len(NEW))} == {number}
     assert all_read(store)

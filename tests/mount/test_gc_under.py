@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import castore_fuse
-from castore import Store
+from castore import Store, clearance, collect
 from castore.objects.codecs import FRAME_SIZE
 from castore_fuse import mountpoints
 from castore_fuse.daemon import Record
@@ -56,6 +56,31 @@ def test_open_files_and_maps_keep_their_bytes_when_gc_removes_everything(store: 
             assert file.read() == data, name
         until(lambda: os.listdir(root) == [])
         until(lambda: not any((root / "kinds" / name).exists() for name in KINDS))
+
+
+def test_a_name_that_came_back_and_went_again_around_a_gc_is_read_to_the_end(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = mixed(3 * FRAME_SIZE, 1), mixed(3 * FRAME_SIZE, 2)
+    ask, digest = clearance._ask, store.put("a", old).digest
+    store.put("a", new)  # gc chooses the old bytes now
+    with castore_fuse.mounted(store) as root:
+        store.put("a", old)
+        with (root / "a").open("rb", buffering=0) as file:
+
+            def replaced_once_it_has_answered(path: Path) -> None:
+                ask(path)
+                if store.index.find_digest("a") == bytes.fromhex(digest):
+                    store.put("a", new)
+
+            monkeypatch.setattr(clearance, "_ask", replaced_once_it_has_answered)
+            collect.remove_blobs(store, [bytes.fromhex(digest)])
+            assert file.read() == old
+            store.gc(grace=0)
+            forget_pages(file.fileno())
+            file.seek(0)
+            assert file.read() == old
+        until(lambda: (root / "a").read_bytes() == new)
 
 
 def test_file_that_gc_removed_a_moment_ago_cannot_be_opened(store: Store) -> None:

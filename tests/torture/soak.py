@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from castore import Store
 from tests.helpers import mixed
+from tests.mount.conftest import forget_pages
 
 NAMES = 24
 VERSIONS = 4
@@ -58,23 +59,33 @@ def gauges(pid: int | str = "self") -> Gauges:
     return Gauges(len(objects), removed, packs, others, pages * os.sysconf("SC_PAGE_SIZE"))
 
 
+class Retry(NamedTuple):
+    """From when to when a reader asked in vain, and what it was told."""
+
+    asked: float
+    failed: float
+    error: str
+
+
 class Worked(NamedTuple):
-    """What a process did: how often; from when to when it asked in vain; and its gauges once warm and in the end."""
+    """What a process did: how often; what it asked in vain; and its gauges once warm and in the end."""
 
     done: int
-    retries: list[tuple[float, float]]
+    retries: list[Retry]
     began: Gauges
     ended: Gauges
 
 
 def read(root: Path, seed: int, until: float) -> Worked:
     """Read files of the mount, whole and in part; try again while it is dead."""
-    chance, done, retries, began = random.Random(seed), 0, list[tuple[float, float]](), gauges()
+    chance, done, retries, began = random.Random(seed), 0, list[Retry](), gauges()
     while time.monotonic() < until:
         number = chance.randrange(NAMES)
         asked = time.monotonic()
         try:
             with (root / f"n/{number}").open("rb", buffering=0) as file:
+                if chance.random() < 0.1:  # what the kernel keeps would hide that bytes are gone
+                    forget_pages(file.fileno())
                 if chance.random() < 0.3:  # a label, then a part of the middle
                     version = int(file.read(20).split(b" ")[1])
                     start = chance.randrange(_SIZES[number % 4])
@@ -86,7 +97,7 @@ def read(root: Path, seed: int, until: float) -> Worked:
         except OSError as error:
             if error.errno not in _DEAD:
                 raise
-            retries.append((asked, time.monotonic()))
+            retries.append(Retry(asked, time.monotonic(), str(error)))
             time.sleep(0.05)
             continue
         done += 1

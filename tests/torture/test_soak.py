@@ -96,10 +96,10 @@ def all_at_once(
 def retries_of(readers: list[Worked], kills: list[tuple[float, float]]) -> int:
     """How often readers had to try again; never without a kill."""
     retries = [retry for reader in readers for retry in reader.retries]
-    for asked, failed in retries:
-        assert any(killed <= failed and asked <= mounted for killed, mounted in kills), (
-            "an error without a kill"
-        )
+    for retry in retries:
+        felt = [killed <= retry.failed and retry.asked <= mounted for killed, mounted in kills]
+        last = max((mounted for _, mounted in kills if mounted <= retry.asked), default=retry.asked)
+        assert any(felt), f"{retry.error}, without a kill: {retry.asked - last:.3f} s after the last mount"
     return len(retries)
 
 
