@@ -83,7 +83,8 @@ def read(root: Path, seed: int, until: float) -> Worked:
         number = chance.randrange(NAMES)
         asked = time.monotonic()
         try:
-            with (root / f"n/{number}").open("rb", buffering=0) as file:
+            # Buffered: a read that a kill interrupts gives what was there, and the next one the error.
+            with (root / f"n/{number}").open("rb") as file:
                 if chance.random() < 0.1:  # what the kernel keeps would hide that bytes are gone
                     forget_pages(file.fileno())
                 if chance.random() < 0.3:  # a label, then a part of the middle
