@@ -154,7 +154,7 @@ class BlobRows:
 
     def set_dead(self, dead: dict[int, int]) -> None:
         """Say how many bytes of each of these packs are no live record's, once they have been counted."""
-        self.db.executemany("UPDATE packs SET dead = ?2 WHERE id = ?1", list(dead.items()))
+        self.db.executemany("UPDATE packs SET dead = ?2 WHERE id = ?1", dead.items())
 
     def retire_pack(self, pack: int) -> None:
         """Forget a pack that holds no live blob; whoever still writes to it has to start another."""

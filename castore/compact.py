@@ -68,6 +68,7 @@ def _dead_bytes(index: Index, held: dict[int, int]) -> dict[int, int]:
     """Bytes of each pack's records that are dead: what was noted as they died, or counted where that can't be all.
 
     Nobody notes what a writer appends who dies before he commits, so all that packs hold is compared with what is known.
+    What was counted is written down for the next gc, in a dry run too.
     """
     noted = dict(index.rows("SELECT id, coalesce(CAST(dead AS INTEGER), 0) FROM packs"))
     dead = {pack: noted.get(pack, 0) for pack in held}

@@ -312,7 +312,9 @@ def test_a_name_whose_row_cannot_be_is_put_again_and_removed(path: Path, row: st
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if row != "a short digest"]
 )  # what lies under it is nobody's
-def test_gc_with_rows_that_cannot_be_keeps_what_has_names(good: Healthy, path: Path, row: str) -> None:
+def test_gc_with_rows_that_cannot_be_ends_in_castores_words_and_makes_no_other_bytes(
+    good: Healthy, path: Path, row: str
+) -> None:
     with closing(sqlite3.connect(path / "index.sqlite")) as db:
         db.execute(ROWS[row])
         db.execute("UPDATE entries SET expires = 1.0 WHERE name LIKE 'folder-1%'")
