@@ -121,7 +121,7 @@ class MemoryLRU(Generic[V]):
         """For one more value. The caller holds the lock."""
         slots, chances = self._slots, CHANCES
         while self.bytes + size > self.max_bytes or len(slots) >= self.max_items:
-            key = next(iter(slots))
+            key = self._oldest()
             if slots[key].used and chances:
                 slots[key].used = False
                 slots.move_to_end(key)
@@ -129,6 +129,14 @@ class MemoryLRU(Generic[V]):
             else:
                 self._let_go(key)
                 self.evictions += 1
+
+    def _oldest(self) -> Hashable:
+        """The key first in line. The caller holds the lock, and there is one."""
+        while True:
+            try:
+                return next(iter(self._slots))
+            except RuntimeError:  # a reader, who takes no lock, moved its key between the two calls
+                continue
 
     def _let_go(self, key: Hashable) -> None:
         """The caller holds the lock."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 import threading
 import time
 import tracemalloc
@@ -280,3 +281,37 @@ def test_a_new_value_finds_room_where_all_others_are_used() -> None:
         memory.put(("new", turn), turn)
         assert memory.get(("new", turn)) == turn
         assert len(memory) == count
+
+
+def test_readers_that_take_no_lock_never_disturb_one_who_makes_room() -> None:
+    held: MemoryLRU[bytes] = MemoryLRU(1 << 30, max_items=8)
+    errors: list[BaseException] = []
+    over = threading.Event()
+
+    def read(number: int) -> None:
+        while not over.is_set():
+            held.get(number)
+
+    def write() -> None:
+        try:
+            for number in range(100_000):
+                held.put(number % 16, b"value")
+        except BaseException as error:
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        readers = [threading.Thread(target=read, args=(number,)) for number in range(3)]
+        for reader in readers:
+            reader.start()
+        writer = threading.Thread(target=write)
+        writer.start()
+        writer.join()
+        over.set()
+        for reader in readers:
+            reader.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not errors
+    assert len(held) == 8
