@@ -224,7 +224,7 @@ class BlobSource:
                     self._usage.counts["misses"] += 1
                 else:
                     results[place] = read.data
-        self._usage.flush_if_due()
+        self._usage.flush_if_due(len(names))
 
     def _fetch_named(self, name: str, found: Found) -> tuple[Found, bytes | None]:
         """All bytes of a name's blob; if gc was quicker, those of the blob that the name points to by now."""

@@ -399,6 +399,10 @@ class Store(OpenStore):
         """`flush`, if the last one is some seconds ago; for whoever reads past `get`."""
         self._usage.flush_if_due()
 
+    def flush_for(self, seconds: float) -> None:
+        """`flush_if_due` of all that has been counted, as far as it gets in so many seconds; for who keeps no reader waiting."""
+        self._usage.flush_for(seconds)
+
     def flush(self) -> None:
         """Write hit counts and last accesses to the index now instead of within seconds."""
         self._usage.flush()

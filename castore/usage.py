@@ -53,10 +53,19 @@ class Usage:
         self.flushed = time.time()
         self.due = self.flushed + FLUSH_SECONDS
 
-    def flush_if_due(self) -> None:
-        """Flush every few seconds of use."""
-        if not self.flushed <= time.time() < self.due:
+    def flush_if_due(self, read: int = 1) -> None:
+        """Flush every few seconds of use; who has just read many names writes more of them, or they would pile up."""
+        if self._is_due():
+            self.flush_if_possible(max(_SLICE, 2 * read))
+
+    def flush_for(self, seconds: float) -> None:
+        """`flush_if_due` until nothing is left, or for that long: for who does it beside readers, and keeps none waiting."""
+        until = time.monotonic() + seconds
+        while self._is_due() and time.monotonic() < until:
             self.flush_some()
+
+    def _is_due(self) -> bool:
+        return not self.flushed <= time.time() < self.due
 
     def flush_some(self) -> None:
         """`flush_if_possible`, a part only: for readers, who do not wait."""

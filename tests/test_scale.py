@@ -103,6 +103,21 @@ def test_gc_asks_only_for_the_rows_of_objects_that_are_files(
     assert not left.exists()
 
 
+def test_readers_of_many_names_at_once_leave_none_over(tmp_path: Path) -> None:
+    with Store(tmp_path / "store", memory=0) as store:
+        names = [f"many/{number:04}" for number in range(6_000)]
+        store.put_many((name, name.encode()) for name in names)
+        usage = store._usage
+        for start in range(0, 6_000, 500):
+            usage.due = 0.0
+            assert None not in store.get_many(names[start : start + 500])
+            assert len(usage.touched) <= 500
+        usage.touched = dict.fromkeys(names, time.time())
+        usage.due = 0.0
+        store.flush_for(60)
+        assert not usage.touched
+
+
 def test_a_reader_writes_down_what_it_read_a_little_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,8 @@ log = logging.getLogger("castore.fuse")
 INTERVAL = 0.1
 #: Seconds between two signs of life.
 BEAT_SECONDS = 300.0
+#: Seconds a look may take longer for writing down what was read: beside it others write, and names change.
+_FLUSHING = 0.03
 #: Seconds after which a record that the index does not confirm counts as never committed.
 _PATIENCE = 10.0
 
@@ -100,7 +102,7 @@ class Follower:
 
     def _tick(self) -> None:
         self.look()
-        self._view.store.flush_if_due()
+        self._view.store.flush_for(_FLUSHING)
         self._view.store.objects.packs.drop_unlinked()
         self._operations.handles.drop_unlinked()
         if time.monotonic() > self._next_beat:

@@ -8,6 +8,7 @@ import hashlib
 import mmap
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -185,3 +186,14 @@ def test_bytes_that_gc_removed_from_under_a_known_digest_are_not_there(store: St
         with pytest.raises(OSError) as caught:  # noqa: PT011
             blob.read_bytes()
         assert caught.value.errno in (errno.ENOENT, errno.ESTALE)
+
+
+def test_gc_soon_knows_of_all_that_a_mount_has_read_however_much(store: Store) -> None:
+    names = [f"many/{number:05}" for number in range(20_000)]
+    store.put_many((name, name.encode()) for name in names)
+    before = time.time()
+    with castore_fuse.mounted(store) as root:
+        for name in names:
+            assert (root / name).read_bytes() == name.encode()
+        # Written down every five seconds of use, and then all that there is.
+        until(lambda: all(entry.accessed >= before for entry in store.entries()), seconds=12.0)
