@@ -65,11 +65,25 @@ class OneByOne(Dataset[torch.Tensor]):
 class Batched(OneByOne):
     """The same with castore's `get_slots`: the loader hands over the indices of a batch at once."""
 
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+    def __getitems__(self, indices: list[int]) -> Any:
         samples: list[torch.Tensor | None] = self.cache.get_slots(indices)
         return [
             self[index] if sample is None else sample for index, sample in zip(indices, samples, strict=True)
         ]
+
+
+class Together(OneByOne):
+    """The same with castore's `get_batch` and `collate`."""
+
+    def __init__(self, cache: Any, source: Source, samples: int) -> None:
+        super().__init__(cache, source, samples)
+        from castore.adapters.torch import collate
+
+        self.collate = collate
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        batch = self.cache.get_batch(indices)
+        return [self[index] for index in indices] if batch is None else batch
 
 
 class Made(Dataset[torch.Tensor]):
@@ -105,6 +119,10 @@ def _castore(source: Source, samples: int, _: Path) -> OneByOne:
 
 def _castore_batched(source: Source, samples: int, _: Path) -> OneByOne:
     return Batched(_castore_cache(samples), source, samples)
+
+
+def _castore_together(source: Source, samples: int, _: Path) -> OneByOne:
+    return Together(_castore_cache(samples), source, samples)
 
 
 def _castore_levels(source: Source, samples: int, folder: Path) -> Any:
@@ -169,6 +187,7 @@ def _gib(samples: int) -> int:
 CONTESTANTS: dict[str, Callable[[Source, int, Path], Any]] = {
     "castore": _castore,
     "castore-batched": _castore_batched,
+    "castore-together": _castore_together,
     "castore-levels": _castore_levels,
     "castore-cached": _castore_cached,
     "files": Files,
@@ -203,6 +222,7 @@ def _loader(dataset: Any, workers: int) -> Any:
         from litdata import StreamingDataLoader
 
         return StreamingDataLoader(dataset, **options)  # the dataset shuffles
+    options |= {"collate_fn": getattr(dataset, "collate", None)}
     return DataLoader(dataset, shuffle=True, generator=torch.Generator().manual_seed(_SEED), **options)
 
 

@@ -7,6 +7,7 @@ from castore.errors import MissingDependencyError
 try:
     from castore.adapters.torch.bilevel import BiLevelCachedDataset
     from castore.adapters.torch.cached import CachedDataset
+    from castore.adapters.torch.collating import collate
     from castore.adapters.torch.identity import dataset_key
     from castore.adapters.torch.lazy import LazyShardDataset
     from castore.adapters.torch.shared import SharedCache, get_shm_size
@@ -20,6 +21,7 @@ __all__ = [
     "CachedDataset",
     "LazyShardDataset",
     "SharedCache",
+    "collate",
     "dataset_key",
     "get_shm_size",
 ]

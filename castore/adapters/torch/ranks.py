@@ -8,12 +8,16 @@ launchers set it late. Must never need `torch`, nor a process group: datasets ar
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from castore.errors import InvalidValueError
 
+# Things without a name that this process made: the ranks of a job make theirs in the same order.
+_made = itertools.count()
 _JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
@@ -114,6 +118,19 @@ def job_id(environ: Mapping[str, str] | None = None) -> str | None:
         )
     parts = [environ.get(name, "") for name in _JOB_VARIABLES] + [str(ranks.node)]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def common_name(kind: str, layout: Mapping[str, object]) -> str | None:
+    """What the ranks of this node call the thing of that layout that each of them makes now; None without a job.
+
+    Raises:
+        InvalidValueError: as `job_id`.
+    """
+    job, order = job_id(), next(_made)
+    if job is None:
+        return None
+    shape = hashlib.blake2b(json.dumps(layout).encode(), digest_size=6).hexdigest()
+    return f"{kind}-{job}-{order}-{shape}"
 
 
 def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:

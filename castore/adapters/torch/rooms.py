@@ -40,6 +40,9 @@ class Room(Protocol):
     def gather(self, indices: list[int]) -> Sequence[Any]:
         """Copies of several samples, in order."""
 
+    def batch(self, indices: list[int]) -> Any:
+        """The same, as one tensor, or one for each part."""
+
     def write(self, index: int, values: list[torch.Tensor]) -> bool:
         """Put a sample there; False if there is no room for it."""
 
@@ -101,14 +104,22 @@ class Columns:
 
     def gather(self, indices: list[int]) -> Sequence[Any]:
         """Copies of several samples, in order. Those of one call share a storage of their own."""
-        places = np.array(indices, np.intp)
-        columns = [
-            _as(from_numpy(rows[places]), part).unbind(0)
-            for rows, part in zip(self._arrays, self._structure.parts, strict=True)
-        ]
+        columns = [block.unbind(0) for block in self._blocks(indices)]
         if self._structure.is_single:
             return columns[0]
         return [self._structure.build(values) for values in zip(*columns, strict=True)]
+
+    def batch(self, indices: list[int]) -> Any:
+        """Copies of several samples, in order, as one tensor, or one for each part."""
+        return self._structure.build(self._blocks(indices))
+
+    def _blocks(self, indices: list[int]) -> list[torch.Tensor]:
+        places = np.array(indices, np.intp)
+        return [
+            # "clip", since that copies to where the rows are to be; the places are known to be within.
+            _as(from_numpy(np.take(rows, places, 0, mode="clip")), part)
+            for rows, part in zip(self._arrays, self._structure.parts, strict=True)
+        ]
 
     def write(self, index: int, values: list[torch.Tensor]) -> bool:
         """Put a sample there."""
@@ -181,6 +192,10 @@ class Records:
     def gather(self, indices: list[int]) -> Sequence[Any]:
         """Copies of several samples, in order."""
         return [self.read(index) for index in indices]
+
+    def batch(self, indices: list[int]) -> Any:
+        """There is no such thing."""
+        raise InvalidValueError("samples that differ in shape make no batch; read them with get_slots")
 
     def write(self, index: int, values: list[torch.Tensor]) -> bool:
         """Put a sample there; False if there is no room for it."""

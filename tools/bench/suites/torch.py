@@ -36,7 +36,7 @@ ABOUT = (
     "Through a `DataLoader`: samples of 12 KB (3 x 64 x 64 bytes), shuffled, in batches of 64, all of them in memory. A "
     "figure is the mean of 5 epochs in a process of its own; workers persist and are forked. Both caches are asked one "
     "sample at a time with `get_slot`, as stocaching's README has it; with `get_slots` castore answers a whole batch "
-    "(`__getitems__`). stocaching and `TensorDataset` hand out views of their memory, which a transform in place changes; "
+    "(`__getitems__`), with `get_batch` and `collate` as the batch that the loader is asked for. stocaching and `TensorDataset` hand out views of their memory, which a transform in place changes; "
     "castore hands out copies. stocaching runs with NumPy 1, which it needs. Samples on disk are in the page cache; litdata reads "
     "them from the 64 MB chunks of its `optimize`, which nobody checks, with its own `StreamingDataLoader`, and shuffles the "
     "chunks and the samples of each, where castore and the plain files take any sample after any other. `BiLevelCachedDataset` is read in the "
@@ -45,6 +45,7 @@ ABOUT = (
     "it 224 x 224."
 )
 _ONE, _MANY = "castore SharedCache, get_slot", "castore SharedCache, get_slots"
+_WHOLE = "castore SharedCache, get_batch"
 _STOCACHING, _TENSORS = "stocaching, get_slot", "TensorDataset"
 _LITDATA = "litdata StreamingDataset"
 _LEVELS, _BATCHES = "castore BiLevelCachedDataset", "castore BiLevelCachedDataset, 64 at a time"
@@ -89,9 +90,10 @@ def _loaders(work: Path, samples: int, workers: int, stack: ExitStack) -> Row:
             Contestant(_TENSORS, reader("tensors")),
             Contestant(_ONE, reader("castore"), ours=True),
             Contestant(_MANY, reader("castore-batched"), ours=True),
+            Contestant(_WHOLE, reader("castore-together"), ours=True),
         ],
         reference=_STOCACHING,
-        goals=[Goal(ours, 1.0, peer) for ours in (_ONE, _MANY) for peer in (_STOCACHING, _TENSORS)],
+        goals=[Goal(ours, 1.0, peer) for ours in (_ONE, _MANY, _WHOLE) for peer in (_STOCACHING, _TENSORS)],
     )
 
 
