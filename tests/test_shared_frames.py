@@ -181,10 +181,10 @@ def test_a_link_to_the_store_leads_to_the_same_tier(store: Store, folder: Path, 
 
 def test_another_size_is_refused_with_what_to_do(store: Store, folder: Path) -> None:
     with pytest.raises(
-        SegmentError, match="shared_memory=8000000, here 9000000; give the same shared_memory"
+        SegmentError, match="shared_memory=64000000, here 9000000; give the same shared_memory"
     ):
         Store(folder, shared_memory="9MB")
-    with Store(folder, shared_memory="8 MB") as same:
+    with Store(folder, shared_memory="64 MB") as same:
         assert tier(same).size == tier(store).size
 
 
