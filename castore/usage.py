@@ -54,9 +54,11 @@ class Usage:
         self.due = self.flushed + FLUSH_SECONDS
 
     def flush_if_due(self, read: int = 1) -> None:
-        """Flush every few seconds of use; who has just read many names writes more of them, or they would pile up."""
-        if self._is_due():
-            self.flush_if_possible(max(_SLICE, 2 * read))
+        """Flush every few seconds of use. Who has just read many names writes twice as many, or they would pile up."""
+        for _ in range(max(1, 2 * read // _SLICE)):
+            if not self._is_due():
+                break
+            self.flush_some()
 
     def flush_for(self, seconds: float) -> None:
         """`flush_if_due` until nothing is left, or for that long: for who does it beside readers, and keeps none waiting."""
