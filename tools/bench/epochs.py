@@ -65,7 +65,7 @@ class OneByOne(Dataset[torch.Tensor]):
 class Batched(OneByOne):
     """The same with castore's `get_slots`: the loader hands over the indices of a batch at once."""
 
-    def __getitems__(self, indices: list[int]) -> Any:
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         samples: list[torch.Tensor | None] = self.cache.get_slots(indices)
         return [
             self[index] if sample is None else sample for index, sample in zip(indices, samples, strict=True)
