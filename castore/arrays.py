@@ -7,7 +7,6 @@ needed; an object can only be a tensor where somebody has imported torch already
 
 from __future__ import annotations
 
-import ast
 import importlib
 import io
 import json
@@ -99,6 +98,8 @@ def load_npy(data: bytes) -> Any:
 
 def _npy_header(data: bytes) -> tuple[Any, tuple[int, ...], Any, int]:
     """The dtype, shape, order and start of the elements; NEP 1 has the format."""
+    import ast
+
     from numpy.lib import format as npy
 
     if len(data) < 8 or data[:6] != _NPY_MAGIC or data[6] not in (1, 2, 3):

@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from castore.errors import StoreError
 from castore.index import Index
 from castore.journal import JournalTail
 from castore.temporary import pid_namespace, process_started
+
+# Imported where it is used: it is a twentieth of what `import castore` takes, and few have mounts.
+if TYPE_CHECKING:
+    import socket
 
 #: Seconds that a mount may take to answer.
 PATIENCE = 30.0
@@ -54,6 +58,8 @@ class Listener:
     """
 
     def __init__(self, locks: Path, mode: int) -> None:
+        import socket
+
         self._path = locks / f"mount-{pid_namespace()}-{os.getpid()}.sock"
         self._path.unlink(missing_ok=True)  # a killed process had that number
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -143,6 +149,8 @@ def _is_gone(path: Path) -> bool:
 
 
 def _ask(path: Path) -> None:
+    import socket
+
     if _is_gone(path):
         # Not asked: where a killed daemon leaves a thread behind that waits in the kernel, nobody would refuse.
         path.unlink(missing_ok=True)

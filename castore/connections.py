@@ -6,6 +6,7 @@ must neither use nor close what it inherits, and still counts as one who uses th
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import sqlite3
@@ -14,11 +15,14 @@ import time
 from pathlib import Path
 
 from castore.forks import reset_after_fork
+from castore.sqlerrors import SQL_ERRORS
 
 #: Seconds a writer waits for others.
 BUSY_SECONDS = 120.0
 #: Pages in the log with which a commit brings it into the index, which takes a tenth of a second or more.
 CHECKPOINT_PAGES = 8000
+# Bytes of a log that is left behind: whoever opens the index reads it, which takes a fraction of a millisecond.
+_LOG_LEFT = 256 * 1024
 # Where SQLite's shared locks lie in the file, and how many bytes they are.
 _SHARED_FIRST, _SHARED_SIZE = 0x40000002, 510
 
@@ -97,12 +101,31 @@ class Connections:
             self._open.append((threading.current_thread(), db))
         return db
 
-    def close(self) -> None:
-        """Close every thread's connection."""
+    def close(self, *, leave_log: bool = False) -> None:
+        """Close every thread's connection.
+
+        Args:
+            leave_log: leave a small log to whoever opens the index next, even if nobody else has it open now.
+        """
         with self._lock:
             connections, self._open = self._open, []
+        last = self._reader() if leave_log and connections else None
         for _, db in connections:
             db.close()
+        if last is not None:
+            last.close()
+
+    def _reader(self) -> sqlite3.Connection | None:
+        """A connection that may only read: the last one to close brings the log into the index, unless it is of those.
+
+        That waits for the disk three times, and a fourth time when the log is begun anew.
+        """
+        with contextlib.suppress(OSError, *SQL_ERRORS):  # then the log is not left
+            if os.stat(f"{self._path}-wal").st_size <= _LOG_LEFT:
+                db = sqlite3.connect(f"{self._path.as_uri()}?mode=ro", uri=True, check_same_thread=False)
+                db.execute("PRAGMA user_version").fetchone()  # only now is the file open, with a lock on it
+                return db
+        return None
 
 
 def _use_wal(db: sqlite3.Connection) -> None:

@@ -12,7 +12,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -73,7 +73,7 @@ class Index(Questions):
         self._words = beacon.words
         self.journal = journal
         self.durable = durable
-        self._rebuilding = rebuilding
+        self._rebuilding = self._has_written = rebuilding
         self._connections = Connections(path, durable)
         self._after_fork()
         reset_after_fork(self)
@@ -109,6 +109,7 @@ class Index(Questions):
             raise self._no_index()
         try:
             if version < SCHEMA_VERSION:
+                self._has_written = True
                 migrate(db)
             if (wrong := foreign(db)) is not None:
                 raise self.damaged(wrong)
@@ -156,9 +157,9 @@ class Index(Questions):
         raise error
 
     def close(self) -> None:
-        """Close every thread's connection."""
+        """Close every thread's connection. Who has only read, and written down what, leaves the log to the next writer."""
         self._local = threading.local()
-        self._connections.close()
+        self._connections.close(leave_log=not self._has_written)
 
     def _connect(self) -> sqlite3.Connection:
         try:
@@ -187,8 +188,7 @@ class Index(Questions):
         """Have `is_folder` look again: what made them folders did not come true."""
         self._folders = set()
 
-    @contextmanager
-    def write(self, patience: float = BUSY_SECONDS) -> Iterator[Write]:
+    def write(self, patience: float = BUSY_SECONDS) -> AbstractContextManager[Write]:
         """A write transaction: commits at the end of the block, takes everything back on an error.
 
         Args:
@@ -197,6 +197,11 @@ class Index(Questions):
         Raises:
             FullError: the disk is full.
         """
+        self._has_written = True
+        return self._transaction(patience)
+
+    @contextmanager
+    def _transaction(self, patience: float) -> Iterator[Write]:
         if patience < BUSY_SECONDS:
             if not fork_gate.acquire(blocking=False):
                 raise sqlite3.OperationalError("database is locked by another thread")
@@ -215,6 +220,7 @@ class Index(Questions):
 
     def transact(self, work: Callable[[Write], T]) -> T:
         """What ``work`` returns, done in a write transaction: `write` for callers in a hurry."""
+        self._has_written = True
         with fork_gate:
             txn = Write(self)
             try:
@@ -243,7 +249,7 @@ class Index(Questions):
         db = self.connection()
         checkpoint_at(db, 4 * CHECKPOINT_PAGES)
         try:
-            with self.write(patience) as txn:
+            with self._transaction(patience) as txn:
                 self.beacon.settle_all()  # in case that a writer was killed before it could
                 txn.executemany(
                     "UPDATE entries SET accessed = ?1 WHERE name = ?2 AND (accessed < ?1 OR accessed > ?1 + ?3)",
