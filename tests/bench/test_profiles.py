@@ -12,7 +12,7 @@ from castore import Store
 from castore.errors import MissingDependencyError
 from castore_fuse.lifecycle import check_fuse
 from tools.bench import tracing
-from tools.bench.operations import FILLED, OPERATIONS, make_items, run_calls
+from tools.bench.operations import OPERATIONS, run_calls
 from tools.bench.peers import Mount
 
 _TRACE = r"""
@@ -27,7 +27,9 @@ _TRACE = r"""
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_can_be_called_any_number_of_times(operation: str, tmp_path: Path) -> None:
-    run_calls(OPERATIONS[operation](tmp_path, make_items("filled", FILLED), make_items("fresh", 600)), 600)
+    what = OPERATIONS[operation]
+    calls = what.calls(600)
+    run_calls(what.prepare(tmp_path, calls), calls)
 
 
 def test_requests_are_read_from_a_trace_of_many_threads() -> None:
@@ -41,6 +43,21 @@ def test_what_a_longer_run_makes_more_is_what_a_call_costs(tmp_path: Path) -> No
     assert found["pread64"] == pytest.approx(
         1, abs=0.1
     )  # the record, and whatever was set up counts for nothing
+
+
+def test_time_counts_for_a_stage_with_all_it_calls() -> None:
+    stack = ["main (a.py)", "load (b.py)", "open (c.py)"]
+    assert tracing._spent_in(stack, ()) == "open (c.py)"
+    assert tracing._spent_in(stack, ("open (c.py)", "load (b.py)")) == "load (b.py)"
+    assert tracing._spent_in(stack, ("close (c.py)",)) == tracing.BESIDE
+
+
+def test_functions_that_take_the_time_are_told(tmp_path: Path) -> None:
+    if why := tracing.no_profiler():
+        pytest.skip(why)
+    found = dict(tracing.parts("castore get, RAM hit", tmp_path / "work", 500_000))
+    assert sum(found.values()) == pytest.approx(1)
+    assert found["BlobSource.get (castore/reading.py)"] > 0.3
 
 
 def test_requests_of_a_mount_are_counted(store: Store, tmp_path: Path) -> None:

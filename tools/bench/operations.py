@@ -2,19 +2,20 @@
 
     python -m tools.bench.operations OPERATION FOLDER CALLS
 
+It prepares, says ``ready``, waits for a line on standard input, does the calls, says ``done``, and waits for another.
 What is prepared costs the same for any number of calls, so two runs with different numbers tell what one call costs.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import diskcache
 
 import castore
-from tools.bench import corpus
+from tools.bench import corpus, suite_operations
+from tools.bench.suite_operations import Operation, Work
 
 #: Of the values, in bytes.
 SIZE = 2048
@@ -23,57 +24,59 @@ FILLED = 512
 TOGETHER = 64
 
 Items = list[tuple[str, bytes]]
-Work = Callable[[int], object]
 
 
 def main() -> None:
     operation, folder, calls = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    prepare = OPERATIONS[operation]
-    filled = make_items("filled", FILLED)
-    fresh = make_items("fresh", calls if "put" in operation or "set" in operation else 0)
-    run_calls(prepare(folder, filled, fresh), calls)
+    work = OPERATIONS[operation].prepare(folder, calls)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    run_calls(work, calls)
+    print("done", flush=True)
+    sys.stdin.readline()
 
 
 def run_calls(work: Work, calls: int) -> None:
-    """What is looked at; a function of its own, so that a profile can leave out the rest."""
+    """What is looked at."""
     for number in range(calls):
         work(number)
 
 
-def make_items(stamp: str, count: int) -> Items:
+def _items(stamp: str, count: int) -> Items:
     """Names and values of which no two are the same."""
     # A value is a fixed record with its own number in front: cheap to make, no two the same.
     (record,) = corpus.records(1, SIZE, stamp)
     return [(f"{stamp}/{number:06}", b"%08d%b" % (number, record)) for number in range(count)]
 
 
-def _store(folder: Path, filled: Items, memory: int | str) -> castore.Store:
-    store = castore.Store(folder, memory=memory)
+def _store(folder: Path, memory: int | str = 0) -> tuple[castore.Store, list[str]]:
+    store, filled = castore.Store(folder, memory=memory), _items("filled", FILLED)
     store.put_many(filled)
-    for name, _ in filled:  # so that the first reads, which open and learn, are behind it
+    names = [name for name, _ in filled]
+    for name in names:  # so that the first reads, which open and learn, are behind it
         store.get(name)
-    return store
+    return store, names
 
 
-def _put(folder: Path, filled: Items, fresh: Items) -> Work:
-    store = _store(folder, filled, 0)
+def _put(folder: Path, calls: int) -> Work:
+    (store, _), fresh = _store(folder), _items("fresh", calls)
     return lambda number: store.put(*fresh[number])
 
 
-def _put_many(folder: Path, filled: Items, fresh: Items) -> Work:
+def _put_many(folder: Path, calls: int) -> Work:
     """All values with the first call, as one batch (of at most 2,000 a commit)."""
-    store = _store(folder, filled, 0)
+    (store, _), fresh = _store(folder), _items("fresh", calls)
     return lambda number: store.put_many(fresh) if number == 0 else None
 
 
-def _get(folder: Path, filled: Items, _: Items) -> Work:
-    store, names = _store(folder, filled, 0), [name for name, _ in filled]
+def _get(folder: Path, _: int) -> Work:
+    store, names = _store(folder)
     return lambda number: store.get(names[number % FILLED])
 
 
-def _get_many(folder: Path, filled: Items, _: Items) -> Work:
+def _get_many(folder: Path, _: int) -> Work:
     """64 values with every 64th call."""
-    store, names = _store(folder, filled, 0), [name for name, _ in filled]
+    store, names = _store(folder)
 
     def work(number: int) -> None:
         if number % TOGETHER == 0:
@@ -82,36 +85,38 @@ def _get_many(folder: Path, filled: Items, _: Items) -> Work:
     return work
 
 
-def _ram_hit(folder: Path, filled: Items, _: Items) -> Work:
-    store, names = _store(folder, filled, "64MB"), [name for name, _ in filled]
+def _ram_hit(folder: Path, _: int) -> Work:
+    store, names = _store(folder, "64MB")
     return lambda number: store.get(names[number % FILLED])
 
 
-def _cache(folder: Path, filled: Items) -> diskcache.Cache:
-    cache = diskcache.Cache(str(folder), size_limit=2**40)
+def _cache(folder: Path) -> tuple[diskcache.Cache, list[str]]:
+    cache, filled = diskcache.Cache(str(folder), size_limit=2**40), _items("filled", FILLED)
     for name, value in filled:
         cache.set(name, value)
-    return cache
+    return cache, [name for name, _ in filled]
 
 
-def _diskcache_set(folder: Path, filled: Items, fresh: Items) -> Work:
-    cache = _cache(folder, filled)
+def _diskcache_set(folder: Path, calls: int) -> Work:
+    (cache, _), fresh = _cache(folder), _items("fresh", calls)
     return lambda number: cache.set(*fresh[number])
 
 
-def _diskcache_get(folder: Path, filled: Items, _: Items) -> Work:
-    cache, names = _cache(folder, filled), [name for name, _ in filled]
+def _diskcache_get(folder: Path, _: int) -> Work:
+    cache, names = _cache(folder)
     return lambda number: cache.get(names[number % FILLED])
 
 
-OPERATIONS: dict[str, Callable[[Path, Items, Items], Work]] = {
-    "castore put": _put,
-    "castore put_many": _put_many,
-    "castore get": _get,
-    "castore get_many of 64": _get_many,
-    "castore get, RAM hit": _ram_hit,
-    "diskcache set": _diskcache_set,
-    "diskcache get": _diskcache_get,
+#: By name; a name that begins with castore is castore's.
+OPERATIONS: dict[str, Operation] = {
+    "castore put": Operation(_put),
+    "castore put_many": Operation(_put_many),
+    "castore get": Operation(_get),
+    "castore get_many of 64": Operation(_get_many),
+    "castore get, RAM hit": Operation(_ram_hit, 0.05),
+    "diskcache set": Operation(_diskcache_set),
+    "diskcache get": Operation(_diskcache_get),
+    **suite_operations.OPERATIONS,
 }
 
 if __name__ == "__main__":

@@ -13,11 +13,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-from tools.bench.operations import run_calls
 
 #: Of include/uapi/linux/fuse.h, as far as a reader of files causes them.
 _OPCODES = {
@@ -28,6 +26,14 @@ _OPCODES = {
 }  # fmt: skip
 #: Samples a second that py-spy takes.
 _RATE = 500
+# Threads that wait for work, which py-spy does not always tell from those that run.
+_WAITING = (
+    "_worker (concurrent/futures/thread.py",
+    "Condition.wait (threading.py",
+    "wait (concurrent/futures/",
+)
+#: What is in none of an operation's stages.
+BESIDE = "all else"
 #: Seconds in which the requests that nobody waits for (RELEASE) arrive.
 _SETTLE = 0.2
 
@@ -75,25 +81,79 @@ def _count(operation: str, work: Path, calls: int) -> Counter[str]:
     return Counter({name: int(number) for number, name in found if name != "total"})
 
 
-def functions(operation: str, work: Path, calls: int) -> list[tuple[str, float]]:
-    """The functions in which an operation's time is spent, callees left out, with their parts of it; greatest first."""
+def parts(operation: str, work: Path, calls: int, stages: Sequence[str] = ()) -> list[tuple[str, float]]:
+    """The functions, or stages, in which an operation's time is spent, with their parts of it; greatest first."""
+    command = [sys.executable, "-m", "tools.bench.operations", operation, str(work / "data"), str(calls)]
     work.mkdir(parents=True)
-    stacks = work / "stacks.txt"
-    _run(
-        *(_find("py-spy") or "py-spy", "record", "--rate", str(_RATE), "--format", "raw", "--function"),
-        *("--output", str(stacks), "--"),
-        *(sys.executable, "-m", "tools.bench.operations", operation, str(work / "data"), str(calls)),
-    )
-    spent: Counter[str] = Counter()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        _listen(process, "ready")
+        with functions(process.pid, work, stages) as found:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            _listen(process, "done")
+    return shares(found)
+
+
+def shares(found: Counter[str]) -> list[tuple[str, float]]:
+    """What `functions` counted, greatest first, as parts of all."""
+    return [(name, samples / found.total()) for name, samples in found.most_common()]
+
+
+@contextmanager
+def functions(
+    pid: int, work: Path, stages: Sequence[str] = (), *, pauses: bool = True
+) -> Iterator[Counter[str]]:
+    """Samples where the threads of a process run within the block, by function, callees left out.
+
+    Args:
+        pid: of a Python process.
+        work: a folder for what py-spy writes.
+        stages: functions that count with all they call, as py-spy names them; what is beside them is then one.
+        pauses: stop the process for each sample, so that stacks are whole. But then threads that wait in a system call
+            seem to run: those of `_WAITING` are known, others are not.
+    """
+    stacks, found = work / f"stacks-{pid}.txt", Counter[str]()
+    command = [_find("py-spy") or "py-spy", "record", "--rate", str(_RATE), "--format", "raw", "--function"]
+    if not pauses:
+        command.append("--nonblocking")
+    with subprocess.Popen(
+        [*command, "--output", stacks, "--pid", str(pid)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as sampler:
+        _listen(sampler, "Sampling")
+        try:
+            yield found
+        finally:
+            sampler.send_signal(signal.SIGINT)
+            sampler.communicate()
     for line in stacks.read_text().splitlines():
         stack, _, samples = line.rpartition(" ")
-        if f"{run_calls.__name__} (" in stack:
-            spent[re.sub(r":\d+\)$", ")", stack.rsplit(";", 1)[-1])] += int(samples)
-    return [(name, samples / spent.total()) for name, samples in spent.most_common()]
+        calls = [re.sub(r":\d+\)$", ")", call) for call in stack.split(";")]
+        if not calls[-1].startswith(_WAITING):
+            found[_spent_in(calls, stages)] += int(samples)
+
+
+def _spent_in(calls: Sequence[str], stages: Sequence[str]) -> str:
+    """What a stack of calls, outermost first, counts for."""
+    return next((call for call in calls if call in stages), BESIDE) if stages else calls[-1]
+
+
+def _listen(process: subprocess.Popen[str], word: str) -> None:
+    """Reads on until a line has a word in it."""
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        if word in line:
+            return
+        said.append(line)
+    raise RuntimeError(f"`{process.args!r}` ended before it said {word!r}: {''.join(said)[-2000:]}")
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()[-2000:]}")
 
@@ -113,7 +173,7 @@ def requests(root: Path, work: Path) -> Iterator[Counter[str]]:
     trace, found = work / "trace.txt", Counter[str]()
     command = ["strace", "-f", "-xx", "-s", "40", "-e", "trace=read,readv", "-P", "/dev/fuse"]
     with subprocess.Popen(
-        [*command, "-o", trace, "-p", str(_daemon(root))], stderr=subprocess.PIPE, text=True
+        [*command, "-o", trace, "-p", str(daemon(root))], stderr=subprocess.PIPE, text=True
     ) as tracer:
         _await_attached(tracer, root)
         try:
@@ -133,7 +193,7 @@ def _parse(trace: str) -> Iterator[str]:
             yield _OPCODES.get(opcode, f"opcode {opcode}")
 
 
-def _daemon(root: Path) -> int:
+def daemon(root: Path) -> int:
     """The process that has /dev/fuse open and names the mountpoint in its command line."""
     for process in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,0 +1,199 @@
+"""One or two operations of each suite whose work is done within a process: stream, scale, torch, datasets, embeddings.
+
+They are for `operations`, which has those of `kv` itself. What needs torch or `datasets` imports them when it is prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import castore
+from tools.bench import corpus
+from tools.bench.growing import Growing
+
+Work = Callable[[int], object]
+
+#: Bytes of a large file, and of the text that five steps run over.
+FILE, TEXT = 32_000_000, 10_000_000
+_SAMPLES = 1000
+_VECTORS, _WIDTH, _BATCH = 20_000, 384, 256
+
+
+class Operation(NamedTuple):
+    """An operation that can be done over and over.
+
+    Attributes:
+        prepare: makes what it works on in a folder, for so many calls; returns what is called with 0, 1, 2 …
+        weight: about how many gets of a small value take as long.
+        stages: functions that a profile shows with all they call, where time is spread over very many; none if empty.
+    """
+
+    prepare: Callable[[Path, int], Work]
+    weight: float = 1
+    stages: tuple[str, ...] = ()
+
+    def calls(self, gets: int) -> int:
+        """How many calls take about as long as so many gets; a few at the least."""
+        return max(10, round(gets / self.weight))
+
+
+# --- stream -------------------------------------------------------------------------------------------------------
+
+
+def _put_file(folder: Path, _: int) -> Work:
+    source, store = corpus.archive(folder, FILE), castore.Store(folder / "store", memory=0)
+
+    def work(number: int) -> None:
+        with source.open("r+b") as file:
+            file.write(b"%08d" % number)  # new bytes, as far as a store can tell
+        store.put_file(f"files/{number}", source)
+
+    return work
+
+
+def _put_again(folder: Path, _: int) -> Work:
+    source, store = corpus.archive(folder, FILE), castore.Store(folder / "store", memory=0)
+    store.put_file("files/first", source)
+    return lambda number: store.put_file(f"files/{number}", source)
+
+
+def _read_file(folder: Path, _: int) -> Work:
+    source, store = corpus.archive(folder, FILE), castore.Store(folder / "store", memory=0)
+    store.put_file("file", source)
+    return lambda number: store.get("file")
+
+
+# --- scale --------------------------------------------------------------------------------------------------------
+
+
+def _collect(folder: Path, calls: int) -> Work:
+    """All entries with the first call."""
+    grown = Growing(folder / "store")
+    grown.grow(calls)
+    grown.add_expired(calls)
+    store = castore.Store(grown.path, memory=0)
+    return lambda number: store.gc() if number == 0 else None
+
+
+# --- torch --------------------------------------------------------------------------------------------------------
+
+
+def _dataset(contestant: str, folder: Path) -> Any:
+    import torch
+
+    from tools.bench import epochs
+
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    dataset = epochs.CONTESTANTS[contestant](epochs.Source(_SAMPLES), _SAMPLES, folder)
+    for index in range(_SAMPLES):
+        dataset[index]
+    return dataset
+
+
+def _sample(contestant: str, folder: Path, _: int) -> Work:
+    dataset = _dataset(contestant, folder)
+    return lambda number: dataset[_scattered(number, _SAMPLES)]
+
+
+def _samples(contestant: str, folder: Path, _: int) -> Work:
+    dataset = _dataset(contestant, folder)
+    batch = [_scattered(number, _SAMPLES) for number in range(64)]
+    return lambda number: dataset.__getitems__(batch)
+
+
+def _scattered(number: int, count: int) -> int:
+    return number * 7919 % count
+
+
+# --- datasets -----------------------------------------------------------------------------------------------------
+
+
+_CASTORES_STAGES = (
+    "load_from_disk (datasets/load.py)",
+    "OpenStore.__init__ (castore/opening.py)",
+    "describe (castore/adapters/datasets/describing.py)",
+    "load (castore/adapters/datasets/running.py)",
+    "_Run._reports_before (castore/adapters/datasets/pipeline.py)",
+    "Dataset.__getitem__ (datasets/arrow_dataset.py)",
+    "OpenStore.close (castore/opening.py)",
+)
+_THEIR_STAGES = (
+    "load_from_disk (datasets/load.py)",
+    "update_fingerprint (datasets/fingerprint.py)",
+    "Dataset.from_file (datasets/arrow_dataset.py)",
+    "Dataset.__getitem__ (datasets/arrow_dataset.py)",
+)
+
+
+def _rerun(way: str, folder: Path, _: int) -> Work:
+    import datasets
+
+    from tools.bench import recipe, textrun, texts
+
+    datasets.disable_progress_bars()
+    source = texts.copy(texts.saved(folder / "corpus", TEXT), folder / "input")
+    chain = recipe.operators("text", recipe.THIRD["text"][0], list)
+    textrun.run(way, chain, source, folder / "store", check=False, last=True)
+    return lambda number: textrun.run(way, chain, source, folder / "store", check=False)
+
+
+# --- embeddings ---------------------------------------------------------------------------------------------------
+
+
+def _embeddings(folder: Path) -> Any:
+    import torch
+
+    from castore.adapters.embeddings import EmbeddingCache
+
+    torch.set_num_threads(1)
+    vectors = torch.rand(_VECTORS, _WIDTH, generator=torch.Generator().manual_seed(corpus.SEED))
+    cache = EmbeddingCache("profiled", folder)
+    cache.fill(range(_VECTORS), range(_VECTORS), lambda items: vectors[items])
+    return cache
+
+
+def _take(folder: Path, _: int) -> Work:
+    cache = _embeddings(folder)
+    rows = cache.rows(_keys())
+    return lambda number: cache.take(rows)
+
+
+def _look_up(folder: Path, _: int) -> Work:
+    cache, keys = _embeddings(folder), _keys()
+    return lambda number: cache.get(keys)
+
+
+def _open(folder: Path, _: int) -> Work:
+    from castore.adapters.embeddings import EmbeddingCache
+
+    _embeddings(folder).close()
+    store = castore.Store(folder)
+    return lambda number: EmbeddingCache("profiled", store).close()
+
+
+def _keys() -> list[int]:
+    return [_scattered(number, _VECTORS) for number in range(_BATCH)]
+
+
+OPERATIONS: dict[str, Operation] = {
+    "castore put_file, 32 MB": Operation(_put_file, 5000),
+    "castore put_file of a known file, 32 MB": Operation(_put_again, 500),
+    "castore get, 32 MB": Operation(_read_file, 2000),
+    "castore gc, an expired entry": Operation(_collect, 5),
+    "castore SharedCache.get_slot": Operation(partial(_sample, "castore"), 0.5),
+    "castore SharedCache.get_batch of 64": Operation(partial(_samples, "castore-together"), 10),
+    "castore BiLevelCachedDataset, a sample on disk": Operation(partial(_sample, "castore-levels"), 3),
+    "castore CachedDataset, a sample": Operation(partial(_sample, "castore-cached"), 3),
+    "castore Pipeline, all-hit rerun of text": Operation(partial(_rerun, "cache"), 1500, _CASTORES_STAGES),
+    "castore cached_map, cached_filter, all-hit rerun of text": Operation(
+        partial(_rerun, "calls"), 2000, _CASTORES_STAGES
+    ),
+    "datasets, all-hit rerun of text": Operation(partial(_rerun, "datasets"), 1500, _THEIR_STAGES),
+    "castore EmbeddingCache.take of 256 rows": Operation(_take, 5),
+    "castore EmbeddingCache.get of 256 keys": Operation(_look_up, 10),
+    "castore EmbeddingCache, opening": Operation(_open, 100),
+}
