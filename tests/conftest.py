@@ -7,11 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from castore import Store
 
 # A shell that starts this run in the background has it ignore Ctrl-C, and every process that the tests start inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes says as much of the machine as of castore: one that stood still for a moment is no failure.
+settings.register_profile("castore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("castore")
 
 
 @pytest.fixture

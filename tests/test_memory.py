@@ -11,6 +11,7 @@ import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,31 +94,27 @@ def test_any_order_of_calls_keeps_the_count_right() -> None:
     assert (memory.bytes, len(memory)) == (0, 0)
 
 
-def wait_for_all(asking: list[int]) -> None:
-    """Until ten threads have asked, and a little longer, so that they wait."""
-    deadline = time.monotonic() + 10
-    while len(asking) < 10 and time.monotonic() < deadline:
+def let_nine_wait(memory: MemoryLRU[bytes]) -> None:
+    """Until so many threads wait for the load of "key"."""
+    done: Any = memory._flights["key"].done
+    deadline = time.monotonic() + 60
+    while len(done._cond._waiters) < 9:
+        assert time.monotonic() < deadline, "they do not wait for who loads"
         time.sleep(0.01)
-    time.sleep(0.2)
 
 
 @pytest.mark.parametrize("bound", [0, MB])
 def test_ten_threads_that_ask_at_once_load_once(bound: int) -> None:
     memory: MemoryLRU[bytes] = MemoryLRU(bound)
     loads: list[int] = []
-    asking: list[int] = []
 
     def load() -> bytes:
         loads.append(threading.get_ident())
-        wait_for_all(asking)
+        let_nine_wait(memory)
         return b"value"
 
-    def ask(number: int) -> bytes:
-        asking.append(number)
-        return memory.get_or_load("key", load)
-
     with ThreadPoolExecutor(10) as pool:
-        answers = list(pool.map(ask, range(10)))
+        answers = list(pool.map(lambda _: memory.get_or_load("key", load), range(10)))
     assert answers == [b"value"] * 10
     assert len(loads) == 1
     assert all(answer is answers[0] for answer in answers)
@@ -126,15 +123,13 @@ def test_ten_threads_that_ask_at_once_load_once(bound: int) -> None:
 def test_an_error_reaches_all_who_wait_and_the_next_tries_again() -> None:
     memory: MemoryLRU[bytes] = MemoryLRU(MB)
     loads: list[int] = []
-    asking: list[int] = []
 
     def load() -> bytes:
         loads.append(1)
-        wait_for_all(asking)
+        let_nine_wait(memory)
         raise OSError("the disk is gone")
 
-    def ask(number: int) -> str:
-        asking.append(number)
+    def ask(_: int) -> str:
         try:
             memory.get_or_load("key", load)
         except OSError as error:
@@ -153,16 +148,16 @@ def test_a_slow_load_keeps_nobody_else_waiting() -> None:
 
     def slow() -> bytes:
         started.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return b"slow"
 
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(memory.get_or_load, "slow", slow)
-        assert started.wait(10)
+        assert started.wait(60)
         assert memory.get_or_load("quick", lambda: b"quick") == b"quick"
         assert memory.get("slow") is None
         go_on.set()
-        assert first.result(10) == b"slow"
+        assert first.result(60) == b"slow"
 
 
 def test_a_child_forked_while_a_lock_and_a_load_are_held_goes_on() -> None:
@@ -172,25 +167,25 @@ def test_a_child_forked_while_a_lock_and_a_load_are_held_goes_on() -> None:
 
     def slow() -> bytes:
         started.set()
-        assert go_on.wait(30)
+        assert go_on.wait(100)
         return b"slow"
 
     def hold_lock() -> None:
         with memory._lock:
             locked.set()
-            assert go_on.wait(30)
+            assert go_on.wait(100)
 
     locked = threading.Event()
     with ThreadPoolExecutor(2) as pool:
         load = pool.submit(memory.get_or_load, "slow", slow)
-        assert started.wait(10)
+        assert started.wait(60)
         pool.submit(hold_lock)
-        assert locked.wait(10)
+        assert locked.wait(60)
         child = os.fork()
         if child == 0:
             right = memory.get("known") == b"k" and memory.get_or_load("slow", lambda: b"mine") == b"mine"
             os._exit(0 if right else 1)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         done = (0, 0)
         while done[0] == 0 and time.monotonic() < deadline:
             done = os.waitpid(child, os.WNOHANG)
@@ -200,7 +195,7 @@ def test_a_child_forked_while_a_lock_and_a_load_are_held_goes_on() -> None:
             os.waitpid(child, 0)
         go_on.set()
         assert done == (child, 0), "the child waited for a thread that it does not have"
-        assert load.result(10) == b"slow"
+        assert load.result(60) == b"slow"
 
 
 def test_a_store_decodes_once_for_ten_threads(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_children_of_every_start_method_share(store: Store, method: str) -> None
     assert read_all(store, "from the child") == mixed(SIZE, 1)
     assert tier(store).misses == before
     here.send("leave")
-    child.join(30)
+    child.join(300)
     assert child.exitcode == 0
 
 

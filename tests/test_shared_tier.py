@@ -24,8 +24,8 @@ class Pieces:
 
     def __init__(self, frames: SharedFrames, digest: bytes = bytes(32)) -> None:
         self.frames = frames
-        with open(os.devnull) as file:
-            self.object: ObjectFrames = frames.of(digest, file.fileno())
+        # Of no file: its inode and times would have other keys meet in a place in every run.
+        self.object = ObjectFrames(frames, digest + bytes(16))
 
     @classmethod
     def bytes_of(cls, index: int) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from castore import (
     Store,
 )
 from castore.objects.codecs import FRAME_SIZE
+from tests.clocks import pass_time
 from tests.helpers import mixed, noise, payload, recount, text
 
 CODECS = ["auto", "zstd", "lz4", "gzip", "none"]
@@ -240,10 +240,10 @@ def test_what_is_no_regular_file_is_refused(store: Store, tmp_path: Path) -> Non
 # Names
 
 
-def test_an_expired_entry_is_a_miss(pair: Case) -> None:
-    pair.store.put("soon", b"x", ttl=0.05)
+def test_an_expired_entry_is_a_miss(pair: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.store.put("soon", b"x", ttl=1000)
     pair.store.put("late", b"x", ttl="1d")
-    time.sleep(0.06)
+    pass_time(monkeypatch, 2000)
     assert pair.reader.get("soon") is None
     assert pair.reader.get_many(["soon", "late"]) == [None, b"x"]
     assert pair.reader.entry("soon") is None
@@ -254,17 +254,17 @@ def test_an_expired_entry_is_a_miss(pair: Case) -> None:
     assert pair.reader.get("soon") == b"y"
 
 
-def test_expiry_is_seen_by_who_has_the_bytes_in_memory(pair: Case) -> None:
-    pair.store.put("a", b"x", ttl=0.7)
+def test_expiry_is_seen_by_who_has_the_bytes_in_memory(pair: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.store.put("a", b"x", ttl=1000)
     assert pair.reader.get("a") == b"x"
-    time.sleep(0.71)
+    pass_time(monkeypatch, 2000)
     assert pair.reader.get("a") is None
 
 
-def test_an_expired_name_is_in_nobodys_way(pair: Case) -> None:
-    pair.store.put("file", b"x", ttl=0.001)
-    pair.store.put("folder/file", b"x", ttl=0.001)
-    time.sleep(0.01)
+def test_an_expired_name_is_in_nobodys_way(pair: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.store.put("file", b"x", ttl=1000)
+    pair.store.put("folder/file", b"x", ttl=1000)
+    pass_time(monkeypatch, 2000)
     pair.store.put("file/below", b"y")
     pair.store.put("folder", b"z")
     assert pair.reader.get_many(["file", "file/below", "folder", "folder/file"]) == [None, b"y", b"z", None]

@@ -9,12 +9,18 @@ import sys
 from pathlib import Path
 
 TUTORIAL = Path(__file__).parents[1] / "docs" / "tutorial.md"
+# In place of the second that a mount may take to follow, which on a busy machine is not always enough.
+UNTIL_IT_SHOWS = (
+    "for _ in {1..600}; do grep -qsF \"print('hello')\" mnt/stdlib/files/abc.py && break; sleep 0.1; done"
+)
 
 
 def test_the_tutorial_runs_as_it_is_printed(tmp_path: Path) -> None:
     blocks = re.findall(r"^```sh\n(.*?)^```", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL)
     place = tmp_path / "tutorial"
     script = "".join(blocks).replace("/tmp/castore-tutorial", str(place))
+    assert script.count("\nsleep 1\n") == 1
+    script = script.replace("\nsleep 1\n", f"\n{UNTIL_IT_SHOWS}\n")
     tools = tmp_path / "bin"  # `castore` and `python` of the environment that runs the tests
     tools.mkdir()
     for name, module in (("castore", "-m castore "), ("python", "")):

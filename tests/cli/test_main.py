@@ -127,7 +127,7 @@ def test_interrupt_ends_at_once_and_leaves_nothing(castore: Start, folder: Path,
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (130, b"", b"castore: interrupted\n")
     assert not any((folder / "tmp").glob("*"))
     with Store(folder) as store:

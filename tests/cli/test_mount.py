@@ -24,7 +24,7 @@ def shell(castore: Start) -> Shell:
 
     def run(*words: str | Path) -> Ran:
         process = castore(*words)
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=300)
         return Ran(process.returncode, out, err.decode())
 
     return run
@@ -65,7 +65,7 @@ def test_foreground_serves_until_it_is_told_to_end(castore: Start, store: Store,
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == 0
     assert not os.path.ismount(place)
 

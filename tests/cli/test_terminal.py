@@ -15,24 +15,30 @@ from castore import Store
 Start = Callable[..., subprocess.Popen[bytes]]
 
 
-def drawn(start: Start, *words: str | Path) -> tuple[bytes, bytes]:
-    """Run a command whose standard error is a terminal: what it drew there, and its output."""
-    master, slave = pty.openpty()
-    process = start(*words, stderr=slave, env={"TERM": "xterm-256color"})
-    os.close(slave)
+def read_all(master: int) -> bytes:
+    """What is drawn on a terminal until nobody holds its other end any more."""
     pieces = []
     while True:
         try:
             piece = os.read(master, 65536)
-        except OSError:  # how Linux says that nobody holds the other end any more
+        except OSError:  # how Linux says so
             break
         if not piece:
             break
         pieces.append(piece)
     os.close(master)
+    return b"".join(pieces)
+
+
+def drawn(start: Start, *words: str | Path) -> tuple[bytes, bytes]:
+    """Run a command whose standard error is a terminal: what it drew there, and its output."""
+    master, slave = pty.openpty()
+    process = start(*words, stderr=slave, env={"TERM": "xterm-256color"})
+    os.close(slave)
+    seen = read_all(master)
     out, _ = process.communicate()
     assert process.returncode == 0
-    return b"".join(pieces), out
+    return seen, out
 
 
 @pytest.mark.parametrize(
@@ -67,8 +73,7 @@ def test_complaints_are_readable_beside_the_bar(castore: Start, tmp_path: Path) 
     master, slave = pty.openpty()
     process = castore("add", "data", stderr=slave, env={"TERM": "xterm-256color", "COLUMNS": "200"})
     os.close(slave)
+    seen = read_all(master)
     process.communicate()
-    seen = os.read(master, 65536)
-    os.close(master)
     assert process.returncode == 1
     assert seen.count(b"castore: data/gone links to nothing; skipped") == 1

@@ -19,6 +19,7 @@ from castore.adapters.datasets.mapping import MAPS
 from castore.adapters.datasets.stored import SMALL
 from castore.errors import InvalidValueError, NameConflictError, SerializationError
 from castore_fuse import mounted
+from tests.clocks import pass_time
 from tests.helpers import flip, in_processes, payload
 
 Make = Callable[[datasets.Dataset], Any]
@@ -209,13 +210,11 @@ def test_invalidating_one_or_all_leaves_what_is_no_dataset(
     assert [entry.name for entry in cache.store.entries()] == ["a/notes.txt", "other/file"]
 
 
-def test_a_dataset_expires(tmp_path: Path, large: datasets.Dataset) -> None:
-    import time
-
-    cache = DatasetCache(tmp_path / "store", ttl=0.5)
+def test_a_dataset_expires(tmp_path: Path, large: datasets.Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = DatasetCache(tmp_path / "store", ttl=1000)
     cache.put("brief", large.select([1]))
     assert cache.get("brief") is not None
-    time.sleep(0.6)
+    pass_time(monkeypatch, 2000)
     assert not cache.contains("brief")
     assert cache.get("brief") is None
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,23 @@ class KeepsMost:
         return len(sample["text"]) > 2
 
 
+FALLS = {"os.remove", "os.rename", "os.truncate", "shutil.rmtree"}  # each is announced before it is done
+_looking: list[Callable[[], None]] = []
+
+
+@cache  # what listens to these events cannot be taken away again
+def _listen() -> None:
+    def listen(event: str, _: tuple[Any, ...]) -> None:
+        if _looking and event in FALLS:
+            _looking[-1]()
+
+    sys.addaudithook(listen)
+
+
 @contextmanager
 def peak_of(*folders: Path) -> Iterator[Callable[[], int]]:
-    """What folders take on disk at the worst moment, sampled every few milliseconds; a file of many names counts once."""
-    worst, over = [0], threading.Event()
+    """What folders take on disk at the worst moment: just before something goes. A file of many names counts once."""
+    worst = 0
 
     def taken() -> int:
         found = {}
@@ -54,17 +68,17 @@ def peak_of(*folders: Path) -> Iterator[Callable[[], int]]:
                     found[status.st_ino] = status.st_blocks * 512
         return sum(found.values())
 
-    def watch() -> None:
-        while not over.wait(0.002):
-            worst[0] = max(worst[0], taken())
+    def look() -> None:
+        nonlocal worst
+        worst = max(worst, taken())
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    _listen()
+    _looking.append(look)
     try:
-        yield lambda: worst[0]
+        yield lambda: worst
+        look()
     finally:
-        over.set()
-        watcher.join()
+        _looking.remove(look)
 
 
 @pytest.mark.parametrize("codec", ["zstd", "none"])

@@ -5,12 +5,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import pytest
-
 from tools.bench import longrun
 
 
-@pytest.mark.timeout(300)
 def test_five_steps_run_again_changed_killed_and_resumed_give_what_plain_datasets_gives(
     tmp_path: Path,
 ) -> None:

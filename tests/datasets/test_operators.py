@@ -225,7 +225,7 @@ def _run(store: Store, folder: Path, seed: str) -> list[str]:
     (folder / "program.py").write_text(_PROGRAM)
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, str(folder / "program.py"), str(store.path), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.split(maxsplit=1)
 

@@ -137,7 +137,7 @@ def test_a_run_that_was_killed_goes_on_behind_its_last_finished_step(
             time.sleep(0.01)
         time.sleep(chance.random() * 0.4)
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=300)
         done.append(ran())
     assert len(done[1]) <= len(ALL)
     assert "1" not in done[1] + done[2], "the first step was finished, and ran again"
@@ -170,7 +170,7 @@ def _start(store: Store, mode: str, pause: float, home: Path) -> subprocess.Pope
 
 
 def _finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return dict(json.loads(out))
 

@@ -266,7 +266,7 @@ def test_two_at_once_run_each_step_once(place: Path, castore: Callable[..., subp
     both = [
         castore("process", "--config", path, "--export-path", f"out{n}.jsonl", "--json") for n in range(2)
     ]
-    told = [json.loads(start.communicate(timeout=60)[0]) for start in both]
+    told = [json.loads(start.communicate(timeout=300)[0]) for start in both]
     assert (place / "marks").stat().st_size == told[0]["rows_in"]
     for steps in zip(*(run["steps"] for run in told), strict=True):
         assert sum(not step["hit"] for step in steps) == 1

@@ -115,11 +115,11 @@ def test_ctrl_c_leaves_what_is_done(place: Path, castore: Callable[..., subproce
     (place / "interrupt").touch()
     path = recipe(place, ["my_ops.marks", "my_ops.interrupted"])
     start = castore("process", "--config", path)
-    _, err = start.communicate(timeout=60)
+    _, err = start.communicate(timeout=300)
     assert (start.returncode, err) == (130, b"castore: interrupted\n")
     rows = (place / "marks").stat().st_size
     start = castore("process", "--config", path, "--json")
-    out, err = start.communicate(timeout=60)
+    out, err = start.communicate(timeout=300)
     assert (start.returncode, err) == (0, b"")
     assert [step["hit"] for step in json.loads(out)["steps"]] == [True, False]
     assert (place / "marks").stat().st_size == rows
@@ -138,7 +138,7 @@ def test_runs_killed_at_random_points_come_to_the_same_end(
     for _ in range(30):
         start = castore("process", "--config", path, "--json")
         try:
-            out, err = start.communicate(timeout=1.2 + chance.random() * 2.4 if kills < 3 else 60)
+            out, err = start.communicate(timeout=1.2 + chance.random() * 2.4 if kills < 3 else 300)
             break
         except subprocess.TimeoutExpired:
             start.send_signal(signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from castore import Store
 from castore.adapters.datasets import CacheWarning, Pipeline, registry, space
 from castore.adapters.datasets.space import Known
 from castore.settings import Settings
+from tests.clocks import pass_time
 
 GB = 10**9
 
@@ -134,13 +134,13 @@ def test_intermediate_steps_go_and_the_last_stays(store: Store, texts: datasets.
 
 
 def test_intermediate_steps_go_by_age_and_what_was_used_of_late_stays(
-    store: Store, texts: datasets.Dataset
+    store: Store, texts: datasets.Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["clean_links_mapper", "clean_email_mapper", "document_deduplicator"]
     Pipeline([registry.make(name) for name in names], store=store).run(texts)
-    time.sleep(1.1)
+    pass_time(monkeypatch, 3600)
     assert Pipeline([registry.make(names[0])], store=store).run(texts).hits == 1
     pipeline = Pipeline([registry.make(name) for name in names], store=store)
-    (gone,) = pipeline.drop_intermediate(older_than=1)
+    (gone,) = pipeline.drop_intermediate(older_than=1800)
     assert "clean_email_mapper" in gone
     assert pipeline.run(texts).hits == 3

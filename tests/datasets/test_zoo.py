@@ -35,7 +35,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]
         )
         for name, seed in (("here", "1"), ("elsewhere", "4242"), ("changed", "1"))
     }
-    answers = {name: run.communicate(timeout=110)[0] for name, run in runs.items()}
+    answers = {name: run.communicate(timeout=300)[0] for name, run in runs.items()}
     assert {name: run.returncode for name, run in runs.items()} == dict.fromkeys(runs, 0)
     return {
         name: {kind: told[0] for kind, told in json.loads(text).items()} for name, text in answers.items()

@@ -276,7 +276,7 @@ def test_one_process_trains_and_drops_while_others_put_and_a_doctor_cleans_up(st
                 store.put_many((f"rec/{turn}/many/{number}/{i}", data + b"%d" % i) for i in range(30))
         return 400
 
-    assert in_processes(4, work, timeout=100) == [0, 400, 400, 400]
+    assert in_processes(4, work, timeout=300) == [0, 400, 400, 400]
     for turn in (1, 2, 3):
         for number, data in enumerate(records(400, 1000 + turn)):
             assert store.get(f"rec/{turn}/{number}") == data

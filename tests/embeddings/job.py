@@ -19,6 +19,16 @@ ITEMS = 120
 filling.PUT_SECONDS = 0.2
 
 
+def wait_for_all(folder: Path) -> None:
+    """A barrier of files: every rank has something to encode."""
+    (folder / f"begun-{os.environ.get('RANK', '0')}").touch()
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("begun-*"))) < int(os.environ.get("WORLD_SIZE", "1")):
+        if time.monotonic() > deadline:
+            raise TimeoutError("some ranks got nothing to encode")
+        time.sleep(0.01)
+
+
 class Slow(nn.Module):
     """Encodes a number by its square, at its leisure."""
 
@@ -29,6 +39,7 @@ class Slow(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         folder, seconds = self._notes
+        wait_for_all(Path(folder))
         time.sleep(seconds * len(x))
         with (Path(folder) / f"encoded-{os.getpid()}").open("a") as notes:
             notes.write("".join(f"{int(item)}\n" for item in x[:, 0]))

@@ -48,7 +48,7 @@ def mountpoint(tmp_path: Path) -> Iterator[Path]:
         mountpoints.detach(path, lazy=True)
 
 
-def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not come true in time"
@@ -136,6 +136,6 @@ def program(*words: str | Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def finish(process: subprocess.Popen[str], say: str) -> str:
-    out, _ = process.communicate(say, timeout=60)
+    out, _ = process.communicate(say, timeout=300)
     assert process.returncode == 0
     return out

@@ -26,7 +26,7 @@ def test_the_blocks_run_as_they_are_printed(tmp_path: Path) -> None:
         env=os.environ | path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr
     sums = re.findall(r"^([0-9a-f]{64})  ", run.stdout, re.MULTILINE)

@@ -40,7 +40,7 @@ def wait_for_all(out: Path, what: str) -> None:
     """A barrier of files: all ranks are through with `what`."""
     world = int(os.environ["WORLD_SIZE"])
     (out / f"{what}-{os.environ['RANK']}").touch()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while len(list(out.glob(f"{what}-*"))) < world:
         if time.monotonic() > deadline:
             raise TimeoutError(f"some ranks did not come to {what}")

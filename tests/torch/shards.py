@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -45,7 +46,7 @@ def of_node(monkeypatch: pytest.MonkeyPatch, node: int, *, nodes: int = 2, local
         "GROUP_RANK": node,
         "GROUP_WORLD_SIZE": nodes,
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 29500,
+        "MASTER_PORT": os.getpid(),  # nobody listens there: it tells the jobs of two test runs apart
     }
     for name, value in told.items():
         monkeypatch.setenv(name, str(value))

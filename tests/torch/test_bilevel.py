@@ -256,10 +256,12 @@ def test_prefetch_caches_what_is_asked_for(squares: Squares) -> None:
 def test_ranks_of_a_node_share_one_cache_without_a_word(
     squares: Squares, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    job = str(os.getpid())  # nobody listens there: it tells the jobs of two test runs apart
+
     def run(rank: int) -> tuple[int, int]:
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "localhost", "MASTER_PORT": "29511",
+            "MASTER_ADDR": "localhost", "MASTER_PORT": job,
         }  # fmt: skip
         cached = BiLevelCachedDataset(squares, "8MB")
         sampler: Any = DistributedSampler(squares, num_replicas=2, rank=rank, seed=1)
@@ -267,9 +269,9 @@ def test_ranks_of_a_node_share_one_cache_without_a_word(
             sampler.set_epoch(epoch)
             for _ in DataLoader(cached, sampler=sampler, batch_size=4):
                 pass
-        barrier.wait(30)
+        barrier.wait(300)
         totals = cached.hits, cached.misses
-        barrier.wait(30)
+        barrier.wait(300)
         return totals
 
     import multiprocessing

@@ -255,7 +255,7 @@ def test_bilevelcaches_example_runs_with_only_the_import_changed(tmp_path: Path)
     environ = {"RANK": "0", "WORLD_SIZE": "1", "PICTURES": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "example.py"], cwd=tmp_path, env={**os.environ, **environ},
-        capture_output=True, text=True, timeout=100,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

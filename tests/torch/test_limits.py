@@ -77,7 +77,7 @@ def test_a_full_disk_is_an_error_at_the_start_and_a_warning_later(tmp_path: Path
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24M", "tmpfs", place], check=True)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", SMALL_DISK, place], capture_output=True, text=True, timeout=100
+            [sys.executable, "-c", SMALL_DISK, place], capture_output=True, text=True, timeout=300
         )
     finally:
         subprocess.run(["umount", place], check=True)

@@ -195,8 +195,9 @@ def test_readers_see_one_writers_sample_whole_however_many_overwrite_and_clear(r
     writers.append(_start(_clear, cache))
     seen: dict[int, int] = {}
     try:
-        end = time.monotonic() + 2.5
-        while time.monotonic() < end:
+        begun = time.monotonic()
+        while time.monotonic() < begun + 2.5 or len(seen) < 3:
+            assert time.monotonic() < begun + 60, f"only the writers of {set(seen)} were seen at work"
             for sample in (cache.get_slot(0), *cache.get_slots([0, 0])):
                 if sample is not None:
                     value = int(sample[0])

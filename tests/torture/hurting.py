@@ -107,7 +107,7 @@ def shim(root: Path, *command: str | Path) -> Iterator[None]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen([sys.executable, *command], env=environment)
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while mountpoints.mount_at(root) is None:
             assert time.monotonic() < deadline, "the shim did not mount"
             assert process.poll() is None, "the shim ended"
@@ -117,4 +117,4 @@ def shim(root: Path, *command: str | Path) -> Iterator[None]:
         if mountpoints.mount_at(root):
             mountpoints.detach(root, lazy=True)
         process.terminate()
-        process.wait(20)
+        process.wait(60)

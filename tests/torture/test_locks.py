@@ -129,7 +129,7 @@ def test_without_locks_several_may_compute_and_all_get_the_same_whole_answer(
     agrees_with_disk(store)
 
 
-@pytest.mark.timeout(900)  # as each of them has two minutes
+@pytest.mark.timeout(900)  # as each of them has ten minutes
 @pytest.mark.parametrize("others", OTHERS if LONG else OTHERS[:2])
 def test_without_locks_all_else_holds_too(others: str, daemons: Path, figure: Callable[[str], None]) -> None:
     """The tests of another file, in their quick form, in a process whose locks are broken from its first line on."""

@@ -99,7 +99,7 @@ def reads_on_while_gc_removes_everything(
         with program("tests.mount.training", root / "tokens.npy", "epochs") as training:
             end = time.monotonic() + seconds
             with ThreadPoolExecutor(1) as pool:
-                collecting = pool.submit(in_processes, 1, lambda _: collect_until(end), timeout=seconds + 60)
+                collecting = pool.submit(in_processes, 1, lambda _: collect_until(end), timeout=seconds + 300)
                 reads = 0
                 while not collecting.done():
                     name, read = chance.choice(ways)
@@ -149,7 +149,7 @@ def test_a_name_that_is_replaced_all_the_time_is_never_a_miss(
                 assert store.get_many(["name"]) != [None]
         return turns
 
-    turns = in_processes(4, act, timeout=seconds + 60)
+    turns = in_processes(4, act, timeout=seconds + 300)
     figure(
         f"{sum(turns[2:]):,} reads of a name that was replaced and collected {sum(turns[:2]):,} times: no miss"
     )

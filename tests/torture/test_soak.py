@@ -86,7 +86,7 @@ def all_at_once(
 
     kills = []
     with ThreadPoolExecutor(1) as pool:
-        crowd = pool.submit(in_processes, READERS + 1 + WRITERS, act, timeout=seconds + 60)
+        crowd = pool.submit(in_processes, READERS + 1 + WRITERS, act, timeout=seconds + 300)
         while time.monotonic() + between < end:
             time.sleep(between)
             kills.append(kill_and_mount_again(path, mountpoint))

@@ -48,7 +48,7 @@ def exercise(path: Path) -> dict[str, Any]:
         [sys.executable, EXERCISE, path],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ import pytest
 
 from castore import InvalidValueError, SerializationError, Store, StoreError, TooLargeError
 from castore.adapters.tree import CacheMetadata, DiskCache, TreeCacheManager, level
+from tests.clocks import pass_time
 from tests.helpers import flip, noise, payload
 
 
@@ -203,27 +204,32 @@ def test_what_ram_answers_counts_as_used_for_the_budget(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_value_expires_in_ram_with_its_entry(tmp_path: Path) -> None:
-    with TreeCacheManager(tmp_path / "cache", disk_expiry=0.5) as writer:
+def test_a_value_expires_in_ram_with_its_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TreeCacheManager(tmp_path / "cache", disk_expiry=1000) as writer:
         writer.put("key", 1)
+    # What RAM holds is looked up on disk every second; this is to be a matter of the expiry alone.
+    monkeypatch.setattr("castore.adapters.tree.manager.TRUST_SECONDS", 10_000.0)
     cache = TreeCacheManager(tmp_path / "cache")
-    until = time.monotonic() + 0.6
     assert cache.get("key") is not None
-    while time.monotonic() < until:
-        cache.get("key")
+    pass_time(monkeypatch, 500)
+    assert cache.get("key") is not None
+    assert cache.stats["memory"]["hits"] == 1
+    pass_time(monkeypatch, 501)
     assert cache.get("key") is None
-    assert cache.stats["memory"]["hits"] > 10
 
 
-def test_the_shorter_expiry_of_putting_and_reading_counts(tmp_path: Path) -> None:
+def test_the_shorter_expiry_of_putting_and_reading_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("castore.adapters.tree.manager.TRUST_SECONDS", 10_000.0)
     forever, brief = (
         TreeCacheManager(tmp_path / "cache"),
-        TreeCacheManager(tmp_path / "cache", disk_expiry=0.6),
+        TreeCacheManager(tmp_path / "cache", disk_expiry=1000),
     )
     forever.put("key", 1)
     assert brief.contains("key")
     assert brief.get("key") is not None
-    time.sleep(0.65)
+    pass_time(monkeypatch, 2000)
     assert brief.get("key") is None
     assert not brief.contains("key")
     assert forever.contains("key")

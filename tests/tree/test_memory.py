@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from castore import InvalidValueError
 from castore.adapters.tree import MemoryCache, TreeCacheManager
+from tests.clocks import pass_time
 
 
 def test_the_least_recently_used_value_goes_first() -> None:
@@ -89,13 +89,12 @@ def test_a_size_that_makes_no_sense_is_an_error_before_any_folder_is_made(size: 
 def test_a_change_of_the_date_neither_ends_nor_prolongs_a_value_in_ram(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache = MemoryCache(expiry_seconds=0.5)
+    cache = MemoryCache(expiry_seconds=1000)
     cache.put("key", 1)
-    real = time.time
-    monkeypatch.setattr(time, "time", lambda: real() + 10**6)
+    pass_time(monkeypatch, 10**6, "time")
     assert cache.contains("key")
-    monkeypatch.setattr(time, "time", lambda: real() - 10**6)
-    time.sleep(0.55)
+    pass_time(monkeypatch, -2 * 10**6, "time")
+    pass_time(monkeypatch, 2000, "monotonic")
     assert not cache.contains("key")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from castore.adapters.tree import CacheMetadata, DiskCache, MemoryCache, TreeCacheManager
+from tests.clocks import pass_time
 
 
 @pytest.fixture(autouse=True)
@@ -222,11 +223,11 @@ def test_manual_invalidation() -> None:
     assert cache.stats["disk"]["size"] == cache.stats["memory"]["size"] == 0
 
 
-def test_expiry_based_invalidation() -> None:
-    cache = DiskCache(cache_dir="./cache", expiry_seconds=0.6)  # the page has an hour
+def test_expiry_based_invalidation(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = DiskCache(cache_dir="./cache", expiry_seconds=3600)
     cache.put("key", 1)
     assert cache.contains("key")
-    time.sleep(0.65)
+    pass_time(monkeypatch, 3601)
     assert not cache.contains("key")
     assert cache.get("key") is None
 

@@ -16,6 +16,7 @@ import torch
 
 from castore import InvalidValueError, SerializationError
 from castore.adapters.tree import CacheMetadata, DiskCache, MemoryCache, TreeCacheManager
+from tests.clocks import pass_time
 
 Cache = MemoryCache | DiskCache | TreeCacheManager
 Make = Callable[..., Cache]
@@ -189,16 +190,16 @@ def test_every_given_hash_counts_for_validity(field: str) -> None:
     assert not CacheMetadata().is_valid_for(**{field: "a"})
 
 
-def test_an_expired_value_is_a_miss_and_counted(make: Make) -> None:
+def test_an_expired_value_is_a_miss_and_counted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = make()
     if isinstance(probe, TreeCacheManager):
-        cache: Cache = make(disk_expiry=0.6)
+        cache: Cache = make(disk_expiry=1000)
     else:
-        cache = make(expiry_seconds=0.6)
+        cache = make(expiry_seconds=1000)
     cache.put("key", 1)
     assert cache.contains("key")
     assert cache.get("key") is not None
-    time.sleep(0.65)
+    pass_time(monkeypatch, 2000)
     assert not cache.contains("key")
     assert cache.get("key") is None
     stats = cache.stats if "hits" in cache.stats else cache.stats["disk"]

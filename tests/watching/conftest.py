@@ -66,14 +66,14 @@ class Watching:
 
     def error(self) -> str:
         """What it said on standard error; it has ended, or does so now."""
-        self.process.wait(60)
+        self.process.wait(300)
         assert self.process.stderr is not None
         return self.process.stderr.read()
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """End it with a signal, read the rest of what it told, and return its exit code."""
         self.process.send_signal(number)
-        code = self.process.wait(60)
+        code = self.process.wait(300)
         while self._next(60) is not None:
             pass
         return code
@@ -98,7 +98,7 @@ def castore(store: Path, *words: str | Path) -> list[str]:
 def run(store: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """A command from its start to its end."""
     command = castore(store, *words)
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture

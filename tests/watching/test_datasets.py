@@ -46,7 +46,7 @@ class Job:
 
     def run(self) -> str:
         process = self.start()
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=300)
         dangling = [str(path) for path in self.home.rglob("*") if path.is_symlink() and not path.exists()]
         assert out, f"exit code {process.returncode}\n{err}\nlinks to nothing: {dangling}"
         return out
@@ -76,7 +76,6 @@ def until_replaced(folder: Path, expected: int) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.timeout(300)
 def test_reruns_hit_and_are_equal_while_the_cache_shrinks_in_place(
     store: Store, tmp_path: Path, mountpoint: Path, folder: Path, watch: Watch, data: Path
 ) -> None:
@@ -110,7 +109,6 @@ def test_reruns_hit_and_are_equal_while_the_cache_shrinks_in_place(
     assert job.calls() == computed
 
 
-@pytest.mark.timeout(300)
 def test_a_job_that_has_its_cache_mapped_reads_on_while_it_is_replaced(
     store: Store, tmp_path: Path, mountpoint: Path, folder: Path, watch: Watch, data: Path
 ) -> None:
@@ -120,12 +118,11 @@ def test_a_job_that_has_its_cache_mapped_reads_on_while_it_is_replaced(
     before = process.stdout.readline()
     watching = watch("--replace", settle="0")
     until_replaced(folder, 3)
-    after, _ = process.communicate("go on\n", timeout=60)
+    after, _ = process.communicate("go on\n", timeout=300)
     assert after == before
     assert watching.end() == 0
 
 
-@pytest.mark.timeout(300)
 def test_a_changed_function_is_computed_into_the_replaced_cache(
     store: Store, tmp_path: Path, mountpoint: Path, folder: Path, watch: Watch, data: Path
 ) -> None:
@@ -141,11 +138,11 @@ def test_a_changed_function_is_computed_into_the_replaced_cache(
         "print(d.map(lambda row: {'first': row['text'][:1]})[7]['first'], d.cleanup_cache_files())\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", script, data], env=job.environment, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", script, data], env=job.environment, capture_output=True, text=True, timeout=300
     )
     lines = data.read_text().split("\n")
     assert ran.stdout.split("\n")[0] == f"{lines[7][:1]} 3", ran.stderr
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while len([entry for entry in store.entries("in") if entry.name.endswith(".arrow")]) != 1:
         assert time.monotonic() < deadline
         time.sleep(0.2)

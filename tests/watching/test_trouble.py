@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -67,7 +66,7 @@ def test_a_folder_that_goes_ends_the_watcher_and_drops_nothing(
     watching = watch("--mirror")
     watching.until("added", "in/a")
     folder.rename(folder.with_name("elsewhere"))
-    assert watching.process.wait(20) == 1
+    assert watching.process.wait(60) == 1
     assert watching.error() == f"castore: {folder} is gone; nothing was dropped\n"
     assert names(store) == ["in/a"]
 
@@ -80,7 +79,7 @@ def test_mirror_does_not_take_an_empty_folder_for_the_users_wish(
     watch().end_after("added", "in/a")
     (folder / "a").unlink()
     second = watch("--mirror", ready=False)
-    assert second.process.wait(20) == 1
+    assert second.process.wait(60) == 1
     assert "is its disk mounted?" in second.error()
     assert names(store) == ["in/a"]
 
@@ -110,7 +109,7 @@ def test_two_watchers_of_one_folder_come_to_the_same_end(store: Store, folder: P
         (folder / f"{number:02}").write_text(str(number))
     (folder / "00").unlink()
     (folder / "last").write_text("last")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     expected = [f"in/{number:02}" for number in range(1, 50)] + ["in/last"]
     while names(store) != expected:
         assert time.monotonic() < deadline, names(store)
@@ -161,16 +160,15 @@ def test_wrong_words_are_refused_with_one_line(
 
 def test_a_large_file_does_not_keep_the_watcher_from_ending(store: Store, folder: Path, watch: Watch) -> None:
     with (folder / "large").open("wb") as file:
-        for seed in range(40):
-            file.write(random.Random(seed).randbytes(10_000_000))
+        file.truncate(1 << 40)  # takes no room, and minutes to add
     time.sleep(0.3)
     watching = watch(ready=False)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not list((store.path / "tmp").iterdir()):
         assert time.monotonic() < deadline
         time.sleep(0.005)
     started = time.monotonic()
     assert watching.end() == 0
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
     assert store.entry("in/large") is None
     assert list((store.path / "tmp").iterdir()) == []
