@@ -48,7 +48,11 @@ def no_strace() -> str:
 
 def no_profiler() -> str:
     """Why functions cannot be sampled here; nothing if they can."""
-    return "" if _find("py-spy") else "there is no py-spy: make it with tools/setup.sh bench"
+    if (profiler := _find("py-spy")) is None:
+        return "there is no py-spy: make it with tools/setup.sh bench"
+    look = [profiler, "dump", "--pid", str(os.getpid())]
+    tried = subprocess.run(look, capture_output=True, text=True, check=False)
+    return f"py-spy may not look at processes here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 def _find(program: str) -> str | None:
