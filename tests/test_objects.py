@@ -283,7 +283,7 @@ def intact(path: Path) -> list[Blob]:
 
 
 @given(st.lists(st.binary(max_size=300), max_size=20))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_a_scan_finds_every_record(tmp_path: Path, payloads: list[bytes]) -> None:
     path = tmp_path / "pack"
     blobs = write_pack(path, payloads)

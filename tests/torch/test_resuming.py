@@ -42,7 +42,11 @@ def test_a_state_survives_two_resumes(make_shard: Make, shuffle: bool) -> None:
     assert len(third) == 40
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     worlds=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), min_size=1, max_size=3),
     shuffle=st.booleans(),
