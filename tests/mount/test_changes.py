@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
@@ -110,17 +109,23 @@ def test_folder_goes_with_its_last_name(live: Path, store: Store) -> None:
 
 
 def test_expired_name_goes_by_itself(live: Path, store: Store) -> None:
-    def opened() -> BinaryIO:
-        for ttl in (1, 5, 20):  # on a busy machine a second is over before the file is open
-            store.put("brief/x", b"x", ttl=ttl)
-            with suppress(FileNotFoundError):
-                return (live / "brief/x").open("rb")
-        raise AssertionError("it was never there")
+    def late(ttl: float) -> float:
+        """How many seconds after its time the name was gone."""
+        over = time.time() + ttl
+        store.put("brief/x", b"x", ttl=ttl)
+        try:
+            held = (live / "brief/x").open("rb")
+        except FileNotFoundError:
+            return math.inf  # on a busy machine its time is over before the file is open
+        with held:
+            until(lambda: not (live / "brief/x").exists())
+            until(lambda: os.listdir(live) == [])
+            gone = time.time()
+            assert held.read() == b"x"
+        return gone - over
 
-    with opened() as held:
-        until(lambda: not (live / "brief/x").exists())
-        until(lambda: os.listdir(live) == [])
-        assert held.read() == b"x"
+    # What else the machine does can spoil some, a slow mount all of them.
+    assert any(late(ttl) < 2 for ttl in (1, 2, 5, 10, 20))
 
 
 def test_new_names_and_folders_are_there_at_once(live: Path, store: Store) -> None:

@@ -202,7 +202,7 @@ def _is_soon_known(store: Store, names: list[str]) -> bool:
         for name in names:
             assert (root / name).read_bytes() == name.encode()
         # Every five seconds of use, and then all that there is; a hundred names at each look would take 20 seconds.
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 12
         while time.monotonic() < deadline:
             if all(entry.accessed >= before for entry in store.entries()):
                 return True

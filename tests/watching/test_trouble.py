@@ -162,13 +162,19 @@ def test_a_large_file_does_not_keep_the_watcher_from_ending(store: Store, folder
     with (folder / "large").open("wb") as file:
         file.truncate(1 << 40)  # takes no room, and minutes to add
     time.sleep(0.3)
-    watching = watch(ready=False)
-    deadline = time.monotonic() + 60
-    while not list((store.path / "tmp").iterdir()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    started = time.monotonic()
-    assert watching.end() == 0
-    assert time.monotonic() - started < 30
-    assert store.entry("in/large") is None
-    assert list((store.path / "tmp").iterdir()) == []
+
+    def seconds_to_end() -> float:
+        watching = watch(ready=False)
+        deadline = time.monotonic() + 60
+        while not list((store.path / "tmp").iterdir()):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        started = time.monotonic()
+        assert watching.end() == 0
+        took = time.monotonic() - started
+        assert store.entry("in/large") is None
+        assert list((store.path / "tmp").iterdir()) == []
+        return took
+
+    # A single time may be long because the machine stood still.
+    assert any(seconds_to_end() < 3 for _ in range(5))
