@@ -119,6 +119,12 @@ def test_defect_that_every_request_meets_is_logged_once(mountpoint: Path, tmp_pa
 
 
 def test_sigterm_unmounts_and_serves_open_handles_to_their_end(mountpoint: Path, tmp_path: Path) -> None:
+    # A single time may be long because the machine stood still.
+    assert any(_seconds_after_its_reader(mountpoint, tmp_path) < 2.0 for _ in range(5))
+
+
+def _seconds_after_its_reader(mountpoint: Path, tmp_path: Path) -> float:
+    """From when a file is closed that was open at a SIGTERM."""
     record = tmp_path / "record.json"
     pid = mount_background(command("--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log")
     written = Record.read(record)
@@ -129,8 +135,11 @@ def test_sigterm_unmounts_and_serves_open_handles_to_their_end(mountpoint: Path,
         until(lambda: mountpoints.mount_at(mountpoint) is None)
         held.seek(900_000)
         assert held.read(1000) == PATTERN[900_000:901_000]
+    begun = time.monotonic()
     until(lambda: not written.alive())
+    took = time.monotonic() - begun
     assert "cut off" not in (tmp_path / "log").read_text()
+    return took
 
 
 def test_second_sigterm_does_not_wait_for_open_handles(mountpoint: Path, tmp_path: Path) -> None:
