@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 export HF_DATASETS_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench torture clean
+.PHONY: help demo test lint bench torture strangers clean
 
 help:  ## shows this
 	@echo "usage: make COMMAND"
@@ -37,7 +37,12 @@ torture:  ## tries to break a store for most of an hour, into docs/reliability.m
 	@tools/setup.sh torture
 	@$(BIN)/python -m tools.torture $(ARGS)
 
+strangers:  ## runs others' test suites against castore, from checkouts below REPOS=DIR (ARGS="--json --only diskcache")
+	@test -n "$(REPOS)" || { echo "strangers: say where the checkouts lie: make strangers REPOS=DIR"; exit 2; }
+	@tools/setup.sh strangers
+	@.venv-strangers/bin/python -m tools.strangers "$(REPOS)" $(ARGS)
+
 clean:  ## removes environments, caches and the working folders of demo and bench
 	@! grep -qs " $(CURDIR)/" /proc/mounts || { echo "clean: unmount first: $$(grep -o " $(CURDIR)/[^ ]*" /proc/mounts)"; exit 1; }
-	rm -rf .venv .venv-bench .venv-bench-peers .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	rm -rf .venv .venv-bench .venv-bench-peers .venv-strangers .demo .bench .strangers .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
 	find castore fuse tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -28,24 +28,28 @@ Importing this package is quick and pulls in none of the adapters' libraries.
 
 from __future__ import annotations
 
-from castore.errors import (
-    CastoreError,
-    CorruptError,
-    DictionaryError,
-    FullError,
-    InvalidNameError,
-    InvalidValueError,
-    MissingDependencyError,
-    NameConflictError,
-    NotFoundError,
-    SerializationError,
-    StoreError,
-    TooLargeError,
-    UnhashableError,
-)
-from castore.keys import key
-from castore.records import Entry
-from castore.store import Store
+# The checkers' word for what they alone read; `typing` itself would be a third of what this module takes to import.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from castore.errors import (
+        CastoreError,
+        CorruptError,
+        DictionaryError,
+        FullError,
+        InvalidNameError,
+        InvalidValueError,
+        MissingDependencyError,
+        NameConflictError,
+        NotFoundError,
+        SerializationError,
+        StoreError,
+        TooLargeError,
+        UnhashableError,
+    )
+    from castore.keys.encoder import key
+    from castore.records import Entry
+    from castore.serialize.kinds import register_type
+    from castore.store import Store
 
 __version__ = "0.1.0"
 
@@ -66,4 +70,31 @@ __all__ = [
     "TooLargeError",
     "UnhashableError",
     "key",
+    "register_type",
 ]
+
+#: Public names that are not in `castore.errors`, and the module of each.
+_MODULES = {"Entry": "records", "Store": "store", "key": "keys.encoder", "register_type": "serialize.kinds"}
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for. The command's first lines run before any of it, and so does what catches its Ctrl-C."""
+    from importlib import import_module
+
+    if name in __all__:
+        value: object = getattr(import_module(f"castore.{_MODULES.get(name, 'errors')}"), name)
+    elif name.startswith("_"):
+        raise AttributeError(f"module 'castore' has no attribute {name!r}")
+    else:
+        try:
+            value = import_module(f"castore.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"castore.{name}":
+                raise
+            raise AttributeError(f"module 'castore' has no attribute {name!r}") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,6 +8,9 @@ the message first and the rest by keyword, so that errors survive pickling on th
 from __future__ import annotations
 
 import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class CastoreError(Exception):
@@ -47,6 +50,14 @@ class CorruptError(CastoreError):
 
 class StoreError(CastoreError):
     """A store cannot be opened: wrong format, a network file system, missing permissions."""
+
+
+class NestedStoreWarning(UserWarning):
+    """A store is made inside another store's folder."""
+
+
+class LostSettingsWarning(UserWarning):
+    """A store had lost its ``castore.json``, which is written anew."""
 
 
 class TooLargeError(CastoreError):
@@ -101,3 +112,28 @@ class FullError(CastoreError, OSError):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.errno = errno.ENOSPC
+
+
+def unchangeable(folder: object) -> StoreError:
+    """The error for a change to a store in whose folder nothing can be written."""
+    return StoreError(
+        f"the store {folder} can be read and not changed: its file system is read-only, or this user may not write there"
+    )
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Have an `OSError` of the block say which file failed: Python knows it when one is opened, not when one is read.
+
+    >>> import errno
+    >>> with naming("shards/0.tar"):
+    ...     raise OSError(errno.EINVAL, "Invalid argument")
+    Traceback (most recent call last):
+    OSError: [Errno 22] Invalid argument: 'shards/0.tar'
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and not isinstance(error, CastoreError):
+            error.filename = os.fspath(path)
+        raise

@@ -16,6 +16,8 @@ LOOSE = 0
 LOST = -1
 #: Bytes that a blob takes in a pack besides its payload: the head of its record (objects/packs.py).
 HEAD_SIZE = 64
+#: Bytes of a digest.
+DIGEST_SIZE = 32
 
 
 def entry_check(name: str, digest: bytes) -> int:

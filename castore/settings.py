@@ -10,20 +10,29 @@ import errno
 import json
 import os
 import stat
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from castore.errors import StoreError
+from castore import layout
+from castore.errors import NestedStoreWarning, StoreError, unchangeable
 from castore.objects.codecs import check_codec
-from castore.sectors import AT_FAULT
-from castore.sizes import parse_duration, parse_size
-from castore.temporary import create_temporary, open_regular, sync_folder
+from castore.system import ownership
+from castore.system.ballast import Ballast
+from castore.system.io_errors import AT_FAULT
+from castore.system.temporary import (
+    create_temporary,
+    make_folder,
+    open_regular,
+    open_with_mode,
+    sync_folder,
+)
+from castore.units import format_duration, format_size, parse_duration, parse_size
 
 FORMAT = 1
-FILE = "castore.json"
+FILE = layout.SETTINGS
 # Far more than the settings take; what is longer is cut, and then no JSON.
 _MOST = 65_536
-FOLDERS = ("objects", "objects/packs", "objects/names", "objects/dicts", "tmp", "locks", "quarantine")
 # The signature is what makes backup tools skip the folder: https://bford.info/cachedir/
 _CACHEDIR_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This folder is a cache made by castore.\n"
 _NETWORK = {
@@ -108,6 +117,21 @@ def merge(base: Settings, **changes: Any) -> Settings:
     return merged
 
 
+def is_read_only(path: Path) -> bool:
+    """Whether nothing can be written to the store at ``path``: its file system is read-only, or this user may not."""
+    return not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
+def see_writable(path: Path) -> None:
+    """See that the store at ``path`` can be changed.
+
+    Raises:
+        StoreError: it can be read only.
+    """
+    if is_read_only(path):
+        raise unchangeable(path)
+
+
 def load(path: Path) -> Settings | None:
     """The settings of the store at ``path``, or None if there is no store.
 
@@ -123,9 +147,7 @@ def load(path: Path) -> Settings | None:
             raise StoreError(f"{file} is not a file; remove it and run `castore init` there") from error
         return None
     except PermissionError as error:
-        raise StoreError(
-            f"{file} may not be read by this user; ask its owner to share it with `init --shared`"
-        ) from error
+        raise StoreError(_closed(path)) from error
     except OSError as error:
         if error.errno not in AT_FAULT:
             raise
@@ -147,6 +169,58 @@ def load(path: Path) -> Settings | None:
         raise StoreError(f"{file} holds a bad setting: {error}") from error
 
 
+def _closed(path: Path) -> str:
+    closed = f"{path / FILE} may not be read by this user"
+    try:
+        is_own = path.stat().st_uid == os.geteuid()
+    except PermissionError:
+        is_own = False
+    if is_own:
+        return f"{closed}, to whom the store belongs; run `{ownership.gives_back(path)}` as root"
+    return f"{closed}; ask its owner to share it with `init --shared`"
+
+
+def is_lost(path: Path) -> bool:
+    """Whether the folder is that of a store which has lost its settings: it has an index or a journal, made after them."""
+    if not path.is_dir():
+        return False
+    is_used = os.path.lexists(path / layout.INDEX) or any((path / layout.NAMES).glob("*.names"))
+    return is_used and not os.path.lexists(path / FILE)
+
+
+def nothing_at(path: Path) -> str:
+    """What to tell of a folder without settings."""
+    if is_lost(path):
+        return f"the store {path} has lost its {FILE}; `castore doctor` writes it anew, with the defaults"
+    return f"there is no store at {path}; `castore init` or `castore add` makes one"
+
+
+def recovered(path: Path) -> Settings:
+    """The defaults, and of a store that has lost its settings what its folder tells: whom it is shared with."""
+    if not is_lost(path) or not path.stat().st_mode & 0o070:
+        return Settings()
+    return Settings(shared=path.group())
+
+
+def lost(path: Path, settings: Settings) -> str:
+    """What to tell of a store whose settings are written anew."""
+    shared = f"shared with the group {settings.shared}, as its folders are, " if settings.shared else ""
+    budget = "no budget" if settings.max_size is None else f"a budget of {format_size(settings.max_size)}"
+    ttl = "that never expire" if settings.ttl is None else f"for {format_duration(settings.ttl)}"
+    return (
+        f"{path / FILE} was missing and is written anew: {shared}codec {settings.codec}, {budget}, entries {ttl};"
+        " `castore init` sets others"
+    )
+
+
+def write_anew(path: Path) -> Settings:
+    """Write the settings of a store that has lost them; what nothing tells is the default."""
+    settings = recovered(path)
+    make_folders(path, settings)
+    save(path, settings)
+    return settings
+
+
 def save(path: Path, settings: Settings) -> None:
     """Write the settings, whole or not at all."""
     content = {"format": FORMAT, **settings._asdict()}
@@ -166,54 +240,79 @@ def save(path: Path, settings: Settings) -> None:
 
 
 def create(path: Path, settings: Settings) -> None:
-    """Make the store's folders and write its settings.
+    """Make the store's folders, write its settings and hold room back for a full disk.
 
     Raises:
         StoreError: the folder holds other things, cannot be made, or lies on a network file system.
     """
+    outer = store_around(path)
+    if outer is not None and layout.place_of(os.path.relpath(os.path.realpath(path), outer)) is not None:
+        raise StoreError(
+            f"{path} is a folder of the store {outer}, for its own files; choose another for the new store"
+        )
     try:
+        if path.exists() and not path.is_dir():
+            raise StoreError(f"{path} is a file, and a store is a folder; choose another for the store")
         path.mkdir(parents=True, exist_ok=True)
         refuse_network(path)
-        if not (path / FILE).exists() and any(not _is_own(entry.name) for entry in path.iterdir()):
+        is_used = (path / FILE).exists() or is_lost(path)
+        if not is_used and any(entry.name not in layout.TOP for entry in path.iterdir()):
             raise StoreError(
                 f"{path} is not empty and no castore; choose an empty or new folder for the store"
             )
         make_folders(path, settings)
-        (path / ".gitignore").write_text("*\n")
-        (path / "CACHEDIR.TAG").write_text(_CACHEDIR_TAG)
+        for name, text in ((".gitignore", "*\n"), ("CACHEDIR.TAG", _CACHEDIR_TAG)):
+            with open(open_with_mode(path / name, os.O_WRONLY | os.O_TRUNC, 0o644), "w") as file:
+                file.write(text)
+        is_new = not (path / FILE).exists()
         save(path, settings)
+        if is_new:
+            Ballast(path / "ballast", settings.file_mode).keep()
     except OSError as error:
-        raise StoreError(f"cannot make a store at {path}: {error.strerror or error}") from error
+        is_others = error.errno == errno.EPERM and path.stat().st_uid != os.geteuid()
+        why = "it belongs to somebody else" if is_others else error.strerror or error
+        raise StoreError(f"cannot make a store at {path}: {why}") from error
+    if is_new and outer is not None:
+        warnings.warn(
+            f"the new store {path} lies inside the store {outer}: that one's budget does not count it, and it goes when"
+            " that one's folder is removed; a folder beside it is a better place",
+            NestedStoreWarning,
+            stacklevel=3,
+        )
 
 
-def check_folders(path: Path, settings: Settings) -> None:
-    """See that the store's folders are its own, and make those that are missing.
+def store_around(path: Path) -> Path | None:
+    """The nearest store whose folder a path lies in, if there is one."""
+    above = Path(os.path.realpath(path)).parents
+    return next((folder for folder in above if os.path.isfile(folder / FILE)), None)
+
+
+def check_folders(path: Path, settings: Settings, *, read_only: bool = False) -> None:
+    """See that the store's folders are its own, and make those that are missing unless nothing can be written there.
 
     Raises:
         StoreError: one is a link, which would have the store write and remove files somewhere else, or no folder.
     """
     missing = False
-    for name in FOLDERS:
+    for name in layout.FOLDERS:
         try:
             is_folder = stat.S_ISDIR(os.lstat(f"{path}/{name}").st_mode)
         except FileNotFoundError:
-            missing = True
+            missing |= name in layout.MADE
         else:
             if not is_folder:
                 raise StoreError(
                     f"{path / name} is a link or a file where a folder of the store belongs;"
                     " remove it, and `castore doctor` makes the folder"
                 )
-    if missing:
+    if missing and not read_only:
         make_folders(path, settings)
 
 
 def make_folders(path: Path, settings: Settings) -> None:
     """Make what is missing of the store's folders, with the permission bits they must have."""
-    for folder in (path, *(path / name for name in FOLDERS)):
-        folder.mkdir(exist_ok=True)
-        if folder.stat().st_mode & 0o7777 != settings.folder_mode:
-            folder.chmod(settings.folder_mode)
+    for folder in (path, *(path / name for name in layout.MADE)):
+        make_folder(folder, settings.folder_mode)
     if settings.shared:
         _give_to_group(path, settings.shared)
 
@@ -224,24 +323,11 @@ def sync_folders(path: Path) -> None:
         sync_folder(folder)
 
 
-def _is_own(name: str) -> bool:
-    # Files that are only there while another process makes the same store count too.
-    own = {
-        FILE,
-        ".gitignore",
-        "CACHEDIR.TAG",
-        "index.sqlite",
-        "ballast",
-        *(folder.split("/")[0] for folder in FOLDERS),
-    }
-    return name in own or name.startswith((f"{FILE}.", "index.sqlite-"))
-
-
 def _give_to_group(path: Path, group: str) -> None:
     import shutil
 
     try:
-        for folder in (path, *(path / name for name in FOLDERS)):
+        for folder in (path, *(path / name for name in layout.MADE)):
             if folder.group() != group:
                 shutil.chown(folder, group=group)
                 folder.chmod(0o2770)  # chown clears the set-group-id bit
@@ -267,7 +353,7 @@ def filesystem_of(path: Path) -> str:
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     kind = ""
-    with open("/proc/self/mountinfo") as mounts:
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
         for line in mounts:
             left, _, right = line.partition(" - ")
             if left.split()[2] == wanted:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from castore.errors import CorruptError
 
 if TYPE_CHECKING:
-    from castore.store import Store
+    from castore.parts import Parts
 
 #: Up to this many entries the largest prefixes are summed up; above, that scan would make `stat` slow.
 PREFIX_ENTRIES = 200_000
@@ -94,9 +94,9 @@ class Stat(NamedTuple):
         return hits / (hits + self.misses) if hits + self.misses else 0.0
 
 
-def measure(store: Store) -> Stat:
+def measure(parts: Parts) -> Stat:
     """Read the figures. See `Store.stat`."""
-    index = store.index
+    index = parts.index
     now = time.time()
     totals = index.totals()
     counters = index.counters()
@@ -107,13 +107,13 @@ def measure(store: Store) -> Stat:
     )
     mounts = index.rows("SELECT mountpoint FROM mounts ORDER BY since")
     return Stat(
-        path=str(store.path),
+        path=str(parts.path),
         entries=totals.entries,
         blobs=totals.blobs,
         logical=totals.logical,
         unique=totals.unique,
         stored=totals.stored,
-        max_size=store.settings.max_size,
+        max_size=parts.settings.max_size,
         memory_hits=counters.get("memory_hits", 0),
         disk_hits=counters.get("disk_hits", 0),
         misses=counters.get("misses", 0),
@@ -121,27 +121,27 @@ def measure(store: Store) -> Stat:
         evictions=counters.get("evictions", 0),
         expired=expired,
         next_expiries=[(name, when) for name, when in upcoming],
-        prefixes=_prefixes(store) if totals.entries <= PREFIX_ENTRIES else None,
-        memory_bytes=store.source.memory.bytes,
-        memory_max=store.source.memory.max_bytes,
+        prefixes=_prefixes(parts) if totals.entries <= PREFIX_ENTRIES else None,
+        memory_bytes=parts.source.memory.bytes,
+        memory_max=parts.source.memory.max_bytes,
         mounts=[row[0] for row in mounts],
-        dictionaries=_dictionaries(store),
+        dictionaries=_dictionaries(parts),
     )
 
 
-def _dictionaries(store: Store) -> list[PrefixDictionary]:
+def _dictionaries(parts: Parts) -> list[PrefixDictionary]:
     found = []
-    for prefix, number in store.prefixes.read()[0].items():
+    for prefix, number in parts.prefixes.read()[0].items():
         try:
-            size = store.objects.dictionaries.load(number).size
+            size = parts.objects.dictionaries.load(number).size
         except CorruptError:
             size = 0
         found.append(PrefixDictionary(prefix, f"{number:08x}", size))
     return found
 
 
-def _prefixes(store: Store) -> list[PrefixSize]:
-    rows = store.index.rows(
+def _prefixes(parts: Parts) -> list[PrefixSize]:
+    rows = parts.index.rows(
         "SELECT substr(name, 1, instr(name || '/', '/') - 1) AS prefix, count(*), sum(size) FROM entries"
         " GROUP BY prefix ORDER BY 3 DESC LIMIT 8"
     )

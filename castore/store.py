@@ -1,7 +1,7 @@
 """The store: the one door through which everybody else uses castore.
 
-Everything here checks its arguments and hands on: writing.py puts, reading.py gets, collect.py and verify.py keep the
-store in shape. A `Store` is safe to share between threads, survives a fork, and pickles as its path and options.
+Everything here checks its arguments and hands on: `castore.write` puts, `castore.read` gets, `castore.gc` and
+`castore.repair` keep the store in shape. A `Store` is safe to share between threads, survives a fork, and pickles as its path and options.
 """
 
 from __future__ import annotations
@@ -10,24 +10,39 @@ import io
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from castore import collect, serializers, stats, training, verify
-from castore.ballast import is_short
+from castore import stats, training
 from castore.errors import InvalidValueError, NotFoundError
-from castore.files import open_blob
+from castore.gc import collect
+from castore.index.transaction import Write
 from castore.names import check_name, check_prefix
 from castore.objects.codecs import Buffer
 from castore.objects.decode import BlobReader
-from castore.opening import OpenStore
-from castore.reading import ATTEMPTS
+from castore.parts import open_folder, open_parts, share_frames
+from castore.read.blob_file import open_blob
+from castore.read.source import ATTEMPTS
 from castore.records import LOST, Blob, Entry
-from castore.sizes import parse_duration, parse_size
-from castore.transaction import Write
+from castore.repair import verify
+from castore.serialize import serializers
+from castore.settings import default_path
+from castore.system.ballast import Ballast, is_short
+from castore.system.single_flight import ComputeLocks
+from castore.units import parse_duration, parse_size
+from castore.write.batch import Putter, unchanging
+
+if TYPE_CHECKING:
+    from castore.shm.shared_frames import SharedFrames
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+_S = TypeVar("_S", bound="Store")
+
+#: Bound on the RAM tier of a `Store` that is not told otherwise: each process has its own, so it is modest.
+DEFAULT_MEMORY = 128_000_000
 
 #: Names that `delete_many` removes in one commit.
 _BATCH = 2000
@@ -35,7 +50,7 @@ _BATCH = 2000
 _SMALL_BATCH = 50
 
 
-class Store(OpenStore):
+class Store:
     """A folder that keeps each artefact once, compressed and verified.
 
     Args:
@@ -53,6 +68,9 @@ class Store(OpenStore):
         durable: whether a put that has returned survives a power cut, at the price of an fsync each.
         allow_pickle: let `save` and `load` use pickle where nothing else fits. Loading a pickle runs code.
 
+    A store on a read-only file system, or of somebody else who lets this user read it, opens too: what would change it raises
+    a `StoreError` then, and hits and last accesses are not counted.
+
     Raises:
         StoreError: the folder is no store, of another format, not accessible, or on a network file system.
         FullError: ``/dev/shm`` or the machine has not as much memory free as ``shared_memory``.
@@ -65,6 +83,73 @@ class Store(OpenStore):
     >>> store.get("greetings/hello.txt")
     b'hello'
     """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        codec: str | None = None,
+        level: int | None = None,
+        max_size: int | str | None = None,
+        memory: int | str = DEFAULT_MEMORY,
+        shared_memory: int | str | None = None,
+        ttl: float | str | None = None,
+        durable: bool = False,
+        allow_pickle: bool = False,
+    ) -> None:
+        self._options: dict[str, Any] = {
+            "codec": codec,
+            "level": level,
+            "max_size": max_size,
+            "memory": memory,
+            "shared_memory": shared_memory,
+            "ttl": ttl,
+            "durable": durable,
+            "allow_pickle": allow_pickle,
+        }
+        self.path = Path(os.path.abspath(default_path() if path is None else path))
+        #: Whether the store can be read only: on a read-only file system, or as a user who may not write there.
+        self.settings, self.read_only = open_folder(
+            self.path, codec=codec, level=level, max_size=max_size, ttl=ttl
+        )
+        self.allow_pickle = allow_pickle
+        self._ballast = Ballast(self.path / "ballast", self.settings.file_mode)
+        self.parts = parts = open_parts(
+            self.path,
+            self.settings,
+            self._ballast,
+            collect.make_room,
+            read_only=self.read_only,
+            memory=parse_size(memory),
+            durable=durable,
+        )
+        self.index, self.objects, self.source = parts.index, parts.objects, parts.source
+        self.writer, self.prefixes, self._usage = parts.writer, parts.prefixes, parts.usage
+        self._putter = Putter(self.writer, self.settings, self.path, self.prefixes)
+        self._locks = ComputeLocks(self.path / "locks" / "compute", self.settings.file_mode)
+        if shared_memory is not None and (size := parse_size(shared_memory)):
+            share_frames(parts, size)
+
+    @property
+    def shared_frames(self) -> SharedFrames | None:
+        """The frames that processes share, with their ``hits``, ``misses`` and ``held`` bytes; None without them."""
+        return self.source.shared
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), **self._options), (str(self.path),)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"
+
+    def close(self) -> None:
+        """Let go of files and connections, after writing what has been counted if there is room for it."""
+        self.parts.close()
+
+    def __enter__(self: _S) -> _S:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def __castore_key__(self) -> str:
         """A function that uses a store gives the same results with another one."""
@@ -142,35 +227,49 @@ class Store(OpenStore):
     def put_if(
         self,
         expected: tuple[str, str | None],
-        items: Iterable[tuple[str, Buffer, dict[str, Any] | None]],
+        items: Iterable[tuple[str, Any, dict[str, Any] | None]],
         *,
         drop: Iterable[str] = (),
         codec: str | None = None,
         level: int | None = None,
         ttl: float | str | None = None,
+        serializer: str = "bytes",
     ) -> list[Entry] | None:
         """Keep several blobs and remove some names, all with one commit, unless somebody else was faster.
 
         Args:
             expected: a name and the digest in hex that it must still point to, or None if it must not be there: what
-                this put was worked out from.
-            items: names, their bytes, and metadata; of any size together, for they are seen whole or not at all.
+                this put was worked out from. A name that has expired is not there, as for `get` and `entry`.
+            items: names, their objects, and metadata; of any size together, for they are seen whole or not at all. With
+                none of them, names are removed only.
             drop: names to remove; those that are not there are passed over.
             codec, level, ttl: as for `put`, for all of them.
+            serializer: what turns the objects of all items into bytes, as `save` does it, and `load` turns them back.
+                By default items are bytes (or bytearrays, or memoryviews) already.
 
         Returns:
             The entries, or None if ``expected`` does not hold any more: nothing was done then.
         """
         name, digest = expected
+        is_list = isinstance(items, list | tuple)  # else an item may be gone when the next one comes
         return self._putter.put_if(
             (check_name(name), None if digest is None else bytes.fromhex(digest)),
             [
-                (self._putter.pointing(name, ttl, metadata, False, "bytes"), data)
+                (
+                    self._putter.pointing(name, ttl, metadata, False, serializer),
+                    self._dumped(data, serializer) if is_list else unchanging(self._dumped(data, serializer)),
+                )
                 for name, data, metadata in items
             ],
             [check_name(name) for name in drop],
             *self._putter.codec(codec, level),
         )
+
+    def _dumped(self, value: Any, serializer: str) -> Buffer:
+        """What a put of ``value`` keeps: bytes as they are, objects as the serializer writes them."""
+        if serializer == "bytes":
+            return value  # type: ignore[no-any-return]  # what is no bytes is refused with the others
+        return serializers.dump(value, serializer, allow_pickle=self.allow_pickle)[1]
 
     # Getting
 
@@ -218,11 +317,12 @@ class Store(OpenStore):
     # Objects
 
     def save(self, name: str, obj: Any, *, serializer: str | None = None, **options: Any) -> Entry:
-        """Keep a Python object: bytes, text, JSON-like values, arrays, tensors, Arrow tables.
+        """Keep a Python object: bytes, text, JSON-like values, sets, dates, dataclasses, arrays, tensors, Arrow tables.
 
         Args:
             name, **options: as for `put`.
-            serializer: one of ``bytes text msgpack npy safetensors arrow pickle``; default what fits the object.
+            serializer: one of ``bytes bytearray text msgpack npy safetensors arrow pickle``; default what fits the
+                object.
 
         Raises:
             SerializationError: nothing that is allowed fits; the message names the part.
@@ -235,7 +335,8 @@ class Store(OpenStore):
 
         Raises:
             NotFoundError: there is no such entry.
-            SerializationError: it is a pickle, and the store was not opened with ``allow_pickle=True``.
+            SerializationError: it is a pickle, and the store was not opened with ``allow_pickle=True``; or it holds
+                a type that this process has neither imported nor registered.
         """
         read = self.source.read(name)
         if read is None:
@@ -266,6 +367,7 @@ class Store(OpenStore):
         hit, value = self._load_valid(key, validate)
         if hit:
             return value
+        self.index.see_writable()
         with self._locks.hold(key):
             hit, value = self._load_valid(key, validate)
             if not hit:
@@ -280,19 +382,34 @@ class Store(OpenStore):
             return False, None
         return validate is None or validate(value), value
 
-    def cached(self, *, ttl: float | str | None = None, prefix: str | None = None) -> Callable[[F], F]:
+    @overload
+    def cached(self, function: F, /) -> F: ...
+
+    @overload
+    def cached(self, /, *, ttl: float | str | None = None, prefix: str | None = None) -> Callable[[F], F]: ...
+
+    def cached(
+        self, function: Any = None, /, *, ttl: float | str | None = None, prefix: str | None = None
+    ) -> Any:
         """A decorator that keeps a function's results, keyed by its code and its arguments.
 
+        A path counts by its text, not by its file, which the function may as well write. Of a file that it reads, pass
+        ``castore.key("text", content=path)`` as one more argument: then an edit of the file computes anew.
+
         Args:
+            function: a function, a partial, or an object that can be called; ``@store.cached`` and ``@store.cached()``
+                are the same.
             ttl: default the store's.
             prefix: folder of the entries; default ``cached/<module>.<function>``.
 
         Raises:
+            InvalidValueError: what is decorated cannot be called, or Python cannot tell its arguments.
             UnhashableError: (when called) an argument, or something the function refers to, has no stable hash.
         """
-        from castore.cached import cached
+        from castore.keys.cached import cached
 
-        return cached(self, ttl=ttl, prefix=prefix)
+        decorate: Callable[[Any], Any] = cached(self, ttl=ttl, prefix=prefix)
+        return decorate if function is None else decorate(function)
 
     # Names
 
@@ -308,7 +425,10 @@ class Store(OpenStore):
         return self.index.entries(check_prefix(prefix), time.time())
 
     def delete(self, name: str) -> bool:
-        """Remove a name; gc removes its bytes once nothing names them. False if there was none."""
+        """Remove a name; gc removes its bytes once nothing names them. False if there was none.
+
+        One that has expired and that gc has not removed yet goes too, and counts.
+        """
         check_name(name)
         return self._delete([name]) == 1
 
@@ -370,7 +490,7 @@ class Store(OpenStore):
             DictionaryError: there are too few samples, or it would not pay; nothing has changed then.
             InvalidValueError: the store's codec is another than zstd.
         """
-        return training.train(self, prefix, data, samples, size, level)
+        return training.train(self.parts, prefix, data, samples, size, level)
 
     def drop_dictionary(self, prefix: str) -> bool:
         """Compress new blobs below ``prefix`` without its dictionary, which stays for those that need it. False if it had none."""
@@ -387,7 +507,7 @@ class Store(OpenStore):
         Args:
             progress: called with the bytes of the entries looked at.
         """
-        return training.recompress(self, prefix, progress)
+        return training.recompress(self.parts, prefix, progress)
 
     # Upkeep
 
@@ -410,7 +530,7 @@ class Store(OpenStore):
     def stat(self) -> stats.Stat:
         """What the store holds and how well it does."""
         self._usage.flush_if_possible()
-        return stats.measure(self)
+        return stats.measure(self.parts)
 
     def gc(
         self,
@@ -432,9 +552,10 @@ class Store(OpenStore):
         budget = self.settings.max_size if max_size is None else parse_size(max_size)
         seconds = parse_duration(grace)
         if dry_run:
-            return collect.run(self, budget, seconds, dry_run=True)
+            return collect.run(self.parts, budget, seconds, dry_run=True)
+        self.index.see_writable()
         try:
-            return self.relieve(lambda: collect.run(self, budget, seconds, dry_run=False))
+            return self.relieve(lambda: collect.run(self.parts, budget, seconds, dry_run=False))
         finally:
             self._ballast.keep()
 
@@ -454,4 +575,6 @@ class Store(OpenStore):
         """
         if not 0 < sample <= 1:
             raise InvalidValueError(f"sample must be above 0 and at most 1 (all), not {sample!r}")
-        return verify.run(self, repair=repair, sample=sample, progress=progress)
+        if repair:
+            self.index.see_writable()
+        return verify.run(self.parts, repair=repair, sample=sample, progress=progress)

@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import zstandard
 
-from castore.compact import write_anew
 from castore.errors import CorruptError, DictionaryError, InvalidValueError
+from castore.index.queries import below
 from castore.names import check_prefix
 from castore.objects.codecs import AUTO_CODEC, CODECS, Buffer, check_codec
 from castore.objects.dictionaries import DICTIONARY_LIMIT, LARGEST, SMALLEST, Dictionary, numbered
 from castore.objects.encode import AUTO_SAVING, encode_small
-from castore.questions import below
 from castore.records import Blob
-from castore.sizes import format_size, parse_size
-from castore.staged import Vanished
+from castore.units import format_size, parse_size
+from castore.write.open_pack import Vanished
 
 if TYPE_CHECKING:
-    from castore.store import Store
+    from castore.parts import Parts
 
 #: Samples that are looked at, at most, and their bytes: a hundred times the usual dictionary and more add nothing.
 SAMPLES = 10_000
@@ -83,7 +82,7 @@ class Rewritten(NamedTuple):
 
 
 def train(
-    store: Store, prefix: str, data: Iterable[bytes] | None, samples: int, size: int | str, level: int | None
+    parts: Parts, prefix: str, data: Iterable[bytes] | None, samples: int, size: int | str, level: int | None
 ) -> Trained:
     """Make a dictionary and use it from now on. See `Store.train_dictionary`."""
     prefix = check_prefix(prefix)
@@ -94,25 +93,25 @@ def train(
         )
     if samples < 1:
         raise InvalidValueError(f"samples must be 1 or more, not {samples!r}")
-    level = _level(store, level)
-    taken = _take(_stored(store, prefix, samples) if data is None else data, samples)
+    level = _level(parts, level)
+    taken = _take(_stored(parts, prefix, samples) if data is None else data, samples)
     trained, dictionary = _make(prefix, taken, most, level)
-    with store.index.write():
-        store.objects.dictionaries.add(dictionary)
-        store.prefixes.set(prefix, int(trained.id, 16))
+    with parts.index.write():
+        parts.objects.dictionaries.add(dictionary)
+        parts.prefixes.set(prefix, int(trained.id, 16))
     return trained
 
 
-def _level(store: Store, level: int | None) -> int:
+def _level(parts: Parts, level: int | None) -> int:
     """The level that is asked for, or that of new blobs.
 
     Raises:
         InvalidValueError: there is no such level, or new blobs are not compressed with zstd.
     """
-    codec, usual = store.settings.codec, store.settings.level
+    codec, usual = parts.settings.codec, parts.settings.level
     if codec not in ("auto", AUTO_CODEC):
         raise InvalidValueError(
-            f"dictionaries are for zstd, and the codec of {store.path} is {codec}: `castore init --codec auto`"
+            f"dictionaries are for zstd, and the codec of {parts.path} is {codec}: `castore init --codec auto`"
         )
     check_codec(AUTO_CODEC, level)
     given = usual if level is None else level
@@ -132,15 +131,15 @@ def _take(data: Iterable[bytes], samples: int) -> list[bytes]:
     return list(taken)
 
 
-def _stored(store: Store, prefix: str, samples: int) -> Iterator[bytes]:
+def _stored(parts: Parts, prefix: str, samples: int) -> Iterator[bytes]:
     """Small blobs below a prefix. Digests have no order but their own, so the first of them are a fair sample."""
     # More than is asked for, since several names may have one blob, and some blobs may be lost.
     where, bounds = _below(prefix)
     sql = f"SELECT digest FROM entries WHERE {where} ORDER BY digest LIMIT ?"
-    found = [digest for (digest,) in store.index.rows(sql, (*bounds, 2 * samples))]
+    found = [digest for (digest,) in parts.index.rows(sql, (*bounds, 2 * samples))]
     for digest in dict.fromkeys(found):
-        blob = store.index.blob(digest)
-        data = None if blob is None else store.source.fetch(blob)
+        blob = parts.index.blob(digest)
+        data = None if blob is None else parts.source.fetch(blob)
         if data is not None:
             yield data
 
@@ -184,63 +183,65 @@ def _make(prefix: str, samples: list[bytes], most: int, level: int) -> tuple[Tra
     return Trained(prefix, number, len(data), len(seen), len(held_out), plain, before, after), data
 
 
-def recompress(store: Store, prefix: str, progress: Callable[[int], object] | None) -> Rewritten:
+def recompress(parts: Parts, prefix: str, progress: Callable[[int], object] | None) -> Rewritten:
     """Write small blobs anew with their prefix's dictionary. See `Store.recompress`."""
     prefix = check_prefix(prefix)
     done = Rewritten(0, 0, 0, 0)
-    for page in _pages(store, prefix):
+    for page in _pages(parts, prefix):
         ready: dict[Blob, bytes] = {}
         used: dict[int, Dictionary] = {}
         for name, digest, _ in page:
-            blob, dictionary = store.index.blob(digest), store.prefixes.dictionary(name)
+            blob, dictionary = parts.index.blob(digest), parts.prefixes.dictionary(name)
             if blob is None or dictionary is None or not _may_be_rewritten(blob):
                 continue
-            payload = _shorter(store, blob, dictionary)
+            payload = _shorter(parts, blob, dictionary)
             done = done._replace(looked_at=done.looked_at + 1)
             if payload is not None:
                 ready[blob] = payload
                 used[dictionary.number] = dictionary
-        done = _rewrite(store, ready, used, done)
+        done = _rewrite(parts, ready, used, done)
         if progress is not None:
             progress(sum(size for _, _, size in page))
     return done
 
 
-def _pages(store: Store, prefix: str) -> Iterator[list[tuple[str, bytes, int]]]:
+def _pages(parts: Parts, prefix: str) -> Iterator[list[tuple[str, bytes, int]]]:
     sql = "SELECT name, digest, size FROM entries WHERE name > ? AND name < ? ORDER BY name LIMIT ?"
     last, end = below(prefix) if prefix else ("", _LAST)
     own = "SELECT name, digest, size FROM entries WHERE name = ?"
-    if prefix and (page := list(store.index.rows(own, (prefix,)))):
+    if prefix and (page := list(parts.index.rows(own, (prefix,)))):
         yield page
-    yield from store.index.pages(sql, last, end, _BATCH)
+    yield from parts.index.pages(sql, last, end, _BATCH)
 
 
 def _may_be_rewritten(blob: Blob) -> bool:
     return blob.pack > 0 and 0 < blob.size <= DICTIONARY_LIMIT and blob.codec in ("none", AUTO_CODEC)
 
 
-def _shorter(store: Store, blob: Blob, dictionary: Dictionary) -> bytes | None:
+def _shorter(parts: Parts, blob: Blob, dictionary: Dictionary) -> bytes | None:
     """The blob's frame with a dictionary, if that saves as much as compressing must."""
-    data = store.source.fetch(blob)
+    data = parts.source.fetch(blob)
     if data is None:
         return None
-    payload = dictionary.compress(data, _level(store, None))
+    payload = dictionary.compress(data, _level(parts, None))
     return payload if len(payload) <= blob.stored * (1 - AUTO_SAVING) else None
 
 
 def _rewrite(
-    store: Store, ready: dict[Blob, bytes], used: dict[int, Dictionary], done: Rewritten
+    parts: Parts, ready: dict[Blob, bytes], used: dict[int, Dictionary], done: Rewritten
 ) -> Rewritten:
     if not ready:
         return done
     _, blobs, before, after = done
     try:
-        with store.index.write() as txn:
+        with parts.index.write() as txn:
             for dictionary in used.values():
-                store.writer.see_dictionary(dictionary)
+                parts.writer.pack.see_dictionary(dictionary)
             for blob, payload in ready.items():
                 if txn.blob(blob.digest) == blob:  # else gc, or a put, was here meanwhile
-                    write_anew(store, txn, blob._replace(codec=AUTO_CODEC, stored=len(payload)), payload)
+                    parts.writer.pack.write_anew(
+                        txn, blob._replace(codec=AUTO_CODEC, stored=len(payload)), payload
+                    )
                     blobs, before, after = blobs + 1, before + blob.stored, after + len(payload)
     except Vanished:
         return done  # somebody took the dictionary away: these stay as they are

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Sets up what `make demo`, `make test` and `make bench` need: Debian packages (as root only; for others it
+# Sets up what `make demo`, `make test`, `make bench` and `make strangers` need: Debian packages (as root only; for others it
 # says what to install), a virtual environment, and castore in it in editable form.
 #
-# usage: tools/setup.sh demo|test|torture|bench
+# usage: tools/setup.sh demo|test|torture|bench|strangers
 #
 # `bench` makes two environments: peers that castore is measured beside must not leak into what it is developed and
 # tested with, and those that run in processes of their own bring much along (litdata, ratarmount) or need a NumPy older
-# than castore's (stocaching).
+# than castore's (stocaching). `strangers` makes one of its own too: for what the strangers' suites import.
 #
 # A second call with nothing changed takes milliseconds. The environment is marked ready only at the very end,
 # so an interrupted set-up is simply resumed. Never touches anything but the environment and apt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-purpose=${1:?usage: tools/setup.sh demo|test|torture|bench}
+purpose=${1:?usage: tools/setup.sh demo|test|torture|bench|strangers}
 python=${PYTHON:-python3}
 venv=.venv
 case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
@@ -36,7 +36,16 @@ case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
     venv=.venv-bench-peers
     wanted=""
     requirements=('numpy<2' stocaching litdata ratarmount) ;;
-  *) echo "setup: unknown purpose '$purpose': demo, test, torture or bench" >&2; exit 2 ;;
+  strangers)
+    venv=.venv-strangers
+    wanted="fusermount3=fuse3 gcc=gcc gcc=libc6-dev rsync=rsync"
+    requirements=(-e '.[fuse,torch,datasets]' pytest pytest-timeout diskcache
+      # what Hugging Face's tests import; distutils left Python with 3.12, and comes with old setuptools
+      absl-py httpx requests pillow polars regex sqlalchemy transformers 'setuptools<80'
+      # what Data-Juicer imports before any operator
+      aiohttp av bs4 emoji ftfy gitpython 'jsonargparse[signatures]' jsonlines librosa loguru matplotlib mwparserfromhell pdfplumber
+      plotly psutil pydantic python-docx seaborn spacy tabulate tomli tomli-w wget wordcloud) ;;
+  *) echo "setup: unknown purpose '$purpose': demo, test, torture, bench or strangers" >&2; exit 2 ;;
 esac
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1 PYTHONUNBUFFERED=1
 

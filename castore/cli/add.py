@@ -6,21 +6,38 @@ ones go one after the other, since one alone keeps all cores busy.
 
 from __future__ import annotations
 
+import sqlite3
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from castore.cli.completion import codecs
 from castore.cli.opening import store_path
-from castore.cli.output import AsJson, Failures, plural, print_json, progress, spinner
-from castore.cli.walk import destinations, find
-from castore.errors import InvalidValueError
-from castore.sizes import format_size
+from castore.cli.output import (
+    LISTED,
+    AsJson,
+    Failures,
+    complain,
+    describe,
+    plural,
+    print_json,
+    printable,
+    progress,
+    spinner,
+)
+from castore.cli.walk import Source, destinations, find
+from castore.errors import CastoreError, InvalidValueError
+from castore.units import format_size
 
 if TYPE_CHECKING:
     from castore import Store
+    from castore.cli.putting import Putter
+
+Search = Callable[[str, str], Iterator[Source]]
 
 
 def add(
@@ -43,6 +60,9 @@ def add(
     pin: Annotated[bool, typer.Option("--pin", help="Have gc leave the entries alone.")] = False,
     dictionary: Annotated[
         bool, typer.Option("--dict", help="First train a dictionary for each folder's small files.")
+    ] = False,
+    cross_mounts: Annotated[
+        bool, typer.Option("--cross-mounts", help="Enter file systems that are mounted below a folder, too.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -67,12 +87,15 @@ def add(
     with Store(store_path(context), memory=0) as store:
         folder = str(store.path)
         before, evictions = store.index.totals(), store.index.counters().get("evictions", 0)
-        total = _total(named, folder) if sys.stderr.isatty() else None
-        learnt = _learn(store, named) if dictionary else []
+        empty = _Empty()
+        search = partial(find, store=folder, skip=failures.add, empty=empty.add, cross_mounts=cross_mounts)
+        quietly = partial(search, skip=str, empty=str)
+        total = _total(named, quietly) if sys.stderr.isatty() else None
+        learnt = _learn(store, named, quietly) if dictionary else []
+        into: list[str] = []
         with progress("adding", total) as done:
             putter = Putter(store, options, failures, done)
-            for one, name in named.items():
-                putter.put_all(find(one, name, store=folder, skip=failures.add))
+            end = _put_all(putter, named, search, failures, into)
         after = store.index.totals()
         report = {
             "store": folder,
@@ -83,20 +106,74 @@ def add(
             "evicted": store.index.counters().get("evictions", 0) - evictions,
             "dictionaries": learnt,
             "failed": failures.count,
+            "problems": failures.sentences,
+            "empty_folders": empty.count,
+            "error": end,
             "seconds": round(time.monotonic() - started, 3),
         }
+    empty.tell()
     if as_json:
         print_json(report)
     elif putter.files or not failures.count:
-        _print(report, list(named.values()))
+        _print(report, into)
     failures.finish()
 
 
-def _learn(store: Store, named: dict[str, str]) -> list[dict[str, Any]]:
+class _Empty:
+    """Folders with nothing in them, of which a store keeps nothing."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._first: list[str] = []
+
+    def add(self, path: str) -> None:
+        """Count one, and remember it if it is one of the first."""
+        self.count += 1
+        if self.count <= LISTED:
+            self._first.append(printable(path))
+
+    def tell(self) -> None:
+        """Say which were left out. Nothing failed: none of them has a byte."""
+        if self.count:
+            rest = f" and {self.count - LISTED:,} more" if self.count > LISTED else ""
+            complain(
+                f"a store keeps files, so {plural(self.count, 'empty folder')} left no trace:"
+                f" {', '.join(self._first)}{rest}"
+            )
+
+
+def _put_all(
+    putter: Putter, named: dict[str, str], search: Search, failures: Failures, into: list[str]
+) -> str | None:
+    """Put what lies at each path; fills ``into`` with the names of those that gave something.
+
+    Returns:
+        What ended it before all was put, once something had been; else None.
+    """
+    for path, name in named.items():
+        before = putter.files
+        try:
+            putter.put_all(search(path, name))
+        except (CastoreError, OSError, sqlite3.Error, KeyboardInterrupt) as error:
+            if not putter.files:
+                raise
+            so_far = f"{plural(putter.files, 'file')} got in; the same command goes on from there"
+            if isinstance(error, KeyboardInterrupt):
+                complain(so_far)
+                raise
+            failures.add(f"{describe(error)}; {so_far}")
+            return describe(error)
+        finally:
+            if putter.files > before:
+                into.append(name)
+    return None
+
+
+def _learn(store: Store, named: dict[str, str], search: Search) -> list[dict[str, Any]]:
     from castore.cli.learning import learn
 
     with spinner("training a dictionary"):
-        return learn(store, named)
+        return learn(store, named, search)
 
 
 def _metadata(pairs: list[str]) -> dict[str, str]:
@@ -104,16 +181,18 @@ def _metadata(pairs: list[str]) -> dict[str, str]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not key or not equals:
-            raise InvalidValueError(f"--meta {pair} is not of the form KEY=VALUE")
+            raise InvalidValueError(f"--meta {printable(pair)} is not of the form KEY=VALUE")
+        try:
+            pair.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidValueError(f"--meta {printable(pair)} is not UTF-8; write it in UTF-8") from error
         metadata[key] = value
     return metadata
 
 
-def _total(named: dict[str, str], store: str) -> int:
+def _total(named: dict[str, str], search: Search) -> int:
     """Bytes to put, for the time that the bar says is left: a walk of its own, that complains of nothing."""
-    return sum(
-        source.size for path, name in named.items() for source in find(path, name, store=store, skip=str)
-    )
+    return sum(source.size for path, name in named.items() for source in search(path, name))
 
 
 def _print(report: dict[str, Any], names: list[str]) -> None:
@@ -123,11 +202,15 @@ def _print(report: dict[str, Any], names: list[str]) -> None:
         f"added {plural(report['files'], 'file')} ({format_size(report['bytes'])}) as {shown or '/'}"
         f" in {report['seconds']:.2f} s{rate}"
     )
-    known = max(0, report["files"] - report["new_blobs"])
-    typer.echo(
-        f"{format_size(report['stored_bytes'])} more in {report['store']}: {plural(report['new_blobs'], 'new blob')},"
-        f" {known:,} known already"
-    )
+    more = f"{format_size(report['stored_bytes'])} more in {report['store']}"
+    if report["evicted"]:
+        # How many of them were new cannot be told from what is there now.
+        typer.echo(
+            f"{more} after {plural(report['evicted'], 'entry', 'entries')} left it to stay under the budget"
+        )
+    else:
+        known = max(0, report["files"] - report["new_blobs"])
+        typer.echo(f"{more}: {plural(report['new_blobs'], 'new blob')}, {known:,} known already")
     for learnt in report["dictionaries"]:
         if "error" in learnt:
             typer.echo(f"no dictionary: {learnt['error']}")
@@ -136,5 +219,3 @@ def _print(report: dict[str, Any], names: list[str]) -> None:
                 f"dictionary {learnt['id']} of {learnt['prefix'] or '/'}: {learnt['saving']:.0%} fewer bytes on samples"
                 " that it has not seen"
             )
-    if report["evicted"]:
-        typer.echo(f"{plural(report['evicted'], 'entry', 'entries')} evicted to stay under the budget")

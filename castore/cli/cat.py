@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from castore.cli.completion import names
-from castore.cli.opening import find_blob, open_store
+from castore.cli.opening import find_blob, open_store, see_names
 from castore.cli.output import Failures, describe
+from castore.cli.standard import need_output
 from castore.errors import CastoreError
 
 
@@ -26,6 +27,8 @@ def cat(
     """
     from castore.cli.streams import copy
 
+    need_output()
+    see_names(name)
     failures = Failures()
     with open_store(context) as store:
         for one in name:

@@ -24,7 +24,7 @@ def names(context: typer.Context, incomplete: str) -> list[str]:
         if settings.load(store_path(context)) is None:
             return []
         with open_store(context) as store:
-            rows = store.index.connection().execute(
+            rows = store.index.rows(
                 "SELECT name FROM entries WHERE name >= ?1 AND name < ?1 || char(1114111) ORDER BY name LIMIT ?2",
                 (incomplete, LIMIT),
             )

@@ -13,8 +13,8 @@ from castore.cli.opening import store_path
 from castore.cli.output import AsJson, listed, plural, print_json, progress, spinner
 
 if TYPE_CHECKING:
-    from castore.doctor import Finding
-    from castore.rebuild import Rebuilt
+    from castore.repair.doctor import Finding
+    from castore.repair.rebuild import Rebuilt
 
 
 def doctor(
@@ -37,19 +37,20 @@ def doctor(
         print_json({"findings": [finding._asdict() for finding in findings], **done})
     else:
         _print(findings, rebuilt, path)
-    if any(not finding.mended for finding in findings):
+    if any(finding.left_to_do for finding in findings):
         raise typer.Exit(1)
 
 
 def _examine(path: Path) -> list[Finding]:
-    from castore.doctor import examine
+    from castore.repair.doctor import examine
+    from castore.watch import dangling_links
 
     with spinner("looking"):
-        return examine(path)
+        return examine(path, [dangling_links.examine])
 
 
 def _rebuild(path: Path) -> tuple[list[Finding], Rebuilt]:
-    from castore.doctor import rebuild_index
+    from castore.repair.doctor import rebuild_index
 
     total = _bytes_below(path / "objects") if sys.stderr.isatty() else None
     with progress("reading objects", total) as done:
@@ -64,15 +65,16 @@ def _bytes_below(folder: Path) -> int:
 
 def _print(findings: list[Finding], rebuilt: Rebuilt | None, path: Path) -> None:
     for finding in findings:
-        typer.echo(f"{'mended' if finding.mended else 'to do'}: {finding.what}")
-        if finding.advice and not finding.mended:
+        kind = "mended" if finding.mended else "to do" if finding.left_to_do else "noted"
+        typer.echo(f"{kind}: {finding.what}")
+        if finding.left_to_do:
             typer.echo(f"  {finding.advice}")
     if rebuilt is not None:
         entries = plural(rebuilt.entries, "entry", "entries")
         typer.echo(f"{path}: a new index of {entries} and {plural(rebuilt.blobs, 'blob')}")
         _list("names whose bytes are gone, dropped", rebuilt.lost)
         _list("could not be read", rebuilt.damaged)
-    elif not findings:
+    elif not any(finding.mended or finding.left_to_do for finding in findings):
         typer.echo(f"{path}: all in order")
 
 

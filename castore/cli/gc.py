@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from castore.cli.opening import open_store
-from castore.cli.output import AsJson, listed, plural, print_json, spinner
-from castore.collect import GRACE_SECONDS, Plan
-from castore.sizes import format_duration, format_size
+from castore.cli.output import AsJson, complain, listed, plural, print_json, spinner
+from castore.gc.collect import GRACE_SECONDS, Plan
+from castore.units import format_duration, format_size, parse_size
 
 
 def gc(
@@ -40,9 +40,15 @@ def gc(
         plan = store.gc(budget, dry_run=dry_run, grace=grace)
     if as_json:
         print_json({**plan._asdict(), "remaining": plan.remaining})
-        return
-    for line in _lines(plan):
-        typer.echo(line)
+    else:
+        for line in _lines(plan):
+            typer.echo(line)
+    if plan.pinned and budget is not None:
+        complain(
+            f"pins hold {format_size(plan.pinned)}, more than the budget of {format_size(parse_size(budget))}:"
+            " `castore unpin` entries, or end mounts that were made with --pin"
+        )
+        raise typer.Exit(1)
 
 
 def _lines(plan: Plan) -> Iterator[str]:

@@ -14,9 +14,10 @@ import typer
 
 from castore import Store
 from castore.cli.completion import names
-from castore.cli.opening import find_blob, open_store
-from castore.cli.output import progress
-from castore.errors import CastoreError
+from castore.cli.opening import find_blob, open_store, see_path
+from castore.cli.output import printable, progress
+from castore.cli.standard import need_output
+from castore.errors import CastoreError, naming
 from castore.records import Blob
 
 #: Below this size a bar would be gone before it is seen.
@@ -35,6 +36,9 @@ def get(
     \b
     castore get imagenet/train-00001.tar -o train.tar
     """
+    see_path(output, "-o", "file")
+    if output == "-":
+        need_output()
     with open_store(context) as store:
         blob = find_blob(store, name)
         store.source.count_use(name)
@@ -48,21 +52,25 @@ def get(
 def _write_file(store: Store, blob: Blob, output: str, name: str) -> None:
     target = os.path.realpath(output)
     if os.path.isdir(target):
-        raise CastoreError(f"{output} is a folder; give the name of a file in it with -o")
+        raise CastoreError(f"{printable(output)} is a folder; give the name of a file in it with -o")
     if os.path.exists(target) and not os.path.isfile(target):
         # A device or a pipe is written to: renaming a file over /dev/null would not do.
-        with open(target, "wb") as file:
+        with naming(output), open(target, "wb") as file:
             _write(store, blob, file, name)
         return
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):
-        raise CastoreError(f"there is no folder {folder} to write {output} into; make it first")
+        raise CastoreError(
+            f"there is no folder {printable(folder)} to write {printable(output)} into; make it first"
+        )
     temporary = os.path.join(folder, f".castore-{secrets.token_hex(8)}.part")
     try:
-        with open(temporary, "xb") as file:
+        with naming(output), open(temporary, "xb") as file:
             _write(store, blob, file, name)
         os.rename(temporary, target)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename == temporary:
+            error.filename = output  # the temporary file is nothing that the user knows of
         with suppress(FileNotFoundError):
             os.unlink(temporary)
         raise

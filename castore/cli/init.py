@@ -11,11 +11,11 @@ import typer
 
 from castore import settings
 from castore.cli.completion import codecs
-from castore.cli.opening import store_path
+from castore.cli.opening import check_ttl, store_path
 from castore.cli.output import AsJson, print_json
-from castore.errors import StoreError
+from castore.errors import InvalidValueError, StoreError
 from castore.settings import Settings
-from castore.sizes import format_duration, format_size
+from castore.units import format_duration, format_size, parse_size
 
 
 def init(
@@ -48,10 +48,16 @@ def init(
     """
     from castore import Store
 
+    if max_size is not None and max_size != "none" and parse_size(max_size) == 0:
+        raise InvalidValueError(
+            f"--max-size {max_size} leaves room for nothing; say how much the store may hold, like 200GB, or none for no bound"
+        )
+    if ttl is not None and ttl != "none":
+        check_ttl(ttl)
     path = store_path(context)
     old = settings.load(path)
     # None means "as before" to `merge`, so taking a bound away needs a word of its own.
-    base = old or Settings()
+    base = old or settings.recovered(path)
     if max_size == "none":
         base, max_size = base._replace(max_size=None), None
     if ttl == "none":
@@ -60,6 +66,7 @@ def init(
     if old is None:
         settings.create(path, new)
     elif new != old:
+        settings.see_writable(path)
         if new.shared is not None and new.shared != old.shared:
             settings.create(path, new)
             _share(path, new.shared)
@@ -70,8 +77,11 @@ def init(
 
 
 def _share(path: Path, group: str) -> None:
-    """Give what is in the store already to the group, with the rights that its owner has."""
-    for folder, _, files in os.walk(path):
+    """Give what is in the store already to the group, with the rights that its owner has; a store inside it is not meant."""
+    for folder, folders, files in os.walk(path):
+        folders[:] = [
+            name for name in folders if not os.path.exists(os.path.join(folder, name, settings.FILE))
+        ]
         for item in [folder, *(os.path.join(folder, name) for name in files)]:
             try:
                 shutil.chown(item, group=group)

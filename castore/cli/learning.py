@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from blake3 import blake3
 
 from castore import Store, training
-from castore.cli.walk import Source, find
+from castore.cli.walk import Source
 from castore.errors import DictionaryError, InvalidValueError
 from castore.objects.dictionaries import DICTIONARY_LIMIT
 
 
-def learn(store: Store, named: dict[str, str]) -> list[dict[str, Any]]:
+def learn(
+    store: Store, named: dict[str, str], search: Callable[[str, str], Iterator[Source]]
+) -> list[dict[str, Any]]:
     """Train a dictionary for each folder whose names have none yet; returns what came of each.
 
     Args:
         named: the name that each path will get.
+        search: finds the files at or below a path, and their names.
 
     Raises:
         InvalidValueError: there is no folder.
@@ -32,7 +35,7 @@ def learn(store: Store, named: dict[str, str]) -> list[dict[str, Any]]:
         if store.prefixes.dictionary(name) is not None:
             continue
         try:
-            trained = store.train_dictionary(name, _samples(path, name, str(store.path)))
+            trained = store.train_dictionary(name, _samples(search(path, name)))
         except DictionaryError as error:
             reports.append({"prefix": name, "error": str(error)})
         else:
@@ -40,15 +43,13 @@ def learn(store: Store, named: dict[str, str]) -> list[dict[str, Any]]:
     return reports
 
 
-def _samples(path: str, name: str, store: str) -> Iterator[bytes]:
+def _samples(found: Iterator[Source]) -> Iterator[bytes]:
     """The small files whose names have the lowest digests: drawn from all over the folder, and the same every time."""
 
     def drawn(source: Source) -> bytes:
         return blake3(source.name.encode()).digest()
 
-    small = (
-        source for source in find(path, name, store=store, skip=str) if 0 < source.size <= DICTIONARY_LIMIT
-    )
+    small = (source for source in found if 0 < source.size <= DICTIONARY_LIMIT)
     for source in heapq.nsmallest(training.SAMPLES, small, key=drawn):
         try:
             with open(source.path, "rb") as file:

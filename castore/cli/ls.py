@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -12,9 +11,11 @@ import typer
 
 from castore.cli.completion import names
 from castore.cli.opening import open_store
+from castore.cli.output import json_text
+from castore.cli.standard import need_output
 from castore.errors import NotFoundError
 from castore.records import Entry
-from castore.sizes import format_duration, format_size
+from castore.units import format_duration, format_size
 
 _HEAD = f"{'SIZE':>9} {'STORED':>9}  {'CODEC':<5} {'AGE':>8} {'EXPIRES IN':>10}  PIN  NAME\n"
 
@@ -37,6 +38,7 @@ def ls(
     \b
     castore ls -l imagenet
     """
+    need_output()
     form: Callable[[Entry], str] = _json if as_json else _long if long else _plain
     write = sys.stdout.write
     found = False
@@ -55,7 +57,7 @@ def _plain(entry: Entry) -> str:
 
 
 def _json(entry: Entry) -> str:
-    return json.dumps(entry._asdict(), ensure_ascii=False) + "\n"
+    return json_text(entry._asdict()) + "\n"
 
 
 def _long(entry: Entry) -> str:

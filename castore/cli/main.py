@@ -1,105 +1,21 @@
-"""The `castore` command: finds the command that was asked for, and turns every error into one line and an exit code.
+"""The `castore` command's first and last moments: Ctrl-C, and the streams that a shell hands over.
 
-Imports no command that was not asked for. Must never show a traceback for what a user or a disk can cause.
+Imports next to nothing: until `run` has said what a Ctrl-C does, it would end in Python's traceback.
 """
 
 from __future__ import annotations
 
 import os
-import sqlite3
+import signal
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import suppress
-from importlib import import_module
-from pathlib import Path
-from typing import Annotated, Any
 
-import typer
-import typer.main
+from castore.cli.exit_codes import INTERRUPTED, TERMINATED
 
-import castore
-from castore.cli.output import complain, describe
-from castore.errors import CastoreError, InvalidNameError, InvalidValueError
-
-#: The commands in the order of `castore --help`, and the module of each.
-COMMANDS = {
-    "init": "init", "add": "add", "ls": "ls", "cat": "cat", "get": "get", "rm": "rm", "pin": "pin", "unpin": "pin",
-    "train-dict": "train_dict", "stat": "stat", "gc": "gc", "verify": "verify", "doctor": "doctor", "mount": "mount", "umount": "umount",
-    "watch": "watch", "process": "process",
-}  # fmt: skip
-
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
-
-_SETTINGS = {"help_option_names": ["-h", "--help"]}
-
-# typer carries a click of its own in some versions and uses the package in others: the class comes with typer's errors.
-_ClickError: Any = typer.BadParameter.__mro__[2]
-
-
-class _Commands(MutableMapping[str, Any]):
-    """The commands by name, each imported when it is looked up."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._made:
-            module = import_module(f"castore.cli.{COMMANDS[name]}")
-            alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-            alone.command(name, context_settings=_SETTINGS)(getattr(module, name.replace("-", "_")))
-            self._made[name] = made = typer.main.get_command(alone)
-            for parameter in made.params:
-                if parameter.param_type_name == "argument":
-                    # Newer versions of typer print Python's word for the type, `<list[str]>`, behind each.
-                    parameter.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
-        return self._made[name]
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        self._made[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
-
-    def __len__(self) -> int:
-        return len(COMMANDS)
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"castore {castore.__version__}")
-        raise typer.Exit
-
-
-def _main(
-    store: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="CASTORE_DIR", metavar="DIR", help="The store's folder.  [default: ~/.cache/castore]"
-        ),
-    ] = None,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Keep derived training data once, compressed and verified, and hand it out as plain files.
-
-    \b
-    castore add shards/ --as imagenet     put a folder of files into the store
-    castore mount /mnt/data               read them back as plain files
-    castore stat                          see what that saves
-    """
-
-
-def command() -> Any:
-    """The whole command, as typer makes it."""
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=_SETTINGS)
-    app.callback()(_main)
-    group = typer.main.get_command(app)
-    group.commands = _Commands()  # type: ignore[attr-defined]
-    return group
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+    from typing import Any, NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,49 +25,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after `castore`; default those of this process.
 
     Returns:
-        The exit code: 0, 1 (it failed), 2 (usage), 130 (interrupted).
+        The exit code: 0, 1 (it failed), 2 (usage), 130 (interrupted), 143 (terminated).
     """
-    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    try:
-        code = command().main(args=words, prog_name="castore", standalone_mode=False) or 0
-        sys.stdout.flush()
-    except (KeyboardInterrupt, typer.Abort):
-        code = INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has seen enough. What is still buffered must not raise again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    except _ClickError as error:
-        return _usage(error)
-    except (InvalidNameError, InvalidValueError) as error:
-        complain(describe(error))
-        return USAGE
-    except (CastoreError, OSError, sqlite3.Error) as error:
-        complain(describe(error))
-        return FAILED
-    if code == INTERRUPTED:
-        complain("interrupted")
-    return int(code)
+    from castore.cli import commands
+
+    return commands.main(arguments)
 
 
-def _usage(error: Any) -> int:
-    context: Any = getattr(error, "ctx", None)
-    line = error.format_message().rstrip(".")
-    if getattr(error, "option_name", None) == "--store":
-        line = f"--store goes before the command: castore --store DIR {context.info_name}"
-    elif context is not None:
-        line += f"{' See' if line.endswith('?') else '; see'} `{context.command_path} --help`"
-    complain(line)
-    return int(error.exit_code)
-
-
-def run() -> None:
+def run() -> NoReturn:
     """The entry point of the `castore` command."""
-    code = main()
-    if code == INTERRUPTED:
+    # A shell has background jobs ignore it.
+    is_heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    if is_heard:
+        # Loading the commands takes a tenth of a second, and has nothing that would need to be put away.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from castore.cli import commands, standard
+
+    standard.secure()
+    code = INTERRUPTED
+    try:
+        if is_heard:
+            sys.unraisablehook = _raise_again
+            signal.signal(signal.SIGINT, _interrupt)
+        code = commands.main()
+        if is_heard:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+    except KeyboardInterrupt:
+        pass  # it came as the command had just ended
+    standard.flush()
+    if code in (INTERRUPTED, TERMINATED):
         # Ctrl-C in the moment in which a pool starts a thread leaves one that the pool does not know of, and Python
         # would wait for it for ever. Stores are closed by now, and nothing else has to be.
-        with suppress(BrokenPipeError):
-            sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """The first Ctrl-C has everything put away. Another one ends that at once, as SIGKILL would."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt
+
+
+def _raise_again(unraisable: Any) -> None:
+    """Python prints, and forgets, what is raised while an object is taken down. A Ctrl-C is not to be forgotten."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        import threading
+
+        signal.signal(signal.SIGINT, _interrupt)
+        # Raised in here it would be forgotten once more.
+        again = threading.Timer(0.01, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+        again.daemon = True
+        again.start()
+    else:
+        sys.__unraisablehook__(unraisable)

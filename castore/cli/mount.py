@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from castore.cli.completion import names
-from castore.cli.opening import store_path
+from castore.cli.opening import open_store, see_path, store_path
+from castore.cli.output import complain
+from castore.names import check_prefix
 
 
 def mount(
@@ -43,7 +46,10 @@ def mount(
     """
     from castore_fuse import api
 
+    see_path(mountpoint, "MOUNTPOINT")
     store = store_path(context)
+    if prefix:
+        _see_names(context, prefix)
     serve = api.foreground if foreground else api.mount
     result: int | Path = serve(
         store,
@@ -57,3 +63,14 @@ def mount(
     if isinstance(result, int):
         raise typer.Exit(result)
     typer.echo(f"{store} is mounted at {result}")
+
+
+def _see_names(context: typer.Context, prefix: str) -> None:
+    """Say so if there is nothing to be seen: a slip of the pen looks like a folder that is empty on purpose."""
+    folder = check_prefix(prefix)
+    with open_store(context) as store:
+        found = [entry.name for entry in islice(store.entries(folder), 2)]
+    if found == [folder]:
+        complain(f"{folder!r} is a file, and the mount shows what is below it: nothing")
+    elif folder and not found:
+        complain(f"no name is below {folder!r} yet, so the mount is empty; `castore ls` lists what there is")

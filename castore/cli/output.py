@@ -6,10 +6,13 @@ rich is imported only when something is drawn with it. Progress is drawn on a te
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sqlite3
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,13 +28,27 @@ LISTED = 5
 
 
 def complain(sentence: str) -> None:
-    """Print one line to standard error, under our name."""
-    sys.stderr.write(f"castore: {' '.join(sentence.splitlines())}\n")
+    """Print one line to standard error, under our name. If nobody can read it, the exit code still tells."""
+    with suppress(OSError):
+        sys.stderr.write(f"castore: {' '.join(sentence.splitlines())}\n")
+
+
+@contextmanager
+def complaining() -> Iterator[None]:
+    """Print warnings as complaints of one line."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        complain(str(message))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)
+        warnings.showwarning = show
+        yield
 
 
 def describe(error: Exception) -> str:
     """An error as a sentence for users."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+    if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{printable(str(error.filename))}: {error.strerror}"
     if isinstance(error, sqlite3.Error):
         return f"the index cannot be used ({error}); `castore doctor` tells more"
@@ -43,15 +60,29 @@ def printable(path: str) -> str:
     return path if path.isprintable() else repr(path)
 
 
+def typed(word: str) -> str:
+    """A name or a path as the last word of a command, as a shell takes it.
+
+    >>> typed("imagenet"), typed("my data"), typed("-x")
+    ('imagenet', "'my data'", '-- -x')
+    """
+    return f"-- {shlex.quote(word)}" if word.startswith("-") else shlex.quote(word)
+
+
 class Failures:
     """Complaints about single items, which do not keep the others from being done."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.sentences: list[str] = []
+
+    @property
+    def count(self) -> int:
+        """How many there were."""
+        return len(self.sentences)
 
     def add(self, sentence: str) -> None:
         """Complain, and remember that something failed."""
-        self.count += 1
+        self.sentences.append(sentence)
         complain(sentence)
 
     def finish(self) -> None:
@@ -62,7 +93,31 @@ class Failures:
 
 def print_json(value: object) -> None:
     """Print one JSON document."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    typer.echo(json_text(value, indent=2))
+
+
+# What Python makes of bytes in a path that are no UTF-8. No JSON may have it, escaped or not.
+_NO_TEXT = re.compile("[\ud800-\udfff]")
+
+
+def json_text(value: object, indent: int | None = None) -> str:
+    r"""A value as JSON: readable where the output can show it, escaped where it cannot.
+
+    Bytes of a path that are no UTF-8 are written as Python writes them.
+
+    >>> print(json_text("caf\udce9"))
+    "caf\\xe9"
+    """
+    text = _NO_TEXT.sub(
+        lambda found: rf"\\x{ord(found[0]) & 0xFF:02x}", json.dumps(value, ensure_ascii=False)
+    )
+    if indent is not None:
+        text = json.dumps(json.loads(text), indent=indent, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(json.loads(text), indent=indent)
+    return text
 
 
 def console() -> Console:

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from castore.cli.output import console
 from castore.settings import Settings
-from castore.sizes import format_duration, format_size
 from castore.stats import Stat
+from castore.units import format_duration, format_size
 
 _BAR = 24
 
@@ -38,10 +38,10 @@ _Section = list[tuple[str, Text]]
 
 def _sections(stat: Stat, settings: Settings) -> Iterator[_Section]:
     yield [
-        ("holds", _bold(f"{stat.entries:,}", " entries of ", f"{stat.blobs:,}", " blobs")),
+        ("holds", _holds(stat)),
         ("logical", _size(stat.logical, "as plain files")),
-        ("unique", _size(stat.unique, f"without duplicates: {stat.dedupe_ratio:.2f}x smaller")),
-        ("stored", _size(stat.stored, f"compressed: {stat.compression_ratio:.2f}x smaller{_saved(stat)}")),
+        ("unique", _size(stat.unique, _unique(stat))),
+        ("stored", _size(stat.stored, f"compressed: {_smaller(stat.compression_ratio)}{_saved(stat)}")),
         ("budget", _budget(stat)),
     ]
     yield _use(stat)
@@ -54,6 +54,14 @@ def _sections(stat: Stat, settings: Settings) -> Iterator[_Section]:
         *_labelled("mounted", [Text(path) for path in stat.mounts]),
         ("new entries", Text(f"codec {codec}; {ttl}")),
     ]
+
+
+def _holds(stat: Stat) -> Text:
+    entries, blobs = (
+        " entry of " if stat.entries == 1 else " entries of ",
+        " blob" if stat.blobs == 1 else " blobs",
+    )
+    return _bold(f"{stat.entries:,}", entries, f"{stat.blobs:,}", blobs)
 
 
 def _use(stat: Stat) -> _Section:
@@ -78,10 +86,19 @@ def _size(size: int, words: str) -> Text:
     return Text.assemble((f"{format_size(size):>8}", "bold"), "  ", (words, "dim"))
 
 
+def _unique(stat: Stat) -> str:
+    if stat.unique > stat.logical:
+        return "without duplicates, and with what no name points to any more: gc removes it"
+    return f"without duplicates: {_smaller(stat.dedupe_ratio)}"
+
+
+def _smaller(ratio: float) -> str:
+    return f"{ratio:.2f}x smaller" if ratio >= 1 else "no smaller"
+
+
 def _saved(stat: Stat) -> str:
-    if stat.stored >= stat.logical:
-        return ""
-    return f"; {1 - stat.stored / stat.logical:.0%} saved in all"
+    saved = 1 - stat.stored / stat.logical if stat.logical else 0.0
+    return f"; {saved:.0%} saved in all" if saved >= 0.01 else ""
 
 
 def _budget(stat: Stat) -> Text:

@@ -9,40 +9,66 @@ import typer
 
 from castore import Store
 from castore.cli.completion import names
-from castore.cli.opening import not_found, open_store
-from castore.cli.output import Failures, describe
+from castore.cli.opening import find_entry, lists, not_found, open_store, see_names
+from castore.cli.output import AsJson, Failures, complain, describe, print_json, printable, typed
 from castore.errors import CastoreError, NotFoundError
 
 _Names = Annotated[list[str], typer.Argument(metavar="NAME", autocompletion=names, help="Names.")]
 
 
-def pin(context: typer.Context, name: _Names) -> None:
+def pin(context: typer.Context, name: _Names, as_json: AsJson = False) -> None:
     """Pin entries: gc leaves them alone, expired or not.
 
     \b
     castore pin imagenet/train-00001.tar
     """
+    see_names(name)
     with open_store(context) as store:
-        _each(store, store.pin, name)
+        _each(store, store.pin, name, "pinned", as_json)
 
 
-def unpin(context: typer.Context, name: _Names) -> None:
+def unpin(context: typer.Context, name: _Names, as_json: AsJson = False) -> None:
     """Undo `castore pin`.
 
     \b
     castore unpin imagenet/train-00001.tar
     """
+    see_names(name)
     with open_store(context) as store:
-        _each(store, store.unpin, name)
+
+        def let_go(one: str) -> None:
+            store.unpin(one)
+            _tell_of_link(store, one)
+
+        _each(store, let_go, name, "unpinned", as_json)
 
 
-def _each(store: Store, do: Callable[[str], None], names: list[str]) -> None:
+def _tell_of_link(store: Store, name: str) -> None:
+    from castore.watch.dangling_links import link_of
+
+    entry = store.index.entry(name)
+    path = None if entry is None else link_of(entry)
+    if path is not None:
+        complain(
+            f"{printable(path)} is a link that stands for {name!r}, and leads to nothing once gc has taken that;"
+            f" `castore pin {typed(name)}` keeps it"
+        )
+
+
+def _each(store: Store, do: Callable[[str], None], names: list[str], done: str, as_json: bool) -> None:
     failures = Failures()
+    count = 0
     for name in names:
         try:
+            if name.endswith("/"):
+                find_entry(store, name)  # says what it is
             do(name)
-        except NotFoundError:
-            failures.add(describe(not_found(store, name, hint=f"`castore ls {name}` lists them")))
+            count += 1
+        except NotFoundError as error:
+            said = name.endswith("/")
+            failures.add(describe(error if said else not_found(store, name, hint=lists(name))))
         except CastoreError as error:
             failures.add(describe(error))
+    if as_json:
+        print_json({done: count, "problems": failures.sentences})
     failures.finish()

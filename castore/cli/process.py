@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from castore import Store
+from castore.cli.exit_codes import TERMINATED
 from castore.cli.opening import store_path
 from castore.cli.output import AsJson, complain, console, plural, print_json
 from castore.errors import CastoreError, InvalidValueError
-from castore.sizes import format_duration, format_size
+from castore.units import format_duration, format_size
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from castore.adapters.datasets.config import Recipe
     from castore.adapters.datasets.processing import Outcome
     from castore.adapters.datasets.reports import Progress
@@ -104,6 +107,8 @@ def process(
     """
     from castore.adapters.datasets import config as recipes
 
+    if explain and estimate:
+        raise typer.BadParameter("--explain and --estimate answer two questions; ask one at a time")
     _find_modules(config)
     recipe = recipes.read(config).replace(
         dataset_path=dataset_path,
@@ -117,13 +122,38 @@ def process(
         temp_dir=temp_dir,
         use_checkpoint=use_checkpoint if use_checkpoint_text is None else _truth(use_checkpoint_text),
     )
-    with _complaining(), Store(_store_of(context, recipe, ds_cache_dir), memory=0) as store:
+    for told in recipe.notes:
+        complain(f"{config}: {told}")
+    with _terminable(), Store(_store_of(context, recipe, ds_cache_dir), memory=0) as store:
         if explain:
             _explain(recipe, store, as_json)
         elif estimate:
             _estimate(recipe, store, as_json)
         else:
             _run(recipe, store, as_json)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Have SIGTERM put everything away as Ctrl-C does. Another one ends that at once."""
+    is_told = False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal is_told
+        is_told = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not is_told:
+            raise
+        complain("terminated")
+        raise typer.Exit(TERMINATED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _find_modules(config: Path) -> None:
@@ -142,19 +172,6 @@ def _store_of(context: typer.Context, recipe: Recipe, given: str | None) -> Path
     if recipe.ds_cache_dir is None or on_command_line:
         return store_path(context)
     return Path(recipe.ds_cache_dir)
-
-
-@contextmanager
-def _complaining() -> Iterator[None]:
-    """Print warnings as complaints of one line."""
-
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        complain(str(message))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("default", UserWarning)
-        warnings.showwarning = show
-        yield
 
 
 def _run(recipe: Recipe, store: Store, as_json: bool) -> None:

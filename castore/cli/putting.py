@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from castore import Store, putting
+from castore import Store
+from castore.cli.opening import check_ttl
 from castore.cli.output import Failures, describe, printable
 from castore.cli.walk import Source
-from castore.errors import CastoreError, FullError, StoreError
+from castore.errors import CastoreError, FullError, StoreError, naming
 from castore.objects.codecs import check_codec
 from castore.objects.workers import cores
 from castore.records import Pointing
-from castore.sizes import parse_duration
-from castore.watching import sources
+from castore.watch import sources
+from castore.write import batch
 
 #: Files up to this many bytes are read whole and put in batches.
 SMALL = 1 << 20
@@ -47,15 +48,16 @@ class Options(NamedTuple):
         if self.codec is not None:
             check_codec(self.codec, None)
         if self.ttl is not None:
-            parse_duration(self.ttl)
+            check_ttl(self.ttl)
 
 
 class _Outcome(NamedTuple):
-    """What became of a batch: what was put, and a sentence about each file that was not."""
+    """What became of a batch: what was put, a sentence about each file that was not, and what ends everything."""
 
     files: int
     size: int
     problems: list[str]
+    end: Exception | None = None
 
 
 class Putter:
@@ -75,7 +77,7 @@ class Putter:
         self, store: Store, options: Options, failures: Failures, done: Callable[[int], object]
     ) -> None:
         self._store = store
-        self._batches = putting.Putter(store.writer, store.settings, store.path, store.prefixes)
+        self._batches = batch.Putter(store.writer, store.settings, store.path, store.prefixes)
         self._options = options
         self._failures = failures
         self._done = done
@@ -104,6 +106,12 @@ class Putter:
                 self._collect(*running.popleft())
         finally:
             pool.shutdown(cancel_futures=True)
+            for (
+                batch,
+                future,
+            ) in running:  # something ended it: those that were under way have got in all the same
+                if not future.cancelled() and future.exception() is None:
+                    self._count(batch, future.result()._replace(end=None))
 
     def _collect(self, batch: list[Source], future: Future[_Outcome]) -> None:
         self._count(batch, future.result())
@@ -114,19 +122,21 @@ class Putter:
         for problem in outcome.problems:
             self._failures.add(problem)
         self._done(sum(source.size for source in batch))
+        if outcome.end is not None:
+            raise outcome.end
 
     def _put_batch(self, batch: list[Source]) -> _Outcome:
-        problems, items = [], []
+        problems: list[str] = []
+        items: list[tuple[str, Pointing, bytes]] = []
         for source in batch:
             try:
-                with open(source.path, "rb") as file:
+                with open(source.path, "rb") as file, naming(source.path):
                     status = os.fstat(file.fileno())
                     items.append((source.path, self._pointing(source, status), file.read()))
             except OSError as error:
                 problems.append(f"{describe(error)}; skipped")
-        problems += self._put_items(items)
-        kept = len(batch) - len(problems)
-        return _Outcome(kept, sum(len(data) for _, _, data in items), problems)
+        outcome = self._put_items(items)
+        return outcome._replace(problems=problems + outcome.problems)
 
     def _pointing(self, source: Source, status: os.stat_result) -> Pointing:
         _, ttl, _, pin = self._options
@@ -137,7 +147,7 @@ class Putter:
         source = sources.own(os.path.abspath(path), status)
         return ({} if source is None else {"source": source}) | (self._options.metadata or {})
 
-    def _put_items(self, items: list[tuple[str, Pointing, bytes]]) -> list[str]:
+    def _put_items(self, items: list[tuple[str, Pointing, bytes]]) -> _Outcome:
         codec = self._batches.codec(self._options.codec, None)
         try:
             self._batches.put_many(((pointing, data) for _, pointing, data in items), *codec)
@@ -146,16 +156,19 @@ class Putter:
         except CastoreError:
             pass  # one of them spoilt the batch for all: put them singly, to see which
         else:
-            return []
-        problems = []
+            return _Outcome(len(items), sum(len(data) for _, _, data in items), [])
+        files, size = 0, 0
+        problems: list[str] = []
         for path, pointing, data in items:
             try:
                 self._batches.put(pointing, data, *codec)
-            except (FullError, StoreError):
-                raise
+            except (FullError, StoreError) as error:
+                return _Outcome(files, size, problems, error)
             except CastoreError as error:
                 problems.append(f"{printable(path)}: {error}")
-        return problems
+            else:
+                files, size = files + 1, size + len(data)
+        return _Outcome(files, size, problems)
 
     def _put_file(self, source: Source) -> None:
         seen = 0

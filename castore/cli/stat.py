@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Annotated, Any
 
@@ -11,8 +10,9 @@ import typer
 from castore import Store
 from castore.cli.completion import names
 from castore.cli.opening import find_blob, find_entry, open_store
-from castore.cli.output import AsJson, print_json
-from castore.sizes import format_duration, format_size
+from castore.cli.output import AsJson, json_text, print_json
+from castore.cli.standard import need_output
+from castore.units import format_duration, format_size
 
 
 def stat(
@@ -34,6 +34,7 @@ def stat(
     """
     if prometheus and (name or as_json):
         raise typer.BadParameter("--prometheus shows the whole store, and in its own format only")
+    need_output()
     with open_store(context) as store:
         if name is not None:
             _one(store, name, as_json)
@@ -99,7 +100,7 @@ def _shown(key: str, value: Any) -> str:
 
 
 def _content(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json_text(value)
 
 
 def _when(moment: float) -> str:

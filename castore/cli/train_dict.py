@@ -11,7 +11,7 @@ from castore.cli.opening import open_store
 from castore.cli.output import AsJson, plural, print_json, progress, spinner
 from castore.errors import InvalidValueError, NotFoundError
 from castore.objects.dictionaries import DICTIONARY_LIMIT
-from castore.sizes import format_size
+from castore.units import format_size
 
 if TYPE_CHECKING:
     from castore.training import Rewritten, Trained

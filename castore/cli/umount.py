@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
+
+from castore.cli.opening import see_path
 
 
 def umount(
@@ -17,4 +20,6 @@ def umount(
     """
     from castore_fuse import api
 
-    api.umount(mountpoint)
+    path = os.path.abspath(see_path(mountpoint, "MOUNTPOINT"))
+    os.chdir("/")  # a command that is run in the mount would keep it busy
+    api.umount(path)

@@ -9,8 +9,8 @@ import typer
 from castore.cli.opening import open_store
 from castore.cli.output import AsJson, listed, plural, print_json, progress
 from castore.errors import InvalidValueError
-from castore.sizes import format_size
-from castore.verify import Report
+from castore.repair.verify import Report
+from castore.units import format_size
 
 
 def verify(
@@ -37,7 +37,7 @@ def verify(
     if as_json:
         print_json({**report._asdict(), "bad": [finding._asdict() for finding in report.bad]})
     else:
-        _print(report, repair)
+        _print(report, repair, store.read_only)
     if report.bad:
         raise typer.Exit(1)
 
@@ -53,18 +53,19 @@ def _part(sample: str) -> float:
     return part
 
 
-def _print(report: Report, repair: bool) -> None:
+def _print(report: Report, repair: bool, read_only: bool) -> None:
     read = f"{plural(report.checked, 'blob')} ({format_size(report.stored)} as stored) read"
     if not report.bad:
         typer.echo(f"{read}: all as they were put")
         return
-    typer.echo(f"{read}, {len(report.bad):,} bad and set aside in quarantine/:")
+    done = "left where they are, for nothing can be written here" if read_only else "set aside in quarantine/"
+    typer.echo(f"{read}, {len(report.bad):,} bad and {done}:")
     for finding in report.bad:
         names = ", ".join(listed(finding.names)) or "no name points to it"
         typer.echo(f"  {finding.digest[:16]}  {names}\n    {finding.where}: {finding.why}")
     if repair:
         typer.echo(f"{plural(len(report.dropped), 'entry', 'entries')} dropped; add or compute them again")
-    else:
+    elif not read_only:
         typer.echo(
             "they are misses now; putting the same bytes again heals them, --repair drops their entries"
         )

@@ -1,7 +1,8 @@
 """Which files `castore add` takes, and the name that each gets.
 
-Links are followed. What cannot be taken (a loop of links, a socket, a folder that may not be read, the store itself) is
-handed to ``skip`` with the reason: nothing is left out silently. Memory grows with the depth and the width of one
+Links are followed; other file systems below a folder are not entered unless asked for. What is not taken (a mount, a loop
+of links, a socket, a folder that may not be read, the store itself) is handed to ``skip`` with the reason, and a folder
+with nothing in it to ``empty``: nothing is left out silently. Memory grows with the depth and the width of one
 folder, not with the number of files.
 """
 
@@ -10,13 +11,19 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from castore.cli.output import describe, printable
 from castore.errors import InvalidNameError, InvalidValueError
 from castore.names import check_name, check_prefix
+from castore.settings import filesystem_of
 
 Skip = Callable[[str], object]
+# Links there lead to what a process has open, to its folder and to the root of its tree: all over the disk.
+_PROCESSES = "proc"
+# How a mount of a store calls itself.
+_OURS = "castore:"
 
 
 class Source(NamedTuple):
@@ -40,8 +47,12 @@ def destinations(paths: Sequence[str], prefix: str | None) -> dict[str, str]:
     into = check_prefix(prefix) if prefix is not None else ""
     named: dict[str, str] = {}
     for path in dict.fromkeys(paths):
+        if not path:
+            raise InvalidValueError("a PATH is empty; say what is to be added (is a variable unset?)")
         if prefix is not None and len(paths) == 1 and (os.path.isdir(path) or not prefix.endswith("/")):
             name = into
+            if not name and not os.path.isdir(path):
+                raise InvalidValueError(f"--as is empty, and {printable(path)} is no folder; say its name")
         else:
             name = f"{into}/{_own_name(path)}" if into else _own_name(path)
         if name in named:
@@ -56,11 +67,19 @@ def destinations(paths: Sequence[str], prefix: str | None) -> dict[str, str]:
 def _own_name(path: str) -> str:
     name = os.path.basename(os.path.abspath(path))
     if not name:
-        raise InvalidValueError(f"{path} has no name to go by; say one with --as")
+        raise InvalidValueError(f"{printable(path)} has no name to go by; say one with --as")
     return name
 
 
-def find(path: str, name: str, *, store: str, skip: Skip) -> Iterator[Source]:
+def find(
+    path: str,
+    name: str,
+    *,
+    store: str,
+    skip: Skip,
+    empty: Skip = lambda path: None,
+    cross_mounts: bool = False,
+) -> Iterator[Source]:
     """The files at or below ``path``, each folder's in the order of their names.
 
     Args:
@@ -68,6 +87,8 @@ def find(path: str, name: str, *, store: str, skip: Skip) -> Iterator[Source]:
         name: what it is to be called; "" for a folder whose files go to the top.
         store: the store's folder, which is never taken into itself.
         skip: gets a sentence about each thing that is not taken.
+        empty: gets the path of each folder with nothing in it.
+        cross_mounts: enter file systems that are mounted below ``path``, too.
     """
     own = _identity(store)
     # Folders that we are in, so that a link to one of them is seen to lead in a circle.
@@ -92,9 +113,26 @@ def find(path: str, name: str, *, store: str, skip: Skip) -> Iterator[Source]:
             skip(f"{printable(item[0])} is the store itself; skipped")
         elif identity in inside:
             skip(f"{printable(item[0])} links to a folder that it lies in; skipped")
+        elif inside and identity[0] != inside[-1][0] and (why := _elsewhere(item[0], store, cross_mounts)):
+            skip(f"{printable(item[0])} {why}; skipped")
         else:
             inside.append(identity)
-            waiting.append(_children(*item, skip))
+            waiting.append(_children(*item, skip, empty))
+
+
+def _elsewhere(path: str, store: str, cross_mounts: bool) -> str | None:
+    """Why a folder of another file system is not entered, or None if it is."""
+    if os.path.islink(path):  # by a user, who wants what it leads to
+        if filesystem_of(Path(os.path.dirname(path))) == _PROCESSES:
+            return "is a link of a process that leads out of /proc"
+        return None
+    from castore_fuse import mountpoints
+
+    found = mountpoints.mount_at(Path(os.path.realpath(path)))
+    shown = found.source if found is not None else ""
+    if shown.startswith(_OURS) and os.path.realpath(shown.removeprefix(_OURS)) == os.path.realpath(store):
+        return "is a mount of the store itself"
+    return None if cross_mounts else "is on another file system, which --cross-mounts takes, too"
 
 
 def _identity(path: str) -> tuple[int, int] | None:
@@ -126,10 +164,12 @@ def _is_taken(path: str, name: str, found: os.stat_result, skip: Skip) -> bool:
     return True
 
 
-def _children(path: str, name: str, skip: Skip) -> Iterator[tuple[str, str]]:
+def _children(path: str, name: str, skip: Skip, empty: Skip) -> Iterator[tuple[str, str]]:
     try:
         below = sorted(os.listdir(path))
     except OSError as error:
         skip(f"{describe(error)}; skipped")
         return iter(())
+    if not below:
+        empty(path)
     return ((os.path.join(path, one), f"{name}/{one}" if name else one) for one in below)

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from castore.cli.completion import codecs
-from castore.cli.opening import store_path
-from castore.cli.output import complain, plural, printable, progress
-from castore.errors import InvalidValueError
+from castore.cli.opening import see_path, see_store, store_path
+from castore.cli.output import complain, json_text, plural, printable, progress
+from castore.errors import InvalidValueError, NotFoundError
 from castore.names import check_prefix
 from castore.objects.codecs import check_codec
-from castore.sizes import format_size, parse_duration
+from castore.units import format_size, parse_duration
+from castore.watch.reports import Event
 
 if TYPE_CHECKING:
     from castore import Store
-    from castore.watching.folder import Folder
-    from castore.watching.task import Options
-    from castore.watching.telling import Event
+    from castore.watch.folder import Folder
+    from castore.watch.scanner import Stop
+    from castore.watch.task import Options
+
+#: Seconds between looks for a folder that is not there yet.
+_LOOK_SECONDS = 0.2
 
 
 def watch(
@@ -50,7 +55,9 @@ def watch(
     ] = "2s",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
-    """Add files as they are written. Runs until SIGTERM or Ctrl-C; the store is made if there is none.
+    """Add files as they are written. Runs until SIGTERM or Ctrl-C.
+
+    The store is made if there is none, and a folder that is not there yet is waited for.
 
     \b
     castore watch shards/ --as imagenet --mirror
@@ -58,34 +65,60 @@ def watch(
     castore watch ~/.cache/huggingface/datasets --as hf --restore
     """
     from castore import Store
-    from castore.watching.folder import Folder
-    from castore.watching.restoring import restore_all
-    from castore.watching.task import Options
+    from castore.watch.folder import Folder
+    from castore.watch.restore import restore_all
+    from castore.watch.scanner import Stop
+    from castore.watch.task import Options
 
     if restore and (mirror or replace):
         raise typer.BadParameter("--restore goes with neither --mirror nor --replace")
     if codec is not None:
         check_codec(codec, None)
+    names = check_prefix(prefix)
     options = Options(mirror, replace, codec, parse_duration(settle))
     path = store_path(context)
-    root = _root(folder, os.path.realpath(path))
+    if restore:
+        see_store(path)
+    root = _root(folder, os.path.realpath(path), is_needed=restore)
     teller = _Teller(as_json)
+    stop = Stop()
+    if not restore:
+        _set_handlers(stop.set)
     # What a link leads to is the only copy: it has to survive a power cut.
     with Store(path, memory=0, durable=replace) as store:
-        watched = Folder(root, check_prefix(prefix), str(path))
+        if not restore:
+            store.index.see_writable()
         if restore:
             with progress("restoring", None) as done:
-                restore_all(store, watched, teller.tell, done)
-        else:
-            _watch(store, watched, options, teller)
+                restore_all(store, Folder(root, names, str(path)), teller.tell, done)
+            if not teller.told:
+                _see_prefix(store, root, names)
+        elif _is_there(root, teller, stop):
+            _watch(store, Folder(root, names, str(path)), options, teller, stop)
     teller.finish()
     if restore and teller.failed:
         raise typer.Exit(1)
 
 
-def _root(folder: str, store: str) -> str:
-    root = os.path.realpath(folder)
-    if not os.path.isdir(root):
+def _see_prefix(store: Store, root: str, prefix: str) -> None:
+    """See that a folder without links has none of another prefix, either."""
+    from castore.watch.dangling_links import prefixes_of
+
+    found = prefixes_of(store, root)
+    if found:
+        known = ", ".join(
+            f"{plural(count, 'link')} with --as {one or repr('')}" for one, count in found.items()
+        )
+        raise NotFoundError(
+            f"no link in {printable(root)} was made with --as {prefix or repr('')}; there are {known}"
+        )
+
+
+def _root(folder: str, store: str, *, is_needed: bool) -> str:
+    root = os.path.realpath(see_path(folder, "DIR"))
+    if root == "/":
+        raise InvalidValueError("/ is the whole machine, which cannot be watched; watch a folder in it")
+    if not os.path.isdir(root) and (is_needed or os.path.exists(root)):
         raise InvalidValueError(f"{printable(folder)} is not a folder; give one that is there")
     if os.path.commonpath([root, store]) == store:
         raise InvalidValueError(f"{printable(folder)} lies in the store {store}; watch another folder")
@@ -96,16 +129,31 @@ def _root(folder: str, store: str) -> str:
     return root
 
 
-def _watch(store: Store, folder: Folder, options: Options, teller: _Teller) -> None:
-    from castore.watching.task import Task
-    from castore.watching.watcher import Watcher
+def _set_handlers(stop: Callable[[], object]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop())
+
+
+def _is_there(root: str, teller: _Teller, stop: Stop) -> bool:
+    """Wait until the folder is there; False if the user has stopped waiting for it."""
+    if not os.path.isdir(root):
+        teller.tell(Event("waiting", path=root, reason="it is not there yet"))
+    while not os.path.isdir(root) and not stop.is_set():
+        time.sleep(_LOOK_SECONDS)
+    return not stop.is_set()
+
+
+def _watch(store: Store, folder: Folder, options: Options, teller: _Teller, stop: Stop) -> None:
+    from castore.watch.task import Task
+    from castore.watch.watcher import Watcher
 
     with ExitStack() as until_caught_up:
         total = _bytes_below(folder) if sys.stderr.isatty() else None
         done = until_caught_up.enter_context(progress("catching up", total))
         watcher = Watcher(Task(store, folder, options, teller.tell, done))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: watcher.stop())
+        _set_handlers(watcher.stop)
+        if stop.is_set():  # just before
+            watcher.stop()
         watcher.run(until_caught_up.close)
 
 
@@ -132,15 +180,22 @@ class _Teller:
         self._counts[event.event] += 1
         self._bytes[event.event] += event.size
         if self._as_json:
-            typer.echo(json.dumps(event._asdict()))  # escapes: a path may be no text at all
+            typer.echo(json_text(event._asdict()))
         elif event.event == "failed":
             complain(f"{printable(event.path)}: {event.reason}" if event.path else event.reason)
+        elif event.event == "unmounted":
+            complain(event.reason)
         else:
             what = event.name or event.path
             size = f" ({format_size(event.size)})" if event.size else ""
             reason = f": {event.reason}" if event.reason else ""
             typer.echo(f"{event.event:<9}{printable(what)}{size}{reason}".rstrip())
         sys.stdout.flush()
+
+    @property
+    def told(self) -> bool:
+        """Whether there was anything to tell."""
+        return bool(self._counts)
 
     @property
     def failed(self) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -18,16 +17,17 @@ import blake3
 import xxhash
 
 from castore.errors import CorruptError
-from castore.memory import MemoryLRU
 from castore.objects.codecs import CODECS, FRAME_SIZE, WithDictionary, no_dictionary, zstd_decompress_into
 from castore.objects.frames import FrameTable, frame_count, frame_length, read_table
 from castore.objects.packs import OpenPack
 from castore.objects.workers import cores, workers
 from castore.records import Blob
-from castore.sectors import AT_FAULT
+from castore.system.forks import Guard
+from castore.system.io_errors import AT_FAULT
+from castore.system.ram_cache import MemoryLRU
 
 if TYPE_CHECKING:
-    from castore.shared_frames import ObjectFrames, SharedFrames
+    from castore.shm.shared_frames import ObjectFrames, SharedFrames
 
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.restype = ctypes.py_object
@@ -37,6 +37,8 @@ _address_of.restype = ctypes.c_void_p
 _address_of.argtypes = [ctypes.py_object]
 _libc = ctypes.CDLL(None)
 _HUGE_PAGE = 2 * 1024 * 1024
+# One for all readers, which hold it for less than a microsecond: a lock each would have to be made anew after a fork.
+_counting = Guard()
 
 
 def _writable_bytes(size: int) -> tuple[bytes, memoryview]:
@@ -90,7 +92,6 @@ class BlobReader:
         self._codec = CODECS[blob.codec]
         self._digest_hex = blob.digest.hex()
         self._last: tuple[int, bytes] = (-1, b"")
-        self._lock = threading.Lock()
         self._holds = 1
         self._shared: ObjectFrames | None = None
 
@@ -114,7 +115,7 @@ class BlobReader:
 
     def hold(self) -> bool:
         """Keep the file open until `unhold`, even if it is closed meanwhile; False if it is closed already."""
-        with self._lock:
+        with _counting.lock:
             if self._holds == 0:
                 return False
             self._holds += 1
@@ -123,7 +124,7 @@ class BlobReader:
     def unhold(self) -> None:
         """Undo `hold`, or the hold that a new reader is born with."""
         # The descriptor's number may be another file's a moment after it is closed, so whoever still reads keeps it.
-        with self._lock:
+        with _counting.lock:
             self._holds -= 1
             if self._holds:
                 return

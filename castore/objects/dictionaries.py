@@ -22,8 +22,8 @@ from blake3 import blake3
 from castore.errors import CorruptError, StoreError
 from castore.objects.codecs import Buffer
 from castore.objects.loose import LooseFolder
-from castore.sectors import AT_FAULT
-from castore.temporary import open_regular, sync_folder
+from castore.system.io_errors import AT_FAULT
+from castore.system.temporary import open_regular, sync_folder
 
 #: Blobs of at most this many bytes are compressed with a dictionary: what is longer learns enough from itself.
 DICTIONARY_LIMIT = 16 * 1024
@@ -224,16 +224,16 @@ class Dictionaries:
         """Whether both copies are."""
         return all(_read(path, number)[0] is None for path in self.paths(number))
 
-    def mend(self, number: int) -> list[BadCopy]:
-        """Make bad copies of a dictionary anew from a good one; returns those that were bad."""
+    def mend(self, number: int, *, read_only: bool = False) -> list[BadCopy]:
+        """Make bad copies of a dictionary anew from a good one, or just look; returns those that were bad."""
         read = {path: _read(path, number) for path in self.paths(number)}
         good = next((data for problem, data in read.values() if problem is None), None)
         bad = [
-            BadCopy(path, problem, not os.path.lexists(path), good is not None)
+            BadCopy(path, problem, not os.path.lexists(path), good is not None and not read_only)
             for path, (problem, _) in read.items()
             if problem is not None
         ]
-        if good is not None:
+        if good is not None and not read_only:
             for copy in bad:
                 self._write(copy.path, good)
         return bad

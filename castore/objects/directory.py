@@ -15,17 +15,17 @@ from pathlib import Path
 from blake3 import blake3
 
 from castore.errors import CorruptError
-from castore.memory import MemoryLRU
 from castore.objects.codecs import CODECS, FRAME_SIZE
 from castore.objects.decode import BlobReader
 from castore.objects.dictionaries import Dictionaries
 from castore.objects.encode import HashingFrames, raw_checksums
 from castore.objects.frames import frame_count, probe_size, read_table
-from castore.objects.loose import DIGEST_SIZE, LooseFolder
+from castore.objects.loose import LooseFolder
 from castore.objects.packs import PACK_LIMIT, OpenPack, PackFolder, PackRecord, PackWriter, read_record, scan
-from castore.records import LOOSE, LOST, Blob
-from castore.sectors import AT_FAULT, read_around
-from castore.temporary import open_here, open_regular, sync_folder
+from castore.records import DIGEST_SIZE, LOOSE, LOST, Blob
+from castore.system.io_errors import AT_FAULT, read_around
+from castore.system.ram_cache import MemoryLRU
+from castore.system.temporary import open_here, open_regular, sync_folder
 
 # No blob and no object is longer: offsets of files are signed.
 _LONGEST = 1 << 62
@@ -106,6 +106,8 @@ class ObjectDirectory:
             return f"a row of the index for {blob.digest!r}"
         if blob.pack == LOOSE:
             return self.loose.path(blob.digest, blob.codec)
+        if blob.pack == LOST:
+            return "nowhere"
         return f"{self.packs.path(blob.pack)} at {blob.offset}"
 
     def open(
@@ -264,8 +266,11 @@ class ObjectDirectory:
                 os.rename(self.loose.path(blob.digest, blob.codec), target)
             elif blob.pack > 0:
                 pack = self.packs.open(blob.pack)
-                target.write_bytes(read_around(pack.fd, min(blob.stored, 1 << 20), blob.offset))
-                target.chmod(self.loose.mode)
+                fd, temporary = self.loose.create()
+                with os.fdopen(fd, "wb") as file:
+                    file.write(read_around(pack.fd, min(blob.stored, 1 << 20), blob.offset))
+                    self.loose.seal(fd, durable=False)
+                temporary.rename(target)
         except (FileNotFoundError, NotADirectoryError):
             return None
         return target

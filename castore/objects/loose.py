@@ -14,11 +14,9 @@ from pathlib import Path
 
 from castore.errors import StoreError
 from castore.objects.codecs import CODECS
-from castore.temporary import create_temporary, sync_folder
+from castore.system.temporary import create_temporary, make_folder, sync_folder
 
 _SUFFIXES = {codec.suffix: codec.name for codec in CODECS.values()}
-#: Bytes of a digest.
-DIGEST_SIZE = 32
 _OBJECT = re.compile(r"([0-9a-f]{64})(|\.zst|\.lz4|\.gz)")
 
 
@@ -71,8 +69,7 @@ class LooseFolder:
             sync_folder(target.parent)
 
     def _make_folder(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        folder.chmod(self._folder_mode)
+        make_folder(folder, self._folder_mode)
         sync_folder(folder.parent)
 
     def listing(self) -> Iterator[tuple[bytes, str, Path]]:

@@ -22,11 +22,11 @@ from typing import NamedTuple
 import xxhash
 
 from castore.errors import CorruptError
-from castore.forks import reset_after_fork
 from castore.objects.codecs import CODECS, FRAME_SIZE, Buffer
 from castore.records import HEAD_SIZE, Blob
-from castore.sectors import read_around
-from castore.temporary import open_regular, open_with_mode
+from castore.system.forks import reset_after_fork
+from castore.system.io_errors import read_around
+from castore.system.temporary import open_regular, open_with_mode
 
 #: Blobs stored in at most this many bytes go into packs.
 PACK_LIMIT = 16 * 1024
@@ -241,6 +241,7 @@ class PackWriter:
 
     def __init__(self, path: Path, pack: int, mode: int) -> None:
         self._fd = open_with_mode(path, os.O_WRONLY | os.O_EXCL | os.O_APPEND, mode)
+        self._path = path
         self.pack = pack
         self.size = 0
         self._look_again = 0.0
@@ -252,7 +253,8 @@ class PackWriter:
             written = os.write(self._fd, data)
             while written < len(data):
                 written += os.write(self._fd, memoryview(data)[written:])
-        except OSError:
+        except OSError as error:
+            error.filename = str(self._path)
             os.ftruncate(self._fd, position)  # a full disk must not leave half a record in front of the next
             raise
         self.size += written

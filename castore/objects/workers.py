@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from castore.forks import reset_after_fork
+from castore.system.forks import reset_after_fork
 
 
 def cores() -> int:

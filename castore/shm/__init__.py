@@ -1,5 +1,8 @@
-"""Shared memory between the processes of one user on one machine, for adapters that keep samples in RAM once a node.
+"""Shared memory between the processes of one user on one machine.
 
-A *segment* is a named piece of ``/dev/shm``; what lies in it (slots, an arena, tallies) is laid out by the modules
-beside it. Nothing here knows of torch, of datasets or of the store.
+A *segment* is a named piece of ``/dev/shm``. `slots`, `arena` and `tallies` say how a segment is laid out.
+`shared_frames` keeps decoded frames of large blobs in one.
+
+May import: system, units, errors.
+Must never: know of torch, of datasets or of the store.
 """

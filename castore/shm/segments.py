@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from castore.errors import FullError, InvalidValueError, SegmentError
-from castore.filelocks import lock_byte, unlock_byte
-from castore.forks import reset_after_fork
 from castore.shm.room import SHM, memory_free, shm_free, shm_size
-from castore.sizes import format_size
+from castore.system.file_locks import lock_byte, unlock_byte
+from castore.system.forks import reset_after_fork
+from castore.units import format_size
 
 _MAGIC = b"castore1"
 _HEAD = struct.Struct("<8sQ")  # magic (written last: who sees it sees the rest), length of the layout's JSON

@@ -10,9 +10,9 @@ import os
 import threading
 
 from castore.errors import SegmentError
-from castore.forks import reset_after_fork
 from castore.shm.segments import Segment
-from castore.temporary import pid_namespace, process_started
+from castore.system.forks import reset_after_fork
+from castore.system.temporary import is_running, pid_namespace, process_started
 
 _ROWS = 1024
 # Who has the row: its process, when that started, the PID namespace it counts in. Zero: nobody.
@@ -98,7 +98,7 @@ class Tallies:
     @staticmethod
     def _is_over(row: memoryview, namespace: int) -> bool:
         # Of another container's processes nothing is known here: their rows are left alone.
-        return row[_NAMESPACE] == namespace and process_started(row[_PID]) != row[_STARTED]
+        return row[_NAMESPACE] == namespace and not is_running(row[_PID], row[_STARTED])
 
     def _fold(self, row: memoryview) -> None:
         for which in range(_OWNER, self._width):

@@ -9,12 +9,15 @@ import argparse
 import logging
 import sqlite3
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from castore import Store, mounts
-from castore.clearance import Listener
+from castore import Store
 from castore.errors import CastoreError
+from castore.gc.mount_barrier import Listener
+from castore.index import mounts
 from castore_fuse.daemon import serve
+from castore_fuse.errors import MountError
 from castore_fuse.follow import Follower
 from castore_fuse.lifecycle import mount_options
 from castore_fuse.operations import Operations
@@ -34,10 +37,21 @@ class Mount:
         """Open the store and make the session that `daemon.serve` runs."""
         given = self._options
         self.store = Store(given.store, memory=0)
+        if given.pin and self.store.read_only:
+            raise MountError(
+                f"the store {self.store.path} is read-only here, so no gc would learn of --pin; leave it out"
+            )
         self.view = View(self.store, given.prefix, given.cache_size)
         operations = Operations(self.view)
         options = mount_options(f"castore:{self.store.path}", allow_other=given.allow_other)
         session = Session(operations, given.mountpoint, options, given.threads)
+        listener, beat = self._registered(session) if not self.store.read_only else (None, None)
+        self.follower = Follower(operations, session, listener, beat)
+        return session
+
+    def _registered(self, session: Session) -> tuple[Listener, Callable[[], object]]:
+        """Have whoever removes things know of this mount, and ask it."""
+        given = self._options
         mounts.forget_dead(self.store.index)  # a killed daemon's, of this very mountpoint perhaps
         # On the list before the mount answers: from then on gc must know of the pin.
         self._registration = registration = self.store.relieve(
@@ -46,8 +60,7 @@ class Mount:
             )
         )
         listener = Listener(self.store.path / "locks", self.store.settings.file_mode)
-        self.follower = Follower(operations, session, listener, registration.still_here)
-        return session
+        return listener, registration.still_here
 
     def started(self) -> None:
         """The mount answers: threads may start."""
@@ -57,10 +70,11 @@ class Mount:
         """Take everything back that `open` did."""
         if hasattr(self, "follower"):
             self.follower.stop()
-        if not hasattr(self, "_registration"):
+        if not hasattr(self, "store"):
             return
         try:
-            self.store.relieve(self._registration.remove)
+            if hasattr(self, "_registration"):
+                self.store.relieve(self._registration.remove)
             self.store.close()
         except (sqlite3.Error, CastoreError) as error:
             # Whoever opens the store next sees that this process is gone.

@@ -15,8 +15,8 @@ from pathlib import Path
 from castore import Store
 from castore.errors import InvalidValueError
 from castore.names import check_prefix
-from castore.settings import load
-from castore.sizes import parse_size
+from castore.settings import is_read_only, load, nothing_at
+from castore.units import parse_size
 from castore_fuse import lifecycle, mountpoints
 from castore_fuse.errors import MountError
 
@@ -56,7 +56,7 @@ def mount(
     lifecycle.check_fuse()
     path = _prepare(mountpoint, folder)
     command = _command(folder, prefix, pin, allow_other, cache_size, threads)
-    command += ["--record", os.fspath(_record_path(folder, path))]
+    command += _record(folder, path)
     lifecycle.mount_background(command, path, log_path=lifecycle.default_log_path(path))
     return path
 
@@ -120,7 +120,7 @@ def foreground(
     lifecycle.check_fuse()
     path = _prepare(mountpoint, folder)
     command = _command(folder, prefix, pin, allow_other, cache_size, threads)[3:]
-    return main([*command, "--record", os.fspath(_record_path(folder, path)), os.fspath(path)])
+    return main([*command, *_record(folder, path), os.fspath(path)])
 
 
 def _prepare(mountpoint: str | os.PathLike[str], folder: Path) -> Path:
@@ -131,7 +131,7 @@ def _prepare(mountpoint: str | os.PathLike[str], folder: Path) -> Path:
 def _folder(store: Store | str | os.PathLike[str]) -> Path:
     folder = store.path if isinstance(store, Store) else Path(os.path.abspath(store))
     if load(folder) is None:
-        raise MountError(f"there is no store at {folder}; `castore init` or `castore add` makes one")
+        raise MountError(nothing_at(folder))
     return folder
 
 
@@ -145,6 +145,11 @@ def _command(
     command += ["--pin"] if pin else []
     command += ["--allow-other"] if allow_other else []
     return command + (["--threads", str(threads)] if threads is not None else [])
+
+
+def _record(folder: Path, mountpoint: Path) -> list[str]:
+    """Where the daemon is to leave its record; nowhere if nothing can be written there."""
+    return [] if is_read_only(folder) else ["--record", os.fspath(_record_path(folder, mountpoint))]
 
 
 def _record_path(folder: Path, mountpoint: Path) -> Path:

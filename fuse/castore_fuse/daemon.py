@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from castore.errors import CastoreError
+from castore.system.temporary import is_running, open_with_mode, process_started
 from castore_fuse.session import Session
 
 log = logging.getLogger("castore.fuse")
@@ -41,7 +42,7 @@ class Record:
     @classmethod
     def of_this_process(cls, mountpoint: Path) -> Record:
         """The record of the calling process."""
-        return cls(os.fspath(mountpoint), os.getpid(), _start_time(os.getpid()) or 0)
+        return cls(os.fspath(mountpoint), os.getpid(), process_started(os.getpid()) or 0)
 
     @classmethod
     def read(cls, path: Path) -> Record | None:
@@ -55,23 +56,13 @@ class Record:
         """Put the record where `read` finds it, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{self.pid}")
-        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        with open(open_with_mode(temporary, os.O_WRONLY | os.O_TRUNC, 0o644), "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
         temporary.replace(path)
 
     def alive(self) -> bool:
         """Whether that very process still runs."""
-        return _start_time(self.pid) == self.started
-
-
-def _start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when it is gone or a zombie."""
-    try:
-        line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    # The second field is the name in parentheses, which may hold spaces and parentheses itself.
-    fields = line.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+        return is_running(self.pid, self.started)
 
 
 def serve(
@@ -114,7 +105,10 @@ def serve(
 
     def answering() -> None:
         if record_path is not None:
-            Record.of_this_process(session.mountpoint).write(record_path)
+            try:
+                Record.of_this_process(session.mountpoint).write(record_path)
+            except OSError as error:  # the disk is full: without it `umount` does not wait for this process
+                log.warning("cannot write %s: %s", record_path, error.strerror)
         if started is not None:
             started()
         if lifeline_fd is not None:
@@ -132,16 +126,17 @@ def serve(
 
 
 class _Repeated(logging.Filter):
-    """Lets an exception through once a minute: while an index is broken, every request of a mount fails alike."""
+    """Lets an error through once a minute: while an index is broken, every request of a mount fails alike."""
 
     def __init__(self) -> None:
         super().__init__()
         self._until: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info is None:
+        if record.levelno < logging.ERROR:
             return True
-        key, now = repr(record.exc_info[1]), time.monotonic()
+        key = record.getMessage() if record.exc_info is None else repr(record.exc_info[1])
+        now = time.monotonic()
         if self._until.get(key, 0.0) > now:
             return False
         if len(self._until) > 100:

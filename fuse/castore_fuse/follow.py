@@ -1,6 +1,6 @@
 """Telling the kernel what changed: follows the store's names journal and takes back what the kernel remembers.
 
-Also answers who is about to remove bytes (castore/clearance.py): the kernel forgets what nobody has open; the rest is held.
+Also answers who is about to remove bytes (castore/gc/mount_barrier.py): the kernel forgets what nobody has open; the rest is held.
 
 Runs on a thread of its own and never in a request: the kernel may hold a folder's lock while it waits for an answer
 of ours, and an invalidation waits for that lock.
@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from castore.clearance import Listener
 from castore.errors import CastoreError
-from castore.journal import JournalTail, NameRecord
+from castore.gc.mount_barrier import Listener
+from castore.index.journal import JournalTail, NameRecord
 from castore_fuse.lowlevel import ROOT
 from castore_fuse.nodes import Node
 from castore_fuse.operations import Operations
@@ -55,12 +55,16 @@ class Follower:
     Args:
         operations: of the mount.
         session: takes the invalidations.
-        listener: where the mount is asked; closed by `stop`.
-        beat: called every few minutes, to say that the mount is alive.
+        listener: where the mount is asked; closed by `stop`. None in a store that is read-only, where nobody could find it.
+        beat: called every few minutes, to say that the mount is alive; None if nobody could be told.
     """
 
     def __init__(
-        self, operations: Operations, session: Invalidating, listener: Listener, beat: Callable[[], object]
+        self,
+        operations: Operations,
+        session: Invalidating,
+        listener: Listener | None,
+        beat: Callable[[], object] | None,
     ) -> None:
         self._operations = operations
         self._view = operations.view
@@ -84,20 +88,25 @@ class Follower:
         if self._thread.ident is not None:
             self._thread.join()
         os.close(self._wake_read)
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         self._tail.close()
 
     def _run(self) -> None:
+        listener = self._listener
+        watched = [self._wake_read] if listener is None else [listener.fileno(), self._wake_read]
         while True:
-            ready, _, _ = select.select([self._listener.fileno(), self._wake_read], [], [], INTERVAL)
+            ready, _, _ = select.select(watched, [], [], INTERVAL)
             if self._wake_read in ready:
                 return
             try:
-                if ready:
-                    self._answer()
+                if ready and listener is not None:
+                    self._answer(listener)
                 else:
                     self._tick()
-            except (OSError, sqlite3.Error, CastoreError):
+            except CastoreError as error:  # a full disk, say: the sentence tells all
+                log.error("%s; the mount goes on, and tries again", error)  # noqa: TRY400
+            except (OSError, sqlite3.Error):
                 log.exception("cannot follow the store's changes; trying again")
 
     def _tick(self) -> None:
@@ -105,12 +114,12 @@ class Follower:
         self._view.store.flush_for(_FLUSHING)
         self._view.store.objects.packs.drop_unlinked()
         self._operations.handles.drop_unlinked()
-        if time.monotonic() > self._next_beat:
+        if self._beat is not None and time.monotonic() > self._next_beat:
             self._next_beat = time.monotonic() + BEAT_SECONDS
             self._beat()
 
-    def _answer(self) -> None:
-        waiting = self._listener.asked()
+    def _answer(self, listener: Listener) -> None:
+        waiting = listener.asked()
         failure = "it failed; its log says why"
         try:
             self.look()
@@ -120,7 +129,7 @@ class Follower:
             failure = f"it cannot hold what is open ({error})"
             raise
         finally:
-            self._listener.answer(waiting, failure)
+            listener.answer(waiting, failure)
 
     def look(self) -> None:
         """Handle what was appended to the journal since the last look."""

@@ -1,7 +1,7 @@
 """Which objects a mount has open: those it read from last, and those that somebody may still read.
 
 The kernel tells of no open and no close (`operations`), so nothing is held for a file that is merely open: gc asks first
-(castore/clearance.py). Knows no nodes and no FUSE.
+(castore/gc/mount_barrier.py). Knows no nodes and no FUSE.
 """
 
 from __future__ import annotations

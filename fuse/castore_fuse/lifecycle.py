@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import os
 import select
+import shlex
 import shutil
 import subprocess
 import sys
@@ -241,13 +242,20 @@ def prepare_mountpoint(
         MountError: the mountpoint is in use, not a folder, not empty, or overlaps the store.
     """
     path, home = mountpoints.real(mountpoint), Path(os.path.realpath(store))
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        # The store's list of mounts holds text.
+        raise MountError(f"the mountpoint {os.fspath(path)!r} is not UTF-8; choose another folder") from None
     # A mount over its own store would read its bytes through itself and wait for ever.
     if home.is_relative_to(path) or path.is_relative_to(home):
         raise MountError(f"the mountpoint {path} and the store {home} must lie apart; choose another folder")
     _clear_dead(path, record_path)
     found = mountpoints.mount_at(path)
     if found is not None and found.fstype == mountpoints.FSTYPE:
-        raise MountError(f"{found.source} is mounted at {path} already; run `castore umount {path}` first")
+        raise MountError(
+            f"{found.source} is mounted at {path} already; run `castore umount {shlex.quote(os.fspath(path))}` first"
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
         entries = os.listdir(path)
@@ -271,7 +279,7 @@ def _clear_dead(path: Path, record_path: Path | None) -> None:
             f"a dead {found.fstype} mount of {found.source} is at {path}; unmount it with the tool that made it"
         )
     mountpoints.detach(path, dead=True)
-    if record_path is not None:
+    if record_path is not None and record_path.exists():  # in a read-only store there is none
         record_path.unlink(missing_ok=True)
 
 
@@ -305,7 +313,7 @@ def umount(mountpoint: str | os.PathLike[str], *, record_path: Path | None = Non
             raise MountError(f"{path} is unmounted, but its daemon (pid {record.pid}) still runs")
         time.sleep(0.01)
     _reap()
-    if record_path is not None:
+    if record_path is not None and record_path.exists():  # in a read-only store there is none
         record_path.unlink(missing_ok=True)
 
 

@@ -20,14 +20,13 @@ import xxhash
 
 from castore import Store
 from castore.errors import CorruptError
-from castore.memory import MemoryLRU
+from castore.index.queries import below
 from castore.names import PART_BYTES, RESERVED
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
 from castore.objects.directory import check_row
-from castore.objects.loose import DIGEST_SIZE
-from castore.questions import below
-from castore.records import LOST, entry_check
+from castore.records import DIGEST_SIZE, LOST, entry_check
+from castore.system.ram_cache import MemoryLRU
 
 _CHILD = "SELECT digest, size, created, expires, checked FROM entries WHERE name = ? AND (expires IS NULL OR expires > ?)"
 _INSIDE = (
@@ -167,8 +166,7 @@ class View:
         if path == RESERVED or path.startswith(RESERVED + "/"):
             return self._reserved(path)
         name, now = self._full(path), time.time()
-        db = self.store.index.connection()
-        row = db.execute(_CHILD, (name, now)).fetchone()
+        row = next(self.store.index.rows(_CHILD, (name, now)), None)
         if row is not None:
             file = _file(name, *row)
             if not file.is_sound:
@@ -181,9 +179,7 @@ class View:
     def folder_exists(self, path: str) -> bool:
         """Whether a name lies below that path."""
         bounds = below(self._full(path))
-        return (
-            self.store.index.connection().execute(_INSIDE, (*bounds, time.time(), 1)).fetchone() is not None
-        )
+        return bool(self.store.index.all(_INSIDE, (*bounds, time.time(), 1)))
 
     def listing(self, folder: str) -> Iterator[tuple[str, File | Folder]]:
         """The parts of names directly inside a folder, in the order of bytes."""
@@ -200,7 +196,7 @@ class View:
         skip, limit = len(low), _MANY
         now = time.time()
         while True:
-            rows = self.store.index.connection().execute(_INSIDE, (low, high, now, limit)).fetchall()
+            rows = self.store.index.all(_INSIDE, (low, high, now, limit))
             page, more = _page(folder, rows, skip)
             yield page
             if page.folder is None and len(rows) < limit:

@@ -57,7 +57,7 @@ def test_functions_that_take_the_time_are_told(tmp_path: Path) -> None:
         pytest.skip(why)
     found = dict(tracing.parts("castore get, RAM hit", tmp_path / "work", 500_000))
     assert sum(found.values()) == pytest.approx(1)
-    assert found["BlobSource.get (castore/reading.py)"] > 0.3
+    assert found["BlobSource.get (castore/read/source.py)"] > 0.3
 
 
 def test_requests_of_a_mount_are_counted(store: Store, tmp_path: Path) -> None:

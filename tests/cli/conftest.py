@@ -40,6 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the store of a test lies, and nothing does yet; the tests run beside it."""
     monkeypatch.delenv("CASTORE_DIR", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "40")  # with both, rich asks nobody else: not the kind of terminal either
     monkeypatch.chdir(tmp_path)
     return tmp_path / "store"
 
@@ -71,9 +72,9 @@ def castore(folder: Path) -> Callable[..., subprocess.Popen[bytes]]:
     """Start a command in a process of its own, as a shell does."""
 
     def start(
-        *words: str | Path, env: dict[str, str] | None = None, **options: Any
+        *words: str | Path, env: dict[str, str] | None = None, store: Path = folder, **options: Any
     ) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "castore", "--store", str(folder), *map(str, words)]
+        command = [sys.executable, "-m", "castore", "--store", str(store), *map(str, words)]
         # The tests run elsewhere than in the checkout, which need not be installed.
         path = os.pathsep.join(entry for entry in sys.path if entry)
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -79,6 +79,16 @@ def test_report_tells_new_from_known(cli: Cli, data: Path) -> None:
     assert "4 known already" in cli("add", "data").out
 
 
+def test_report_calls_nothing_known_that_the_budget_has_taken(cli: Cli, tmp_path: Path) -> None:
+    cli("init", "--max-size", "3MB")
+    (tmp_path / "many").mkdir()
+    for number in range(8):
+        (tmp_path / "many" / f"{number}.bin").write_bytes(os.urandom(1_000_000))
+    ran = cli("add", "many")
+    assert (ran.code, "left it to stay under the budget" in ran.out, "known" in ran.out) == (0, True, False)
+    assert ran.out.count("\n") == 2
+
+
 def test_two_paths_of_one_name_are_refused_before_anything_is_put(
     cli: Cli, tmp_path: Path, folder: Path
 ) -> None:
@@ -209,3 +219,102 @@ def deep(tmp_path: Path) -> Iterator[Path]:
 def test_deep_folders_do_not_end_in_a_recursion_error(cli: Cli, deep: Path, folder: Path) -> None:
     assert cli("add", deep).code == 0
     assert len(names(folder)) == 1
+
+
+def test_the_report_names_only_what_something_was_put_for(cli: Cli, data: Path) -> None:
+    ran = cli("add", "data/a.txt", "missing", "--as", "q")
+    assert ran.code == 1
+    assert ran.out.startswith("added 1 file (5 B) as q/a.txt in ")
+    assert ran.err == "castore: missing: No such file or directory; skipped\n"
+
+
+def test_a_file_that_opens_and_cannot_be_read_is_named(cli: Cli, folder: Path) -> None:
+    ran = cli("add", "/proc/self/mem", "--as", "mem")
+    assert (ran.code, ran.err) == (1, "castore: /proc/self/mem: Input/output error; skipped\n")
+    with Store(folder) as store, pytest.raises(OSError, match=r"Input/output error: '/proc/self/mem'"):
+        store.put_file("mem", "/proc/self/mem")
+
+
+def test_empty_folders_are_told_of_and_are_no_failure(cli: Cli, data: Path) -> None:
+    for name in ("hollow/inner", "none"):
+        (data / name).mkdir(parents=True)
+    ran = cli("add", "data")
+    assert ran.code == 0
+    assert ran.err == (
+        "castore: a store keeps files, so 2 empty folders left no trace: data/hollow/inner, data/none\n"
+    )
+    assert cli("add", "data", "--json").json["empty_folders"] == 2
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MB, in a folder with a file of another one."""
+    disk = tmp_path / "all" / "disk"
+    disk.mkdir(parents=True)
+    (tmp_path / "all" / "beside").write_bytes(b"beside")
+    command = ["mount", "-t", "tmpfs", "-o", "size=8M", "tmpfs", str(disk)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a disk takes root")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_other_file_systems_are_entered_when_asked_for(cli: Cli, disk: Path, folder: Path) -> None:
+    (disk / "inside").write_bytes(b"inside")
+    ran = cli("add", "all")
+    assert ran.code == 1
+    assert ran.err == (
+        "castore: all/disk is on another file system, which --cross-mounts takes, too; skipped\n"
+    )
+    assert names(folder) == ["all/beside"]
+    assert cli("add", "all", "--cross-mounts").code == 0
+    assert names(folder) == ["all/beside", "all/disk/inside"]
+
+
+def test_a_link_to_another_file_system_is_followed_and_so_is_a_disk_that_is_named(
+    cli: Cli, disk: Path, folder: Path, tmp_path: Path
+) -> None:
+    (disk / "inside").write_bytes(b"inside")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "there").symlink_to(disk)
+    assert cli("add", "links", disk).code == 0
+    assert names(folder) == ["disk/inside", "links/there/inside"]
+
+
+def test_links_of_processes_do_not_lead_over_the_disk(cli: Cli, folder: Path) -> None:
+    ran = cli("add", f"/proc/{os.getpid()}/task/{os.getpid()}", "--as", "task")
+    for link in ("cwd", "root"):
+        assert f"/{link} is a link of a process that leads out of /proc; skipped" in ran.err
+    assert not {"cwd", "root"} & {name.split("/")[1] for name in names(folder)}
+
+
+def test_a_full_disk_says_how_many_got_in_and_the_same_command_goes_on(
+    cli: Cli, disk: Path, tmp_path: Path
+) -> None:
+    # Files are put in batches of 8 MB, two at a time: two batches fit, and four do not.
+    subprocess.run(["mount", "-o", "remount,size=24M", str(disk)], check=True)
+    (tmp_path / "many").mkdir()
+    for number in range(150):
+        (tmp_path / "many" / f"{number:03}").write_bytes(os.urandom(200_000))
+    store = str(disk / "store")
+    words = ("--store", store, "add", "many", "--json")
+    ran = cli(*words)
+    report = ran.json
+    assert ran.code == 1
+    assert 0 < report["files"] < 150
+    assert report["error"].startswith("the disk of ")
+    assert f"; {report['files']} files got in; the same command goes on from there\n" in ran.err
+    with Store(store) as kept:
+        assert len(list(kept.entries())) == report["files"]
+    subprocess.run(["mount", "-o", "remount,size=80M", str(disk)], check=True)
+    ran = cli(*words)
+    assert (ran.code, ran.json["files"], ran.json["error"]) == (0, 150, None)
+    assert ran.json["new_blobs"] == 150 - report["files"]
+
+
+@pytest.mark.parametrize("words", [("--ttl", "0"), ("--ttl", "0ms")])
+def test_a_life_of_no_length_is_refused(cli: Cli, data: Path, folder: Path, words: tuple[str, ...]) -> None:
+    ran = cli("add", "data", *words)
+    assert ran.code == 2
+    assert "expire before they can be read" in ran.err
+    assert not folder.exists()

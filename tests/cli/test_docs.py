@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from castore.cli.main import COMMANDS
+from castore.cli.commands import COMMANDS
 from tests.cli.conftest import Cli
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()

@@ -7,6 +7,8 @@ import os
 import stat
 from pathlib import Path
 
+import pytest
+
 from castore import Store, settings
 from tests.cli.conftest import Cli
 
@@ -67,3 +69,18 @@ def test_unknown_group_is_an_error(cli: Cli) -> None:
     ran = cli("init", "--shared", "no-such-group")
     assert ran.code == 1
     assert "no-such-group" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--max-size", "0"), "leaves room for nothing"),
+        (("--max-size", "0GB"), "leaves room for nothing"),
+        (("--ttl", "0s"), "expire before they can be read"),
+    ],
+)
+def test_bounds_of_nothing_are_refused(cli: Cli, folder: Path, words: tuple[str, ...], says: str) -> None:
+    ran = cli("init", *words)
+    assert ran.code == 2
+    assert says in ran.err
+    assert not folder.exists()

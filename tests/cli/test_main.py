@@ -15,8 +15,9 @@ import pytest
 
 import castore as library
 from castore import Store
+from castore.cli.commands import COMMANDS, command
 from castore.cli.completion import names
-from castore.cli.main import COMMANDS, command, main
+from castore.cli.main import main
 from tests.cli.conftest import Cli
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -68,6 +69,10 @@ def test_no_command_but_init_and_add_makes_a_store(cli: Cli, folder: Path, words
         (("get", "x"), "'-o'"),
         (("ls", "--wrong"), "--wrong"),
         (("ls", "--store", "x"), "castore --store DIR ls"),
+        (("cat", "/data/a.txt"), "leave out the leading '/'"),
+        (("cat", ""), "is empty"),
+        (("cat", "data/"), "'data' is a folder of entries; `castore ls data` lists them"),
+        (("cat", "data/a.txt/"), "'data/a.txt' is a file; leave out the '/'"),
         (("init", "--max-size", "ten"), "is not a size"),
         (("init", "--level", "x"), "--level"),
         (("verify", "--sample", "none"), "5%"),
@@ -79,10 +84,16 @@ def test_wrong_usage_is_one_line_and_code_2(
     cli: Cli, store: Store, words: tuple[str, ...], says: str
 ) -> None:
     ran = cli(*words)
-    assert ran.code == (1 if words[0] == "cat" else 2)  # cat goes on with its other names
+    is_not_found = words[-1].startswith("data/")  # a name that could be: cat goes on with its others
+    assert ran.code == (1 if is_not_found else 2)
     assert ran.err.startswith("castore: ")
     assert says in ran.err
     assert ran.err.count("\n") == 1
+
+
+def test_an_option_without_its_value_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--store"]) == 2
+    assert capfd.readouterr().err == "castore: Option '--store' requires an argument\n"
 
 
 def test_store_is_chosen_as_in_python(
@@ -137,7 +148,7 @@ def test_interrupt_ends_at_once_and_leaves_nothing(castore: Start, folder: Path,
 def test_commands_import_only_what_they_need(folder: Path, store: Store) -> None:
     program = (
         "import sys; from castore.cli.main import main; main(sys.argv[1:]);"
-        "heavy = {'rich', 'sqlite_utils', 'numpy', 'torch', 'castore_fuse', 'castore.cli.stat', 'castore.doctor'};"
+        "heavy = {'rich', 'sqlite_utils', 'numpy', 'torch', 'castore_fuse', 'castore.cli.stat', 'castore.repair.doctor'};"
         "print(*sorted(heavy & set(sys.modules)))"
     )
     path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -171,3 +182,23 @@ def test_bash_completion_reaches_commands_names_and_codecs(
     assert completed("castore un") == [b"unpin"]
     assert completed("castore cat data/") == [b"data/a.txt", b"data/b.txt"]
     assert completed("castore add --codec z") == [b"zstd"]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("--store", ("--store", "", "init")),
+        ("--store", ("--store", "", "ls")),
+        ("MOUNTPOINT", ("mount", "")),
+        ("MOUNTPOINT", ("umount", "")),
+        ("DIR", ("watch", "", "--as", "x")),
+    ],
+)
+def test_an_empty_path_never_means_the_working_folder(
+    cli: Cli, store: Store, what: str, words: tuple[str, ...]
+) -> None:
+    ran = cli(*words)
+    assert (ran.code, ran.err) == (
+        2, f"castore: {what} is empty; say which folder is meant (is a variable unset?)\n"
+    )  # fmt: skip
+    assert os.listdir() == ["store"]

@@ -47,6 +47,41 @@ def test_mount_returns_when_files_can_be_read(shell: Shell, store: Store, folder
     assert list(place.iterdir()) == []
 
 
+def test_umount_in_the_mount_names_the_shell_and_not_itself(
+    shell: Shell, castore: Start, store: Store, place: Path
+) -> None:
+    assert shell("mount", place).code == 0
+    for mountpoint in (place, "../mnt", "."):
+        with subprocess.Popen(["cat"], cwd=place, stdin=subprocess.PIPE) as user:
+            umount = castore("umount", mountpoint, cwd=place)
+            _, err = umount.communicate(timeout=300)
+            user.communicate()
+        assert umount.returncode == 1
+        assert f"cat (pid {user.pid}, {place})" in err.decode()
+        assert str(umount.pid) not in err.decode()
+    umount = castore("umount", ".", cwd=place)
+    assert umount.communicate(timeout=300) == (b"", b"")
+    assert umount.returncode == 0
+
+
+def test_doctor_says_what_to_do_about_a_mountpoint_whose_daemon_was_killed(
+    shell: Shell, castore: Start, store: Store, place: Path
+) -> None:
+    daemon = castore("mount", place, "--foreground")
+    deadline = time.monotonic() + 60
+    while not (place / "data" / "a.txt").exists():
+        assert daemon.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    daemon.kill()
+    daemon.communicate(timeout=300)
+    ran = shell("doctor")
+    assert f"the mount at {place} is gone without saying so; forgotten." in ran.out
+    assert f"`castore umount {place}` clears it" in ran.out
+    assert shell("umount", place) == (0, b"", "")
+    assert list(place.iterdir()) == []
+
+
 def test_options_reach_the_mount(shell: Shell, store: Store, place: Path) -> None:
     assert (
         shell("mount", place, "--prefix", "data", "--pin", "--cache-size", "8MB", "--threads", "2").code == 0
@@ -86,3 +121,27 @@ def test_what_cannot_be_mounted_is_a_line(
     ran = shell(*words)
     assert (ran.code, ran.err.count("\n")) == (code, 1)
     assert says in ran.err
+
+
+def test_a_prefix_with_nothing_below_it_is_said(shell: Shell, store: Store, place: Path) -> None:
+    for prefix, says in (("typo", "no name is below 'typo' yet"), ("data/a.txt", "'data/a.txt' is a file")):
+        ran = shell("mount", place, "--prefix", prefix)
+        assert ran.code == 0
+        assert says in ran.err
+        assert ran.err.count("\n") == 1
+        assert shell("umount", place).code == 0
+    assert shell("mount", place, "--prefix", "data").err == ""
+    assert shell("umount", place).code == 0
+
+
+def test_adding_a_folder_leaves_the_mount_in_it_out(
+    shell: Shell, store: Store, place: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own").write_text("own")
+    shell("mount", place)
+    for words in (["add", tmp_path, "--as", "all"], ["add", tmp_path, "--as", "all", "--cross-mounts"]):
+        ran = shell(*words)
+        assert ran.code == 1
+        assert f"castore: {place} is a mount of the store itself; skipped\n" in ran.err
+    assert [entry.name for entry in store.entries("all")] == ["all/own"]
+    assert shell("umount", place).code == 0

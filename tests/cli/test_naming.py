@@ -33,6 +33,15 @@ def test_rm_of_a_folder_takes_whole_parts_only(cli: Cli, store: Store) -> None:
     assert names(store) == ["data.txt", "data2/x", "large.bin"]
 
 
+def test_rm_refuses_an_empty_name_before_it_removes_any(cli: Cli, store: Store) -> None:
+    for words in (("-r", ""), ("",), ("-r", "large.bin", "")):
+        ran = cli("rm", *words)
+        assert (ran.code, ran.err) == (
+            2, "castore: a NAME is empty; say which names are to go (is a variable unset?)\n"
+        )  # fmt: skip
+    assert len(names(store)) == 3
+
+
 def test_rm_of_many_thousands(cli: Cli, store: Store) -> None:
     store.put_many((f"many/{number}", b"x") for number in range(5000))
     assert cli("rm", "-r", "many").code == 0

@@ -119,3 +119,18 @@ def test_doctor_rebuilds_an_index_that_is_gone(cli: Cli, store: Store, folder: P
     assert cli("ls").out.split() == names
     assert cli("stat", "soon", "--json").json["metadata"] == {"k": "v"}
     assert cli("verify").code == 0
+
+
+def test_gc_says_that_pins_hold_more_than_the_budget_and_how_much(cli: Cli, store: Store) -> None:
+    store.put("pinned", os.urandom(300_000), pin=True)
+    store.put("free", os.urandom(300_000))
+    ran = cli("gc", "--max-size", "100KB")
+    assert ran.code == 1
+    assert ran.err == (
+        "castore: pins hold 300 KB, more than the budget of 100 KB: `castore unpin` entries,"
+        " or end mounts that were made with --pin\n"
+    )
+    assert [entry.name for entry in store.entries()] == ["pinned"]
+    assert cli("gc", "--max-size", "100KB", "--json").json["pinned"] == 300_000
+    assert cli("gc", "--max-size", "300KB", "--json").json["pinned"] == 0
+    assert cli("gc", "--max-size", "300KB").code == 0

@@ -15,9 +15,9 @@ import pytest
 
 import castore_fuse
 from castore import Store
-from castore.doctor import rebuild_index
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.frames import read_table
+from castore.repair.doctor import rebuild_index
 from tests.helpers import flip, mixed, noise, payload, text
 from tests.mount.conftest import forget_pages, until
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import castore_fuse
-from castore import Store, clearance, collect
+from castore import Store
+from castore.gc import collect, mount_barrier
 from castore.objects.codecs import FRAME_SIZE
 from castore_fuse import mountpoints
 from castore_fuse.daemon import Record
@@ -63,7 +64,7 @@ def test_a_name_that_came_back_and_went_again_around_a_gc_is_read_to_the_end(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = mixed(3 * FRAME_SIZE, 1), mixed(3 * FRAME_SIZE, 2)
-    ask, digest = clearance._ask, store.put("a", old).digest
+    ask, digest = mount_barrier._ask, store.put("a", old).digest
     store.put("a", new)  # gc chooses the old bytes now
     with castore_fuse.mounted(store) as root:
         store.put("a", old)
@@ -74,8 +75,8 @@ def test_a_name_that_came_back_and_went_again_around_a_gc_is_read_to_the_end(
                 if store.index.find_digest("a") == bytes.fromhex(digest):
                     store.put("a", new)
 
-            monkeypatch.setattr(clearance, "_ask", replaced_once_it_has_answered)
-            collect.remove_blobs(store, [bytes.fromhex(digest)])
+            monkeypatch.setattr(mount_barrier, "_ask", replaced_once_it_has_answered)
+            collect.remove_blobs(store.parts, [bytes.fromhex(digest)])
             assert file.read() == old
             store.gc(grace=0)
             forget_pages(file.fileno())

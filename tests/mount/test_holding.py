@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 import castore_fuse
-from castore import Store, clearance
-from castore.clearance import Clearance, Listener
+from castore import Store
 from castore.errors import StoreError
+from castore.gc import mount_barrier
+from castore.gc.mount_barrier import Clearance, Listener
 from castore.objects.codecs import FRAME_SIZE
-from castore.temporary import process_started
+from castore.system.temporary import process_started
 from castore_fuse import mountpoints
 from castore_fuse.daemon import Record
 from castore_fuse.nodes import Lookups
@@ -127,7 +128,7 @@ def test_mount_that_does_not_answer_keeps_its_bytes_and_gc_says_so(
         until(lambda: Path(f"/proc/{daemon}/stat").read_text().rpartition(")")[2].split()[0] == "T")
         try:
             with monkeypatch.context() as patch:
-                patch.setattr(clearance, "PATIENCE", 0.5)
+                patch.setattr(mount_barrier, "PATIENCE", 0.5)
                 with pytest.raises(StoreError, match="does not answer"):
                     store.gc(grace=0)
         finally:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from castore import Store, copies, doctor, training
+from castore import Store, training
 from castore.objects import dictionaries
 from castore.objects.dictionaries import Dictionaries
 from castore.objects.loose import LooseFolder
 from castore.objects.packs import PackWriter
-from castore.prefixes import Prefixes
+from castore.repair import dictionary_repair, doctor
+from castore.write.prefixes import Prefixes
 from tests.helpers import records
 from tests.torture.kills import after, before
 from tests.torture.windows import (
@@ -112,6 +113,11 @@ WINDOWS += [
             after(dictionaries, "_unlink"),
             copies_of_it(1, chosen=False),
         ),
-        ("after the last", _removing, after(copies, "remove_unneeded"), copies_of_it(0, chosen=False)),
+        (
+            "after the last",
+            _removing,
+            after(dictionary_repair, "remove_unneeded"),
+            copies_of_it(0, chosen=False),
+        ),
     )
 ]

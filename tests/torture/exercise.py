@@ -12,8 +12,9 @@ import resource
 import sys
 from collections.abc import Callable
 
-from castore import CastoreError, Store, doctor
+from castore import CastoreError, Store
 from castore.objects.workers import workers
+from castore.repair import doctor
 
 LIMIT = 2 << 30
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import blake3
 
 from castore import CastoreError, settings
-from castore.journal import pack_record, records
+from castore.index.journal import pack_record, records
 from castore.names import check_name, check_prefix
 from castore.objects.decode import BlobReader
 from castore.objects.encode import encode, encode_one, encode_small, slices
 from castore.objects.frames import build_trailer, frame_count, probe_size, read_table
 from castore.objects.packs import FILE_HEAD, Damage, record, scan
 from castore.records import HEAD_SIZE, Blob
-from castore.serializers import dump, load
+from castore.serialize.serializers import dump, load
 
 _FOLDER = Path(tempfile.mkdtemp(prefix="castore-fuzz-"))
 atexit.register(shutil.rmtree, _FOLDER)
@@ -120,7 +120,9 @@ def _values() -> dict[str, bytes]:
     import numpy as np
 
     return {
-        "msgpack": dump([1, (2, "x"), {"a": 2**80, "b": b"y"}, 1.5, None, np.arange(3)])[1],
+        "msgpack": dump(
+            [1, (2, "x"), {"a": 2**80, "b": b"y"}, 1.5, None, np.arange(3), {3}, Path("z"), np.ma.masked]
+        )[1],
         "npy": dump(np.arange(12, dtype="<f4").reshape(3, 4))[1],
         "safetensors": dump({"a": np.ones(3, "f4"), "b": np.arange(2)})[1],
         "text": b"text",

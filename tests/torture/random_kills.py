@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from castore import Store, doctor
-from castore.transaction import Write
+from castore import Store
+from castore.index.transaction import Write
+from castore.repair import doctor
 from tests.helpers import agrees_with_disk, mixed
 from tests.torture.kills import after
 

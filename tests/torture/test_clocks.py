@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 import castore_fuse
-from castore import Store, doctor, mounts
+from castore import Store
+from castore.index import mounts
+from castore.repair import doctor
 from tests.helpers import agrees_with_disk, in_processes, noise, text
 from tests.mount.conftest import forget_pages
 from tests.torture.crowd import crowd

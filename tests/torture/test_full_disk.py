@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -14,10 +16,11 @@ from pathlib import Path
 import pytest
 
 import castore_fuse
-from castore import FullError, Store, doctor
-from castore.ballast import BALLAST_BYTES
+from castore import FullError, Store
+from castore.repair import doctor
+from castore.system.ballast import BALLAST_BYTES
+from tests.crowds.test_hardship import journal_agrees
 from tests.helpers import mixed, noise, payload, recount, text
-from tests.test_hardship import journal_agrees
 
 Figure = Callable[[str], None]
 DISK = 64 * 1024 * 1024
@@ -206,6 +209,74 @@ def test_a_rebuild_on_a_full_disk_fails_whole_and_succeeds_with_room(disk: Path,
     figure(f"rebuild on a full disk: {refused} times a clear error, then {len(kept)} entries back")
 
 
+def test_a_store_that_init_makes_has_its_ballast(disk: Path) -> None:
+    subprocess.run([sys.executable, "-m", "castore", "--store", disk / "store", "init"], check=True)
+    assert (disk / "store" / "ballast").stat().st_size == BALLAST_BYTES
+
+
+@pytest.mark.parametrize("ballast", [True, False], ids=["ballast", "no ballast"])
+def test_doctor_takes_a_full_disk_for_no_damage(disk: Path, ballast: bool) -> None:
+    path, kept = disk / "store", {f"n/{n}": noise(3_000, n) for n in range(50)}
+    with Store(path, memory=0) as store:
+        store.put_many(kept.items())
+    if not ballast:
+        (path / "ballast").unlink()
+    filler = fill_up(disk)
+    if ballast:
+        assert doctor.examine(path) == []
+        found, rebuilt = doctor.rebuild_index(path)
+        assert (found, rebuilt.entries) == ([], len(kept))
+        assert free(disk) < BALLAST_BYTES
+        with Store(path, memory=0) as store:
+            whole(store, kept)
+    else:
+        for look in (doctor.examine, doctor.rebuild_index):
+            with pytest.raises(FullError, match=r"the disk of .*store is full; free some space there"):
+                look(path)
+    assert not any((path / "quarantine").iterdir())
+    filler.unlink()
+    with Store(path, memory=0) as store:
+        whole(store, kept)
+    assert doctor.examine(path) == []
+
+
+def test_a_damaged_index_is_made_anew_on_a_full_disk_with_the_ballast(disk: Path) -> None:
+    path, kept = disk / "store", {f"n/{n}": noise(3_000, n) for n in range(50)}
+    with Store(path, memory=0) as store:
+        store.put_many(kept.items())
+    index = path / "index.sqlite"
+    damaged = bytes(4096) + index.read_bytes()[4096:]
+    index.write_bytes(damaged)
+    fill_up(disk)
+    (finding,), rebuilt = doctor.rebuild_index(path)
+    assert "it is kept as" in finding.what
+    assert rebuilt.entries == len(kept)
+    assert [file.read_bytes() for file in (path / "quarantine").iterdir()] == [damaged]
+    with Store(path, memory=0) as store:
+        whole(store, kept)
+
+
+def test_a_rebuild_that_fails_puts_the_damaged_index_back(disk: Path) -> None:
+    path = disk / "store"
+    with Store(path, memory=0) as store:
+        store.put_many((f"n/{n}", noise(3_000, n)) for n in range(50))
+    index = path / "index.sqlite"
+    damaged = bytes(4096) + index.read_bytes()[4096:]
+    index.write_bytes(damaged)
+    (path / "ballast").unlink()
+    filler = fill_up(disk)
+    with pytest.raises(FullError, match=r"the disk of .* is full"):
+        doctor.rebuild_index(path)
+    assert index.read_bytes() == damaged
+    assert [file.name for file in path.glob("index.sqlite*")] == [index.name]
+    assert not any((path / "quarantine").iterdir())
+    filler.unlink()
+    (finding,), rebuilt = doctor.rebuild_index(path)
+    assert "it is kept as" in finding.what
+    assert rebuilt.entries == 50
+    assert doctor.examine(path) == []
+
+
 def test_a_mount_over_a_full_disk_serves_and_comes_and_goes(disk: Path) -> None:
     kept = {f"n/{n}": mixed(300_000 if n % 7 == 0 else 2_000, n) for n in range(60)}
     with Store(disk / "store", memory=0) as store:
@@ -218,3 +289,41 @@ def test_a_mount_over_a_full_disk_serves_and_comes_and_goes(disk: Path) -> None:
         assert len(list((root / "n").iterdir())) == len(kept)
     with Store(disk / "store", memory=0) as store:
         whole(store, kept)
+
+
+def test_a_mount_that_meets_a_full_disk_says_so_in_a_sentence(disk: Path, tmp_path: Path) -> None:
+    """It notes in the index now and then that it lives; here at every look, so that nobody waits for it."""
+    kept = mixed(300_000)
+    with Store(disk / "store", memory=0) as store:
+        store.put("n", kept)
+    program = (
+        "import sys\nfrom castore_fuse import follow\nfrom castore_fuse.__main__ import main\n"
+        "follow.BEAT_SECONDS = 0.0\nsys.exit(main(sys.argv[1:]))"
+    )
+    words = ["--store", disk / "store", "--cache-size", "1000000", tmp_path / "mnt"]
+    (tmp_path / "mnt").mkdir()
+    log = tmp_path / "log"
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen([sys.executable, "-c", program, *map(str, words)], stderr=errors) as daemon,
+    ):
+        try:
+            _until((tmp_path / "mnt/n").exists)
+            filler = fill_up(disk)
+            _until(lambda: b"is full" in log.read_bytes())
+            assert (tmp_path / "mnt/n").read_bytes() == kept
+            filler.unlink()
+        finally:
+            subprocess.run(["umount", "-l", tmp_path / "mnt"])
+        assert daemon.wait(60) == 0
+    told = log.read_text()
+    assert "Traceback" not in told, told
+    (line,) = [line for line in told.splitlines() if "is full" in line]
+    assert line.endswith("free some space there; the mount goes on, and tries again")
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)

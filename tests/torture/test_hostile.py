@@ -22,7 +22,7 @@ import xxhash
 import zstandard
 
 from castore import Store, StoreError
-from castore.journal import pack_record
+from castore.index.journal import pack_record
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.frames import build_trailer
 from castore.records import entry_check

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import pytest
 
 import castore_fuse
-from castore import CastoreError, Entry, Store, StoreError, doctor
+from castore import CastoreError, Entry, Store, StoreError
+from castore.repair import doctor
 from tests.helpers import mixed, noise, overwrite, recount
 from tests.torture.hurting import errno_of
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import castore_fuse
-from castore import Store, doctor
+from castore import Store
 from castore.cli.main import main
 from castore.records import entry_check
+from castore.repair import doctor
 from tests.helpers import flip, mixed, noise, overwrite, payload, text
 from tests.mount.conftest import forget_pages, until
 from tests.torture.hurting import errno_of

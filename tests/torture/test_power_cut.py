@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from castore import CastoreError, Store, doctor
+from castore import CastoreError, Store
+from castore.repair import doctor
 from tests.helpers import mixed, noise
 from tests.torture.hurting import shim
 from tests.torture.powercut import Disk, events

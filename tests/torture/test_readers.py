@@ -18,8 +18,8 @@ import pytest
 
 import castore_fuse
 from castore import Store
+from castore.index.transaction import Write
 from castore.objects.codecs import FRAME_SIZE
-from castore.transaction import Write
 from tests.helpers import agrees_with_disk, in_processes, mixed, noise, object_files, text
 from tests.mount.conftest import finish, forget_pages, program, until
 from tests.torture.kills import after, pause, paused

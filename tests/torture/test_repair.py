@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from castore import Store, doctor
+from castore import Store
+from castore.repair import doctor
 from tests.helpers import flip, noise, overwrite, payload, recount
 from tests.torture.hurting import fill, stored
 

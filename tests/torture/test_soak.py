@@ -12,7 +12,7 @@ from pathlib import Path
 
 import castore_fuse
 from castore import Store
-from castore.temporary import process_started
+from castore.system.temporary import process_started
 from castore_fuse.daemon import Record
 from tests.helpers import agrees_with_disk, in_processes
 from tests.mount.conftest import until

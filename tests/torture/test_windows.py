@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import castore_fuse
-from castore import Store, StoreError, doctor
+from castore import Store, StoreError
+from castore.repair import doctor
 from tests.helpers import agrees_with_disk
 from tests.torture import dictionary_windows, windows
 from tests.torture.kills import killed

@@ -16,28 +16,19 @@ from typing import Any, NamedTuple
 
 import castore_fuse
 import castore_fuse.__main__ as daemon
-from castore import (
-    Store,
-    compact,
-    doctor,
-    index,
-    journal,
-    leftovers,
-    mounts,
-    rebuild,
-    released,
-    schema,
-    settings,
-    writing,
-)
-from castore.beacon import Beacon
-from castore.index import Index
-from castore.journal import Journal
+from castore import Store, settings
+from castore.gc import compaction, leftovers
+from castore.index import database, deferred_refs, journal, mounts, schema
+from castore.index.beacon import Beacon
+from castore.index.database import Index
+from castore.index.journal import Journal
+from castore.index.transaction import Write
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.directory import ObjectDirectory
 from castore.objects.loose import LooseFolder
 from castore.objects.packs import Damage, PackWriter, scan
-from castore.transaction import Write
+from castore.repair import doctor, rebuild
+from castore.write import writer
 from tests.helpers import agrees_with_disk, flip, mixed, noise, overwrite, payload, text
 from tests.torture.kills import Stop, after, before, halfway
 
@@ -319,12 +310,12 @@ WINDOWS = [
         "Making a store",
         ("before `castore.json` is there", _make, before(settings, "save"), made_by_the_next),
         ("before `castore.json` is there", _make, after(settings, "create_temporary"), made_by_the_next),
-        ("after it, before the index has its tables", _make, before(index, "migrate"), made_by_the_next),
+        ("after it, before the index has its tables", _make, before(database, "migrate"), made_by_the_next),
         ("after it, before the index has its tables", _make, after(schema, "apply_migrations"), made_by_the_next),
     ),
     *_of(
         "Put of a small blob",
-        ("while it hashes and compresses", _put_small, after(writing, "encode_small"), nothing),
+        ("while it hashes and compresses", _put_small, after(writer, "encode_small"), nothing),
         ("while it appends to the pack", _put_again, halfway(PackWriter, "add", 1, 2), torn, {"first": b"1"}),
         ("after the append", _put_again, after(PackWriter, "add", 2), dead(3), {"first": b"1"}),
         ("after the append", _put_small, after(PackWriter, "add"), unregistered_pack),
@@ -333,7 +324,7 @@ WINDOWS = [
     ),
     *_of(
         "Put of a large blob",
-        ("while it writes `tmp/….part`", _put_large, halfway(writing, "_write_all", 1, 2), temporary(0o600)),
+        ("while it writes `tmp/….part`", _put_large, halfway(writer, "_write_all", 1, 2), temporary(0o600)),
         ("after it is sealed (mode 0400, synced if durable)", _put_large, after(LooseFolder, "seal"), temporary(0o400)),
         ("after the rename, before the commit", _put_large, after(LooseFolder, "publish"), objects(1)),
         ("after the commit", _put_large, after(Write, "commit"), nothing, {"new": LARGE}),
@@ -361,7 +352,7 @@ WINDOWS = [
         "gc: entries",
         ("within a transaction that removes entries", _evict, after(Write, "evict_entries"), nothing),
         ("between two of those", _evict, _committed(Write, "evict_entries"), counted(500), gone(GOING_FIRST)),
-        ("while `released` is put in order", _evict, after(released, "note", 3), counted(600), gone(GOING)),
+        ("while `released` is put in order", _evict, after(deferred_refs, "note", 3), counted(600), gone(GOING)),
         ("between two that take it out", _evict, _committed(Write, "uncount"), dead(500), gone(GOING)),
         ("between two that take it out", _evict_mounted, _committed(Write, "uncount"), orphans(500, aged=True), gone(GOING)),
         ("after the last", _evict, _committed(Write, "uncount", 2), dead(600), gone(GOING)),
@@ -378,13 +369,13 @@ WINDOWS = [
         "Compaction",
         ("within a transaction", _compact, after(PackWriter, "add"), unregistered_pack),
         ("within a transaction", _compact, after(PackWriter, "add", 2), dead(len(PACKED))),
-        ("between two", _compact, _committed(compact, "_move", 200), in_two_packs),
+        ("between two", _compact, _committed(compaction, "_move", 200), in_two_packs),
         ("after the last commit, before the unlink", _compact, _committed(Write, "retire_pack"), unregistered_pack),
     ),
     *_of(
         "Journal rotation",
         ("after the new segment is made", _rotate, after(Journal, "switch"), two_segments),
-        ("while it writes the snapshot", _rotate, before(index, "pack_record", 2), temporary(0o600)),
+        ("while it writes the snapshot", _rotate, before(database, "pack_record", 2), temporary(0o600)),
         ("after the rename", _rotate, before(journal, "sync_folder"), old_segment_too),
     ),
     *_of(

@@ -20,12 +20,13 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from castore import Store, leftovers
-from castore.journal import pack_record
+from castore import Store
+from castore.gc import leftovers
+from castore.index.journal import pack_record
 from castore.objects.encode import encode_small
 from castore.objects.packs import FILE_HEAD, record
 from castore.records import HEAD_SIZE, Blob, entry_check
-from castore.temporary import open_with_mode
+from castore.system.temporary import open_with_mode
 from tools.bench import corpus
 
 #: How many entries of a store hold 2 KB (all of them, in a smaller one).

@@ -114,12 +114,12 @@ def _scattered(number: int, count: int) -> int:
 
 _CASTORES_STAGES = (
     "load_from_disk (datasets/load.py)",
-    "OpenStore.__init__ (castore/opening.py)",
-    "describe (castore/adapters/datasets/describing.py)",
-    "load (castore/adapters/datasets/running.py)",
+    "Store.__init__ (castore/store.py)",
+    "describe (castore/adapters/datasets/operator_description.py)",
+    "load (castore/adapters/datasets/step_runner.py)",
     "_Run._reports_before (castore/adapters/datasets/pipeline.py)",
     "Dataset.__getitem__ (datasets/arrow_dataset.py)",
-    "OpenStore.close (castore/opening.py)",
+    "Store.close (castore/store.py)",
 )
 _THEIR_STAGES = (
     "load_from_disk (datasets/load.py)",

@@ -8,7 +8,7 @@ try:
     from castore.adapters.datasets.background import wait
     from castore.adapters.datasets.cache import DatasetCache
     from castore.adapters.datasets.explain import Explanation
-    from castore.adapters.datasets.hashing import operator_fingerprint
+    from castore.adapters.datasets.operator_keys import operator_fingerprint
     from castore.adapters.datasets.operators import cached_filter, cached_map
     from castore.adapters.datasets.pipeline import Pipeline
     from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Progress, StepReport

@@ -18,13 +18,16 @@ from typing import Any, NamedTuple
 
 import datasets
 
-from castore.adapters.datasets.kept import Size
+from castore.adapters.datasets.dataset_entries import Size
 from castore.adapters.datasets.reports import CacheWarning
-from castore.forks import reset_after_fork
+from castore.system.forks import reset_after_fork
 
 
 class OnItsWay(NamedTuple):
-    """A dataset that is being stored: itself, what is known of it, and the future of its size; None if that failed."""
+    """A dataset that is being stored: a snapshot that no caller has, what is known of it, and the future of its size.
+
+    The size is None if the dataset could not be stored.
+    """
 
     dataset: datasets.Dataset
     record: dict[str, Any]

@@ -14,15 +14,22 @@ from typing import Any, TypeAlias
 import datasets
 import pyarrow as pa
 
-from castore.adapters.datasets import kept
+from castore.adapters.datasets import dataset_entries
 from castore.adapters.datasets.reports import CacheWarning
-from castore.adapters.datasets.stored import batches_of
-from castore.adapters.datasets.tables import SPLITS, STATE, assemble_stream, part_of
+from castore.adapters.datasets.stored_table import batches_of
+from castore.adapters.datasets.streams import part_of_stream
+from castore.adapters.datasets.tables import (
+    SPLITS,
+    STATE,
+    Part,
+    assemble_stream,
+    part_of,
+)
 from castore.errors import CorruptError, InvalidValueError, NotFoundError
 from castore.names import check_name
 from castore.objects.codecs import check_codec
-from castore.sizes import parse_duration
 from castore.store import Store
+from castore.units import parse_duration
 
 AnyDataset: TypeAlias = (
     "datasets.Dataset | datasets.DatasetDict | datasets.IterableDataset | datasets.IterableDatasetDict"
@@ -62,7 +69,7 @@ class DatasetCache:
             raise InvalidValueError("a Store has its own budget; open it with Store(..., max_size=...)")
         self.store = store if isinstance(store, Store) else Store(store, max_size=max_size)
         seconds = self.store.settings.ttl if ttl is None else parse_duration(ttl)
-        self._options = kept.Options(codec, level, seconds)
+        self._options = dataset_entries.Options(codec, level, seconds)
 
     def __repr__(self) -> str:
         return f"DatasetCache({str(self.store.path)!r})"
@@ -76,15 +83,16 @@ class DatasetCache:
 
         Raises:
             InvalidValueError: it is no dataset.
-            SerializationError: its format holds what JSON cannot: a transform, say.
+            SerializationError: its format holds what JSON cannot: a transform, say. Or the rows of an iterable one, whose
+                features are not declared, differ in their columns, or later ones do not fit to the types of the first.
             FullError, TooLargeError: it does not fit.
         """
         if not isinstance(dataset, _KINDS):
             raise InvalidValueError(f"{name!r}: a DatasetCache keeps datasets, not {type(dataset).__name__}")
         metadata = {"kind": type(dataset).__name__}
         members = dict(dataset) if isinstance(dataset, dict) else {"": dataset}
-        parts = {split: part_of(member) for split, member in members.items()}
-        kept.put_parts(self.store, name, parts, self._options, metadata)
+        parts = {split: _part(member) for split, member in members.items()}
+        dataset_entries.put_parts(self.store, name, parts, self._options, metadata)
 
     def get(self, name: str) -> Any:
         """The dataset of that name as it was put, or None.
@@ -97,48 +105,57 @@ class DatasetCache:
         """
         return self._read(name, streaming=False)
 
+    def dataset(self, name: str) -> Any:
+        """As `get`, as whole datasets also where iterable ones were put: with a length, indices, `map` and `cached_map`."""
+        return self._read(name, streaming=False, whole=True)
+
     def stream(self, name: str) -> Any:
         """As `get`, as iterable datasets, which decompress only what is read: the first rows are there at once."""
         return self._read(name, streaming=True)
 
-    def _read(self, name: str, *, streaming: bool) -> Any:
+    def _read(self, name: str, *, streaming: bool, whole: bool = False) -> Any:
         check_name(name)
         try:
-            kind = kept.kind_of(self.store, name)
+            kind = dataset_entries.kind_of(self.store, name)
             if kind is None:
                 return None
             if kind == "dataset":
-                return self._one(name, streaming)
+                return self._one(name, streaming, whole)
             members = {
-                split: self._one(f"{name}/{split}", streaming) for split in kept.splits_of(self.store, name)
+                split: self._one(f"{name}/{split}", streaming, whole)
+                for split in dataset_entries.splits_of(self.store, name)
             }
         except NotFoundError:
-            kept.drop(self.store, name)  # gc took a part of it
+            dataset_entries.drop(self.store, name)  # gc took a part of it
             return None
         except CorruptError as error:
-            kept.drop(self.store, name)
+            dataset_entries.drop(self.store, name)
             message = f"the dataset {name!r} in {self.store.path} is damaged and dropped: {error}"
             warnings.warn(message, CacheWarning, stacklevel=3)
             return None
         iterable = any(isinstance(member, datasets.IterableDataset) for member in members.values())
         return datasets.IterableDatasetDict(members) if iterable else datasets.DatasetDict(members)
 
-    def _one(self, name: str, streaming: bool) -> Any:
-        metadata = kept.metadata_of(self.store, name) or {}
-        if streaming or str(metadata.get("kind")).startswith("Iterable"):
+    def _one(self, name: str, streaming: bool, whole: bool) -> Any:
+        metadata = dataset_entries.metadata_of(self.store, name) or {}
+        if streaming or (not whole and str(metadata.get("kind")).startswith("Iterable")):
             return streamed(self.store, name)
-        return kept.load(self.store, name)
+        return dataset_entries.load(self.store, name)
 
     def contains(self, name: str) -> bool:
         """Whether there is a dataset of that name."""
-        return kept.kind_of(self.store, check_name(name)) is not None
+        return dataset_entries.kind_of(self.store, check_name(name)) is not None
 
     def invalidate(self, name: str | None = None) -> bool:
         """Drop a dataset, or all of them; False if there was none."""
         if name is not None:
-            return kept.drop(self.store, check_name(name))
+            return dataset_entries.drop(self.store, check_name(name))
         names = [entry.name for entry in self.store.entries()]
-        return sum(kept.drop(self.store, found) for found in _datasets_among(names)) > 0
+        return sum(dataset_entries.drop(self.store, found) for found in _datasets_among(names)) > 0
+
+
+def _part(dataset: datasets.Dataset | datasets.IterableDataset) -> Part:
+    return part_of_stream(dataset) if isinstance(dataset, datasets.IterableDataset) else part_of(dataset)
 
 
 def _datasets_among(names: list[str]) -> list[str]:
@@ -155,7 +172,7 @@ def streamed(store: Store, name: str) -> datasets.IterableDataset:
     Raises:
         NotFoundError, CorruptError: as for `kept.files_of`.
     """
-    files = kept.files_of(store, name)
+    files = dataset_entries.files_of(store, name)
     for part in files.blobs:
         store.source.count_use(part)
     digests = [blob.digest.hex() for _, blob in files.data]

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import datasets
 
-from castore.adapters.datasets import kept, linked, mapping
-from castore.adapters.datasets.kept import Options, Size
+from castore.adapters.datasets import dataset_entries, hardlinks, mapped_files
+from castore.adapters.datasets.dataset_entries import Options, Size
 from castore.adapters.datasets.tables import part_of
-from castore.collect import remove_blobs
 from castore.errors import CorruptError, FullError, NotFoundError, TooLargeError
+from castore.gc.collect import remove_blobs
 from castore.names import check_name
 from castore.store import Store
 
@@ -93,27 +93,38 @@ class Checkpoint:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """For the length of a run: a second one of the same name waits, and then finds the work done."""
-        with mapping.store_locks(self._store).hold(self.name):
+        with mapped_files.store_locks(self._store).hold(self.name):
             yield
 
     def find(self, source: str, steps: Sequence[Mark]) -> Found:
         """Where a run over the input of fingerprint ``source`` begins."""
-        metadata = kept.metadata_of(self._store, self.name)
-        if metadata is None:
-            return Found()
-        reason = self._difference(metadata.get(_METADATA), source, steps)
-        if reason:
-            return Found(
-                reason=f"the checkpoint of {self._project!r} does not serve: {reason}; starting over"
-            )
-        told = metadata[_METADATA]
+        told, reason = self._told(source, steps)
+        if told is None:
+            return Found(reason=f"{reason}; starting over" if reason else "")
         try:
             # Of a run that is over, nobody may ever look at a row.
             over = told["packed"] and len(told["steps"]) == len(steps)
-            dataset = (kept if over else linked).load(self._store, self.name)
+            dataset = (dataset_entries if over else hardlinks).load(self._store, self.name)
         except (CorruptError, NotFoundError) as error:
             return Found(reason=f"the checkpoint of {self._project!r} cannot be read: {error}; starting over")
         return Found(dataset, told["rows"], told["packed"])
+
+    def done(self, source: str, steps: Sequence[Mark]) -> tuple[int, str]:
+        """How many steps a run would find done, as far as can be told without a look at rows, and why no more."""
+        told, reason = self._told(source, steps)
+        if told is None:
+            return 0, reason or f"there is no checkpoint of {self._project!r}"
+        return len(told["steps"]), f"the checkpoint of {self._project!r} does not reach so far"
+
+    def _told(self, source: str, steps: Sequence[Mark]) -> tuple[dict[str, Any] | None, str]:
+        """The record of a checkpoint that can be used, or None and why the one that is there cannot."""
+        metadata = dataset_entries.metadata_of(self._store, self.name)
+        if metadata is None:
+            return None, ""
+        reason = self._difference(metadata.get(_METADATA), source, steps)
+        if reason:
+            return None, f"the checkpoint of {self._project!r} does not serve: {reason}"
+        return metadata[_METADATA], ""
 
     def _difference(self, told: Any, source: str, steps: Sequence[Mark]) -> str:
         if not isinstance(told, dict) or told.get("version") != _VERSION:
@@ -165,22 +176,24 @@ class Checkpoint:
         old = self._blobs()
         size = put(dataset, {_METADATA: told})
         if size is not None:
-            self._store.delete_many(set(self._blobs()) - linked.names(self._store, self.name))
+            self._store.delete_many(set(self._blobs()) - hardlinks.names(self._store, self.name))
             self._forget(set(old.values()) - set(self._blobs().values()))
         return size
 
     def _put_linked(self, dataset: datasets.Dataset, metadata: dict[str, Any]) -> Size | None:
         try:
-            return linked.put(self._store, self.name, dataset, metadata)
+            return hardlinks.put(self._store, self.name, dataset, metadata)
         except (FullError, TooLargeError):
             return None  # compressed it may fit
 
     def _put_packed(self, dataset: datasets.Dataset, metadata: dict[str, Any]) -> Size:
-        kept.put_parts(self._store, self.name, {"": part_of(dataset)}, Options(self._codec), metadata)
-        linked.compress(self._store, self.name, self._codec)
+        dataset_entries.put_parts(
+            self._store, self.name, {"": part_of(dataset)}, Options(self._codec), metadata
+        )
+        hardlinks.compress(self._store, self.name, self._codec)
         for name in self._blobs():
             self._store.pin(name)
-        return kept.size_of(self._store, self.name)
+        return dataset_entries.size_of(self._store, self.name)
 
     def drop(self) -> None:
         """Remove the checkpoint, and its bytes."""
@@ -202,9 +215,9 @@ class Checkpoint:
         # At once and not with the next gc: "constant space" means now. What another entry names stays.
         index = self._store.index
         blobs = [blob for digest in digests if (blob := index.blob(digest)) is not None]
-        copies = index.find_many([f"{mapping.MAPS}/{blob.digest.hex()}" for blob in blobs])
-        mapping.forget(self._store, blobs)
-        remove_blobs(self._store, sorted(digests | {found.blob.digest for found in copies.values()}))
+        copies = index.find_many([f"{mapped_files.MAPS}/{blob.digest.hex()}" for blob in blobs])
+        mapped_files.forget(self._store, blobs)
+        remove_blobs(self._store.parts, sorted(digests | {found.blob.digest for found in copies.values()}))
 
 
 def _between(old: Mapping[str, Any], new: Mark) -> str:

@@ -1,6 +1,7 @@
 """Recipes: YAML files, with Data-Juicer's keys, that say what to process, how, and where the result goes.
 
-Reads and checks, runs nothing. Every error says the file, the line, the value that is wrong, and the nearest
+Reads and checks, runs nothing. Keys of Data-Juicer's that castore has no use for are noted, or errors:
+`castore.adapters.datasets.foreign_keys` has them. Every error says the file, the line, the value that is wrong, and the nearest
 right word. Only plain YAML is read (`yaml.safe_load`'s): a tag that would make a Python object is an error.
 """
 
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 import yaml  # type: ignore[import-untyped]
 
-from castore.adapters.datasets import registry
+from castore.adapters.datasets import foreign_keys, registry
 from castore.errors import CastoreError, InvalidValueError
 from castore.names import check_name
 
@@ -58,6 +59,12 @@ class Recipe:
         use_checkpoint: keep the latest step only, and go on from there after a failure; no cache then.
         num_proc: processes that run an operator (also ``np``).
         text_keys: the column of the text.
+        dataset: in the place of ``dataset_path``, several files: ``configs`` is a list of maps with a ``path`` and a
+            ``weight``; ``max_sample_num`` draws so many samples in all, from each by its weight.
+        operators_of: whose operators come first where both have one of a name.
+        keep_stats_in_res_ds: export the columns of statistics and tags, too.
+        columns: other columns that Data-Juicer's operators work on, such as ``image_key``.
+        notes: what of the file has no effect, and why.
 
     Raises:
         InvalidValueError: a value is of the wrong type, or no such value.
@@ -74,15 +81,24 @@ class Recipe:
     use_checkpoint: bool = False
     num_proc: int = 1
     text_keys: str | list[str] = "text"
+    dataset: dict[str, Any] | None = None
+    operators_of: Literal["castore", "data-juicer"] = "castore"
+    keep_stats_in_res_ds: bool = False
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for name, hint in typing.get_type_hints(Recipe).items():
             registry.check_type(getattr(self, name), hint, name)
         if self.num_proc < 1:
             raise InvalidValueError(f"num_proc must be at least 1, not {self.num_proc!r}")
+        self.parts()
         for name in ("dataset_path", "export_path", "project_name"):
-            if not getattr(self, name):
+            if not getattr(self, name) and not (name == "dataset_path" and self.dataset):
                 raise InvalidValueError(f"{name} is empty")
+        for name in ("ds_cache_dir", "temp_dir"):
+            if getattr(self, name) == "":  # which the system takes for the working folder
+                raise InvalidValueError(f"{name} is empty; name a folder, or leave it out")
         check_name(self.project_name)
         if not self.text_keys:
             raise InvalidValueError("text_keys is empty; name the column of the text")
@@ -92,6 +108,33 @@ class Recipe:
     def text_key(self) -> str:
         """The column of the text that operators work on."""
         return self.text_keys if isinstance(self.text_keys, str) else self.text_keys[0]
+
+    def parts(self) -> list[tuple[str, float]]:
+        """Paths and weights of ``dataset``; none where ``dataset_path`` says what is read.
+
+        Raises:
+            InvalidValueError: it does not say so, or it is not on this machine.
+        """
+        if self.dataset_path or self.dataset is None:
+            return []
+        registry.check_type(self.max_sample_num, int | None, "max_sample_num of dataset")
+        configs = self.dataset.get("configs")
+        unknown = [name for name in self.dataset if name not in ("configs", "max_sample_num")]
+        if unknown or not isinstance(configs, list) or not configs:
+            raise InvalidValueError(
+                f"dataset has {', '.join(map(repr, self.dataset)) or 'nothing'}; it takes configs, a list of maps like "
+                "{path: data.jsonl, weight: 1.0}, and max_sample_num"
+            )
+        if self.max_sample_num is not None and self.max_sample_num < 1:
+            raise InvalidValueError(
+                f"max_sample_num of dataset must be at least 1, not {self.max_sample_num}"
+            )
+        return [_part(config) for config in configs]
+
+    @property
+    def max_sample_num(self) -> int | None:
+        """How many samples are drawn from the parts; None for all."""
+        return (self.dataset or {}).get("max_sample_num")
 
     def operators(self) -> list[Any]:
         """The operators, made and ready.
@@ -103,7 +146,12 @@ class Recipe:
         for step in self.process:
             with _placed(step.place):
                 made.append(
-                    registry.make(step.operator, step.parameters, defaults={"text_key": self.text_key})
+                    registry.make(
+                        step.operator,
+                        step.parameters,
+                        defaults={"text_key": self.text_key, **self.columns},
+                        theirs_first=self.operators_of == "data-juicer",
+                    )
                 )
         return made
 
@@ -114,7 +162,10 @@ class Recipe:
 
 
 _TEXT = "tag:yaml.org,2002:str"
-KEYS = [field.name for field in dataclasses.fields(Recipe)]
+_DERIVED = ("columns", "notes")
+KEYS = [field.name for field in dataclasses.fields(Recipe) if field.name not in _DERIVED]
+#: Keys that name other columns for Data-Juicer's operators.
+COLUMNS = ("image_key", "image_bytes_key", "audio_key", "video_key")
 
 
 def read(path: str | os.PathLike[str]) -> Recipe:
@@ -173,17 +224,33 @@ def parse(text: str, source: str = "recipe") -> Recipe:
 
 def _recipe(values: dict[str, Any], lines: dict[str, list[int]], source: str) -> Recipe:
     given: dict[str, Any] = {}
+    columns: dict[str, str] = {}
+    reasons: dict[str, list[str]] = {}
+    hints = typing.get_type_hints(Recipe)
     for name, value in values.items():
         key = ALIASES.get(name, name)
         with _placed(f"{source}:{lines[name][0]}"):
+            if name in foreign_keys.KEYS:
+                if not (name == "export_type" and str(values.get("export_path")).endswith(f".{value}")):
+                    because = foreign_keys.note(name, value)
+                    reasons.setdefault(because, []).append(name) if because else None
+                continue
+            if name in COLUMNS:
+                registry.check_type(value, str | None, name)
+                columns |= {} if value is None else {name: value}
+                continue
             if key not in KEYS:
-                raise InvalidValueError(
-                    f"there is no key {name!r}{registry.nearest(str(name), [*KEYS, *ALIASES])}"
-                )
+                known = [*KEYS, *ALIASES, *COLUMNS, *foreign_keys.KEYS]
+                raise InvalidValueError(f"there is no key {name!r}{registry.nearest(str(name), known)}")
             if key in given:
-                raise InvalidValueError(f"{name} says again what num_proc says; keep one of them")
-            registry.check_type(value, typing.get_type_hints(Recipe)[key], str(name))
-            given[key] = value
+                raise InvalidValueError(f"{name} says again what {key} says; keep one of them")
+            if value is None:
+                continue  # as if it were not there
+            given[key] = registry.checked(value, hints[key], str(name))
+    if "dataset" in given and "dataset_path" in given:
+        reasons["dataset_path comes before it"] = ["dataset"]
+    if "dataset" in given:
+        given.setdefault("dataset_path", "")
     for name in ("dataset_path", "export_path", "process"):
         if name not in given:
             raise InvalidValueError(f"{source}: the key {name!r} is missing")
@@ -191,8 +258,34 @@ def _recipe(values: dict[str, Any], lines: dict[str, list[int]], source: str) ->
         _step(item, f"{source}:{line}")
         for item, line in zip(given["process"], lines["process"][1:], strict=True)
     ]
+    notes = tuple(
+        f"{', '.join(names)}: without effect, since {because}" for because, names in reasons.items()
+    )
     with _placed(source):
-        return Recipe(**{**given, "process": steps})
+        return Recipe(**{**given, "process": steps, "columns": columns, "notes": notes})
+
+
+def _part(config: Any) -> tuple[str, float]:
+    """Path and weight of one of the maps of ``dataset``."""
+    if not isinstance(config, Mapping):
+        raise InvalidValueError(
+            f"an item of configs of dataset is a map like {{path: data.jsonl}}, not {config!r}"
+        )
+    kind = config.get("type", "local")
+    if kind not in ("local", "ondisk"):
+        raise InvalidValueError(
+            f"dataset with type: {kind} is not supported, since castore reads files only; download the data, and give its path"
+        )
+    unknown = [name for name in config if name not in ("type", "path", "weight", "source")]
+    if unknown or not config.get("path"):
+        raise InvalidValueError(
+            f"an item of configs of dataset has {', '.join(map(repr, config))}; it takes type: local, a path and a weight"
+        )
+    weight = registry.checked(config.get("weight", 1.0), float, "weight of dataset")
+    if not 0 < weight < float("inf"):
+        raise InvalidValueError(f"weight of dataset must be above 0, not {weight!r}")
+    registry.check_type(config["path"], str, "path of dataset")
+    return config["path"], float(weight)
 
 
 def _lines(node: Any, source: str) -> dict[str, list[int]]:

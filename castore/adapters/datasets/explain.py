@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from castore.adapters.datasets import kept
+from castore.adapters.datasets import dataset_entries
 from castore.adapters.datasets.plans import Planned
-from castore.adapters.datasets.running import FOLDER
+from castore.adapters.datasets.step_runner import FOLDER
 from castore.adapters.datasets.tables import STATE, our_fingerprint
 from castore.store import Store
 
@@ -22,9 +22,9 @@ class Explanation:
 
     Attributes:
         name, kind: as in `StepReport`.
-        hit: whether its result is kept.
-        key: under which it is, or would be, kept.
-        changes: on a miss, a sentence for each thing that differs from the nearest run that is kept.
+        hit: whether a run would find it done, in the cache or behind a checkpoint.
+        key: under which its result is, or would be, kept in the cache.
+        changes: on a miss, a sentence for each thing that differs from the nearest run that is kept, or why nothing is.
     """
 
     name: str
@@ -41,10 +41,15 @@ class Explanation:
         return dataclasses.asdict(self)
 
 
+def explained(step: Planned, changes: list[str]) -> Explanation:
+    """Of a step that is a hit unless there are changes."""
+    return Explanation(step.step.name, step.step.kind, not changes, step.key, changes)
+
+
 def explain(store: Store, pipeline: str, planned: Sequence[Planned]) -> list[Explanation]:
     """For each step hit or miss, and on a miss what changed."""
     records = _records(store, pipeline)
-    there = [kept.metadata_of(store, step.name) is not None for step in planned]
+    there = [dataset_entries.metadata_of(store, step.name) is not None for step in planned]
     # A step whose result was dropped is not run again as long as one behind it is kept.
     needed = max((number for number, is_there in enumerate(there) if is_there), default=-1)
     explanations: list[Explanation] = []
@@ -52,7 +57,7 @@ def explain(store: Store, pipeline: str, planned: Sequence[Planned]) -> list[Exp
         hit = is_there or step.number < needed
         before = [earlier.name for earlier in explanations if not earlier.hit]
         changes = [] if hit else _changes(step, records, before)
-        explanations.append(Explanation(step.step.name, step.step.kind, hit, step.key, changes))
+        explanations.append(explained(step, changes))
     return explanations
 
 

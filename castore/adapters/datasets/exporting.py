@@ -11,33 +11,44 @@ import datetime as dt
 import json
 import os
 import shutil
+import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import datasets
+import pyarrow as pa
 
 from castore.adapters.datasets.quiet import quiet
 from castore.errors import CastoreError, FullError, InvalidValueError
-from castore.sqlerrors import is_full
+from castore.system.sql_errors import is_full
 
 _OWN_COLUMNS = "__dj__"
+_STATISTICS = ("__dj__stats__", "__dj__meta__")
 _ROWS = 1000
 _SAVED = ("state.json", "dataset_dict.json")
 
 
-def check(path: str | os.PathLike[str]) -> None:
-    """See that a dataset can be written there, before hours are spent on it.
+def check(path: str | os.PathLike[str], *, keep_stats: bool = False) -> None:
+    """See that a dataset, perhaps with statistics, can be written there, before hours are spent on it.
 
     Raises:
         InvalidValueError: the ending is of no kind we write, or there is a folder of other things.
     """
+    if "://" in os.fspath(path):
+        raise InvalidValueError(
+            f"export_path {os.fspath(path)!r} is no path of this machine; write to a file, and upload that"
+        )
     place = Path(path)
     if place.suffix.lower() not in _WRITERS:
         raise InvalidValueError(
             f"export_path {os.fspath(path)!r} ends in {place.suffix!r}; write to {', '.join(filter(None, _WRITERS))}, "
             "or to a folder (no ending)"
+        )
+    if keep_stats and place.suffix.lower() == ".csv":
+        raise InvalidValueError(
+            "keep_stats_in_res_ds: true is not for .csv, which has no place for a map; use .jsonl"
         )
     if place.suffix and place.is_dir():
         raise InvalidValueError(
@@ -47,6 +58,32 @@ def check(path: str | os.PathLike[str]) -> None:
         raise InvalidValueError(
             f"export_path {os.fspath(path)!r} exists and is no folder of save_to_disk; choose another name"
         )
+
+
+def check_apart(path: str | os.PathLike[str], files: Iterable[str]) -> None:
+    """See that an export replaces none of the files that it is made from.
+
+    Args:
+        path: of the export.
+        files: that are read; each is there.
+
+    Raises:
+        InvalidValueError: one of them is at ``path``, or in the folder there, by whatever name.
+    """
+    try:
+        place = os.stat(path)
+    except OSError:
+        return  # nothing is there to be replaced
+    outside: set[Path] = set()
+    for file in files:
+        found = Path(os.path.realpath(file))
+        # A folder is replaced as a whole, with all below it.
+        above = {*found.parents} - outside if stat.S_ISDIR(place.st_mode) else {found}
+        outside |= above
+        if any(os.path.samestat(place, one.stat()) for one in above):
+            raise InvalidValueError(
+                f"export_path {os.fspath(path)!r} would replace {file!r}, which this recipe reads; choose another name"
+            )
 
 
 def _replaceable(folder: Path) -> bool:
@@ -59,6 +96,8 @@ def export(
     dataset: datasets.Dataset,
     path: str | os.PathLike[str],
     progress: Callable[[int], object] | None = None,
+    *,
+    keep_stats: bool = False,
 ) -> int:
     """Write a dataset; what was at ``path`` is replaced once all is written.
 
@@ -66,6 +105,7 @@ def export(
         dataset: its columns of statistics and hashes are left out.
         path: the ending says the format.
         progress: called with the rows of each piece that is written.
+        keep_stats: write the columns of statistics and tags, too.
 
     Returns:
         Bytes written.
@@ -74,15 +114,19 @@ def export(
         InvalidValueError: see `check`; or a value has no JSON.
         FullError: the disk is full.
     """
-    check(path)
+    check(path, keep_stats=keep_stats)
     place = Path(os.path.abspath(path))
-    plain = dataset.remove_columns([name for name in dataset.column_names if name.startswith(_OWN_COLUMNS)])
+    kept = _STATISTICS if keep_stats else ()
+    plain = dataset.remove_columns(
+        [name for name in dataset.column_names if name.startswith(_OWN_COLUMNS) and name not in kept]
+    )
     with quiet(), _full_disks(place):
         place.parent.mkdir(parents=True, exist_ok=True)
         # Hidden and unique, so that two exports to one place do not write into one another.
         temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex[:12]}.part")
         try:
-            _WRITERS[place.suffix.lower()](plain, temporary, progress or _nothing)
+            with _refusals(path):
+                _WRITERS[place.suffix.lower()](plain, temporary, progress or _nothing)
             size = _size(temporary)
             _replace(temporary, place)
         except BaseException:
@@ -93,6 +137,21 @@ def export(
 
 def _nothing(rows: int) -> None:
     pass
+
+
+@contextlib.contextmanager
+def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Has a writer's errors say that it was the export which failed, and not a step."""
+    try:
+        yield
+    except (CastoreError, OSError):
+        raise
+    except Exception as error:  # of Arrow, and of the datasets library
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InvalidValueError(
+            f"the result cannot be written to export_path {os.fspath(path)!r}: {what[:300]}; export to another kind of file,"
+            " all steps are kept"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -175,6 +234,12 @@ def _write_json(dataset: datasets.Dataset, path: Path, done: Callable[[int], obj
 def _write_csv(dataset: datasets.Dataset, path: Path, done: Callable[[int], object]) -> None:
     import pyarrow.csv
 
+    for column in dataset.features.arrow_schema:
+        if pa.types.is_nested(column.type):
+            raise InvalidValueError(
+                f"column {column.name!r} is of type {column.type}, for which a .csv has no place; export to .jsonl, .parquet or a"
+                " folder, or have a step make text of it"
+            )
     with pyarrow.csv.CSVWriter(str(path), dataset.features.arrow_schema) as writer:
         if len(dataset):
             for table in dataset.with_format("arrow").iter(batch_size=_ROWS):

@@ -13,11 +13,11 @@ from typing import Any
 
 import datasets
 
-from castore.adapters.datasets import kept, running
+from castore.adapters.datasets import dataset_entries, step_runner
 from castore.adapters.datasets.background import background
-from castore.adapters.datasets.describing import describe
-from castore.adapters.datasets.hashing import operator_fingerprint
-from castore.adapters.datasets.inputs import dataset_fingerprint
+from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
+from castore.adapters.datasets.operator_description import describe
+from castore.adapters.datasets.operator_keys import RANDOM_ADVICE, operator_fingerprint
 from castore.adapters.datasets.steps import operator_name
 from castore.adapters.datasets.tables import our_fingerprint
 from castore.errors import InvalidValueError
@@ -60,7 +60,8 @@ def cached_map(
         fingerprint: what identifies the function, in place of its code and state: for what cannot be hashed. Give
             another one when it changes.
         codec: of what is kept.
-        **map_kwargs: as for `map`; ``load_from_cache_file=False`` runs it anew.
+        **map_kwargs: as for `map`; ``load_from_cache_file=False`` runs it anew. ``cache_file_name``, ``suffix_template`` and
+            ``keep_in_memory`` are taken and not used, for they say where `datasets` would keep its own copy.
 
     Raises:
         UnhashableError: a part of the function, or of an argument, has no stable hash.
@@ -92,7 +93,7 @@ def _cached(
     given: dict[str, Any],
 ) -> Any:
     background.warn(stacklevel=4)
-    store = running.store_of(store)
+    store = step_runner.store_of(store)
     if isinstance(dataset, datasets.DatasetDict):
         parts = {
             split: _cached(kind, part, function, store, fingerprint, codec, given)
@@ -101,18 +102,20 @@ def _cached(
         return datasets.DatasetDict(parts)
     if not isinstance(dataset, datasets.Dataset):
         raise InvalidValueError(
-            f"cached_{kind} takes a datasets.Dataset, not {type(dataset).__name__}; a DatasetCache makes one of an"
-            " iterable dataset"
+            f"cached_{kind} takes a datasets.Dataset, not {type(dataset).__name__}; keep a stream with"
+            " DatasetCache.put(name, stream), and pass what DatasetCache.dataset(name) gives, which is a Dataset"
         )
     arguments = _arguments(kind, given)
     name = "identity" if function is None else operator_name(function)
     what = describe(function, name, fingerprint)
+    if what.doubts is not None:
+        what.doubts.tell(store, name, RANDOM_ADVICE)
     source = dataset_fingerprint(dataset, store)
     parameters = {
         argument: operator_fingerprint(value, f"{kind}(..., {argument}=...)")
         for argument, value in _that_matter(arguments).items()
     }
-    digits = running.step_key(source, name, kind, what.fingerprint, parameters)
+    digits = step_runner.step_key(source, name, kind, what.fingerprint, parameters)
 
     def make(file: Path) -> datasets.Dataset:
         passed = {name: value for name, value in given.items() if name not in _REPLACED}
@@ -125,12 +128,12 @@ def _cached(
         )
 
     record = {"step": name, "kind": kind, "key": digits, "input": source, "operator": what.fingerprint}
-    return running.run_or_load(
+    return step_runner.run_or_load(
         store,
-        running.step_name(name, digits),
+        step_runner.step_name(name, digits),
         make,
         {**record, "parts": what.parts},
-        kept.Options(*check_codec(codec, None), store.settings.ttl),
+        dataset_entries.Options(*check_codec(codec, None), store.settings.ttl),
         rows_in=len(dataset),
         fresh=given.get("load_from_cache_file") is False,
     ).dataset

@@ -17,11 +17,14 @@ from typing import Any
 
 import datasets
 
-from castore.adapters.datasets import kept, running, space, work
+from castore.adapters.datasets import dataset_entries, scratch, space, step_runner
 from castore.adapters.datasets.background import background
 from castore.adapters.datasets.checkpoint import Checkpoint
-from castore.adapters.datasets.explain import Explanation, explain
-from castore.adapters.datasets.inputs import dataset_fingerprint
+from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
+from castore.adapters.datasets.explain import Explanation, explain, explained
+from castore.adapters.datasets.lazy_dataset import LateDataset
+from castore.adapters.datasets.operator_keys import RANDOM_ADVICE
+from castore.adapters.datasets.owned import own
 from castore.adapters.datasets.plans import Planned, plan
 from castore.adapters.datasets.progress import Teller
 from castore.adapters.datasets.registry import check_type
@@ -29,7 +32,6 @@ from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Prog
 from castore.adapters.datasets.retention import drop_intermediate
 from castore.adapters.datasets.steps import RunOptions, Step, steps_of
 from castore.adapters.datasets.tables import our_fingerprint
-from castore.adapters.datasets.unread import LateDataset
 from castore.errors import InvalidValueError
 from castore.objects.codecs import check_codec
 from castore.store import Store
@@ -84,7 +86,7 @@ class Pipeline:
             raise InvalidValueError(f"num_proc of a pipeline must be at least 1, not {num_proc!r}")
         self.operators = list(operators)
         self.steps: list[Step] = [step for operator in self.operators for step in steps_of(operator)]
-        self.store = running.store_of(store)
+        self.store = step_runner.store_of(store)
         self.name = name
         self.codec = codec
         self.use_cache = use_cache and not use_checkpoint
@@ -117,8 +119,12 @@ class Pipeline:
         run = _Run(self, dataset, Teller(self.steps, progress))
         with run:
             if self.use_cache:
-                return run.cached()
-            return run.from_checkpoint() if self.use_checkpoint else run.plain()
+                result = run.cached()
+            else:
+                result = run.from_checkpoint() if self.use_checkpoint else run.plain()
+        if result.dataset is dataset:  # no step had anything to do
+            result = PipelineResult(own(dataset), result.steps)
+        return result
 
     def plan(self, dataset: datasets.Dataset) -> list[Planned]:
         """The steps with their keys over that dataset.
@@ -130,9 +136,16 @@ class Pipeline:
         return plan(self.steps, dataset_fingerprint(dataset, self.store))
 
     def explain(self, dataset: datasets.Dataset) -> list[Explanation]:
-        """For each step, whether it is kept, and if not, what changed since the nearest run that is."""
+        """For each step, whether a run would find it done, and if not, why: what changed since the nearest run that is kept."""
         background.wait()
-        return explain(self.store, self.name, self.plan(dataset))
+        planned = self.plan(dataset)
+        if self.use_cache:
+            return explain(self.store, self.name, planned)
+        done, reason = 0, "nothing is kept, so every step runs"
+        if self.use_checkpoint:
+            checkpoint = Checkpoint(self.store, self.name, self.codec)
+            done, reason = checkpoint.done(_source(planned), [step.mark() for step in planned])
+        return [explained(step, [] if step.number < done else [reason]) for step in planned]
 
     def estimate_space(self, dataset: datasets.Dataset) -> space.Estimate:
         """How much disk a run over that dataset will take, by Data-Juicer's formula and by what was measured."""
@@ -177,9 +190,20 @@ class Pipeline:
 def _check(dataset: Any) -> None:
     if not isinstance(dataset, datasets.Dataset):
         raise InvalidValueError(
-            f"a pipeline takes a datasets.Dataset, not {type(dataset).__name__}; run it on each split, and put an"
-            " iterable dataset into a DatasetCache first"
+            f"a pipeline takes a datasets.Dataset, not {type(dataset).__name__}; run it on each split; keep a stream with"
+            " DatasetCache.put(name, stream), and pass what DatasetCache.dataset(name) gives, which is a Dataset"
         )
+
+
+def _tell_doubts(store: Store, planned: Sequence[Planned]) -> None:
+    """Warn of what keeps a step from ever being found again."""
+    for step in planned:
+        if step.what.doubts is not None:
+            step.what.doubts.tell(store, step.step.name, RANDOM_ADVICE)
+
+
+def _source(planned: Sequence[Planned]) -> str:
+    return planned[0].source if planned else ""
 
 
 def _is_unread(dataset: datasets.Dataset) -> bool:
@@ -188,9 +212,9 @@ def _is_unread(dataset: datasets.Dataset) -> bool:
 
 def _known(store: Store, step: Planned) -> space.Known:
     """What is kept of a step; of one that ran with other parameters or on other rows, nothing is taken for known."""
-    if kept.metadata_of(store, step.name) is None:
+    if dataset_entries.metadata_of(store, step.name) is None:
         return space.Known(step.step.kind)
-    size = kept.size_of(store, step.name)
+    size = dataset_entries.size_of(store, step.name)
     return space.Known(step.step.kind, size.logical, size.stored, True)
 
 
@@ -204,7 +228,9 @@ class _Run:
         self._dataset = dataset
         self._teller = teller
         self._files: set[Path] = set()
-        self._options = kept.Options(*check_codec(pipeline.codec, None), pipeline.store.settings.ttl)
+        self._options = dataset_entries.Options(
+            *check_codec(pipeline.codec, None), pipeline.store.settings.ttl
+        )
 
     def __enter__(self) -> _Run:
         return self
@@ -218,9 +244,11 @@ class _Run:
 
     def _drop_unused(self, being_stored: Sequence[datasets.Dataset] = ()) -> None:
         used = [dataset for dataset in (self._dataset, *being_stored) if not _is_unread(dataset)]
-        work.drop_unused(self._files, {file["filename"] for dataset in used for file in dataset.cache_files})
+        scratch.drop_unused(
+            self._files, {file["filename"] for dataset in used for file in dataset.cache_files}
+        )
 
-    def _make(self, number: int, fingerprint: str | None) -> running.Make:
+    def _make(self, number: int, fingerprint: str | None) -> step_runner.Make:
         """What runs a step on the dataset as it is now."""
         step, dataset = self._pipeline.steps[number], self._dataset
 
@@ -237,19 +265,20 @@ class _Run:
         """Every step from the cache, or run and kept."""
         pipeline, store = self._pipeline, self._store
         planned = pipeline.plan(self._dataset)
+        _tell_doubts(pipeline.store, planned)
         begin, outcome = self._latest(planned)
         reports = self._reports_before(planned[:begin])
         if outcome is not None:
             self._dataset = outcome.dataset
         if begin < len(planned):
             pipeline.warn_of_space(self._dataset, planned)
-        outcomes: list[tuple[Planned, running.Outcome, float]] = []
+        outcomes: list[tuple[Planned, step_runner.Outcome, float]] = []
         for step in planned[begin:]:
             rows, began = len(self._dataset), time.perf_counter()
             self._teller.begin(step.number, rows)
             record = {**step.record(pipeline.name, len(planned)), "history": _history(planned, reports)}
             make = self._make(step.number, our_fingerprint(step.key))
-            outcome = running.run_or_load(
+            outcome = step_runner.run_or_load(
                 store, step.name, make, record, self._options, rows_in=rows, temp_dir=pipeline.temp_dir
             )
             self._dataset = outcome.dataset
@@ -266,10 +295,10 @@ class _Run:
             )
         return PipelineResult(self._dataset, reports)
 
-    def _latest(self, planned: list[Planned]) -> tuple[int, running.Outcome | None]:
+    def _latest(self, planned: list[Planned]) -> tuple[int, step_runner.Outcome | None]:
         """How many steps need not run, and the result of the last of these."""
         for step in reversed(planned):
-            outcome = running.load(self._store, step.name)
+            outcome = step_runner.load(self._store, step.name)
             if outcome is not None:
                 return step.number + 1, outcome
         return 0, None
@@ -283,7 +312,7 @@ class _Run:
         reports = []
         for step in planned:
             record = self._record(step) or told.get(step.key, {})
-            size = kept.size_of(self._store, step.name)
+            size = dataset_entries.size_of(self._store, step.name)
             rows = record.get("rows_in"), record.get("rows_out")
             reports.append(_report(step, True, *rows, 0.0, size))
             self._teller.end(step.number, reports[-1])
@@ -291,7 +320,7 @@ class _Run:
 
     def _record(self, step: Planned) -> dict[str, Any]:
         coming = background.find(self._store.path, step.name)
-        return coming.record if coming else kept.metadata_of(self._store, step.name) or {}
+        return coming.record if coming else dataset_entries.metadata_of(self._store, step.name) or {}
 
     # With a checkpoint, and with nothing
 
@@ -299,7 +328,8 @@ class _Run:
         """From the latest step that a run like this one has finished; only the latest is kept."""
         pipeline = self._pipeline
         planned = pipeline.plan(self._dataset)
-        marks, source = [step.mark() for step in planned], planned[0].source if planned else ""
+        _tell_doubts(pipeline.store, planned)
+        marks, source = [step.mark() for step in planned], _source(planned)
         checkpoint = Checkpoint(self._store, pipeline.name, pipeline.codec)
         with checkpoint.alone():
             found = checkpoint.find(source, marks)
@@ -343,7 +373,7 @@ class _Run:
         rows, began = len(self._dataset), time.perf_counter()
         self._teller.begin(number, rows)
         make = self._make(number, fingerprint)
-        self._dataset = running.run(self._store, make, fingerprint, self._pipeline.temp_dir)
+        self._dataset = step_runner.run(self._store, make, fingerprint, self._pipeline.temp_dir)
         self._drop_unused()
         step, seconds = self._pipeline.steps[number], time.perf_counter() - began
         return StepReport(step.name, step.kind, False, rows, len(self._dataset), seconds, 0, 0, "")
@@ -363,7 +393,7 @@ def _report(
     rows_in: int | None,
     rows_out: int | None,
     seconds: float,
-    size: kept.Size | None,
+    size: dataset_entries.Size | None,
 ) -> StepReport:
     logical, stored = size or (0, 0)
     key = step.key if size is not None else ""

@@ -11,24 +11,23 @@ import json
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import datasets
 
-from castore.adapters.datasets import exporting, kept, running, space
+from castore.adapters.datasets import dataset_entries, exporting, space, step_runner
 from castore.adapters.datasets.background import wait
 from castore.adapters.datasets.config import Recipe
 from castore.adapters.datasets.explain import Explanation
+from castore.adapters.datasets.lazy_dataset import LateDataset
+from castore.adapters.datasets.mixing import Mixture, identify, mixed, read
 from castore.adapters.datasets.pipeline import Pipeline, ProgressCallback
 from castore.adapters.datasets.quiet import quiet
 from castore.adapters.datasets.reports import StepReport
-from castore.adapters.datasets.sources import SAVED, Source, find, identify, read
+from castore.adapters.datasets.sources import SAVED, Source, Telling, find
 from castore.adapters.datasets.tables import our_fingerprint
-from castore.adapters.datasets.unread import LateDataset
 from castore.errors import CastoreError
 from castore.store import Store
-
-Telling = Literal["content", "path", "combined"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +74,30 @@ def pipeline_of(recipe: Recipe, store: Store) -> Pipeline:
     )
 
 
+def source_of(recipe: Recipe) -> Source | Mixture:
+    """The files of a recipe.
+
+    Raises:
+        NotFoundError, InvalidValueError: they are not there, or cannot be told apart.
+    """
+    parts = recipe.parts()
+    return mixed(parts, recipe.max_sample_num) if parts else find(recipe.dataset_path)
+
+
 def input_of(recipe: Recipe, pipeline: Pipeline, *, late: bool = False) -> datasets.Dataset:
     """The dataset of a recipe's source; ``late``: one that is not kept is read when it is looked at, too.
 
     Raises:
         NotFoundError, InvalidValueError, OSError: it is not there, or cannot be read.
     """
+    return _open_input(source_of(recipe), recipe, pipeline, late=late)
+
+
+def _open_input(
+    source: Source | Mixture, recipe: Recipe, pipeline: Pipeline, *, late: bool
+) -> datasets.Dataset:
     return open_source(
-        find(recipe.dataset_path),
+        source,
         pipeline.store,
         cached=pipeline.use_cache,
         codec=pipeline.codec,
@@ -100,7 +115,7 @@ def explain(recipe: Recipe, store: Store) -> list[Explanation]:
         CastoreError, OSError: the recipe is wrong, or its files are not there.
     """
     pipeline = pipeline_of(recipe, store)
-    source = find(recipe.dataset_path)
+    source = source_of(recipe)
     fingerprint = our_fingerprint(identify(source, store))
     return pipeline.explain(_unread(fingerprint, lambda: input_of(recipe, pipeline)))
 
@@ -136,16 +151,20 @@ def process(
         Exception: what an operator raised; the steps before it are kept.
     """
     began = time.perf_counter()
-    exporting.check(recipe.export_path)
+    exporting.check(recipe.export_path, keep_stats=recipe.keep_stats_in_res_ds)
     if store is None:
         store = Store(recipe.ds_cache_dir, memory=0)
     pipeline = pipeline_of(recipe, store)
+    source = source_of(recipe)
+    exporting.check_apart(recipe.export_path, source.files)
     with quiet():
         try:
             # A run that goes on behind its checkpoint never looks at its input.
-            dataset = input_of(recipe, pipeline, late=pipeline.use_checkpoint)
+            dataset = _open_input(source, recipe, pipeline, late=pipeline.use_checkpoint)
             result = pipeline.run(dataset, progress=progress)
-            size = exporting.export(result.dataset, recipe.export_path, exported)
+            size = exporting.export(
+                result.dataset, recipe.export_path, exported, keep_stats=recipe.keep_stats_in_res_ds
+            )
         finally:
             # After a Ctrl-C too: the steps that are done must be there the next time.
             wait()
@@ -162,7 +181,7 @@ def process(
 
 
 def open_source(
-    source: Source,
+    source: Source | Mixture,
     store: Store,
     *,
     cached: bool,
@@ -187,7 +206,7 @@ def open_source(
         InvalidValueError, FullError, OSError: see `read`.
     """
     digits = identify(source, store, telling)
-    if source.kind == SAVED:
+    if isinstance(source, Source) and source.kind == SAVED:
         # Mapped where it is: nothing is gained by another copy.
         dataset = read(source, "")
         dataset._fingerprint = our_fingerprint(digits)
@@ -196,18 +215,18 @@ def open_source(
         fingerprint = our_fingerprint(digits)
 
         def run() -> datasets.Dataset:
-            return running.run(store, lambda file: read(source, file.parent), fingerprint, temp_dir)
+            return step_runner.run(store, lambda file: read(source, file.parent), fingerprint, temp_dir)
 
         return _unread(fingerprint, run) if late else run()
-    name = running.step_name("source", digits)
+    name = step_runner.step_name("source", digits)
 
     def load() -> datasets.Dataset:
-        return running.run_or_load(
+        return step_runner.run_or_load(
             store,
             name,
             lambda file: read(source, file.parent),
             {"step": "source", "kind": "source", "key": digits, "input": "", "operator": "", "parts": {}},
-            kept.Options(codec, None, store.settings.ttl),
+            dataset_entries.Options(codec, None, store.settings.ttl),
             rows_in=0,
             temp_dir=temp_dir,
         ).dataset
@@ -223,11 +242,11 @@ def _unread(fingerprint: str, load: Callable[[], datasets.Dataset]) -> LateDatas
 def _late(store: Store, name: str, load: Callable[[], datasets.Dataset]) -> datasets.Dataset | None:
     """The dataset of that name, to be read when it is looked at; None if it is not all there."""
     try:
-        files = kept.files_of(store, name)
+        files = dataset_entries.files_of(store, name)
     except CastoreError:
         return None  # and `load` says what of it is damaged
     state, info = json.loads(files.state), datasets.DatasetInfo.from_dict(json.loads(files.info))
-    record = kept.metadata_of(store, name)
+    record = dataset_entries.metadata_of(store, name)
     if record is None:
         return None
     split = None if state["_split"] is None else datasets.Split(state["_split"])

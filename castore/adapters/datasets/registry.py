@@ -1,9 +1,9 @@
 """Finding operators, by name, by dotted path or as they are, and making them with their parameters.
 
-A name stands for a class of `castore.adapters.datasets.ops`, or for what `register` was given. A dotted path
-names any importable class, function or object, which means that **a recipe can run any code that is
-installed**: run only recipes you trust. Must never guess: what is misspelt is an error that offers the
-nearest right word.
+A name stands for what `register` was given, for a class of `castore.adapters.datasets.ops`, or, where `py-data-juicer` is
+installed, for one of its operators. A dotted path names any importable class, function or object, which means that **a
+recipe can run any code that is installed**: run only recipes you trust. Must never guess: what is misspelt is an error that
+offers the nearest right word.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any, TypeVar
 
+from castore.adapters.datasets import juicer
+from castore.adapters.datasets.ops.base import NeedsMoreError
 from castore.errors import CastoreError, InvalidValueError
 
 T = TypeVar("T")
@@ -36,12 +39,18 @@ BUILT_IN = {
     "word_repetition_filter": "repetition.WordRepetitionFilter",
     "line_repetition_filter": "repetition.LineRepetitionFilter",
     "compression_ratio_filter": "repetition.CompressionRatioFilter",
+    "stopwords_filter": "wordlists.StopwordsFilter",
+    "flagged_words_filter": "wordlists.FlaggedWordsFilter",
     "replace_content_mapper": "cleaning.ReplaceContentMapper",
     "clean_links_mapper": "cleaning.CleanLinksMapper",
     "clean_email_mapper": "cleaning.CleanEmailMapper",
     "whitespace_normalization_mapper": "cleaning.WhitespaceNormalizationMapper",
+    "clean_copyright_mapper": "cleaning.CleanCopyrightMapper",
+    "fix_unicode_mapper": "repairing.FixUnicodeMapper",
+    "punctuation_normalization_mapper": "repairing.PunctuationNormalizationMapper",
     "document_deduplicator": "exact.DocumentDeduplicator",
     "document_minhash_deduplicator": "minhash.DocumentMinhashDeduplicator",
+    "document_simhash_deduplicator": "simhash.DocumentSimhashDeduplicator",
 }
 
 _registered: dict[str, Any] = {}
@@ -72,39 +81,64 @@ def register(name: str) -> Callable[[T], T]:
 
 
 def names() -> list[str]:
-    """The names of all operators, sorted."""
+    """The names of all operators but Data-Juicer's own, sorted."""
     return sorted({*BUILT_IN, *_registered})
 
 
-def find(name: str) -> Any:
+def find(name: str, *, theirs_first: bool = False) -> Any:
     """The class, function or object that a name or a dotted path stands for.
+
+    Args:
+        name: of an operator, or the dotted path of one.
+        theirs_first: let Data-Juicer's operators come before castore's of the same name.
 
     Raises:
         InvalidValueError: there is none; the message offers the nearest name.
         CastoreError: its module cannot be imported.
     """
+    if "." in name:
+        return _at(name)
     if name in _registered:
         return _registered[name]
+    if theirs_first and not juicer.installed():
+        raise InvalidValueError(
+            "operators_of: data-juicer needs py-data-juicer, which is not installed; pip install py-data-juicer"
+        )
+    if theirs_first and name in juicer.operators():
+        return juicer.operators()[name]
     if name in BUILT_IN:
         module, _, cls = BUILT_IN[name].partition(".")
         return getattr(import_module(f"{_OPS}.{module}"), cls)
-    if "." in name:
-        return _at(name)
-    hint = nearest(name, names()) or (
-        "; one of your own goes by its dotted path, like my_package.my_module.MyMapper"
-    )
-    raise InvalidValueError(f"there is no operator {name!r}{hint}")
+    if name in juicer.operators():
+        return juicer.operators()[name]
+    hint = nearest(name, [*names(), *juicer.operators()])
+    raise InvalidValueError(f"there is no operator {name!r}{hint or _elsewhere()}")
+
+
+def _elsewhere() -> str:
+    own = "one of your own goes by its dotted path, like my_package.my_module.MyMapper"
+    if juicer.installed():
+        return f"; {own}"
+    return f"; {own}, and Data-Juicer's by their names where py-data-juicer is installed"
 
 
 def make(
-    operator: Any, parameters: Mapping[str, Any] | None = None, *, defaults: Mapping[str, Any] | None = None
+    operator: Any,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    theirs_first: bool = False,
 ) -> Any:
     """An operator, ready to run.
+
+    One of castore's that cannot do what its parameters ask, since that takes a model, gives way to Data-Juicer's of
+    the same name where that is installed.
 
     Args:
         operator: a name, a dotted path, a class, a function, or an operator.
         parameters: what to make it with. A function gets them beside the sample.
         defaults: parameters for operators that know them, if ``parameters`` does not say otherwise.
+        theirs_first: let Data-Juicer's operators come before castore's of the same name.
 
     Raises:
         InvalidValueError: there is no such operator, or it does not take these parameters.
@@ -117,17 +151,29 @@ def make(
     castore.errors.InvalidValueError: text_length_filter has no parameter 'min_length'; did you mean
     'min_len'?
     """
-    label = operator if isinstance(operator, str) else getattr(operator, "__name__", type(operator).__name__)
-    target = find(operator) if isinstance(operator, str) else operator
-    given = dict(parameters or {})
+    if not isinstance(operator, str):
+        label = getattr(operator, "__name__", type(operator).__name__)
+        return _make(label, operator, parameters or {}, defaults or {})
+    try:
+        return _make(operator, find(operator, theirs_first=theirs_first), parameters or {}, defaults or {})
+    except NeedsMoreError as error:
+        theirs = juicer.operators().get(operator)
+        if theirs is None:
+            raise NeedsMoreError(
+                f"{error}; with `pip install py-data-juicer` Data-Juicer's own runs in its place"
+            ) from None
+        return _make(operator, theirs, parameters or {}, defaults or {})
+
+
+def _make(label: str, target: Any, parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
     if not isinstance(target, type | types.FunctionType | types.BuiltinFunctionType | functools.partial):
-        if given:
+        if parameters:
             raise InvalidValueError(f"{label} is an object that is made already; it takes no parameters")
         return target
     known = _known(target)
     if known is not None:
-        given = {name: value for name, value in (defaults or {}).items() if name in known} | given
-    _check(label, target, given, known)
+        parameters = {name: value for name, value in defaults.items() if name in known} | dict(parameters)
+    given = _checked(label, target, parameters, known)
     if isinstance(target, type):
         return _made(label, target, given)
     return functools.partial(target, **given) if given else target
@@ -137,19 +183,35 @@ def _made(label: str, cls: type, parameters: Mapping[str, Any]) -> Any:
     try:
         return cls(**parameters)
     except InvalidValueError as error:
-        raise InvalidValueError(f"{label}: {error}") from error
+        raise type(error)(f"{label}: {error}") from error
     except (TypeError, ValueError) as error:
         raise InvalidValueError(f"{label} cannot be made with {dict(parameters)!r}: {error}") from error
+    except CastoreError:
+        raise
+    except Exception as error:  # whatever a class does when it is made: download a model, ask a server
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CastoreError(f"{label} cannot be made with {dict(parameters)!r}: {told[:400]}") from error
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """A question that offers the word that is most like one, or "" if none is.
+    """A question that offers the word that is most like one, or "" if none is near.
 
     >>> nearest("proces", ["process", "project_name"])
     "; did you mean 'process'?"
+    >>> nearest("image_blur_mapper", ["clean_email_mapper"])
+    ''
     """
-    found = difflib.get_close_matches(word, [*words], n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    # Two names are no more alike because both end in the same kind of operator.
+    stems: dict[str, str] = {}
+    for known in words:
+        stems.setdefault(_KIND_OF_OPERATOR.sub("", known), known)
+    found = difflib.get_close_matches(_KIND_OF_OPERATOR.sub("", word), stems, n=1, cutoff=_NEAR)
+    return f"; did you mean {stems[found[0]]!r}?" if found else ""
+
+
+_KIND_OF_OPERATOR = re.compile("_(mapper|filter|deduplicator|selector|grouper|aggregator)$")
+# Of letters that two words have in common: a slip of one or two in a word of ten.
+_NEAR = 0.8
 
 
 def _at(path: str) -> Any:
@@ -183,12 +245,14 @@ def _at(path: str) -> Any:
 
 def _known(target: Any) -> dict[str, inspect.Parameter] | None:
     """The parameters that can be given by name, or None if nobody knows or any goes."""
+    theirs = juicer.parameters(target)
+    if theirs is not None:
+        return theirs
     try:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
         return None  # written in C, and it does not say
-    kinds = {parameter.kind for parameter in parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD in kinds:
+    if inspect.Parameter.VAR_KEYWORD in {parameter.kind for parameter in parameters.values()}:
         return None
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     found = [(name, parameter) for name, parameter in parameters.items() if parameter.kind in named]
@@ -196,22 +260,29 @@ def _known(target: Any) -> dict[str, inspect.Parameter] | None:
     return dict(found if isinstance(target, type) else found[1:])
 
 
-def _check(
+def _checked(
     label: str, target: Any, given: Mapping[str, Any], known: Mapping[str, inspect.Parameter] | None
-) -> None:
+) -> dict[str, Any]:
+    """The parameters as the target takes them."""
     if known is None:
-        return
+        return dict(given)
     for name in given:
         if name not in known:
             hint = nearest(str(name), known) or f"; it takes {', '.join(known) or 'none'}"
             raise InvalidValueError(f"{label} has no parameter {name!r}{hint}")
+    hints = _hints(target)
+    fitting = {}
+    for name, value in given.items():
+        hint, has_default = hints.get(name, Any), known[name].default is not inspect.Parameter.empty
+        # Recipes write null for what is not given.
+        if value is None and has_default and not _fits(None, hint):
+            continue
+        fitting[name] = checked(value, hint, f"{name} of {label}")
     required = [name for name, parameter in known.items() if parameter.default is parameter.empty]
     missing = [name for name in required if name not in given]
     if missing:
         raise InvalidValueError(f"{label} needs the parameter {missing[0]!r}, which is not given")
-    hints = _hints(target)
-    for name, value in given.items():
-        check_type(value, hints.get(name, Any), f"{name} of {label}")
+    return fitting
 
 
 def _hints(target: Any) -> dict[str, Any]:
@@ -221,6 +292,30 @@ def _hints(target: Any) -> dict[str, Any]:
         return typing.get_type_hints(getattr(target, "func", target))
     except (AttributeError, NameError, TypeError):
         return {}  # annotations that name what is imported for type checkers only
+
+
+def checked(value: Any, hint: Any, what: str) -> Any:
+    """A value as the type of ``hint``: a number that YAML takes for text or for another kind of number is that number.
+
+    Raises:
+        InvalidValueError: it is of another type.
+
+    >>> checked("2e5", int, "max_len"), checked("2e-5", float, "min_ratio")
+    (200000, 2e-05)
+    """
+    kinds = {typing.get_origin(one) or one for one in _alternatives(hint)}
+    number = float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+    if isinstance(number, float) and not _fits(value, hint):
+        # YAML 1.1 reads 2e5 as text, and 2.0e+5 as no whole number.
+        if int in kinds and number.is_integer():
+            return int(number)
+        if float in kinds:
+            return number
+    check_type(value, hint, what)
+    return value
+
+
+_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]{1,3}")
 
 
 def check_type(value: object, hint: Any, what: str) -> None:

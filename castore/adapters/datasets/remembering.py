@@ -1,7 +1,7 @@
 """A pipeline that keeps the results of operators in this process, in front of the store or in place of it.
 
-Results are mapped files or tables that somebody has anyway: keeping one costs what its pages cost. What came
-out of here is a dataset like any other; datasets are never changed in place, so it may be shared.
+Results are mapped files or tables that somebody has anyway: keeping one costs what its pages cost. What is kept
+shares its rows with what callers get, and nothing that a caller can change (owned.py).
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 import datasets
 
-from castore.adapters.datasets.hashing import operator_fingerprint
-from castore.adapters.datasets.inputs import dataset_fingerprint
+from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
+from castore.adapters.datasets.operator_keys import operator_fingerprint
+from castore.adapters.datasets.owned import own, private
 from castore.adapters.datasets.pipeline import Pipeline, ProgressCallback
 from castore.adapters.datasets.reports import PipelineResult, Progress, StepReport
-from castore.adapters.datasets.running import step_key
-from castore.forks import reset_after_fork
+from castore.adapters.datasets.step_runner import step_key
+from castore.system.forks import reset_after_fork
 
 
 class Results:
@@ -42,16 +43,19 @@ class Results:
         return len(self._kept)
 
     def find(self, key: str) -> PipelineResult | None:
-        """What is kept under a key."""
+        """The dataset kept under a key, as an object that the caller may change."""
         with self._guard:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-            return self._kept.get(key)
+            found = self._kept.get(key)
+            if found is None:
+                return None
+            self._kept.move_to_end(key)
+        return PipelineResult(own(found.dataset), list(found.steps))
 
     def keep(self, key: str, result: PipelineResult) -> None:
-        """Keep a result."""
+        """Keep a snapshot of a result."""
+        snapshot = PipelineResult(private(result.dataset), list(result.steps))
         with self._guard:
-            self._kept[key] = result
+            self._kept[key] = snapshot
             self._kept.move_to_end(key)
             while len(self._kept) > self._most:
                 self._kept.popitem(last=False)

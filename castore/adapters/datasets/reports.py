@@ -24,7 +24,7 @@ class Progress:
         step: number of the step, from 0.
         steps: how many there are.
         name: of the step.
-        kind: ``"map"``, ``"stats"``, ``"filter"`` or ``"deduplicate"``.
+        kind: ``"map"``, ``"stats"``, ``"filter"``, ``"deduplicate"`` or ``"select"``.
         done: rows done.
         total: rows there are to do.
         report: what became of the step, once it has ended.
@@ -45,7 +45,7 @@ class StepReport:
 
     Attributes:
         name: of the operator; its statistics pass has " (stats)" behind it.
-        kind: ``"map"``, ``"stats"``, ``"filter"`` or ``"deduplicate"``.
+        kind: ``"map"``, ``"stats"``, ``"filter"``, ``"deduplicate"`` or ``"select"``.
         hit: whether the result came from the cache, or from the checkpoint.
         rows_in, rows_out: before and after; None if that is not known any more: of a step whose result was dropped.
         seconds: spent in this run; of a hit, almost none.

@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from castore.adapters.datasets import kept
-from castore.adapters.datasets.running import FOLDER
+from castore.adapters.datasets import dataset_entries
+from castore.adapters.datasets.step_runner import FOLDER
 from castore.adapters.datasets.tables import STATE
-from castore.sizes import parse_duration, parse_size
 from castore.store import Store
+from castore.units import parse_duration, parse_size
 
 
 class Result(NamedTuple):
@@ -58,7 +58,7 @@ def drop_intermediate(
         needed=sum(result.stored for result in last),
     )
     for result in chosen:
-        kept.drop(store, result.name)
+        dataset_entries.drop(store, result.name)
     return [result.name for result in chosen]
 
 
@@ -71,6 +71,6 @@ def _results(store: Store, pipeline: str) -> tuple[list[Result], list[Result]]:
         record = entry.metadata
         if record.get("pipeline") == pipeline:
             name = entry.name.removesuffix(f"/{STATE}")
-            result = Result(name, entry.accessed, kept.size_of(store, name).stored)
+            result = Result(name, entry.accessed, dataset_entries.size_of(store, name).stored)
             (last if record["number"] + 1 == record["steps"] else others).append(result)
     return last, others

@@ -21,8 +21,8 @@ from castore.adapters.datasets.quiet import quiet
 from castore.adapters.datasets.remembering import RememberingPipeline, Results
 from castore.adapters.datasets.reports import PipelineResult
 from castore.errors import InvalidValueError
-from castore.sizes import parse_duration
 from castore.store import Store
+from castore.units import parse_duration
 
 CacheType = Literal["memory", "disk", "hierarchical"]
 HashFn = Literal["content", "path", "combined"]

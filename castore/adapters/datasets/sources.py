@@ -6,18 +6,24 @@ is the same source, and a changed byte makes another. Must never change what it 
 
 from __future__ import annotations
 
+import codecs
 import glob
 import os
+import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import datasets
+import fsspec
+from datasets.data_files import DataFilesDict, DataFilesList
 
-from castore.adapters.datasets.inputs import file_digest
+from castore.adapters.datasets.dataset_fingerprint import file_digest
+from castore.adapters.datasets.json_reader import JsonReader
 from castore.adapters.datasets.quiet import quiet
 from castore.adapters.datasets.registry import nearest
 from castore.errors import CastoreError, InvalidValueError, NotFoundError
-from castore.keys import key
+from castore.keys.encoder import key
 from castore.store import Store
 
 #: Kinds of files by their endings.
@@ -28,6 +34,10 @@ KINDS = {
 #: Compressed files that are read as they are.
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 SAVED = "saved"
+# Counted up when the same bytes come to be read as other values.
+_READERS = {"json": 2, "csv": 2, "tsv": 2}
+#: What tells files from others: their content, their path with size and time of change, or both.
+Telling = Literal["content", "path", "combined"]
 
 
 class Source(NamedTuple):
@@ -51,13 +61,18 @@ class Source(NamedTuple):
 
 
 def find(path: str | os.PathLike[str]) -> Source:
-    """The files that a path means: one, all below a folder, or those that fit a pattern (with ``**``, too).
+    """The files that a path means: one, all below a folder, or those that fit a pattern.
+
+    In a text that is no existing path ``*`` and ``**`` are patterns. All other characters, and the folders in front
+    that exist, stand for themselves.
 
     Raises:
         NotFoundError: there are none.
         InvalidValueError: they are of no known kind, or of several.
     """
     text = os.fspath(path)
+    if "://" in text:
+        raise InvalidValueError(f"dataset_path {text!r} is no path of this machine; download the data first")
     if os.path.isdir(text):
         saved = _saved_folder(text)
         if saved is not None:
@@ -65,8 +80,8 @@ def find(path: str | os.PathLike[str]) -> Source:
         return _of_one_kind(text, [file for file in _below(text) if kind_of(file)])
     if os.path.exists(text):
         return _of_one_kind(text, [text])
-    if glob.has_magic(text):
-        return _of_one_kind(text, sorted(filter(os.path.isfile, glob.glob(text, recursive=True))))
+    if "*" in text:
+        return _of_one_kind(text, _fitting(text))
     folder, name = os.path.split(text)
     beside = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
     raise NotFoundError(f"there is no data at dataset_path {text!r}{nearest(name, beside)}")
@@ -100,6 +115,16 @@ def kind_of(file: str) -> str | None:
     return KINDS.get(os.path.splitext(stem)[1] if ending in COMPRESSED else ending)
 
 
+def _fitting(pattern: str) -> list[str]:
+    """The files that fit a pattern of ``*`` and ``**``, in order."""
+    folder = os.path.dirname(pattern)
+    while folder and not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    rest = re.sub(r"[\[?]", r"[\g<0>]", pattern[len(folder) :].lstrip("/"))
+    found = glob.glob(rest, root_dir=folder or None, recursive=True)
+    return sorted(filter(os.path.isfile, (os.path.join(folder, name) for name in found)))
+
+
 def _below(folder: str) -> Iterator[str]:
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -109,6 +134,11 @@ def _below(folder: str) -> Iterator[str]:
 def _of_one_kind(path: str, files: Sequence[str]) -> Source:
     if not files:
         raise NotFoundError(f"dataset_path {path!r} holds no data: {', '.join(KINDS)} files are read")
+    for file in files:
+        # To read a pipe is to wait for its writer, perhaps for ever.
+        if not os.path.isfile(file):
+            raise InvalidValueError(f"{file!r} is no regular file; write its rows to a file, and read that")
+        _see_plain(file)
     by_kind = {kind_of(file): file for file in reversed(files)}
     if None in by_kind:
         raise InvalidValueError(
@@ -125,6 +155,12 @@ def _of_one_kind(path: str, files: Sequence[str]) -> Source:
     return Source(path, kind, tuple(files))
 
 
+def _see_plain(path: str) -> None:
+    # In `datasets` and below it what follows is a file that lies in another one.
+    if "::" in os.path.abspath(path):
+        raise InvalidValueError(f"{os.path.abspath(path)!r} has '::' in it, which cannot be read; rename it")
+
+
 def _saved_folder(folder: str) -> Source | None:
     if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
         splits = sorted(name for name in os.listdir(folder) if os.path.isdir(os.path.join(folder, name)))
@@ -134,12 +170,11 @@ def _saved_folder(folder: str) -> Source | None:
         )  # fmt: skip
     if not os.path.isfile(os.path.join(folder, "state.json")):
         return None
+    _see_plain(folder)
     return Source(folder, SAVED, tuple(sorted(entry.path for entry in os.scandir(folder) if entry.is_file())))
 
 
-def identify(
-    source: Source, store: Store | None, telling: Literal["content", "path", "combined"] = "content"
-) -> str:
+def identify(source: Source, store: Store | None, telling: Telling = "content") -> str:
     """A key for a source.
 
     Args:
@@ -152,6 +187,8 @@ def identify(
         UnhashableError, OSError: a file cannot be read.
     """
     told: list[Any] = [source.kind, f"datasets {datasets.__version__}"]
+    if source.kind in _READERS:
+        told.append(_READERS[source.kind])
     if telling != "path":
         told.append([file_digest(file, store) for file in source.files])
     if telling != "content":
@@ -186,25 +223,88 @@ def read(source: Source, folder: str | os.PathLike[str]) -> datasets.Dataset:
 
 
 def _read(source: Source, folder: str) -> datasets.Dataset:
-    files = list(source.files)
-    # One value for all files, or `datasets` would name the split, and with it the fingerprint, by chance.
-    common: dict[str, Any] = {"cache_dir": folder, "split": datasets.Split.TRAIN}
     if source.kind == SAVED:
-        loaded = datasets.load_from_disk(os.path.dirname(files[0]))
+        loaded = datasets.load_from_disk(os.path.dirname(source.files[0]))
         assert isinstance(loaded, datasets.Dataset)
         return loaded
-    if source.kind == "json":
-        return datasets.Dataset.from_json(files, **common)
-    if source.kind == "parquet":
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as links:
+        return _read_files(source.kind, [_plain(file, links) for file in source.files], folder)
+
+
+def _plain(file: str, links: str) -> str:
+    """A full path that `datasets` understands: it makes a URL of the name of a compressed file."""
+    path = os.path.abspath(file)
+    if not path.lower().endswith(COMPRESSED) or re.fullmatch(r"[\w.-]+", os.path.basename(path)):
+        return path
+    stem, ending = os.path.splitext(path)
+    link = os.path.join(links, f"{len(os.listdir(links))}{os.path.splitext(stem)[1]}{ending}")
+    os.symlink(path, link)
+    return link
+
+
+def _state(path: str) -> tuple[str, ...]:
+    found = os.stat(path)
+    return path, str(found.st_mtime_ns), str(found.st_size), str(found.st_ino)
+
+
+def _read_files(kind: str, paths: list[str], folder: str) -> datasets.Dataset:
+    # One value for all files, or `datasets` would name the split, and with it the fingerprint, by chance.
+    split = datasets.Split.TRAIN
+    # Made here, since `datasets` takes every path that it is given for a pattern.
+    files = DataFilesDict({str(split): DataFilesList(paths, [_state(path) for path in paths])})
+    common: dict[str, Any] = {"cache_dir": folder, "split": split}
+    if kind == "json":
+        reader = JsonReader(files, folder)
+        reader.download_and_prepare()
+        rows = reader.as_dataset(split=split)
+        assert isinstance(rows, datasets.Dataset)
+        for batch in rows.data.table.to_batches():
+            batch.validate(full=True)  # its reader takes any bytes for text
+        return rows
+    if kind == "parquet":
         return datasets.Dataset.from_parquet(files, **common)
-    if source.kind == "text":
+    if kind == "text":
         return datasets.Dataset.from_text(files, sample_by="document", **common)
-    return datasets.Dataset.from_csv(files, sep="\t" if source.kind == "tsv" else ",", **common)
+    separator = "\t" if kind == "tsv" else ","
+    # Words such as NA and null are words.
+    return datasets.Dataset.from_csv(files, sep=separator, keep_default_na=False, na_values=[""], **common)
 
 
 def _unreadable(source: Source, error: Exception) -> InvalidValueError:
     causes = [error]
     while causes[-1].__cause__ is not None and len(causes) < 10:
         causes.append(causes[-1].__cause__)  # type: ignore[arg-type]
-    text = " ".join(str(causes[-1]).split()) or type(causes[-1]).__name__
-    return InvalidValueError(f"cannot read dataset_path {source.path!r} as {source.kind}: {text[:300]}")
+    foreign = None if source.kind in (SAVED, "parquet") else _foreign_line(source)
+    # The datasets library asks for the first of no tables, or says the latter; other readers have words of their own.
+    nothing = isinstance(causes[-1], StopIteration) or "corresponds to no data" in str(causes[-1])
+    if foreign is not None:
+        text = foreign
+    elif nothing or not source.size:
+        text = "it has no rows; see that what writes it is done"
+    else:
+        text = " ".join(str(causes[-1]).split()) or type(causes[-1]).__name__
+    return InvalidValueError(f"cannot read dataset_path {source.path!r} as {source.kind}: {text[:400]}")
+
+
+def _foreign_line(source: Source) -> str | None:
+    """The sentence about the first line that is no UTF-8, if there is one."""
+    for path in source.files:
+        try:
+            with fsspec.open(path, "rb", compression="infer") as file:
+                for number, line in enumerate(file, 1):
+                    try:
+                        line.decode()
+                    except UnicodeDecodeError as error:
+                        guess = (
+                            "UTF-16"
+                            if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+                            else "LATIN1"
+                        )
+                        return (
+                            f"line {number} of {path!r} is no UTF-8 (byte 0x{line[error.start]:02x} at {error.start});"
+                            f" convert the file, with `iconv -f {guess} -t UTF-8` say"
+                        )
+        except Exception:  # noqa: BLE001 - of a codec: the file's first reader has said more of it
+            return None
+    return None

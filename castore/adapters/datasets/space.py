@@ -16,12 +16,12 @@ from pathlib import Path
 
 import datasets
 
-from castore.adapters.datasets.late import LateTable
+from castore.adapters.datasets.lazy_dataset import LateDataset
+from castore.adapters.datasets.lazy_table import LateTable
 from castore.adapters.datasets.tables import arrow_files
-from castore.adapters.datasets.unread import LateDataset
 from castore.objects.encode import encode_small, slices
 from castore.settings import Settings
-from castore.sizes import format_size
+from castore.units import format_size
 
 _SAMPLES, _SAMPLE_ROWS, _SAMPLE_BYTES = 8, 256, 4 << 20
 

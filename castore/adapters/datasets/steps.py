@@ -4,13 +4,16 @@ An operator is a function from a sample to a sample, or an object with Data-Juic
 
 - ``process(sample)`` (or ``process_batched(samples)``): a mapper;
 - ``compute_stats(sample)`` and ``process(sample) -> bool``: a filter, whose statistics pass is a step of its own;
-- ``compute_hash(sample)`` and ``process(dataset)``: a deduplicator.
+- ``compute_hash(sample)`` and ``process(dataset)``: a deduplicator;
+- ``process(dataset)`` of a selector or a grouper of Data-Juicer's, told by its class.
 
 Assumes nothing of a store. Must never change a dataset that it is given.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import inspect
 import uuid
@@ -19,7 +22,9 @@ from typing import Any
 
 import datasets
 
+from castore.adapters.datasets import juicer
 from castore.errors import InvalidValueError
+from castore.system import workers
 
 #: Data-Juicer's column for what filters measure.
 STATS = "__dj__stats__"
@@ -59,7 +64,7 @@ class Step:
 
     Attributes:
         name: of the operator; a statistics pass has " (stats)" behind it.
-        kind: ``"map"``, ``"stats"``, ``"filter"`` or ``"deduplicate"``.
+        kind: ``"map"``, ``"stats"``, ``"filter"``, ``"deduplicate"`` or ``"select"``.
         operator: the function or object.
         hashed: what of it counts for the key.
     """
@@ -71,7 +76,8 @@ class Step:
 
     def run(self, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
         """The dataset behind this step."""
-        return _RUN[self.kind](self.operator, dataset, options)
+        with workers.bound() if options.num_proc else contextlib.nullcontext():
+            return _RUN[self.kind](self.operator, dataset, options)
 
 
 def steps_of(operator: Any) -> list[Step]:
@@ -83,6 +89,8 @@ def steps_of(operator: Any) -> list[Step]:
     name = operator_name(operator)
     if inspect.isclass(operator):
         raise InvalidValueError(f"{name} is no operator but the class of some: pass {name}(...)")
+    if juicer.works_on_datasets(operator):
+        return [Step(name, "select", operator, operator.process)]
     if hasattr(operator, "compute_hash"):
         methods = [operator.compute_hash, _needed(operator, "process")]
         return [Step(name, "deduplicate", operator, methods)]
@@ -126,18 +134,23 @@ def _method(operator: Any, name: str) -> tuple[Callable[..., Any], bool]:
     wants = getattr(operator, "is_batched_op", None)
     only = hasattr(operator, f"{name}_batched") and not hasattr(operator, name)
     batched = bool(wants()) if callable(wants) else only
+    if not batched and juicer.is_one(operator) and hasattr(operator, f"{name}_single"):
+        # Data-Juicer's `process` takes a sample whose columns are lists of one length for a batch.
+        name = f"{name}_single"
     return _needed(operator, f"{name}_batched" if batched else name), batched
 
 
 def _map(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
     plain = not (hasattr(operator, "process") or hasattr(operator, "process_batched"))
     function, batched = (operator, False) if plain else _method(operator, "process")
+    for column in juicer.columns_for(operator):
+        function = (_RoomOfBatch if batched else _RoomOfSample)(function, column)
     return dataset.map(_counted(function, batched, options), batched=batched, **options.keywords())
 
 
 def _stats(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
     function, batched = _method(operator, "compute_stats")
-    with_room = _StatsOfBatch(function) if batched else _StatsOfSample(function)
+    with_room = (_RoomOfBatch if batched else _RoomOfSample)(function, STATS)
     # The column's type grows with each filter that measures something new.
     return dataset.map(
         _counted(with_room, batched, options), batched=batched, try_original_type=False, **options.keywords()
@@ -166,34 +179,59 @@ def _deduplicate(operator: Any, dataset: datasets.Dataset, options: RunOptions) 
     return kept.remove_columns([name for name in kept.column_names if name not in dataset.column_names])
 
 
+def _select(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
+    # Data-Juicer takes a dataset's attributes for its own class; a copy is a plain one, whatever this one is.
+    dataset = copy.copy(dataset)
+    if juicer.works_on_datasets(operator) == "group":
+        groups = operator.process(dataset)
+        return datasets.Dataset.from_list(groups) if groups else dataset.select([])
+    chosen = operator.process(dataset)
+    if not isinstance(chosen, datasets.Dataset):
+        raise InvalidValueError(
+            f"process of the selector {operator_name(operator)!r} must return the dataset that stays,"
+            f" not {type(chosen).__name__}"
+        )
+    # One of its own class would run the next steps in a way of its own.
+    return datasets.Dataset(
+        chosen._data,
+        info=chosen._info,
+        split=chosen._split,
+        indices_table=chosen._indices,
+        fingerprint=chosen._fingerprint,
+    )
+
+
 _RUN: dict[str, Callable[[Any, datasets.Dataset, RunOptions], datasets.Dataset]] = {
     "map": _map,
     "stats": _stats,
     "filter": _filter,
     "deduplicate": _deduplicate,
+    "select": _select,
 }
 
 
-class _StatsOfSample:
-    """Gives a sample room for statistics before it is measured."""
+class _RoomOfSample:
+    """Gives a sample room for statistics, or for tags, before an operator writes them."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], column: str) -> None:
         self._function = function
+        self._column = column
 
     def __call__(self, sample: dict[str, Any]) -> Any:
-        sample[STATS] = dict(sample.get(STATS) or {})
+        sample[self._column] = dict(sample.get(self._column) or {})
         return self._function(sample)
 
 
-class _StatsOfBatch:
-    """The same for a batch, whose statistics are one dictionary a sample."""
+class _RoomOfBatch:
+    """The same for a batch, with one dictionary a sample."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], column: str) -> None:
         self._function = function
+        self._column = column
 
     def __call__(self, samples: dict[str, list[Any]]) -> Any:
         rows = len(next(iter(samples.values())))
-        samples[STATS] = [dict(stats or {}) for stats in samples.get(STATS) or [None] * rows]
+        samples[self._column] = [dict(given or {}) for given in samples.get(self._column) or [None] * rows]
         return self._function(samples)
 
 

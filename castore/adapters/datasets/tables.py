@@ -23,9 +23,9 @@ from datasets.iterable_dataset import ArrowExamplesIterable
 from datasets.table import ConcatenationTable, InMemoryTable, MemoryMappedTable, Table, concat_tables
 from datasets.utils.py_utils import asdict
 
-from castore.adapters.datasets.late import LateTable
+from castore.adapters.datasets.lazy_table import LateTable
+from castore.adapters.datasets.replaced import gone, lies_in
 from castore.errors import SerializationError
-from castore.keys import key
 
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 #: In the state, beside what `save_to_disk` writes there: how many rows the data files have.
@@ -36,7 +36,6 @@ SHARD_BYTES = 128 * 1024 * 1024
 _BATCH_BYTES = 8 * 1024 * 1024
 _FIRST_BYTES = 256 * 1024
 _SMALLEST_BATCHES = 1024 * 1024
-_ITERATED_ROWS = 1000
 # A table that was only given its features' description again still is its file.
 _HARMLESS_REPLAYS = frozenset({"replace_schema_metadata"})
 
@@ -52,27 +51,38 @@ def whole_files(dataset: datasets.Dataset) -> list[str] | None:
     return table_files(dataset._data)
 
 
-def table_files(table: Table) -> list[str] | None:
-    """Paths of the Arrow files which are, one after the other, exactly a table's rows; None if there are none."""
-    blocks = mapped_blocks(table, _HARMLESS_REPLAYS)
+def table_files(table: Table, places: list[range] | None = None) -> list[str] | None:
+    """Paths of the Arrow files which are, one after the other, exactly a table's rows; None if there are none.
+
+    Args:
+        table: mapped, or put together of mapped ones.
+        places: what `gone` gave, where many tables are asked about.
+    """
+    blocks = mapped_blocks(table, _HARMLESS_REPLAYS, places)
     return None if blocks is None else [block.path for block in blocks]
 
 
-def mapped_blocks(table: Table, allowed: Set[str]) -> list[MemoryMappedTable] | None:
-    """The mapped tables which are, one after the other, a table's rows; None if there are none.
+def mapped_blocks(
+    table: Table, allowed: Set[str], places: list[range] | None = None
+) -> list[MemoryMappedTable] | None:
+    """The mapped tables which are, one after the other, a table's rows; None if there are none, or if a file was replaced.
 
     Args:
         table: mapped, or put together of mapped ones.
         allowed: what may have been done to them since they were mapped, as `datasets` calls it.
+        places: what `gone` gave, where many tables are asked about.
     """
     found: list[MemoryMappedTable] = []
+    places = gone() if places is None else places
     for block in row_blocks(table) or ():
         if isinstance(block, LateTable):
-            inner = mapped_blocks(block.whole(), allowed)
+            inner = mapped_blocks(block.whole(), allowed, places)
             if inner is None:
                 return None
             found += inner
-        elif isinstance(block, MemoryMappedTable) and all(what in allowed for what, *_ in block.replays):
+        elif not isinstance(block, MemoryMappedTable) or lies_in(block.table, places):
+            return None
+        elif all(what in allowed for what, *_ in block.replays):
             found.append(block)
         else:
             return None
@@ -95,6 +105,9 @@ def arrow_files(dataset: datasets.Dataset) -> Iterator[pa.Buffer]:
 
 def written(batches: Iterable[pa.Table], features: datasets.Features) -> Iterator[pa.Buffer]:
     """Tables as Arrow streams of about `SHARD_BYTES`, of at least one; files that images name are taken in."""
+    if not features:
+        yield nothing()
+        return
     remaining, first = iter(batches), True
     while True:
         sink, size = pa.BufferOutputStream(), 0
@@ -111,6 +124,13 @@ def written(batches: Iterable[pa.Table], features: datasets.Features) -> Iterato
         if size < SHARD_BYTES:
             return
         first = False
+
+
+def nothing() -> pa.Buffer:
+    """An Arrow stream without columns, which an `ArrowWriter` does not write."""
+    sink = pa.BufferOutputStream()
+    pa.ipc.new_stream(sink, pa.schema([])).close()
+    return sink.getvalue()
 
 
 def _after_a_small_one(table: pa.Table) -> Iterator[pa.Table]:
@@ -140,39 +160,15 @@ class Part(NamedTuple):
     describe: Callable[[list[bytes]], tuple[bytes, bytes]]
 
 
-def part_of(dataset: datasets.Dataset | datasets.IterableDataset) -> Part:
-    """A dataset, or what an iterable one yields, to be kept.
+def part_of(dataset: datasets.Dataset) -> Part:
+    """A dataset, to be kept.
 
     Raises:
         SerializationError: (when described) its format holds what JSON cannot.
     """
-    if isinstance(dataset, datasets.IterableDataset):
-        return _part_of_iterable(dataset)
     return Part(
-        lambda: whole_files(dataset) or arrow_files(dataset), lambda digests: _describe(dataset, len(digests))
+        lambda: whole_files(dataset) or arrow_files(dataset), lambda digests: describe(dataset, len(digests))
     )
-
-
-def _part_of_iterable(dataset: datasets.IterableDataset) -> Part:
-    features = dataset.features or dataset._resolve_features().features or datasets.Features()
-    info = dataset.info.copy()
-    info.features = features
-    formatting = dataset._formatting
-
-    def files() -> Iterator[pa.Buffer]:
-        return written(dataset.with_format("arrow").iter(_ITERATED_ROWS), features)
-
-    def describe(digests: list[bytes]) -> tuple[bytes, bytes]:
-        empty = datasets.Dataset(
-            InMemoryTable(features.arrow_schema.empty_table()),
-            info=info,
-            split=dataset.split,
-            fingerprint=our_fingerprint(key([*digests, str(features)])),
-        )
-        empty._format_type = formatting.format_type if formatting else None
-        return _describe(empty, len(digests))
-
-    return Part(files, describe)
 
 
 def our_fingerprint(digits: str) -> str:
@@ -180,7 +176,12 @@ def our_fingerprint(digits: str) -> str:
     return f"castore{digits}"
 
 
-def _describe(dataset: datasets.Dataset, files: int) -> tuple[bytes, bytes]:
+def describe(dataset: datasets.Dataset, files: int) -> tuple[bytes, bytes]:
+    """``state.json`` and ``dataset_info.json`` of a dataset in so many data files.
+
+    Raises:
+        SerializationError: its format holds what JSON cannot.
+    """
     names = ("_fingerprint", "_format_columns", "_format_kwargs", "_format_type", "_output_all_columns")
     state: dict[str, Any] = {name: getattr(dataset, name) for name in names}
     state["_split"] = None if dataset.split is None else str(dataset.split)

@@ -25,10 +25,10 @@ from castore.adapters.embeddings.outputs import Schema, check_rows, restore
 from castore.adapters.embeddings.publishing import Current, Publisher
 from castore.adapters.embeddings.table import Table, View
 from castore.errors import InvalidValueError, NotFoundError, OutOfRangeError, StoreError
-from castore.forks import reset_after_fork
 from castore.names import check_name
 from castore.records import Blob
 from castore.store import Store
+from castore.system.forks import reset_after_fork
 
 
 class EmbeddingCache:
@@ -123,12 +123,11 @@ class EmbeddingCache:
             return len(self)
 
     def _found(self) -> tuple[Blob | None, str | None]:
-        """The manifest's blob, None if it has expired; and its digest in hex, None if there is no entry."""
+        """The manifest's blob and its digest in hex; None for both if there is no entry, or it has expired."""
         found = self.store.index.find(self._manifest)
-        if found is None:
+        if found is None or (found.expires is not None and found.expires <= time.time()):
             return None, None
-        alive = found.expires is None or found.expires > time.time()
-        return found.blob if alive else None, found.blob.digest.hex()
+        return found.blob, found.blob.digest.hex()
 
     def _read_manifest(self) -> bool:
         """Bring the table up to date; False if it is."""
@@ -154,7 +153,7 @@ class EmbeddingCache:
 
     def _check_dtype(self, schema: Schema) -> None:
         for leaf in schema.leaves:
-            kept = leaf.kind in ("tensor", "ragged") and leaf.dtype.startswith(("float", "bfloat"))
+            kept = leaf.kind in ("tensor", "array", "ragged") and leaf.dtype.startswith(("float", "bfloat"))
             wanted = leaf.dtype if self.dtype is None else str(self.dtype).removeprefix("torch.")
             if kept and leaf.stored != wanted:
                 raise InvalidValueError(

@@ -216,7 +216,7 @@ class _Plan:
         if has_labels:
             rest = Rest(layout, places)
             rest.check(one, others)
-        identity = _identity(config, role, loader, extractors)
+        identity = _identity(config, role, loader, extractors, store)
         tables = [_table(source, stand_ins[source.name].digest, identity, config, store) for source in found]
         index = None
         if not is_stream and (extractors or (rest is not None and rest.leaves)):
@@ -274,17 +274,17 @@ class _Plan:
 
 
 def _identity(
-    config: CacheConfig, role: str, loader: DataLoader[Any], extractors: Extractors
+    config: CacheConfig, role: str, loader: DataLoader[Any], extractors: Extractors, store: Store
 ) -> dict[str, object]:
     """What all tables of a loader's data depend on."""
     given = config.fingerprints
     named = {
-        number: code_digest(extractor, "key_extractors", given.get("key_extractors"))
+        number: code_digest(extractor, "key_extractors", given.get("key_extractors"), store)
         for number, extractor in extractors.items()
     }
     return {
-        "dataset": data_digest(loader.dataset, role, given.get(role)),
-        "collate": code_digest(loader.collate_fn, "collate", given.get("collate")),
+        "dataset": data_digest(loader.dataset, role, given.get(role), store),
+        "collate": code_digest(loader.collate_fn, "collate", given.get("collate"), store),
         "key_extractors": named,
     }
 

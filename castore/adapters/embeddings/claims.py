@@ -16,10 +16,11 @@ import numpy as np
 from blake3 import blake3
 
 from castore.adapters.embeddings.keytable import Digests
-from castore.compute import ComputeLocks
-from castore.filelocks import is_locked, lock_byte
 from castore.store import Store
-from castore.temporary import create_temporary, open_regular
+from castore.system.file_locks import is_locked, lock_byte
+from castore.system.forks import reset_after_fork
+from castore.system.single_flight import ComputeLocks
+from castore.system.temporary import create_temporary, open_regular
 
 # Bytes of claims that are believed: more than any filler has.
 _MOST = 1 << 28
@@ -52,8 +53,14 @@ class Claims:
         self._mine: Digests = np.empty((0, 2), np.uint64)
         with self._locks.hold(self._lock):
             self._fd, self._path = create_temporary(self._folder, self._suffix)
+            reset_after_fork(self)
             os.fchmod(self._fd, self._mode)
             lock_byte(self._fd, 0)
+
+    def _after_fork(self) -> None:
+        if self._fd >= 0:  # the claims are the parent's, and must not outlive it with a child
+            os.close(self._fd)
+            self._fd = -1
 
     def take(self, keys: Digests) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Claim those of some keys that nobody else has; says which. What others claimed may be there a moment later."""
@@ -71,8 +78,10 @@ class Claims:
 
     def close(self) -> None:
         """Let go of all keys, for good."""
-        self._path.unlink(missing_ok=True)
-        os.close(self._fd)
+        if self._fd >= 0:
+            self._path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1
 
     def _write(self, keys: Digests) -> None:
         self._mine = keys

@@ -8,21 +8,24 @@ own as before: `state_dict` has the names it had without this wrapper.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from castore import Store
-from castore.adapters.embeddings.batches import PerItem, select
+from castore.adapters.embeddings.batches import PerItem, like, over, select
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.config import CacheConfig, CacheType
 from castore.adapters.embeddings.devices import Placed, over_tensors, tensors_of
-from castore.adapters.embeddings.frozen import check_frozen, no_random_numbers
+from castore.adapters.embeddings.frozen import Noted, check_frozen, no_random_numbers
 from castore.adapters.embeddings.identity import code_digest, encoder_digest, item_key, table_name
 from castore.adapters.embeddings.keys import ABSENT, ROWS_PER_TABLE, Keys
 from castore.adapters.embeddings.masks import mask_in, padded, unpadded
+from castore.adapters.embeddings.table import CacheWarning
 from castore.errors import InvalidValueError
 
 _CPU = torch.device("cpu")
@@ -32,8 +35,9 @@ class CachedEncoder(nn.Module):
     """An encoder whose embeddings are computed once and kept in a store.
 
     Args:
-        encoder: a frozen module, or any function of a batch. A batch is a tensor (B, ...), a list of B items, or a dict
-            or tuple of tensors (B, ...), and goes through uncached if it is anything else; what it returns for one are tensors
+        encoder: a frozen module, or any function of a batch. A batch is a tensor or array (B, ...), a list of B items, a tuple
+            of B texts or bytes, as the default collate makes of those, or a dict or tuple of these. Anything else goes
+            through uncached, which a warning says once. What the encoder returns for a batch are tensors
             (B, ...), lists of B tensors that differ in length, or tuples and dicts of these.
         config: of this, ``cache_type``, ``key_extractors``, ``dtype``, ``masks``, ``save_dir`` and ``fingerprints`` count.
         name: what the config and errors call it.
@@ -49,6 +53,9 @@ class CachedEncoder(nn.Module):
     (torch.Size([4, 2]), 1)
     """
 
+    # Of the class, for those that were pickled before it was there.
+    _told_uncached = False
+
     def __init__(
         self,
         encoder: Any,
@@ -63,13 +70,14 @@ class CachedEncoder(nn.Module):
         self.config = config or CacheConfig()
         self.column = 0
         self.encoder = encoder
-        #: 40 hexadecimal digits that identify what the encoder computes.
-        self.digest = encoder_digest(encoder, name, self.config.fingerprints.get(name))
         self._extractor = self.config.extractor_of(name)
         self._mask = self.config.masks.get(name)
         self._tables: list[Placed] = []
         self._store = opened(store, self.config)
+        #: 40 hexadecimal digits that identify what the encoder computes.
+        self.digest = encoder_digest(encoder, name, self.config.fingerprints.get(name), self._store)
         self._memo: EmbeddingCache | None = None
+        self._noted = Noted(encoder)
         if not isinstance(encoder, nn.Module) and not callable(encoder):
             raise InvalidValueError(
                 f"the encoder {name!r} is a {type(encoder).__name__}; give a module or a function"
@@ -82,7 +90,7 @@ class CachedEncoder(nn.Module):
         """The embeddings of what was not given as Keys."""
         if self._memo is None:
             given = self.config.fingerprints.get("key_extractors")
-            extractor = self._extractor and code_digest(self._extractor, "key_extractors", given)
+            extractor = self._extractor and code_digest(self._extractor, "key_extractors", given, self._store)
             parts = {
                 "encoder": self.digest,
                 "key_extractor": extractor,
@@ -101,6 +109,7 @@ class CachedEncoder(nn.Module):
         """See whether the encoder is another one by now; what was cached of the one before is then forgotten here."""
         check_frozen(self.encoder, self.name)
         digest = encoder_digest(self.encoder, self.name, self.config.fingerprints.get(self.name))
+        self._noted.note()
         if digest != self.digest:
             self.digest = digest
             self._memo = None
@@ -140,12 +149,19 @@ class CachedEncoder(nn.Module):
                 args = [over_tensors(value, move) for value in args]
                 kwargs = {name: over_tensors(value, move) for name, value in kwargs.items()}
             outputs = self.encoder(*args, **kwargs)
+        self._noted.note()  # what it writes while it answers is its own business
         return outputs if self._mask is None else unpadded(outputs, mask_in(kwargs, self._mask, self.name))
 
     def _padded(self, outputs: Any, kwargs: Mapping[str, Any]) -> Any:
         return outputs if self._mask is None else padded(outputs, mask_in(kwargs, self._mask, self.name))
 
+    def _look_at(self, *, all_of_it: bool = False) -> None:
+        """See whether the encoder is another one by now, if it looks like it."""
+        if self._noted.may_have_changed(all_of_it=all_of_it):
+            self.look_again()
+
     def _look_up(self, keys: torch.Tensor) -> Any:
+        self._look_at()
         if not len(keys):
             raise InvalidValueError("an empty batch of keys has no embeddings")
         # Rows are far below 2**44, so the ends tell whether all are of one table.
@@ -163,33 +179,47 @@ class CachedEncoder(nn.Module):
         return self._tables[number].take(keys - number * ROWS_PER_TABLE, self._device(keys.device))
 
     def _remember(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        batch = [*args, kwargs]
-        count = _count(batch)
+        batch = (*args, kwargs)
+        count, layout = _laid_out(batch)
         if not count:
+            if layout is None:
+                self._tell_uncached(args, kwargs)
             return self.encoder(*args, **kwargs)
-        layout = [
-            *(_layout_of(value) for value in args),
-            {name: _layout_of(value) for name, value in kwargs.items()},
-        ]
-        keys = [self._key_of(select(layout, batch, [position])) for position in range(count)]
+        keys = [self._key_of(layout, select(layout, batch, [position])) for position in range(count)]
 
         def encode(positions: list[int]) -> Any:
             *some, named = select(layout, batch, positions)
             return self.encode(some, named)
 
+        self._look_at()
         rows = self.memo.find(keys)
         if bool((rows < 0).any()):
+            self._look_at(all_of_it=True)
             self.memo.fill(keys, range(count), encode, batch_size=count)
             rows = self.memo.rows(keys)
         device = self._device(_CPU)
         found = self._padded(self.memo.take(rows), kwargs)
         return found if device == _CPU else over_tensors(found, lambda tensor: tensor.to(device))
 
-    def _key_of(self, item: list[Any]) -> bytes:
-        *args, kwargs = item
+    def _tell_uncached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._told_uncached:
+            return
+        self._told_uncached = True
+        fed = ", ".join(_described(value) for value in (*args, *kwargs.values())) or "nothing"
+        warnings.warn(
+            f"the encoder {self.name!r} is fed {fed}, and encodes it each time: what is cached are batches of items, as"
+            " tensors, arrays or lists with one element an item, all of one length, or tuples of as many texts; feed it"
+            " such a batch, or leave it uncached with CacheType.NONE",
+            CacheWarning,
+            stacklevel=2,
+        )
+
+    def _key_of(self, layout: tuple[Any, ...], item: tuple[Any, ...]) -> bytes:
         if self._extractor is None:
+            *args, kwargs = over(layout, lambda _, value: _for_key(value), item)
             return item_key((args, kwargs), f"an item that the encoder {self.name!r} is fed")
-        features = [_alone(value) for value in (*args, *kwargs.values())]
+        *given, named = _alone(layout, item)
+        features = [*given, *named.values()]
         return item_key(self._extractor(features[0] if len(features) == 1 else features))
 
     def _device(self, default: torch.device) -> torch.device:
@@ -260,39 +290,66 @@ def _look_at_weights(module: CachedEncoder, keys: Any) -> None:
     module.look_again()
 
 
-def _layout_of(value: Any) -> Any:
-    """What of an input belongs to single items: the first dimension of tensors, the elements of lists."""
-    if isinstance(value, torch.Tensor):
-        return PerItem("tensor")
-    if isinstance(value, list):
-        return PerItem("list")
+def _laid_out(batch: tuple[Any, ...]) -> tuple[int, Any]:
+    """How many items a batch has, and what of it belongs to single items; 0 and None if its parts disagree, or have none."""
+    lengths = _lengths(batch, _has_items) or _lengths(batch, _is_texts)
+    if len(lengths) != 1:
+        return 0, None
+    (count,) = lengths
+    return count, _layout_of(batch, count)
+
+
+def _has_items(value: Any) -> bool:
+    """Whether a part of a batch has one element for each item, whatever is around it."""
+    return isinstance(value, list) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0)
+
+
+def _is_texts(value: Any) -> bool:
+    """Whether a part of a batch may be what the default collate makes of texts; beside other parts it may be a constant."""
+    return type(value) is tuple and bool(value) and all(type(item) in (str, bytes) for item in value)
+
+
+def _lengths(value: Any, has_items: Callable[[Any], bool]) -> set[int]:
+    """The lengths of all parts that have items."""
+    if has_items(value):
+        return {len(value)}
+    if isinstance(value, Mapping | tuple):
+        inner = value.values() if isinstance(value, Mapping) else value
+        return set().union(*(_lengths(one, has_items) for one in inner))
+    return set()
+
+
+def _layout_of(value: Any, count: int) -> Any:
+    """What of a batch of so many items belongs to single ones: the elements of tensors, arrays, lists and tuples of texts."""
+    if _has_items(value):
+        is_tensor, is_array = isinstance(value, torch.Tensor), isinstance(value, np.ndarray)
+        return PerItem("tensor" if is_tensor else "numpy" if is_array else "list")
+    if _is_texts(value) and len(value) == count:
+        return PerItem("tuple")
     if isinstance(value, Mapping):
-        return {name: _layout_of(inner) for name, inner in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_layout_of, value))
+        return {name: _layout_of(inner, count) for name, inner in value.items()}
+    return like(value, [_layout_of(inner, count) for inner in value]) if isinstance(value, tuple) else value
+
+
+def _for_key(value: Any) -> Any:
+    """An item as it counts for its key: the type of an array of texts tells how long those around it are."""
+    return value.tolist() if isinstance(value, np.ndarray) and value.dtype.kind in "USO" else value
+
+
+def _alone(layout: Any, value: Any) -> Any:
+    """One item of a batch of one."""
+    if isinstance(layout, PerItem):
+        return value[0]
+    if isinstance(layout, Mapping):
+        return {name: _alone(inner, value[name]) for name, inner in layout.items()}
+    if isinstance(layout, tuple):
+        return like(value, [_alone(inner, one) for inner, one in zip(layout, value, strict=True)])
     return value
 
 
-def _count(batch: Any) -> int:
-    """How many items a batch has; 0 if that cannot be told, since its parts disagree."""
-    found: set[int] = set()
-
-    def note(value: Any) -> None:
-        if isinstance(value, torch.Tensor | list) and (not isinstance(value, torch.Tensor) or value.ndim):
-            found.add(len(value))
-        elif isinstance(value, Mapping | tuple):
-            for inner in value.values() if isinstance(value, Mapping) else value:
-                note(inner)
-
-    for value in batch:
-        note(value)
-    return found.pop() if len(found) == 1 else 0
-
-
-def _alone(value: Any) -> Any:
-    """One item of a batch of one."""
-    if isinstance(value, torch.Tensor | list):
-        return value[0]
-    if isinstance(value, Mapping):
-        return {name: _alone(inner) for name, inner in value.items()}
-    return tuple(map(_alone, value)) if isinstance(value, tuple) else value
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}" + (
+        f" of {len(value)}" if isinstance(value, list | tuple | Mapping) else ""
+    )

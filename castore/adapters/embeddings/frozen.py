@@ -6,7 +6,6 @@ is noticed when it draws random numbers: see `no_random_numbers`.
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import random
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from castore.errors import InvalidValueError
+from castore.keys.bytecode import steps
 
 
 def trainable(encoder: Any) -> str | None:
@@ -78,12 +78,59 @@ def _modules(encoder: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
 def _outside(function: types.FunctionType) -> dict[str, Any]:
     """What a function's names mean that it does not define itself."""
     code, cells = function.__code__, function.__closure__ or ()
-    names = [step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"]
+    names = [argument for opname, argument in steps(code) if opname == "LOAD_GLOBAL"]
     found = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for name, cell in zip(code.co_freevars, cells, strict=True):
         with suppress(ValueError):  # the enclosing function has not come to it yet
             found[name] = cell.cell_contents
     return found
+
+
+class Noted:
+    """What tells at little cost that an encoder may be another one: where its weights lie, how often they were written to, and
+    what a function refers to. Settings of its modules do not show, nor what a function refers to through others.
+    """
+
+    def __init__(self, encoder: Any) -> None:
+        self._encoder = encoder
+        self.note()
+
+    def note(self) -> None:
+        """Take what is there now for good."""
+        self._outside = _referred(self._encoder)
+        self._weights = _weights(self._encoder)
+        self._told = [*map(_written, self._weights)]
+
+    def may_have_changed(self, *, all_of_it: bool = False) -> bool:
+        """Whether it looks different by now.
+
+        Args:
+            all_of_it: look for other weights in the place of these too, and take what has none for changed.
+        """
+        outside = _referred(self._encoder)
+        if any(outside.get(name) is not value for name, value in self._outside.items()):
+            return True
+        weights = _weights(self._encoder) if all_of_it else self._weights
+        return (all_of_it and not weights) or [*map(_written, weights)] != self._told
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Elsewhere all lies in other places.
+        return {"_encoder": self._encoder, "_outside": {}, "_weights": [], "_told": []}
+
+
+def _referred(encoder: Any) -> dict[str, Any]:
+    return _outside(encoder) if inspect.isfunction(encoder) else {}
+
+
+def _weights(encoder: Any) -> list[torch.Tensor]:
+    modules = [module for _, module in _modules(encoder)]
+    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+
+def _written(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor lies, and how often it was written to, as far as torch counts that."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return tensor.data_ptr() if plain else id(tensor), 0 if tensor.is_inference() else tensor._version
 
 
 def _differs_in_training(module: nn.Module) -> bool:

@@ -15,15 +15,22 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from blake3 import blake3
 from torch import nn
 
-from castore.adapters.torch import dataset_key
+from castore.adapters.torch import key_and_doubts
 from castore.errors import UnhashableError
-from castore.instances import InstanceEncoder
-from castore.keys import UnencodableError
-from castore.keys import key as key_of_config
+from castore.keys.encoder import key as key_of_config
+from castore.keys.functions import uncompiled
+from castore.keys.objects import InstanceEncoder, order_of_layers
+from castore.keys.values import (
+    Kinds,
+    random_rows,
+    refuse_random,
+    scripted_module,
+    tensor_values,
+)
+from castore.store import Store
 
 _VERSION = b"castore.encoder.1"
 _DIGITS = 40
@@ -33,6 +40,7 @@ _MODULE_NOISE = {
     "training", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook", "_state_dict_hooks",
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+    "_compiled_call_impl",
 }  # fmt: skip
 # What transformers and sentence_transformers note while they are used, and where a model was loaded from.
 _LIBRARY_NOISE = {
@@ -43,16 +51,20 @@ _LIBRARY_NOISE = {
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def encoder_digest(encoder: Any, name: str, given: object = None) -> str:
+def encoder_digest(encoder: Any, name: str, given: object = None, store: Store | None = None) -> str:
     """40 hexadecimal digits that identify what an encoder computes.
 
     Args:
         encoder: a module or any callable.
         name: what to call it in the message of an error.
         given: a text or a config that stands for it; None to look at the encoder.
+        store: where it is remembered what of it looks random; None: nowhere.
 
     Raises:
         UnhashableError: a part of it has no stable hash; the message has the path to it.
+
+    Warns:
+        RuntimeWarning: what looks random has changed since the last run, and nothing else has.
 
     >>> first, again = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> encoder_digest(first, "encoder") == encoder_digest(again, "encoder")
@@ -61,16 +73,18 @@ def encoder_digest(encoder: Any, name: str, given: object = None) -> str:
     >>> encoder_digest(first, "encoder") == encoder_digest(again.eval(), "encoder")
     True
     """
-    return _digest(encoder, f"encoder {name!r}", name, given)
+    return _digest(encoder, f"encoder {name!r}", name, given, store)
 
 
-def code_digest(function: Callable[..., Any] | None, what: str, given: object = None) -> str:
+def code_digest(
+    function: Callable[..., Any] | None, what: str, given: object = None, store: Store | None = None
+) -> str:
     """40 hexadecimal digits that identify a function of the user's, such as a collate function; see `encoder_digest`."""
-    return _digest(function, what, what, given)
+    return _digest(function, what, what, given, store)
 
 
-def data_digest(dataset: Any, role: str, given: object = None) -> str:
-    """40 hexadecimal digits that identify a dataset, by `castore.adapters.torch.dataset_key`.
+def data_digest(dataset: Any, role: str, given: object = None, store: Store | None = None) -> str:
+    """40 hexadecimal digits that identify a dataset, by `castore.adapters.torch.dataset_key`; see `encoder_digest`.
 
     Raises:
         UnhashableError: the dataset has no fingerprint; the message says which part of it, and what to do.
@@ -78,10 +92,13 @@ def data_digest(dataset: Any, role: str, given: object = None) -> str:
     if given is not None:
         return key_of_config(given)
     try:
-        return dataset_key(dataset)
+        digits, doubts = key_and_doubts(dataset)
     except UnhashableError as error:
         problem = str(error).partition("; or say what identifies the data")[0]
         raise UnhashableError(f"the {role} loader's {problem}; {_way_out(role)}") from None
+    if doubts is not None and store is not None:
+        doubts.tell(store, f"the {role} loader's dataset", _random_advice(role))
+    return digits
 
 
 def table_name(label: str, parts: Mapping[str, object]) -> str:
@@ -99,13 +116,17 @@ def item_key(key: object, what: str = "the key of an item") -> bytes:
     return blake3(ModelEncoder().encode(key, what)).digest(length=_KEY_BYTES)
 
 
-def _digest(value: Any, what: str, option: str, given: object) -> str:
+def _digest(value: Any, what: str, option: str, given: object, store: Store | None) -> str:
     if given is not None:
         return key_of_config(given)
+    encoder = ModelEncoder()
     try:
-        code = ModelEncoder().encode(value, what)
+        code = encoder.encode(value, what)
     except UnhashableError as error:
         raise UnhashableError(f"{error}; {_way_out(option)}") from None
+    doubts = encoder.doubts(value) if store is not None else None
+    if doubts is not None and store is not None:
+        doubts.tell(store, what, _random_advice(option))
     return str(blake3(_VERSION + code).hexdigest()[:_DIGITS])
 
 
@@ -113,14 +134,18 @@ def _way_out(option: str) -> str:
     return f"or say what identifies it with CacheConfig(fingerprints={{{option!r}: ...}})"
 
 
+def _random_advice(option: str) -> str:
+    return f"if it does not count, leave it out in __getstate__, {_way_out(option)}"
+
+
 class ModelEncoder(InstanceEncoder):
     """An InstanceEncoder that also takes what encoders are made of: modules and tensors."""
 
     def other(self, value: Any) -> bytes:
         """As in InstanceEncoder, with what encoders hold besides."""
-        for kind, encode in _KINDS:
-            if isinstance(value, kind):
-                return self.tagged(*encode(self, value))
+        count = _KINDS.of(type(value))
+        if count is not None and uncompiled(value) is value:
+            return self.tagged(*count(self, value))
         return super().other(value)
 
     def state(self, state: Any) -> Iterator[Any]:
@@ -130,32 +155,20 @@ class ModelEncoder(InstanceEncoder):
         return super().state(state)
 
 
-def _tensor(encoder: ModelEncoder, value: torch.Tensor) -> Iterator[Any]:
-    plain = value.detach().as_subclass(torch.Tensor)
-    if plain.is_quantized or plain.layout != torch.strided or plain.device.type == "meta":
-        raise UnencodableError(
-            f"cannot hash a tensor that is quantised, sparse or without data ({plain.layout})"
-        )
-    flat = plain.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().data if flat.numel() else b""
-    # Many small tensors do not pay for threads.
-    threads = blake3.AUTO if len(data) > 1 << 20 else 1
-    yield from ("tensor", str(value.dtype), tuple(value.shape), blake3(data, max_threads=threads).digest())
-    if type(value) not in (torch.Tensor, nn.Parameter):
-        yield encoder.part(type(value))
-
-
 def _module(encoder: ModelEncoder, value: nn.Module) -> Iterator[Any]:
     encoder._met[id(value)] = (len(encoder._met), value)
     yield from ("module", encoder.part(type(value), f" -> {type(value).__name__}"))
     noise = _MODULE_NOISE | {*_HOOKS} | _assigned(type(value).forward)
-    yield from encoder.state({name: item for name, item in vars(value).items() if name not in noise})
+    state = {name: item for name, item in vars(value).items() if name not in noise}
+    yield from encoder.state(encoder.lasting(value, state))
     yield [encoder.part([*vars(value).get(hooks, {}).values()], f".{hooks}") for hooks in _HOOKS]
+    order = order_of_layers(value)
+    if order is not None:
+        yield "order", order
 
 
 def _scripted(encoder: ModelEncoder, value: Any) -> Iterator[Any]:
-    yield from ("script", str(getattr(value, "code", "")))
-    yield [(name, encoder.part(tensor)) for name, tensor in sorted(value.state_dict().items())]
+    yield from scripted_module(encoder, value, frozenset({"training"}))
 
 
 def _word(encoder: ModelEncoder, value: Any) -> Iterator[Any]:
@@ -163,18 +176,20 @@ def _word(encoder: ModelEncoder, value: Any) -> Iterator[Any]:
 
 
 def _random(encoder: ModelEncoder, value: Any) -> Iterator[Any]:
-    raise UnencodableError(f"is a source of random numbers, {type(value)}: what is random cannot be cached")
+    yield refuse_random(value)
 
 
-_KINDS: list[tuple[Any, Callable[[ModelEncoder, Any], Iterator[Any]]]] = [
-    (torch.Tensor, _tensor),
-    (torch.jit.ScriptModule, _scripted),
-    (nn.Module, _module),
-    ((torch.dtype, torch.layout, torch.memory_format), _word),
-    # Where it computes is no part of what.
-    (torch.device, lambda encoder, value: iter(("device",))),
-    (torch.Generator, _random),
-]
+_KINDS = Kinds(
+    [
+        ("torch", ("Tensor",), tensor_values),
+        ("torch.jit", ("ScriptModule",), _scripted),
+        ("torch.nn", ("Module",), _module),
+        ("torch", ("dtype", "layout", "memory_format"), _word),
+        # Where it computes is no part of what.
+        ("torch", ("device",), lambda encoder, value: iter(("device",))),
+        *random_rows(_random),
+    ]
+)
 
 
 def _assigned(function: Any) -> set[str]:

@@ -15,7 +15,7 @@ import torch
 from blake3 import blake3
 
 from castore.errors import UnhashableError
-from castore.keys import Encoder
+from castore.keys.encoder import Encoder
 
 #: Second half of an int's key.
 _INT = int.from_bytes(blake3(b"castore embeddings: an integer key").digest(8), "little")

@@ -1,4 +1,4 @@
-"""What an encoder returns, as columns of a table: tensors, tuples and dicts of them, ragged lists, text and numbers.
+"""What an encoder returns, as columns of a table: tensors, arrays, tuples and dicts of them, ragged lists, text and numbers.
 
 A batch of outputs is taken apart into leaves, each of which becomes arrays with one row an item; what `take` finds is put
 together again by the same description. Knows nothing of files or stores. Must never give back another dtype, shape or
@@ -13,6 +13,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from castore.errors import InvalidValueError, OutOfRangeError, SerializationError
@@ -20,7 +21,7 @@ from castore.errors import InvalidValueError, OutOfRangeError, SerializationErro
 #: Kinds of leaves whose items differ in length: their elements lie one after the other in an array of their own.
 RAGGED = ("ragged", "str", "bytes")
 #: All kinds of leaves.
-KINDS = ("tensor", "int", "float", "bool", *RAGGED)
+KINDS = ("tensor", "array", "int", "float", "bool", *RAGGED)
 #: What to do about outputs of which one batch is longer than another.
 DIFFERENT_LENGTHS = (
     "where batches are padded to their longest item, CacheConfig(masks=...) keeps states without the padding; else return a"
@@ -71,7 +72,7 @@ class Leaf(NamedTuple):
 
     Attributes:
         name: the folder it lies in.
-        kind: ``tensor``, ``ragged`` (a list of tensors), ``str`` or ``bytes`` (lists of them), ``int``, ``float`` or
+        kind: ``tensor``, ``array`` (of NumPy), ``ragged`` (a list of tensors), ``str`` or ``bytes`` (lists of them), ``int``, ``float`` or
             ``bool`` (lists of numbers).
         dtype: as torch calls it, of what is given back.
         stored: of what is stored; differs only for floats that are kept narrower.
@@ -129,7 +130,7 @@ def split(outputs: Any, count: int, dtype: torch.dtype | None) -> tuple[Schema, 
     """Take the outputs for ``count`` items apart.
 
     Args:
-        outputs: a tensor (count, ...); a list of count tensors of one dtype that differ in their first dimension; a list
+        outputs: a tensor or a NumPy array (count, ...); a list of count tensors of one dtype that differ in their first dimension; a list
             of count str, bytes, int, float or bool; a tuple, or a dict with str keys, of such and of None.
         count: number of items.
         dtype: what floating leaves are stored as; None for as they are.
@@ -157,7 +158,9 @@ def split(outputs: Any, count: int, dtype: torch.dtype | None) -> tuple[Schema, 
             }
         kind, logical, part = _part(value, name, count)
         stored = logical if dtype is None or not logical.is_floating_point or kind == "float" else dtype
-        parts.append(part._replace(values=_narrowed(part.values, stored, name)))
+        values = _narrowed(part.values, stored, name)
+        # Batches wait for their shard, and encoders write the next one into the same memory: CUDA graphs do.
+        parts.append(part._replace(values=values.clone() if _is_of(values, value) else values))
         folder = _folder(name, {leaf.name for leaf in leaves})
         leaves.append(Leaf(folder, kind, _name(logical), _name(stored), tuple(part.values.shape[1:])))
         return len(leaves) - 1
@@ -190,6 +193,8 @@ def restore(leaf: Leaf, values: torch.Tensor, lengths: torch.Tensor | None) -> A
     logical = dtype_of(leaf.dtype)
     if leaf.kind == "tensor":
         return values if values.dtype == logical else values.to(logical)
+    if leaf.kind == "array":
+        return values.to(logical).numpy(force=True)
     if lengths is None:
         return values.tolist()
     sizes = lengths.tolist()
@@ -240,6 +245,9 @@ def _named(names: tuple[str, ...]) -> Any:
 
 
 def _part(value: Any, name: str, count: int) -> tuple[str, torch.dtype, Part]:
+    if type(value) is np.ndarray:
+        _, dtype, part = _part(_from_numpy(value, name), name, count)
+        return "array", dtype, part
     if isinstance(value, torch.Tensor):
         if not value.is_nested and (value.ndim == 0 or len(value) != count):
             raise SerializationError(
@@ -254,7 +262,7 @@ def _part(value: Any, name: str, count: int) -> tuple[str, torch.dtype, Part]:
     if not isinstance(value, list) or len(value) != count:
         length = f" of {len(value)}" if isinstance(value, list) else ""
         raise SerializationError(
-            f"{name}: {type(value).__name__}{length} is no tensor, and no list of one for each of {count} items;"
+            f"{name}: {type(value).__name__}{length} is no tensor or array, and no list of one for each of {count} items;"
             " tuples and dicts of these are kept too"
         )
     kinds = {type(item) for item in value}
@@ -266,9 +274,20 @@ def _part(value: Any, name: str, count: int) -> tuple[str, torch.dtype, Part]:
     if len(kinds) == 1 and (known := _NUMBERS.get(*kinds)):
         return known[0], known[1], Part(_numbers(value, known[1], name), None)
     raise SerializationError(
-        f"{name}: a list of {', '.join(sorted(kind.__name__ for kind in kinds))} cannot be kept; tensors can,"
-        " and text, bytes and numbers, each alone"
+        f"{name}: a list of {', '.join(sorted(kind.__name__ for kind in kinds))} cannot be kept; lists of tensors can,"
+        " and of text, bytes and numbers, each alone; of arrays, make tensors with torch.from_numpy(...), or stack them"
     )
+
+
+def _from_numpy(value: np.ndarray[Any, Any], name: str) -> torch.Tensor:
+    """A tensor with memory of its own, since encoders may write their next batch into an array."""
+    try:
+        return torch.from_numpy(value.copy())
+    except (TypeError, ValueError) as error:
+        raise SerializationError(
+            f"{name}: an array of {value.dtype} cannot be kept, since torch has no such dtype; return numbers that"
+            " torch.from_numpy(...) takes, or a list of text"
+        ) from error
 
 
 def _plain(value: torch.Tensor, name: str) -> torch.Tensor:
@@ -278,6 +297,14 @@ def _plain(value: torch.Tensor, name: str) -> torch.Tensor:
             f"{name}: a tensor that is nested, sparse or quantised cannot be kept; return a dense one, or a list of them"
         )
     return value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def _is_of(values: torch.Tensor, output: Any) -> bool:
+    """Whether the values lie in memory that the encoder returned."""
+    return (
+        isinstance(output, torch.Tensor)
+        and values.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+    )
 
 
 def _ragged(items: list[torch.Tensor], name: str) -> Part:

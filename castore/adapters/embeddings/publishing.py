@@ -34,12 +34,12 @@ from castore.adapters.embeddings.layout import (
 )  # fmt: skip
 from castore.adapters.embeddings.outputs import Part, Schema, check_alike
 from castore.adapters.embeddings.table import Table
-from castore.checked import forget, note_new
-from castore.collect import remove_blobs
+from castore.adapters.mapped_check import forget, note_new
 from castore.errors import FullError, StoreError
+from castore.gc.collect import remove_blobs
 from castore.objects.codecs import Buffer
-from castore.sizes import format_size
 from castore.store import Store
+from castore.units import format_size
 
 #: A shard is put once it holds so many bytes: enough for few files, and little to lose.
 SHARD_BYTES = 32 * 1024 * 1024
@@ -178,7 +178,7 @@ class Publisher:
         # At once and not with the next gc: a table filled a little at a time would leave many times its size.
         gone = {found.blob for found in before.values()} - after
         forget(store, gone)
-        remove_blobs(store, [blob.digest for blob in gone])
+        remove_blobs(store.parts, [blob.digest for blob in gone])
         return True
 
 

@@ -21,12 +21,12 @@ from castore.adapters.embeddings.keytable import EMPTY, NO_KEY, Digests, Rows, S
 from castore.adapters.embeddings.layout import SORTED_KEYS, Column, Manifest, Shard, alignments, columns_of
 from castore.adapters.embeddings.outputs import dtype_of
 from castore.adapters.embeddings.region import PAGE, Region
-from castore.checked import read_whole, unchecked
+from castore.adapters.mapped_check import read_whole, unchecked
 from castore.errors import CorruptError
-from castore.questions import Found
+from castore.index.queries import Found
 from castore.records import LOOSE, LOST, Blob
 from castore.store import Store
-from castore.temporary import open_regular
+from castore.system.temporary import open_regular
 
 # Reading ahead is in vain once a table takes more than this part of the machine's memory; before, it soon fills it.
 _RANDOM_PART = 0.5

@@ -10,18 +10,22 @@ wrapper. Must never remove the folder it was given.
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any, NamedTuple
 
 from blake3 import blake3
 
+from castore.adapters.torch.apart import Apart, sizes_apart
 from castore.adapters.torch.filling import CachingWrapper
-from castore.adapters.torch.identity import dataset_key
+from castore.adapters.torch.identity import ADVICE, RANDOM_ADVICE, key_and_doubts
 from castore.adapters.torch.levels import DiskLevel, LevelStats, MemoryLevel
-from castore.adapters.torch.ranks import job_id
+from castore.adapters.torch.ranks import job_id, read_ranks
 from castore.adapters.torch.samples import MISSING, pack, tell_no_sample, unpack
 from castore.adapters.torch.sizing import Size, is_off
-from castore.adapters.torch.twolevels import TwoLevels
-from castore.errors import CorruptError, InvalidValueError
+from castore.adapters.torch.tiers import TwoLevels, fixed_bytes
+from castore.errors import CorruptError, InvalidValueError, SerializationError, UnhashableError
+from castore.keys.doubts import Doubts, outside
+from castore.keys.encoder import RefusedError
 
 
 class BiLevelStats(NamedTuple):
@@ -45,7 +49,8 @@ class BiLevelCachedDataset(CachingWrapper):
 
     Args:
         data: a map-style dataset. Its samples are what `torch.utils.data.default_collate` takes: tensors, arrays,
-            numbers, strings, bytes, and tuples, lists and dicts of them; and PIL images.
+            numbers, strings, bytes, and tuples, lists and dicts of them; PIL images, dataclasses, and the other types that
+            docs/torch.md lists, or that `castore.register_type` explains.
         memory_cache_size: bytes of shared memory, as an int or a text ("100GB"), or as a float in (0, 1] the fraction
             of what is free; 0 for no memory level. A limit: memory is taken as the level fills, and what is beyond
             what is free is no error.
@@ -59,13 +64,13 @@ class BiLevelCachedDataset(CachingWrapper):
         name: share the levels with all processes of this user on this machine that give the same name. By
             default, the ranks that torchrun starts on a node share them, and otherwise a process and its workers.
         key: what identifies the data: a name, or a config for `castore.key`. By default the fingerprint of ``data``:
-            its class's code, its parameters, its files.
+            its class's code, its parameters, its files. Data without a fingerprint is cached for this run only, with a
+            warning that names the part; its ranks then keep samples each for itself, in equal parts of the sizes.
         codec: how samples are compressed on disk: "auto", "zstd", "lz4", "gzip" or "none".
 
     Raises:
         InvalidValueError: a size makes no sense, or both levels are off.
         FullError: ``/dev/shm`` or the disk is full.
-        UnhashableError: the data has no fingerprint; the message says which part of it. Pass ``key``.
         StoreError: the folder cannot be used: read-only, on a network file system, of another format.
         SegmentError: other processes share under that name with other parameters.
 
@@ -91,7 +96,7 @@ class BiLevelCachedDataset(CachingWrapper):
         key: object = None,
         codec: str = "auto",
     ) -> None:
-        super().__init__(data)
+        super().__init__(data, key)
         on_disk = not is_off(disk_cache_size, "disk_cache_size")
         if not on_disk and is_off(memory_cache_size, "memory_cache_size"):
             raise InvalidValueError(
@@ -101,7 +106,12 @@ class BiLevelCachedDataset(CachingWrapper):
             raise InvalidValueError("disk_cache_size needs a disk_cache_path: a folder on a local disk")
         job = None if name else job_id()
         # Samples that nobody else can meet need no name.
-        self.key = dataset_key(data, key) if on_disk or name or job else ""
+        self.key, doubts = self._find_key(data, key, name) if on_disk or name or job else ("", None)
+        self._apart: Apart | None = None
+        if job and not self.key:
+            apart = sizes_apart(len(self), memory_cache_size, disk_cache_size, disk_cache_path)
+            self._apart, job = apart, None
+            memory_cache_size, disk_cache_size = apart.memory, apart.disk
         self._levels = TwoLevels(
             len(self),
             memory_cache_size,
@@ -110,18 +120,51 @@ class BiLevelCachedDataset(CachingWrapper):
             name=name or (f"{job}.{blake3(self.key.encode()).hexdigest()[:16]}" if job else None),
             key=self.key,
             write_through=write_through,
-            keep=keep,
+            keep=keep and bool(self.key),
             codec=codec,
+            sharers=self._apart.sharers if self._apart else 1,
         )
+
+        if doubts is not None and self._levels.store is not None:
+            doubts.tell(self._levels.store, "dataset", RANDOM_ADVICE)
+
+    def _find_key(self, data: Any, key: object, name: str | None) -> tuple[str, Doubts | None]:
+        """The key of the data and what of it looks random; "" where it has none, with a warning from the first rank of the node."""
+        try:
+            return key_and_doubts(data, key)
+        except RefusedError:  # its samples change places
+            raise
+        except UnhashableError as error:
+            problem = str(error).removesuffix(ADVICE)
+        ranks = read_ranks()
+        if ranks.local_rank == 0:
+            each = f", and each of the {ranks.local_world_size} ranks of this node keeps its own"
+            warnings.warn(
+                f"samples are cached for this run only{each if ranks.local_world_size > 1 and not name else ''}: "
+                f"{problem}; for later runs, say what identifies the data with key=...",
+                RuntimeWarning,
+                stacklevel=outside(),
+            )
+        return "", None
+
+    @property
+    def _room(self) -> int:
+        """Bytes that the levels of the whole node may take; the same number in all its ranks."""
+        if self._apart is not None:
+            tables = fixed_bytes(len(self)) if self.memory_cache is not None else 0
+            return self._apart.sharers * max(0, self._apart.memory - tables) + self._apart.disk
+        return sum(level.limit for level in (self.memory_cache, self.disk_cache) if level is not None)
 
     # Samples
 
     def _one(self, index: int) -> Any:
+        self._changes.glance()
         sample = self._found(index)
         # From its record too where it is read: the first epoch gets what later ones get.
         return unpack(self._read([index])[0]) if sample is MISSING else sample
 
     def _many(self, indices: list[int]) -> list[Any]:
+        self._changes.glance()
         found = list(map(self._found, indices))
         # An index that is asked for twice and is not there is read once.
         missing = list(
@@ -139,7 +182,7 @@ class BiLevelCachedDataset(CachingWrapper):
         if record is not None:
             try:
                 return unpack(record)
-            except CorruptError as error:
+            except (CorruptError, SerializationError) as error:
                 tell_no_sample(self._levels.name_of(index), error)
                 self._levels.reject(index, record)
         return MISSING
@@ -194,3 +237,5 @@ class BiLevelCachedDataset(CachingWrapper):
     def close(self) -> None:
         """Leave the levels; shared memory goes with the last process that uses it."""
         self._levels.close()
+        if self._apart is not None:
+            self._apart.agreed.close()

@@ -16,9 +16,9 @@ from typing import Any
 
 from castore import Store
 from castore.adapters.torch.filling import CachingWrapper
-from castore.adapters.torch.identity import dataset_key
+from castore.adapters.torch.identity import RANDOM_ADVICE, key_and_doubts
 from castore.adapters.torch.samples import MISSING, pack, record_name, tell_no_sample, unpack
-from castore.errors import CorruptError
+from castore.errors import CorruptError, SerializationError
 from castore.shm.segments import Segment
 from castore.shm.tallies import Tallies
 
@@ -30,7 +30,8 @@ class CachedDataset(CachingWrapper):
 
     Args:
         dataset: a map-style dataset. Its samples are what `torch.utils.data.default_collate` takes: tensors, arrays,
-            numbers, strings, bytes, and tuples, lists and dicts of them; and PIL images.
+            numbers, strings, bytes, and tuples, lists and dicts of them; PIL images, dataclasses, and the other types that
+            docs/torch.md lists, or that `castore.register_type` explains.
         store: a `castore.Store`, or the folder of one. A store that is opened here has no RAM tier, which every
             worker would fill for itself.
         key: what identifies the data: a name, or a config for `castore.key`. By default the fingerprint of
@@ -50,11 +51,13 @@ class CachedDataset(CachingWrapper):
     """
 
     def __init__(self, dataset: Any, store: Store | str | os.PathLike[str], key: object = None) -> None:
-        super().__init__(dataset)
+        super().__init__(dataset, key)
         #: The folder of this dataset's samples in the store.
-        self.key = dataset_key(dataset, key)
+        self.key, doubts = key_and_doubts(dataset, key)
         self._owns_store = not isinstance(store, Store)
         self.store = store if isinstance(store, Store) else Store(store, memory=0)
+        if doubts is not None:
+            doubts.tell(self.store, "dataset", RANDOM_ADVICE)
         self._count(None)
 
     def _count(self, name: str | None) -> None:
@@ -76,12 +79,13 @@ class CachedDataset(CachingWrapper):
     # Samples
 
     def _one(self, index: int) -> Any:
+        self._changes.glance()
         name = self.name_of(index)
         sample = self._found(index, self.store.get(name))
         self._tallies.add(_MISSES if sample is MISSING else _HITS)
         if sample is not MISSING:
             return sample
-        record = pack(self._data[index])
+        record = pack(self._sample(index))
         self.store.put(name, record)
         # From its record too: the first epoch gets what later ones get.
         return unpack(record)
@@ -89,6 +93,7 @@ class CachedDataset(CachingWrapper):
     def _many(self, indices: list[int]) -> list[Any]:
         if not indices:
             return []
+        self._changes.glance()
         records = self.store.get_many(map(self.name_of, indices))
         found = list(map(self._found, indices, records))
         missing = [index for index, sample in zip(indices, found, strict=True) if sample is MISSING]
@@ -105,7 +110,7 @@ class CachedDataset(CachingWrapper):
         if record is not None:
             try:
                 return unpack(record)
-            except CorruptError as error:
+            except (CorruptError, SerializationError) as error:
                 tell_no_sample(self.name_of(index), error)
         return MISSING
 

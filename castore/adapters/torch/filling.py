@@ -8,15 +8,17 @@ what it reads as uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.utils.data
 from tqdm.auto import tqdm
 
+from castore.adapters.torch.changes import Changes
 from castore.adapters.torch.ranks import read_ranks
 from castore.adapters.torch.wrapper import DatasetWrapper
+from castore.errors import OutOfRangeError
 
 
 class Fillable(Protocol):
@@ -35,7 +37,48 @@ Self = TypeVar("Self", bound="CachingWrapper")
 
 
 class CachingWrapper(DatasetWrapper):
-    """A wrapper that keeps samples, can be filled ahead of training, and is closed at the end."""
+    """A wrapper that keeps samples, can be filled ahead of training, and is closed at the end.
+
+    Args:
+        data: the dataset.
+        key: what the user has said that identifies it; None where its fingerprint does, which then has to hold.
+    """
+
+    def __init__(self, data: Any, key: object) -> None:
+        super().__init__(data)
+        self._changes = Changes(data, key is None)
+
+    def _source(self, indices: Sequence[int]) -> list[Any]:
+        """As in DatasetWrapper.
+
+        Raises:
+            InvalidValueError: the dataset has been changed since it was wrapped.
+        """
+        with self._changes.reading():
+            return super()._source(indices)
+
+    def _sample(self, index: int) -> Any:
+        """One sample of the wrapped dataset; see `_source`."""
+        with self._changes.reading():
+            return self._data[index]
+
+    def __len__(self) -> int:
+        self._changes.glance()
+        return super().__len__()
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return super().__getitem__(index)
+        except OutOfRangeError:
+            self._changes.glance()  # which says so if the dataset has grown
+            raise
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        try:
+            return super().__getitems__(indices)
+        except OutOfRangeError:
+            self._changes.glance()
+            raise
 
     def _held(self, index: int) -> bool:
         """Whether the sample is cached."""

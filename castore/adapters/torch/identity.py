@@ -2,8 +2,8 @@
 
 Covers the dataset's class by its code (followed through the user's own modules), and all that the object holds, as
 pickle would see it: parameters by value, tensors and arrays by content, transforms by their code and parameters,
-datasets inside by their own fingerprint. Files that it names, as path objects or as text with a "/", count by path, size
-and time of change, so that an edit is noticed; they are not read. Folders count by path alone.
+datasets inside by their own fingerprint. Files that it names, as path objects or as text with a "/" (in lists, arrays and
+frames too), count by path, size and time of change, so that an edit is noticed; they are not read. Folders count by path alone.
 
 Assumes that user code follows pickle's protocol: what `__getstate__` leaves out does not count. Must never give a
 random answer, nor one that differs in another process or on another day: what has no stable hash is an
@@ -16,25 +16,29 @@ from __future__ import annotations
 import marshal
 import mmap
 import os
-import random
-import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
-import torch
 from blake3 import blake3
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
-from castore.adapters.torch.leaves import MisfitError, take_tensor
 from castore.errors import UnhashableError
-from castore.instances import InstanceEncoder
-from castore.keys import KEY_DIGITS, UnencodableError
-from castore.keys import key as key_of_config
+from castore.keys.doubts import Doubts
+from castore.keys.encoder import KEY_DIGITS
+from castore.keys.encoder import key as key_of_config
+from castore.keys.objects import InstanceEncoder
+from castore.keys.values import Kinds, random_rows, refuse_random
 from castore.names import check_name
 
+#: How the error of `dataset_key` ends.
+ADVICE = "; or say what identifies the data with key=..."
+#: The advice for a part that looks random.
+RANDOM_ADVICE = (
+    "if it does not count, leave it out in __getstate__, or say what identifies the data with key=..."
+)
 _VERSION = b"castore.dataset.1"
 #: What marshal writes the same everywhere, and what a long list may hold to be hashed at once.
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
@@ -42,7 +46,6 @@ _LONG = 64
 # Version 2 of the format has no references, which would tell how often a value is referred to.
 _MARSHAL = 2
 _CODE = (types.FunctionType, types.MethodType, types.ModuleType, type)
-_RANDOM = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 # Containers of data whose own version does not matter, so that an update of torch does not recompute all.
 _CONTAINERS = (TensorDataset, Subset, ConcatDataset, StackDataset)
 
@@ -61,27 +64,34 @@ def dataset_key(dataset: Any, key: object = None) -> str:
         UnhashableError: a part of the dataset has no stable hash; the message has the path to it.
         InvalidNameError: ``key`` is a text and no valid name.
 
+    >>> import torch
     >>> from torch.utils.data import TensorDataset
     >>> first, again, other = (TensorDataset(torch.ones(n)) for n in (3, 3, 4))
     >>> dataset_key(first) == dataset_key(again), dataset_key(first) == dataset_key(other)
     (True, False)
     """
+    return key_and_doubts(dataset, key)[0]
+
+
+def key_and_doubts(dataset: Any, key: object = None) -> tuple[str, Doubts | None]:
+    """See `dataset_key`; with what of the dataset looks random."""
     if isinstance(key, str):
-        return check_name(key)
+        return check_name(key), None
     if key is not None:
-        return key_of_config(key)
+        return key_of_config(key), None
+    encoder = DatasetEncoder()
     try:
-        code = DatasetEncoder().encode(dataset, "dataset")
+        code = encoder.encode(dataset, "dataset")
     except UnhashableError as error:
-        raise UnhashableError(f"{error}; or say what identifies the data with key=...") from None
-    return str(blake3(_VERSION + code).hexdigest()[:KEY_DIGITS])
+        raise type(error)(f"{error}{ADVICE}") from error.__cause__
+    return str(blake3(_VERSION + code).hexdigest()[:KEY_DIGITS]), encoder.doubts(dataset)
 
 
 class DatasetEncoder(InstanceEncoder):
     """An InstanceEncoder that also takes what datasets hold."""
 
     # Text is looked at: it may name a file.
-    leaves: ClassVar = {kind: encode for kind, encode in InstanceEncoder.leaves.items() if kind is not str}
+    leaves = {kind: encode for kind, encode in InstanceEncoder.leaves.items() if kind is not str}  # noqa: RUF012
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,8 +104,8 @@ class DatasetEncoder(InstanceEncoder):
         """As in InstanceEncoder, but text may name a file, and long lists are hashed at once."""
         kind = type(value)
         if kind is str and not self._in_code and "/" in value:
-            return self._named_file(value)
-        if kind in (list, tuple) and len(value) >= _LONG and not self._in_code:
+            return self._named_file(value, step)
+        if (kind is list or kind is tuple) and len(value) >= _LONG and not self._in_code:
             if id(value) not in self._lists:
                 self._lists[id(value)] = self._long(value), value
             code, _ = self._lists[id(value)]
@@ -105,24 +115,22 @@ class DatasetEncoder(InstanceEncoder):
 
     def other(self, value: Any) -> bytes:
         """As in InstanceEncoder, with what datasets hold besides."""
-        encode = next((encode for kind, encode in _kinds() if isinstance(value, kind)), None)
-        if encode is not None:
-            return self.tagged(*encode(self, value))
-        if isinstance(value, os.PathLike):
+        cls = type(value)
+        count = _KINDS.of(cls)
+        if count is not None:
+            return self.tagged(*count(self, value))
+        if issubclass(cls, os.PathLike):
             return self.tagged("path", super().other(value), *_stat(value))
-        if not isinstance(value, _CODE):
-            return super().other(value)
+        if not issubclass(cls, _CODE):
+            code = super().other(value)
+            texts = _TEXTS.of(cls) if not self._in_code else None
+            files = [_stats(column) for column in texts(self, value)] if texts is not None else []
+            return self.tagged("with files", code, files) if any(files) else code
         self._in_code += 1
         try:
             return super().other(value)
         finally:
             self._in_code -= 1
-
-    def numpy(self, value: Any) -> bytes:
-        """As in InstanceEncoder, and arrays of objects by what they hold."""
-        if isinstance(value, np.ndarray) and value.dtype.hasobject:
-            return self.tagged("objects", value.shape, value.ravel().tolist())
-        return super().numpy(value)
 
     def _long(self, values: list[Any] | tuple[Any, ...]) -> bytes | None:
         """A long list of plain values, or of tuples or lists of them, at once; None if it holds anything else."""
@@ -134,8 +142,8 @@ class DatasetEncoder(InstanceEncoder):
         digest = blake3(marshal.dumps(values, _MARSHAL)).digest()
         return self.tagged("long", len(values), digest, _stats(values))
 
-    def _named_file(self, text: str) -> bytes:
-        return self.tagged("text", super().part(text), *_stat(text))
+    def _named_file(self, text: str, step: str) -> bytes:
+        return self.tagged("text", super().part(text, step), *_stat(text))
 
 
 def _stat(path: str | os.PathLike[str]) -> tuple[int, ...]:
@@ -165,24 +173,41 @@ def _stats(values: Iterable[Any]) -> bytes:
     return hasher.digest()
 
 
+# --- texts of arrays and frames: lists of them, each a column ----------------------------------------------------------
+
+
+def _array_texts(encoder: DatasetEncoder, value: Any) -> Iterator[list[Any]]:
+    if value.dtype.kind in "UT" and value.size and "/" in str(value.flat[0]):
+        yield [str(text) for text in value.ravel().tolist() if isinstance(text, str)]
+
+
+def _arrow_texts(encoder: DatasetEncoder, value: Any) -> Iterator[list[Any]]:
+    # Tables and the frames of pandas are made of these.
+    if str(value.type) in ("string", "large_string", "string_view"):
+        yield [text for text in value.to_pylist() if text is not None]
+
+
+def _series_texts(encoder: DatasetEncoder, value: Any) -> Iterator[list[Any]]:
+    if str(value.dtype).startswith(("String", "Categorical", "Enum")):
+        yield value.drop_nulls().to_list()
+
+
+def _frame_texts(encoder: DatasetEncoder, value: Any) -> Iterator[list[Any]]:
+    for column in value.get_columns():
+        yield from _series_texts(encoder, column)
+
+
+_TEXTS = Kinds(
+    [
+        ("numpy", ("ndarray",), _array_texts),
+        ("pyarrow", ("Array",), _arrow_texts),
+        ("polars", ("Series",), _series_texts),
+        ("polars", ("DataFrame",), _frame_texts),
+    ]
+)
+
+
 # --- what datasets hold -----------------------------------------------------------------------------------------
-
-
-def _tensor(encoder: DatasetEncoder, value: torch.Tensor) -> Iterator[Any]:
-    payloads: list[Any] = []
-    plain = value.detach()
-    try:
-        take_tensor(plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor), payloads)
-    except MisfitError as error:
-        raise UnencodableError(f"{error.problem}, or leave it out in __getstate__") from None
-    yield from (
-        "tensor",
-        str(value.dtype),
-        tuple(value.shape),
-        blake3(memoryview(payloads[0]).cast("B")).digest(),
-    )
-    if type(value) is not torch.Tensor:
-        yield encoder.part(type(value))
 
 
 def _mapped(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
@@ -251,28 +276,20 @@ def _folder_digest(folder: str) -> bytes:
 
 
 def _refuse_random(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
-    raise UnencodableError(
-        f"is a source of random numbers, {type(value)}: cache what comes before it, and draw from it behind the cache"
-    )
+    yield refuse_random(value)
 
 
-_Encode = Callable[[Any, Any], Iterator[Any]]
-_KINDS: list[tuple[Any, _Encode]] = [
-    (torch.Tensor, _tensor),
-    (np.memmap, _mapped),
-    (_RANDOM, _refuse_random),
-    (_CONTAINERS, _container),
-]
-_OPTIONAL: dict[str, tuple[str, _Encode]] = {
-    "datasets": ("Dataset", _hugging_face),
-    "zarr": ("Array", _zarr_array),
-}
+def _plain(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
+    yield from ("object", *encoder.object_(value))
 
 
-def _kinds() -> Iterator[tuple[Any, _Encode]]:
-    """The kinds of `_KINDS`, and those of libraries that somebody has imported."""
-    yield from _KINDS
-    for module, (name, encode) in _OPTIONAL.items():
-        kind = getattr(sys.modules.get(module), name, None)
-        if kind is not None:
-            yield kind, encode
+_KINDS = Kinds(
+    [
+        ("numpy", ("memmap",), _mapped),
+        *random_rows(_refuse_random),
+        ("torch.utils.data", tuple(kind.__name__ for kind in _CONTAINERS), _container),
+        ("torch", ("device", "dtype", "layout", "memory_format"), _plain),
+        ("datasets", ("Dataset",), _hugging_face),
+        ("zarr", ("Array",), _zarr_array),
+    ]
+)

@@ -1,64 +1,30 @@
-"""PIL images as parts of a sample: pixels as a tensor of rows, and what else decides how they convert.
-
-An image that comes back is a plain `PIL.Image.Image` of the same mode, size, pixels, palette and transparency; what
-the file around it said (its format, EXIF, a colour profile, the other frames) is not kept. Imports PIL only where there is an image.
-"""
+"""PIL images in a sample's record: the pixels as a tensor of rows. See `castore.serialize.kinds.images` for what an image keeps."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from castore.adapters.torch.leaves import Build, Leaf, Mark, MisfitError, Payloads
+from castore.adapters.torch.leaf_codecs import Build, Leaf, Mark, Payloads
+from castore.serialize.kinds.images import PIXELS, pixels_of
 
-#: Code and values a pixel, by mode.
-_MODES = {
-    "L": ("U8", 1), "P": ("U8", 1), "LA": ("U8", 2), "La": ("U8", 2), "PA": ("U8", 2),
-    "RGB": ("U8", 3), "YCbCr": ("U8", 3), "LAB": ("U8", 3), "HSV": ("U8", 3),
-    "RGBA": ("U8", 4), "RGBa": ("U8", 4), "RGBX": ("U8", 4), "CMYK": ("U8", 4),
-    "I": ("I32", 1), "F": ("F32", 1), "I;16": ("U16", 1),
-}  # fmt: skip
-
-
-def is_image(value: object) -> bool:
-    """Whether `value` is a PIL image; it can only be one where somebody has imported PIL already."""
-    module = sys.modules.get("PIL.Image")
-    return module is not None and isinstance(value, module.Image)
+#: Codes of pixels that are no bytes, by mode.
+_CODES = {"I": "I32", "F": "F32", "I;16": "U16"}
 
 
 def take_pixels(image: Any, payloads: Payloads) -> Mark:
     """The pixels; mode 1 has eight to a byte."""
-    width, height = image.size
-    mode = image.mode
-    if mode != "1" and mode not in _MODES:
-        raise MisfitError(f"is an image of mode {mode!r}; convert it with convert('RGB')")
-    payloads.append(image.tobytes() if width and height else b"")
-    code, values = _MODES.get(mode, ("U8", 1))
-    shape = (height, (width + 7) // 8) if mode == "1" else (height, width, values)[: 2 + (values > 1)]
-    return "pixels", f"{mode} {width}", code, shape
+    payloads.append(pixels_of(image))
+    return "pixels", f"{image.mode} {image.width}", *_written(image.mode, *image.size)
 
 
-def parts_of(image: Any) -> tuple[tuple[str, bytes] | None, Any]:
-    """The palette (its raw mode and bytes) and the transparency, where the image has them."""
-    palette = None
-    if image.mode in ("P", "PA") and image.palette is not None:
-        rawmode = image.palette.mode
-        palette = rawmode, bytes(image.getpalette(rawmode))
-    return palette, image.info.get("transparency")
-
-
-def put_together(image: Any, palette: Any, transparency: Any) -> Any:
-    """The image with the parts that `parts_of` named."""
-    if not is_image(image):
-        raise ValueError("an image has no pixels")
-    if palette is not None:
-        rawmode, data = palette
-        if rawmode not in ("RGB", "RGBA", "L") or len(data) > 4 * 256:
-            raise ValueError(f"a palette of {rawmode!r} has {len(data)} bytes")
-        image.putpalette(data, rawmode)
-    if transparency is not None:
-        image.info["transparency"] = transparency
-    return image
+def _written(mode: str, width: int, height: int) -> tuple[str, tuple[int, ...]]:
+    """Code and shape of an image's pixels."""
+    if mode in _CODES:
+        return _CODES[mode], (height, width)
+    if mode == "1":
+        return "U8", (height, (width + 7) // 8)
+    values = PIXELS[mode]
+    return "U8", (height, width, values)[: 2 + (values > 1)]
 
 
 def build_pixels(leaf: Leaf, start: int, stop: int) -> Build:
@@ -66,13 +32,11 @@ def build_pixels(leaf: Leaf, start: int, stop: int) -> Build:
     from PIL import Image
 
     mode, _, text = (leaf.detail or "").partition(" ")
-    width, height = int(text), leaf.shape[0]
-    code, values = _MODES.get(mode, ("U8", 1))
-    shape = (height, (width + 7) // 8) if mode == "1" else (height, width, values)[: 2 + (values > 1)]
+    width = int(text)
+    size = width, leaf.shape[0]
     # The size follows from the payload, so PIL takes no memory that the record does not back.
-    if (mode != "1" and mode not in _MODES) or (code, shape) != (leaf.code, leaf.shape) or width < 0:
+    if (mode != "1" and mode not in PIXELS) or _written(mode, *size) != (leaf.code, leaf.shape) or width < 0:
         raise ValueError(f"an image of {leaf.detail!r} is written as {leaf.code} of shape {leaf.shape}")
-    size = width, height
     if start == stop:
         return lambda _: Image.new(mode, size)
     return lambda record: Image.frombytes(mode, size, bytes(memoryview(record)[start:stop]))

@@ -25,8 +25,7 @@ from castore.adapters.torch.filling import fill
 from castore.adapters.torch.levels import DiskLevel, MemoryLevel
 from castore.adapters.torch.progress import Progress, dump_state, parse_state
 from castore.adapters.torch.ranks import read_ranks
-from castore.adapters.torch.sharding import Indices, Step, epoch_order, remaining, slice_of
-from castore.adapters.torch.shares import (
+from castore.adapters.torch.shard_sizes import (
     check_least,
     cut_shards,
     find_rooms,
@@ -34,10 +33,11 @@ from castore.adapters.torch.shares import (
     sample_bytes,
     whole_shards,
 )
+from castore.adapters.torch.sharding import Indices, Step, epoch_order, remaining, slice_of
 from castore.adapters.torch.sizing import Size
 from castore.adapters.torch.wrapper import check_index
 from castore.errors import InvalidValueError, UnhashableError
-from castore.sizes import format_size
+from castore.units import format_size
 
 Mode = Literal["rank", "node", "disk"]
 Balance = Literal["equal", "room"]
@@ -159,8 +159,7 @@ class LazyShardDataset(Dataset[Any]):
         check_least(self._whole, least, shard_rooms)
 
     def _own_room(self) -> int:
-        stats = self.cache.stats()
-        return sum(level.limit for level in (stats.memory, stats.disk) if level is not None)
+        return self.cache._room
 
     def _tell_cut(self, each: float) -> None:
         step, shard = self._whole, self._shard

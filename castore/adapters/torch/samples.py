@@ -5,11 +5,14 @@ A record is a valid safetensors file. Every value that holds bytes is a tensor o
 nest, and which type each has, stands in the header's ``__metadata__`` as JSON under ``castore``. So the header says
 nothing of values, samples of one shape share one header, and both sides remember what they made of it.
 
+Version 1 knows tensors, arrays, numbers, text, images, lists, tuples and dicts. A record that holds more, a *form* of
+`castore.serialize.kinds` or a dict with keys of other types, is of version 2; all others stay of version 1, byte for byte.
+
 Assumes that records may be hostile: what they claim is checked against their length before memory is taken for it.
 Must never pickle, nor change a value silently: what would not come back as the same type and value is a
 SerializationError with the path to it. Some conveniences are meant: a tensor from a GPU comes back on the CPU, any
 layout in memory comes back in C order, a memory-mapped array as an array, and of images see
-`castore.adapters.torch.images`.
+`castore.serialize.kinds.images`.
 """
 
 from __future__ import annotations
@@ -22,10 +25,9 @@ from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 
-from castore.adapters.torch.images import build_pixels, is_image, parts_of, put_together, take_pixels
-from castore.adapters.torch.leaves import (
+from castore.adapters.torch.images import build_pixels, take_pixels
+from castore.adapters.torch.leaf_codecs import (
     BUILDERS,
     NUMBERS,
     SIZES,
@@ -33,13 +35,22 @@ from castore.adapters.torch.leaves import (
     Build,
     Leaf,
     Mark,
-    MisfitError,
+    NoLeafError,
     Payloads,
+    is_plain_scalar,
     leaf_of,
     take_numbers,
     take_scalar,
 )
-from castore.errors import CorruptError, SerializationError
+from castore.errors import CastoreError, CorruptError, SerializationError
+from castore.serialize.kinds import (
+    MisfitError,
+    is_registered,
+    put_together,
+    take_apart,
+    way_out,
+)
+from castore.serialize.kinds.images import extras_of, is_image, with_extras
 
 T = TypeVar("T")
 
@@ -47,7 +58,8 @@ T = TypeVar("T")
 MISSING = object()
 
 _log = logging.getLogger(__name__)
-_VERSION = 1
+#: The version of records without forms, and of those with.
+_PLAIN, _FORMED = 1, 2
 _BUCKET = 1000
 _SIZE = struct.Struct("<Q").unpack_from
 # Far beyond any sample; each level takes a few Python frames.
@@ -55,7 +67,7 @@ _DEEPEST = 64
 #: What safetensors accepts.
 _LONGEST_HEADER = 100_000_000
 _LONGEST_SHAPE = 64
-_KEYS = (str, int, bool, type(None))
+_KEYS = frozenset({str, int, bool, type(None)})
 _BUILDERS = {**BUILDERS, "pixels": build_pixels}
 
 
@@ -106,7 +118,7 @@ def pack(sample: Any) -> bytes:
 
     Args:
         sample: torch tensors of any dtype, NumPy arrays and scalars, PIL images, None, bool, int, float, complex,
-            str, bytes, bytearray, and tuples, lists and dicts of these.
+            str, bytes, bytearray, what `castore.serialize.kinds` takes apart, and tuples, lists and dicts of these.
 
     Returns:
         a safetensors file; equal samples give equal bytes.
@@ -114,11 +126,12 @@ def pack(sample: Any) -> bytes:
     Raises:
         SerializationError: a part would not come back as it is; the message has the path to it and what to do.
 
+    >>> import torch
     >>> unpack(pack({"image": torch.zeros(2, dtype=torch.uint8), "label": (3, "cat")}))
     {'image': tensor([0, 0], dtype=torch.uint8), 'label': (3, 'cat')}
-    >>> pack({"x": [1, {2}]})
+    >>> pack({"x": [1, iter([2])]})
     Traceback (most recent call last):
-    castore.errors.SerializationError: sample['x'][1]: <class 'set'> cannot be kept; convert it to a list, ...
+    castore.errors.SerializationError: sample['x'][1]: <class 'list_iterator'> cannot be kept; convert it with list(...), ...
     """
     payloads: Payloads = []
     try:
@@ -135,7 +148,10 @@ def pack(sample: Any) -> bytes:
 def _take(value: Any, payloads: Payloads, depth: int) -> Mark:
     take = TAKERS.get(type(value))
     if take is not None:
-        return take(value, payloads)
+        try:
+            return take(value, payloads)
+        except NoLeafError:
+            return _take_form(value, payloads, depth)
     if value is None:
         return None
     if depth > _DEEPEST:
@@ -143,13 +159,26 @@ def _take(value: Any, payloads: Payloads, depth: int) -> Mark:
     nested = _CONTAINERS.get(type(value))
     if nested is not None:
         return nested(value, payloads, depth)
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and is_plain_scalar(value):
         return take_scalar(value, payloads)
-    if is_image(value):
+    return _take_form(value, payloads, depth)
+
+
+def _take_form(value: Any, payloads: Payloads, depth: int) -> Mark:
+    if depth > _DEEPEST:
+        raise MisfitError(f"is nested more than {_DEEPEST} levels deep, or contains itself")
+    if is_image(value) and not is_registered(type(value)):
         pixels = take_pixels(value, payloads)
-        parts = [_take(part, payloads, depth + 1) for part in parts_of(value)]
+        parts = [_take(part, payloads, depth + 1) for part in extras_of(value)]
         return "image", (pixels, *parts)
-    raise MisfitError(_refusal(value))
+    form = take_apart(value)
+    if form is None:
+        raise MisfitError(f"{type(value)} cannot be kept; {way_out(value)}")
+    try:
+        return "form", (form.kind, form.detail, _take(form.parts, payloads, depth + 1))
+    except MisfitError as error:
+        error.path = form.say_path(error.path)
+        raise
 
 
 def _take_sequence(value: list[Any] | tuple[Any, ...], payloads: Payloads, depth: int) -> Mark:
@@ -168,10 +197,10 @@ def _take_sequence(value: list[Any] | tuple[Any, ...], payloads: Payloads, depth
 
 
 def _take_dict(value: dict[Any, Any], payloads: Payloads, depth: int) -> Mark:
+    if not _KEYS.issuperset(map(type, value)):
+        return _take_pairs(value, payloads, depth)
     marks = []
     for key, item in value.items():
-        if type(key) not in _KEYS:
-            raise MisfitError(f"has the key {key!r} of {type(key)}; keys are str, int, bool or None")
         try:
             # The type belongs to the mark: 1 and True are equal and hash alike.
             marks.append((type(key), key, _take(item, payloads, depth + 1)))
@@ -181,6 +210,18 @@ def _take_dict(value: dict[Any, Any], payloads: Payloads, depth: int) -> Mark:
     return "dict", tuple(marks)
 
 
+def _take_pairs(value: dict[Any, Any], payloads: Payloads, depth: int) -> Mark:
+    """A dict with keys that JSON does not have."""
+    marks = []
+    for key, item in value.items():
+        try:
+            marks.append((_take(key, payloads, depth + 1), _take(item, payloads, depth + 1)))
+        except MisfitError as error:
+            error.path.append(f"[{key!r}]")
+            raise
+    return "pairs", tuple(marks)
+
+
 _CONTAINERS: dict[type, Callable[[Any, Payloads, int], Mark]] = {
     list: _take_sequence,
     tuple: _take_sequence,
@@ -188,22 +229,13 @@ _CONTAINERS: dict[type, Callable[[Any, Payloads, int], Mark]] = {
 }
 
 
-def _refusal(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        remedy = "convert it with detach().as_subclass(torch.Tensor)"
-    else:
-        bases = (dict, list, tuple, str, bytes, int, float, np.ndarray)
-        plain = next((base.__name__ for base in bases if isinstance(value, base)), None)
-        remedy = f"pass {plain}(...) of it" if plain else "convert it to a list, a tensor, a number or text"
-    return f"{type(value)} cannot be kept; {remedy}"
-
-
 def _lay_out(mark: Mark) -> _Layout:
     leaves: list[tuple[str, Leaf]] = []
     tree = _describe(mark, "", leaves, set())
     # Descending sizes of elements: every tensor starts at a multiple of its own.
     order = sorted(range(len(leaves)), key=lambda place: -SIZES[leaves[place][1].code])
-    about = json.dumps({"version": _VERSION, "sample": tree}, separators=(",", ":"))
+    version = _FORMED if _has_forms(mark) else _PLAIN
+    about = json.dumps({"version": version, "sample": tree}, separators=(",", ":"))
     header: dict[str, Any] = {"__metadata__": {"castore": about}}
     end = 0
     for place in order:
@@ -219,6 +251,15 @@ def _lay_out(mark: Mark) -> _Layout:
     return _Layout(struct.pack("<Q", len(text)) + text, tuple(order))
 
 
+def _has_forms(mark: Mark) -> bool:
+    """Whether a reader that knows version 1 alone would not understand the tree."""
+    if type(mark) is not tuple or mark[0] not in ("list", "tuple", "dict", "form", "pairs"):
+        return False
+    return mark[0] in ("form", "pairs") or any(
+        _has_forms(part[-1] if mark[0] == "dict" else part) for part in mark[1]
+    )
+
+
 def _describe(mark: Mark, path: str, leaves: list[tuple[str, Leaf]], names: set[str]) -> Any:
     """The JSON for a mark; its leaves are appended with the names of their tensors, in the order of payloads."""
 
@@ -232,6 +273,14 @@ def _describe(mark: Mark, path: str, leaves: list[tuple[str, Leaf]], names: set[
         return [kind, [inner(place, part) for place, part in enumerate(mark[1])]]
     if kind == "dict":
         return [kind, [[key, inner(key, part)] for _, key, part in mark[1]]]
+    if kind == "pairs":
+        return [
+            kind,
+            [[inner(f"{place}.key", key), inner(place, part)] for place, (key, part) in enumerate(mark[1])],
+        ]
+    if kind == "form":
+        name, detail, parts = mark[1]
+        return [kind, name, detail, _describe(parts, path, leaves, names)]
     if kind == "image":
         pixels, palette, transparency = mark[1]
         steps = (("palette", palette), ("transparency", transparency))
@@ -276,6 +325,7 @@ def unpack(record: bytes | bytearray | memoryview) -> Any:
 
     Raises:
         CorruptError: it is no record, or not all of one.
+        SerializationError: it holds a type that this process does not have; the message says what to import.
     """
     if type(record) is not bytearray:
         record = _private(record)
@@ -289,6 +339,8 @@ def unpack(record: bytes | bytearray | memoryview) -> Any:
         if plan.start != start or plan.length != len(record):
             raise ValueError(f"it has {len(record)} bytes, and its header is about {plan.length}")
         return plan.build(record)
+    except SerializationError as error:
+        raise SerializationError(f"sample: {error}") from error
     except (
         ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error, RuntimeError, MemoryError,
     ) as error:  # fmt: skip
@@ -297,8 +349,10 @@ def unpack(record: bytes | bytearray | memoryview) -> Any:
         ) from error
 
 
-def tell_no_sample(name: str, error: CorruptError) -> None:
-    """Say in the log that an entry of this name is whole and yet no sample: somebody else's, which is replaced."""
+def tell_no_sample(name: str, error: CastoreError) -> None:
+    """Say in the log that an entry of this name is whole and yet no sample here: somebody else's, or of a type that is
+    not known. It is replaced.
+    """
     _log.warning("%s is read from the dataset again, and replaced: %s", name, error)
 
 
@@ -311,7 +365,7 @@ def _plan(header: bytes) -> _Plan:
     """What a header says, checked; raises what `unpack` catches."""
     tensors = json.loads(header.decode())
     about = json.loads(tensors.pop("__metadata__")["castore"])
-    if about["version"] != _VERSION:
+    if about["version"] not in (_PLAIN, _FORMED):
         raise ValueError(f"it is of version {about['version']!r}, which this castore does not know")
     start = 8 + len(header)
     places = {name: _placed(about, start) for name, about in tensors.items()}
@@ -358,6 +412,13 @@ def _compile(node: Any, places: dict[str, _Place], depth: int) -> Build:
         return _build_dict(
             list(zip(keys, (_compile(part, places, depth + 1) for _, part in about), strict=True))
         )
+    if kind == "pairs":
+        return _build_pairs(
+            [(_compile(key, places, depth + 1), _compile(part, places, depth + 1)) for key, part in about]
+        )
+    if kind == "form":
+        detail, parts = rest
+        return _build_form(about, detail, _compile(parts, places, depth + 1))
     start, stop, code, shape = places.pop(about)
     return _BUILDERS[kind](Leaf(kind, rest[0] if rest else None, code, shape), start, stop)
 
@@ -372,11 +433,19 @@ def _build_tuple(parts: tuple[Build, ...]) -> Build:
 
 def _build_image(parts: tuple[Build, ...]) -> Build:
     pixels, palette, transparency = parts
-    return lambda record: put_together(pixels(record), palette(record), transparency(record))
+    return lambda record: with_extras(pixels(record), palette(record), transparency(record))
 
 
 def _build_dict(parts: list[tuple[Any, Build]]) -> Build:
     return lambda record: {key: build(record) for key, build in parts}
+
+
+def _build_pairs(parts: list[tuple[Build, Build]]) -> Build:
+    return lambda record: {key(record): build(record) for key, build in parts}
+
+
+def _build_form(kind: Any, detail: Any, parts: Build) -> Build:
+    return lambda record: put_together(kind, detail, parts(record))
 
 
 _CONTAINER_BUILDERS = {"list": _build_list, "tuple": _build_tuple, "image": _build_image}

@@ -15,14 +15,21 @@ from typing import Any
 
 import torch
 
-from castore.adapters.torch.parts import Structure
 from castore.adapters.torch.ranks import common_name
-from castore.adapters.torch.rooms import GIB, Columns, Records, Room, limit_of, plan
+from castore.adapters.torch.slot_storage import (
+    GIB,
+    Columns,
+    Records,
+    Room,
+    limit_of,
+    plan,
+)
+from castore.adapters.torch.tensor_specs import Structure
 from castore.errors import FullError, InvalidValueError, OutOfRangeError, SegmentError, SlotError
 from castore.shm.room import shm_size
 from castore.shm.segments import Segment
 from castore.shm.slots import STATE, Slots, SlotState
-from castore.sizes import format_size
+from castore.units import format_size
 
 _log = logging.getLogger(__name__)
 _ALIGNMENT = 64

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from castore.errors import FullError, InvalidValueError
 from castore.shm.room import SHM, memory_free, shm_free
-from castore.sizes import format_size, parse_size
+from castore.units import format_size, parse_size
 
 Size = int | float | str
 

@@ -13,16 +13,16 @@ import time
 from functools import partial
 from typing import Any, TypeVar
 
-from castore import collect
 from castore.adapters.tree.metadata import to_text
 from castore.adapters.tree.naming import FOLDER
 from castore.adapters.tree.packing import Packed
 from castore.errors import InvalidValueError
-from castore.questions import below
+from castore.gc import collect
+from castore.index.queries import below
+from castore.read.usage import Usage
 from castore.records import LOST, Entry
-from castore.sizes import parse_duration
 from castore.store import Store
-from castore.usage import Usage
+from castore.units import parse_duration
 
 #: What users may ask for; `Store` has ``auto`` besides.
 COMPRESSIONS = ("none", "gzip", "lz4", "zstd")
@@ -145,7 +145,7 @@ class DiskLevel:
     def figures(self) -> dict[str, int | None]:
         """Entries, and the bytes and evictions of the whole store."""
         index = self.store.index
-        size = index.connection().execute(_COUNT, (*below(FOLDER), time.time())).fetchone()[0]
+        ((size,),) = index.all(_COUNT, (*below(FOLDER), time.time()))
         return {
             "size": size,
             "max_size": None,
@@ -160,7 +160,7 @@ class DiskLevel:
             return
         self._sweep_due = time.monotonic() + SWEEP_SECONDS
         now = time.time()
-        dead = self.store.index.connection().execute(_DEAD, (now, now - collect.GRACE_SECONDS)).fetchone()[0]
+        ((dead,),) = self.store.index.all(_DEAD, (now, now - collect.GRACE_SECONDS))
         if dead:
             self.store.gc(grace=collect.GRACE_SECONDS)
 

@@ -14,19 +14,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from castore import keys
 from castore.adapters.tree.level import DiskLevel, OverDisk
 from castore.adapters.tree.memory import parse_bounds
 from castore.adapters.tree.metadata import CacheMetadata, to_text
 from castore.adapters.tree.naming import compute_key, name_of
 from castore.adapters.tree.packing import Packed, held, pack, unpack
 from castore.adapters.tree.tally import Tally
-from castore.beacon import CHANGED
-from castore.compute import ComputeLocks
 from castore.errors import CorruptError
-from castore.memory import MemoryLRU
-from castore.opening import DEFAULT_MEMORY
+from castore.index.beacon import CHANGED
+from castore.keys import encoder
 from castore.records import Entry
+from castore.store import DEFAULT_MEMORY
+from castore.system.ram_cache import MemoryLRU
+from castore.system.single_flight import ComputeLocks
 
 # Longest time a slot answers without asking the index: it may be touched in other ways than by the names' changing.
 TRUST_SECONDS = 1.0
@@ -119,7 +119,7 @@ class TreeCacheManager(OverDisk):
         config: object,
         prefix: str | None = None,
         include_content_hash: bool = False,
-        content: keys.Content | None = None,
+        content: encoder.Content | None = None,
     ) -> str:
         """``<prefix>_<hex>`` or ``<prefix>_<hex>_<hex>``: what identifies a config, and the content it is applied to.
 

@@ -17,8 +17,8 @@ from castore.adapters.tree.naming import check_key
 from castore.adapters.tree.packing import Packed, held, pack, unpack
 from castore.adapters.tree.tally import Tally
 from castore.errors import InvalidValueError
-from castore.memory import MemoryLRU
-from castore.sizes import parse_duration, parse_size
+from castore.system.ram_cache import MemoryLRU
+from castore.units import parse_duration, parse_size
 
 V = TypeVar("V")
 

@@ -11,8 +11,8 @@ import re
 
 from blake3 import blake3
 
-from castore import keys
 from castore.errors import InvalidValueError
+from castore.keys import encoder
 from castore.names import PART_BYTES
 
 #: Folder of the store that holds the entries of these caches; what else is in the store is none of their business.
@@ -22,7 +22,7 @@ _UNSAFE = re.compile("[%/\x00-\x1f\x7f\ud800-\udfff]")
 _PLAIN = re.compile(r"(?!\.)[A-Za-z0-9_.\- ]{1,200}").fullmatch
 # No key's escape is '%' alone or begins with '%~': these mark the empty key and a digest.
 _EMPTY, _CUT = "%", "%~"
-_DIGITS = keys.KEY_DIGITS
+_DIGITS = encoder.KEY_DIGITS
 
 
 def name_of(key: str) -> str:
@@ -68,14 +68,14 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def compute_key(
-    config: object, prefix: str | None, include_content_hash: bool, content: keys.Content | None
+    config: object, prefix: str | None, include_content_hash: bool, content: encoder.Content | None
 ) -> str:
     """See `TreeCacheManager.compute_key`."""
-    parts = [keys.key(config)]
+    parts = [encoder.key(config)]
     if prefix:
         parts.insert(0, check_key(prefix))
     if include_content_hash:
         if content is None:
             raise InvalidValueError("include_content_hash=True needs the content: pass content=")
-        parts.append(keys.key("content", content=content))
+        parts.append(encoder.key("content", content=content))
     return "_".join(parts)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-from castore import serializers
 from castore.adapters.tree.metadata import CacheMetadata, from_text, to_fields, to_text
+from castore.serialize import serializers
 
 
 class Packed(NamedTuple):

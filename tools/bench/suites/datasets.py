@@ -14,8 +14,8 @@ import datasets
 import numpy as np
 
 from castore.adapters.datasets import DatasetCache, cached_map, operator_fingerprint, wait
-from castore.adapters.datasets.mapping import MAPS
-from castore.collect import remove_blobs
+from castore.adapters.datasets.mapped_files import MAPS
+from castore.gc.collect import remove_blobs
 from castore.store import Store
 from tools.bench import recipe, textrun, texts
 from tools.bench.harness import Bench, Contestant, Goal, Row, Study, milliseconds, seconds, verdict
@@ -211,7 +211,7 @@ def _forget_maps(folder: Path) -> None:
     with Store(folder) as store:
         maps = list(store.entries(MAPS))
         store.delete_many(entry.name for entry in maps)
-        remove_blobs(store, [bytes.fromhex(entry.digest) for entry in maps])
+        remove_blobs(store.parts, [bytes.fromhex(entry.digest) for entry in maps])
 
 
 # --- first batch --------------------------------------------------------------------------------------------------

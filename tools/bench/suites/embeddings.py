@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from castore import Store
 from castore.adapters.embeddings import CacheConfig, CacheType, EmbeddingCache, cache_embeddings
-from castore.sizes import format_size
+from castore.units import format_size
 from tools.bench import corpus
 from tools.bench.harness import (
     Bench,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from castore.adapters.torch import BiLevelCachedDataset
-from castore.sizes import parse_size
+from castore.units import parse_size
 from tools.bench import hitrates, plots
 from tools.bench.harness import Bench, Study, verdict
 

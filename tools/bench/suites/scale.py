@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import castore
-from castore.sizes import format_size
+from castore.units import format_size
 from tools.bench import plots
 from tools.bench.costs import costs
 from tools.bench.growing import PROBES, Growing, name_of, probes

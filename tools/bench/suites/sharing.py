@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 
 import castore
-from castore.memory import MemoryLRU
 from castore.objects.decode import BlobReader
+from castore.system.ram_cache import MemoryLRU
 from tools.bench import corpus
 from tools.bench.harness import Bench, Contestant, Goal, Row, Study, per_second
 from tools.bench.peers import Mount

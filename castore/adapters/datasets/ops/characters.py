@@ -7,10 +7,16 @@ import unicodedata
 from collections import Counter
 
 from castore.adapters.datasets.ops.base import RatioFilter
+from castore.adapters.datasets.ops.words import no_model
 
 
 class AlphanumericFilter(RatioFilter):
     """Keeps texts by their part of letters (with their marks) and digits: ``min_ratio`` to ``max_ratio``.
+
+    Args:
+        min_ratio, max_ratio: the part that is kept.
+        tokenization: Data-Juicer's letters for each token of a model, which castore has not: false only.
+        text_key: the column of the text.
 
     >>> op = AlphanumericFilter(min_ratio=0.5)
     >>> [op.process(op.compute_stats({"text": text})) for text in ("Grüße!", "हिन्दी", "-=-=-a")]
@@ -19,7 +25,15 @@ class AlphanumericFilter(RatioFilter):
 
     stat = "alnum_ratio"
 
-    def __init__(self, min_ratio: float = 0.25, max_ratio: float = 1.0, *, text_key: str = "text") -> None:
+    def __init__(
+        self,
+        min_ratio: float = 0.25,
+        max_ratio: float = 1.0,
+        *,
+        tokenization: bool = False,
+        text_key: str = "text",
+    ) -> None:
+        no_model(tokenization, self._name)
         super().__init__(min_ratio, max_ratio, text_key=text_key)
 
     def measure(self, text: str) -> float:

@@ -6,13 +6,11 @@ each of its places.
 
 from __future__ import annotations
 
-import re
-
 from castore.adapters.datasets.ops.base import Mapper, compiled
 from castore.errors import InvalidValueError
 
 # Up to what cannot be in a link, and without the punctuation of the sentence around it.
-LINK = r"(?:\b(?:https?|ftp)://|\bwww\.)[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}]"
+LINK = r"(?i:\b(?:https?|ftp)://|\bwww\.)[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}]"
 # What stands before it may not be of it: else a long word would be tried from each of its letters.
 EMAIL = r"(?<![\w.+%-])[\w.+%-]{1,64}@(?:[\w-]{1,63}\.){1,8}[^\W\d_]{2,63}"
 
@@ -21,7 +19,7 @@ class ReplaceContentMapper(Mapper):
     """Replaces all that a regular expression finds, or several one after the other.
 
     Args:
-        pattern: the expression, or a list of them; ``.`` means line breaks too.
+        pattern: the expression, or a list of them; ``.`` means line breaks too. None replaces nothing.
         repl: what to put there, with ``\\1`` for the first group; or a list, one for each pattern.
         text_key: the column of the text.
 
@@ -30,36 +28,36 @@ class ReplaceContentMapper(Mapper):
     """
 
     def __init__(
-        self, pattern: str | list[str], repl: str | list[str] = "", *, text_key: str = "text"
+        self, pattern: str | list[str] | None, repl: str | list[str] = "", *, text_key: str = "text"
     ) -> None:
         super().__init__(text_key=text_key)
-        patterns = [pattern] if isinstance(pattern, str) else list(pattern)
+        patterns = [] if pattern is None else [pattern] if isinstance(pattern, str) else list(pattern)
         replacements = [repl] * len(patterns) if isinstance(repl, str) else list(repl)
-        if len(replacements) != len(patterns):
+        if pattern is not None and len(replacements) != len(patterns):
             raise InvalidValueError(
                 f"{len(patterns)} patterns and {len(replacements)} replacements (repl): give one for all, or one for each"
             )
-        self.pattern = [compiled(each, "pattern") for each in patterns]
-        self.repl = replacements
-        for expression, replacement in zip(self.pattern, replacements, strict=True):
+        self.pattern = patterns
+        self.repl = replacements[: len(patterns)]
+        for expression, replacement in zip(self.pattern, self.repl, strict=True):
+            compiled(expression, "pattern")
             _check_replacement(expression, replacement)
 
     def clean(self, text: str) -> str:
         """The text with everything replaced."""
         for pattern, repl in zip(self.pattern, self.repl, strict=True):
-            text = pattern.sub(repl, text)
+            text = compiled(pattern, "pattern").sub(repl, text)
         return text
 
 
-def _check_replacement(pattern: re.Pattern[str], repl: str) -> None:
+def _check_replacement(pattern: str, repl: str) -> None:
     """Raise InvalidValueError for a reference to a group that is not there, before a sample does."""
     # An empty alternative matches the empty text whatever the pattern is; the line break ends its comment.
+    empty = compiled(f"{compiled(pattern, 'pattern').pattern}\n|", "pattern")
     try:
-        re.sub(f"{pattern.pattern}\n|", repl, "")
-    except (re.error, IndexError) as error:
-        raise InvalidValueError(
-            f"repl={repl!r} does not fit the pattern {pattern.pattern!r}: {error}"
-        ) from None
+        empty.sub(repl, "")
+    except Exception as error:  # of re or of regex, which have no common kind
+        raise InvalidValueError(f"repl={repl!r} does not fit the pattern {pattern!r}: {error}") from error
 
 
 class CleanLinksMapper(ReplaceContentMapper):
@@ -86,6 +84,28 @@ class CleanEmailMapper(ReplaceContentMapper):
         self, pattern: str | list[str] | None = None, repl: str | list[str] = "", *, text_key: str = "text"
     ) -> None:
         super().__init__(pattern or EMAIL, repl, text_key=text_key)
+
+
+class CleanCopyrightMapper(Mapper):
+    """Takes the copyright notice out of source code.
+
+    Where there is a comment between ``/*`` and ``*/``, the first one goes if it names a copyright. Where there is none, all
+    lines at the beginning go that are empty or begin with ``//``, ``#`` or ``--``.
+
+    >>> CleanCopyrightMapper().process({"text": "# Copyright 2026 by us\\n\\nimport os"})
+    {'text': 'import os'}
+    """
+
+    def clean(self, text: str) -> str:
+        """The text without its notice."""
+        start = text.find("/*")
+        end = text.find("*/", start + 2) if start >= 0 else -1
+        if end >= 0:
+            notice = "copyright" in text[start:end].lower()
+            return text[:start] + text[end + 2 :] if notice else text
+        lines = text.split("\n")
+        code = (at for at, line in enumerate(lines) if line and not line.startswith(("//", "#", "--")))
+        return "\n".join(lines[next(code, len(lines)) :])
 
 
 class WhitespaceNormalizationMapper(Mapper):

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import re
+import string
 from typing import Any
 
 from blake3 import blake3
 
 from castore.adapters.datasets.ops.base import HASHES, Deduplicator, Sample
 
+_NO_CHARACTER = re.compile(rf"[\s\d{re.escape(string.punctuation)}]+")
+
 
 class DocumentDeduplicator(Deduplicator):
-    """Keeps the first of the samples whose texts are equal.
+    """Keeps the first of the samples whose texts are equal but for spaces at their ends.
 
     Args:
         lowercase: take upper and lower case for equal.
-        ignore_non_character: compare letters only: spaces, digits, punctuation and symbols do not count.
+        ignore_non_character: have spaces, digits and the punctuation of ASCII not count.
         text_key: the column of the text.
     """
 
     column = HASHES
+    _castore_revision = 2
 
     def __init__(
         self, lowercase: bool = False, ignore_non_character: bool = False, *, text_key: str = "text"
@@ -36,8 +41,9 @@ class DocumentDeduplicator(Deduplicator):
         if self.lowercase:
             text = text.casefold()
         if self.ignore_non_character:
-            text = "".join(filter(str.isalpha, text))
-        sample[self.column] = blake3(text.encode("utf-8", "surrogatepass")).digest(length=16)
+            text = _NO_CHARACTER.sub("", text)
+        data = text.strip().encode("utf-8", "surrogatepass")
+        sample[self.column] = blake3(data).digest(length=16)
         return sample
 
     def process(self, dataset: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from castore.adapters.datasets.ops.base import UNBOUNDED, CountFilter, Filter
+from castore.adapters.datasets.ops.words import no_model, words_of
 
 
 class TextLengthFilter(CountFilter):
@@ -24,11 +25,12 @@ class AverageLineLengthFilter(CountFilter):
     """Keeps texts whose lines have ``min_len`` to ``max_len`` characters on average; tables have few."""
 
     stat = "avg_line_length"
+    _castore_revision = 2
 
     def measure(self, text: str) -> float:
-        """Characters for each line, line breaks not counted."""
+        """Characters of the text, line breaks counted, for each line."""
         lines = text.splitlines()
-        return sum(map(len, lines)) / len(lines) if lines else 0.0
+        return len(text) / len(lines) if lines else 0.0
 
 
 class MaximumLineLengthFilter(CountFilter):
@@ -60,18 +62,35 @@ class AverageWordLengthFilter(CountFilter):
 
 
 class WordsNumFilter(Filter):
-    """Keeps texts of ``min_num`` to ``max_num`` words, which are what stands between spaces."""
+    """Keeps texts of ``min_num`` to ``max_num`` words: what stands between spaces and has a letter.
+
+    Args:
+        min_num, max_num: how many are kept.
+        lang: nothing: words are told alike in all languages.
+        tokenization: Data-Juicer's tokens of a model, which castore has not: false only.
+        text_key: the column of the text.
+    """
 
     stat = "num_words"
+    _castore_revision = 2
     min_num: float
     max_num: float
 
-    def __init__(self, min_num: int = 10, max_num: int = UNBOUNDED, *, text_key: str = "text") -> None:
+    def __init__(
+        self,
+        min_num: int = 10,
+        max_num: int = UNBOUNDED,
+        *,
+        lang: str = "en",
+        tokenization: bool = False,
+        text_key: str = "text",
+    ) -> None:
+        no_model(tokenization, self._name)
         super().__init__(min_num, max_num, names=("min_num", "max_num"), text_key=text_key)
 
     def measure(self, text: str) -> int:
         """Words."""
-        return len(text.split())
+        return len(words_of(text))
 
     def bounds(self) -> tuple[float, float]:
         """The least and the most that is kept."""

@@ -10,10 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from castore.adapters.datasets.ops.base import HASHES, Deduplicator, Sample, at_least, compiled
+from castore.adapters.datasets.ops.base import (
+    HASHES,
+    Deduplicator,
+    NeedsMoreError,
+    Sample,
+    at_least,
+    compiled,
+)
+from castore.adapters.datasets.ops.clusters import Forest, equal_rows
 from castore.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -47,6 +54,7 @@ class DocumentMinhashDeduplicator(Deduplicator):
         jaccard_threshold: from which part of common shingles (of all of both) two texts are duplicates.
         num_bands, num_rows_per_band: how signatures are cut up to find pairs; default what the threshold asks
             for.
+        tokenizer_model: of Data-Juicer's tokenization ``"sentencepiece"``, which castore has not.
         seed: of the permutations.
         text_key: the column of the text.
 
@@ -66,11 +74,19 @@ class DocumentMinhashDeduplicator(Deduplicator):
         jaccard_threshold: float = 0.7,
         num_bands: int | None = None,
         num_rows_per_band: int | None = None,
+        tokenizer_model: str | None = None,
         *,
         seed: int = 42,
         text_key: str = "text",
     ) -> None:
         super().__init__(text_key=text_key)
+        if tokenization == "sentencepiece":
+            raise NeedsMoreError(
+                f"tokenization='sentencepiece' needs a model, and castore's operators have none; {', '.join(TOKENIZATIONS)} do"
+                " without"
+            )
+        if tokenizer_model is not None:
+            raise InvalidValueError("tokenizer_model is for tokenization='sentencepiece' alone")
         if tokenization not in TOKENIZATIONS:
             raise InvalidValueError(f"tokenization={tokenization!r} is not one of {', '.join(TOKENIZATIONS)}")
         if not 0 < jaccard_threshold <= 1:
@@ -78,7 +94,9 @@ class DocumentMinhashDeduplicator(Deduplicator):
         self.tokenization = tokenization
         self.window_size = at_least(1, window_size, "window_size")
         self.lowercase = lowercase
-        self.ignore_pattern = None if ignore_pattern is None else compiled(ignore_pattern, "ignore_pattern")
+        self.ignore_pattern = ignore_pattern
+        if ignore_pattern is not None:
+            compiled(ignore_pattern, "ignore_pattern")
         self.num_permutations = at_least(8, num_permutations, "num_permutations")
         self.jaccard_threshold = jaccard_threshold
         self.seed = seed
@@ -116,7 +134,7 @@ class DocumentMinhashDeduplicator(Deduplicator):
         if self.lowercase:
             text = text.lower()
         if self.ignore_pattern is not None:
-            text = self.ignore_pattern.sub("", text)
+            text = compiled(self.ignore_pattern, "ignore_pattern").sub("", text)
         tokens = TOKENIZATIONS[self.tokenization](text)
         # A text shorter than a window is a shingle of its own.
         for at in range(max(1, len(tokens) - self.window_size + 1) if tokens else 0):
@@ -141,15 +159,15 @@ class DocumentMinhashDeduplicator(Deduplicator):
         """For each signature the first one of its cluster; a chain of pairs that are alike is one cluster."""
         import numpy as np
 
-        forest = _Forest(len(signatures))
+        forest = Forest(len(signatures))
         for band in range(self.num_bands):
             start = band * self.num_rows_per_band
             rows = np.ascontiguousarray(signatures[:, start : start + self.num_rows_per_band])
-            for members in _equal_rows(rows):
+            for members in equal_rows(rows):
                 self._join_alike(signatures, members, forest)
-        return np.fromiter(map(forest.find, range(len(signatures))), np.int64, len(signatures))
+        return forest.leaders()
 
-    def _join_alike(self, signatures: Words, members: npt.NDArray[np.int64], forest: _Forest) -> None:
+    def _join_alike(self, signatures: Words, members: npt.NDArray[np.int64], forest: Forest) -> None:
         """Join those members of a bucket that are as alike as the threshold asks."""
         import numpy as np
 
@@ -162,37 +180,6 @@ class DocumentMinhashDeduplicator(Deduplicator):
             for other in rest[alike]:
                 forest.join(int(first), int(other))
             members = rest[~alike]
-
-
-class _Forest:
-    """Union-find, with the smallest number of each set for its root."""
-
-    def __init__(self, size: int) -> None:
-        self._parents = list(range(size))
-
-    def find(self, item: int) -> int:
-        while self._parents[item] != item:
-            # Halving the path as we walk it keeps the next walks short.
-            self._parents[item] = item = self._parents[self._parents[item]]
-        return item
-
-    def join(self, one: int, other: int) -> None:
-        low, high = sorted((self.find(one), self.find(other)))
-        self._parents[high] = low
-
-
-def _equal_rows(rows: Words) -> Iterator[npt.NDArray[np.int64]]:
-    """Places of equal rows, for each row that occurs more than once."""
-    import numpy as np
-
-    whole = rows.view(np.dtype((np.void, rows.shape[1] * rows.itemsize))).reshape(-1)
-    _, kinds, counts = np.unique(whole, return_inverse=True, return_counts=True)
-    kinds = kinds.reshape(-1)
-    places = np.flatnonzero(counts[kinds] > 1)
-    # A stable sort keeps the places of one kind in their order.
-    places = places[np.argsort(kinds[places], kind="stable")]
-    for _, group in groupby(places, key=lambda place: kinds[place]):
-        yield np.fromiter(group, np.int64)
 
 
 @lru_cache(maxsize=8)

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from castore.adapters.datasets.ops.base import RatioFilter, at_least
+from castore.adapters.datasets.ops.words import no_model, words_of
 
 
 class CharacterRepetitionFilter(RatioFilter):
@@ -39,19 +40,36 @@ class CharacterRepetitionFilter(RatioFilter):
 
 
 class WordRepetitionFilter(RatioFilter):
-    """Keeps texts of whose runs of ``rep_len`` words ``min_ratio`` to ``max_ratio`` occur more than once."""
+    """Keeps texts of whose runs of ``rep_len`` words ``min_ratio`` to ``max_ratio`` occur more than once.
+
+    Args:
+        rep_len: words of a run.
+        min_ratio, max_ratio: the part that is kept.
+        lang: nothing: words are told alike in all languages.
+        tokenization: Data-Juicer's tokens of a model, which castore has not: false only.
+        text_key: the column of the text.
+    """
 
     stat = "word_rep_ratio"
+    _castore_revision = 2
 
     def __init__(
-        self, rep_len: int = 10, min_ratio: float = 0.0, max_ratio: float = 0.5, *, text_key: str = "text"
+        self,
+        rep_len: int = 10,
+        min_ratio: float = 0.0,
+        max_ratio: float = 0.5,
+        *,
+        lang: str = "en",
+        tokenization: bool = False,
+        text_key: str = "text",
     ) -> None:
+        no_model(tokenization, self._name)
         super().__init__(min_ratio, max_ratio, text_key=text_key)
         self.rep_len = at_least(1, rep_len, "rep_len")
 
     def measure(self, text: str) -> float:
         """The part of runs that occur more than once."""
-        words = text.lower().split()
+        words = words_of(text, lowercase=True)
         return _repeated(Counter(zip(*(words[at:] for at in range(self.rep_len)), strict=False)))
 
 

@@ -1,0 +1,310 @@
+"""Datasets as entries of a store: putting one in a single commit, and finding one as it was at one moment.
+
+A dataset ``name`` is the entries ``name/state.json``, ``name/dataset_info.json`` and ``name/data-….arrow``; a dictionary of
+datasets has ``name/dataset_dict.json`` and a dataset below for each split: the layout of `save_to_disk`, so that
+`datasets.load_from_disk` reads the same through a mount.
+
+Must never let anybody see files of two puts as one dataset: all files are committed together, and read again if a
+name changed while they were looked up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import datasets
+import pyarrow as pa
+from blake3 import blake3
+from datasets.table import Table
+
+from castore.adapters.datasets.mapped_files import forget
+from castore.adapters.datasets.stored_table import SMALL, damaged, late_table, table_of
+from castore.adapters.datasets.tables import (
+    INFO,
+    ROWS,
+    SPLITS,
+    STATE,
+    Part,
+    assemble,
+    data_file,
+)  # fmt: skip
+from castore.adapters.mapped_check import note_new
+from castore.errors import FullError, NotFoundError
+from castore.index.queries import Found
+from castore.names import check_name
+from castore.records import Blob, Pointing
+from castore.store import Store
+from castore.system.sql_errors import is_full
+from castore.write.open_pack import Vanished
+from castore.write.staging import Staged
+from castore.write.writer import open_source
+
+_ATTEMPTS = 5
+
+
+class Size(NamedTuple):
+    """What a kept dataset takes: bytes uncompressed, and bytes in the store."""
+
+    logical: int
+    stored: int
+
+
+class Options(NamedTuple):
+    """How datasets are kept: codec and level, and when they expire."""
+
+    codec: str
+    level: int | None = None
+    ttl: float | None = None
+
+
+class Files(NamedTuple):
+    """One dataset's files as they were at one moment: name to blob, the state first, then the description."""
+
+    blobs: dict[str, Blob]
+    state: bytes
+    info: bytes
+
+    @property
+    def data(self) -> list[tuple[str, Blob]]:
+        """The data files, in order."""
+        return list(self.blobs.items())[2:]
+
+
+# --- putting ------------------------------------------------------------------------------------------------------
+
+
+def put_parts(
+    store: Store, name: str, parts: Mapping[str, Part], options: Options, metadata: dict[str, Any]
+) -> Size:
+    """Keep datasets below ``name``, with one commit.
+
+    Args:
+        parts: what to keep, by split; a single one under "".
+        metadata: kept with each part's state.
+
+    Raises:
+        FullError, TooLargeError: it does not fit into the budget, or onto the disk.
+        SerializationError: a dataset's format cannot be kept.
+    """
+    check_name(name)
+    try:
+        try:
+            return _put(store, name, parts, options, metadata, known=True)
+        except Vanished:
+            return _put(store, name, parts, options, metadata, known=False)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise FullError(
+            f"the disk of {store.path} is full; free some space, or lower the budget: `castore gc --max-size SIZE`"
+        ) from error
+
+
+def _put(
+    store: Store,
+    name: str,
+    parts: Mapping[str, Part],
+    options: Options,
+    metadata: dict[str, Any],
+    *,
+    known: bool,
+) -> Size:
+    staging, started = _Staging(store, options, known), time.time()
+    try:
+        for split, part in parts.items():
+            staging.part(_below(name, split), part, metadata)
+        if "" not in parts:
+            staging.bytes(f"{name}/{SPLITS}", json.dumps({"splits": list(parts)}).encode(), metadata)
+        old = _kept_names(store, name)
+        if old and (f"{name}/{STATE}" in old) != ("" in parts):
+            store.delete_many(
+                old
+            )  # a dataset and a dictionary of some under one name would look like neither
+        entries = store.writer.commit(staging.staged)
+    finally:
+        staging.discard()
+    for entry in entries:
+        found = store.index.find(entry.name) if entry.size > SMALL else None
+        if found is not None:
+            note_new(store, [found.blob], started)
+    store.delete_many(set(old) - {entry.name for entry in entries})
+    return Size(sum(entry.size for entry in entries), sum(entry.stored for entry in entries))
+
+
+class _Staging:
+    """Files on their way into a store, to be committed together."""
+
+    def __init__(self, store: Store, options: Options, known: bool) -> None:
+        self._store = store
+        self._options = options
+        self._known = known
+        self._expires = None if options.ttl is None else time.time() + options.ttl
+        self.staged: list[tuple[Pointing, Staged]] = []
+
+    def discard(self) -> None:
+        """Undo what was not committed."""
+        for _, item in self.staged:
+            item.discard()
+
+    def part(self, name: str, part: Part, metadata: dict[str, Any]) -> None:
+        """All files of one dataset."""
+        data = []
+        try:
+            for source in part.files():
+                data.append(self._data(source))  # noqa: PERF401 - what is staged must be known when the next fails
+        finally:
+            for number, item in enumerate(data):
+                self.staged.append((self._pointing(f"{name}/{data_file(number, len(data))}", {}), item))
+        state, info = part.describe([item.digest for item in data])
+        self.bytes(f"{name}/{INFO}", info, {})
+        self.bytes(f"{name}/{STATE}", state, metadata)
+
+    def bytes(self, name: str, data: bytes, metadata: dict[str, Any]) -> None:
+        """A small file."""
+        staged = self._store.writer.stage(data, "zstd", None, known=self._known)
+        self.staged.append((self._pointing(name, metadata), staged))
+
+    def _data(self, source: str | pa.Buffer) -> Staged:
+        writer, (codec, level, _) = self._store.writer, self._options
+        if not isinstance(source, str):
+            return writer.stage(memoryview(source), codec, level, known=self._known)
+        fd = open_source(source)
+        try:
+            return writer.stage_file(fd, codec, level, known=self._known)
+        finally:
+            os.close(fd)
+
+    def _pointing(self, name: str, metadata: dict[str, Any]) -> Pointing:
+        text = json.dumps(metadata, sort_keys=True, ensure_ascii=False) if metadata else None
+        return Pointing(check_name(name), "bytes", text, self._expires, False)
+
+
+def _below(name: str, split: str) -> str:
+    return f"{name}/{split}" if split else name
+
+
+def _kept_names(store: Store, name: str) -> list[str]:
+    """All entries that belong to the dataset, or the dictionary of datasets, of that name."""
+    names = {entry.name for entry in store.entries(name)}
+    folders = [name] if f"{name}/{STATE}" in names else []
+    if f"{name}/{SPLITS}" in names:
+        told = store.get(f"{name}/{SPLITS}")
+        folders = [f"{name}/{split}" for split in json.loads(told)["splits"]] if told else []
+        return [f"{name}/{SPLITS}", *(item for item in names if _is_file_of(item, folders))]
+    return [item for item in names if _is_file_of(item, folders)]
+
+
+def _is_file_of(name: str, folders: list[str]) -> bool:
+    folder, _, file = name.rpartition("/")
+    return folder in folders and (
+        file in (STATE, INFO) or (file.startswith("data-") and file.endswith(".arrow"))
+    )
+
+
+# --- finding ------------------------------------------------------------------------------------------------------
+
+
+def kind_of(store: Store, name: str) -> str | None:
+    """``"dataset"``, ``"splits"``, or None if nothing of that name is kept."""
+    if store.entry(f"{name}/{STATE}") is not None:
+        return "dataset"
+    return "splits" if store.entry(f"{name}/{SPLITS}") is not None else None
+
+
+def splits_of(store: Store, name: str) -> list[str]:
+    """The names of the datasets in a dictionary of some.
+
+    Raises:
+        NotFoundError, CorruptError: as for `files_of`.
+    """
+    return [str(split) for split in json.loads(file_of(store, f"{name}/{SPLITS}"))["splits"]]
+
+
+def metadata_of(store: Store, name: str) -> dict[str, Any] | None:
+    """What was kept with a dataset, or None if there is none of that name."""
+    entry = store.entry(f"{name}/{STATE}")
+    return None if entry is None else entry.metadata
+
+
+def files_of(store: Store, name: str) -> Files:
+    """A dataset's files as they are at one moment.
+
+    Raises:
+        NotFoundError: there is no such dataset, or gc has taken a part of it.
+        CorruptError: its description is damaged.
+    """
+    for _ in range(_ATTEMPTS):
+        state = file_of(store, f"{name}/{STATE}")
+        names = [f"{name}/{STATE}", f"{name}/{INFO}"]
+        names += [f"{name}/{item['filename']}" for item in json.loads(state)["_data_files"]]
+        found = store.index.find_many(names)
+        blobs = {part: found[part].blob for part in names if _is_there(found.get(part))}
+        if len(blobs) < len(names):
+            missing = next(part for part in names if part not in blobs)
+            raise NotFoundError(
+                f"there is no {missing!r} in {store.path}, which is a part of the dataset {name!r}"
+            )
+        if found[names[0]].blob.digest == blake3(state).digest():
+            info = store.source.fetch(blobs[names[1]])
+            if info is None:
+                raise damaged(names[1])
+            return Files(blobs, state, info)
+    raise NotFoundError(
+        f"the dataset {name!r} is put anew all the time; none of its states stayed for a look"
+    )
+
+
+def _is_there(found: Found | None) -> bool:
+    return found is not None and (found.expires is None or found.expires > time.time())
+
+
+def file_of(store: Store, name: str) -> bytes:
+    """The bytes of a small file.
+
+    Raises:
+        NotFoundError, CorruptError: they are not there, or damaged.
+    """
+    if store.entry(name) is None:
+        raise NotFoundError(f"there is no entry {name!r} in {store.path}")
+    data = store.get(name)
+    if data is None:
+        raise damaged(name)
+    return data
+
+
+def load(store: Store, name: str) -> datasets.Dataset:
+    """The dataset of that name: late, mapped, or in memory where it is small.
+
+    Raises:
+        NotFoundError, CorruptError: as for `files_of`; data files included.
+    """
+    files = files_of(store, name)
+    tables = _late(store, files) or [table_of(store, part, blob) for part, blob in files.data]
+    for part in files.blobs:
+        store.source.count_use(part)
+    store.flush_if_due()
+    return assemble(files.state, files.info, tables)
+
+
+def _late(store: Store, files: Files) -> list[Table]:
+    rows = json.loads(files.state).get(ROWS)
+    features = datasets.DatasetInfo.from_dict(json.loads(files.info)).features
+    table = late_table(store, files.data, features.arrow_schema, rows) if rows and features else None
+    return [] if table is None else [table]
+
+
+def size_of(store: Store, name: str) -> Size:
+    """What the dataset of that name takes."""
+    entries = [entry for entry in store.entries(name) if _is_file_of(entry.name, [name])]
+    return Size(sum(entry.size for entry in entries), sum(entry.stored for entry in entries))
+
+
+def drop(store: Store, name: str) -> bool:
+    """Remove a dataset, or a dictionary of some, and what was materialised of it; False if there was none."""
+    names = _kept_names(store, name)
+    forget(store, [found.blob for found in store.index.find_many(names).values() if found.blob.size > SMALL])
+    return store.delete_many(names) > 0

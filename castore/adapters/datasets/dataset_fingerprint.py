@@ -1,0 +1,258 @@
+"""Which data a dataset holds: a fingerprint of its rows, for the key of what is made of them.
+
+The datasets library's own fingerprint is 64 bits, and random wherever it could not hash something, so it counts only
+where it is one of ours: made from a key, by a cached step. Every other dataset counts by its content: Arrow files by
+the digest of their bytes, remembered in the store by path, size and times, and the same through a mount, from a copy
+or not even read yet; tables in memory by the digest of their columns; a selection by the rows it selects; the format by
+its name, since it decides what a function sees.
+
+Files that rows of images name count by size and time. The result of a step of this process may name some too, until it
+comes from the store, which holds their bytes: they count as soon as one is not what it was when the step ended.
+
+Assumes that nobody changes a file in place and turns its clock back. Must never give a random answer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from blake3 import blake3
+from datasets.table import Table
+
+from castore.adapters.datasets.lazy_dataset import LateDataset
+from castore.adapters.datasets.lazy_table import LateTable
+from castore.adapters.datasets.mapped_files import TAIL
+from castore.adapters.datasets.replaced import gone
+from castore.adapters.datasets.tables import row_blocks, table_files
+from castore.errors import InvalidValueError, UnhashableError
+from castore.keys.encoder import AnyOrder, fingerprint, key
+from castore.objects.encode import hash_file
+from castore.store import Store
+
+#: Where digests of files are remembered.
+FILES = ".datasets/files"
+_OURS = re.compile(r"castore[0-9a-f]{40}").fullmatch
+_ROWS = 10_000
+# Hashing less than this again costs no more than asking the store.
+_REMEMBERED = 4 * 1024 * 1024
+_REMEMBERED_SECONDS = 30 * 86400.0
+
+
+def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
+    """Digits that tell a dataset, as a function sees it, from every other one.
+
+    Args:
+        dataset: a `datasets.Dataset`, or a `datasets.DatasetDict`.
+        store: remembers the digests of large files; None hashes them each time.
+
+    Raises:
+        UnhashableError: its format holds something without a stable hash.
+        InvalidValueError: it is neither.
+    """
+    if isinstance(dataset, datasets.DatasetDict):
+        return fingerprint({name: dataset_fingerprint(part, store) for name, part in dataset.items()})
+    if not isinstance(dataset, datasets.Dataset):
+        raise InvalidValueError(
+            f"a {type(dataset).__name__} has no rows to tell it by; keep a stream with DatasetCache.put(name, stream), and pass"
+            " what DatasetCache.dataset(name) gives, which is a Dataset"
+        )
+    shown = _format(dataset)
+    ours = bool(_OURS(dataset._fingerprint))
+    files = _files_since(dataset) if ours else _files_named(dataset)
+    if ours and not (shown or files) and _is_described_by_its_rows(dataset):
+        return str(dataset._fingerprint)
+    told = {
+        "rows": dataset._fingerprint if ours else _rows(dataset, store),
+        "features": str(dataset.features),
+        "split": None if dataset.split is None else str(dataset.split),
+        "format": shown,
+    }
+    if files:
+        told["files"] = files
+    return fingerprint(told, "dataset")
+
+
+#: By the fingerprints of results that name files: a digest of how these were when the step ended.
+_files_at_end: dict[str, str] = {}
+
+
+def note_files(dataset: datasets.Dataset) -> None:
+    """Remember how the files are that rows of a step's result name."""
+    files = _files_named(dataset)
+    if files:
+        _files_at_end[dataset._fingerprint] = fingerprint(files)
+
+
+def check_files(dataset: datasets.Dataset) -> None:
+    """See that the files which rows of a step's result name are as they were when `note_files` was told of it.
+
+    Raises:
+        InvalidValueError: one has changed.
+    """
+    if _files_since(dataset):
+        raise InvalidValueError("files that its rows name have changed meanwhile; run the step again")
+
+
+def _files_since(dataset: datasets.Dataset) -> list[Any]:
+    """As `_files_named`, for a step's result; none where they are as they were when the step ended."""
+    noted = _files_at_end.get(dataset._fingerprint)
+    if noted is None or (isinstance(dataset, LateDataset) and not dataset.is_read):
+        return []
+    files = _files_named(dataset)
+    return [] if not files or fingerprint(files) == noted else files
+
+
+def _files_named(dataset: datasets.Dataset) -> list[Any]:
+    """Sizes and times of the local files that rows of images, sounds and films name in place of holding them."""
+    paths: set[str] = set()
+    for name, feature in dataset.features.items():
+        inner = feature
+        while hasattr(inner, "feature"):  # of a list
+            inner = inner.feature
+        if not hasattr(inner, "decode_example") or not hasattr(inner, "cast_storage"):
+            continue
+        for chunk in dataset._data.table.column(name).chunks:
+            while pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type):
+                chunk = chunk.flatten()  # noqa: PLW2901 - a list of lists, level by level
+            if pa.types.is_struct(chunk.type) and {"bytes", "path"} <= {field.name for field in chunk.type}:
+                named = chunk.field("path").filter(chunk.field("bytes").is_null())
+                paths.update(path for path in named.unique().to_pylist() if path and "://" not in path)
+    return [[path, *_seen(path)] for path in sorted(paths)]
+
+
+def _seen(path: str) -> list[int]:
+    try:
+        status = os.stat(path)
+    except OSError:  # a step that reads it says so
+        return []
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _is_described_by_its_rows(dataset: datasets.Dataset) -> bool:
+    """Whether the features are those that came with the rows: `dataset.info.features` can be changed in place."""
+    if isinstance(dataset, LateDataset) and not dataset.is_read:
+        return True
+    # Not `dataset.features`, which is a deep copy.
+    return bool(datasets.Features.from_arrow_schema(dataset._data.schema) == dataset._info.features)
+
+
+def _rows(dataset: datasets.Dataset, store: Store | None) -> list[Any]:
+    indices = None if dataset._indices is None else table_digest(dataset._indices.table)
+    return [_digests(dataset._data, store) or table_digest(dataset._data.table), indices]
+
+
+def _digests(table: Table, store: Store | None) -> list[str] | None:
+    """Those of the Arrow files which are, one after the other, a table's rows; None if there are none."""
+    found: list[str] = []
+    places = gone()
+    for block in row_blocks(table) or ():
+        if isinstance(block, LateTable) and block.blobs:
+            found += [blob.digest.hex() for blob in block.blobs]  # without reading them
+        elif (paths := table_files(block, places)) is not None:
+            found += [file_digest(path, store, without=TAIL) for path in paths]
+        else:
+            return None
+    return found or None
+
+
+def _format(dataset: datasets.Dataset) -> list[Any]:
+    from castore.adapters.datasets.operator_keys import operator_fingerprint
+
+    shown = dataset._format_columns
+    # Naming all columns is the same as naming none.
+    columns = None if shown is None or set(shown) == set(dataset.column_names) else sorted(shown)
+    if dataset._format_type is None and columns is None:
+        return []
+    arguments = operator_fingerprint(AnyOrder(dataset._format_kwargs), "dataset.format['format_kwargs']")
+    return [dataset._format_type, columns, bool(dataset._output_all_columns), arguments]
+
+
+def table_digest(table: pa.Table) -> str:
+    """64 hexadecimal digits of a table's columns and rows, however it is cut into chunks."""
+    sink = _Hashing()
+    plain = table.replace_schema_metadata(None)
+    # Two chunks are always copied into one, which then looks the same wherever it was cut from. The second is a
+    # slice, since `schema.empty_table()` fails where an extension type (`datasets.Json`) lies in a list or a struct.
+    none = plain.slice(0, 0)
+    with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), plain.schema) as writer:
+        for start in range(0, len(plain), _ROWS):
+            rows = pa.concat_tables([plain.slice(start, _ROWS), none])
+            writer.write_table(rows.combine_chunks(), max_chunksize=_ROWS)
+    return str(sink.hasher.hexdigest())
+
+
+class _Hashing:
+    """A file that keeps nothing but the digest of what is written to it."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.hasher = blake3(max_threads=blake3.AUTO)
+
+    def write(self, data: Any) -> int:
+        self.hasher.update(data)
+        return len(data)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def file_digest(path: str, store: Store | None, *, without: bytes = b"") -> str:
+    """BLAKE3 of a file, in hexadecimal digits; of a large one it is remembered until the file changes.
+
+    Args:
+        path: of the file.
+        store: remembers it; None for no one.
+        without: what does not count at the file's end, if it is there.
+
+    Raises:
+        UnhashableError: the file is gone.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UnhashableError(
+            f"the dataset's file {path} cannot be read: {error.strerror}; load the dataset again"
+        ) from error
+    try:
+        seen = os.fstat(fd)
+        size = _size_without(fd, seen.st_size, without)
+        if store is None or size < _REMEMBERED:
+            return _digest(fd, size)
+        told = [
+            os.path.realpath(path),
+            seen.st_dev,
+            seen.st_ino,
+            size,
+            seen.st_mtime_ns,
+            seen.st_ctime_ns,
+        ]
+        return remembered(store, f"{FILES}/{key(told)}", partial(_digest, fd, size))
+    finally:
+        os.close(fd)
+
+
+def _size_without(fd: int, size: int, end: bytes) -> int:
+    before = size - len(end)
+    return before if end and before >= 0 and os.pread(fd, len(end), before) == end else size
+
+
+def _digest(fd: int, size: int) -> str:
+    return hash_file(fd, size)[0].hex()
+
+
+def remembered(store: Store, name: str, compute: Callable[[], str]) -> str:
+    """A short text that the store keeps under a name, made by ``compute`` if it does not."""
+    known = store.get(name)
+    if known is not None:
+        return known.decode()
+    text = compute()
+    store.put(name, text.encode(), ttl=_REMEMBERED_SECONDS)
+    return text

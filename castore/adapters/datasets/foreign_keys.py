@@ -1,0 +1,113 @@
+"""Data-Juicer's keys that are none of castore's: which change no result, and which cannot be had here.
+
+One table, so that a recipe never loses a key in silence: each is noted with its reason, or is an error with one. Must
+never change what a recipe does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from castore.errors import InvalidValueError
+
+
+class Key(NamedTuple):
+    """A key of Data-Juicer's, and how castore treats it.
+
+    Attributes:
+        harmless: values that ask for nothing; null is one for every key.
+        because: why the key changes no result, or cannot be had; what stands behind "since".
+        noted: whether other values change no result either.
+    """
+
+    because: str
+    harmless: tuple[Any, ...] = ()
+    noted: bool = False
+
+
+def _noted(names: str, because: str) -> dict[str, Key]:
+    return {name: Key(because, noted=True) for name in names.split()}
+
+
+def _refused(name: str, because: str, *harmless: Any) -> dict[str, Key]:
+    return {name: Key(because, harmless)}
+
+
+_TOKENS = "operators of castore look at no special tokens, and Data-Juicer's get their default ones"
+
+KEYS: dict[str, Key] = {
+    # Keys of other programs, of its scheduling and of its reports.
+    **_noted(
+        "open_tracer op_list_to_trace trace_num trace_keys open_insight_mining op_list_to_mine",
+        "there is no tracer",
+    ),
+    **_noted("open_monitor event_logging event_log_dir", "there is no monitor; the table of the run is"),
+    **_noted(
+        "op_fusion fusion_strategy mapper_fusion mapper_fusion_vram_limit adaptive_batch_size auto_op_parallelism turbo "
+        "min_common_dep_num_to_combine conflict_resolve_strategy use_dag elastic_juicer_adaptive_batching "
+        "elastic_juicer_profile_seed strict_preflight",
+        "it only makes Data-Juicer run otherwise, or faster",
+    ),
+    **_noted(
+        "executor_type ray_address override_num_blocks partition partition_size partition_dir",
+        "everything runs in processes of this machine",
+    ),
+    **_noted("export_in_parallel", "one process writes the result"),
+    **_noted(
+        "percentiles export_original_dataset save_stats_in_one_file", "it is for Data-Juicer's analyser alone"
+    ),
+    **_noted("data_probe_algo data_probe_ratio hpo_config", "it is for Data-Juicer's sandbox alone"),
+    **_noted("work_dir job_id checkpoint checkpoint_dir resume", "what is kept is in the store"),
+    **_noted("notification annotation", "castore sends no messages; an operator's own parameters do"),
+    **_noted("skip_op_error", "no error is skipped: an operator that raises ends the run, and is named"),
+    **_noted("validators", "the dataset is not validated: an operator that lacks its column ends the run"),
+    **_noted("auto_num auto", "it is for Data-Juicer's analyser alone"),
+    # These would change the result, or the place of the export.
+    **_refused("export_shard_size", "the result is one file, or one folder of save_to_disk", 0),
+    **_refused("export_type", "the ending of export_path says the format"),
+    **_refused("export_extra_args", "results are written in one way for each format", {}),
+    **_refused("export_aws_credentials", "results are written to files only"),
+    **_refused("keep_hashes_in_res_ds", "hashes are dropped behind the deduplicator that made them", False),
+    **_refused("suffixes", "the endings say what is read; choose with a pattern in dataset_path", [], ""),
+    **_refused(
+        "custom_operator_paths", "operators of your own go by their dotted paths, like my_module.MyMapper", []
+    ),
+    **_refused("generated_dataset_config", "data comes from files"),
+    **_refused("load_dataset_kwargs", "each kind of file is read in one way", {}),
+    **_refused("read_options", "each kind of file is read in one way", {}),
+    **_refused("load_jsonl_lenient", "a line that is no JSON is an error", False),
+    **_refused("decrypt_after_reading", "files are read as they are", False),
+    **_refused("encrypt_before_export", "results are written as they are", False),
+    **_refused("encryption_key_path", "files are read and written as they are"),
+    **_refused("image_special_token", _TOKENS, "<__dj__image>"),
+    **_refused("audio_special_token", _TOKENS, "<__dj__audio>"),
+    **_refused("video_special_token", _TOKENS, "<__dj__video>"),
+    **_refused("eoc_special_token", _TOKENS, "<|__dj__eoc|>"),
+}
+
+
+def note(name: str, value: Any) -> str | None:
+    """Why a key of Data-Juicer's changes nothing here; None if it asks for nothing.
+
+    Raises:
+        InvalidValueError: it would change the result, and cannot be had.
+
+    >>> note("open_tracer", True)
+    'there is no tracer'
+    >>> note("export_shard_size", 0), note("open_tracer", None)
+    (None, None)
+    >>> note("export_shard_size", 1000)
+    Traceback (most recent call last):
+    castore.errors.InvalidValueError: export_shard_size: 1000 is not supported, since the result is one file, or one folder of
+    save_to_disk; take the key out
+    """
+    key = KEYS[name]
+    if value is None or any(
+        value is same or (value == same and type(value) is type(same)) for same in key.harmless
+    ):
+        return None
+    if key.noted:
+        return None if value is False or value == [] else key.because
+    shown = repr(value) if len(repr(value)) <= 60 else "..."
+    shown = {"True": "true", "False": "false"}.get(shown, shown)
+    raise InvalidValueError(f"{name}: {shown} is not supported, since {key.because}; take the key out")

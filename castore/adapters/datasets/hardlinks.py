@@ -1,0 +1,212 @@
+"""A dataset kept by second names of its own Arrow files: no byte is copied, and what it shows of them lies beside.
+
+For what is kept for a short while: the files become raw objects of the store by hard links, so they take room once. A
+dataset that is all of its files lies as `save_to_disk` lays it out. One that is a part of them (rows that a filter left,
+columns without hashes) has ``_parts`` in its state in the place of ``_data_files``: programs that know of no parts must
+fail to open it, and not see rows that are not in it.
+
+Must never link a file of the user's, who may write to it: only those that work.py named, and objects.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from datasets.table import Table
+
+from castore.adapters.datasets import dataset_entries, scratch
+from castore.adapters.datasets.stored_table import SMALL, table_of
+from castore.adapters.datasets.tables import (
+    INFO,
+    STATE,
+    assemble,
+    data_file,
+    mapped_blocks,
+    part_of,
+    table_files,
+)
+from castore.errors import NotFoundError
+from castore.names import check_name
+from castore.objects.encode import HashingFrames, raw_checksums
+from castore.records import LOOSE, Blob, Pointing
+from castore.store import Store
+from castore.write.staging import Large, Staged
+from castore.write.writer import open_source
+
+_PARTS, _INDICES = "_parts", "indices.arrow"
+# What may have been done to a table without the file having less than it. The features say which columns it shows; a
+# deduplicator that found nothing leaves a slice.
+_ALLOWED = frozenset({"replace_schema_metadata", "drop", "select", "remove_column", "slice"})
+# Another file system, or one without links; a file of another user's; too many links.
+_NO_LINK = {errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK}
+
+
+class _Unlinkable(Exception):
+    """The file system, or its rules, allow no link to a file."""
+
+
+def put(
+    store: Store, name: str, dataset: datasets.Dataset, metadata: dict[str, Any]
+) -> dataset_entries.Size | None:
+    """Keep a dataset below ``name``, pinned, with one commit; what else lies there stays.
+
+    Returns:
+        What it takes; None if its rows are not in files that can be linked: nothing is kept then.
+
+    Raises:
+        FullError, TooLargeError: it does not fit into the budget.
+        SerializationError: its format cannot be kept.
+    """
+    blocks = mapped_blocks(dataset._data, _ALLOWED)
+    if blocks is None or not all(_may_link(store, block.path) for block in blocks):
+        return None
+    files = [data_file(at, len(blocks)) for at in range(len(blocks))]
+    staged: list[tuple[Pointing, Staged]] = []
+
+    def stage(file: str, item: Staged, told: str | None = None) -> None:
+        staged.append((Pointing(check_name(f"{name}/{file}"), "bytes", told, None, True), item))
+
+    def stage_bytes(file: str, data: bytes | pa.Buffer, told: str | None = None) -> None:
+        stage(file, store.writer.stage(data, "zstd", None, known=False), told)
+
+    try:
+        for file, block in zip(files, blocks, strict=True):
+            stage(file, _linked(store, block.path))
+        state, info = part_of(dataset).describe([item.digest for _, item in staged])
+        if dataset._indices is not None or table_files(dataset._data) is None:
+            state = _with_parts(
+                state, [[file, *_slice(block)] for file, block in zip(files, blocks, strict=True)]
+            )
+            stage_bytes(_INDICES, _stream(dataset._indices))
+        stage_bytes(INFO, info)
+        stage_bytes(STATE, state, json.dumps(metadata))
+        entries = store.writer.commit(staged)
+    except _Unlinkable:
+        return None
+    finally:
+        for _, item in staged:
+            item.discard()
+    return dataset_entries.Size(sum(entry.size for entry in entries), sum(entry.stored for entry in entries))
+
+
+def _may_link(store: Store, path: str) -> bool:
+    objects = os.path.realpath(store.objects.loose.objects)
+    return scratch.is_ours(path) or os.path.realpath(path).startswith(f"{objects}/")
+
+
+def _linked(store: Store, path: str) -> Staged:
+    """A file as a raw object to be, hashed and with its checksums, waiting under a second name."""
+    fd = open_source(path)
+    try:
+        size = os.fstat(fd).st_size
+        if size <= SMALL:
+            return store.writer.stage(os.pread(fd, size, 0), "zstd", None, known=False)
+        frames = HashingFrames(fd)
+        checksums = raw_checksums(frames)
+        store.objects.loose.seal(fd, durable=store.objects.durable)
+        waiting, temporary = store.objects.loose.create()
+        os.close(waiting)
+        temporary.unlink()
+        # Paths in datasets' own cache are symbolic links to objects; it is these that get another name.
+        os.link(os.path.realpath(path), temporary)
+    except OSError as error:
+        if error.errno in _NO_LINK:
+            raise _Unlinkable from error
+        raise
+    finally:
+        os.close(fd)
+    return Large(store.objects, Blob(frames.digest, size, size, "none", LOOSE, 0), temporary, checksums)
+
+
+def _slice(block: Any) -> tuple[int, int]:
+    """Where in its file a mapped table begins, and how many rows it has."""
+    return sum(arguments[0] for what, arguments, _ in block.replays if what == "slice"), len(block)
+
+
+def _stream(indices: Table | None) -> pa.Buffer:
+    """A selection as an Arrow stream, 8 bytes a row; of no columns if all rows are meant."""
+    table = pa.table({}) if indices is None else indices.table
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def _with_parts(state: bytes, parts: list[list[Any]]) -> bytes:
+    told = json.loads(state)
+    del told["_data_files"]
+    return json.dumps({**told, _PARTS: parts}, indent=2, sort_keys=True).encode()
+
+
+def load(store: Store, name: str) -> datasets.Dataset:
+    """What `put`, or `kept.put_parts`, has kept below ``name``, mapped.
+
+    Assumes that nobody puts anything there meanwhile.
+
+    Raises:
+        NotFoundError: there is nothing, or a part of it is gone.
+        CorruptError: a part of it is damaged.
+    """
+    state, info = (dataset_entries.file_of(store, f"{name}/{file}") for file in (STATE, INFO))
+    told = json.loads(state)
+    if _PARTS not in told:
+        files = [item["filename"] for item in told["_data_files"]]
+        return assemble(state, info, [_table(store, f"{name}/{file}") for file in files])
+    shown = list(datasets.DatasetInfo.from_dict(json.loads(info)).features or ())
+    tables = [_table(store, f"{name}/{file}").select(shown).slice(*rows) for file, *rows in told[_PARTS]]
+    dataset = assemble(state, info, tables)
+    indices = _table(store, f"{name}/{_INDICES}")
+    dataset._indices = indices if indices.column_names else None
+    return dataset
+
+
+def _table(store: Store, name: str) -> Table:
+    found = store.index.find(name)
+    if found is None:
+        raise NotFoundError(f"there is no {name!r} in {store.path}, which is a part of a dataset")
+    return table_of(store, name, found.blob)
+
+
+def names(store: Store, name: str) -> set[str]:
+    """The entries that are the dataset below ``name``; empty if there is none."""
+    state = store.get(f"{name}/{STATE}")
+    if state is None:
+        return set()
+    told = json.loads(state)
+    parts = told.get(_PARTS)
+    files = (
+        [item["filename"] for item in told["_data_files"]] if parts is None else [part[0] for part in parts]
+    )
+    return {f"{name}/{file}" for file in [*files, INFO, STATE] + ([] if parts is None else [_INDICES])}
+
+
+def compress(store: Store, name: str, codec: str) -> None:
+    """Compress what of the dataset below ``name`` lies uncompressed: a store has one object of each blob."""
+    for file in sorted(names(store, name)) if codec != "none" else ():
+        found = store.index.find(file)
+        if found is not None and found.blob.codec == "none" and found.blob.pack == LOOSE:
+            _recode(store, found.blob, codec)
+
+
+def _recode(store: Store, blob: Blob, codec: str) -> None:
+    raw = store.objects.loose.path(blob.digest, "none")
+    fd = open_source(raw)
+    try:
+        staged = store.writer.stage_file(fd, codec, None, known=False)
+    finally:
+        os.close(fd)
+    try:
+        with store.index.write() as txn:
+            if txn.blob(blob.digest) == blob and staged.stored < blob.stored:
+                txn.lose_blob(blob)  # a blob that is there would stay as it is
+                staged.place(txn)
+    finally:
+        staged.discard()
+    with store.index.write() as txn:
+        if txn.blob(blob.digest) != blob:
+            store.objects.remove_loose(blob.digest, "none")

@@ -1,0 +1,78 @@
+"""JSON files as `datasets` reads them, but that strings stay strings.
+
+Arrow turns strings into timestamps where all strings of a column in one piece of a file look like dates. That drops the
+zone and changes the form, and depends on the other rows.
+"""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.json
+from datasets.data_files import DataFilesDict
+from datasets.packaged_modules.json import json as upstream
+
+
+def read_json(file: io.BytesIO, read_options: Any) -> pa.Table:
+    """The rows of JSON lines: in a second reading, where the first one has found timestamps."""
+    table = pyarrow.json.read_json(file, read_options=read_options)
+    told = pa.schema([pa.field(field.name, _untimed(field.type)) for field in table.schema])
+    if told.equals(table.schema):
+        return table
+    file.seek(0)
+    parse_options = pyarrow.json.ParseOptions(explicit_schema=told)
+    return pyarrow.json.read_json(file, read_options=read_options, parse_options=parse_options)
+
+
+def _untimed(kind: pa.DataType) -> pa.DataType:
+    """A type that Arrow has found in JSON, with strings for timestamps."""
+    if pa.types.is_timestamp(kind):
+        return pa.string()
+    if pa.types.is_list(kind):
+        return pa.list_(_untimed(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(field.name, _untimed(field.type)) for field in kind])
+    return kind
+
+
+class _Arrow:
+    """Stands in for the module `pyarrow.json`."""
+
+    ReadOptions = pyarrow.json.ReadOptions
+    read_json = staticmethod(read_json)
+
+
+# What the function of `datasets` finds under its module's names, so that nobody else's reading changes.
+_NAMES = {
+    "paj": _Arrow,
+    # For what is no JSON lines. It would take dates by the names of columns, and numbers for strings of digits.
+    "pandas_read_json": partial(
+        upstream.pandas_read_json, convert_dates=False, convert_axes=False, dtype=False
+    ),
+}
+
+
+class JsonReader(upstream.Json):  # type: ignore[misc]
+    """The builder of `datasets` for JSON, reading as this module says.
+
+    Args:
+        files: the files of each split.
+        folder: for the Arrow files that it writes.
+    """
+
+    def __init__(self, files: DataFilesDict, folder: str) -> None:
+        # Where `datasets` knows the traces of agents, it makes other columns of such rows.
+        known = hasattr(upstream.JsonConfig, "parse_agent_traces")
+        super().__init__(
+            cache_dir=folder, data_files=files, **({"parse_agent_traces": False} if known else {})
+        )
+
+    def _generate_tables(self, *args: Any, **keywords: Any) -> Any:
+        theirs = upstream.Json._generate_tables
+        # Now, not before: `datasets` gives its module another `open` when a builder is made.
+        ours = FunctionType(theirs.__code__, {**vars(upstream), **_NAMES}, argdefs=theirs.__defaults__)
+        return ours(self, *args, **keywords)

@@ -1,0 +1,163 @@
+"""What is said of an operator beside its fingerprint, so that it can be told later what about it has changed.
+
+A description is plain JSON: digests of the user's functions and classes, of each parameter, and of each value that the
+code refers to, with a short text of what can be shown. Nothing here decides anything: keys come from the fingerprint.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import types
+from collections.abc import Iterable, Iterator, Set
+from itertools import islice
+from typing import Any, NamedTuple
+
+from blake3 import blake3
+
+from castore.adapters.datasets.operator_keys import OperatorEncoder, encode
+from castore.errors import UnhashableError
+from castore.keys.doubts import Doubts
+from castore.keys.functions import FunctionEncoder
+
+_SHOWN = 80
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
+
+
+class Description(NamedTuple):
+    """What is known of an operator.
+
+    Attributes:
+        fingerprint: of all that counts, 64 hexadecimal digits.
+        parts: what it is made of, by what to call it: a digest and a short text each.
+        doubts: what of it looks random; None where nothing does.
+    """
+
+    fingerprint: str
+    parts: dict[str, list[str]]
+    doubts: Doubts | None = None
+
+
+def describe(operator: Any, name: str, fingerprint: str | None = None) -> Description:
+    """The fingerprint and the description of an operator.
+
+    Args:
+        operator: a function, or an object.
+        name: what to call it in errors.
+        fingerprint: what identifies it, in place of its code and parameters.
+
+    Raises:
+        UnhashableError: a part of it has no stable hash.
+    """
+    if fingerprint is not None:
+        digits = str(blake3(f"given: {fingerprint}".encode()).hexdigest())
+        return Description(digits, {"the fingerprint that was given": [digits[:32], fingerprint[:_SHOWN]]})
+    parameters = list(_parameters(operator))
+    encoder = _Describing(value for _, value in parameters)
+    revision = getattr(type(operator), "_castore_revision", 1)
+    # Castore's own operators count by its release, and between two releases by how often their results were mended.
+    mended = b"" if revision == 1 else f"revision {revision}".encode()
+    digits = str(blake3(encode(operator, name, encoder) + mended).hexdigest())
+    parts = {f"the code of {qualified}": [digest, ""] for qualified, digest in encoder.code.items()}
+    parts |= encoder.values
+    for parameter, value in parameters:
+        parts[f"the parameter {parameter!r}"] = [encoder.alone(value), _text(value)]
+    if mended:
+        parts["the revision of the operator"] = [str(revision), str(revision)]
+    parts["Python"] = [version := ".".join(platform.python_version_tuple()[:2]), version]
+    for library in encoder.libraries:
+        package, _, version = library.rpartition(" of ")[2].rpartition(" ")
+        parts[f"the library {package}"] = [version, version]
+    return Description(digits, parts, encoder.doubts(operator))
+
+
+class _Describing(OperatorEncoder):
+    """An OperatorEncoder that takes notes.
+
+    Args:
+        wanted: what `alone` will be asked for.
+    """
+
+    def __init__(self, wanted: Iterable[Any] = ()) -> None:
+        super().__init__()
+        self.values: dict[str, list[str]] = {}
+        self.libraries: set[str] = set()
+        self._owners: list[str] = []
+        self._wanted = {id(value) for value in wanted}
+        self._alone: dict[int, str] = {}
+        self._bound = 0
+
+    def alone(self, value: Any) -> str:
+        """A digest of one that was wanted, as if nothing were around it; "" if it cannot be hashed alone."""
+        if id(value) not in self._alone:
+            try:
+                self._alone[id(value)] = _digest(encode(value, "parameter"))
+            except UnhashableError:
+                return ""  # what pickle would leave out, else the operator had no fingerprint
+        return self._alone[id(value)]
+
+    def part(self, value: Any, step: str = "") -> bytes:
+        """As in OperatorEncoder, with a note of what was wanted: hashing a large parameter again takes time."""
+        if id(value) not in self._wanted:
+            return super().part(value, step)
+        before = self._bound, len(self._met)
+        code = super().part(value, step)
+        if before == (self._bound, len(self._met)):  # nothing in it is told by what was met around it
+            self._alone[id(value)] = _digest(code)
+        return code
+
+    def member(self, item: Any) -> bytes:
+        """As in OperatorEncoder."""
+        self._bound += 1  # it may tell of what is around the set
+        return super().member(item)
+
+    def function(self, function: types.FunctionType) -> Iterator[Any]:
+        self._owners.append(f"{function.__module__}.{function.__qualname__}")
+        try:
+            parts = list(super().function(function))
+        finally:
+            self._owners.pop()
+        yield from parts
+
+    def _reference(self, value: Any, names: Set[str], step: str) -> bytes:
+        code = super()._reference(value, names, step)
+        if self._owners and not issubclass(type(value), _CODE) and not callable(value):
+            what = step.removeprefix(" -> ").replace("closure ", "").replace("global ", "")
+            self.values[f"the value of {what} in {self._owners[-1]}"] = [_digest(code), _text(value)]
+        return code
+
+    def tagged(self, tag: str, *parts: Any) -> bytes:
+        if tag == "library" and parts and isinstance(parts[0], str):
+            self.libraries.add(parts[0])
+        self._bound += tag in ("met", "around")
+        return FunctionEncoder.tagged(self, tag, *parts)
+
+
+def _parameters(operator: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(operator, functools.partial):
+        yield from ((f"[{place}]", value) for place, value in enumerate(operator.args))
+        yield from operator.keywords.items()
+    elif isinstance(operator, types.MethodType):
+        yield from _parameters(operator.__self__)
+    elif not isinstance(operator, _CODE) and hasattr(operator, "__dict__"):
+        yield from vars(operator).items()
+
+
+def _digest(code: bytes) -> str:
+    return str(blake3(code).hexdigest()[:32])
+
+
+def _text(value: Any) -> str:
+    """What can be shown of a value; of a large one its beginning, without a look at the rest."""
+    if isinstance(value, dict) and len(value) > _SHOWN:
+        value = dict(islice(value.items(), _SHOWN))
+    elif isinstance(value, set) and len(value) > _SHOWN:
+        value = set(islice(value, _SHOWN))
+    elif isinstance(value, str | bytes | list | tuple) and len(value) > _SHOWN:
+        value = value[:_SHOWN]
+    elif value is not None and not isinstance(
+        value, bool | int | float | complex | str | bytes | list | tuple | dict | set
+    ):
+        return type(value).__name__
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -1,0 +1,74 @@
+"""Folders for Arrow files that are being worked on, uncompressed, until their dataset is in the store.
+
+One a process and place: below the store, which is where there is room for data, or below a folder of the user's.
+Its name tells which process it belongs to; it goes when that process ends, and what a killed one left goes when the
+next one makes its own, or with the next gc.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from castore import layout
+from castore.store import Store
+from castore.system.forks import Guard
+from castore.system.temporary import left_folders, make_folder, pid_namespace, process_started
+
+_folders: dict[tuple[int, Path], Path] = {}
+_guard = Guard()
+
+
+def new_file(store: Store, temp_dir: str | os.PathLike[str] | None = None) -> Path:
+    """A path for a new Arrow file of this process, in a folder of its own."""
+    parent = (
+        store.path / layout.WORK if temp_dir is None else Path(os.path.abspath(temp_dir)) / "castore-work"
+    )
+    folder = _folder(parent, store.settings.folder_mode) / uuid.uuid4().hex
+    make_folder(folder, 0o700)
+    return folder / "data.arrow"
+
+
+def is_ours(file: str | os.PathLike[str]) -> bool:
+    """Whether `new_file` of this process named that file, or the folder it is in."""
+    above = Path(file).parent.parent
+    with _guard.lock:
+        return _folders.get((os.getpid(), above.parent)) == above
+
+
+def drop(file: Path) -> None:
+    """Remove a file that `new_file` named, and what stands beside it. Who has it mapped keeps the bytes."""
+    shutil.rmtree(file.parent, ignore_errors=True)
+
+
+def drop_unused(files: set[Path], used: set[str]) -> None:
+    """Remove those files, made by `new_file`, in whose folder nothing is used; ``files`` keeps the others."""
+    folders = {os.path.dirname(path) for path in used}
+    for file in [file for file in files if str(file.parent) not in folders]:
+        drop(file)
+        files.discard(file)
+
+
+def _folder(parent: Path, mode: int) -> Path:
+    place = os.getpid(), parent
+    with _guard.lock:
+        if place not in _folders or not _folders[place].is_dir():  # somebody may have emptied the store
+            if not parent.is_dir():
+                parent.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(parent, mode)
+            for left in left_folders(parent):
+                shutil.rmtree(left, ignore_errors=True)
+            name = f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}-{uuid.uuid4().hex}"
+            folder = parent / name
+            make_folder(folder, 0o700)
+            atexit.register(_remove, os.getpid(), folder)
+            _folders[place] = folder
+        return _folders[place]
+
+
+def _remove(pid: int, folder: Path) -> None:
+    if pid == os.getpid():  # a forked child inherits the hook, not the folder
+        shutil.rmtree(folder, ignore_errors=True)

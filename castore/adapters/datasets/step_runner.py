@@ -1,0 +1,206 @@
+"""One step, once: from the cache, from what is on its way there, or run now and stored behind the caller's back.
+
+A step's name is ``steps/<operator>_<key>``. Whoever runs it holds the lock of that name until the result is stored, so that
+another process, which finds nothing yet, waits and then finds it. Locks only save work: two that do not see each
+other's both run the step, and put the same.
+
+What is stored is a private snapshot, taken when the step ends; every caller gets a dataset of its own (owned.py).
+
+Must never hand out a damaged result, nor keep one of a step that failed, nor one that a caller has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+
+from castore.adapters.datasets import dataset_entries, scratch
+from castore.adapters.datasets.background import OnItsWay, background
+from castore.adapters.datasets.dataset_fingerprint import check_files, note_files
+from castore.adapters.datasets.mapped_files import store_locks
+from castore.adapters.datasets.owned import own, private
+from castore.adapters.datasets.reports import CacheWarning
+from castore.adapters.datasets.tables import Part, our_fingerprint, part_of
+from castore.errors import CorruptError, FullError, InvalidValueError, NotFoundError
+from castore.keys.encoder import key
+from castore.store import Store
+from castore.system.sql_errors import is_full
+
+#: Where steps are kept.
+FOLDER = "steps"
+_VERSION = 1
+_NAME = 60
+
+Make = Callable[[Path], datasets.Dataset]
+
+
+class Outcome(NamedTuple):
+    """A step's result.
+
+    Attributes:
+        dataset: the rows.
+        hit: whether nothing had to be run.
+        record: what is known of the step; see `run_or_load`.
+        size: of it in the store, once it is there; None if it could not be stored.
+    """
+
+    dataset: datasets.Dataset
+    hit: bool
+    record: dict[str, Any]
+    size: Future[dataset_entries.Size | None]
+
+
+def store_of(given: Store | None) -> Store:
+    """The store that was given, or the default one.
+
+    Raises:
+        InvalidValueError: it is none.
+    """
+    if given is not None and not isinstance(given, Store):
+        raise InvalidValueError(
+            f"store must be a castore.Store, not {type(given).__name__}: pass store=Store({given!r})"
+        )
+    return Store() if given is None else given
+
+
+def step_key(input_fingerprint: str, name: str, kind: str, operator: str, parameters: Any = None) -> str:
+    """The key of a step: 40 hexadecimal digits that tell its input, its operator and all that can change the result."""
+    told = {"version": _VERSION, "input": input_fingerprint, "name": name, "kind": kind, "operator": operator}
+    return key({**told, "parameters": parameters})
+
+
+def step_name(name: str, digits: str) -> str:
+    """Where the result of a step is kept."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:_NAME]
+    return f"{FOLDER}/{plain or 'step'}_{digits}"
+
+
+def load(store: Store, name: str) -> Outcome | None:
+    """A step's result if it is kept and good, or on its way.
+
+    Warns:
+        CacheWarning: it was kept and is damaged; it is dropped.
+    """
+    coming = background.find(store.path, name)
+    if coming is not None:
+        return _outcome(coming)
+    record = dataset_entries.metadata_of(store, name)
+    if record is None:
+        return None
+    try:
+        dataset = dataset_entries.load(store, name)
+    except NotFoundError:
+        dataset_entries.drop(store, name)  # gc took a part of it
+        return None
+    except CorruptError as error:
+        dataset_entries.drop(store, name)
+        warnings.warn(
+            f"the cached step {name!r} is damaged and runs again: {error}", CacheWarning, stacklevel=3
+        )
+        return None
+    return Outcome(dataset, True, record, done(dataset_entries.size_of(store, name)))
+
+
+def done(size: dataset_entries.Size | None) -> Future[dataset_entries.Size | None]:
+    """A future of what is known already."""
+    future: Future[dataset_entries.Size | None] = Future()
+    future.set_result(size)
+    return future
+
+
+def run_or_load(
+    store: Store,
+    name: str,
+    make: Make,
+    record: dict[str, Any],
+    options: dataset_entries.Options,
+    *,
+    rows_in: int,
+    temp_dir: str | os.PathLike[str] | None = None,
+    fresh: bool = False,
+) -> Outcome:
+    """A step's result, run only if it is not kept, by nobody else at the same time.
+
+    Args:
+        store, name: where it is kept.
+        make: runs the step; given a path for the Arrow file of its result.
+        record: kept with it; ``rows_in``, ``rows_out`` and ``seconds`` are added.
+        options: how it is stored.
+        rows_in: rows of its input.
+        temp_dir: where its uncompressed file lies; default below the store.
+        fresh: run it even if it is kept.
+
+    Raises:
+        Exception: what ``make`` raised; nothing is kept then.
+    """
+    found = background.find(store.path, name)  # this very thread may hold the lock for it
+    if found is not None and not fresh:
+        return _outcome(found)
+    if found is not None:
+        found.size.result()
+    if not fresh and (hit := load(store, name)) is not None:
+        return hit
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(store_locks(store).hold(name))
+        if not fresh and (hit := load(store, name)) is not None:
+            return hit
+        began = time.perf_counter()
+        dataset = run(store, make, our_fingerprint(name.rpartition("_")[2]), temp_dir)
+        seconds = time.perf_counter() - began
+        record = {**record, "rows_in": rows_in, "rows_out": len(dataset), "seconds": round(seconds, 6)}
+        snapshot = private(dataset)
+        note_files(snapshot)
+        lock = stack.pop_all()
+
+    part = part_of(snapshot)
+
+    def describe(digests: list[bytes]) -> tuple[bytes, bytes]:
+        check_files(snapshot)  # by now they have been read
+        return part.describe(digests)
+
+    def put() -> dataset_entries.Size:
+        # Held until others can find the result. With a Store of its own: the caller may close his at any time.
+        with lock, copy.copy(store) as own:
+            return dataset_entries.put_parts(own, name, {"": Part(part.files, describe)}, options, record)
+
+    # Not what was made: its rows may lie in an array that its caller goes on to change, and its fingerprint would
+    # then have the next step kept under the key of rows that are gone.
+    return _outcome(background.submit(store.path, name, snapshot, record, put), hit=False)
+
+
+def _outcome(coming: OnItsWay, *, hit: bool = True) -> Outcome:
+    return Outcome(own(coming.dataset), hit, coming.record, coming.size)
+
+
+def run(
+    store: Store, make: Make, fingerprint: str | None, temp_dir: str | os.PathLike[str] | None
+) -> datasets.Dataset:
+    """Run a step; its result has that fingerprint, and its file is removed if it fails."""
+    file = scratch.new_file(store, temp_dir)
+    try:
+        dataset = make(file)
+    except BaseException as error:
+        scratch.drop(file)
+        if isinstance(error, OSError) and is_full(error) and not isinstance(error, FullError):
+            free = shutil.disk_usage(file.parent.parent).free
+            raise FullError(
+                f"the disk of {file.parent.parent} is full ({free} bytes free): a step writes its result there,"
+                " uncompressed, before it is stored; free some space, or name another folder with temp_dir"
+            ) from error
+        raise
+    # The object may be the input itself, if the step changed nothing.
+    dataset = own(dataset)
+    if fingerprint is not None:
+        dataset._fingerprint = fingerprint
+    return dataset

@@ -1,0 +1,207 @@
+"""Data files of kept datasets as tables: read into memory where they are small, mapped, or late.
+
+A late table holds its objects open, so gc may take them and it stays readable. Frames are checked as they are decoded;
+that whole objects are good was checked before (checked.py), so who opens one hears of damage while it can still be
+computed anew. Assumes nothing of what the files say together: that is kept.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import warnings
+import weakref
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+from datasets.table import Table, concat_tables
+
+from castore.adapters.datasets.lazy_table import LateTable, Mapped, first_of
+from castore.adapters.datasets.mapped_files import MAPS, mappable, mapped_before, path_of
+from castore.adapters.datasets.reports import CacheWarning
+from castore.adapters.datasets.tables import table_in_memory, table_mapped
+from castore.adapters.mapped_check import check, frames_of
+from castore.errors import CorruptError, FullError, TooLargeError
+from castore.objects.decode import BlobReader
+from castore.records import LOOSE, LOST, Blob
+from castore.store import Store
+
+#: Data files up to this size are read into memory: mapping them would cost a file each.
+SMALL = 1024 * 1024
+# A process may have 1,024 files open, and chains hold a dataset a step.
+_MOST_OPEN = 64
+
+
+def damaged(name: str) -> CorruptError:
+    """The error of an entry whose bytes are damaged, or gone."""
+    return CorruptError(f"the stored bytes of {name!r} are damaged", where=name)
+
+
+def table_of(store: Store, name: str, blob: Blob, reader: BlobReader | None = None) -> Table:
+    """The rows of a data file, mapped, or in memory where it is small.
+
+    Args:
+        store, name, blob: where it is.
+        reader: of the blob, if it is open already.
+
+    Raises:
+        CorruptError: it is damaged, or its bytes are gone.
+    """
+    try:
+        if blob.size <= SMALL or blob.pack != LOOSE:
+            data = None if blob.pack == LOST else store.source.fetch(blob)
+            if data is None:
+                raise damaged(name)
+            return table_in_memory(data)
+        return table_mapped(mappable(store, blob, reader))
+    except FileNotFoundError as error:
+        raise damaged(name) from error
+    except (FullError, TooLargeError) as error:
+        warnings.warn(
+            f"{name!r} is read into memory, since it cannot be mapped: {error}; a mount of the store needs no room",
+            CacheWarning,
+            stacklevel=2,
+        )
+        if reader is not None:
+            return table_in_memory(reader.read_all())
+        with store.open(name) as file:
+            return table_in_memory(file.read())
+
+
+def late_table(
+    store: Store, files: Sequence[tuple[str, Blob]], schema: pa.Schema, rows: int
+) -> LateTable | None:
+    """The rows of some data files, one after the other, read when they are looked at.
+
+    Args:
+        store, files: where they are; names and blobs.
+        schema, rows: of all of them together.
+
+    Returns:
+        None if nothing is gained by it: files that are small, not compressed, or too many to be held open.
+
+    Raises:
+        CorruptError: one is damaged, or its bytes are gone.
+    """
+    blobs = [blob for _, blob in files]
+    if len(blobs) > _MOST_OPEN or not any(blob.size > SMALL for blob in blobs):
+        return None
+    if any(blob.pack != LOOSE or blob.codec == "none" for blob in blobs):
+        return None
+    return LateTable(schema, rows, _StoredRows(store, files))
+
+
+class _StoredRows:
+    """The rows of compressed objects, which are held open."""
+
+    passed = False
+
+    def __init__(self, store: Store, files: Sequence[tuple[str, Blob]]) -> None:
+        self.size = sum(blob.size for _, blob in files)
+        self._store = store
+        self._files = files
+        self._readers: list[BlobReader] = []
+        weakref.finalize(self, _close, self._readers)
+        for name, blob in files:
+            try:
+                check(store, blob)
+                self._readers.append(store.source.open(blob))
+            except FileNotFoundError as error:
+                raise damaged(name) from error
+        # Asked for now, since the store may be closed later.
+        self._before = [mapped_before(store, blob) for _, blob in files]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        paths = [path_of(blob) for _, blob in self._files]
+        return _opened_again, (self._store, self._files, self.size, paths)
+
+    @property
+    def path(self) -> str:
+        return path_of(self._files[0][1])
+
+    @property
+    def blobs(self) -> Sequence[Blob]:
+        return [blob for _, blob in self._files]
+
+    def mapped(self) -> Table | None:
+        paths = [path for path in self._before if path is not None]
+        if len(paths) < len(self._files):
+            return None
+        for _, blob in self._files:
+            self._store.source.count_use(f"{MAPS}/{blob.digest.hex()}")
+        with contextlib.suppress(FileNotFoundError):  # gc took it meanwhile
+            return concat_tables([table_mapped(path) for path in paths])
+        return None
+
+    def map(self) -> Table:
+        # With a Store of its own: the caller may have closed his.
+        with copy.copy(self._store) as store:
+            each = zip(self._files, self._readers, strict=True)
+            return concat_tables([table_of(store, *file, reader) for file, reader in each])
+
+    def first(self, rows: int) -> list[pa.RecordBatch]:
+        return first_of(rows, self.batches())
+
+    def batches(self) -> Generator[pa.RecordBatch, None, None]:
+        for reader in self._readers:
+            try:
+                yield from batches_of(reader)
+            except CorruptError as error:
+                with copy.copy(self._store) as store:
+                    store.source.quarantine(reader.blob, error)
+                raise
+
+
+def _opened_again(
+    store: Store, files: Sequence[tuple[str, Blob]], size: int, paths: list[str]
+) -> _StoredRows | Mapped:
+    """Rows that come from another process: gc may have taken the copy since, or the objects."""
+    try:
+        return _StoredRows(store, files)
+    except CorruptError:
+        if not all(map(os.path.exists, paths)):
+            raise
+        return Mapped(size, paths[0], concat_tables([table_mapped(path) for path in paths]))
+
+
+def _close(readers: list[BlobReader]) -> None:
+    for reader in readers:
+        reader.close()
+
+
+def batches_of(reader: BlobReader) -> Generator[pa.RecordBatch, None, None]:
+    """What an Arrow stream in an object holds, decoded a little ahead of who takes it.
+
+    Raises:
+        CorruptError: it is damaged.
+    """
+    with (
+        contextlib.closing(frames_of(reader)) as frames,
+        pa.ipc.open_stream(pa.PythonFile(_Joined(frames), mode="r")) as stream,
+    ):
+        yield from stream
+
+
+class _Joined:
+    """Frames as a file that is read from its start to its end."""
+
+    closed = False
+
+    def __init__(self, frames: Iterator[bytes]) -> None:
+        self._frames = frames
+        self._rest = memoryview(b"")
+
+    def read(self, size: int) -> Any:
+        pieces, have = [self._rest], len(self._rest)
+        while have < size and (frame := next(self._frames, None)) is not None:
+            pieces.append(memoryview(frame))
+            have += len(frame)
+        over = max(0, have - size)
+        last = pieces.pop()
+        pieces.append(last[: len(last) - over])
+        self._rest = last[len(last) - over :]
+        return b"".join(pieces)
+
+    def close(self) -> None: ...

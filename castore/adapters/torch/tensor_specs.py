@@ -1,0 +1,248 @@
+"""What a sample in shared memory is made of: one tensor, or a tuple or dict of them, with the shapes to be expected.
+
+A *part* is one tensor of a sample. Its dimensions are numbers, or None where they may differ from sample to sample.
+Must never let a sample through that would come back as another shape or dtype.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from castore.errors import InvalidValueError
+
+#: dtypes that NumPy has too; others travel as integers of their size.
+_SAME = {
+    torch.bool: np.bool_, torch.uint8: np.uint8, torch.int8: np.int8, torch.int16: np.int16,
+    torch.int32: np.int32, torch.int64: np.int64, torch.float16: np.float16, torch.float32: np.float32,
+    torch.float64: np.float64, torch.complex64: np.complex64, torch.complex128: np.complex128,
+}  # fmt: skip
+#: A slot has room for numbers alone. A parameter is cut from its graph, which is stated.
+_KEPT_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a sample.
+
+    Args:
+        path: how the user writes it, for errors: ``sample["image"]``.
+        dims: its dimensions, None for one that may differ; None if even their number may.
+        dtype: its dtype.
+    """
+
+    path: str
+    dims: tuple[int | None, ...] | None
+    dtype: torch.dtype
+
+    @property
+    def carrier(self) -> torch.dtype:
+        """The dtype under which its bytes are kept: its own, or an integer of the same size."""
+        return self.dtype if self.dtype in _SAME else _INTEGERS[self.dtype.itemsize]
+
+    @property
+    def numpy(self) -> type[np.generic]:
+        """NumPy's word for the carrier."""
+        return _SAME[self.carrier]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The dimensions of a part that does not vary."""
+        assert self.dims is not None
+        return tuple(dim for dim in self.dims if dim is not None)
+
+    @property
+    def varies(self) -> bool:
+        """Whether two samples may differ in shape."""
+        return self.dims is None or None in self.dims
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a part that does not vary."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def take(self, index: int, value: Any) -> torch.Tensor:
+        """``value`` as this part of sample ``index``, apart from any graph; checked."""
+        if not isinstance(value, torch.Tensor):
+            raise InvalidValueError(
+                f"slot {index}: {self.path} is a {type(value).__name__}, but a tensor of {self} is kept there; "
+                "convert it with torch.as_tensor"
+            )
+        if type(value) not in _KEPT_PLAIN:
+            raise InvalidValueError(
+                f"slot {index}: {self.path} is a {type(value).__name__}, whose class and attributes a slot does not keep; "
+                "convert it with as_subclass(torch.Tensor), or keep it in a BiLevelCachedDataset"
+            )
+        if value.dtype is not self.dtype or not self._admits(value.shape):
+            raise InvalidValueError(
+                f"slot {index}: {self.path} has the shape {tuple(value.shape)} and is of {value.dtype}, but a tensor "
+                f"of {self} is kept there; convert it, or make the cache with other data_dims or dtype"
+            )
+        if value.layout is not torch.strided or value.is_meta:
+            raise InvalidValueError(
+                f"slot {index}: {self.path} is a tensor of layout {value.layout} on {value.device}, which has no "
+                "plain bytes; convert it with to_dense()"
+            )
+        return value.detach()
+
+    def _admits(self, shape: torch.Size) -> bool:
+        if shape == self.dims or self.dims is None:
+            return True
+        return len(shape) == len(self.dims) and all(
+            want is None or want == found for want, found in zip(self.dims, shape, strict=True)
+        )
+
+    def __str__(self) -> str:
+        return f"shape {'any' if self.dims is None else self.dims} and {self.dtype}"
+
+
+class Structure:
+    """The parts of every sample, and how they hang together.
+
+    Args:
+        data_dims: of a tensor its dimensions, None where they vary; of a tuple or dict of tensors a tuple or dict
+            of such. Of a named tuple samples come back as such, too.
+        dtype: one for all parts, or a tuple or dict of the same form.
+
+    Raises:
+        InvalidValueError: they are not understood, or do not fit one another.
+
+    >>> Structure(((3, 32, 32), ()), (torch.uint8, torch.int64))
+    Structure(((3, 32, 32), ()), (torch.uint8, torch.int64))
+    >>> Structure({"tokens": (None,)}, torch.int32).varies
+    True
+    """
+
+    def __init__(self, data_dims: Any, dtype: Any) -> None:
+        #: What a pickle, or another process, makes the same structure from.
+        self.arguments = (data_dims, dtype)
+        self._keys: tuple[str, ...] | None = None
+        self._named: Any = type(data_dims) if hasattr(data_dims, "_fields") else None
+        self.is_single = not _is_nested(data_dims)
+        if self.is_single:
+            self.parts = [Part("sample", _dims(data_dims), _dtype(dtype))]
+            return
+        if isinstance(data_dims, dict):
+            self._keys = tuple(data_dims)
+            if not all(isinstance(key, str) for key in data_dims):
+                raise InvalidValueError(f"data_dims has keys that are no text: {list(data_dims)}; use texts")
+            paths = [f"sample[{key!r}]" for key in data_dims]
+        else:
+            paths = [f"sample[{number}]" for number in range(len(data_dims))]
+        dims = list(data_dims.values()) if isinstance(data_dims, dict) else list(data_dims)
+        dtypes = self._spread(dtype, len(dims))
+        self.parts = [
+            Part(path, _dims(dim), _dtype(kind)) for path, dim, kind in zip(paths, dims, dtypes, strict=True)
+        ]
+
+    def _spread(self, dtype: Any, count: int) -> list[Any]:
+        """The dtype of each part."""
+        if isinstance(dtype, dict):
+            if self._keys is not None and set(dtype) == set(self._keys):
+                return [dtype[key] for key in self._keys]
+        elif isinstance(dtype, tuple | list):
+            if self._keys is None and len(dtype) == count:
+                return list(dtype)
+        else:
+            return [dtype] * count
+        raise InvalidValueError(
+            f"dtype is {dtype!r}, but data_dims is {self.arguments[0]!r}; give one dtype, or one for each part"
+        )
+
+    @property
+    def varies(self) -> bool:
+        """Whether samples may differ in shape."""
+        return any(part.varies for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a sample that does not vary."""
+        return sum(part.nbytes for part in self.parts)
+
+    def take(self, index: int, sample: Any) -> list[torch.Tensor]:
+        """The parts of sample ``index``.
+
+        Raises:
+            InvalidValueError: it is not of this structure; names the part, what was expected and what was found.
+        """
+        if self.is_single:
+            return [self.parts[0].take(index, sample)]
+        if self._keys is not None:
+            if not isinstance(sample, dict) or sample.keys() != set(self._keys):
+                found = list(sample) if isinstance(sample, dict) else type(sample).__name__
+                raise InvalidValueError(
+                    f"slot {index}: a dict with {list(self._keys)} is kept there, not {found}"
+                )
+            sample = [sample[key] for key in self._keys]
+        elif not isinstance(sample, tuple | list) or len(sample) != len(self.parts):
+            found = f"{len(sample)}" if isinstance(sample, tuple | list) else f"a {type(sample).__name__}"
+            raise InvalidValueError(
+                f"slot {index}: a tuple of {len(self.parts)} tensors is kept there, not {found}"
+            )
+        return [part.take(index, value) for part, value in zip(self.parts, sample, strict=True)]
+
+    def build(self, values: Sequence[Any]) -> Any:
+        """One value a part, put together as the user has them."""
+        if self.is_single:
+            return values[0]
+        if self._keys is not None:
+            return dict(zip(self._keys, values, strict=True))
+        return tuple(values) if self._named is None else self._named(*values)
+
+    def describe(self) -> dict[str, Any]:
+        """All of it, as JSON can say it."""
+        dims = [None if part.dims is None else list(part.dims) for part in self.parts]
+        dtypes = [str(part.dtype).removeprefix("torch.") for part in self.parts]
+        if self._keys is not None:
+            return {
+                "data_dims": dict(zip(self._keys, dims, strict=True)),
+                "dtype": dict(zip(self._keys, dtypes, strict=True)),
+            }
+        return (
+            {"data_dims": dims[0], "dtype": dtypes[0]}
+            if self.is_single
+            else {"data_dims": dims, "dtype": dtypes}
+        )
+
+    def __repr__(self) -> str:
+        dims = self.build([part.dims for part in self.parts])
+        return f"Structure({dims}, {self.build([part.dtype for part in self.parts])})"
+
+
+def _is_nested(data_dims: Any) -> bool:
+    """Whether these are the dimensions of several tensors."""
+    if isinstance(data_dims, dict):
+        return True
+    return isinstance(data_dims, tuple | list) and any(isinstance(dim, tuple | list) for dim in data_dims)
+
+
+def _dims(dims: Any) -> tuple[int | None, ...] | None:
+    if dims is None:
+        return None
+    if isinstance(dims, tuple | list):
+        try:
+            sizes = tuple(None if dim is None else operator.index(dim) for dim in dims)
+        except TypeError:
+            sizes = (-1,)
+        if all(size is None or size >= 0 for size in sizes):
+            return sizes
+    raise InvalidValueError(
+        f"{dims!r} are no dimensions; give a tuple like (3, 32, 32), with None for one that varies, or None"
+    )
+
+
+def _dtype(dtype: Any) -> torch.dtype:
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidValueError(f"{dtype!r} is no dtype; give one like torch.uint8")
+    if str(dtype).startswith("torch.q"):
+        raise InvalidValueError(
+            f"{dtype} has scales that a slot does not keep; keep int_repr() of the samples"
+        )
+    return dtype

@@ -1,0 +1,276 @@
+"""TwoLevels: records by index, in shared memory and on disk, as one thing that all workers and ranks of a node use.
+
+One segment holds the memory level and all that they must agree on: what is where, how often it was used, how much was hit.
+A record moves up when it is used so much more than another that it takes its place, and down when it loses it;
+nothing else moves. Knows indices and bytes, not samples or datasets.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+from castore import Store
+from castore.adapters.torch.levels import TALLIES, Buffer, DiskLevel, DiskTable, MemoryLevel
+from castore.adapters.torch.policy import Policy
+from castore.adapters.torch.samples import record_name
+from castore.adapters.torch.sizing import Size, disk_bytes, is_off, memory_bytes, refuse_full_disk
+from castore.errors import InvalidValueError
+from castore.shm.arena import Arena
+from castore.shm.segments import Segment, is_alive
+from castore.shm.tallies import Tallies
+from castore.units import format_size
+
+# The segment's first words: whether it is set up, the disk level's limit, the clock of the policy.
+_READY, _DISK_LIMIT, _CLOCK, _WORDS = range(4)
+_TALLIES_AT = 64
+_RUN = "run-"
+
+
+class TwoLevels:
+    """The levels of one dataset on one node.
+
+    Args:
+        items: how many indices there are.
+        memory_cache_size, disk_cache_size, disk_cache_path, write_through, keep, codec: as in `BiLevelCachedDataset`.
+        name: of the segment; None for this process and its children alone.
+        key: what identifies the data: the folder of its entries in the store.
+        sharers: how many such levels take their parts of the disk's size.
+
+    Raises:
+        As `BiLevelCachedDataset`.
+    """
+
+    def __init__(
+        self,
+        items: int,
+        memory_cache_size: Size,
+        disk_cache_size: Size,
+        disk_cache_path: str | os.PathLike[str] | None,
+        *,
+        name: str | None,
+        key: str,
+        write_through: bool,
+        keep: bool,
+        codec: str,
+        sharers: int = 1,
+    ) -> None:
+        self._items = items
+        self._sharers = sharers
+        self._write_through = write_through
+        self._keep = keep
+        layout = {
+            "kind": "two levels",
+            "items": items,
+            "key": key,
+            "memory_cache_size": str(memory_cache_size),
+            "disk_cache_size": str(disk_cache_size),
+            "disk_cache_path": None if disk_cache_path is None else os.path.abspath(disk_cache_path),
+        }
+
+        def size() -> int:
+            off = is_off(memory_cache_size, "memory_cache_size")
+            return _arena_at(items) if off else _memory_bytes(memory_cache_size, items)
+
+        self._segment = Segment(name, size, layout, reserve=False)
+        try:
+            self._prefix = key if keep else f"{_RUN}{self._segment.name}"
+            self._store = None
+            if disk_cache_path is not None and not is_off(disk_cache_size, "disk_cache_size"):
+                self._store = self._set_up_disk(disk_cache_size, disk_cache_path, codec)
+            self._lay_out()
+        except BaseException:
+            self._segment.close()
+            raise
+
+    def _set_up_disk(self, size: Size, folder: str | os.PathLike[str], codec: str) -> Store:
+        """The store, bounded; the first to come decides the limit, and looks what is there."""
+        if not os.path.exists(folder):
+            refuse_full_disk(folder)
+        self._segment.reserve(0, _arena_at(self._items))
+        words = self._segment.buffer[: 8 * _WORDS].cast("Q")
+        with Store(folder, codec=codec, memory=0) as store, self._segment.lock():
+            if not words[_READY]:
+                words[_DISK_LIMIT] = disk_bytes(size, "disk_cache_size", folder, store.stat().stored)
+                _clear_dead_runs(store)
+                if not self._keep:  # a killed run of this name may have had other data
+                    store.delete_many(entry.name for entry in store.entries(self._prefix))
+                self._look(store)
+                words[_READY] = 1
+        # The store keeps the limit too, and drops what was used longest ago: samples of earlier versions of the data.
+        return Store(folder, codec=codec, memory=0, max_size=words[_DISK_LIMIT])
+
+    def _look(self, store: Store) -> None:
+        table = DiskTable(self._segment, _table_at(self._items), self._items)
+        for entry in store.entries(self._prefix):
+            number = entry.name.rpartition("/")[2].partition(".")[0]
+            if number.isdigit() and int(number) < self._items and self.name_of(int(number)) == entry.name:
+                table.set(int(number), max(1, entry.stored))
+
+    def _lay_out(self) -> None:
+        """The parts, over the segment: in every process that has a copy."""
+        segment, items = self._segment, self._items
+        segment.reserve(0, _arena_at(items))
+        words = segment.buffer[: 8 * _WORDS].cast("Q")
+        counts = segment.buffer[_counts_at() : _counts_at() + items]
+        policy = Policy(counts, words[_CLOCK:])
+        self._use = policy.use
+        tallies = Tallies(segment, _TALLIES_AT, 2 * TALLIES + 1)
+        #: Records that neither level had.
+        self.reads = tallies.tally(2 * TALLIES)
+        self.memory: MemoryLevel | None = None
+        self.disk: DiskLevel | None = None
+        room = segment.size - fixed_bytes(items)
+        if room >= 0:
+            arena = Arena(segment, _arena_at(items), items, room)
+            self.memory = MemoryLevel(segment, arena, policy, tallies, 0)
+        if self._store is not None:
+            table = DiskTable(segment, _table_at(items), items)
+            self.disk = DiskLevel(
+                self._store,
+                words[_DISK_LIMIT] // self._sharers,
+                self.name_of,
+                table,
+                policy,
+                tallies,
+                TALLIES,
+            )
+        self._largest = max(level.limit for level in (self.memory, self.disk) if level is not None)
+        self._told_too_large = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("_items", "_sharers", "_write_through", "_keep", "_segment", "_prefix", "_store")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lay_out()
+
+    @property
+    def store(self) -> Store | None:
+        """The store of the disk level."""
+        return self._store
+
+    def name_of(self, index: int) -> str:
+        """The name of an index's entry in the store."""
+        return record_name(self._prefix, index)
+
+    def __contains__(self, index: int) -> bool:
+        return any(level is not None and index in level for level in (self.memory, self.disk))
+
+    def has_room(self, length: int) -> bool:
+        """Whether a record of so many bytes would be kept without another going."""
+        return any(level is not None and level.has_room(length) for level in (self.memory, self.disk))
+
+    def get(self, index: int) -> bytearray | bytes | None:
+        """The record of an index, from memory as a bytearray, from disk as bytes; or None. Counts as a use."""
+        self._use(index)
+        if self.memory is not None:
+            record = self.memory.get(index)
+            if record is not None:
+                return record
+        if self.disk is not None:
+            found = self.disk.get(index)
+            if found is not None:
+                if self.memory is not None:
+                    self._offer_memory(index, found)
+                return found
+        self.reads.add()
+        return None
+
+    def reject(self, index: int, record: bytearray | bytes) -> None:
+        """Forget what `get` gave, which is no record of the caller's after all: no hit, but a miss."""
+        level = self.memory if isinstance(record, bytearray) else self.disk
+        assert level is not None
+        level.recount(len(record))
+        self.reads.add()
+        # What came from disk may have moved up on its way.
+        for level in (self.memory, self.disk):
+            if level is not None and index in level:
+                level.remove(index)
+
+    def put(self, index: int, record: Buffer) -> None:
+        """Offer the record of an index to the levels. One that is larger than either is not kept, with a warning."""
+        if len(record) > self._largest:
+            self._tell_too_large(index, len(record))
+            return
+        kept = self.memory is not None and self._offer_memory(index, record)
+        if self.disk is not None and (self._write_through or not kept):
+            self.disk.offer(index, record)
+
+    def _tell_too_large(self, index: int, length: int) -> None:
+        # Once a process, as where a level cannot grow: a cache that keeps nothing must not be silent about it.
+        if not self._told_too_large:
+            self._told_too_large = True
+            warnings.warn(
+                f"sample {index} takes {format_size(length)}, and a level holds {format_size(self._largest)} in all: it is "
+                "not cached; raise memory_cache_size or disk_cache_size",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def flush(self) -> None:
+        """Write on disk, as far as there is room, what is only in memory."""
+        if self.memory is None or self.disk is None:
+            return
+        for index in range(self._items):
+            record = self.memory.peek(index)
+            if record is not None and index not in self.disk:
+                self.disk.offer(index, record)
+
+    def _offer_memory(self, index: int, record: Buffer) -> bool:
+        assert self.memory is not None
+        kept, gone = self.memory.offer(index, record)
+        if gone is not None and self.disk is not None and not self.disk.offer(*gone) and index in self.disk:
+            # They change places: the one that moved up has no need of its copy down there.
+            self.disk.remove(index)
+            self.disk.offer(*gone)
+        return kept
+
+    def close(self) -> None:
+        """Leave. With ``keep=False`` the last to leave takes the samples off the disk."""
+        if self._segment.closed:
+            return
+        self.memory = self.disk = None
+        self._segment.close()
+        if self._store is not None:
+            if not self._keep and not is_alive(self._segment.name):
+                self._store.delete_many(entry.name for entry in self._store.entries(self._prefix))
+            self._store.close()
+
+
+def _memory_bytes(size: Size, items: int) -> int:
+    """Bytes of a segment with a memory level."""
+    found = memory_bytes(size, "memory_cache_size")
+    if found <= fixed_bytes(items):
+        raise InvalidValueError(
+            f"memory_cache_size={size!r} is below the {format_size(fixed_bytes(items))} that the tables for {items} "
+            "samples take, so no sample would fit; raise it, or take 0 for no memory level"
+        )
+    return found
+
+
+def fixed_bytes(items: int) -> int:
+    """What the tables of a memory level take, whatever it holds."""
+    return _arena_at(items) + Arena.needed(items, 0)
+
+
+def _counts_at() -> int:
+    return _TALLIES_AT + Tallies.needed(2 * TALLIES + 1)
+
+
+def _table_at(items: int) -> int:
+    return -(-(_counts_at() + items) // 64) * 64
+
+
+def _arena_at(items: int) -> int:
+    return -(-(_table_at(items) + DiskTable.needed(items)) // 64) * 64
+
+
+def _clear_dead_runs(store: Store) -> None:
+    """Remove what runs with ``keep=False`` left that were killed."""
+    runs = {entry.name.partition("/")[0] for entry in store.entries() if entry.name.startswith(_RUN)}
+    for run in runs:
+        if not is_alive(run.removeprefix(_RUN)):
+            store.delete_many(entry.name for entry in store.entries(run))

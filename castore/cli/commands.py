@@ -1,0 +1,145 @@
+"""What `castore` can be asked: finds the command, and turns every error into one line and an exit code.
+
+Imports no command that was not asked for. Must never show a traceback for what a user or a disk can cause.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+from collections.abc import Iterator, MutableMapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.main
+
+import castore
+from castore import settings
+from castore.cli.exit_codes import FAILED, INTERRUPTED, USAGE
+from castore.cli.output import complain, complaining, describe
+from castore.errors import CastoreError, InvalidNameError, InvalidValueError
+
+#: The commands in the order of `castore --help`, and the module of each.
+COMMANDS = {
+    "init": "init", "add": "add", "ls": "ls", "cat": "cat", "get": "get", "rm": "rm", "pin": "pin", "unpin": "pin",
+    "train-dict": "train_dict", "stat": "stat", "gc": "gc", "verify": "verify", "doctor": "doctor", "mount": "mount", "umount": "umount",
+    "watch": "watch", "process": "process",
+}  # fmt: skip
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+# typer carries a click of its own in some versions and uses the package in others: the class comes with typer's errors.
+_ClickError: Any = typer.BadParameter.__mro__[2]
+
+
+class _Commands(MutableMapping[str, Any]):
+    """The commands by name, each imported when it is looked up."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            module = import_module(f"castore.cli.{COMMANDS[name]}")
+            alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+            alone.command(name, context_settings=_SETTINGS)(getattr(module, name.replace("-", "_")))
+            self._made[name] = made = typer.main.get_command(alone)
+            for parameter in made.params:
+                if parameter.param_type_name == "argument":
+                    # Newer versions of typer print Python's word for the type, `<list[str]>`, behind each.
+                    parameter.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"castore {castore.__version__}")
+        raise typer.Exit
+
+
+def _main(
+    store: Annotated[
+        str | None,
+        typer.Option(
+            envvar="CASTORE_DIR", metavar="DIR", help="The store's folder.  [default: ~/.cache/castore]"
+        ),
+    ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Keep derived training data once, compressed and verified, and hand it out as plain files.
+
+    \b
+    castore add shards/ --as imagenet     put a folder of files into the store
+    castore mount /mnt/data               read them back as plain files
+    castore stat                          see what that saves
+    """
+
+
+def command() -> Any:
+    """The whole command, as typer makes it."""
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=_SETTINGS)
+    app.callback()(_main)
+    group = typer.main.get_command(app)
+    group.commands = _Commands()  # type: ignore[attr-defined]
+    return group
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See `castore.cli.main.main`."""
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        with complaining():
+            code = command().main(args=words, prog_name="castore", standalone_mode=False) or 0
+        sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except BrokenPipeError:
+        code = FAILED  # whoever read our output has seen enough
+    except _ClickError as error:
+        return _usage(error)
+    except (InvalidNameError, InvalidValueError) as error:
+        complain(describe(error))
+        return USAGE
+    except (CastoreError, OSError, sqlite3.Error) as error:
+        complain(describe(error) + _more(error))
+        return FAILED
+    except UnicodeEncodeError as error:
+        complain(f"{error.object!r} is not UTF-8")
+        return USAGE
+    if code == INTERRUPTED:
+        complain("interrupted")
+    return int(code)
+
+
+def _more(error: Exception) -> str:
+    """Where to hear more of a file that may not be used: in a store it should be usable."""
+    if not isinstance(error, PermissionError) or not isinstance(error.filename, str):
+        return ""
+    return "; `castore doctor` tells more" if settings.store_around(Path(error.filename)) is not None else ""
+
+
+def _usage(error: Any) -> int:
+    context: Any = getattr(error, "ctx", None)
+    line = error.format_message().rstrip(".")
+    if getattr(error, "option_name", None) == "--store" and context is not None:
+        line = f"--store goes before the command: castore --store DIR {context.info_name}"
+    elif context is not None:
+        line += f"{' See' if line.endswith('?') else '; see'} `{context.command_path} --help`"
+    complain(line)
+    return int(error.exit_code)

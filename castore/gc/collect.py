@@ -1,0 +1,371 @@
+"""Garbage collection: choosing what goes is one thing (`select`, a function of records), removing it another.
+
+The order: expired entries; when over the budget, bytes nobody names and then the least recently used entries; bytes
+nobody names for longer than the grace period; packs that are mostly dead; what dead writers left. Pins are kept, and
+so is what lies under the prefix of a live pinned mount.
+
+A run carries out exactly what its plan says, or less: each entry is looked at again in the transaction that removes
+it, and stays if it was touched, pinned or re-pointed since. Files are unlinked under the write lock after checking
+that no row means them, so a writer that is just putting the same bytes loses nothing. Readers are not asked: an open
+descriptor keeps its bytes. Mounts are (mount_barrier.py): they open what the kernel may still read.
+
+Accepted race: last accesses reach the index in batches (usage.py), so an entry that another process read in the last
+few seconds may be chosen as if it had not been. It is then a miss, never wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator
+from contextlib import closing
+from itertools import islice
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from castore.errors import FullError
+from castore.gc import compaction, leftovers
+from castore.gc.mount_barrier import Clearance
+from castore.index import deferred_refs, mounts
+from castore.index.database import CLOCK_SLACK, Index
+from castore.index.lock_yield import Turns
+from castore.records import LOOSE, Blob
+from castore.system.ballast import free_bytes, is_short
+from castore.units import format_size
+from castore.write.writer import full
+
+if TYPE_CHECKING:
+    from castore.parts import Parts
+
+_T = TypeVar("_T")
+
+#: How long bytes whose last name was deleted or replaced stay, for who still knows the digest.
+GRACE_SECONDS = 60.0
+#: A put that passes the budget evicts down to this part of it, so that the next ones do not evict at once again.
+ROOM = 0.9
+#: Entries or blobs of one transaction, and where the disk is nearly full.
+_BATCH, _SMALL_BATCH = 500, 50
+#: Entries that go before their blobs do: enough for several on each page of ten million blobs.
+_PART = 250_000
+#: What the index's log takes while a pack is rewritten, roughly.
+_LOG_ROOM = 512 * 1024
+
+# An entry that no pin and no live pinned mount holds.
+_FREE = (
+    "e.pinned = 0 AND NOT EXISTS (SELECT 1 FROM mounts m WHERE m.pinned AND"
+    " (m.prefix = '' OR e.name = m.prefix OR (e.name > m.prefix || '/' AND e.name < m.prefix || '0')))"
+)
+# Numbers, whatever a damaged row holds.
+_STORED, _REFS, _PACK = (f"CAST(b.{column} AS INTEGER)" for column in ("stored", "refs", "pack"))
+_BY_LAST_USE = (
+    f"SELECT e.name, CAST(e.digest AS BLOB), e.accessed, coalesce({_STORED}, 0), coalesce({_REFS}, 1), coalesce({_PACK}, 0)"
+    f" FROM entries e LEFT JOIN blobs b ON b.digest = e.digest WHERE {_FREE} ORDER BY e.accessed <= ?, e.accessed"
+)
+_EXPIRED = f"SELECT name, CAST(digest AS BLOB), accessed FROM entries e WHERE {_FREE} AND expires <= ?"
+_BLOBS = f"SELECT digest, {_STORED}, {_REFS}, {_PACK} FROM blobs b WHERE digest IN (%s)"
+_ORPHANS = f"SELECT digest, {_STORED}, {_PACK}, CAST(orphaned AS REAL) FROM blobs b WHERE orphaned IS NOT NULL AND refs = 0"
+_NO_BLOB = (0, 1, 0)
+
+
+class Candidate(NamedTuple):
+    """An entry that may go."""
+
+    name: str
+    digest: bytes
+    accessed: float
+    stored: int
+    refs: int
+    pack: int
+
+
+class Orphan(NamedTuple):
+    """A blob that no entry names, and since when."""
+
+    digest: bytes
+    stored: int
+    pack: int
+    since: float
+
+
+class Selection(NamedTuple):
+    """What `select` chose, in the order of removal.
+
+    Attributes:
+        expired, evicted: entries.
+        blobs: digest, stored bytes and pack of what nobody names once those are gone.
+        waiting: bytes nobody names that the grace period keeps.
+    """
+
+    expired: list[Candidate]
+    evicted: list[Candidate]
+    blobs: list[tuple[bytes, int, int]]
+    waiting: int
+
+
+class Plan(NamedTuple):
+    """What a run removes; sizes in stored bytes.
+
+    Attributes:
+        expired, evicted: names of entries.
+        blobs: how many blobs, once those entries are gone.
+        freed: their bytes.
+        packs: ids of packs whose live records move together, so that the rest can go.
+        leftovers: files that belong to nothing.
+        waiting: bytes nobody names that the grace period still keeps.
+        stored: bytes in the store before.
+        dry_run: whether nothing was done.
+        pinned: bytes that pins (of entries, and of mounts) keep although they alone pass the budget; else 0.
+    """
+
+    expired: list[str]
+    evicted: list[str]
+    blobs: int
+    freed: int
+    packs: list[int]
+    leftovers: list[str]
+    waiting: int
+    stored: int
+    dry_run: bool
+    pinned: int = 0
+
+    @property
+    def remaining(self) -> int:
+        """Bytes in the store afterwards."""
+        return self.stored - self.freed
+
+
+def select(
+    expired: Iterable[Candidate],
+    orphans: Iterable[Orphan],
+    by_last_use: Iterable[Candidate],
+    *,
+    stored: int,
+    budget: int | None,
+    orphaned_before: float,
+) -> Selection:
+    """Choose what goes. Knows no disk and no clock.
+
+    Args:
+        expired: entries whose time is over.
+        orphans: blobs that no entry names.
+        by_last_use: the other free entries, least recently used first; consumed only as far as needed.
+        stored: bytes in the store.
+        budget: how many may stay, or None.
+        orphaned_before: orphans from before this time go in any case.
+    """
+    shared: dict[bytes, int] = {}  # only those: there may be millions of others
+    blobs: list[tuple[bytes, int, int]] = []
+
+    def let_go(entry: Candidate) -> int:
+        if entry.refs > 1:
+            left = shared[entry.digest] = shared.get(entry.digest, entry.refs) - 1
+            if left > 0:
+                return 0
+        blobs.append((entry.digest, entry.stored, entry.pack))
+        return entry.stored
+
+    gone = list(expired)
+    remaining = stored - sum(let_go(entry) for entry in gone)
+    waiting = []
+    for orphan in orphans:
+        if orphan.since <= orphaned_before:
+            blobs.append(orphan[:3])
+            remaining -= orphan.stored
+        else:
+            waiting.append(orphan)
+    evicted: list[Candidate] = []
+    if budget is not None and remaining > budget:
+        for orphan in waiting:
+            blobs.append(orphan[:3])
+            remaining -= orphan.stored
+        waiting = []
+        seen = {entry.name for entry in gone}
+        for entry in by_last_use:
+            if remaining <= budget:
+                break
+            if entry.name not in seen:
+                evicted.append(entry)
+                remaining -= let_go(entry)
+    return Selection(gone, evicted, blobs, sum(orphan.stored for orphan in waiting))
+
+
+def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selection:
+    # Times that lie ahead are those of a clock that has been set back since. Orphans have waited long enough; entries
+    # have not been read since then, or they had another time, so they come first.
+    ahead = now + CLOCK_SLACK
+    aged = (
+        Orphan(digest, size, pack, when if when <= ahead else 0.0)
+        for digest, size, pack, when in index.rows(_ORPHANS)
+    )
+    by_last_use = index.stream(_BY_LAST_USE, (ahead,))
+    with closing(by_last_use):
+        return select(
+            _expired(index, now),
+            aged,
+            (Candidate(*row) for row in by_last_use),
+            stored=index.totals().stored,
+            budget=budget,
+            orphaned_before=now - grace,
+        )
+
+
+def _expired(index: Index, now: float) -> Iterator[Candidate]:
+    """Free entries whose time is over, in the order of digests: a look at each blob goes once through their tree."""
+    rows = iter(sorted(index.rows(_EXPIRED, (now,)), key=itemgetter(1)))
+    while some := list(islice(rows, _BATCH)):
+        digests = [digest for _, digest, _ in some]
+        found = index.rows(_BLOBS % ",".join("?" * len(digests)), digests)
+        blobs = {digest: known for digest, *known in found}
+        for name, digest, accessed in some:
+            yield Candidate(name, digest, accessed, *blobs.get(digest, _NO_BLOB))
+
+
+def run(parts: Parts, budget: int | None, grace: float, *, dry_run: bool) -> Plan:
+    """Collect. See `Store.gc`."""
+    index = parts.index
+    parts.usage.flush()
+    mounts.forget_dead(index)
+    if not dry_run:
+        _uncount(parts, ())  # what a killed gc left
+    now = time.time()
+    stored = index.totals().stored
+    chosen = _choose(index, budget, grace, now)
+    packs = compaction.choose(index, parts.objects, chosen.blobs)
+    strays = list(leftovers.find(index, parts.objects))
+    freed = sum(blob[1] for blob in chosen.blobs)
+    # All that may go has been chosen before the budget is given up on.
+    pinned = stored - freed if budget is not None and stored - freed > budget else 0
+    plan = Plan(
+        [entry.name for entry in chosen.expired],
+        [entry.name for entry in chosen.evicted],
+        len(chosen.blobs),
+        freed,
+        list(packs),
+        [str(stray.path) for stray in strays],
+        chosen.waiting,
+        stored,
+        dry_run,
+        pinned,
+    )
+    if not dry_run:
+        _remove(parts, chosen, now)
+        leftovers.remove(index, parts.objects, strays)
+        leftovers.rotate_journal(index)
+        turns = Turns()
+        for pack, live in packs.items():
+            _see_room_for(parts, pack, live)
+            compaction.compact(parts, pack)
+            turns.give()
+    return plan
+
+
+def _see_room_for(parts: Parts, pack: int, live: int) -> None:
+    # Half a pack that was copied before the disk is full would take room and give none.
+    if live + _LOG_ROOM > (left := free_bytes(parts.path)):
+        raise FullError(
+            f"the disk of {parts.path} has {format_size(left)} left, and rewriting pack {pack} without its dead bytes takes"
+            f" {format_size(live)} for a moment; all else is done: free that much, or collect to a lower --max-size"
+        )
+
+
+def _remove(parts: Parts, chosen: Selection, now: float) -> None:
+    # What frees room comes as early as it can: on a full disk, the log of all entries would not fit before the first
+    # object is gone.
+    going = {digest for digest, _, _ in chosen.blobs}
+    named = {entry.digest for entry in (*chosen.expired, *chosen.evicted)}
+    for digests in _batches(parts, sorted(going - named)):
+        remove_blobs(parts, digests)
+    evicted = 0
+    entries: list[tuple[str, bytes, float | None]] = [
+        (entry.name, entry.digest, None) for entry in chosen.expired
+    ]
+    entries += [entry[:3] for entry in chosen.evicted]
+    # Digests that are near each other go together, so that a part has many on each page of the blobs' tree.
+    entries.sort(key=itemgetter(1))
+    for part in _batches(parts, entries, _PART):
+        for batch in _batches(parts, sorted(part, key=lambda entry: str(entry[0]))):  # bytes in a damaged row
+            with parts.index.write() as txn:
+                digests = txn.evict_entries(batch, now)
+                deferred_refs.note(txn, digests)
+            evicted += len(digests)
+        deferred_refs.sort(parts.index)
+        _uncount(parts, going)
+    with parts.index.write() as txn:
+        txn.execute(
+            "INSERT INTO counters VALUES ('evictions', ?1) ON CONFLICT (name) DO UPDATE SET value = value + ?1",
+            (evicted,),
+        )
+
+
+def _uncount(parts: Parts, going: Container[bytes]) -> None:
+    """Take the entries that are gone off their blobs' counts, and forget the blobs of ``going`` that have none left."""
+    turns = Turns()
+    while deferred_refs.are_there(parts.index):
+        with parts.index.write() as txn:
+            digests = deferred_refs.take(txn)
+            # A mount is on the list before it answers, which takes this lock: there is none that knew their names.
+            alone = not mounts.are_there(txn)
+            gone = txn.uncount(Counter(digests), going if alone else ())
+        _unlink(parts, gone)
+        if not alone and (unnamed := [digest for digest in digests if digest in going]):
+            remove_blobs(parts, unnamed)
+        turns.give()
+
+
+def remove_blobs(parts: Parts, digests: list[bytes]) -> None:
+    """Forget blobs that nobody names, then unlink the objects that no row means any more.
+
+    Two transactions: rows go first, so that no row ever means a file that is gone; the second holds the write lock
+    while it looks again and unlinks, so that a writer that has just placed the same bytes keeps them. Before them, mounts
+    take hold of what they need.
+
+    Raises:
+        StoreError: a live mount does not answer.
+    """
+    gone = []
+    with closing(Clearance(parts.index, digests)) as clearance, parts.index.write() as txn:
+        for digest in clearance.still_unnamed():
+            blob = txn.blob(digest)
+            if blob is not None and txn.drop_blob(blob):
+                gone.append(blob)
+    _unlink(parts, gone)
+
+
+def _unlink(parts: Parts, gone: list[Blob]) -> None:
+    loose = [blob for blob in gone if blob.pack == LOOSE]
+    if loose:
+        with parts.index.write() as txn:
+            for blob in loose:
+                if txn.blob(blob.digest) is None:
+                    parts.objects.remove_loose(blob.digest, blob.codec)
+
+
+def make_room(parts: Parts, need: int) -> None:
+    """Evict until ``need`` more bytes fit under the store's budget.
+
+    Raises:
+        FullError: what is pinned leaves no room for them.
+    """
+    max_size = parts.settings.max_size
+    assert max_size is not None
+    mounts.forget_dead(parts.index)
+    parts.usage.flush()
+    # Others may fill the room as it is made: it is only missing for good when there is nothing left to take.
+    while (before := parts.index.totals()).stored + need > max_size:
+        _uncount(parts, ())  # what another gc is about to take off, or was when it was killed
+        now = time.time()
+        chosen = _choose(parts.index, min(max_size - need, int(max_size * ROOM)), GRACE_SECONDS, now)
+        if chosen.expired or chosen.evicted or chosen.blobs:
+            _remove(parts, chosen, now)
+        elif parts.index.totals() == before:
+            raise full(need, max_size)
+
+
+def _batches(parts: Parts, items: list[_T], size: int = _BATCH) -> Iterator[list[_T]]:
+    """The items in pieces of that many, or of few where the disk has no room for a long log."""
+    rest, turns = iter(items), Turns()
+    while batch := list(islice(rest, _SMALL_BATCH if (short := is_short(parts.path)) else size)):
+        yield batch
+        if short:
+            parts.index.shrink_log()
+        turns.give()

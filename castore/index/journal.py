@@ -1,0 +1,350 @@
+"""The names journal: what the index knows of names, kept beside the objects so that the index can be rebuilt.
+
+Blobs describe themselves; names would be lost with the index. So each transaction appends what it did to names
+(put, delete, pin) to the current segment of this journal, while it holds the index's write lock: the order of the
+file is the order of the commits, and replaying it gives the last word on each name. It is also the change feed that
+a mount follows.
+
+Once the segments have grown well past what they describe, a fresh one is started and a snapshot of the index takes the
+place of those before it. Replaying is idempotent, so a snapshot taken a little after the switch does no harm: whatever it
+already contains is said again by the segment behind it, in order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgpack
+
+from castore.errors import InvalidNameError
+from castore.index.beacon import SEGMENT, Beacon
+from castore.names import check_name
+from castore.system.forks import reset_after_fork
+from castore.system.io_errors import read_around
+from castore.system.temporary import create_temporary, open_regular, open_with_mode, sync_folder
+
+_HEAD = struct.Struct("<2sHII")  # magic, zero, length and CRC-32 of the payload
+_MAGIC = b"\xc5N"
+_FILE = re.compile(r"([0-9]{8})\.(names|snapshot)")
+_MAX_PAYLOAD = 16 * 1024 * 1024
+# One for all threads: it does not let go of the interpreter's lock while it packs plain values.
+_pack: Callable[[object], bytes] = msgpack.Packer().pack
+
+
+class NameRecord(NamedTuple):
+    """The last word on a name; ``digest`` None says that the name is gone."""
+
+    name: str
+    digest: bytes | None
+    serializer: str = "bytes"
+    metadata: str | None = None
+    created: float = 0.0
+    expires: float | None = None
+    pinned: int = 0
+
+
+_GONE = NameRecord("", None)[1:]
+
+
+def pack_record(record: tuple[str, bytes | None, str, str | None, float, float | None, int]) -> bytes:
+    """The bytes of one journal record: a `NameRecord`, or a row of the same columns."""
+    payload: bytes = _pack(record)
+    return _HEAD.pack(_MAGIC, 0, len(payload), zlib.crc32(payload)) + payload
+
+
+def pack_records(
+    records: Iterable[tuple[str, bytes | None, str, str | None, float, float | None, int]],
+) -> bytes:
+    """`pack_record` for many, one behind the other."""
+    pieces: list[bytes] = []
+    for record in records:
+        payload = _pack(record)
+        pieces += (_HEAD.pack(_MAGIC, 0, len(payload), zlib.crc32(payload)), payload)
+    return b"".join(pieces)
+
+
+def gone(names: Iterable[str]) -> bytes:
+    """The records that say these names are gone."""
+    return pack_records((name, *_GONE) for name in names)
+
+
+class Journal:
+    """Appends to the current segment, and reads all of them.
+
+    Args:
+        folder: ``objects/names`` of the store.
+        tmp: where snapshots are written before they get their name.
+        beacon: tells the current segment's number to all processes.
+        mode: permission bits of new segments.
+        read_only: nothing can be written there.
+    """
+
+    def __init__(
+        self, folder: Path, tmp: Path, beacon: Beacon, mode: int, *, read_only: bool = False
+    ) -> None:
+        self.read_only = read_only
+        self.folder = folder
+        self._tmp = tmp
+        self._beacon = beacon
+        self.mode = mode
+        self._fd = -1
+        self._number = -1
+        # After a power cut the beacon may hold an older number than there are segments, or none; a damaged one may
+        # hold a higher one. The word is read first: it is set only after the file is there.
+        word = beacon.segment
+        newest = max([*self.segments(), *self.snapshots()], default=1)
+        if word != newest:
+            beacon.segment = newest
+        reset_after_fork(self)
+
+    def _after_fork(self) -> None:
+        self._fd, self._number = -1, -1  # the parent's descriptor stays the parent's
+
+    def path(self, number: int, suffix: str = ".names") -> Path:
+        """Where segment ``number`` is."""
+        return self.folder / f"{number:08d}{suffix}"
+
+    def segments(self) -> list[int]:
+        """The segments there are, oldest first."""
+        return self._numbers("names")
+
+    def _numbers(self, kind: str) -> list[int]:
+        files = (entry.name for entry in os.scandir(self.folder) if entry.is_file(follow_symlinks=False))
+        found = map(_FILE.fullmatch, files)
+        return sorted(int(match[1]) for match in found if match and match[2] == kind)
+
+    def append(self, records: bytes, *, durable: bool = False) -> None:
+        """Append whole records. The caller holds the index's write lock."""
+        number = self._beacon.words[SEGMENT]
+        if number != self._number:
+            self.close()
+            self._fd = open_with_mode(self.path(number), os.O_RDWR | os.O_APPEND, self.mode)
+            self._number = number
+            if durable:
+                sync_folder(self.folder)
+        written = 0
+        try:
+            written = os.write(self._fd, records)
+            while written < len(records):
+                written += os.write(self._fd, memoryview(records)[written:])
+            if durable:
+                os.fsync(self._fd)
+        except OSError as error:
+            error.filename = str(self.path(number))
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise
+
+    def retract(self, records: bytes) -> None:
+        """Take back an append whose transaction did not commit, if it was made and nobody has appended since.
+
+        The caller holds the write lock, this time or again.
+        """
+        if records and self._fd >= 0 and self._number == self._beacon.segment:
+            start = os.fstat(self._fd).st_size - len(records)
+            if start >= 0 and read_around(self._fd, len(records), start) == records:
+                os.ftruncate(self._fd, start)
+
+    def close(self) -> None:
+        """Let go of the segment."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd, self._number = -1, -1
+
+    def size(self) -> int:
+        """Bytes of all segments."""
+        return sum(map(self._size, self.segments()))
+
+    def snapshots(self) -> list[int]:
+        """The snapshots there are, oldest first. Each stands for all segments of lower numbers."""
+        return self._numbers("snapshot")
+
+    def snapshot_size(self) -> int:
+        """Bytes of the newest snapshot."""
+        return sum(self._size(number, ".snapshot") for number in self.snapshots()[-1:])
+
+    def _size(self, number: int, suffix: str = ".names") -> int:
+        try:
+            return self.path(number, suffix).stat().st_size
+        except FileNotFoundError:
+            return 0  # another process has just put a snapshot in its place
+
+    def switch(self) -> int:
+        """Start a new segment and return its number. The caller holds the write lock."""
+        number = max(self._beacon.segment, *self.segments(), *self.snapshots(), 1) + 1
+        os.close(open_with_mode(self.path(number), os.O_WRONLY, self.mode))
+        self._beacon.segment = number
+        return number
+
+    def write_snapshot(self, number: int, records: Iterable[bytes]) -> None:
+        """Write what stands for all segments below ``number``, then drop those.
+
+        The caller has called `switch` and reads the records from the index afterwards. Two processes may do this at
+        once: a snapshot that comes late lies below a newer one, and replaying starts at the newest.
+        """
+        fd, temporary = create_temporary(self._tmp)
+        with os.fdopen(fd, "wb", buffering=1024 * 1024) as file:
+            os.fchmod(fd, self.mode)
+            file.writelines(records)
+            file.flush()
+            os.fsync(fd)
+        temporary.rename(self.path(number, ".snapshot"))
+        sync_folder(self.folder)
+        newest = self.snapshots()[-1]
+        for older in self.segments():
+            if older < newest:
+                self.path(older).unlink(missing_ok=True)
+        for older in self.snapshots():
+            if older < newest:
+                self.path(older, ".snapshot").unlink(missing_ok=True)
+
+    def replay(self) -> Iterator[NameRecord | None]:
+        """Every record that still counts, oldest first; None for each stretch that is damaged."""
+        with ExitStack() as held:
+            for file in self._files(held):
+                if file is None:
+                    yield None
+                else:
+                    yield from records(file.fileno())
+
+    def _files(self, held: ExitStack) -> list[BinaryIO | None]:
+        """The files that count, open; None in place of one that cannot be opened."""
+        while True:
+            start = max(self.snapshots(), default=0)
+            paths = [self.path(start, ".snapshot")] if start else []
+            paths += [self.path(number) for number in self.segments() if number >= start]
+            files = [_opened(path, held) for path in paths]
+            # Another process may put a newer snapshot in their place, and then unlink them, without the lock: as long
+            # as there is none, these are all.
+            if max(self.snapshots(), default=0) == start:
+                return files
+            held.close()
+
+
+def _opened(path: Path, held: ExitStack) -> BinaryIO | None:
+    try:
+        return held.enter_context(open(open_regular(path), "rb"))
+    except FileNotFoundError:
+        return None
+
+
+def records(fd: int) -> Iterator[NameRecord | None]:
+    """Records of a segment or snapshot; None for each damaged stretch, which is stepped over."""
+    position, end = 0, os.fstat(fd).st_size
+    while position < end:
+        record, position = _read_one(fd, position, end)
+        yield record
+
+
+def _read_one(fd: int, position: int, end: int) -> tuple[NameRecord | None, int]:
+    head = read_around(fd, _HEAD.size, position)
+    if len(head) == _HEAD.size:
+        magic, zero, length, crc = _HEAD.unpack(head)
+        if magic == _MAGIC and not zero and length <= min(_MAX_PAYLOAD, end - position - _HEAD.size):
+            payload = read_around(fd, length, position + _HEAD.size)
+            if zlib.crc32(payload) == crc:
+                return _unpack(payload), position + _HEAD.size + length
+    return None, _next_record(fd, position + 1, end)
+
+
+def _unpack(payload: bytes) -> NameRecord | None:
+    try:
+        fields: Any = msgpack.unpackb(payload, max_array_len=7, max_map_len=0, max_ext_len=0)
+        record = NameRecord(*fields)
+        return record if len(fields) == len(record) and _is_sound(record) else None
+    except (ValueError, TypeError, RecursionError, InvalidNameError, msgpack.UnpackException):
+        return None
+
+
+def _is_sound(record: NameRecord) -> bool:
+    """Whether the index may be told this: the segment may be damaged, or made by somebody else than castore."""
+    name, digest, serializer, metadata, created, expires, pinned = record
+    check_name(name)
+    if digest is not None and (type(digest) is not bytes or len(digest) != 32):
+        return False
+    if metadata is not None and (type(metadata) is not str or type(json.loads(metadata)) is not dict):
+        return False
+    times = [created] if expires is None else [created, expires]
+    finite = all(type(when) in (float, int) and math.isfinite(when) for when in times)
+    return type(serializer) is str and finite and pinned in (0, 1)
+
+
+def _next_record(fd: int, position: int, end: int) -> int:
+    """The next place where a whole record checks out, or the end."""
+    while position < end:
+        chunk = read_around(fd, 1 << 20, position)
+        found = chunk.find(_MAGIC)
+        while found >= 0:
+            head = read_around(fd, _HEAD.size, position + found)
+            if len(head) == _HEAD.size:
+                _, zero, length, crc = _HEAD.unpack(head)
+                fits = not zero and length <= min(_MAX_PAYLOAD, end - position - found - _HEAD.size)
+                if fits and zlib.crc32(read_around(fd, length, position + found + _HEAD.size)) == crc:
+                    return position + found
+            found = chunk.find(_MAGIC, found + 1)
+        position += max(1, len(chunk) - 1)
+    return end
+
+
+class JournalTail:
+    """Follows the journal from now on: the change feed of a mount.
+
+    Records appear here when they are appended, a moment before their transaction commits, and some never commit: who
+    acts on one looks at the index first.
+    """
+
+    def __init__(self, journal: Journal, beacon: Beacon) -> None:
+        self._journal = journal
+        self._beacon = beacon
+        self._number = beacon.segment
+        self._fd = self._open()
+        self._position = os.fstat(self._fd).st_size
+
+    def _open(self) -> int:
+        path = self._journal.path(self._number)
+        if not self._journal.read_only:
+            return open_with_mode(path, os.O_RDONLY, self._journal.mode)
+        try:
+            return open_regular(path)
+        except FileNotFoundError:  # nothing was ever written to it
+            return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def poll(self) -> list[NameRecord] | None:
+        """What was appended since the last call; None if some of it was missed, so that anything may have changed."""
+        records = self._read()
+        number = self._beacon.segment
+        if number == self._number:
+            return records
+        # A rotation: the rest of the old segment, all of the new one. After two of them the middle one is missed.
+        complete = number == self._number + 1
+        records += self._read()
+        os.close(self._fd)
+        self._number, self._position = number, 0
+        self._fd = self._open()
+        records += self._read()
+        return records if complete else None
+
+    def _read(self) -> list[NameRecord]:
+        end = os.fstat(self._fd).st_size
+        self._position = min(self._position, end)  # a retracted record was cut off
+        records = []
+        while self._position < end:
+            record, following = _read_one(self._fd, self._position, end)
+            if record is None and following == end:
+                break  # not all there yet
+            if record is not None:
+                records.append(record)
+            self._position = following
+        return records
+
+    def close(self) -> None:
+        """Stop following."""
+        os.close(self._fd)

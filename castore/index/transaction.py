@@ -1,0 +1,357 @@
+"""Write transactions: everything that changes a row of the index is a method of `Write`.
+
+A transaction is BEGIN IMMEDIATE, so there is one at a time on a machine; while it runs its caller also moves files into
+place, and before it commits it appends to the names journal: the write lock orders index, journal and object directory
+alike. What is kept beside the rows (how many entries name a blob, the totals) is kept here, in the same transaction.
+
+Digests are raw bytes, names are already checked, times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from castore.errors import NameConflictError
+from castore.index.beacon import Beacon
+from castore.index.blob_rows import BlobRows
+from castore.index.connections import TURN_SECONDS, patiently
+from castore.index.journal import Journal, gone, pack_record, pack_records
+from castore.index.statements import (
+    ADD_DEAD,
+    ADD_ENTRIES,
+    ADD_ENTRY,
+    ADD_TOTALS,
+    BETWEEN,
+    COUNT_REF,
+    POINT_ENTRY,
+    UNCOUNT_REFS,
+)
+from castore.records import Blob, Pointing, entry_check
+from castore.system.sql_errors import is_locked
+
+_EXABYTE = 1 << 60
+# Sizes are numbers whatever a damaged row holds: putting or removing its name must work.
+_COUNTED = "digest, CAST(size AS INTEGER)"
+_POINTED = f"SELECT {_COUNTED} FROM entries WHERE name = ?"
+_NO_ENTRY: tuple[Any, ...] = (None, 0, None, None)
+
+# Name, digest, size, serializer, metadata, now, expires, pinned, check.
+_Row = tuple[str, bytes, int, str, str | None, float, float | None, int, int]
+
+
+class Host(Protocol):
+    """What a write transaction needs of its index."""
+
+    beacon: Beacon
+    journal: Journal
+    durable: bool
+
+    def connection(self) -> sqlite3.Connection:
+        """The calling thread's."""
+
+    def is_folder(self, folder: str) -> bool:
+        """Whether this process saw, since names last changed, that no part of ``folder`` is a file."""
+
+    def remember_folders(self, folders: list[str]) -> None:
+        """Have `is_folder` answer for these until names change."""
+
+    def forget_folders(self) -> None:
+        """Have `is_folder` look again."""
+
+
+class Write(BlobRows):
+    """One write transaction: everything in it is seen together, or not at all. Made by `Index.write`."""
+
+    def __init__(self, index: Host) -> None:
+        super().__init__()
+        self._index = index
+        self._records: list[bytes] = []
+        self._appended = b""
+        self._new_folders: list[str] = []
+        self._announced: int | None = None
+        #: Whether what was done here has come true.
+        self.committed = False
+        self._before_commit: list[Callable[[], None]] = []
+        self._entries = self._logical = 0
+
+    def begin(self, until: float) -> bool:
+        """Take SQLite's write lock; False if others have kept it for a turn, and it is not ``until`` yet.
+
+        Raises:
+            sqlite3.OperationalError: others have kept it until then, by the monotonic clock.
+        """
+        db = self.db = self._index.connection()
+        left = until - time.monotonic()
+        try:
+            if left >= TURN_SECONDS:
+                db.execute("BEGIN IMMEDIATE")
+            else:
+                _begin_within(db, max(left, 0))
+        except sqlite3.OperationalError as error:
+            if not is_locked(error) or time.monotonic() >= until:
+                raise
+            return False
+        return True
+
+    def commit(self) -> None:
+        """Make it true, journal first."""
+        index = self._index
+        totals = (self._entries, self._logical, self._blobs, self._unique, self._stored, self._packed)
+        for prepare in self._before_commit:
+            prepare()
+        if any(totals):
+            try:
+                self.db.execute(ADD_TOTALS, totals)
+            except OverflowError:
+                # Rows that were mended had claimed exabytes. `doctor` counts again.
+                self.db.execute(ADD_TOTALS, [max(-_EXABYTE, min(_EXABYTE, total)) for total in totals])
+        if self._dead:
+            dead = [(pack, min(_EXABYTE, size)) for pack, size in self._dead.items()]
+            self.db.executemany(ADD_DEAD, dead)
+        if self._records:
+            records = self._appended = (
+                self._records[0] if len(self._records) == 1 else b"".join(self._records)
+            )
+            index.journal.append(records, durable=index.durable)
+        if self._announce:
+            self._announced = index.beacon.announce()
+        elif self._new_folders:
+            # Still under the lock: a moment later another process may have made a file of one of them.
+            index.remember_folders(self._new_folders)
+        self.db.execute("COMMIT")
+        self.committed = True
+        if self._announced is not None:
+            index.beacon.settle(self._announced)
+
+    def abandon(self, error: BaseException) -> None:
+        """Take everything back, wherever an error or a Ctrl-C has struck. After the COMMIT there is nothing to."""
+        db: sqlite3.Connection | None = getattr(self, "db", None)
+        if db is None:
+            return
+        self._index.forget_folders()
+        if not db.in_transaction and isinstance(error, sqlite3.Error) and self._appended:
+            # On a full disk SQLite may have rolled back by itself, and let go of the lock that the journal needs.
+            patiently(lambda: db.execute("BEGIN IMMEDIATE"))
+        if db.in_transaction:
+            if self._appended:
+                self._index.journal.retract(self._appended)
+            self._index.beacon.settle_all()  # nothing comes of what was announced
+            db.execute("ROLLBACK")
+        elif self._announced is not None:
+            self._index.beacon.settle(self._announced)
+
+    def before_commit(self, prepare: Callable[[], None]) -> None:
+        """Have ``prepare`` called under the lock when all that is left is to commit."""
+        self._before_commit.append(prepare)
+
+    # Names
+
+    def set_entry(self, pointing: Pointing, blob: Blob, now: float, *, added: bool) -> tuple[float, bool]:
+        """Point a name at a blob; returns when it was created and whether it is pinned.
+
+        Args:
+            pointing: the name, and what is said of it.
+            blob: what it points to from now on.
+            now: the time, which becomes that of the last access.
+            added: whether `add_blob` has just added the blob, and so counted this name already.
+
+        Raises:
+            NameConflictError: the name is a folder of others, or a part of it is a file.
+        """
+        name, serializer, metadata, expires, pin = pointing
+        digest, size = blob[:2]
+        created, pinned, before = now, int(pin), None
+        check = entry_check(name, digest)
+        row = (name, digest, size, serializer, metadata, now, expires, pinned, check)
+        if self.db.execute(ADD_ENTRY, row).rowcount != 1:
+            before = self.db.execute(_POINTED, (name,)).fetchone()
+            if before is None:
+                self._clear_below(name, now)
+                self.db.execute(ADD_ENTRY, row)
+        if before is None:
+            self._check_parents(name, now)
+            self._entries += 1
+            self._logical += size
+        else:
+            self._announce = True
+            created, pinned = self.db.execute(POINT_ENTRY, row).fetchone()
+            if before[0] != digest:
+                self.db.execute(UNCOUNT_REFS, (before[0], now, 1))
+                self._logical += size - before[1]
+        if not added and (before is None or before[0] != digest):
+            self.db.execute(COUNT_REF, (digest,))
+        self._records.append(pack_record((name, digest, serializer, metadata, created, expires, pinned)))
+        return created, bool(pinned)
+
+    def set_entries(
+        self, pointings: Sequence[Pointing], placed: Sequence[tuple[Blob, bool]], now: float
+    ) -> list[tuple[float, bool]]:
+        """`set_entry` for many, each with its blob and whether that was added; quicker where the names are new."""
+        names = {pointing.name for pointing in pointings}
+        alone = self._nothing_between(min(names), max(name + "0" for name in names))
+        taken = (
+            set() if alone else {row[0] for row in self._among("SELECT name FROM entries WHERE name", names)}
+        )
+        if len(names) < len(pointings):
+            taken = names  # some are there twice: then their order counts
+        rows, again = [], []
+        for (name, serializer, metadata, expires, pin), (blob, added) in zip(pointings, placed, strict=True):
+            if name not in taken:
+                check = entry_check(name, blob[0])
+                rows.append((name, blob[0], blob[1], serializer, metadata, now, expires, int(pin), check))
+                if not added:
+                    again.append((blob[0],))
+        if rows:
+            rows.sort()  # as in add_blobs; names are distinct here
+            self._add_entries(ADD_ENTRIES if alone else ADD_ENTRY, rows, now)
+            self.db.executemany(COUNT_REF, again)
+        return [
+            self.set_entry(pointing, blob, now, added=added)
+            if pointing.name in taken
+            else (now, pointing.pinned)
+            for pointing, (blob, added) in zip(pointings, placed, strict=True)
+        ]
+
+    def _nothing_between(self, low: str, high: str) -> bool:
+        return self.db.execute(BETWEEN, (low, high)).fetchone() is None
+
+    def _add_entries(self, sql: str, rows: Sequence[_Row], now: float) -> None:
+        """Add names that are not there."""
+        if self.db.executemany(sql, rows).rowcount != len(rows):
+            for row in rows:  # some are folders of others
+                self._clear_below(row[0], now)
+                self.db.execute(ADD_ENTRY, row)
+        for name in {row[0].rpartition("/")[0]: row[0] for row in rows}.values():
+            self._check_parents(name, now)
+        self._entries += len(rows)
+        self._logical += sum(row[2] for row in rows)
+        self._records.append(
+            pack_records((row[0], row[1], row[3], row[4], now, row[6], row[7]) for row in rows)
+        )
+
+    def _clear_below(self, name: str, now: float) -> None:
+        child = self._standing_in_the_way("name > ?1 || '/' AND name < ?1 || '0'", [name], now)
+        if child is not None:
+            raise NameConflictError(
+                f"{name!r} cannot be a file: it is the folder of {child!r}; choose another name or delete that one"
+            )
+
+    def _check_parents(self, name: str, now: float) -> None:
+        folder = name.rpartition("/")[0]
+        if not folder or self._index.is_folder(folder):
+            return
+        parents = _parents(name)
+        marks = ",".join("?" * len(parents))
+        file = self._standing_in_the_way(f"name IN ({marks})", parents, now)
+        if file is not None:
+            raise NameConflictError(
+                f"{name!r} cannot lie inside {file!r}, which is a file; choose another name or delete that one"
+            )
+        self._new_folders.append(folder)
+
+    def _standing_in_the_way(self, condition: str, parameters: list[str], now: float) -> str | None:
+        """One of the names that match and still stand; those that have expired are in nobody's way, and go."""
+        expired = []
+        sql = f"SELECT name, expires + 0.0, pinned FROM entries WHERE {condition}"
+        for name, expires, pinned in self.db.execute(sql, parameters):
+            if pinned or expires is None or expires > now:
+                return str(name)
+            expired.append(name)
+        for name in expired:
+            self.delete_entry(name)
+        return None
+
+    def digest_of(self, name: str) -> bytes | None:
+        """The digest a name points to, expired or not, or None."""
+        row = self.db.execute("SELECT digest FROM entries WHERE name = ?", (name,)).fetchone()
+        return row[0] if row else None
+
+    def current(self, name: str, now: float) -> bytes | None:
+        """The digest a name points to, or None: one that has expired is absent, as it is to readers."""
+        sql = "SELECT digest FROM entries WHERE name = ? AND (expires IS NULL OR expires + 0.0 > ?)"
+        row = self.db.execute(sql, (name, now)).fetchone()
+        return row[0] if row else None
+
+    def delete_entry(self, name: str) -> bool:
+        """Remove a name; False if there is none."""
+        sql = f"DELETE FROM entries WHERE name = ? RETURNING {_COUNTED}"
+        row = self.db.execute(sql, (name,)).fetchone()
+        if row is None:
+            return False
+        self.db.execute(UNCOUNT_REFS, (row[0], time.time(), 1))
+        self._entries_gone([name], row[1])
+        return True
+
+    def evict_entries(self, chosen: Sequence[tuple[str, bytes, float | None]], now: float) -> list[bytes]:
+        """Remove the entries that gc chose, but those that changed since: were touched, pinned, or point elsewhere.
+
+        Their blobs still count them: the caller sees to it, in this transaction, that somebody will `uncount` them.
+
+        Args:
+            chosen: names; the digest that gc saw each point to; and the last access that it saw, for an entry chosen as
+                least recently used, or None for an expired one, which must still be expired at ``now``.
+            now: when gc looked.
+
+        Returns:
+            What they pointed to, a digest for each entry that was removed.
+        """
+        free = "SELECT name, CAST(digest AS BLOB), CAST(size AS INTEGER), accessed, expires FROM entries WHERE pinned = 0 AND name"
+        rows = {row[0]: row[1:] for row in self._among(free, [name for name, _, _ in chosen])}
+        leaving = []
+        for name, digest, used in chosen:
+            now_digest, size, accessed, expires = rows.get(name, _NO_ENTRY)
+            # SQL's rule: what is no number is greater than any, so it is not past.
+            over = isinstance(expires, float) and expires <= now
+            if now_digest == digest and (over if used is None else accessed == used):
+                leaving.append((name, digest, size))
+        self.db.executemany("DELETE FROM entries WHERE name = ?", [(name,) for name, _, _ in leaving])
+        if leaving:
+            self._entries_gone([name for name, _, _ in leaving], sum(size for _, _, size in leaving))
+        return [digest for _, digest, _ in leaving]
+
+    def _entries_gone(self, names: list[str], size: int) -> None:
+        self._index.forget_folders()
+        self._entries -= len(names)
+        self._logical -= size
+        self._records.append(gone(names))
+        self._announce = True
+
+    def set_pinned(self, name: str, pinned: bool) -> bool:
+        """Pin or unpin a name; False if there is none."""
+        row = self.db.execute(
+            "UPDATE entries SET pinned = ? WHERE name = ?"
+            " RETURNING name, digest, serializer, metadata, created, expires, pinned",
+            (int(pinned), name),
+        ).fetchone()
+        if row is None:
+            return False
+        self._records.append(pack_record(row))
+        return True
+
+    def announce(self) -> None:
+        """Have every RAM tier ask the index again once this is committed."""
+        self._announce = True
+
+    def execute(self, sql: str, parameters: Iterable[Any] = ()) -> sqlite3.Cursor:
+        """A statement of a caller that keeps its own tables here (counters, mounts, rebuilding)."""
+        return self.db.execute(sql, tuple(parameters))
+
+    def executemany(self, sql: str, rows: Iterable[Iterable[Any]]) -> None:
+        """The same for many rows."""
+        self.db.executemany(sql, map(tuple, rows))
+
+
+def _begin_within(db: sqlite3.Connection, seconds: float) -> None:
+    db.execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}")
+    try:
+        db.execute("BEGIN IMMEDIATE")
+    finally:
+        db.execute(f"PRAGMA busy_timeout = {int(TURN_SECONDS * 1000)}")
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[:i]) for i in range(1, len(parts))]

@@ -1,0 +1,99 @@
+"""`Store.cached`: a function's results, kept under a key of its code and its arguments."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from castore.errors import InvalidValueError
+from castore.keys.doubts import Notes
+from castore.keys.encoder import AnyOrder, digits_of
+from castore.keys.objects import InstanceEncoder, function_doubts
+
+_RANDOM_ADVICE = "if it does not count, leave it out of its object with __getstate__, or pass what identifies it as an argument"
+_ARGUMENT_ADVICE = "if it does not count, pass it some other way than as an argument; if it is meant, each value has a result of its own"
+# So many calls of a function are searched for arguments that look random: that takes time, and so does remembering it.
+_SEARCHED = 8
+#: Kinds of functions whose calls return something that has not run yet, and what to decorate in their place.
+_RUNNING: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "an async function": (
+        inspect.iscoroutinefunction,
+        "awaits it, with asyncio.run(...), and returns the result",
+    ),
+    "an async generator": (
+        inspect.isasyncgenfunction,
+        "collects what it yields, in a list, and returns that",
+    ),
+    "a generator": (inspect.isgeneratorfunction, "collects what it yields, list(...), and returns that"),
+}
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Results(Notes, Protocol):
+    """What `cached` needs of a store."""
+
+    def get_or_compute(self, key: str, compute: Callable[[], Any], *, ttl: float | str | None) -> Any:
+        """See `Store.get_or_compute`."""
+
+
+def cached(store: Results, *, ttl: float | str | None, prefix: str | None) -> Callable[[F], F]:
+    """See `Store.cached`. Arguments are bound to the signature first, so ``f(1)`` and ``f(x=1)`` are one entry."""
+
+    def decorate(function: F) -> F:
+        signature = _signature(function)
+        name = _name_of(function)
+        folder = prefix or f"cached/{name.replace('<', '').replace('>', '')}"
+        told = name.rpartition(".")[2]
+        searched = 0
+
+        def name_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+            nonlocal searched
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            # The code is looked at on each call: what a function refers to may have been reloaded since.
+            code, doubts = function_doubts(function)
+            if doubts is not None:
+                doubts.tell(store, told, _RANDOM_ADVICE)
+            encoder = InstanceEncoder()
+            asked = AnyOrder(code=code, arguments=AnyOrder(bound.arguments))
+            digits = digits_of(encoder.encode(asked, told))
+            if searched < _SEARCHED and (doubts := encoder.doubts(asked)) is not None:
+                searched += 1
+                doubts.tell(store, told, _ARGUMENT_ADVICE, may_vary=True)
+            return f"{folder}/{digits}"
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return store.get_or_compute(name_for(args, kwargs), lambda: function(*args, **kwargs), ttl=ttl)
+
+        wrapper.cache_name = lambda *args, **kwargs: name_for(args, kwargs)  # type: ignore[attr-defined]
+        return wrapper  # type: ignore[return-value]
+
+    return decorate
+
+
+def _signature(function: Any) -> inspect.Signature:
+    if not callable(function):
+        raise InvalidValueError(f"store.cached decorates a function, not {type(function)}")
+    for kind, (tells, advice) in _RUNNING.items():
+        if tells(function) or tells(inspect.getattr_static(type(function), "__call__", None)):
+            raise InvalidValueError(
+                f"store.cached keeps what a call returns, and {_name_of(function)} is {kind}, which returns before"
+                f" it has run; decorate a function that {advice}"
+            )
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise InvalidValueError(
+            f"store.cached cannot tell the arguments of {function!r}: {error}; decorate a function that calls it"
+        ) from error
+
+
+def _name_of(function: Any) -> str:
+    """Module and name of a function, of what a partial calls, or of an object's class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"

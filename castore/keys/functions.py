@@ -1,0 +1,516 @@
+"""Fingerprints of functions: what a function computes, followed through the functions of the user's own modules.
+
+A fingerprint covers the code (instructions, constants, names), defaults, closure values, and every global that the
+code refers to: functions and classes of user modules by their own code, all else of the standard library and of
+installed packages by name and version, values as `castore.keys.encoder` hashes them. Files, line numbers, docstrings and
+annotations do not count. What has no stable hash is an UnhashableError that names it, never a guess.
+
+Assumes that user code is what lies outside the standard library and site-packages. Cannot see what is reached
+through strings, `getattr(module, "name")` or `eval`. Bytecode differs between minor versions of Python, and so do
+fingerprints. The idea of following imported functions is Hugging Face datasets' issue 3297.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import copy
+import dataclasses
+import enum
+import functools
+import importlib
+import importlib.util
+import inspect
+import logging
+import pathlib
+import re
+import sys
+import threading
+import types
+import typing
+from collections.abc import Callable, Iterator, Set
+from typing import Any, TypeVar
+
+from castore.errors import UnhashableError
+from castore.keys import addresses, doubts
+from castore.keys.bytecode import (
+    BODY_NOISE,
+    codes,
+    instructions,
+    outer_reads,
+    steps,
+)
+from castore.keys.classes import has_member, per_class
+from castore.keys.encoder import AnyOrder, Encoder, UnencodableError, refuse
+from castore.keys.libraries import library_object, library_of
+
+_CLASS_NOISE = {
+    *BODY_NOISE, "__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__dict__",
+    "__module__", "__weakref__", "_abc_impl", "__abstractmethods__", "__dataclass_fields__", "__dataclass_params__", "__match_args__",
+}  # fmt: skip
+# What namedtuple writes; the fields say all about it.
+_TUPLE_NOISE = {
+    "_make", "_replace", "_asdict", "__new__", "__getnewargs__", "__repr__", "__replace__", "__slots__",
+}  # fmt: skip
+# Their state cannot change what a function returns.
+_HARMLESS = (logging.Logger, logging.LoggerAdapter, type(threading.Lock()), type(threading.RLock()))
+_ALIASES = (type(typing.List[int]), type(typing.Union[int, str]))  # noqa: UP006, UP007 - the types of old spellings
+_TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, *_ALIASES)
+_LRU = type(functools.lru_cache(len))
+_WRAPPERS = (staticmethod, classmethod, _LRU)
+_DESCRIPTORS = (
+    types.MethodDescriptorType, types.WrapperDescriptorType, types.MemberDescriptorType, types.GetSetDescriptorType,
+)  # fmt: skip
+_MISSING = object()
+_PACKAGE = __name__.partition(".")[0]
+
+
+# Of what was encoded: how it begins, and from which length on a digest takes its place.
+_ENCODED = re.compile(rb"[\x01-\x14][a-z]+\+\d+:")
+_LONG = 1024
+_encode_bytes = Encoder.leaves[bytes]
+Self = TypeVar("Self", bound="FunctionEncoder")
+_ADDRESS = (
+    "is an address of this process, which is another one in every run, so nothing would be found again; leave it out in"
+    " __getstate__, or give its class a __castore_key__ method"
+)
+# What torch.compile hangs on a function, and functools.wraps copies to the next one: an address among it.
+_COMPILER = "_torchdynamo_"
+
+
+class _Seen:
+    """What was noticed in encoded bytes. Apart from the encoder, which would else be kept alive by itself."""
+
+    def __init__(self) -> None:
+        self.addresses: set[int] = set()
+        self.doubtful = False
+        # Whether looking has imported a module, which may have given others more attributes.
+        self.imported = False
+
+    def look(self, code: bytes) -> None:
+        """Search encoded bytes."""
+        self.addresses |= addresses.candidates(code)
+        self.doubtful = self.doubtful or doubts.are_in(code)
+
+    def leaf(self, code: bytes) -> bytes:
+        """The canonical bytes of bytes; of what was encoded, after a look where a digest takes its place."""
+        if len(code) > _LONG and _ENCODED.match(code):
+            self.look(code)
+        return _encode_bytes(code)
+
+
+class FunctionEncoder(Encoder):
+    """An Encoder that also takes functions, classes and modules.
+
+    Attributes:
+        sought: addresses of this process; where the value tells one of them, `encode` says which part does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sought: set[int] = set()
+        self._tracing = False
+        self._seen = _Seen()
+        # What was encoded already comes back as bytes, and is looked at.
+        self.leaves = {**type(self).leaves, bytes: self._seen.leaf}
+        # Functions call one another in circles: the second time, a number stands for what was met before.
+        self._met: dict[int, tuple[int, object]] = {}
+        # Whether the order of dicts counts here: in what is the user's, and not in what a library keeps for itself.
+        self._ordered = True
+
+    def encode(self, value: object, what: str) -> bytes:
+        """As in Encoder; a value that holds an address of this process is an UnhashableError too."""
+        blank = {
+            name: copy.copy(item) for name, item in vars(self).items() if type(item) in (dict, list, set)
+        }
+        code = super().encode(value, what)
+        while self._seen.imported:  # so that the first answer is the one of later looks
+            self._seen.imported = False
+            vars(self).update({name: copy.copy(item) for name, item in blank.items()})
+            code = super().encode(value, what)
+        self._seen.look(code)
+        addressed = self._seen.addresses
+        found = addresses.confirmed(addressed) if addressed and not self._tracing else None
+        if found:
+            tracer = type(self)()
+            tracer._tracing, tracer.sought, tracer.leaves = True, found, {}
+            tracer.encode(value, what)
+            raise UnhashableError(f"{what}: {_ADDRESS}")
+        return code
+
+    def _nested(self, value: Any) -> bytes:
+        around = self._ordered
+        self._ordered = _is_ordered(value, around)
+        try:
+            return super()._nested(value)
+        finally:
+            self._ordered = around
+
+    def mapping(self, value: dict[Any, Any]) -> bytes:
+        """As in Encoder, but in what is the user's the order counts where it is not that of the keys."""
+        code = self.unordered(value)
+        order = order_of_keys(value) if self._ordered and len(value) > 1 else None
+        return code if order is None else self.tagged("in order", code, self.part(order, ".keys()"))
+
+    def other(self, value: Any) -> bytes:
+        """The canonical bytes of a function and its kin, numbered by first visit."""
+        inner = uncompiled(value)
+        if inner is not value:
+            return self.part(inner)
+        library = library_object(value)
+        if library:
+            return self.tagged("library", library)
+        cls = type(value)
+        encode = _kind_of(cls)
+        if encode is not None:
+            if issubclass(cls, types.FunctionType | type):
+                self._met[id(value)] = (len(self._met), value)
+            code = self.tagged(cls.__name__, *encode(self, value))
+            if issubclass(cls, type) or library_of(cls.__module__):
+                return code
+        else:
+            code = super().other(value)
+            users_path = issubclass(cls, pathlib.PurePath) and not library_of(cls.__module__)
+            if not (users_path or issubclass(cls, enum.Enum | tuple) or _is_dataclass(cls)):
+                return code
+        # Values with a class of the user's: its methods count too.
+        return self.tagged("instance", code, self.part(cls))
+
+    def part(self, value: Any, step: str = "") -> bytes:
+        """As in Encoder, but a function or a class that is met again is no cycle."""
+        if self._tracing:
+            return self._traced(value, step)
+        met = self._met.get(id(value))
+        return super().part(value, step) if met is None else self.tagged("met", met[0])
+
+    def _traced(self, value: Any, step: str) -> bytes:
+        """As `part`, but what is sought is an error, which collects the path to it."""
+        if self.sought and type(value) in (int, str) and addresses.holds(value, self.sought):
+            error = UnencodableError(_ADDRESS)
+            error.path.append(step)
+            raise error
+        met = self._met.get(id(value))
+        return super().part(value, step) if met is None else self.tagged("met", met[0])
+
+    def member(self, item: Any) -> bytes:
+        """As in Encoder, but each with numbers of its own, since the order of a set is by chance."""
+        return self._beside().part(item, "{...}")
+
+    def _beside(self: Self) -> Self:
+        """Another encoder that stands where this one does, with numbers of its own."""
+        alone = type(self)()
+        alone._open, alone._seen, alone.leaves = self._open, self._seen, self.leaves
+        alone._tracing, alone.sought, alone._ordered = self._tracing, self.sought, self._ordered
+        return alone
+
+    def tagged(self, tag: str, *parts: Any) -> bytes:
+        """A tag and parts, as bytes."""
+        return self.part((tag, *parts))
+
+    def function(self, function: types.FunctionType) -> Iterator[Any]:
+        """What a function is made of."""
+        yield function.__qualname__
+        library = library_of(function.__globals__.get("__name__"))
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        if library:
+            # Lambdas of one module share their name, so the instructions count here too; globals do not.
+            yield library, [[*instructions(inner)] for inner in codes(function.__code__)]
+            yield from (self._value(_cell(cell), f" -> closure {name!r}") for name, cell in cells.items())
+        else:
+            yield from self._body(function.__code__, function.__globals__, cells)
+        yield self._value(function.__defaults__, " -> defaults")
+        named = function.__kwdefaults__
+        yield self._value(named and AnyOrder(named), " -> defaults")
+        # What functools.wraps and users hang on a function, a wrapped function among it.
+        yield self._value(AnyOrder(_own_attributes(function)), " -> attribute ")
+
+    def common(self, method: Any, owner: Any) -> Iterator[Any]:
+        """What counts of a method that a module hands out as its function."""
+        module = type(owner).__module__
+        library = library_of(module)
+        yield from (method.__qualname__, library or self.part(owner, ".__self__"))
+
+    def code_parts(self, code: types.CodeType) -> Iterator[Any]:
+        """What counts of code that belongs to no function: compiled text, say."""
+        yield _content(code)[0]
+
+    def _body(self, code: types.CodeType, scope: dict[str, Any], cells: dict[str, Any]) -> Iterator[Any]:
+        instructions, names, reads = _content(code)
+        yield instructions
+        for kind, name in reads:
+            if kind == "closure" and name in cells:
+                yield name, self._reference(_cell(cells[name]), names, f" -> closure {name!r}")
+            elif kind == "global" and name in scope:
+                yield name, self._reference(scope[name], names, f" -> global {name!r}")
+            elif kind == "global":
+                yield name, "builtin" if hasattr(builtins, name) else "unbound"
+        for name in sorted({name for inner in codes(code) for name in _imports(inner, scope)}):
+            was_there = name in sys.modules
+            module = _imported(name)
+            self._seen.imported |= not was_there and name in sys.modules
+            yield name, self._reference(module, names, f" -> import {name!r}")
+
+    def _reference(self, value: Any, names: Set[str], step: str) -> bytes:
+        """A value that code refers to; of a user module, all attributes that the code has a name for."""
+        if not issubclass(type(value), types.ModuleType) or library_of(value.__name__):
+            return self._value(value, step)
+        if id(value) in self._open:  # modules that import one another
+            return self.tagged("module", value.__name__)
+        self._open.add(id(value))
+        try:
+            found = sorted(name for name in names if hasattr(value, name) and not _is_magic(name))
+            parts = [(name, self._reference(getattr(value, name), names, f".{name}")) for name in found]
+            return self.tagged("module", *parts)
+        except UnencodableError as error:
+            error.path.append(step)
+            raise
+        finally:
+            self._open.discard(id(value))
+
+    def _value(self, value: Any, step: str) -> bytes:
+        return self.tagged("unset") if value is _MISSING else self.part(value, step)
+
+    def class_(self, cls: type) -> Iterator[Any]:
+        """What a class is made of: its bases and all that its body defines."""
+        yield cls.__qualname__
+        library = library_of(cls.__module__)
+        if library:
+            yield library
+            # A library may make classes of the user's: torch's parametrizations do.
+            yield from (
+                self._value(base, f" -> base {base.__name__!r}")
+                for base in cls.__bases__
+                if not library_of(base.__module__)
+            )
+            return
+        if not library_of(type(cls).__module__):
+            yield "metaclass", self.part(type(cls), f" -> metaclass {type(cls).__name__!r}")
+        yield from (self._value(base, f" -> base {base.__name__!r}") for base in cls.__bases__)
+        noise = set(_CLASS_NOISE)
+        if _is_dataclass(cls):
+            noise |= {name for name, value in vars(cls).items() if _is_generated(value)}
+            for field in dataclasses.fields(cls):
+                chosen = [v for v in (field.default, field.default_factory) if v is not dataclasses.MISSING]
+                yield field.name, field.init, self._value(chosen, f".{field.name}")
+        if issubclass(cls, enum.Enum):
+            yield [(name, self._value(member.value, f".{name}")) for name, member in cls.__members__.items()]
+            held = {name: _held_by_member(member) for name, member in cls.__members__.items()}
+            if any(held.values()):
+                yield (
+                    "members",
+                    [(name, self.part(attributes, f".{name}")) for name, attributes in held.items()],
+                )
+            noise |= {name for name, value in vars(cls).items() if not _is_users_method(value)}
+        if issubclass(cls, tuple) and "_fields" in vars(cls):
+            noise |= {*cls._fields, *_TUPLE_NOISE}  # type: ignore[attr-defined]
+        for name, value in sorted(vars(cls).items()):
+            if name not in noise:
+                yield name, self._value(value, f".{name}")
+
+
+def _is_ordered(value: Any, around: bool) -> bool:
+    """Whether the order of dicts counts in a value: in the user's own it does, in a library's not.
+
+    Python's and castore's objects hold what they were given: in them it counts where it does around them.
+    """
+    cls = type(value)
+    if issubclass(cls, types.FunctionType):
+        module = value.__globals__.get("__name__")
+    else:
+        module = value.__module__ if issubclass(cls, type) else cls.__module__
+    library = library_of(module)
+    if library is None:
+        return True
+    return around and (" of Python " in library or module.partition(".")[0] == _PACKAGE)
+
+
+def order_of_keys(pairs: dict[Any, Any]) -> list[Any] | None:
+    """The keys of a dict in their order; None where that is the order of the numbers or of the alphabet."""
+    keys = list(pairs)
+    ordered = {*map(type, keys)} in ({str}, {int}, set()) and keys == sorted(keys)
+    return None if ordered else keys
+
+
+def _is_dataclass(cls: type) -> bool:
+    return has_member(cls, "__dataclass_fields__")
+
+
+def _held_by_member(member: enum.Enum) -> dict[str, Any]:
+    """What the class's `__new__` or `__init__` set on a member of an enumeration, beside its value."""
+    return AnyOrder(
+        (name, value)
+        for name, value in vars(member).items()
+        if not (name.startswith("_") and name.endswith("_"))  # enum's own
+        and not isinstance(inspect.getattr_static(type(member), name, None), functools.cached_property)
+    )
+
+
+@per_class
+def _kind_of(cls: type) -> Callable[[FunctionEncoder, Any], Iterator[Any]] | None:
+    return next((encode for kind, encode in _KINDS.items() if issubclass(cls, kind)), None)
+
+
+def uncompiled(value: Any) -> Any:
+    """What torch.compile made a function or a module of; all else as it is.
+
+    The wrapper is made of addresses. It computes what is behind it, to the last bits of a rounding, and so counts as
+    that: datasets' `Hasher` sees it so too, and switching compilation on runs nothing again.
+    """
+    cls = type(value)
+    if cls is types.FunctionType:
+        attributes = value.__dict__
+        # functools.wraps copies the attributes of a compiled function to whatever is around it.
+        if attributes and attributes.get("_torchdynamo_wrapper_id") == id(value):
+            return attributes.get("_torchdynamo_orig_callable", value)
+    elif cls.__name__ == "OptimizedModule" and cls.__module__ == "torch._dynamo.eval_frame":
+        return vars(value)["_modules"]["_orig_mod"]
+    return value
+
+
+def _own_attributes(function: types.FunctionType) -> dict[str, Any]:
+    """What hangs on a function, without what compilers leave there."""
+    attributes = {name: item for name, item in function.__dict__.items() if not name.startswith(_COMPILER)}
+    inner = attributes.get("__wrapped__")
+    plain = inner is None or type(inner) in (types.FunctionType, _LRU)
+    if plain and len(attributes) == len(function.__dict__):
+        return attributes
+    # functools.wraps has copied these from a compiled function, which tells better what counts of it.
+    copied = getattr(inner, "__dict__", {})
+    missing = object()
+    return {
+        name: item
+        for name, item in attributes.items()
+        if name == "__wrapped__" or copied.get(name, missing) is not item
+    }
+
+
+@functools.lru_cache(maxsize=4096)
+def _content(code: types.CodeType) -> tuple[bytes, frozenset[str], list[tuple[str, str]]]:
+    """The encoded instructions of code and what is inside it, every name in it, and what it reads from around it.
+
+    Attributes of a user module that are among the names will be followed.
+    """
+    inside = list(codes(code))
+    rows = [[part for row in instructions(inner) for part in row] for inner in inside]
+    names = frozenset(name for inner in inside for name in inner.co_names)
+    reads = {read for inner in inside for read in outer_reads(inner)}
+    return Encoder().part(rows), names, sorted(reads)
+
+
+def _imports(code: types.CodeType, scope: dict[str, Any]) -> Iterator[str]:
+    """Full names of the modules that code imports while it runs."""
+    level: Any = None
+    wanted: Any = None
+    for opname, argument in steps(code):
+        if opname == "IMPORT_NAME":
+            name = "." * (level or 0) + argument
+            if level:
+                package = scope.get("__package__") or str(scope.get("__name__", "")).rpartition(".")[0]
+                with contextlib.suppress(ImportError):
+                    name = importlib.util.resolve_name(name, package)
+            yield name
+            # `import a.b` binds a; `from a import b` may mean the module a.b, which nobody has imported yet.
+            yield from (name.partition(".")[0],) if not wanted and not level else ()
+            yield from (f"{name}.{item}" for item in wanted or () if _is_module(name, item))
+        level, wanted = wanted, argument
+
+
+def _is_module(package: str, name: str) -> bool:
+    if package.startswith(".") or library_of(package):
+        return False
+    try:
+        return importlib.util.find_spec(f"{package}.{name}") is not None
+    except ImportError:
+        return False
+
+
+def _imported(name: str) -> Any:
+    """The module that code would import, but of a library only its name and version."""
+    library = library_of(name)
+    if library or name.startswith("."):
+        return library or f"no module {name}"
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return f"no module {name}"
+    except Exception as error:  # whatever the user's module does when it runs
+        raise UnencodableError(f"cannot import {name!r}, which the function imports: {error}") from error
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING
+
+
+def _is_magic(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _is_users_method(value: object) -> bool:
+    value = getattr(value, "__wrapped__", getattr(value, "fget", value))
+    return isinstance(value, types.FunctionType) and not library_of(value.__globals__.get("__name__"))
+
+
+def _is_generated(value: object) -> bool:
+    """Whether dataclasses wrote this method of one of its classes: the fields say all about it."""
+    return getattr(getattr(value, "__code__", None), "co_filename", None) == "<string>"
+
+
+def _builtin(encoder: FunctionEncoder, value: Any) -> Iterator[Any]:
+    owner = value.__self__
+    if getattr(sys.modules.get(type(owner).__module__), value.__name__, None) is value:
+        # random.random is a method of the generator that its module keeps for everybody.
+        yield from encoder.common(value, owner)
+        return
+    module = owner.__name__ if isinstance(owner, types.ModuleType) else None
+    library = library_of(module)
+    if module and not library:
+        refuse(value)
+    yield value.__qualname__
+    yield library or encoder.part(owner, ".__self__")
+
+
+def _module(encoder: FunctionEncoder, value: types.ModuleType) -> Iterator[Any]:
+    library = library_of(value.__name__)
+    if not library:
+        raise UnencodableError(
+            f"cannot hash the user module {value.__name__!r} as a value; pass what is used of it"
+        )
+    yield library
+
+
+def _partial(encoder: FunctionEncoder, value: functools.partial[Any]) -> Iterator[Any]:
+    yield encoder.part(value.func, ".func")
+    yield encoder.part(value.args, ".args")
+    yield encoder.part(value.keywords, ".keywords")
+    if vars(value):
+        yield encoder.part(AnyOrder(vars(value)), ".__dict__")
+
+
+def _method(encoder: FunctionEncoder, value: types.MethodType) -> Iterator[Any]:
+    yield encoder.part(value.__func__)
+    yield encoder.part(value.__self__, ".__self__")
+
+
+def _property(encoder: FunctionEncoder, value: property) -> Iterator[Any]:
+    yield from (encoder.part(function) for function in (value.fget, value.fset, value.fdel))
+
+
+# The first kind that fits counts; aliases like list[int] pass for types in Python 3.10.
+_KINDS: dict[Any, Callable[[FunctionEncoder, Any], Iterator[Any]]] = {
+    _TYPING: lambda _, value: iter((repr(value),)),
+    types.FunctionType: lambda encoder, value: encoder.function(value),
+    type: lambda encoder, value: encoder.class_(value),
+    types.ModuleType: _module,
+    types.BuiltinFunctionType: _builtin,
+    types.MethodType: _method,
+    functools.partial: _partial,
+    _WRAPPERS: lambda encoder, value: iter((encoder.part(value.__wrapped__),)),
+    functools.cached_property: lambda encoder, value: iter((encoder.part(value.func),)),
+    property: _property,
+    _DESCRIPTORS: lambda encoder, value: iter((value.__name__, encoder.part(value.__objclass__))),
+    re.Pattern: lambda _, value: iter((value.pattern, value.flags)),
+    _HARMLESS: lambda _, value: iter(()),
+}

@@ -1,0 +1,96 @@
+"""Whose a module is: the user's own, Python's, or of an installed distribution, and then of which version.
+
+By place and not by name: the user's code is what lies outside the standard library and site-packages, or was put there
+by hand; what pip has put into any other folder, with its records beside it, is a library too. Imports nothing of what it is asked about but the packages above it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import sys
+import sysconfig
+from typing import Any
+
+
+def library_of(module: Any) -> str | None:
+    """Name and version of the distribution (or Python) that a module comes with; None for the user's own."""
+    return _find_library(module) if isinstance(module, str) else None
+
+
+@functools.cache
+def _find_library(module: str) -> str | None:
+    top = module.partition(".")[0]
+    if top == __name__.partition(".")[0]:
+        return f"{module} of {_distribution(top)}"
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None  # __main__ and modules made by hand
+    # Lazy modules (transformers) set paths where text belongs.
+    places = [*map(str, spec.submodule_search_locations or []), spec.origin or ""] if spec else []
+    paths = sysconfig.get_paths()
+    # By place and not by name: a user's own statistics.py is not the standard library's. The standard
+    # library's folder may hold site-packages, so these come first.
+    if any(place.startswith(f"{paths[kind]}/") for kind in ("purelib", "platlib") for place in places) or any(
+        re.search(r"/(site|dist)-packages/", place) for place in places
+    ):
+        # A file put there by hand belongs to no distribution: it is the user's.
+        distribution = _distribution(top)
+        return f"{module} of {distribution}" if distribution else None
+    python = ("built-in", "frozen", f"{paths['stdlib']}/", f"{paths['platstdlib']}/")
+    if any(place.startswith(python) for place in places):
+        return f"{module} of Python {sys.version_info.major}.{sys.version_info.minor}"
+    beside = next(filter(None, (_beside(place, top) for place in places)), None)
+    return f"{module} of {beside}" if beside else None
+
+
+def _beside(place: str, top: str) -> str | None:
+    """Name and version of the distribution that ``pip install --target`` put where a module is; None if none did."""
+    folder, name = os.path.split(place)
+    if name != top and not name.startswith(f"{top}."):
+        return None
+    if not any(name.endswith(".dist-info") for name in _names_in(folder)):
+        return None  # the user's own projects have none beside them
+    import importlib.metadata
+
+    for found in importlib.metadata.distributions(path=[folder]):
+        # An egg-info is what a project under work has beside it.
+        if found.read_text("RECORD") and any(
+            file.parts[0].partition(".")[0] == top for file in found.files or ()
+        ):
+            return f"{found.metadata['Name']} {found.version}"
+    return None
+
+
+def _names_in(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _distribution(top: str) -> str:
+    """Name and version of the distribution that holds a top-level package; "" if none does."""
+    import importlib.metadata  # 15 ms, with the e-mail parser
+
+    try:
+        return f"{top} {importlib.metadata.version(top)}"
+    except importlib.metadata.PackageNotFoundError:
+        owners = sorted(set(importlib.metadata.packages_distributions().get(top, ())))
+        return " ".join(f"{owner} {importlib.metadata.version(owner)}" for owner in owners)
+
+
+def library_object(value: Any) -> str | None:
+    """What stands for an object that a library keeps under its own name: a ufunc, a compiled function."""
+    try:
+        name = getattr(value, "__name__", None)
+        module = getattr(value, "__module__", None) or type(value).__module__
+    except Exception:  # noqa: BLE001 - whatever the user's __getattr__ does: no library keeps such a thing by name
+        return None
+    library = library_of(module) if isinstance(name, str) else None
+    if library and name and getattr(sys.modules.get(module), name, None) is value:
+        return f"{name} in {library}"
+    return None

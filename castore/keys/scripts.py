@@ -1,0 +1,106 @@
+"""What torch.jit has compiled, by the archive that `torch.jit.save` makes of it: all its code, attributes and constants.
+
+The archive is a zip file. Its sources name classes and functions with numbers that differ from one compilation to the
+next, and its pickles hold those names too: both are read here without them. Nothing that a pickle names is looked up,
+so nothing is executed.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from blake3 import blake3
+
+_NUMBERED = re.compile(r"___torch_mangle_\d+\.?")
+# Where a class, a function or a method begins.
+_HEADS = re.compile(r"\n(?=(?:  )?def |class )")
+_PICKLES = ("data", "constants")
+
+
+def archive_parts(encoder: Any, archive: bytes, without: frozenset[str] = frozenset()) -> Iterator[Any]:
+    """What counts of a compiled function or module.
+
+    Args:
+        encoder: what the values are encoded with.
+        archive: what `save_to_buffer` gives.
+        without: names of attributes that do not count.
+    """
+    with zipfile.ZipFile(io.BytesIO(archive)) as files:
+        # The name of the archive stands in front of each path.
+        paths = {path.partition("/")[2]: path for path in files.namelist()}
+        sources = [files.read(path).decode() for below, path in paths.items() if below.endswith(".py")]
+        yield sorted(block for source in sources for block in _blocks(_NUMBERED.sub("", source)))
+        for name in _PICKLES:
+            if f"{name}.pkl" in paths:
+                reader = _Reader(files, paths, name)
+                yield name, encoder.part(_plain(reader.load(), without), f".{name}")
+
+
+def _blocks(source: str) -> Iterator[str]:
+    """Functions, and methods under the name of their class: torch writes methods and fields in an order by chance."""
+    owner = ""
+    for block in _HEADS.split(source):
+        if block.startswith("class "):
+            owner, *fields = block.splitlines()
+            yield "\n".join([owner, *sorted(fields)])
+        else:
+            owner = owner if block.startswith("  ") else ""
+            yield f"{owner}\n{block.rstrip()}"
+
+
+class _Named:
+    """What a pickle makes of the name of a class or a function, of arguments and of a state."""
+
+    name = ""
+
+    def __new__(cls, *arguments: Any) -> _Named:
+        made = super().__new__(cls)
+        made.arguments = arguments
+        made.state = None
+        return made
+
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Reader(pickle.Unpickler):
+    """Reads one pickle of an archive; tensors are what their storage holds."""
+
+    def __init__(self, files: zipfile.ZipFile, paths: dict[str, str], name: str) -> None:
+        super().__init__(io.BytesIO(files.read(paths[f"{name}.pkl"])))
+        self._files, self._paths, self._name = files, paths, name
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class of our own that stands for the name."""
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        return type("_Named", (_Named,), {"name": _NUMBERED.sub("", f"{module}.{name}")})
+
+    def persistent_load(self, told: Any) -> Any:
+        """The bytes of a storage, as a digest; where it lies does not count."""
+        _, kind, number, _, size = told
+        data = self._files.read(self._paths[f"{self._name}/{number}"])
+        return kind.name, size, blake3(data, max_threads=blake3.AUTO).digest()
+
+
+def _plain(value: Any, without: frozenset[str]) -> Any:
+    """What was read, as plain containers."""
+    if isinstance(value, _Named):
+        state = value.state
+        if type(state) is dict:
+            state = {name: item for name, item in sorted(state.items()) if name not in without}
+        return value.name, _plain(value.arguments, without), _plain(state, without)
+    if isinstance(value, type) and issubclass(value, _Named):
+        return value.name
+    if isinstance(value, dict):
+        return [(_plain(name, without), _plain(item, without)) for name, item in value.items()]
+    return [_plain(item, without) for item in value] if isinstance(value, list | tuple) else value

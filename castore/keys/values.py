@@ -1,0 +1,427 @@
+"""How values count that pickle's protocol tells badly of: one table for every adapter.
+
+A handle (a lock, a pool, a counter that processes share, a progress of threads) cannot change what a function returns,
+and counts by its kind. What is read from a stream, or from something that may be gone, has no stable hash. A compiled
+function counts by the function behind it. An encoder asks this table before it asks pickle; what an adapter knows
+better stands in a table of its own in front of this one.
+
+Goes by types alone: some objects raise errors when they are asked for an attribute, even for `__class__`. Must never
+import a library: a value can only be of a type whose library somebody has imported.
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any, NoReturn, TypeAlias
+
+from blake3 import blake3
+
+from castore.keys.classes import per_class
+from castore.keys.encoder import UnencodableError
+from castore.keys.libraries import library_object, library_of
+
+#: Given an encoder and a value, the parts that count.
+Count: TypeAlias = Callable[[Any, Any], Iterator[Any]]
+#: A module, names of types in it, and how their values count. The first row that fits counts.
+Row: TypeAlias = "tuple[str, tuple[str, ...], Count]"
+
+#: How names of attributes begin that torch.compile and transformers leave on tensors.
+_LEFT_ON_TENSORS = ("_dynamo_", "_is_hf_initialized")
+
+
+class Kinds:
+    """A table of types.
+
+    Args:
+        rows: module, names, and how values of these types count.
+    """
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows = list(rows)
+        #: How values of a type count; None where the table says nothing.
+        self.of = per_class(self._look)
+
+    def _look(self, cls: type) -> Count | None:
+        bases = set(map(id, cls.__mro__))
+        for module, names, count in self._rows:
+            loaded = sys.modules.get(module)
+            if loaded is not None and any(id(vars(loaded).get(name)) in bases for name in names):
+                return count
+        return None
+
+
+def full_name(cls: type) -> str:
+    """Module and name of a type."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def by_type(encoder: Any, value: Any) -> Iterator[Any]:
+    """A handle: whatever state it is in, its type is all that counts; of a class of the user's, its code."""
+    cls = type(value)
+    yield from ("harmless", full_name(cls))
+    if not library_of(cls.__module__):
+        yield encoder.part(cls)
+
+
+def refuse_random(value: Any) -> NoReturn:
+    """Say that a random generator is one: what is drawn from it must not be kept."""
+    raise UnencodableError(
+        f"is a random generator, {full_name(type(value))}; what is drawn from it must not be cached, so cache what comes"
+        " before it and draw behind the cache; where nothing that is cached is drawn from it, leave it out in"
+        " __getstate__"
+    )
+
+
+def random_rows(count: Count) -> list[Row]:
+    """Rows for random generators of all libraries."""
+    return [
+        ("random", ("Random",), count),
+        ("numpy.random", ("Generator", "BitGenerator", "RandomState"), count),
+        ("torch", ("Generator",), count),
+    ]
+
+
+def _refusing(reason: str) -> Count:
+    def refuse(encoder: Any, value: Any) -> Iterator[Any]:
+        raise UnencodableError(f"cannot hash {type(value)}: {reason}")
+
+    return refuse
+
+
+def _running(encoder: Any, value: Any) -> Iterator[Any]:
+    raise UnencodableError(
+        f"cannot hash a {type(value).__name__}: what it yields depends on how far it has run"
+    )
+
+
+def _match(encoder: Any, value: Any) -> Iterator[Any]:
+    yield from ("match", encoder.part(value.re), value.string, value.pos, value.endpos, value.span())
+
+
+def _pattern(encoder: Any, value: Any) -> Iterator[Any]:
+    # What regex gives to pickle is compiled, and the order of its alternatives differs between processes.
+    yield from ("regex", value.pattern, value.flags, encoder.part(dict(value.named_lists)))
+
+
+def _proxy(encoder: Any, value: Any) -> Iterator[Any]:
+    yield from ("mapping", encoder.part(dict(value)))
+
+
+def _class_method_in_c(encoder: Any, value: Any) -> Iterator[Any]:
+    yield from ("class method", value.__name__, encoder.part(value.__objclass__))
+
+
+def _code(encoder: Any, value: Any) -> Iterator[Any]:
+    yield from ("code", *encoder.code_parts(value))
+
+
+def _cell(encoder: Any, value: Any) -> Iterator[Any]:
+    yield "cell"
+    try:
+        yield encoder.part(value.cell_contents, ".cell_contents")
+    except ValueError:
+        yield "empty"
+
+
+def _pointer(encoder: Any, value: Any) -> Iterator[Any]:
+    # A handle of a C library is an address, different in each process.
+    pointee = getattr(type(value), "_type_", None)
+    if isinstance(value, sys.modules["ctypes"].c_void_p) or not getattr(pointee, "_fields_", None):
+        yield from by_type(encoder, value)
+        return
+    yield from ("pointer", encoder.part(value.contents if value else None, ".contents"))
+
+
+def _c_function(encoder: Any, value: Any) -> Iterator[Any]:
+    yield from ("function of C", getattr(value, "__name__", None))
+    yield encoder.part((value.restype, value.argtypes, getattr(value, "errcheck", None)))
+    for held in (value._objects or {}).values():
+        if isinstance(held, sys.modules["ctypes"].CDLL):
+            yield encoder.part(held)
+        elif type(held).__name__ == "CThunkObject":  # what C calls back, which nothing but gc tells
+            yield [encoder.part(function) for function in gc.get_referents(held) if callable(function)]
+
+
+def _c_library(encoder: Any, value: Any) -> Iterator[Any]:
+    # One that is named without its folder is the system's; one at a path may be the user's own.
+    name = value._name
+    yield from ("library of C", full_name(type(value)), name)
+    if isinstance(name, str) and "/" in name:
+        with suppress(OSError):  # it was removed since it was loaded
+            yield blake3(max_threads=1).update_mmap(name).digest()
+
+
+def _shared_memory(encoder: Any, value: Any) -> Iterator[Any]:
+    # Its name is drawn anew in every run.
+    if value.buf is None:
+        raise UnencodableError("is a SharedMemory that was closed; hold one that is open")
+    yield from ("shared memory", len(value.buf), blake3(value.buf, max_threads=blake3.AUTO).digest())
+
+
+def _c_data(encoder: Any, value: Any) -> Iterator[Any]:
+    # multiprocessing's RawValue and RawArray are of ctypes' own types, in memory that processes share.
+    if "_wrapper" in getattr(value, "__dict__", ()):
+        yield from by_type(encoder, value)
+        return
+    yield from ("object", *encoder.object_(value))
+
+
+def _archive(encoder: Any, value: Any) -> Iterator[Any]:
+    if value.zip is None:
+        raise UnencodableError(
+            "is an NpzFile that was closed; hold its arrays instead: dict(numpy.load(...))"
+        )
+    yield "npz"
+    yield [(name, encoder.part(value[name], f"[{name!r}]")) for name in sorted(value.files)]
+
+
+def _vectorized(encoder: Any, value: Any) -> Iterator[Any]:
+    # The first call keeps a ufunc that nothing can be asked about but its name.
+    state = {name: item for name, item in vars(value).items() if name not in ("_ufunc", "_doc")}
+    yield from ("vectorize", *encoder.state(state))
+
+
+# --- compiled code ------------------------------------------------------------------------------------------------
+
+
+def _jitted(encoder: Any, value: Any) -> Iterator[Any]:
+    # numba keeps a uuid, and what was compiled so far, with a function.
+    yield from (
+        "numba",
+        encoder.part(value.py_func),
+        encoder.part(dict(value.targetoptions), ".targetoptions"),
+    )
+
+
+def _universal(encoder: Any, value: Any) -> Iterator[Any]:
+    maker = getattr(value, "_dispatcher", None) or value.gufunc_builder
+    options = {**getattr(value, "targetoptions", {})}
+    # What it was compiled for when it was made; later uses add more, and change nothing.
+    types = tuple(value.types) if getattr(value, "_frozen", False) else ()
+    yield from (
+        "numba",
+        full_name(type(value)),
+        encoder.part(maker.py_func),
+        getattr(value, "signature", None),
+    )
+    yield (value.identity, types, encoder.part(options, ".targetoptions"))
+
+
+def _jitted_class(encoder: Any, value: Any) -> Iterator[Any]:
+    made = value.class_type
+    yield from ("numba", value.__qualname__, [(name, str(kind)) for name, kind in made.struct.items()])
+    for table in (made.jit_methods, made.jit_props, made.jit_static_methods):
+        yield [(name, encoder.part(function, f".{name}")) for name, function in sorted(table.items())]
+
+
+def _ufunc(encoder: Any, value: Any) -> Iterator[Any]:
+    library = library_object(value)
+    if library is not None:
+        yield from ("library", library)
+        return
+    name = value.__name__
+    module = pickle.whichmodule(value, name)  # type: ignore[attr-defined]
+    found = library_of(module)
+    if found is None or getattr(sys.modules[module], name, None) is not value:
+        raise UnencodableError(
+            f"cannot hash the ufunc {name!r}, which does not tell what it was made of; hold the function that it"
+            " was made of"
+        )
+    yield from ("ufunc", name, found.rpartition(" of ")[2])
+
+
+def _callback(encoder: Any, value: Any) -> Iterator[Any]:
+    yield from ("numba", encoder.part(value.__wrapped__), str(value._sig))
+
+
+def _scripted(encoder: Any, value: Any) -> Iterator[Any]:
+    # Python's function where it is known: the compiled text does not hold the functions that it calls.
+    known = vars(value).get("_torchdynamo_inline")
+    if known is not None:
+        yield from ("script", encoder.part(known))
+        return
+    yield from ("script", *_archive_of(encoder, value))
+
+
+def scripted_module(encoder: Any, value: Any, without: frozenset[str] = frozenset()) -> Iterator[Any]:
+    """A module that torch.jit compiled: code, attributes, weights and constants, but those attributes of these names."""
+    yield from ("script", *_archive_of(encoder, value._c, without))
+
+
+def _archive_of(encoder: Any, value: Any, without: frozenset[str] = frozenset()) -> Iterator[Any]:
+    from castore.keys.scripts import archive_parts  # which needs zipfile
+
+    yield from archive_parts(encoder, value.save_to_buffer(), without)
+
+
+# --- libraries ----------------------------------------------------------------------------------------------------
+
+
+def tensor(encoder: Any, value: Any) -> Iterator[Any]:
+    """A tensor by its values, wherever they lie, and by all else that a function can tell of it.
+
+    Its strides, and what was computed to get it, do not count.
+    """
+    yield from tensor_values(encoder, value)
+    if type(value) is sys.modules["torch"].nn.Parameter:
+        yield "parameter"
+    if value.requires_grad:
+        yield "requires grad"
+
+
+def tensor_values(encoder: Any, value: Any) -> Iterator[Any]:
+    """A tensor as `tensor` counts it, whether it is trained or not."""
+    torch = sys.modules["torch"]
+    plain = value.detach()
+    if type(plain) is not torch.Tensor and not plain.is_nested:
+        plain = plain.as_subclass(torch.Tensor)
+    if plain.is_nested:
+        yield "nested tensor"
+        yield [encoder.part(item, f"[{place}]") for place, item in enumerate(plain.unbind())]
+    elif plain.device.type == "meta":
+        yield from ("meta tensor", str(plain.dtype), str(plain.layout), tuple(plain.shape))
+    elif plain.is_quantized:
+        yield from _quantized(encoder, plain)
+    elif plain.layout != torch.strided:
+        yield from _sparse(encoder, plain)
+    else:
+        flat = plain.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        # In a dimension of its own: a single element may keep the stride that it had, and torch looks at that.
+        data = flat.unsqueeze(-1).view(torch.uint8).numpy().data if flat.numel() else b""
+        # Many small tensors do not pay for threads.
+        threads = blake3.AUTO if len(data) > 1 << 20 else 1
+        yield from ("tensor", str(plain.dtype), tuple(plain.shape))
+        yield blake3(data, max_threads=threads).digest()
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        yield encoder.part(type(value))
+    held = {name: item for name, item in vars(value).items() if not name.startswith(_LEFT_ON_TENSORS)}
+    held = encoder.lasting(value, held)
+    if held:
+        yield "attributes"
+        yield from encoder.state(held)
+
+
+def _sparse(encoder: Any, plain: Any) -> Iterator[Any]:
+    torch = sys.modules["torch"]
+    if plain.layout == torch.sparse_coo:
+        plain = plain.coalesce()
+        places = [plain.indices()]
+    elif plain.layout in (torch.sparse_csr, torch.sparse_bsr):
+        places = [plain.crow_indices(), plain.col_indices()]
+    elif plain.layout in (torch.sparse_csc, torch.sparse_bsc):
+        places = [plain.ccol_indices(), plain.row_indices()]
+    else:
+        raise UnencodableError(
+            f"cannot hash a tensor of layout {plain.layout}; hold a dense one, or leave it out in __getstate__"
+        )
+    yield from ("sparse tensor", str(plain.layout), tuple(plain.shape))
+    yield from (encoder.part(part) for part in (*places, plain.values()))
+
+
+def _quantized(encoder: Any, plain: Any) -> Iterator[Any]:
+    torch = sys.modules["torch"]
+    yield from ("quantised tensor", str(plain.dtype), str(plain.qscheme()), encoder.part(plain.int_repr()))
+    if plain.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        yield from (plain.q_scale(), plain.q_zero_point())
+    else:
+        yield plain.q_per_channel_axis()
+        yield from map(encoder.part, (plain.q_per_channel_scales(), plain.q_per_channel_zero_points()))
+
+
+def _word(encoder: Any, value: Any) -> Iterator[Any]:
+    yield from ("torch", str(value))
+
+
+def _torch_generator(encoder: Any, value: Any) -> Iterator[Any]:
+    yield from ("torch generator", encoder.part(value.get_state()))
+
+
+def _language(encoder: Any, value: Any) -> Iterator[Any]:
+    # Strings that were met while it was used lie in its vocabulary, and change nothing.
+    yield from ("spaCy", encoder.part(type(value)), value.to_bytes(exclude=["vocab"]))
+    yield encoder.part(value.vocab, ".vocab")
+    for name, component in value.pipeline:
+        own = component if hasattr(component, "__code__") else type(component)
+        yield name, encoder.part(own, f".get_pipe({name!r})")
+
+
+def _rules(encoder: Any, value: Any) -> Iterator[Any]:
+    yield from ("spaCy", encoder.part(type(value)), value.to_bytes(exclude=["vocab"]))
+
+
+def _vocabulary(encoder: Any, value: Any) -> Iterator[Any]:
+    yield from ("spaCy", encoder.part(type(value)), value.to_bytes(exclude=["strings"]))
+
+
+def _modules_and_names(prefix: str) -> list[Row]:
+    """Handles of `multiprocessing`, or of the package that dill's users take in its place."""
+    return [
+        (f"{prefix}.synchronize", ("SemLock", "Condition", "Event", "Barrier"), by_type),
+        (f"{prefix}.sharedctypes", ("SynchronizedBase",), by_type),
+        (f"{prefix}.queues", ("Queue", "SimpleQueue"), by_type),
+        (f"{prefix}.connection", ("_ConnectionBase", "Listener"), by_type),
+        (f"{prefix}.pool", ("Pool",), by_type),
+        (f"{prefix}.process", ("BaseProcess",), by_type),
+        (f"{prefix}.managers", ("BaseManager", "BaseProxy"), by_type),
+    ]
+
+
+#: The table that all adapters share; docs/datasets.md tells users of it.
+SHARED = Kinds(
+    [
+        ("threading", ("Condition", "Semaphore", "Event", "Barrier", "local", "Thread"), by_type),
+        ("_thread", ("_local",), by_type),
+        ("concurrent.futures._base", ("Executor",), by_type),
+        ("queue", ("SimpleQueue", "Queue"), by_type),
+        ("_queue", ("SimpleQueue",), by_type),
+        ("logging", ("Handler",), by_type),
+        ("asyncio.locks", ("Lock", "Event", "Semaphore", "Condition", "Barrier"), by_type),
+        ("asyncio.queues", ("Queue",), by_type),
+        ("asyncio.events", ("AbstractEventLoop",), by_type),
+        *_modules_and_names("multiprocessing"),
+        *_modules_and_names("multiprocess"),
+        ("torch.cuda", ("Stream", "Event", "CUDAGraph"), by_type),
+        ("cupy.cuda", ("Stream", "Event", "Device"), by_type),
+        ("weakref", ("ReferenceType", "ProxyType", "CallableProxyType"),
+            _refusing("what it refers to may be gone by the time it is used")),
+        ("types", ("GeneratorType", "CoroutineType", "AsyncGeneratorType"), _running),
+        ("io", ("IOBase",), _refusing("what is read from it depends on where it stands")),
+        ("_io", ("_IOBase",), _refusing("what is read from it depends on where it stands")),
+        ("builtins", ("memoryview",), _refusing("pass bytes(...) of it")),
+        ("_contextvars", ("ContextVar",), _refusing("pass the value that it has, its .get()")),
+        ("subprocess", ("Popen",), _refusing("it is another process, with a number of its own in every run")),
+        ("types", ("MappingProxyType",), _proxy),
+        ("types", ("ClassMethodDescriptorType",), _class_method_in_c),
+        ("types", ("CodeType",), _code),
+        ("types", ("CellType",), _cell),
+        ("re", ("Match",), _match),
+        ("regex", ("Match",), _match),
+        ("regex", ("Pattern",), _pattern),
+        ("ctypes", ("_CFuncPtr",), _c_function),
+        ("ctypes", ("CDLL",), _c_library),
+        ("multiprocessing.shared_memory", ("SharedMemory",), _shared_memory),
+        ("ctypes", ("c_void_p", "_Pointer"), _pointer),
+        ("ctypes", ("_SimpleCData", "Array", "Structure", "Union"), _c_data),
+        ("numpy.lib.npyio", ("NpzFile",), _archive),
+        ("numpy", ("vectorize",), _vectorized),
+        ("numba.core.dispatcher", ("Dispatcher",), _jitted),
+        ("numba.np.ufunc.ufunc_base", ("UfuncBase",), _universal),
+        ("numba.np.ufunc.dufunc", ("DUFunc",), _universal),
+        ("numba.np.ufunc.gufunc", ("GUFunc",), _universal),
+        ("numba.core.ccallback", ("CFunc",), _callback),
+        ("numba.experimental.jitclass.base", ("JitClassType",), _jitted_class),
+        ("numpy", ("ufunc",), _ufunc),
+        ("torch.jit", ("ScriptFunction",), _scripted),
+        ("torch.jit", ("ScriptModule",), scripted_module),
+        ("torch", ("Tensor",), tensor),
+        ("torch", ("device", "dtype", "layout", "memory_format"), _word),
+        ("torch", ("Generator",), _torch_generator),
+        ("spacy.language", ("Language",), _language),
+        ("spacy.tokenizer", ("Tokenizer",), _rules),
+        ("spacy.vocab", ("Vocab",), _vocabulary),
+    ]
+)  # fmt: skip

@@ -1,0 +1,124 @@
+"""What a store's folder may hold: the one list of its paths, with the kind of thing that lies at each.
+
+Everybody who makes, removes or judges something below a store goes by this list: opening makes the folders, `doctor` sets
+aside what stands in the place of something else, gc removes what the dead left. ``docs/format.md`` has the same paths with
+their meaning, and a test holds the two together. An adapter that needs a new place below the store adds a line here.
+
+Knows names only: never looks at a disk.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import NamedTuple
+
+#: The settings. A folder that has this file is a store.
+SETTINGS = "castore.json"
+#: The index, and the folder of the names journal.
+INDEX, NAMES = "index.sqlite", "objects/names"
+#: The folder of what processes work on, uncompressed. It is made when it is needed first.
+WORK = "work"
+
+
+class Kind(Enum):
+    """What lies at a path."""
+
+    FILE = "file"
+    SOCKET = "socket"
+    #: A folder whose contents stand in this list, too.
+    FOLDER = "folder"
+    #: A folder whose contents are the business of the process that it is named after, or of nobody.
+    TREE = "tree"
+
+
+class Place(NamedTuple):
+    """A path, or all paths of a pattern, below the store.
+
+    Attributes:
+        path: as ``docs/format.md`` writes it.
+        pattern: a regular expression of the whole path.
+        kind: what lies there.
+        is_written: whether a file is written to after it was made: others are read, replaced and removed.
+    """
+
+    path: str
+    pattern: str
+    kind: Kind = Kind.FILE
+    is_written: bool = False
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether this is one path and no pattern."""
+        return self.pattern == re.escape(self.path.rstrip("/"))
+
+
+def _fixed(path: str, kind: Kind = Kind.FILE, *, is_written: bool = False) -> Place:
+    return Place(path, re.escape(path.rstrip("/")), kind, is_written)
+
+
+_NUMBER, _DIGITS, _EIGHT = "[0-9]{1,20}", "[0-9a-f]{2}", "[0-9a-f]{8}"
+# PID namespace, PID, start of the process, and a part by chance.
+_PROCESS = f"{_NUMBER}-{_NUMBER}-{_NUMBER}-[0-9a-f]{{32}}"
+
+PLACES = (
+    _fixed(SETTINGS),
+    _fixed("index.sqlite", is_written=True),
+    _fixed("index.sqlite-wal", is_written=True),
+    _fixed("index.sqlite-shm", is_written=True),
+    _fixed("index.sqlite-journal", is_written=True),
+    _fixed("objects/", Kind.FOLDER),
+    Place("objects/ab/", f"objects/{_DIGITS}", Kind.FOLDER),
+    Place("objects/ab/abcd….zst", f"objects/{_DIGITS}/[0-9a-f]{{64}}(?:\\.zst|\\.lz4|\\.gz)?"),
+    _fixed("objects/packs/", Kind.FOLDER),
+    Place("objects/packs/0000002a.pack", f"objects/packs/{_EIGHT}\\.pack"),
+    _fixed("objects/dicts/", Kind.FOLDER),
+    Place("objects/dicts/1a2b3c4d.zdict", f"objects/dicts/{_EIGHT}\\.zdict"),
+    Place("objects/dicts/1a2b3c4d.spare", f"objects/dicts/{_EIGHT}\\.spare"),
+    _fixed("objects/dicts/prefixes.json"),
+    _fixed("objects/names/", Kind.FOLDER),
+    Place("objects/names/00000003.names", "objects/names/[0-9]{8}\\.names", is_written=True),
+    Place("objects/names/00000003.snapshot", "objects/names/[0-9]{8}\\.snapshot"),
+    _fixed("tmp/", Kind.FOLDER),
+    Place("tmp/N-P-S-U.part", f"tmp/{_PROCESS}\\.part"),
+    Place("tmp/N-P-S-U.T.claims", f"tmp/{_PROCESS}\\.[0-9a-f]{{32}}\\.claims"),
+    _fixed(f"{WORK}/", Kind.FOLDER),
+    Place(f"{WORK}/N-P-S-U/", f"{WORK}/{_PROCESS}", Kind.TREE),
+    _fixed("locks/", Kind.FOLDER),
+    _fixed("locks/beacon", is_written=True),
+    _fixed("locks/compute", is_written=True),
+    _fixed("locks/datasets", is_written=True),
+    _fixed("locks/embeddings", is_written=True),
+    Place("locks/mount-H.json", "locks/mount-[0-9a-f]{16}\\.json"),
+    Place("locks/.mount-H.json.P", f"locks/\\.mount-[0-9a-f]{{16}}\\.json\\.{_NUMBER}"),
+    Place("locks/mount-N-P.sock", f"locks/mount-{_NUMBER}-{_NUMBER}\\.sock", Kind.SOCKET),
+    _fixed("quarantine/", Kind.TREE),
+    _fixed("ballast", is_written=True),
+    _fixed(".gitignore"),
+    _fixed("CACHEDIR.TAG"),
+)
+
+#: Folders of a fixed path: each is the store's own, and no link.
+FOLDERS = tuple(
+    place.path.rstrip("/") for place in PLACES if place.kind in (Kind.FOLDER, Kind.TREE) and place.is_fixed
+)
+#: Those of them that are made with the store.
+MADE = tuple(folder for folder in FOLDERS if folder != WORK)
+#: What the top folder may hold.
+TOP = frozenset(place.path.split("/")[0] for place in PLACES)
+
+_ANY = re.compile(
+    "|".join(f"(?P<p{number}>{place.pattern})" for number, place in enumerate(PLACES)), re.ASCII
+)
+
+
+def place_of(path: str) -> Place | None:
+    """The line of the list for a path below the store, or None: castore makes no such thing.
+
+    >>> place_of("objects/packs/0000002a.pack").kind
+    <Kind.FILE: 'file'>
+    >>> place_of("objects/packs/readme.txt") is None
+    True
+    """
+    found = _ANY.fullmatch(path)
+    return None if found is None or found.lastgroup is None else PLACES[int(found.lastgroup[1:])]

@@ -1,0 +1,196 @@
+"""The parts of an open store, as one value, and how they are put together.
+
+Garbage collection, repair, training and statistics take this value, never the `Store`: the store uses those rooms, so
+they must not use the store. Nothing here puts, gets or removes anything.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from castore import settings
+from castore.errors import LostSettingsWarning, StoreError
+from castore.index.beacon import Beacon
+from castore.index.database import Index
+from castore.index.journal import Journal
+from castore.objects.codecs import FRAME_SIZE
+from castore.objects.directory import ObjectDirectory
+from castore.read.source import BlobSource
+from castore.read.usage import Usage
+from castore.settings import Settings
+from castore.system.ballast import Ballast
+from castore.write.prefixes import Prefixes
+from castore.write.writer import BlobWriter
+
+
+class Parts:
+    """What acts on one store, in one process.
+
+    Attributes:
+        path: of the store's folder, absolute.
+        settings: of the store, with what this process was told to do otherwise.
+        read_only: nothing can be written where the store lies.
+        index: names, blobs and counts.
+        objects: the files with the blobs' bytes.
+        usage: hits, misses and last accesses that are not in the index yet.
+        source: reads blobs.
+        writer: puts blobs.
+        prefixes: which dictionary is for which names.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        settings: Settings,
+        read_only: bool,
+        index: Index,
+        objects: ObjectDirectory,
+        usage: Usage,
+        source: BlobSource,
+        writer: BlobWriter,
+        prefixes: Prefixes,
+    ) -> None:
+        self.path = path
+        self.settings = settings
+        self.read_only = read_only
+        self.index = index
+        self.objects = objects
+        self.usage = usage
+        self.source = source
+        self.writer = writer
+        self.prefixes = prefixes
+
+    def close(self) -> None:
+        """Let go of files and connections, after writing what has been counted if there is room for it."""
+        self.usage.flush_if_possible()
+        self.writer.close()
+        self.objects.close()
+        self.index.journal.close()
+        self.index.close()
+        if self.source.shared is not None:
+            self.source.shared.close()
+
+
+def open_folder(
+    path: Path,
+    *,
+    codec: str | None = None,
+    level: int | None = None,
+    max_size: int | str | None = None,
+    ttl: float | str | None = None,
+) -> tuple[Settings, bool]:
+    """The settings of the store at ``path``, with the arguments in their place, and whether it can be read only.
+
+    A store is made where there is none. The arguments are those of `Store`.
+
+    Raises:
+        StoreError: the folder is no store, of another format, not accessible, or on a network file system.
+    """
+    kept = settings.load(path)
+    is_new = kept is None
+    if kept is None:
+        is_lost, base = settings.is_lost(path), settings.recovered(path)
+        kept = settings.merge(base, codec=codec, level=level, max_size=max_size, ttl=ttl)
+        settings.create(path, kept)
+        if is_lost:
+            warnings.warn(settings.lost(path, kept), LostSettingsWarning, stacklevel=3)
+    merged = settings.merge(kept, codec=codec, level=level, max_size=max_size, ttl=ttl)
+    settings.refuse_network(path)
+    read_only = not is_new and settings.is_read_only(path)
+    settings.check_folders(path, merged, read_only=read_only)
+    return merged, read_only
+
+
+def open_parts(
+    path: Path,
+    kept: Settings,
+    ballast: Ballast,
+    make_room: Callable[[Parts, int], None],
+    *,
+    read_only: bool,
+    memory: int,
+    durable: bool,
+) -> Parts:
+    """The parts of the store at ``path``. They work on a full disk too, where the ballast makes room.
+
+    Args:
+        path: of the store's folder, absolute.
+        kept: from `open_folder`.
+        ballast: of the store.
+        make_room: called with the bytes that a put needs, when the put would pass the budget.
+        read_only: from `open_folder`.
+        memory: bound on the RAM tier in bytes.
+        durable: a put that has returned survives a power cut.
+
+    Raises:
+        StoreError: the store is damaged or not accessible.
+    """
+    return ballast.relieve(partial(_connect, path, kept, make_room, read_only, memory, durable))
+
+
+def _connect(
+    path: Path,
+    kept: Settings,
+    make_room: Callable[[Parts, int], None],
+    read_only: bool,
+    memory: int,
+    durable: bool,
+) -> Parts:
+    mode = kept.file_mode
+    try:
+        beacon = Beacon(path / "locks" / "beacon", mode, read_only=read_only)
+    except OSError as error:
+        raise StoreError(
+            f"cannot use the store {path}: {error.strerror}: {error.filename}; `castore doctor` tells more"
+        ) from error
+    journal = Journal(path / "objects" / "names", path / "tmp", beacon, mode, read_only=read_only)
+    objects = ObjectDirectory(
+        path,
+        object_mode=kept.object_mode,
+        file_mode=mode,
+        folder_mode=kept.folder_mode,
+        durable=durable,
+    )
+    index = Index(
+        path / "index.sqlite",
+        beacon,
+        journal,
+        mode=mode,
+        is_empty=objects.is_empty,
+        durable=durable,
+        read_only=read_only,
+    )
+    if durable and not read_only:
+        settings.sync_folders(path)
+    usage = Usage(index)
+    parts: Parts = Parts(
+        path,
+        kept,
+        read_only,
+        index,
+        objects,
+        usage,
+        BlobSource(index, objects, beacon, usage, memory),
+        BlobWriter(index, objects, kept.max_size, lambda need: make_room(parts, need)),
+        Prefixes(objects.dictionaries, path / "tmp", beacon, mode),
+    )
+    return parts
+
+
+def share_frames(parts: Parts, size: int) -> None:
+    """Have the processes that open the store with the same ``size`` share decoded frames in so many bytes of memory.
+
+    Raises:
+        FullError: the machine has not as much memory free; the parts are closed then.
+        SegmentError: other processes use the store with another size; the parts are closed then.
+    """
+    from castore.shm.shared_frames import SharedFrames  # brings multiprocessing along
+
+    try:
+        parts.source.shared = SharedFrames(parts.path, size, FRAME_SIZE)
+    except BaseException:
+        parts.close()
+        raise

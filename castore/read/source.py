@@ -1,0 +1,336 @@
+"""How a name becomes bytes again: from what is known, or the index, then the object, checked; or a miss.
+
+What the index said of a name is remembered for as long as the beacon says that no name changed since: a value that RAM
+holds, or where a small blob lies, is found without asking. What fails its check on disk is set aside, counted and from
+then on a miss: the caller computes it again, and putting it heals the blob. Bytes that fail their check are never
+returned.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from castore.errors import CorruptError, StoreError
+from castore.index.beacon import CHANGED, Beacon
+from castore.index.database import Index
+from castore.index.queries import Found
+from castore.names import check_name
+from castore.objects.codecs import FRAME_SIZE
+from castore.objects.decode import BlobReader
+from castore.objects.directory import ObjectDirectory, check_row
+from castore.read.usage import Usage
+from castore.records import LOST, Blob
+from castore.system.ram_cache import MemoryLRU, Slot
+
+if TYPE_CHECKING:
+    from castore.shm.shared_frames import SharedFrames
+
+log = logging.getLogger("castore")
+
+#: How often a reader looks again for bytes that were there a moment ago.
+ATTEMPTS = 8
+#: How many names are remembered whose bytes RAM does not hold: about 5 MB.
+REMEMBERED = 10_000
+#: A `_Known` with its name, digest and place in the dictionary, as measured with tracemalloc.
+_KNOWN_BYTES = 400
+_NEVER = float("inf")
+_NOWHERE: Slot[bytes] = Slot(b"", 0)
+_NOWHERE.value = None
+
+#: What the index said of a name: where RAM has the bytes (or had), the beacon's word then, until when it holds (seconds
+#: since the epoch), the blob if RAM keeps none, and the serializer. A plain tuple, which is unpacked the quickest.
+_Known = tuple[Slot[bytes], int, float, Blob | None, str]
+
+
+class Fault(Enum):
+    """Where the fault was, when a blob could not be read."""
+
+    NONE, ROW, OBJECT = range(3)
+
+
+class Read(NamedTuple):
+    """What a name pointed to at one moment."""
+
+    data: bytes
+    serializer: str
+
+
+def _needs_checksums(blob: Blob) -> bool:
+    return blob.codec == "none" and blob.size > FRAME_SIZE
+
+
+def _held(data: bytes) -> int:
+    """What a blob in the RAM tier occupies, with what is known of the one name that most blobs have."""
+    return sys.getsizeof(data) + _KNOWN_BYTES
+
+
+class BlobSource:
+    """Reads blobs by name or digest.
+
+    Args:
+        index: rows.
+        objects: bytes.
+        beacon: tells when names change.
+        usage: counts hits and misses.
+        memory: bound on the RAM tier in bytes; 0 for none.
+    """
+
+    def __init__(
+        self, index: Index, objects: ObjectDirectory, beacon: Beacon, usage: Usage, memory: int
+    ) -> None:
+        self._index = index
+        self._objects = objects
+        self._beacon = beacon
+        self._words = beacon.words
+        self._usage = usage
+        self.memory: MemoryLRU[bytes] = MemoryLRU(memory, _held)
+        #: Frames that processes share, if the store was opened so.
+        self.shared: SharedFrames | None = None
+        self._known: dict[str, _Known] = {}
+
+    def get(self, name: str) -> bytes | None:
+        """The bytes of a name, or None."""
+        known = self._known.get(name)
+        if known is not None:
+            slot, changed, until, _, _ = known
+            data = slot.value
+            now = time.time()
+            # `_recall` of what RAM holds, written out: calling it takes half as long as it does.
+            if data is not None and now < until and self._words[CHANGED] == changed:
+                slot.used = True
+                usage = self._usage
+                usage.counts["memory_hits"] += 1
+                usage.touched[name] = now
+                if not usage.flushed <= now < usage.due:
+                    usage.flush_some()
+                return data
+            data = self._recall(name, known)
+            if data is not None:
+                return data
+        read = self._look_up(name)
+        return None if read is None else read.data
+
+    def read(self, name: str) -> Read | None:
+        """The bytes of a name and how they turn into an object, as they belong together, or None."""
+        known = self._known.get(name)
+        data = None if known is None else self._recall(name, known)
+        return self._look_up(name) if known is None or data is None else Read(data, known[4])
+
+    def _recall(self, name: str, known: _Known) -> bytes | None:
+        """The bytes of a name as far as what is known of it still holds; None says that the index has to be asked."""
+        slot, changed, until, blob, _ = known
+        now = time.time()
+        if now >= until or self._words[CHANGED] != changed:
+            return None
+        usage = self._usage
+        data = slot.value
+        if data is not None:
+            slot.used = True
+            usage.counts["memory_hits"] += 1
+        elif blob is not None:
+            try:
+                data = self._objects.read_small(blob)
+            except (FileNotFoundError, CorruptError):
+                return None  # it was moved, or is damaged: the long way finds out
+            usage.counts["disk_hits"] += 1
+        else:
+            return None
+        usage.touched[name] = now
+        if not usage.flushed <= now < usage.due:
+            usage.flush_some()
+        return data
+
+    def _look_up(self, name: str) -> Read | None:
+        check_name(name)
+        # Before the index is asked: a change in between makes what it says stale, never fresh.
+        changed = self._beacon.settled()
+        now = time.time()
+        found = self._index.find(name)
+        read = None if found is None else self._take(name, found, changed, now)
+        usage = self._usage
+        if read is None:
+            usage.counts["misses"] += 1
+        if not usage.flushed <= now < usage.due:
+            usage.flush_some()
+        return read
+
+    def _take(self, name: str, found: Found, changed: int, now: float) -> Read | None:
+        """What the index says that a name has, counted and remembered."""
+        blob, expires, serializer = found
+        if expires is not None and expires <= now:
+            return None
+        memory, row = self.memory, None
+        slot = memory.slot(blob.digest)
+        data = None if slot is None else slot.value
+        tier = "disk_hits" if data is None else "memory_hits"
+        if data is None:
+            data = self._read_small(blob)
+            if data is not None:
+                slot = memory.put(blob.digest, data)
+                # Of what is read once there is nothing to be remembered, and that would cost it a tenth of its time.
+                row = blob if slot is None and name in self._usage.touched else None
+            else:
+                (blob, expires, serializer), data = self._fetch_named(name, found)
+                slot = memory.slot(blob.digest)
+        if data is None:
+            return None
+        if slot is not None or row is not None:
+            self._remember(name, slot or _NOWHERE, changed, expires, row, serializer)
+        self._usage.touched[name] = now
+        self._usage.counts[tier] += 1
+        return Read(data, serializer)
+
+    def _remember(
+        self, name: str, slot: Slot[bytes], changed: int, expires: float | None, row: Blob | None, used: str
+    ) -> None:
+        if len(self._known) > (len(self.memory) + 256 if self.memory.max_bytes else REMEMBERED):
+            self._known.clear()
+        self._known[name] = slot, changed, _NEVER if expires is None else expires, row, used
+
+    def count_use(self, name: str) -> None:
+        """Count a read that went past `get`: gc takes the least recently used first."""
+        self._usage.touched[name] = time.time()
+        self._usage.counts["disk_hits"] += 1
+
+    def get_many(self, names: list[str]) -> list[bytes | None]:
+        """`get` for many names with one question to the index, for those that are not known."""
+        results: list[bytes | None] = []
+        unknown: list[str] = []
+        for name in names:
+            known = self._known.get(name)
+            data = None if known is None else self._recall(name, known)
+            results.append(data)
+            if data is None:
+                unknown.append(check_name(name))
+        if unknown:
+            self._look_up_many(names, unknown, results)
+        return results
+
+    def _look_up_many(self, names: list[str], unknown: list[str], results: list[bytes | None]) -> None:
+        changed = self._beacon.settled()
+        now = time.time()
+        found = self._index.find_many(unknown)
+        for place, name in enumerate(names):
+            if results[place] is None:
+                row = found.get(name)
+                read = None if row is None else self._take(name, row, changed, now)
+                if read is None:
+                    self._usage.counts["misses"] += 1
+                else:
+                    results[place] = read.data
+        self._usage.flush_if_due(len(names))
+
+    def _fetch_named(self, name: str, found: Found) -> tuple[Found, bytes | None]:
+        """All bytes of a name's blob; if gc was quicker, those of the blob that the name points to by now."""
+        data = self.fetch(found.blob)
+        for _ in range(ATTEMPTS):
+            if data is not None or (now := self._index.find(name)) is None or now.blob.pack == LOST:
+                break
+            found, data = now, self.fetch(now.blob)
+        return found, data
+
+    def fetch(self, blob: Blob) -> bytes | None:
+        """All bytes of a blob, through the RAM tier; None if they are lost, which is then on record."""
+        if blob.pack == LOST:
+            return None
+        data = self.memory.get(blob.digest)
+        if data is None and (data := self._read_small(blob)) is not None:
+            self.memory.put(blob.digest, data)
+        if data is not None:
+            return data
+        try:
+            return self.memory.get_or_load(blob.digest, lambda: self._load(blob))
+        except FileNotFoundError:
+            return None
+
+    def _read_small(self, blob: Blob) -> bytes | None:
+        """All bytes of a blob of one frame, or None: then the long way says what it is, or finds what was moved."""
+        try:
+            if blob.size <= FRAME_SIZE and blob.pack != LOST:
+                check_row(blob)
+                # By each thread that asks: agreeing on who decodes costs about as much as decoding a few KB.
+                return self._objects.read_small(blob)
+        except (FileNotFoundError, CorruptError, TypeError):
+            pass
+        return None
+
+    def _load(self, blob: Blob, *, again: bool = True) -> bytes:
+        reader = self.open(blob).share(self.shared)
+        try:
+            return reader.read_all()
+        except CorruptError as error:
+            if not self.quarantine(reader.blob, error) or not again:
+                raise FileNotFoundError(str(error)) from error
+        finally:
+            reader.close()
+        return self._load(self._index.blob(blob.digest) or blob, again=False)
+
+    def open(self, blob: Blob, cache: MemoryLRU[bytes] | None = None) -> BlobReader:
+        """A reader that holds the blob's bytes; compaction may have moved them since `blob` was read.
+
+        Raises:
+            FileNotFoundError: the bytes are lost, which is then on record.
+        """
+        for _ in range(ATTEMPTS):
+            try:
+                check_row(blob)
+                checksums = self._index.checksums(blob.digest) if _needs_checksums(blob) else None
+                if checksums is None and _needs_checksums(blob):
+                    raise FileNotFoundError("the row went between two questions")
+                return self._objects.open(blob, checksums=checksums, cache=cache)
+            except CorruptError as error:  # the row itself cannot be
+                if not self.quarantine(blob, error):
+                    raise FileNotFoundError(str(error)) from error
+                blob = self._index.blob(blob.digest) or blob
+            except FileNotFoundError:
+                current = self._index.blob(blob.digest)
+                if current is None or current.pack == LOST:
+                    raise
+                if current == blob:
+                    if self._lose(blob, partial(self._in_place, blob)) is Fault.OBJECT:
+                        raise
+                    current = self._index.blob(blob.digest) or blob
+                blob = current
+        raise FileNotFoundError(f"blob {blob.digest.hex()} kept moving")
+
+    def quarantine(self, blob: Blob, error: CorruptError) -> bool:
+        """Set a damaged object aside and put it on record as lost; True if the row was at fault, and is mended now.
+
+        On a disk that takes no writes (a full one, or one that has turned read-only) nothing is recorded: whoever finds it
+        next does.
+        """
+        self.memory.discard(blob.digest)
+        return self._lose(blob, in_place=lambda: False) is Fault.ROW
+
+    def _lose(self, blob: Blob, in_place: Callable[[], bool]) -> Fault:
+        # Damage to the index must not cost intact objects. The whole object is read for that, before the lock is taken.
+        found = self._objects.intact(blob.digest)
+        try:
+            with self._index.write() as txn:
+                if txn.blob(blob.digest) != blob or in_place():
+                    return Fault.NONE  # somebody else dealt with it, or put it again
+                if found is not None:
+                    txn.move_blob(*found)
+                    return Fault.ROW
+                self._objects.quarantine(blob)
+                txn.lose_blob(blob)
+        except (StoreError, OSError) as error:
+            log.warning("blob %s is damaged, and that cannot be put on record: %s", blob.digest.hex(), error)
+            return Fault.OBJECT
+        self._usage.counts["corrupt"] += 1
+        return Fault.OBJECT
+
+    def _in_place(self, blob: Blob) -> bool:
+        if _needs_checksums(blob) and self._index.checksums(blob.digest) is None:
+            return False
+        try:
+            self._objects.open(blob).close()
+        except FileNotFoundError:
+            return False
+        return True

@@ -1,0 +1,111 @@
+"""Looking after the dictionaries: bad copies are made anew from good ones, and what no record needs any more goes.
+
+A dictionary is needed as long as any record of any pack was made with it, dead ones included: a rebuild of the index may
+bring those back. Only `doctor` removes dictionaries; gc never does.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import zstandard
+
+from castore.index.database import Index
+from castore.objects.codecs import AUTO_CODEC
+from castore.objects.dictionaries import BadCopy
+from castore.objects.directory import ObjectDirectory
+from castore.objects.packs import PackRecord, scan
+from castore.system.io_errors import read_around
+from castore.write.prefixes import Prefixes
+
+if TYPE_CHECKING:
+    from castore.parts import Parts
+
+# Bytes of the longest header that a zstd frame has.
+_HEADER = 18
+
+
+def mend(index: Index, objects: ObjectDirectory) -> list[BadCopy]:
+    """Make bad copies anew from good ones, or set them aside where none is good; returns those that were bad."""
+    found: list[BadCopy] = []
+    for number in objects.dictionaries.numbers():
+        if objects.dictionaries.is_whole(number):
+            continue
+        if index.read_only:
+            found += objects.dictionaries.mend(number, read_only=True)
+            continue
+        with index.write():  # nobody removes it meanwhile
+            bad = objects.dictionaries.mend(number)
+            for copy in bad:
+                if not copy.mended and not copy.missing:
+                    aside = f"{copy.path.name}-{time.time_ns()}"
+                    copy.path.rename(objects.quarantine_folder / aside)
+        found += bad
+    return found
+
+
+def set_right(parts: Parts) -> list[str]:
+    """Have every prefix mean a dictionary that is there; returns what was wrong, in sentences."""
+    with parts.index.write():
+        numbers, damage = parts.prefixes.read()
+        if damage is not None:
+            path = parts.prefixes.path
+            path.rename(parts.objects.quarantine_folder / f"{path.name}-{time.time_ns()}")
+            parts.prefixes.tell()
+            return [f"{damage}; it has been moved to quarantine, and new blobs are put without a dictionary"]
+        gone = {
+            prefix: number for prefix, number in numbers.items() if not parts.objects.dictionaries.has(number)
+        }
+        for prefix in gone:
+            parts.prefixes.set(prefix, None)
+        return [
+            f"dictionary {number:08x} of {prefix or '/'} is gone; new blobs there are put without one"
+            for prefix, number in gone.items()
+        ]
+
+
+def remove_unneeded(index: Index, objects: ObjectDirectory, prefixes: Prefixes) -> tuple[int, int]:
+    """Remove dictionaries that no prefix has and no record needs; returns how many, and their bytes."""
+    idle = _idle(objects, prefixes)
+    if not idle:
+        return 0, 0
+    # All packs without the lock, and with it only what was appended since: appending takes the lock.
+    ends: dict[int, int] = {}
+    needed = _needed(objects, ends)
+    with index.write():
+        idle &= _idle(objects, prefixes)
+        gone = idle - needed - _needed(objects, ends)
+        prefixes.tell()  # who has compressed with one of them, and waits for the lock, looks again
+        return len(gone), sum(map(objects.dictionaries.remove, gone))
+
+
+def _idle(objects: ObjectDirectory, prefixes: Prefixes) -> set[int]:
+    numbers, damage = prefixes.read()
+    # Nobody knows what a damaged file said.
+    return set() if damage is not None else set(objects.dictionaries.numbers()) - set(numbers.values())
+
+
+def _needed(objects: ObjectDirectory, ends: dict[int, int]) -> set[int]:
+    """The dictionaries that records need, from where ``ends`` says that a pack has been read to."""
+    needed = set()
+    for pack in objects.packs.ids():
+        try:
+            opened = objects.packs.open(pack)
+            for found in scan(objects.packs.path(pack), pack, start=ends.get(pack, 0), payloads=False):
+                if not isinstance(found, PackRecord):
+                    continue
+                blob = found.blob
+                ends[pack] = blob.offset + blob.stored
+                if blob.codec == AUTO_CODEC:
+                    needed.add(_number(read_around(opened.fd, min(_HEADER, blob.stored), blob.offset)))
+        except FileNotFoundError:
+            continue  # gc has rewritten it: what was live lies in another one
+    return needed
+
+
+def _number(header: bytes) -> int:
+    try:
+        return zstandard.get_frame_parameters(header).dict_id
+    except zstandard.ZstdError:
+        return 0  # damaged: it needs more than a dictionary

@@ -1,0 +1,352 @@
+"""Looking a store over from outside, and mending what can be mended without losing anything.
+
+Works on stores that do not open: each step says what it found in a sentence, and what it did about it. Run twice in a
+row, the second run finds nothing that the first could mend.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sqlite3
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from castore import layout, settings
+from castore.errors import StoreError
+from castore.gc import collect, leftovers
+from castore.index import mounts, schema
+from castore.index.beacon import Beacon
+from castore.index.database import Index
+from castore.index.journal import Journal
+from castore.names import check_name
+from castore.objects.codecs import FRAME_SIZE
+from castore.objects.directory import ObjectDirectory
+from castore.parts import Parts, open_folder, open_parts
+from castore.records import LOST, entry_check
+from castore.repair import dictionary_repair, journal_check, misplaced_files, rebuild
+from castore.serialize.serializers import SERIALIZERS
+from castore.system import ownership
+from castore.system.ballast import Ballast, full
+from castore.system.forks import unforked
+from castore.system.sql_errors import SQL_ERRORS, is_locked
+
+
+class Finding(NamedTuple):
+    """Something that was not in order.
+
+    Attributes:
+        what: in a sentence.
+        mended: whether something was done about it.
+        advice: what is left to do; empty if nothing needs doing.
+    """
+
+    what: str
+    mended: bool
+    advice: str = ""
+
+    @property
+    def left_to_do(self) -> bool:
+        """Whether somebody has to act on it."""
+        return not self.mended and bool(self.advice)
+
+
+#: Looks at an open store, mends what can be mended, and tells.
+Look = Callable[[Parts], list[Finding]]
+
+
+def examine(path: str | os.PathLike[str], further: Iterable[Look] = ()) -> list[Finding]:
+    """Check a store, mend what can be, and tell.
+
+    Args:
+        path: of the store's folder.
+        further: what others want to look at, last of all. They are left out of a store that does not open.
+
+    Raises:
+        StoreError: there is no store at ``path``, or it can be read only.
+        FullError: the disk is full.
+    """
+    folder, kept, found = _existing(path)
+    if any(finding.left_to_do for finding in found):
+        return found  # the rest would end in the middle
+    _make_whole(folder, kept)
+    found += _foreign(folder)
+    wrong = Ballast(folder / "ballast", kept.file_mode).relieve(
+        partial(_index_damage, folder / "index.sqlite")
+    )
+    if wrong:
+        advice = "`castore doctor --rebuild-index` makes a new one from the object directory"
+        state = "damaged" if (folder / layout.INDEX).exists() else "missing"
+        return [*found, Finding(f"the index is {state}: {wrong}", False, advice)]
+    with closing(_open(folder)) as parts:
+        # Names first: to what the index does not know, the next step would say that it belongs to nothing.
+        return [
+            *found, *_dictionaries(parts), *_forgotten(parts), *_counts(parts), *_lost(parts), *_strays(parts),
+            *_mounts(parts), *_journal(parts.index), *chain.from_iterable(look(parts) for look in further),
+        ]  # fmt: skip
+
+
+def _open(folder: Path) -> Parts:
+    kept, read_only = open_folder(folder)
+    ballast = Ballast(folder / "ballast", kept.file_mode)
+    return open_parts(folder, kept, ballast, collect.make_room, read_only=read_only, memory=0, durable=False)
+
+
+def rebuild_index(
+    path: str | os.PathLike[str], progress: Callable[[int], object] | None = None
+) -> tuple[list[Finding], rebuild.Rebuilt]:
+    """Make the index anew from the object directory; what was there is used only if it can be written to.
+
+    Raises:
+        StoreError: there is no store at ``path``, or it can be read only, or not all of it can be used: what cannot be
+            read would be taken for lost.
+        FullError: the disk is full; the index is what it was.
+    """
+    folder, kept, found = _existing(path)
+    for finding in found:
+        if finding.left_to_do:
+            raise StoreError(f"{finding.what}; {finding.advice}")
+    _make_whole(folder, kept)
+    found += _foreign(folder)
+    ballast = Ballast(folder / "ballast", kept.file_mode)
+    damage, rebuilt = ballast.relieve(partial(_rebuild, folder, kept, progress))
+    return [*found, *damage], rebuilt
+
+
+def _rebuild(
+    folder: Path, kept: settings.Settings, progress: Callable[[int], object] | None
+) -> tuple[list[Finding], rebuild.Rebuilt]:
+    file, mode = folder / "index.sqlite", kept.file_mode
+    try:
+        with ExitStack() as stack:
+            beacon = stack.enter_context(closing(Beacon(folder / "locks" / "beacon", mode)))
+            found, aside = [], rebuild.Aside(None)
+            if wrong := _index_damage(file):
+                aside = stack.enter_context(rebuild.index_set_aside(file, folder / "quarantine", beacon))
+                state = f"damaged: {wrong}; it is kept as {aside.kept}" if aside.kept else "missing"
+                found = [Finding(f"the index was {state}", True)]
+            journal = Journal(folder / "objects" / "names", folder / "tmp", beacon, mode)
+            stack.callback(journal.close)
+            objects = ObjectDirectory(
+                folder,
+                object_mode=kept.object_mode,
+                file_mode=mode,
+                folder_mode=kept.folder_mode,
+                durable=True,
+            )
+            index = Index(file, beacon, journal, mode=mode, is_empty=objects.is_empty, rebuilding=True)
+            stack.callback(index.close)
+            try:
+                return found, rebuild.rebuild(index, objects, progress)
+            except BaseException:
+                aside.is_replaced = index.is_whole()
+                raise
+    except (OSError, *SQL_ERRORS) as error:
+        if (no_room := full(folder, error)) is not None:
+            raise no_room from error
+        raise
+
+
+def _existing(path: str | os.PathLike[str]) -> tuple[Path, settings.Settings, list[Finding]]:
+    folder = Path(os.path.abspath(path))
+    found = []
+    kept = settings.load(folder)
+    if kept is None:
+        if not settings.is_lost(folder):
+            raise StoreError(settings.nothing_at(folder))
+        settings.see_writable(folder)
+        kept = settings.write_anew(folder)
+        found.append(Finding(settings.lost(folder, kept), True))
+    settings.see_writable(folder)
+    return folder, kept, found + _access(folder, kept)
+
+
+def _access(folder: Path, kept: settings.Settings) -> list[Finding]:
+    seen = ownership.look_over(
+        folder, folder_mode=kept.folder_mode, file_mode=kept.file_mode, object_mode=kept.object_mode
+    )
+    found = []
+    if seen.mended:
+        found.append(
+            Finding(f"{_some(seen.mended)} could not be used as castore does; permission bits set", True)
+        )
+    if seen.barred:
+        found.append(Finding(
+            f"{seen.user} may not use {_some(seen.barred)} of the store {folder}: owned by {' and '.join(seen.owners)}",
+            False,
+            f"run `{ownership.gives_back(folder)}` as root, then `castore doctor` again",
+        ))  # fmt: skip
+    return found
+
+
+def _some(paths: list[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1:,} more"
+
+
+def _make_whole(folder: Path, kept: settings.Settings) -> None:
+    settings.check_folders(folder, kept)
+    settings.make_folders(folder, kept)
+
+
+def _foreign(folder: Path) -> list[Finding]:
+    moved, stores, left = misplaced_files.set_aside(folder)
+    findings = [
+        Finding(f"{path} is not what belongs there, and has been moved to quarantine", True) for path in moved
+    ]
+    findings += [
+        Finding(
+            f"{path} is, or has, a store of its own; it is left alone, and this store's budget does not count it",
+            False,
+        )
+        for path in stores
+    ]
+    findings += [Finding(f"{path} is not castore's, and is left where it is", False) for path in left]
+    return findings
+
+
+def _index_damage(file: Path) -> str | None:
+    """What SQLite itself finds wrong with the index, or None.
+
+    Raises:
+        FullError: there is no room to look at it.
+        StoreError: it cannot be opened, which is no damage.
+    """
+    if not file.exists():
+        return f"there is no {file}"
+    try:
+        with unforked(), closing(sqlite3.connect(file, timeout=120, isolation_level=None)) as db:
+            if 0 < db.execute("PRAGMA user_version").fetchone()[0] < schema.SCHEMA_VERSION:
+                schema.migrate(db)  # as opening the store would
+            (row,) = db.execute("PRAGMA integrity_check(1)").fetchone()
+            return row if row != "ok" else schema.foreign(db) or _senseless(db)
+    except SQL_ERRORS as error:
+        if (no_room := full(file.parent, error)) is not None:
+            raise no_room from error
+        if is_locked(error) or "unable to open" in str(error) or "readonly" in str(error):
+            raise StoreError(
+                f"the index {file} cannot be looked at ({error}); run this as the store's owner, while nobody holds it"
+            ) from error
+        return str(error)
+
+
+# Rows that castore never writes. SQLite keeps no checksums of its pages: a flipped bit within a value looks like one.
+_SENSELESS_BLOB = (
+    "SELECT 1 FROM blobs WHERE typeof(digest) != 'blob' OR length(digest) != 32"
+    " OR typeof(size) != 'integer' OR size NOT BETWEEN 0 AND 1 << 50"
+    " OR typeof(stored) != 'integer' OR stored NOT BETWEEN 0 AND 1 << 50"
+    " OR typeof(pack) != 'integer' OR pack < -1 OR typeof(offset) != 'integer' OR offset < 0"
+    " OR typeof(refs) != 'integer' OR refs < 0 OR codec NOT IN ('zstd', 'lz4', 'gzip', 'none')"
+)
+_SENSELESS_ENTRY = (
+    "SELECT 1 FROM entries WHERE typeof(digest) != 'blob' OR length(digest) != 32 OR typeof(size) != 'integer'"
+    " OR typeof(created) != 'real' OR typeof(accessed) != 'real' OR typeof(expires) NOT IN ('real', 'null')"
+    " OR abs(created) > 1e12 OR typeof(pinned) != 'integer'"
+    " OR NOT EXISTS (SELECT 1 FROM blobs b WHERE b.digest = entries.digest)"
+)
+_SENSELESS_CHECKSUMS = (
+    "SELECT 1 FROM blobs b LEFT JOIN checksums c ON c.digest = b.digest WHERE b.codec = 'none' AND b.pack = 0"
+    f" AND b.size > {FRAME_SIZE} AND (typeof(c.frames) != 'blob' OR length(c.frames) % 8)"
+)
+
+_SENSELESS_RELEASED = "SELECT 1 FROM released WHERE typeof(digests) != 'blob' OR length(digests) % 32"
+
+
+def _senseless(db: sqlite3.Connection) -> str | None:
+    questions = (_SENSELESS_BLOB, _SENSELESS_ENTRY, _SENSELESS_CHECKSUMS, _SENSELESS_RELEASED)
+    if any(db.execute(f"{sql} LIMIT 1").fetchone() for sql in questions):
+        return "it has rows that cannot be"
+    sql = "SELECT name, digest, serializer, metadata, checked FROM entries"
+    for name, digest, serializer, metadata, checked in db.execute(sql):
+        try:
+            check_name(name)
+            sound = checked == entry_check(name, digest) and serializer in SERIALIZERS
+            sound = sound and (metadata is None or type(json.loads(metadata)) is dict)
+        except ValueError:
+            sound = False
+        if not sound:
+            return f"what it says of the name {name!r} cannot be"
+    return None
+
+
+def _counts(parts: Parts) -> list[Finding]:
+    if rebuild.is_counted_right(parts.index):
+        return []
+    # Transactions never leave counts that are off. If the names are not those of the journal either, the rows are not what
+    # was written, and counting them would only make it look right.
+    words = journal_check.compare(parts.index)
+    if words.differing and not words.damaged:
+        rebuild.rebuild(parts.index, parts.objects)
+        return [Finding("the index contradicted itself and the names journal; it has been made anew", True)]
+    with parts.index.write() as txn:
+        rebuild.recount(txn)
+    return [Finding("totals or reference counts were off; they have been counted again", True)]
+
+
+def _lost(parts: Parts) -> list[Finding]:
+    sql = "SELECT count(*), coalesce(sum(refs), 0) FROM blobs WHERE pack = ?"
+    blobs, entries = next(parts.index.rows(sql, (LOST,)))
+    if not blobs:
+        return []
+    advice = "`castore verify --repair` drops those entries; putting the same bytes again heals them"
+    return [Finding(f"{blobs} blobs of {entries} entries are lost: damaged or missing", False, advice)]
+
+
+def _strays(parts: Parts) -> list[Finding]:
+    found = list(leftovers.find(parts.index, parts.objects))
+    removed = leftovers.remove(parts.index, parts.objects, found)
+    if not removed:
+        return []
+    freed = sum(leftover.size for leftover in removed)
+    return [Finding(f"files that belong to nothing: {len(removed)} ({freed} bytes); removed", True)]
+
+
+def _dictionaries(parts: Parts) -> list[Finding]:
+    findings = []
+    for _, problem, _, mended in dictionary_repair.mend(parts.index, parts.objects):
+        if mended:
+            findings.append(Finding(f"{problem}; that copy of a dictionary has been made anew", True))
+        else:
+            advice = "blobs that need it are misses; `castore verify --repair` drops their entries"
+            findings.append(Finding(f"{problem}, and no copy of that dictionary is whole", False, advice))
+    findings += [Finding(what, True) for what in dictionary_repair.set_right(parts)]
+    count, freed = dictionary_repair.remove_unneeded(parts.index, parts.objects, parts.prefixes)
+    if count:
+        findings.append(Finding(f"dictionaries that nothing needs: {count} ({freed} bytes); removed", True))
+    return findings
+
+
+def _mounts(parts: Parts) -> list[Finding]:
+    gone = mounts.forget_dead(parts.index)
+    return [
+        Finding(
+            f"the mount at {mountpoint} is gone without saying so; forgotten. If the folder cannot be entered,"
+            f" `castore umount {shlex.quote(str(mountpoint))}` clears it",
+            True,
+        )
+        for mountpoint in gone
+    ]
+
+
+def _forgotten(parts: Parts) -> list[Finding]:
+    """Names that only the journal knows, though their bytes are there: the index has lost its last transactions."""
+    forgotten = journal_check.compare(parts.index).forgotten
+    there = parts.objects.digests() if forgotten else set()
+    count = sum(digest in there for digest in forgotten.values())
+    if not count:
+        return []
+    rebuild.rebuild(parts.index, parts.objects)
+    return [Finding(f"the index had lost {count} names that the journal knows; it has been made anew", True)]
+
+
+def _journal(index: Index) -> list[Finding]:
+    """Whether the journal would give back every name."""
+    words = journal_check.compare(index)
+    if not words.damaged and not words.differing:
+        return []
+    index.snapshot_journal()
+    return [Finding("the names journal did not match the index; a new snapshot has been written", True)]

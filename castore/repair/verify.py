@@ -1,0 +1,152 @@
+"""Scrubbing: reading blobs back, all or a sample, and setting aside what is not as it was put.
+
+A bad blob is quarantined and from then on a miss; with ``repair`` the entries that name it go too, so that nothing
+lists what cannot be read. Where the bytes are right, and only what is said of them is not, that is put right. Reads only what it must hold once: memory stays bounded by the largest blob's frames.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import blake3
+
+from castore.errors import CorruptError
+from castore.objects.decode import BlobReader
+from castore.objects.frames import frame_count
+from castore.objects.packs import read_record
+from castore.records import LOOSE, LOST, Blob
+from castore.repair import dictionary_repair
+
+if TYPE_CHECKING:
+    from castore.parts import Parts
+
+
+_MENDED = "the object is whole, and what the index said of it has been corrected"
+
+
+class Finding(NamedTuple):
+    """One bad blob, or one bad copy of a dictionary.
+
+    Attributes:
+        digest: 64 hex characters; a dictionary's id.
+        where: the file, and the offset in it.
+        why: what is wrong.
+        names: the entries that point to it.
+    """
+
+    digest: str
+    where: str
+    why: str
+    names: list[str]
+
+
+class Report(NamedTuple):
+    """What `Store.verify` did.
+
+    Attributes:
+        checked: blobs read.
+        stored: their stored bytes.
+        bad: what was found, and set aside or put right.
+        dropped: names of entries that were removed (with ``repair``).
+    """
+
+    checked: int
+    stored: int
+    bad: list[Finding]
+    dropped: list[str]
+
+
+def run(parts: Parts, *, repair: bool, sample: float, progress: Callable[[int], object] | None) -> Report:
+    """Verify. See `Store.verify`."""
+    copies_found = [
+        Finding(path.stem, str(path), f"{why}; it has been made anew" if mended else why, [])
+        for path, why, missing, mended in dictionary_repair.mend(parts.index, parts.objects)
+        if not (missing and mended)  # a killed process leaves that, and nothing is damaged
+    ]
+    checked = stored = 0
+    bad: list[tuple[Blob, str]] = []
+    for blob in parts.index.blobs():
+        if blob.pack != LOST and random.random() >= sample:  # noqa: S311 (nobody guesses against a scrub)
+            continue
+        why = _check(parts, blob)
+        if why is not None:
+            bad.append((blob, why))
+        checked += 1
+        stored += blob.stored
+        if progress is not None:
+            progress(blob.stored)
+    findings = [
+        Finding(blob.digest.hex(), parts.objects.where(blob), why, parts.index.names_of(blob.digest))
+        for blob, why in bad
+    ]
+    dropped = _drop(parts, [blob for blob, _ in bad]) if repair else []
+    return Report(checked, stored, copies_found + findings, dropped)
+
+
+def _check(parts: Parts, blob: Blob) -> str | None:
+    """What is wrong with a blob, after setting it aside; None if nothing is."""
+    if blob.pack == LOST:
+        return "it was found damaged or missing before, and has not been put again since"
+    try:
+        reader = parts.source.open(blob)
+    except FileNotFoundError:
+        return _if_lost(parts, blob, "its object is missing")
+    try:
+        blob = reader.blob  # compaction may have moved it, or a row that was off has been corrected
+        hasher = blake3.blake3()
+        for index in range(frame_count(blob.size)):
+            hasher.update(reader.frame(index))
+        if hasher.digest() != blob.digest:
+            raise CorruptError("the bytes do not have the digest they are stored under")
+        return _check_placement(parts, reader)
+    except CorruptError as error:
+        if parts.source.quarantine(blob, error):
+            return f"{_MENDED}: {error}"
+        return _if_lost(parts, blob, str(error))
+    finally:
+        reader.close()
+
+
+def _if_lost(parts: Parts, blob: Blob, why: str) -> str | None:
+    # If it is not on record as lost, gc took it or a put replaced it while we looked.
+    now = parts.index.blob(blob.digest)
+    is_lost = now is not None and (now.pack == LOST or (parts.read_only and now == blob))
+    return why if is_lost else None
+
+
+def _check_placement(parts: Parts, reader: BlobReader) -> str | None:
+    """Check what reading the content does not, which is right: a record's head, a file's length."""
+    blob = reader.blob
+    if blob.pack == LOOSE:
+        length = reader.file_length()
+        if length != blob.stored:
+            raise CorruptError(f"its file is {length} bytes long instead of {blob.stored}")
+        return None
+    try:
+        read_record(reader.fileno(), blob)
+    except CorruptError as error:
+        if parts.read_only:
+            return f"{error}; the bytes are right"
+        with parts.index.write() as txn:
+            if txn.blob(blob.digest) == blob:
+                parts.writer.pack.write_anew(txn, blob, os.pread(reader.fileno(), blob.stored, blob.offset))
+        return f"{error}; the bytes are right, and have been written anew"
+    return None
+
+
+def _drop(parts: Parts, blobs: list[Blob]) -> list[str]:
+    dropped = []
+    for blob in blobs:
+        for name in parts.index.names_of(blob.digest):
+            with parts.index.write() as txn:
+                now = txn.blob(blob.digest)
+                if (now is None or now.pack == LOST) and txn.delete_entry(name):
+                    dropped.append(name)
+        with parts.index.write() as txn:
+            now = txn.blob(blob.digest)
+            if now is not None and now.pack == LOST:
+                txn.drop_blob(now)
+    return dropped

@@ -1,0 +1,85 @@
+"""The kind of PIL images: pixels, and what else decides how they convert.
+
+An image that comes back is a plain `PIL.Image.Image` of the same mode, size, pixels, palette and transparency; what
+the file around it said (its format, EXIF, a colour profile, the other frames) is not kept. Imports PIL only where there is an image.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from castore.errors import SerializationError
+from castore.serialize.kinds.parts import MisfitError, expect, listed
+
+KIND = "image"
+#: Bytes of a pixel, by mode; of mode 1 eight pixels lie in a byte.
+PIXELS = {
+    "L": 1, "P": 1, "LA": 2, "La": 2, "PA": 2, "RGB": 3, "YCbCr": 3, "LAB": 3, "HSV": 3,
+    "RGBA": 4, "RGBa": 4, "RGBX": 4, "CMYK": 4, "I": 4, "F": 4, "I;16": 2,
+}  # fmt: skip
+
+
+def is_image(value: object) -> bool:
+    """Whether `value` is a PIL image; it can only be one where somebody has imported PIL already."""
+    module = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(value, module.Image)
+
+
+def pixels_of(image: Any) -> bytes:
+    """The pixels, row by row.
+
+    Raises:
+        MisfitError: castore does not know the mode.
+    """
+    width, height = image.size
+    if image.mode != "1" and image.mode not in PIXELS:
+        raise MisfitError(f"is an image of mode {image.mode!r}; convert it with convert('RGB')")
+    return image.tobytes() if width and height else b""
+
+
+def extras_of(image: Any) -> tuple[tuple[str, bytes] | None, Any]:
+    """The palette (its raw mode and bytes) and the transparency, where the image has them."""
+    palette = None
+    if image.mode in ("P", "PA") and image.palette is not None:
+        rawmode = image.palette.mode
+        palette = rawmode, bytes(image.getpalette(rawmode))
+    return palette, image.info.get("transparency")
+
+
+def with_extras(image: Any, palette: Any, transparency: Any) -> Any:
+    """The image with the parts that `extras_of` named."""
+    if not is_image(image):
+        raise ValueError("an image has no pixels")
+    if palette is not None:
+        rawmode, data = palette
+        if rawmode not in ("RGB", "RGBA", "L") or len(data) > 4 * 256:
+            raise ValueError(f"a palette of {rawmode!r} has {len(data)} bytes")
+        image.putpalette(data, rawmode)
+    if transparency is not None:
+        image.info["transparency"] = transparency
+    return image
+
+
+def take(image: Any) -> Any:
+    """Mode, size, pixels, palette and transparency."""
+    return [image.mode, list(image.size), pixels_of(image), *extras_of(image)]
+
+
+def make(parts: Any) -> Any:
+    """The image of these parts."""
+    mode, size, data, palette, transparency = listed(5, parts)
+    width, height = (expect(int, side) for side in listed(2, size))
+    row = (width + 7) // 8 if mode == "1" else width * PIXELS[expect(str, mode)]
+    # The size follows from the pixels, so PIL takes no memory that the bytes do not back.
+    if min(width, height) < 0 or len(expect(bytes, data)) != row * height:
+        raise ValueError(f"an image of mode {mode!r} and size {size} has {len(data)} bytes")
+    try:
+        image = importlib.import_module("PIL.Image")
+    except ImportError:
+        raise SerializationError(
+            "the value is an image, and this Python has no Pillow; pip install pillow"
+        ) from None
+    plain = image.frombytes(mode, (width, height), data) if data else image.new(mode, (width, height))
+    return with_extras(plain, palette, transparency)

@@ -1,0 +1,241 @@
+"""Which kind a value is of, and the types that users explain.
+
+The order is: what the user registered, what is fixed, the user's classes. `take_apart` remembers what a class is, so the
+second value of it costs a look-up.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from castore.errors import InvalidValueError, SerializationError
+from castore.serialize.kinds import classes, images
+from castore.serialize.kinds.numeric import NUMERIC
+from castore.serialize.kinds.parts import Form, Kind
+from castore.serialize.kinds.standard import STANDARD
+from castore.serialize.kinds.tables import TABLES
+
+T = TypeVar("T")
+
+_OWN = "registered"
+_FIXED: dict[str, Kind] = {kind.name: kind for kind in (*STANDARD, *NUMERIC, *TABLES)}
+_KNOWN = {*_FIXED, *classes.KINDS, images.KIND}
+#: Kinds whose class nobody had imported when last looked.
+_waiting: list[Kind] = [*STANDARD, *NUMERIC, *TABLES]
+_by_class: dict[type, Kind] = {}
+#: Codecs keep these as they are, and never ask here.
+_PLAIN = (type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict)
+
+
+class _Explained(NamedTuple):
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+_explained: dict[type, _Explained] = {}
+
+
+def register_type(
+    cls: type[T],
+    *,
+    name: str | None = None,
+    encode: Callable[[T], Any] | None = None,
+    decode: Callable[[Any], T] | None = None,
+) -> type[T]:
+    """Have values of a class kept: in samples of datasets, by `Store.save`, and in the tree cache.
+
+    Exactly this class, no subclass. Call it in the module that defines the class or the dataset, so that workers and
+    later runs know it too: what is kept names the type, and only a process that registered it can put it together.
+
+    Args:
+        cls: the class.
+        name: how it is called in what is kept. Default its module and name; give one where the class is made in a
+            function, or where it may move.
+        encode: a value's parts: plain values, arrays, tensors, containers of these, values of other known types.
+        decode: a value of these parts. Both may be left out for named tuples, dataclasses, enums and tensor subclasses,
+            which are kept by their fields.
+
+    Returns:
+        the class, so that it serves as a decorator.
+
+    Raises:
+        InvalidValueError: castore keeps the class as it is, the name is another class's, or there is no way to keep it.
+
+    >>> class Box:
+    ...     def __init__(self, corners):
+    ...         self.corners = corners
+    >>> _ = register_type(Box, name="Box", encode=lambda box: box.corners, decode=Box)
+    >>> put_together(*take_apart(Box([1, 2]))).corners
+    [1, 2]
+    """
+    if not isinstance(cls, type):
+        raise InvalidValueError(f"{cls!r} is no class; register a value's type(...)")
+    if cls in _PLAIN or _fixed(cls) is not None:
+        raise InvalidValueError(f"{cls} is kept as it is; register classes of your own")
+    if (encode is None) is not (decode is None):
+        raise InvalidValueError(f"{cls} needs encode and decode, or neither")
+    if encode is None and classes.kind_of(cls) is None:
+        raise InvalidValueError(
+            f"{cls} is no named tuple, dataclass, enum or tensor subclass whose fields are all there is; "
+            "give encode= and decode="
+        )
+    chosen = classes.natural_name(cls) if name is None else name
+    there = classes.registered.get(chosen)
+    # A module that is loaded again, or a cell that runs again, brings the class anew.
+    if there is not None and there is not cls and classes.natural_name(there) != classes.natural_name(cls):
+        raise InvalidValueError(f"the name {chosen!r} is {there}'s; give {cls} another")
+    classes.registered[chosen] = cls
+    classes.names[cls] = chosen
+    _explained.pop(cls, None)
+    if encode is not None and decode is not None:
+        _explained[cls] = _Explained(encode, decode)
+    return cls
+
+
+def take_apart(value: Any) -> Form | None:
+    """The form of a value, or None if it has none.
+
+    Raises:
+        MisfitError: its type is known, and this value cannot be kept.
+    """
+    cls = type(value)
+    own = _explained.get(cls)
+    if own is not None:
+        return Form(_OWN, classes.names[cls], own.encode(value))
+    fixed = _fixed(cls)
+    if fixed is not None:
+        parts = fixed.take(value)
+        return parts if type(parts) is Form else Form(fixed.name, None, parts)
+    if images.is_image(value):
+        return Form(images.KIND, None, images.take(value))
+    kind = classes.kind_of(cls)
+    name = None if kind is None else classes.name_of(cls)
+    return None if kind is None or name is None else Form(kind, name, classes.take(value, kind))
+
+
+def is_registered(cls: type) -> bool:
+    """Whether the user explained this class."""
+    return cls in _explained
+
+
+def is_found_by_name(form: Form) -> bool:
+    """Whether its class is found in an imported module: neither fixed nor registered."""
+    return form.kind in classes.KINDS and form.detail not in classes.registered
+
+
+def _fixed(cls: type) -> Kind | None:
+    global _waiting
+    found = _by_class.get(cls)
+    if found is not None:
+        return found
+    waiting = []
+    for kind in _waiting:
+        loaded = kind.loaded()
+        if loaded is None:
+            waiting.append(kind)
+        else:
+            _by_class[loaded] = kind
+    # Another thread may have found more meanwhile; those are looked for once more, which costs a look-up.
+    _waiting = waiting
+    return _by_class.get(cls)
+
+
+def put_together(kind: Any, detail: Any, parts: Any) -> Any:
+    """The value of a form that came from bytes.
+
+    Raises:
+        SerializationError: its type is one that this process does not have.
+        ValueError: the form is a lie.
+    """
+    if type(kind) is not str:
+        raise ValueError("a kind is no text")
+    if kind == _OWN:
+        return _decoded(detail, parts)
+    try:
+        if kind in classes.KINDS:
+            return classes.make(classes.find(detail, kind), kind, parts)
+        return images.make(parts) if kind == images.KIND else _FIXED[kind].make(parts)
+    except SerializationError:
+        raise
+    except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        why = "it is of a newer castore" if kind not in _KNOWN else error
+        raise ValueError(f"this castore cannot make a {kind[:50]!r}: {why}") from error
+
+
+def _decoded(name: Any, parts: Any) -> Any:
+    cls = classes.registered.get(name) if type(name) is str else None
+    own = None if cls is None else _explained.get(cls)
+    if own is None:
+        raise SerializationError(
+            f"the value is a {name!r}, which is not registered in this process; import the module that calls "
+            f"castore.register_type for it first"
+        )
+    try:
+        return own.decode(parts)
+    except Exception as error:
+        raise SerializationError(f"decode of {cls} failed: {type(error).__name__}: {error}") from error
+
+
+# --- advice -----------------------------------------------------------------------------------------------------
+
+
+def way_out(value: object) -> str:
+    """What a user can do with a value that has no form: the end of an error's sentence."""
+    cls = type(value)
+    if classes.kind_of(cls) is not None:
+        return f"define its class at the top of a module, or name it with castore.register_type({cls.__name__}, name=...)"
+    explain = f"explain it with castore.register_type({cls.__name__}, encode=..., decode=...)"
+    plain = next((text for base, text in _plainer() if isinstance(value, base)), None)
+    return f"convert it with {plain}, or {explain}" if plain else explain
+
+
+def _plainer() -> Iterator[tuple[type, str]]:
+    """Classes, and how their subclasses become values that are kept."""
+    yield from _REMEDIES
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:
+        yield numpy.ndarray, "numpy.asarray(...)"
+        yield numpy.longdouble, "astype('float64')"
+        yield numpy.clongdouble, "astype('complex128')"
+        yield numpy.generic, "item()"
+    if torch is not None:
+        yield torch.nn.Parameter, "detach()"
+        yield torch.nn.Module, "state_dict()"
+    for module, name, text in _LIBRARIES:
+        cls = getattr(sys.modules.get(module), name, None)
+        if cls is not None:
+            yield cls, text
+    yield Collection, "list(...)"
+
+
+_LIBRARIES = [
+    ("torch.nested._internal.nested_tensor", "NestedTensor", "unbind()"),
+    ("pandas", "DataFrame", "pyarrow.Table.from_pandas(...)"),
+    ("pandas", "Series", "to_numpy()"),
+    ("pandas", "Timestamp", "to_pydatetime()"),
+    ("pandas", "Timedelta", "to_pytimedelta()"),
+    ("polars", "DataFrame", "to_arrow()"),
+    ("polars", "Series", "to_numpy()"),
+]
+
+_REMEDIES: list[tuple[type, str]] = [
+    (dict, "dict(...)"),
+    (Mapping, "dict(...)"),
+    (list, "list(...)"),
+    (tuple, "tuple(...)"),
+    (set, "set(...)"),
+    (frozenset, "frozenset(...)"),
+    (str, "str(...)"),
+    (bytes, "bytes(...)"),
+    (memoryview, "bytes(...)"),
+    (int, "int(...)"),
+    (float, "float(...)"),
+    (os.PathLike, "os.fspath(...)"),
+    (io.BytesIO, "getvalue()"),
+    (io.StringIO, "getvalue()"),
+    (Iterator, "list(...)"),
+]

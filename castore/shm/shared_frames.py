@@ -1,0 +1,315 @@
+"""Decoded frames of large blobs in shared memory: what one process of a node has decoded, the others copy.
+
+One segment for each store and user, which every process attaches to that opens the store with ``shared_memory``. In it a
+table of places, found by the hash of a frame's key, and an arena of extents of one frame each. A record bears its whole
+key, so two frames whose hashes meet are a miss and never each other's bytes. Readers take no lock.
+
+A key is the digest, the frame's number, and which file the frame was decoded from (inode and time of last change): frames
+of an object that turns out to be damaged cannot be found any more once a good one stands in its place.
+
+Once the tier is full, a frame comes in when it has been missed three times since the one that gives way was last used.
+In epochs, which use every frame alike, nothing moves then and a fixed part of the data stays, which is the best that can
+be had (castore/adapters/torch/policy.py has the same rule, with counts); a set that has become hot is there soon.
+
+Knows no store and no codec. Must never keep bytes that were not checked: that is the business of who offers them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import warnings
+from pathlib import Path
+
+import xxhash
+
+from castore.errors import FullError, InvalidValueError, SegmentError
+from castore.shm.arena import Arena, Buffer, Record
+from castore.shm.segments import Segment
+from castore.shm.tallies import Tallies
+from castore.units import format_size
+
+#: Places where a frame may be entered, side by side: with four times as many places as frames one in a hundred finds
+#: none free, and takes the place of one of those that are there.
+_PROBES = 4
+_SPARSE = 4
+#: Frames looked at for the one that was used longest ago.
+_LOOKS = 8
+#: A record: its key, then the frame.
+_KEY = 56
+_HEAD = 64
+# For each place a frame that was missed of late: its hash, and when it was missed the last two times, in nanoseconds of
+# the machine's monotonic clock.
+_HASH, _BEFORE, _LAST, _MISSED = range(4)
+_HITS, _MISSES, _COUNTS = range(3)
+
+
+class SharedFrames:
+    """The tier of one store, as this process sees it. Threads may share it; a forked child keeps it.
+
+    Args:
+        store: the store's folder.
+        size: bytes of shared memory that the tier may take, the same in all processes that use it.
+        frame_size: bytes of the longest frame.
+
+    Raises:
+        FullError: ``/dev/shm`` or the machine's memory has not as much free; nothing has been taken.
+        SegmentError: other processes use the store with another size.
+        InvalidValueError: no frame would fit.
+    """
+
+    def __init__(self, store: Path, size: int, frame_size: int) -> None:
+        self._extent = _HEAD + frame_size
+        frames = _frames(size, self._extent)
+        if frames < 1:
+            raise InvalidValueError(
+                f"shared_memory={size} is too small: its tables and one frame take {_needed(1, self._extent)} bytes"
+            )
+        self._segment = Segment(
+            segment_name(store),
+            _needed(frames, self._extent),
+            {"kind": "frames", "shared_memory": size, "frame": frame_size},
+            reserve=False,
+            advice=f"give the same shared_memory to all that use {store}, or end those processes first",
+        )
+        try:
+            self._lay_out(frames)
+        except BaseException:
+            self._segment.close()
+            raise
+
+    def _lay_out(self, frames: int) -> None:
+        segment = self._segment
+        used_at, missed_at, arena_at = _places(frames)
+        segment.reserve(0, arena_at)
+        self._tallies = Tallies(segment, 0, _COUNTS)
+        #: When each extent was last used.
+        self._used = segment.buffer[used_at:missed_at].cast("Q")
+        self._missed = segment.buffer[missed_at:arena_at].cast("Q")
+        self._hashed = _SPARSE * frames
+        self._arena = Arena(segment, arena_at, _entries(frames), frames * _round_up(self._extent))
+        self._random = random.Random()  # noqa: S311 - no secret
+        self._cannot_grow = False
+
+    def __repr__(self) -> str:
+        return f"SharedFrames({format_size(self.size)}, {self.hits} hits, {self.misses} misses)"
+
+    @property
+    def size(self) -> int:
+        """Bytes of frames that fit."""
+        return self._arena.size
+
+    @property
+    def held(self) -> int:
+        """Bytes that the frames take which are there, for all processes together."""
+        return self._arena.used
+
+    @property
+    def hits(self) -> int:
+        """Reads of a frame that the tier answered, over all processes since the first attached."""
+        return self._tallies.total(_HITS)
+
+    @property
+    def misses(self) -> int:
+        """Reads of a frame that had to decode it."""
+        return self._tallies.total(_MISSES)
+
+    def close(self) -> None:
+        """Leave; the last to leave removes the segment. Open readers go on, and leave nothing there any more."""
+        self._segment.close()
+
+    def of(self, digest: bytes, fd: int) -> ObjectFrames:
+        """The frames of the object that is open as ``fd``."""
+        status = os.fstat(fd)
+        file = status.st_ino.to_bytes(8, "little") + status.st_mtime_ns.to_bytes(8, "little", signed=True)
+        return ObjectFrames(self, digest + file)
+
+    def read(self, key: bytes, begin: int, end: int) -> bytes | None:
+        """A copy of a frame's bytes from ``begin`` to ``end``, or None: it is not there, or goes just now."""
+        record = self._find(key)
+        if record is not None:
+            piece = bytes(record.data[_HEAD + begin : _HEAD + end])
+            if self._is_used(record):
+                return piece
+        self._count(_MISSES)
+        return None
+
+    def fill(self, key: bytes, target: memoryview) -> bool:
+        """Copy a whole frame to ``target``, which has its length; if False, ``target`` holds anything."""
+        record = self._find(key)
+        if record is not None and len(record.data) == _HEAD + len(target):
+            target[:] = record.data[_HEAD:]
+            if self._is_used(record):
+                return True
+        self._count(_MISSES)
+        return False
+
+    def _find(self, key: bytes) -> Record | None:
+        place = xxhash.xxh3_64_intdigest(key) % self._hashed
+        for index in range(place, place + _PROBES):
+            record = self._arena.look(index)
+            if record is not None and record.data[:_KEY] == key:
+                return record
+        return None
+
+    def _is_used(self, record: Record) -> bool:
+        if not self._arena.is_still(record):
+            return False
+        self._used[record.number] = time.monotonic_ns()
+        self._count(_HITS)
+        return True
+
+    def _count(self, which: int) -> None:
+        try:
+            self._tallies.add(which)
+        except SegmentError:
+            return  # closed, or more processes than rows: the counts only inform
+
+    def offer(self, key: bytes, frame: Buffer) -> None:
+        """Keep a copy of a frame that was missed and has been decoded and checked, if there is room or one gives way."""
+        now = time.monotonic_ns()
+        since = self._note_miss(xxhash.xxh3_64_intdigest(key), now)
+        # Most offers are refused once the tier is full: that is told without the lock.
+        if not since and not self._has_room():
+            return
+        try:
+            with self._segment.lock():
+                number = self._enter(key, frame, since)
+        except SegmentError:
+            return  # the store was closed, and what was read from it before reads on
+        if number is not None:
+            self._used[number] = now
+
+    def _note_miss(self, hashed: int, now: int) -> int:
+        """Count a miss; when the frame was missed the time before the last, or 0."""
+        missed, first = self._missed, hashed % self._hashed * _MISSED
+        rows = range(first, first + _PROBES * _MISSED, _MISSED)
+        # Without the lock: a race costs a frame its turn, or gives it one early.
+        row = next((row for row in rows if missed[row + _HASH] == hashed), None)
+        if row is None:
+            row = min(rows, key=lambda row: missed[row + _LAST])
+            missed[row + _HASH] = hashed
+            missed[row + _BEFORE] = missed[row + _LAST] = 0
+        before = missed[row + _BEFORE]
+        missed[row + _BEFORE], missed[row + _LAST] = missed[row + _LAST], now
+        return before
+
+    def _has_room(self) -> bool:
+        return not self._cannot_grow and self._arena.fits(self._extent)
+
+    def _enter(self, key: bytes, frame: Buffer, since: int) -> int | None:
+        """Assumes the lock. The number of the extent that has the frame now, or None."""
+        arena = self._arena
+        if self._find(key) is not None:
+            return None  # another process decoded it at the same time, and was quicker
+        place = xxhash.xxh3_64_intdigest(key) % self._hashed
+        around = range(place, place + _PROBES)
+        index = next((index for index in around if not arena.holds(index)), None)
+        parts, length = (key, bytes(_HEAD - _KEY), frame), _HEAD + len(frame)
+        if index is not None and self._has_room():
+            try:
+                if arena.append(index, parts, length, capacity=self._extent):
+                    return arena.count - 1
+            except FullError as error:
+                self._stay(error)
+        if index is None:
+            there = [record for index in around if (record := arena.look(index)) is not None]
+            numbers = [record.number for record in there]
+        else:
+            numbers = [int(self._random.random() * arena.count) for _ in range(_LOOKS if arena.count else 0)]
+        if not numbers:
+            return None
+        number = min(numbers, key=self._last_use)
+        if self._last_use(number) >= since:
+            return None
+        if index is None:
+            index = next(record.owner for record in there if record.number == number)
+        arena.replace(number, index, parts, length)
+        return number
+
+    def _last_use(self, number: int) -> int:
+        # An empty extent is one whose frame was discarded, or whose writer died: nobody's.
+        return self._used[number] if self._arena.extent(number) is not None else -1
+
+    def _stay(self, error: FullError) -> None:
+        # Once a process: a cache that cannot grow is worth a word, and no reason to stop a training run.
+        self._cannot_grow = True
+        warnings.warn(
+            f"no more frames are shared than {format_size(self.held)}: {error}", RuntimeWarning, stacklevel=2
+        )
+
+    def discard(self, key: bytes) -> None:
+        """Forget a frame, if it is there."""
+        try:
+            with self._segment.lock():
+                record = self._find(key)
+                if record is not None:
+                    self._arena.remove(record.owner)
+        except SegmentError:
+            return  # closed: nobody finds it through this process any more
+
+
+class ObjectFrames:
+    """The frames of one object in the tier, by their number; ``object_key`` is 48 bytes that no other object has."""
+
+    __slots__ = ("_frames", "_object_key")
+
+    def __init__(self, frames: SharedFrames, object_key: bytes) -> None:
+        self._frames = frames
+        self._object_key = object_key
+
+    def read(self, index: int, begin: int, end: int) -> bytes | None:
+        """See `SharedFrames.read`."""
+        return self._frames.read(self._key(index), begin, end)
+
+    def fill(self, index: int, target: memoryview) -> bool:
+        """See `SharedFrames.fill`."""
+        return self._frames.fill(self._key(index), target)
+
+    def offer(self, index: int, frame: Buffer) -> None:
+        """See `SharedFrames.offer`."""
+        self._frames.offer(self._key(index), frame)
+
+    def discard(self, count: int) -> None:
+        """Forget the first ``count`` frames: all of them, since there is doubt about one."""
+        for index in range(count):
+            self._frames.discard(self._key(index))
+
+    def _key(self, index: int) -> bytes:
+        return self._object_key + index.to_bytes(8, "little")
+
+
+def segment_name(store: Path) -> str:
+    """The name of the segment of a store, by whatever path it is opened."""
+    # Not hash(), which differs between processes.
+    return f"frames-{xxhash.xxh3_128_hexdigest(os.fsencode(os.path.realpath(store)))}"
+
+
+def _frames(size: int, extent: int) -> int:
+    """How many frames fit into ``size`` bytes with their tables."""
+    frames = size // _round_up(extent)
+    while frames and _needed(frames, extent) > size:
+        frames -= 1
+    return frames
+
+
+def _entries(frames: int) -> int:
+    """Places of the tables."""
+    return _SPARSE * frames + _PROBES
+
+
+def _needed(frames: int, extent: int) -> int:
+    """Bytes of a segment for so many frames."""
+    return _places(frames)[2] + Arena.needed(_entries(frames), frames * _round_up(extent))
+
+
+def _places(frames: int) -> tuple[int, int, int]:
+    """Where in the segment the extents' last uses begin, the misses, and the arena."""
+    used_at = _round_up(Tallies.needed(_COUNTS))
+    missed_at = used_at + _round_up(8 * frames)
+    return used_at, missed_at, missed_at + _round_up(8 * _MISSED * _entries(frames))
+
+
+def _round_up(size: int) -> int:
+    return -(-size // 64) * 64

@@ -1,0 +1,95 @@
+"""Computing what is missing, once, however many threads and processes ask for it.
+
+Threads of a process meet at a lock of their own; processes at a byte of ``locks/compute`` chosen by the key, locked
+through the open file description: it goes with the process that held it, however that ends, and leaves no lock files
+behind. Locks here only save work: if the file system grants them to everybody, two may compute, and each entry is
+still whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import blake3
+
+from castore.errors import InvalidValueError
+from castore.system.file_locks import close_inherited, lock_byte, unlock_byte
+from castore.system.forks import reset_after_fork
+from castore.system.temporary import open_with_mode
+
+
+class ComputeLocks:
+    """One lock a key, across the threads and processes of a machine.
+
+    Args:
+        path: the lock file.
+        mode: permission bits of a new one.
+    """
+
+    def __init__(self, path: Path, mode: int) -> None:
+        self._path = path
+        self._mode = mode
+        self._after_fork()
+        reset_after_fork(self)
+
+    def _after_fork(self) -> None:
+        if getattr(self, "_threads", None):
+            # The child shares the open file, and with it the lock: it may live on when its parent has been killed, as
+            # workers of pools do, and whoever asks for the key would wait for ever.
+            close_inherited(self._path)
+        self._guard = threading.Lock()
+        self._threads: dict[str, tuple[threading.Lock, int]] = {}
+        self._held = threading.local()
+
+    @contextlib.contextmanager
+    def hold(self, key: str) -> Iterator[None]:
+        """Hold the lock of ``key``; waits for whoever has it.
+
+        Raises:
+            InvalidValueError: this thread holds it already, and would wait for itself for ever.
+        """
+        owner = os.getpid()
+        held: set[str] = self._held.__dict__.setdefault("keys", set())
+        if key in held:
+            raise InvalidValueError(
+                f"{key!r} is being computed by this very thread: its computation asks for itself"
+            )
+        with self._guard:
+            lock, users = self._threads.get(key, (threading.Lock(), 0))
+            self._threads[key] = lock, users + 1
+        try:
+            with lock, self._process_lock(key):
+                held.add(key)
+                yield
+        finally:
+            held.discard(key)
+            if os.getpid() == owner:  # a child that was forked in here holds nothing
+                self._leave(key)
+
+    def _leave(self, key: str) -> None:
+        with self._guard:
+            lock, users = self._threads[key]
+            if users == 1:
+                del self._threads[key]
+            else:
+                self._threads[key] = lock, users - 1
+
+    @contextlib.contextmanager
+    def _process_lock(self, key: str) -> Iterator[None]:
+        place = int.from_bytes(blake3.blake3(key.encode()).digest(8), "little") >> 2
+        owner = os.getpid()
+        fd = open_with_mode(self._path, os.O_RDWR, self._mode)
+        try:
+            lock_byte(fd, place)
+            try:
+                yield
+            finally:
+                if os.getpid() == owner:
+                    unlock_byte(fd, place)
+        finally:
+            if os.getpid() == owner:
+                os.close(fd)

@@ -1,0 +1,79 @@
+"""Worker processes that leave nothing behind: they end with the thread that forks them, and leave Ctrl-C to it.
+
+At a terminal every process of a command gets the Ctrl-C. A worker would print a traceback of its own, so workers take
+no notice: whoever forked them ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+_PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None)
+
+
+class _Own(threading.local):
+    """Of each thread: whose workers its children are, and the signals that it kept back before a fork."""
+
+    parent: int | None = None
+    mask: set[int] | None = None
+
+
+_own = _Own()
+
+
+@contextlib.contextmanager
+def bound() -> Iterator[None]:
+    """For the length of a block, the children that this thread forks are such workers.
+
+    Raises:
+        KeyboardInterrupt: it came in the block, though another error did because of it.
+    """
+    before, _own.parent = _own.parent, os.getpid()
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, KeyboardInterrupt):
+                raise cause from None
+            cause = cause.__context__
+        raise
+    finally:
+        _own.parent = before
+
+
+def _before_fork() -> None:
+    if _own.parent is not None:
+        # Until the child has said what becomes of them.
+        _own.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
+def _after_fork_in_parent() -> None:
+    mask, _own.mask = _own.mask, None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _after_fork_in_child() -> None:
+    parent, _own.parent = _own.parent, None
+    if parent is None:
+        return
+    # A handler, since what a worker starts would inherit that the signal is ignored.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended just before
+        os._exit(1)
+    _after_fork_in_parent()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)

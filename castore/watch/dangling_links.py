@@ -1,0 +1,236 @@
+"""Links that stand for files, and lead to nothing: their mount is gone.
+
+Nobody hears of that otherwise. To other tools such a file is missing, so they compute it anew, in silence, and as often as
+they are run. Asks the book of links (links.py says what stands in it) and the disk; changes neither.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from castore import Store
+from castore.index.database import Index
+from castore.index.queries import below
+from castore.parts import Parts
+from castore.records import Entry
+from castore.repair.doctor import Finding
+from castore.watch.link_registry import target_of
+from castore.watch.reports import Event
+
+#: Seconds between looks whether links still lead somewhere.
+_LOOK_SECONDS = 2.0
+# In an index of millions, only those rows are taken apart that may have a link.
+_BOUND = (
+    "SELECT name, metadata FROM entries WHERE name > ? AND name < ? AND metadata LIKE '%\"link\": %'"
+    " ORDER BY name LIMIT 1000"
+)
+# Behind all names.
+_LAST = "\U0010ffff" * 64
+
+
+class Mounted(NamedTuple):
+    """A mount as links tell of it, whether it is there or not.
+
+    Attributes:
+        mountpoint: where it is, or was.
+        prefix: what it shows, or showed.
+    """
+
+    mountpoint: str
+    prefix: str
+
+    def command(self, store: str | os.PathLike[str]) -> str:
+        """What mounts it again."""
+        shown = [f"--prefix={self.prefix}"] if self.prefix else []
+        return shlex.join(["castore", "--store", os.fspath(store), "mount", *shown, self.mountpoint])
+
+
+def mount_of(name: str, link: str) -> Mounted:
+    """The mount that a link leads into: the link ends with the entry's name, as far as the mount shows it.
+
+    >>> mount_of("in/a/b", "/mnt/in/a/b")
+    Mounted(mountpoint='/mnt', prefix='')
+    >>> mount_of("in/a/b", "/mnt/a/b")
+    Mounted(mountpoint='/mnt', prefix='in')
+    """
+    shown, parts = name.split("/"), link.split("/")
+    count = 0
+    while count < min(len(shown), len(parts) - 1) and shown[-count - 1] == parts[-count - 1]:
+        count += 1
+    return Mounted("/".join(parts[: len(parts) - count]) or "/", "/".join(shown[: len(shown) - count]))
+
+
+class Link(NamedTuple):
+    """A link that stands for a file.
+
+    Attributes:
+        mount: that it leads into.
+        name: of the entry that has the file's bytes.
+        path: of the link.
+        leads: whether there is something.
+    """
+
+    mount: Mounted
+    name: str
+    path: str
+    leads: bool
+
+
+def bound_links(index: Index, prefix: str = "") -> Iterator[Link]:
+    """The links that stand for files whose entries lie below a prefix."""
+    low, high = below(prefix) if prefix else ("", _LAST)
+    live: set[Mounted] = set()
+    for page in index.pages(_BOUND, low, high):
+        for name, text in page:
+            source = json.loads(text).get("source")
+            if not isinstance(source, dict) or "link" not in source:
+                continue
+            path, link = str(source.get("path")), source["link"]
+            if _target(path) == link:  # else a tool has put a file in its place, or somebody has moved it
+                mount = mount_of(name, link)
+                leads = os.path.exists(link) if mount in live else _leads(link)
+                if leads:
+                    live.add(mount)
+                yield Link(mount, name, path, leads)
+
+
+def link_of(entry: Entry) -> str | None:
+    """The path of the link that stands for the file of an entry, or None if there is none (any more)."""
+    link = target_of(entry)
+    if link is None:
+        return None
+    path = str(entry.metadata["source"].get("path"))
+    return path if _target(path) == link else None
+
+
+def prefixes_of(store: Store, root: str) -> dict[str, int]:
+    """What folders of names the links in a folder of files go by, with how many there are of each."""
+    found: Counter[str] = Counter()
+    for link in bound_links(store.index):
+        below = os.path.relpath(link.path, root)
+        if link.path.startswith(f"{root}/") and f"/{link.name}".endswith(f"/{below}"):
+            found[link.name.removesuffix(below).rstrip("/")] += 1
+    return dict(found)
+
+
+def _leads(path: str) -> bool:
+    """Whether there is something, and its mount answers: of a file itself the kernel remembers for a while that it was there."""
+    try:
+        os.statvfs(path)
+    except OSError:
+        return False
+    return True
+
+
+def _target(path: str) -> str | None:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return None
+
+
+class Lost(NamedTuple):
+    """Links of one mount that lead to nothing.
+
+    Attributes:
+        mount: that is gone.
+        links: how many there are.
+        example: the path of one.
+    """
+
+    mount: Mounted
+    links: int
+    example: str
+
+    def sentence(self) -> str:
+        """What is the matter."""
+        files = (
+            f"{self.example} is a link"
+            if self.links == 1
+            else f"{self.links:,} files, {self.example} first, are links"
+        )
+        return (
+            f"{files} to nothing, since no live mount at {self.mount.mountpoint} shows their bytes:"
+            " other tools take such files for missing, and compute them anew"
+        )
+
+    def advice(self, store: str | os.PathLike[str]) -> str:
+        """What to do about it."""
+        return (
+            f"`{self.mount.command(store)}` brings them back; `castore watch DIR --as PREFIX --restore` puts the files in"
+            " their place"
+        )
+
+
+def lost(found: Iterable[Link]) -> list[Lost]:
+    """Those that lead to nothing, by their mounts."""
+    counts: Counter[Mounted] = Counter()
+    examples: dict[Mounted, str] = {}
+    for link in found:
+        if not link.leads:
+            counts[link.mount] += 1
+            examples.setdefault(link.mount, link.path)
+    return [Lost(mount, count, examples[mount]) for mount, count in sorted(counts.items())]
+
+
+def examine(parts: Parts) -> list[Finding]:
+    """Tell of links that lead to nothing: one more look for `castore.repair.doctor.examine`."""
+    return [Finding(one.sentence(), False, one.advice(parts.path)) for one in lost(bound_links(parts.index))]
+
+
+class Lookout:
+    """Tells when links of a folder cease to lead somewhere, once, and when they do again.
+
+    Args:
+        store: where their entries are.
+        prefix: of the folder's names.
+        report: told ``unmounted`` and ``mounted``.
+    """
+
+    def __init__(self, store: Store, prefix: str, report: Callable[[Event], Any]) -> None:
+        self._store, self._prefix, self._report = store, prefix, report
+        # One link of each mount, to be asked now and then, and whether it led somewhere when all were looked at.
+        self._witnesses: dict[Mounted, tuple[str, bool]] = {}
+        self._told: set[Mounted] = set()
+        self._look_at = 0.0
+
+    def look(self) -> None:
+        """Look at all links."""
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        found: list[Link] = []
+        self._witnesses = {}
+        for link in bound_links(self._store.index, self._prefix):
+            known = self._witnesses.get(link.mount)
+            if known is None or (known[1] and not link.leads):
+                self._witnesses[link.mount] = link.path, link.leads
+            if not link.leads:
+                found.append(link)
+        gone = {one.mount: one for one in lost(found)}
+        for mount in self._told - gone.keys():
+            self._report(Event("mounted", path=mount.mountpoint, reason="links lead there again"))
+        for mount in gone.keys() - self._told:
+            one = gone[mount]
+            reason = f"{one.sentence()}; {one.advice(self._store.path)}"
+            self._report(Event("unmounted", path=mount.mountpoint, reason=reason))
+        self._told = set(gone)
+
+    def look_if_due(self) -> None:
+        """Look at one link of each mount, every few seconds, and at all of them if something has changed."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        if any(_leads(path) != leads for path, leads in self._witnesses.values()):
+            self.look()
+
+    def note(self, event: Event) -> None:
+        """Hear of what the watcher does: a link that it has made or turned is one to look at."""
+        if event.event in ("replaced", "relinked"):
+            link = _target(event.path)
+            if link is not None:
+                self._witnesses.setdefault(mount_of(event.name, link), (event.path, True))

@@ -1,0 +1,138 @@
+"""The book of links: which entries have a link into a mount in the place of their file.
+
+An entry whose file has become a link is the only copy of its bytes. So it is pinned (gc never takes a pinned entry), it
+never expires, and its metadata says under ``source`` where the link leads (``link``), what permission bits the file had
+(``mode``), whether it was pinned before (``pinned``), and where the link led before it was last turned (``was``). It is
+written before the link is made and taken back after the link is gone: at any moment every link has its line here.
+
+Its mtime, as the mount shows it, is the file's: tools that tell by that whether a file has changed see no change.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from castore import Store
+from castore.index.transaction import Write
+from castore.records import LOST, Entry, Pointing
+
+_OWN = {"link", "was", "mode", "pinned"}
+
+
+def target_of(entry: Entry) -> str | None:
+    """Where the link of an entry leads, or None if the entry has none."""
+    source = entry.metadata.get("source")
+    return source.get("link") if isinstance(source, dict) else None
+
+
+class Binding(NamedTuple):
+    """A link that stands, or will stand, for the file of an entry.
+
+    Attributes:
+        entry: as it was seen; its bytes are those of the file. Its name may be a new one, for a file renamed.
+        source: the file, as `sources.own` gives it.
+        link: what the link says.
+        mode: permission bits of the file.
+        was: what the link says until it is turned.
+    """
+
+    entry: Entry
+    source: dict[str, Any]
+    link: str
+    mode: int
+    was: str | None = None
+
+
+def bind(store: Store, bindings: Sequence[Binding]) -> list[Entry | None]:
+    """Note links, all in one transaction.
+
+    Returns:
+        For each the entry as it is now, or None if its bytes are not there (any more).
+    """
+    with store.index.write() as txn:
+        there = [_bind(store, txn, binding) for binding in bindings]
+    return [
+        store.index.entry(binding.entry.name) if bound else None
+        for binding, bound in zip(bindings, there, strict=True)
+    ]
+
+
+def _bind(store: Store, txn: Write, binding: Binding) -> bool:
+    entry, source, link, mode, was = binding
+    before = store.index.entry(entry.name)
+    noted = source | {"link": link, "mode": mode}
+    if before is not None and before.pinned and (target_of(before) is None or was_pinned(before)):
+        noted["pinned"] = True
+    if was is not None:
+        noted["was"] = was
+    modified = source["mtime_ns"] / 1e9 if source["mtime_ns"] is not None else time.time()
+    return _point(txn, entry, entry.metadata | {"source": noted}, modified, pinned=True)
+
+
+def unbind(store: Store, entries: Iterable[Entry]) -> None:
+    """Note that no link stands for files any more: their entries are pinned only if the user pinned them."""
+    with store.index.write() as txn:
+        for entry in entries:
+            source = {key: value for key, value in entry.metadata["source"].items() if key not in _OWN}
+            _point(txn, entry, entry.metadata | {"source": source}, entry.created, pinned=was_pinned(entry))
+
+
+def was_pinned(entry: Entry) -> bool:
+    """Whether a bound entry was pinned by the user before."""
+    return bool(entry.metadata["source"].get("pinned"))
+
+
+def _point(txn: Write, entry: Entry, metadata: dict[str, Any], created: float, *, pinned: bool) -> bool:
+    text = json.dumps(metadata, sort_keys=True, ensure_ascii=False)
+    pointing = Pointing(entry.name, entry.serializer, text, None if pinned else entry.expires, pinned)
+    blob = txn.blob(bytes.fromhex(entry.digest))
+    if blob is None or blob.pack == LOST:
+        return False
+    # Anew, since re-pointing a name keeps its pin, and its mtime if the bytes are the same.
+    txn.delete_entry(entry.name)
+    txn.set_entry(pointing, blob, created, added=False)
+    txn.execute("UPDATE entries SET accessed = ? WHERE name = ?", (time.time(), entry.name))
+    return True
+
+
+def bound(store: Store, prefix: str, name: str, link: str) -> Entry | None:
+    """The entry that a link stands for, or None if the link is none of ours.
+
+    Args:
+        store: where entries are.
+        prefix: that the folder's names begin with.
+        name: that the link would have: the entry's, unless the link was renamed or copied.
+        link: what the link says.
+    """
+    # A link leads to <mountpoint>/<the entry's name, or the end of it>, and that ends with the path below the folder.
+    parts = link.split("/")
+    endings = ("/".join(parts[start:]) for start in range(1, len(parts)))
+    names = [name] + [f"{prefix}/{ending}" if prefix else ending for ending in endings if ending]
+    for one in names:
+        entry = store.index.entry(one)
+        if entry is not None and target_of(entry) is not None:
+            source = entry.metadata["source"]
+            if link in (source["link"], source.get("was")):
+                return entry
+    return None
+
+
+def through(store: Store, prefix: str, targets: Container[str]) -> Iterator[str]:
+    """Links inside a folder whose entries are copies of what they lead to, if that is among ``targets``."""
+    sql = "SELECT name, metadata FROM entries WHERE name > ? AND metadata LIKE '%\"through\": %' ORDER BY name LIMIT 1000"
+    for page in store.index.pages(sql, f"{prefix}/" if prefix else ""):
+        for name, text in page:
+            if prefix and not name.startswith(f"{prefix}/"):
+                return
+            source = json.loads(text).get("source")
+            if isinstance(source, dict) and "through" in source and source.get("path") in targets:
+                yield source["through"]
+
+
+def copy(store: Store, entry: Entry, name: str, source: dict[str, Any]) -> None:
+    """Give the bytes of an entry that has a link another name, for a link inside the folder that leads to the first."""
+    with store.index.write() as txn:
+        _point(txn, entry._replace(name=name), {"source": source}, entry.created, pinned=False)

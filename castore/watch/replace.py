@@ -1,0 +1,288 @@
+"""Swapping files that are in the store for links into a mount. The way back is in `restoring`.
+
+The order is what keeps the bytes: the entry is pinned and noted as linked (links.py), the object is on the disk, the
+whole file is read back through the mount and its digest compared; only then is a link, made under a temporary name,
+exchanged with the file in one atomic step (renameat2 with RENAME_EXCHANGE). What came out is looked at before it goes:
+if it is not the very file that was verified, or somebody waits to write to it, both are exchanged back. At any kill the
+file's name holds the file or the link, never neither and never a part.
+
+Whoever has the old file open, or mapped, keeps it until they close it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import blake3
+
+from castore import Store
+from castore.errors import CastoreError
+from castore.records import LOOSE, Entry
+from castore.system.temporary import is_running, pid_namespace, process_started
+from castore.watch import link_registry, sources
+from castore.watch.file_lease import (
+    BusyError,
+    NoLeaseError,
+    Snapshot,
+    is_wanted,
+    lease,
+    same,
+)
+from castore.watch.find_mount import Mount
+from castore.watch.folder import PART, SWAP, Folder
+
+#: How long a mount may go on showing what a name pointed to before.
+_MOUNT_SECONDS = 5.0
+_PIECE = 1 << 20
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class KeptError(CastoreError):
+    """A file stays as it is, for good; the message says why."""
+
+
+Pair = tuple[Snapshot, Entry]
+Done = Callable[[Snapshot, Entry, Exception | None], object]
+
+
+def replace(
+    store: Store, mount: Mount, files: Sequence[Pair], check: Callable[[int], object], done: Done
+) -> None:
+    """Put links into a mount in the place of files: of some hundred at a time, since each commit waits for the disk.
+
+    Args:
+        store: opened with ``durable=True``: a power cut must not take what the links lead to.
+        mount: where the links lead.
+        files: as they are, and their entries; the caller closes them.
+        check: called with the bytes of each piece that is read back. What it raises ends everything.
+        done: called for each file with None, or with why it stays as it is: `BusyError` (it was touched), `KeptError`
+            (it cannot be replaced), or what else went wrong.
+    """
+    ready = deque(_bind(store, mount, [pair for pair in files if _is_free(pair, done)], done))
+    synced: set[Path] = set()
+    stay: list[Entry] = []
+    try:
+        while ready:
+            file, entry = ready[0]
+            error = _replace_one(store, mount, file, entry, synced, check)
+            ready.popleft()
+            # If the swap went through and only its cleaning did not, the entry must stay as it is noted.
+            if error is not None and not os.path.islink(file.path):
+                stay.append(entry)
+            done(file, entry, error)
+    finally:
+        if stay or ready:
+            link_registry.unbind(store, stay + [entry for _, entry in ready])
+
+
+def _bind(store: Store, mount: Mount, files: list[Pair], done: Done) -> list[Pair]:
+    bindings = []
+    for file, entry in files:
+        source = sources.own(file.path, file.status)
+        assert source is not None, "an entry's name is UTF-8, and so is its file's"
+        bindings.append(
+            link_registry.Binding(entry, source, mount.path(entry.name), stat.S_IMODE(file.status.st_mode))
+        )
+    bound = []
+    for (file, entry), linked in zip(files, link_registry.bind(store, bindings), strict=True):
+        if linked is None:
+            done(file, entry, BusyError(file.path))  # gc took it before it was pinned: it has to be put again
+        else:
+            bound.append((file, linked))
+    return bound
+
+
+def _replace_one(
+    store: Store,
+    mount: Mount,
+    file: Snapshot,
+    entry: Entry,
+    synced: set[Path],
+    check: Callable[[int], object],
+) -> Exception | None:
+    link = mount.path(entry.name)
+    try:
+        _sync(store, entry, synced)
+        _verify(link, entry, check)
+        _swap(file, link)
+    except (BusyError, CastoreError, OSError) as error:
+        return error
+    return None
+
+
+def _is_free(pair: Pair, done: Done) -> bool:
+    try:
+        _refuse(pair[0])
+    except (BusyError, KeptError) as error:
+        done(*pair, error)
+        return False
+    return True
+
+
+def _refuse(file: Snapshot) -> None:
+    if file.status.st_nlink > 1:
+        raise KeptError("it has other hard links, which would go on taking its space")
+    try:
+        with lease(file.fd):
+            pass
+    except NoLeaseError as error:
+        raise KeptError(f"nobody can tell here whether it is being written (no leases: {error})") from error
+
+
+def _sync(store: Store, entry: Entry, synced: set[Path]) -> None:
+    """Have the bytes on the disk, whoever put them: the index, durable, is there already."""
+    blob = store.index.blob(bytes.fromhex(entry.digest))
+    if blob is None:
+        raise BusyError(entry.name)
+    path = (
+        Path(store.objects.loose.path(blob.digest, blob.codec))
+        if blob.pack == LOOSE
+        else store.objects.packs.path(blob.pack)
+    )
+    for one in {path, path.parent} - synced:
+        try:
+            fd = os.open(one, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise BusyError(entry.name) from error  # it was moved to another pack just now
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    # A folder of loose objects has new names in it all the time.
+    synced |= {path} if blob.pack == LOOSE else {path, path.parent}
+
+
+def _verify(link: str, entry: Entry, check: Callable[[int], object]) -> None:
+    deadline = time.monotonic() + _MOUNT_SECONDS
+    while True:
+        try:
+            if _digest(link, check) == entry.digest:
+                return
+            problem = "it shows other bytes"
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            raise KeptError(f"it could not be read back through the mount, at {link}: {problem}")
+        time.sleep(0.1)
+
+
+def _digest(path: str, check: Callable[[int], object]) -> str:
+    hasher = blake3.blake3()
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(_PIECE):
+            hasher.update(piece)
+            check(len(piece))
+    return hasher.hexdigest()
+
+
+def _swap(file: Snapshot, link: str) -> None:
+    temporary = temporary_beside(file.path, SWAP)
+    os.symlink(link, temporary)
+    try:
+        # Tools ask a link itself, or what it leads to, when it was changed: both answer as the file did.
+        times = (file.status.st_atime_ns, file.status.st_mtime_ns)
+        os.utime(temporary, ns=times, follow_symlinks=False)
+        file.check()
+        exchange(temporary, file.path)
+        try:
+            # Only now: whoever was on the way to open the file for writing has it open, or waits for the lease.
+            # Accepted race: one that the kernel holds up between finding the file and opening it for longer than
+            # these lines take writes to a file that is gone, as it would had it been a moment slower than `rm`.
+            with lease(file.fd):
+                if not same(os.lstat(temporary), file.status) or is_wanted(file.fd):
+                    raise BusyError(file.path)
+        except BaseException:
+            exchange(temporary, file.path)
+            raise
+    except NoLeaseError as error:
+        raise BusyError(file.path) from error
+    finally:
+        # The link that was not needed, or the file that is in the store.
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def exchange(one: str, other: str) -> None:
+    """Give each of two names what the other had, in one step.
+
+    Raises:
+        BusyError: one of them is gone.
+        KeptError: the file system cannot do that.
+    """
+    call = getattr(_libc, "renameat2", None)
+    if call is not None and not call(
+        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
+    ):
+        return
+    error = errno.ENOSYS if call is None else ctypes.get_errno()
+    if error == errno.ENOENT:
+        raise BusyError(other)
+    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        raise KeptError("this file system cannot exchange two files in one step")
+    raise OSError(error, os.strerror(error), other)
+
+
+def relink(path: str, old: str, new: str) -> None:
+    """Have a link of ours lead elsewhere.
+
+    Raises:
+        BusyError: it is not that link any more.
+    """
+    temporary = temporary_beside(path, SWAP)
+    before = os.lstat(path)
+    os.symlink(new, temporary)
+    try:
+        os.utime(temporary, ns=(before.st_atime_ns, before.st_mtime_ns), follow_symlinks=False)
+        exchange(temporary, path)
+        if not os.path.islink(temporary) or os.readlink(temporary) != old:
+            exchange(temporary, path)
+            raise BusyError(path)
+    finally:
+        os.unlink(temporary)
+
+
+def temporary_beside(path: str, kind: str) -> str:
+    """A name in the same folder that tells whose it is and which file it is for."""
+    folder, name = os.path.split(path)
+    who = f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}"
+    return os.path.join(folder, f"{kind}{who}-{_mark(name)}")
+
+
+def _mark(name: str) -> str:
+    return hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
+
+
+def clean(store: Store, folder: Folder, leftover: str) -> None:
+    """Deal with a temporary file of a process that was killed; one whose process lives is left to it.
+
+    What was killed just behind the exchange left the file under the temporary name, and the link under its own. Its
+    bytes are in the store, or else (somebody wrote to it at that moment) it is put back.
+    """
+    place, name = os.path.split(leftover)
+    namespace, pid, started, mark = name.removeprefix(SWAP).removeprefix(PART).split("-")
+    if int(namespace) == pid_namespace() and is_running(int(pid), int(started)):
+        return
+    if not name.startswith(PART) and not os.path.islink(leftover):
+        digest = sources.digest_of(leftover)
+        owner = next((one for one in os.listdir(place) if _mark(one) == mark), None)
+        if owner is not None and not _is_kept(store, folder.name(os.path.join(place, owner)), digest):
+            exchange(leftover, os.path.join(place, owner))
+            if not os.path.islink(leftover):
+                return
+    with suppress(FileNotFoundError):
+        os.unlink(leftover)
+
+
+def _is_kept(store: Store, name: str, digest: str) -> bool:
+    entry = store.entry(name)
+    return entry is not None and entry.digest == digest

@@ -1,0 +1,323 @@
+"""A look at one path: what is there, what the store knows of it, and what has to be done for both to be the same.
+
+It does not matter what happened, or how often a path is looked at. What cannot be dealt with now (somebody writes to
+it, it was touched a moment ago) is handed back, to be looked at later. What concerns a single file is told and does not
+keep the others from being looked at; what concerns the store itself (a full disk) is raised.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+
+from castore.errors import CastoreError, FullError, NameConflictError, StoreError
+from castore.records import Entry
+from castore.watch import link_registry, replace, sources
+from castore.watch.add import Added, Adder, is_current
+from castore.watch.file_lease import BusyError, Snapshot
+from castore.watch.find_mount import Mount, NoMountError, find_mount
+from castore.watch.reports import Event, reason_of
+from castore.watch.task import Task
+
+#: Seconds until a file that somebody writes to is looked at again, if it settles in less.
+_BUSY_SECONDS = 0.1
+#: Files that are replaced at a time; each is open meanwhile.
+_BATCH_FILES = 100
+
+
+class Stopped(Exception):
+    """Whoever runs the watcher wants it to end."""
+
+
+class Stop:
+    """Whether to stop. Safe to set in a signal handler, which `threading.Event` is not: its lock is no re-entrant one,
+    and a handler that runs while the same thread is about to wait would wait for itself.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        """Say so."""
+        self._set = True
+
+    def is_set(self) -> bool:
+        """Whether somebody said so."""
+        return self._set
+
+
+class Looker:
+    """Looks at paths of one folder.
+
+    Args:
+        task: which folder, and what is done.
+        later: called with what is to be looked at again, and in how many seconds.
+        stop: once it is set, `Stopped` is raised from wherever things are.
+
+    Attributes:
+        touched: files whose content changed or went since the set was last emptied.
+        waits_for_mount: whether files are left as they are because the mount is gone.
+
+    Raises:
+        NoMountError: files are to be replaced, and there is no live mount that shows the names.
+    """
+
+    def __init__(self, task: Task, later: Callable[[str, float], object], stop: Stop) -> None:
+        self._store, self._folder, self._options, self._report, self._progress = task
+        self._later = later
+        self._stop = stop
+        self._seen = 0
+        self._conflicts: list[str] | None = []
+        self._to_replace: list[tuple[str, Entry]] = []
+        self.touched: set[str] = set()
+        self.waits_for_mount = False
+        replaces = self._options.replace
+        self._mount: Mount | None = find_mount(self._store, self._folder.prefix) if replaces else None
+        self._adder = Adder(self._store, self._options.codec, self._added, self._failed, self._piece)
+
+    @property
+    def _busy_seconds(self) -> float:
+        return max(self._options.settle, _BUSY_SECONDS)
+
+    def look_below(self, folder: str) -> None:
+        """`look` at every file below a folder."""
+
+        def skip(error: OSError) -> None:
+            self._failed(str(error.filename), error)
+
+        def leftover(path: str) -> None:
+            with suppress(BusyError, ValueError):  # ValueError: it only looks like one of ours
+                replace.clean(self._store, self._folder, path)
+
+        for path in self._folder.files(folder, skip, leftover):
+            self.look(path)
+        self.flush()
+
+    def look(self, path: str) -> None:
+        """Bring the entry of a path up to date, if a file or a link is there; named with the next `flush`."""
+        if self._stop.is_set():
+            raise Stopped
+        self._seen = 0
+        try:
+            found = os.lstat(path)
+            if stat.S_ISLNK(found.st_mode):
+                self._look_at_link(path)
+            elif stat.S_ISREG(found.st_mode):
+                self._look_at_file(path, found)
+            self._progress(max(0, found.st_size - self._seen))
+        except (FullError, StoreError):
+            raise
+        except (CastoreError, OSError, BusyError) as error:
+            if _is_gone(path):
+                self._later(path, 0)  # just now
+            else:
+                self._failed(path, error)
+
+    def _look_at_file(self, path: str, found: os.stat_result) -> None:
+        name = self._folder.name(path)
+        entry = self._store.entry(name)
+        if self._settles(path, found):
+            return
+        if not is_current(self._store, entry, path, found.st_size, found.st_mtime_ns):
+            self._adder.add(name, path, entry)
+        elif self._options.replace:
+            assert entry is not None, "what is current has an entry"
+            self._replace_soon(path, entry)
+        elif entry is not None and link_registry.target_of(entry) is not None:
+            link_registry.unbind(self._store, [entry])  # a tool has put a file in the place of the link
+
+    def _settles(self, path: str, found: os.stat_result) -> bool:
+        """Whether something happened to a file just now; if so, it is looked at later."""
+        # The change time too: a tool that sets permissions after a rename is not done before it has.
+        quiet = time.time() - max(found.st_mtime, found.st_ctime)
+        if not 0 <= quiet < self._options.settle:
+            return False
+        self._later(path, self._options.settle - quiet)
+        return True
+
+    def _look_at_link(self, path: str) -> None:
+        name, link = self._folder.name(path), os.readlink(path)
+        entry = link_registry.bound(self._store, self._folder.prefix, name, link)
+        if entry is not None:
+            self._look_at_ours(path, name, link, entry)
+            return
+        target = os.path.realpath(path)
+        if not self._folder.has(target):
+            self._look_at_copy(path, name, link)
+            return
+        try:
+            found = os.stat(target)
+        except OSError:
+            return  # it leads to nothing, or in a circle
+        if self._folder.counts(target) and stat.S_ISREG(found.st_mode) and not self._settles(path, found):
+            before = self._store.entry(name)
+            if not is_current(self._store, before, target, found.st_size, found.st_mtime_ns):
+                self._adder.add(name, target, before, through=path)
+
+    def _look_at_copy(self, path: str, name: str, link: str) -> None:
+        """A link to a file in the folder that is a link into a mount itself by now; any other leads outside."""
+        folder, last = os.path.split(os.path.join(os.path.dirname(path), link))
+        target = os.path.join(os.path.realpath(folder), last)
+        if not self._folder.has(target) or not os.path.islink(target):
+            return  # what lies outside is not ours to add
+        entry = link_registry.bound(
+            self._store, self._folder.prefix, self._folder.name(target), os.readlink(target)
+        )
+        before = self._store.entry(name)
+        if entry is not None and (before is None or before.digest != entry.digest):
+            source = {
+                "path": target,
+                "size": entry.size,
+                "mtime_ns": os.lstat(target).st_mtime_ns,
+                "through": path,
+            }
+            link_registry.copy(self._store, entry, name, source)
+            self._report(Event("added" if before is None else "changed", path, name, entry.size))
+
+    def _look_at_ours(self, path: str, name: str, link: str, entry: Entry) -> None:
+        """A link that stands for a file: see to it that its own entry is pinned, and that it leads somewhere."""
+        # Without a mount that could be asked: the same place in the mount that it led into.
+        wanted = link.removesuffix(self._folder.below(entry.name)) + self._folder.below(name)
+        if self._mount is not None and self._mount.path(name) != wanted and self._mount.is_live():
+            wanted = self._mount.path(name)
+        if (entry.name, link, entry.pinned) == (name, wanted, True):
+            return
+        found = os.lstat(path)
+        source = {"path": path, "size": entry.size, "mtime_ns": found.st_mtime_ns}
+        # Noted before it is turned, with both: should we be killed between, it is still known to be ours.
+        mode = entry.metadata["source"]["mode"]
+        binding = link_registry.Binding(entry._replace(name=name), source, wanted, mode, was=link)
+        if link_registry.bind(self._store, [binding]) == [None]:
+            raise CastoreError(
+                f"the bytes of {entry.name!r} are not in the store any more; the link leads to nothing"
+            )
+        if link != wanted:
+            replace.relink(path, link, wanted)
+            self._report(Event("relinked", path, name, entry.size))
+
+    def flush(self) -> None:
+        """Have everything named, and replaced, that was looked at."""
+        self._adder.flush()
+        self._replace()
+
+    def look_for_gone(self, entries: Iterable[Entry]) -> None:
+        """Let go of those entries whose file is gone: drop them with ``mirror``, else unpin those that had a link."""
+        for entry in entries:
+            if self._stop.is_set():
+                raise Stopped
+            source = entry.metadata.get("source")
+            if not isinstance(source, dict) or not self._folder.has(str(source.get("path"))):
+                continue
+            path = str(source.get("through", source["path"]))
+            if not _is_gone(path) or not self._folder.is_there():
+                continue
+            self.touched.add(path)
+            if self._options.mirror:
+                if sources.drop(self._store, entry):
+                    self._report(Event("dropped", path, entry.name, entry.size))
+            elif link_registry.target_of(entry) is not None:
+                link_registry.unbind(self._store, [entry])
+                self._report(Event("unpinned", path, entry.name, entry.size))
+
+    def _added(self, added: Added) -> None:
+        path, entry, before = added
+        if before is None or before.digest != entry.digest:
+            self._report(Event("added" if before is None else "changed", path, entry.name, entry.size))
+        if before is not None and before.digest != entry.digest:
+            self.touched.add(path)
+        if (
+            before is not None
+            and link_registry.target_of(before) is not None
+            and not link_registry.was_pinned(before)
+        ):
+            self._store.unpin(entry.name)  # it was the link's, and a tool has put a file in its place
+        if self._options.replace and self._folder.path(entry.name) == path:
+            self._replace_soon(path, entry)
+
+    def _replace_soon(self, path: str, entry: Entry) -> None:
+        if entry.size:  # a link takes more than an empty file
+            self._to_replace.append((path, entry))
+            if len(self._to_replace) >= _BATCH_FILES:
+                self._replace()
+
+    def _replace(self) -> None:
+        wanted, self._to_replace = self._to_replace, []
+        mount = self.live_mount() if wanted else None
+        if mount is None:
+            return
+        with ExitStack() as opened:
+            files = []
+            for path, entry in wanted:
+                try:
+                    file = opened.enter_context(Snapshot(path))
+                except (BusyError, OSError) as error:
+                    self._failed(path, error)
+                    continue
+                if is_current(self._store, entry, path, file.status.st_size, file.status.st_mtime_ns):
+                    files.append((file, entry))
+                else:
+                    self._later(path, self._busy_seconds)
+            replace.replace(self._store, mount, files, self._check, self._replaced)
+
+    def _replaced(self, file: Snapshot, entry: Entry, error: Exception | None) -> None:
+        if error is None:
+            self._report(Event("replaced", file.path, entry.name, entry.size))
+        elif isinstance(error, replace.KeptError):
+            self._report(Event("kept", file.path, entry.name, entry.size, str(error)))
+        else:
+            self._failed(file.path, error)
+
+    def live_mount(self) -> Mount | None:
+        """The mount that links lead into; None, told once, while there is none."""
+        if self._mount is None or not self._mount.is_live():
+            try:
+                self._mount = find_mount(self._store, self._folder.prefix)
+            except NoMountError as error:
+                if not self.waits_for_mount:
+                    self._report(Event("failed", reason=str(error)))
+                self.waits_for_mount = True
+                return None
+        self.waits_for_mount = False
+        return self._mount
+
+    def settle_conflicts(self) -> None:
+        """Look again at files whose name was a folder's, or whose folder's name was a file's, now that those may go."""
+        conflicts, self._conflicts = self._conflicts or [], None
+        for path in conflicts:
+            name = self._folder.name(path)
+            above = (self._store.entry(name[:end]) for end, letter in enumerate(name) if letter == "/")
+            self.look_for_gone(entry for entry in above if entry is not None)
+            self.look_for_gone(self._store.entries(name))
+            self.look(path)
+        self.flush()
+        self._conflicts = []
+
+    def _failed(self, path: str, error: Exception) -> None:
+        if isinstance(error, BusyError):
+            self._later(path, self._busy_seconds)
+        elif isinstance(error, NameConflictError) and self._options.mirror and self._conflicts is not None:
+            self._conflicts.append(path)
+        else:
+            self._report(Event("failed", path, reason=reason_of(error)))
+
+    def _check(self, size: int) -> None:
+        if self._stop.is_set():
+            raise Stopped
+
+    def _piece(self, size: int) -> None:
+        self._check(size)
+        self._seen += size
+        self._progress(size)
+
+
+def _is_gone(path: str) -> bool:
+    """Whether no file is there any more; a folder that cannot be looked into is no proof of that."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False

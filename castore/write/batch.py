@@ -1,0 +1,229 @@
+"""What stands between `Store.put` and the writer: checking arguments, cutting batches, saying what went wrong.
+
+Knows the store's defaults; reads and writes nothing itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from castore.errors import FullError, SerializationError, naming
+from castore.index.transaction import Write
+from castore.names import check_name
+from castore.objects.codecs import Buffer, check_codec
+from castore.records import Entry, Pointing
+from castore.serialize.serializers import check_serializer
+from castore.settings import Settings
+from castore.system.sql_errors import is_full
+from castore.units import parse_duration
+from castore.write.open_pack import Vanished
+from castore.write.prefixes import Prefixes
+from castore.write.staging import Staged
+from castore.write.writer import BlobWriter, open_source
+
+#: Bytes and blobs that `put_many` commits at a time.
+_BATCH_BYTES = 32 * 1024 * 1024
+_BATCH_BLOBS = 2000
+
+
+class _Changed(Exception):
+    """The name that a put depends on points elsewhere by now."""
+
+
+class Putter:
+    """Puts with a store's defaults.
+
+    Args:
+        writer: stages and commits.
+        settings: the defaults.
+        path: the store's folder, for messages.
+        prefixes: tells which names have a dictionary.
+    """
+
+    def __init__(self, writer: BlobWriter, settings: Settings, path: Path, prefixes: Prefixes) -> None:
+        self._writer = writer
+        self._settings = settings
+        self._path = path
+        self._dictionary = prefixes.dictionary
+
+    def pointing(
+        self, name: str, ttl: float | str | None, metadata: dict[str, Any] | None, pin: bool, serializer: str
+    ) -> Pointing:
+        """What a put says of its name, checked."""
+        check_name(name)
+        check_serializer(serializer)
+        seconds = self._seconds(ttl)
+        expires = None if seconds is None else time.time() + seconds
+        return Pointing(name, serializer, _metadata_text(metadata), expires, pin)
+
+    def plain_pointings(
+        self, items: Iterable[tuple[str, Buffer]], ttl: float | str | None
+    ) -> Iterator[tuple[Pointing, Buffer]]:
+        """`pointing` for many names, each with its bytes, of which nothing else is said."""
+        seconds = self._seconds(ttl)
+        for name, data in items:
+            expires = None if seconds is None else time.time() + seconds
+            yield Pointing(check_name(name), "bytes", None, expires, False), data
+
+    def _seconds(self, ttl: float | str | None) -> float | None:
+        return self._settings.ttl if ttl is None else parse_duration(ttl)
+
+    def codec(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
+        """Codec and level of a put, checked."""
+        if codec is None and level is None:
+            return self._settings.codec, self._settings.level
+        return check_codec(self._settings.codec if codec is None else codec, level)
+
+    def put(self, pointing: Pointing, data: Buffer, codec: str, level: int | None) -> Entry:
+        """See `Store.put`."""
+        plain = _plain(data)
+        return self._commit(lambda known: [(pointing, self._stage(pointing, plain, codec, level, known))])[0]
+
+    def _stage(self, pointing: Pointing, data: Buffer, codec: str, level: int | None, known: bool) -> Staged:
+        dictionary = self._dictionary(pointing.name)
+        return self._writer.stage(data, codec, level, known=known, dictionary=dictionary)
+
+    def put_file(
+        self,
+        pointing: Pointing,
+        path: str | os.PathLike[str],
+        codec: str,
+        level: int | None,
+        progress: Callable[[int], object] | None,
+    ) -> Entry:
+        """See `Store.put_file`."""
+        fd = open_source(path)
+
+        def stage(known: bool) -> list[tuple[Pointing, Staged]]:
+            dictionary = self._dictionary(pointing.name)
+            with naming(path):
+                staged = self._writer.stage_file(
+                    fd, codec, level, known=known, progress=progress, dictionary=dictionary
+                )
+            return [(pointing, staged)]
+
+        try:
+            return self._commit(stage)[0]
+        finally:
+            os.close(fd)
+
+    def put_many(
+        self, items: Iterable[tuple[Pointing, Buffer]], codec: str, level: int | None
+    ) -> list[Entry]:
+        """See `Store.put_many`."""
+        entries: list[Entry] = []
+        batch: list[tuple[Pointing, Buffer]] = []
+        size = 0
+        # A batch has to fit into the budget beside something else, or it would evict everything and still fail.
+        limit = min(_BATCH_BYTES, (self._settings.max_size or _BATCH_BYTES) // 2)
+        for pointing, data in items:
+            plain = _plain(data)
+            if batch and (size + len(plain) > limit or len(batch) >= _BATCH_BLOBS):
+                entries += self._put_batch(batch, codec, level)
+                batch, size = [], 0
+            if len(plain) > limit:
+                entries += self._put_batch([(pointing, plain)], codec, level)
+                continue
+            batch.append((pointing, unchanging(plain)))
+            size += len(plain)
+        return entries + self._put_batch(batch, codec, level) if batch else entries
+
+    def _put_batch(self, batch: list[tuple[Pointing, Buffer]], codec: str, level: int | None) -> list[Entry]:
+        def stage(known: bool) -> list[tuple[Pointing, Staged]]:
+            staged = self._writer.stage_many(
+                [(data, self._dictionary(pointing.name)) for pointing, data in batch],
+                codec,
+                level,
+                known=known,
+            )
+            return list(zip((pointing for pointing, _ in batch), staged, strict=True))
+
+        return self._commit(stage)
+
+    def put_if(
+        self,
+        expected: tuple[str, bytes | None],
+        items: Sequence[tuple[Pointing, Buffer]],
+        drop: Iterable[str],
+        codec: str,
+        level: int | None,
+    ) -> list[Entry] | None:
+        """See `Store.put_if`."""
+
+        def stage(known: bool) -> list[tuple[Pointing, Staged]]:
+            return [
+                (pointing, self._stage(pointing, _plain(data), codec, level, known))
+                for pointing, data in items
+            ]
+
+        def first(txn: Write) -> None:
+            name, digest = expected
+            if txn.current(name, time.time()) != digest:
+                raise _Changed
+            for name in drop:
+                txn.delete_entry(name)
+
+        try:
+            return self._commit(stage, first)
+        except _Changed:
+            return None
+
+    def _commit(
+        self,
+        stage: Callable[[bool], list[tuple[Pointing, Staged]]],
+        first: Callable[[Write], object] | None = None,
+    ) -> list[Entry]:
+        try:
+            try:
+                return self._writer.commit(stage(True), first)
+            except Vanished:
+                return self._writer.commit(stage(False), first)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise FullError(
+                f"the disk of {self._path} is full; free some space, or lower the budget:"
+                " `castore gc --max-size SIZE`"
+            ) from error
+
+
+def unchanging(data: Buffer) -> bytes:
+    """``data``, or a copy of it if it can be written to: callers fill one buffer anew for each item.
+
+    Raises:
+        SerializationError: it is no run of bytes.
+    """
+    return bytes(_plain(data))
+
+
+def _plain(data: Buffer) -> Buffer:
+    """``data`` as a run of bytes, whose length is its size."""
+    if isinstance(data, memoryview):
+        return data.cast("B") if data.c_contiguous and data.nbytes else data.tobytes()
+    if not isinstance(data, (bytes, bytearray)):
+        raise SerializationError(
+            f"put takes bytes, not {type(data).__name__}; `save` keeps objects, `put_file` files"
+        )
+    return data
+
+
+def _metadata_text(metadata: dict[str, Any] | None) -> str | None:
+    if not metadata:
+        return None
+    try:
+        if any(not isinstance(key, str) for key in metadata):
+            raise TypeError("its keys must be text")
+        text = json.dumps(metadata, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        text.encode()  # the index takes UTF-8 only
+    except UnicodeEncodeError as error:
+        raise SerializationError(
+            f"metadata must be JSON-like: {error.object[error.start]!r} cannot be written as UTF-8"
+        ) from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SerializationError(f"metadata must be JSON-like: {error}") from error
+    return text

@@ -1,0 +1,137 @@
+"""Which dictionary small blobs below a prefix are compressed with, for all processes of a store.
+
+One small file beside the dictionaries, replaced by a rename under the write lock; a word of the beacon tells the others.
+It concerns new blobs only: to read one, the number in its frame is enough. So a file, or a dictionary, that cannot be
+used makes puts go without, and nothing else; `castore doctor` tells.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from pathlib import Path
+
+from castore.errors import CorruptError, StoreError
+from castore.index.beacon import PREFIXES, Beacon
+from castore.names import check_prefix
+from castore.objects.dictionaries import Dictionaries, Dictionary
+from castore.system.temporary import create_temporary, open_regular, sync_folder
+
+_FILE = "prefixes.json"
+# Far more than anybody has prefixes for; what is longer is cut, and then no JSON.
+_MOST = 1 << 20
+_NUMBER = re.compile("[0-9a-f]{8}")
+
+
+class Prefixes:
+    """The prefixes that have a dictionary. Safe to share between threads and over forks.
+
+    Args:
+        dictionaries: of the store.
+        tmp: folder of files being written.
+        beacon: tells when another process changed something.
+        mode: permission bits of the file.
+    """
+
+    def __init__(self, dictionaries: Dictionaries, tmp: Path, beacon: Beacon, mode: int) -> None:
+        self._dictionaries = dictionaries
+        self.path = dictionaries.folder / _FILE
+        self._tmp = tmp
+        self._words = beacon.words
+        self._mode = mode
+        self._seen: int | None = None
+        self._numbers: dict[str, int] = {}
+
+    def dictionary(self, name: str) -> Dictionary | None:
+        """What a new blob of that name is compressed with; the longest prefix counts."""
+        if self._words[PREFIXES] != self._seen:
+            self._look()
+        numbers = self._numbers
+        if not numbers:
+            return None
+        part, number = name, numbers.get(name)
+        while number is None:
+            if not part:
+                return None
+            part = part.rpartition("/")[0]
+            number = numbers.get(part)
+        try:
+            return self._dictionaries.load(number)
+        except CorruptError as error:
+            numbers.pop(part, None)  # not asked for again until something changes
+            _warn(f"new blobs below {part!r} are compressed without their dictionary: {error}")
+            return None
+
+    def _look(self) -> None:
+        # The word comes first: a change in between is seen the next time.
+        seen = self._words[PREFIXES]
+        self._numbers, problem = self.read()
+        self._seen = seen
+        if problem is not None:
+            _warn(f"new blobs are compressed without dictionaries: {problem}")
+
+    def read(self) -> tuple[dict[str, int], str | None]:
+        """The numbers by prefix as the file has them now, and what is wrong with it, or None."""
+        try:
+            with open(open_regular(self.path), "rb") as file:
+                raw = json.loads(file.read(_MOST))
+            if not isinstance(raw, dict):
+                raise TypeError("it is no object")
+            return {check_prefix(prefix): _number(text) for prefix, text in raw.items()}, None
+        except FileNotFoundError:
+            return {}, None
+        except (ValueError, TypeError, RecursionError) as error:
+            return {}, f"{self.path} is damaged ({error})"
+
+    def set(self, prefix: str, number: int | None) -> bool:
+        """Have new blobs below a prefix compressed with a dictionary, or with none; the caller holds the write lock.
+
+        Returns:
+            Whether that changed anything.
+
+        Raises:
+            StoreError: the file is damaged.
+        """
+        numbers, damage = self.read()
+        if damage is not None:
+            raise StoreError(f"{damage}; `castore doctor` sets it aside")
+        before = numbers.pop(prefix, None)
+        if number is not None:
+            numbers[prefix] = number
+        if number == before:
+            return False
+        self._write(numbers)
+        return True
+
+    def _write(self, numbers: dict[str, int]) -> None:
+        text = json.dumps({prefix: f"{numbers[prefix]:08x}" for prefix in sorted(numbers)}, indent=2)
+        fd, temporary = create_temporary(self._tmp)
+        try:
+            with os.fdopen(fd, "w") as file:
+                os.fchmod(fd, self._mode)
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(fd)
+            temporary.rename(self.path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(self.path.parent)
+        self.tell()
+
+    def tell(self) -> None:
+        """Have every process look at the file again."""
+        self._words[PREFIXES] = (self._words[PREFIXES] + 1) % 2**64
+
+
+def _number(text: object) -> int:
+    if not isinstance(text, str) or not _NUMBER.fullmatch(text):
+        raise ValueError(f"{text!r} is no dictionary's number")
+    return int(text, 16)
+
+
+def _warn(what: str) -> None:
+    # A put is worth more than what a dictionary saves; but nobody is to find out by the size of his disk.
+    warnings.warn(f"{what}; `castore doctor` tells more", RuntimeWarning, stacklevel=6)

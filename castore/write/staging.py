@@ -1,0 +1,194 @@
+"""Bytes that are ready to be placed: known already, to go into a pack, or waiting in a file of their own.
+
+All that is left for them happens under the write lock, in `place`; none of them looks at names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from castore.index.transaction import Write
+from castore.objects.codecs import Buffer
+from castore.objects.dictionaries import Dictionary
+from castore.objects.directory import ObjectDirectory
+from castore.objects.packs import record
+from castore.records import HEAD_SIZE, LOST, Blob
+from castore.write.open_pack import OpenPack, Vanished
+
+
+class Staged(Protocol):
+    """Bytes that are ready to be placed: all that is left happens under the write lock."""
+
+    @property
+    def digest(self) -> bytes:
+        """Of the blob."""
+        ...
+
+    def place(self, txn: Write) -> tuple[Blob, bool]:
+        """Give the bytes their place and their row, unless the index knows them as good already.
+
+        Returns:
+            The blob, and whether its row is new.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Undo what is left over if `place` was not reached, or did not need the bytes."""
+        ...
+
+    @property
+    def stored(self) -> int:
+        """Bytes this will add to the store."""
+        ...
+
+
+class Known(NamedTuple):
+    """A blob whose bytes are in the store already."""
+
+    blob: Blob
+    stored: int = 0
+
+    @property
+    def digest(self) -> bytes:
+        """Of the blob."""
+        return self.blob.digest
+
+    def place(self, txn: Write) -> tuple[Blob, bool]:
+        """See `Staged`."""
+        known = txn.blob(self.blob.digest)
+        if known is None or known.pack == LOST:
+            raise Vanished
+        return known, False
+
+    def discard(self) -> None:
+        """Nothing is left over."""
+
+
+class Small:
+    """A blob that goes into this process's pack; with what it was, or could have been, compressed."""
+
+    __slots__ = ("_codec", "_dictionary", "_pack", "_record", "_size", "digest", "stored")
+
+    def __init__(
+        self,
+        pack: OpenPack,
+        digest: bytes,
+        size: int,
+        codec: str,
+        payload: Buffer,
+        dictionary: Dictionary | None,
+    ) -> None:
+        self._pack = pack
+        self._dictionary = dictionary
+        self._size = size
+        self._codec = codec
+        self._record = record(digest, size, codec, payload)
+        self.digest = digest
+        self.stored = len(payload)
+
+    def place(self, txn: Write) -> tuple[Blob, bool]:
+        """See `Staged`."""
+        digest = self.digest
+        # A new row is tried before one is looked for; but no pack is begun for bytes that may be known.
+        known = None if self._pack.is_begun else txn.blob(digest)
+        if known is not None and known.pack != LOST:
+            return known, False
+        while True:
+            placed = self.append(txn)
+            if txn.add_blob(placed):
+                return placed, True
+            known = txn.blob(digest)
+            if known is not None and known.pack != LOST:
+                self._pack.take_back()
+                return known, False
+            if known is not None and txn.move_blob(placed):
+                return placed, False
+            self.forget_pack()
+
+    def append(self, txn: Write) -> Blob:
+        """Have the bytes written to the pack before ``txn`` commits; returns what their row is to say.
+
+        Raises:
+            Vanished: the dictionary that they need has been removed since.
+        """
+        if self._dictionary is not None:
+            self._pack.see_dictionary(self._dictionary)
+        pack, position = self._pack.append(txn, self._record)
+        return Blob(self.digest, self._size, self.stored, self._codec, pack, position + HEAD_SIZE)
+
+    def forget_pack(self) -> None:
+        """Have the next one go into another pack: gc retired this one under us, and its file will go."""
+        self._pack.forget()
+
+    def discard(self) -> None:
+        """Nothing is left over."""
+
+
+class Large:
+    """A blob that is a file of its own, written to ``tmp/`` and waiting for its name."""
+
+    def __init__(
+        self, objects: ObjectDirectory, blob: Blob, temporary: Path, checksums: bytes | None
+    ) -> None:
+        self._objects = objects
+        self._blob = blob
+        self._temporary: Path | None = temporary
+        self._checksums = checksums
+        self.digest = blob.digest
+        self.stored = blob.stored
+
+    def place(self, txn: Write) -> tuple[Blob, bool]:
+        """See `Staged`."""
+        known = txn.blob(self.digest)
+        if known is None:
+            txn.add_blob(self._blob, self._checksums)
+        elif known.pack == LOST:
+            txn.move_blob(self._blob, self._checksums)
+        else:
+            return known, False
+        assert self._temporary is not None
+        self._objects.loose.publish(
+            self._temporary, self._blob.digest, self._blob.codec, durable=self._objects.durable
+        )
+        self._temporary = None
+        return self._blob, known is None
+
+    def discard(self) -> None:
+        """Remove the temporary file, unless it has its name."""
+        if self._temporary is not None:
+            self._temporary.unlink(missing_ok=True)
+            self._temporary = None
+
+
+def place_all(items: Sequence[Staged], txn: Write) -> list[tuple[Blob, bool]]:
+    """`place` for each of many; what goes into a pack is looked up and recorded all at once."""
+    small: dict[bytes, Small] = {}
+    for item in items:
+        if isinstance(item, Small):
+            small.setdefault(item.digest, item)  # the first brings the row: no name can point at it yet
+    known = txn.blobs(small)
+    added = _add([item for digest, item in small.items() if digest not in known], txn)
+    placed = []
+    for item in items:
+        digest = item.digest
+        blob = added.get(digest)
+        if blob is not None:
+            placed.append((blob, small[digest] is item))
+        elif (blob := known.get(digest)) is not None and blob.pack != LOST:
+            placed.append((blob, False))
+        else:
+            placed.append(item.place(txn))
+    return placed
+
+
+def _add(items: Sequence[Small], txn: Write) -> dict[bytes, Blob]:
+    """Append and record what nobody knows yet."""
+    while items:
+        blobs = [item.append(txn) for item in items]
+        if all(txn.has_pack(pack) for pack in {blob.pack for blob in blobs}):
+            txn.add_blobs(blobs)
+            return {blob.digest: blob for blob in blobs}
+        items[0].forget_pack()
+    return {}

@@ -1,0 +1,327 @@
+"""How bytes become a blob and a name: hash, look, compress, place, point.
+
+The order is what makes a put whole or absent. Everything slow (hashing, compressing, writing a temporary file)
+happens before the write lock is taken; under the lock the bytes get their final place, the rows are written, and the
+commit makes both visible together. If the process dies anywhere before the commit, what it leaves is a temporary
+file, dead bytes at the end of a pack, or an object no row means: gc removes all three.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, compress
+from pathlib import Path
+from typing import Protocol
+
+import blake3
+
+from castore.errors import FullError, InvalidValueError, TooLargeError, naming
+from castore.index.database import Index
+from castore.index.transaction import Write
+from castore.objects.codecs import FRAME_SIZE, Buffer
+from castore.objects.dictionaries import Dictionary
+from castore.objects.directory import ObjectDirectory
+from castore.objects.encode import (
+    Encoded,
+    HashingFrames,
+    begin_encoding,
+    choose_codec,
+    encode,
+    encode_one,
+    encode_small,
+    hash_file,
+    slices,
+)
+from castore.objects.packs import PACK_LIMIT
+from castore.records import LOOSE, LOST, Blob, Entry, Pointing
+from castore.units import format_size
+from castore.write.open_pack import OpenPack
+from castore.write.staging import (
+    Known,
+    Large,
+    Small,
+    Staged,
+    place_all,
+)
+
+#: Blobs larger than this are looked up before they are compressed.
+_LOOK_FIRST = 4096
+# Seconds between two looks whether a dictionary that is used is still there.
+_DICTIONARY_SECONDS = 1.0
+
+_Encoding = Callable[[Callable[[bytes], object]], Encoded]
+
+
+class MakeRoom(Protocol):
+    """Evicts until ``need`` more stored bytes fit under ``max_size``."""
+
+    def __call__(self, need: int) -> None:
+        """Raises FullError if that cannot be done."""
+        ...
+
+
+class BlobWriter:
+    """Puts blobs and names into a store.
+
+    Args:
+        index: rows.
+        objects: bytes.
+        max_size: budget in stored bytes, or None.
+        make_room: called when a put would pass the budget.
+    """
+
+    def __init__(
+        self, index: Index, objects: ObjectDirectory, max_size: int | None, make_room: MakeRoom
+    ) -> None:
+        self._index = index
+        self._objects = objects
+        self._max_size = max_size
+        self._make_room = make_room
+        #: This process's open pack.
+        self.pack = OpenPack(index, objects)
+
+    def close(self) -> None:
+        """Close the open pack."""
+        self.pack.close()
+
+    # Staging
+
+    def stage(
+        self,
+        data: Buffer,
+        codec: str,
+        level: int | None,
+        *,
+        known: bool = True,
+        dictionary: Dictionary | None = None,
+    ) -> Staged:
+        """Hash, look the blob up, and compress it if it is new.
+
+        Args:
+            known: False compresses without looking, for a blob that was seen to vanish.
+            dictionary: for blobs that are small enough.
+        """
+        digest = blake3.blake3(data).digest()
+        size = len(data)
+        # Compressing so little costs no more than the look-up, which is then left to the write transaction.
+        if size > _LOOK_FIRST and known and (found := self._known(digest)) is not None:
+            return found
+        if size <= FRAME_SIZE:
+            return self._one_frame(digest, size, *encode_small(data, codec, level, dictionary), dictionary)
+        view = memoryview(data)
+        used = choose_codec(codec, size, lambda at, length: view[at : at + length])
+        return self._large(digest, size, used, partial(encode, slices(data), size, used, level))
+
+    def _one_frame(
+        self, digest: bytes, size: int, used: str, payload: Buffer, dictionary: Dictionary | None = None
+    ) -> Staged:
+        if len(payload) <= PACK_LIMIT:
+            return Small(self.pack, digest, size, used, payload, dictionary)
+        return self._large(digest, size, used, partial(encode_one, bytes(payload), size, used))
+
+    def _large(self, digest: bytes, size: int, used: str, encoding: _Encoding) -> Large:
+        encoded, temporary = self._write_temporary(encoding)
+        blob = Blob(digest, size, encoded.stored, used, LOOSE, 0)
+        return Large(self._objects, blob, temporary, encoded.checksums)
+
+    def stage_many(
+        self,
+        values: Sequence[tuple[Buffer, Dictionary | None]],
+        codec: str,
+        level: int | None,
+        *,
+        known: bool = True,
+    ) -> list[Staged]:
+        """`stage` for each of many, with the dictionary that it may be compressed with, on all cores."""
+        is_quick = [0 < len(data) <= _LOOK_FIRST for data, _ in values]
+        quick = list(compress(values, is_quick))
+        staged: list[Staged] = []
+        for count, encoded in begin_encoding(quick, codec, level):
+            piece = quick[len(staged) : len(staged) + count]
+            # Other threads compress while this one hashes, and makes records of what is compressed.
+            digests = [blake3.blake3(data).digest() for data, _ in piece]
+            staged += [
+                self._one_frame(digest, len(data), *frame, dictionary)
+                for (data, dictionary), digest, frame in zip(piece, digests, encoded(), strict=True)
+            ]
+        if len(quick) == len(values):
+            return staged
+        small = iter(staged)
+        others = [value for value, quickly in zip(values, is_quick, strict=True) if not quickly]
+        other = iter(self._stage_others(others, codec, level, known))
+        return [next(small if quickly else other) for quickly in is_quick]
+
+    def _stage_others(
+        self, values: Sequence[tuple[Buffer, Dictionary | None]], codec: str, level: int | None, known: bool
+    ) -> list[Staged]:
+        """The same for those that are looked up before they are compressed, or are empty."""
+        staged: dict[int, Staged] = {}
+        frames: dict[int, bytes] = {}
+        for at, (data, _) in enumerate(values):
+            if 0 < len(data) <= FRAME_SIZE:
+                digest = blake3.blake3(data).digest()
+                if known and (found := self._known(digest)) is not None:
+                    staged[at] = found
+                else:
+                    frames[at] = digest
+        begun = begin_encoding([values[at] for at in frames], codec, level)
+        encoded = chain.from_iterable(wait() for _, wait in begun)
+        try:
+            for at, (data, dictionary) in enumerate(values):
+                if at in frames:
+                    staged[at] = self._one_frame(frames[at], len(data), *next(encoded), dictionary)
+                elif at not in staged:
+                    staged[at] = self.stage(data, codec, level, known=known, dictionary=dictionary)
+        except BaseException:
+            for item in staged.values():
+                item.discard()
+            raise
+        return [staged[at] for at in range(len(values))]
+
+    def _known(self, digest: bytes) -> Known | None:
+        blob = self._index.blob(digest)
+        return None if blob is None or blob.pack == LOST else Known(blob)
+
+    def stage_file(
+        self,
+        fd: int,
+        codec: str,
+        level: int | None,
+        *,
+        known: bool = True,
+        progress: Callable[[int], object] | None = None,
+        dictionary: Dictionary | None = None,
+    ) -> Staged:
+        """The same for an open file of any size, in constant memory."""
+        size = os.fstat(fd).st_size
+        if size <= 4 * FRAME_SIZE:
+            return self.stage(os.pread(fd, size + 1, 0), codec, level, known=known, dictionary=dictionary)
+        if known and self._index.has_loose_of_size(size):
+            # Some blob of this size is here: reading twice costs less than compressing what may be known.
+            digest, size = hash_file(fd)
+            if (found := self._known(digest)) is not None:
+                return found
+        used = choose_codec(codec, size, lambda at, length: os.pread(fd, length, at))
+        frames = HashingFrames(fd, progress)
+        encoded, temporary = self._write_temporary(partial(encode, frames, size, used, level))
+        if frames.size != size:
+            temporary.unlink()
+            raise InvalidValueError(
+                f"the file changed while it was read ({size} bytes became {frames.size});"
+                " put it again when nobody writes to it"
+            )
+        blob = Blob(frames.digest, size, encoded.stored, used, LOOSE, 0)
+        return Large(self._objects, blob, temporary, encoded.checksums)
+
+    def _write_temporary(self, encoding: _Encoding) -> tuple[Encoded, Path]:
+        self._index.see_writable()
+        fd, temporary = self._objects.loose.create()
+        try:
+            try:
+                encoded = encoding(lambda piece: _write_all(fd, piece, temporary))
+                self._objects.loose.seal(fd, durable=self._objects.durable)
+            finally:
+                os.close(fd)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return encoded, temporary
+
+    # Committing
+
+    def commit(
+        self, staged: Sequence[tuple[Pointing, Staged]], first: Callable[[Write], object] | None = None
+    ) -> list[Entry]:
+        """Place and name everything in one transaction.
+
+        Args:
+            first: done in the transaction before anything else; what it raises takes all back.
+
+        Raises:
+            TooLargeError: one blob alone passes the budget.
+            FullError: what is pinned leaves no room, or the disk is full.
+            Vanished: a known blob is not there any more; stage again with ``known=False``.
+        """
+        try:
+            if self._max_size is not None:
+                self._check_budget(staged, self._max_size)
+            return self._index.transact(partial(_place, staged, time.time(), first))
+        finally:
+            for _, item in staged:
+                item.discard()
+
+    def _check_budget(self, staged: Sequence[tuple[Pointing, Staged]], most: int) -> None:
+        for pointing, item in staged:
+            if item.stored > most:
+                raise TooLargeError(
+                    f"{pointing.name!r} takes {format_size(item.stored)}, more than the whole store may hold"
+                    f" ({format_size(most)}); raise it with `castore init --max-size`"
+                )
+        need = sum(item.stored for _, item in staged)
+        if need and self._index.totals().stored + need > most:
+            self._make_room(need)
+
+
+def _place(
+    staged: Sequence[tuple[Pointing, Staged]],
+    now: float,
+    first: Callable[[Write], object] | None,
+    txn: Write,
+) -> list[Entry]:
+    if first is not None:
+        first(txn)
+    if not staged:
+        return []
+    if len(staged) == 1:
+        [(pointing, item)] = staged
+        blob, added = item.place(txn)
+        return [_entry(pointing, blob, now, *txn.set_entry(pointing, blob, now, added=added))]
+    pointings = [pointing for pointing, _ in staged]
+    placed = place_all([item for _, item in staged], txn)
+    said = txn.set_entries(pointings, placed, now)
+    return [
+        _entry(pointing, blob, now, created, pinned)
+        for pointing, (blob, _), (created, pinned) in zip(pointings, placed, said, strict=True)
+    ]
+
+
+def _entry(pointing: Pointing, blob: Blob, now: float, created: float, pinned: bool) -> Entry:
+    name, serializer, metadata, expires, _ = pointing
+    decoded = json.loads(metadata) if metadata else {}
+    digest = blob.digest.hex()
+    return Entry(
+        name, digest, blob.size, blob.stored, blob.codec, created, expires, now, serializer, decoded, pinned
+    )
+
+
+def _write_all(fd: int, data: Buffer, path: Path) -> None:
+    view = memoryview(data)
+    with naming(path):
+        while view:
+            view = view[os.write(fd, view) :]
+
+
+def open_source(path: str | os.PathLike[str]) -> int:
+    """Open a file to be put.
+
+    Raises:
+        InvalidValueError: it is a folder, a pipe or a device, whose bytes have no end or no order.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise InvalidValueError(f"{os.fspath(path)} is not a regular file; `castore add` takes folders")
+    return fd
+
+
+def full(need: int, max_size: int) -> FullError:
+    """The error for a budget that what is pinned leaves too small."""
+    return FullError(
+        f"no room for {format_size(need)} within {format_size(max_size)}: the rest is pinned;"
+        " unpin something or raise the budget with `castore init --max-size`"
+    )

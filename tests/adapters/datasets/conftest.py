@@ -1,0 +1,49 @@
+"""Fixtures of the tests on datasets: a cache of the library's own that nobody else uses, and real text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import pytest
+
+from castore import Store
+from castore.adapters.datasets import DatasetCache, wait
+from tests.adapters.datasets.recipes import here, place  # noqa: F401 - fixtures of several files
+
+
+@pytest.fixture(autouse=True)
+def _own_hugging_face_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hugging face")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hugging face"))  # for children
+    was = datasets.utils.is_progress_bar_enabled()
+    datasets.utils.disable_progress_bars()
+    yield
+    wait()  # what a test left on its way belongs to it
+    if was:
+        datasets.utils.enable_progress_bars()
+
+
+@pytest.fixture(scope="session")
+def sources() -> dict[str, list[object]]:
+    """Some hundred files of the standard library, as columns."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    return {
+        "text": [path.read_text(encoding="utf-8", errors="replace") for path in files],
+        "name": [path.name for path in files],
+        "number": list(range(len(files))),
+    }
+
+
+@pytest.fixture
+def texts(sources: dict[str, list[object]]) -> datasets.Dataset:
+    """The same as a dataset in memory."""
+    return datasets.Dataset.from_dict(sources)
+
+
+@pytest.fixture
+def cache(store: Store) -> DatasetCache:
+    """Datasets by name, in an empty store."""
+    return DatasetCache(store)

@@ -1,0 +1,459 @@
+"""cached_map and cached_filter: results as those of datasets, run once for what they depend on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import PIL.Image
+import pytest
+
+from castore import Store
+from castore.adapters.datasets import CacheWarning, cached_filter, cached_map, wait
+from castore.adapters.datasets.background import background
+from castore.errors import InvalidValueError, UnhashableError
+from tests.helpers import flip, payload
+
+#: What the functions below have done, in this process.
+runs: list[str] = []
+
+
+class Ran:
+    """Notes that a function ran, without counting for what it computes."""
+
+    def __castore_key__(self) -> str:
+        return "Ran"
+
+    def __call__(self) -> None:
+        runs.append("ran")
+
+
+ran = Ran()
+
+
+def size(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"size": len(sample["text"])}
+
+
+def size_of_batch(batch: dict[str, list[Any]], extra: int = 0) -> dict[str, list[Any]]:
+    ran()
+    return {"size": [len(text) + extra for text in batch["text"]]}
+
+
+def is_long(sample: dict[str, Any]) -> bool:
+    ran()
+    return len(sample["text"]) > 10_000
+
+
+@pytest.fixture(autouse=True)
+def _count_anew() -> None:
+    runs.clear()
+
+
+def again(make: Callable[[], datasets.Dataset]) -> bool:
+    """Whether a call has to run anything."""
+    wait()
+    before = len(runs)
+    make()
+    return len(runs) > before
+
+
+def test_a_result_is_that_of_datasets_and_runs_once(store: Store, texts: datasets.Dataset) -> None:
+    first = cached_map(texts, size, store=store)
+    assert first[:] == texts.map(size)[:]
+    wait()
+    before = len(runs)
+    second = cached_map(texts, size, store=store)
+    assert second[:] == first[:]
+    assert second._fingerprint == first._fingerprint
+    assert second.features == first.features
+    assert len(runs) == before
+
+
+def test_a_filter_is_that_of_datasets_and_runs_once(store: Store, texts: datasets.Dataset) -> None:
+    first = cached_filter(texts, is_long, store=store)
+    assert first[:] == texts.filter(is_long)[:]
+    assert 0 < len(first) < len(texts)
+    assert not again(lambda: cached_filter(texts, is_long, store=store))
+    assert cached_filter(texts, is_long, store=store)[:] == first[:]
+
+
+def test_what_is_on_its_way_to_the_store_is_a_hit(store: Store, texts: datasets.Dataset) -> None:
+    cached_map(texts, size, store=store)
+    before = len(runs)
+    cached_map(texts, size, store=store)
+    assert len(runs) == before
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"num_proc": 2}, {"writer_batch_size": 7}, {"batch_size": 3}, {"desc": "x"}, {"keep_in_memory": True},
+        {"load_from_cache_file": True}, {"batched": False}, {"remove_columns": None}, {"fn_kwargs": {}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_change_the_result_does_not_count(
+    other: dict[str, Any], store: Store, texts: datasets.Dataset
+) -> None:
+    cached_map(texts, size, store=store)
+    assert not again(lambda: cached_map(texts, size, store=store, **other))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"remove_columns": ["name"]}, {"fn_kwargs": {"extra": 1}}, {"batch_size": 3},
+        {"batch_size": 50, "drop_last_batch": True},
+        {"features": datasets.Features({
+            "text": datasets.Value("string"), "name": datasets.Value("string"), "number": datasets.Value("int64"),
+            "size": datasets.Value("int32"),
+        })},
+    ],
+    ids=lambda other: next(iter(other)),
+)  # fmt: skip
+def test_what_can_change_the_result_counts(
+    other: dict[str, Any], store: Store, texts: datasets.Dataset
+) -> None:
+    cached_map(texts, size_of_batch, store=store, batched=True)
+    made = []
+    assert again(lambda: made.append(cached_map(texts, size_of_batch, store=store, batched=True, **other)))
+    plain = texts.map(size_of_batch, batched=True, **other)
+    assert made[0][:] == plain[:]
+    assert made[0].features == plain.features
+
+
+def test_running_it_anew_can_be_asked_for(store: Store, texts: datasets.Dataset) -> None:
+    cached_map(texts, size, store=store)
+    assert again(lambda: cached_map(texts, size, store=store, load_from_cache_file=False))
+
+
+_INPUTS: dict[str, Callable[[datasets.Dataset], datasets.Dataset]] = {
+    "other rows": lambda data: data.select(range(10)),
+    "another order": lambda data: data.shuffle(seed=1),
+    "one value": lambda data: data.map(lambda s: {"text": s["text"] + ("x" if s["number"] == 50 else "")}),
+    "another format": lambda data: data.with_format("numpy"),
+    "another name": lambda data: data.rename_column("number", "n"),
+    "another type": lambda data: data.cast_column("number", datasets.Value("int32")),
+}
+
+
+@pytest.mark.parametrize("change", _INPUTS)
+def test_another_input_is_another_result(change: str, store: Store, texts: datasets.Dataset) -> None:
+    cached_map(texts, size, store=store)
+    assert again(lambda: cached_map(_INPUTS[change](texts), size, store=store))
+
+
+_SAME: dict[str, Callable[[datasets.Dataset, Path], datasets.Dataset]] = {
+    "made again": lambda data, _: datasets.Dataset.from_dict(data[:]),
+    "cut elsewhere": lambda data, _: datasets.concatenate_datasets(
+        [data.select(range(30)), data.select(range(30, len(data)))]
+    ),
+    "formatted and back": lambda data, _: data.with_format("torch").with_format(None),
+}
+
+
+@pytest.mark.parametrize("way", _SAME)
+def test_the_same_rows_are_the_same_input(
+    way: str, store: Store, texts: datasets.Dataset, tmp_path: Path
+) -> None:
+    cached_map(texts, size, store=store)
+    assert not again(lambda: cached_map(_SAME[way](texts, tmp_path), size, store=store))
+
+
+def test_a_file_that_changed_is_another_input(store: Store, tmp_path: Path) -> None:
+    for content in ("one\ntwo\n", "one\ntoo\n"):
+        (tmp_path / "lines.txt").write_text(content)
+        loaded = datasets.load_dataset("text", data_files=str(tmp_path / "lines.txt"), split="train")
+        assert again(lambda: cached_map(loaded, size, store=store))  # noqa: B023
+        assert not again(lambda: cached_map(loaded, size, store=store))  # noqa: B023
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_images_that_rows_name_are_a_part_of_the_input(nested: bool, store: Store, tmp_path: Path) -> None:
+    image = tmp_path / "one.png"
+    features = datasets.Features({"image": datasets.List(datasets.Image()) if nested else datasets.Image()})
+
+    def pixel(sample: dict[str, Any]) -> dict[str, Any]:
+        ran()
+        shown = sample["image"][0] if nested else sample["image"]
+        return {"pixel": list(shown.getpixel((0, 0)))}
+
+    for side, color in ((8, [255, 0, 0]), (16, [0, 0, 255])):
+        PIL.Image.new("RGB", (side, side), tuple(color)).save(image)
+        named = [str(image)] if nested else str(image)
+        pictures = datasets.Dataset.from_dict({"image": [named]}, features=features)
+        assert cached_map(pictures, pixel, store=store)["pixel"][0] == color
+        wait()
+        before = len(runs)
+        assert cached_map(pictures, pixel, store=store)["pixel"][0] == color
+        assert len(runs) == before
+
+
+def numbered(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"number": 1}
+
+
+def corner(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"pixel": list(sample["image"].getpixel((0, 0)))}
+
+
+def pictures(folder: Path, color: tuple[int, ...]) -> datasets.Dataset:
+    PIL.Image.new("RGB", (8, 8), color).save(folder / "one.png")
+    features = datasets.Features({"image": datasets.Image()})
+    return datasets.Dataset.from_dict({"image": [str(folder / "one.png")]}, features=features)
+
+
+def test_an_image_that_changes_between_two_steps_is_another_input_of_the_second(
+    store: Store, tmp_path: Path
+) -> None:
+    first = cached_map(pictures(tmp_path, (255, 0, 0)), numbered, store=store)
+    wait()
+    assert cached_map(first, corner, store=store, remove_columns="image")["pixel"][0] == [255, 0, 0]
+    pictures(tmp_path, (0, 0, 255))
+    assert cached_map(first, corner, store=store, remove_columns="image")["pixel"][0] == [0, 0, 255]
+    assert not again(lambda: cached_map(first, corner, store=store, remove_columns="image"))
+
+
+def test_an_image_that_changes_before_it_is_stored_is_not_stored_as_the_old_one(
+    store: Store, tmp_path: Path
+) -> None:
+    cached_map(pictures(tmp_path, (0, 0, 0)), corner, store=store, remove_columns="image")
+    wait()
+    pool, go_on = background._pool, threading.Event()
+    assert pool is not None
+    pool.submit(go_on.wait)  # ahead of what comes now
+    source = pictures(tmp_path, (255, 0, 0))
+    old = (tmp_path / "one.png").stat()
+    cached_map(source, numbered, store=store)
+    pictures(tmp_path, (0, 0, 255))
+    go_on.set()
+    with pytest.warns(
+        CacheWarning, match="files that its rows name have changed meanwhile; run the step again"
+    ):
+        wait()
+    pictures(tmp_path, (255, 0, 0))
+    os.utime(tmp_path / "one.png", ns=(old.st_atime_ns, old.st_mtime_ns))
+    assert cached_map(cached_map(source, numbered, store=store), corner, store=store, remove_columns="image")[
+        "pixel"
+    ][0] == [255, 0, 0]
+
+
+def test_chains_over_images_are_hits_whether_their_files_or_their_bytes_are_at_hand(
+    store: Store, tmp_path: Path
+) -> None:
+    source = pictures(tmp_path, (1, 2, 3))
+
+    def chain() -> datasets.Dataset:
+        return cached_map(
+            cached_map(source, numbered, store=store), corner, store=store, remove_columns="image"
+        )
+
+    chain()
+    assert not again(chain)  # the files' bytes, from the store, as a later process finds them
+    (tmp_path / "one.png").touch()
+    assert again(chain)
+
+
+def test_chains_are_hits_from_their_first_link(store: Store, texts: datasets.Dataset) -> None:
+    def chain() -> datasets.Dataset:
+        return cached_filter(cached_map(texts, size, store=store), is_long, store=store)
+
+    first = chain()
+    assert not again(chain)
+    assert chain()[:] == first[:]
+
+
+def test_splits_are_cached_one_by_one(store: Store, texts: datasets.Dataset) -> None:
+    both = datasets.DatasetDict({"train": texts, "test": texts.select(range(5))})
+    result = cached_map(both, size, store=store)
+    assert isinstance(result, datasets.DatasetDict)
+    assert result["test"][:] == texts.select(range(5)).map(size)[:]
+    assert not again(lambda: cached_map(texts.select(range(5)), size, store=store))
+
+
+_PROGRAM = """
+import sys, datasets
+sys.path.insert(0, sys.argv[2])
+import steps
+from castore import Store
+from castore.adapters.datasets import cached_map, wait
+datasets.disable_progress_bars()
+texts = datasets.Dataset.from_dict({"text": ["a", "bb", "ccc"]})
+result = cached_map(cached_map(texts, steps.first, store=Store(sys.argv[1])), steps.second, store=Store(sys.argv[1]))
+print(len(steps.runs), result["n"][:], result._fingerprint)
+"""
+_STEPS = """
+from inner import measure
+import logging, threading
+runs, lock, log = [], threading.Lock(), logging.getLogger("steps")
+class Noted:
+    def __castore_key__(self): return "noted"
+    def append(self, x): runs.append(x)
+noted = Noted()
+def first(sample):
+    with lock: noted.append(1)
+    return {"n": measure(sample["text"])}
+def second(sample):
+    noted.append(2)
+    return {"n": sample["n"] + 1}
+"""
+
+
+def _run(store: Store, folder: Path, seed: str) -> list[str]:
+    import os
+
+    (folder / "program.py").write_text(_PROGRAM)
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, str(folder / "program.py"), str(store.path), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split(maxsplit=1)
+
+
+def test_editing_an_imported_function_is_noticed_in_another_process(store: Store, tmp_path: Path) -> None:
+    """datasets' issue 3297: dill pickles what a module holds by its name alone."""
+    (tmp_path / "steps.py").write_text(_STEPS)
+    (tmp_path / "inner.py").write_text("def measure(text): return len(text)\n")
+    runs, told = _run(store, tmp_path, "1")
+    assert runs == "6"
+    assert told.startswith("[2, 3, 4]")
+    assert _run(store, tmp_path, "77") == ["0", told]
+    (tmp_path / "inner.py").write_text("def measure(text): return len(text) * 10\n")
+    runs, other = _run(store, tmp_path, "1")
+    assert runs == "6"
+    assert other.startswith("[11, 21, 31]")
+
+
+def test_a_program_that_ends_at_once_has_stored_its_results(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(_STEPS)
+    (tmp_path / "inner.py").write_text("def measure(text): return len(text)\n")
+    _run(store, tmp_path, "1")
+    assert sum(entry.name.endswith("state.json") for entry in store.entries("steps")) == 2
+    assert not [path for path in (store.path / "work").iterdir() if path.is_dir()]
+
+
+def test_storing_does_not_delay_whoever_goes_on(
+    store: Store, texts: datasets.Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is blocked; the next step has its input all the same."""
+    with store.index.write():  # nobody else can commit
+        first = cached_map(texts, size, store=store)
+        assert first[:3]["size"] == [len(text) for text in texts[:3]["text"]]
+        second = first.map(lambda sample: {"twice": 2 * sample["size"]})
+        assert len(second) == len(texts)
+    wait()
+    assert not again(lambda: cached_map(texts, size, store=store))
+
+
+def test_what_cannot_be_hashed_is_an_error_and_a_fingerprint_helps(
+    store: Store, texts: datasets.Dataset
+) -> None:
+    handle = threading.Thread(target=print)
+    stream = iter([1])
+
+    def function(sample: dict[str, Any]) -> dict[str, Any]:
+        ran()
+        return {"n": str((handle, stream))}
+
+    def unhashable(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"n": sqlite.total_changes}
+
+    import sqlite3
+
+    sqlite = sqlite3.connect(":memory:")
+    with pytest.raises(UnhashableError, match=r"closure 'sqlite'.*fingerprint="):
+        cached_map(texts, unhashable, store=store)
+    first = cached_map(texts, unhashable, store=store, fingerprint="v1")
+    assert set(first["n"]) == {0}
+    wait()
+    assert cached_map(texts, unhashable, store=store, fingerprint="v1")._fingerprint == first._fingerprint
+    assert cached_map(texts, unhashable, store=store, fingerprint="v2")._fingerprint != first._fingerprint
+    sqlite.close()
+
+
+def test_a_function_that_fails_is_not_cached(store: Store, texts: datasets.Dataset) -> None:
+    def fails(sample: dict[str, Any]) -> dict[str, Any]:
+        raise RuntimeError("no")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no"):
+            cached_map(texts, fails, store=store)
+    assert not list(store.entries("steps"))
+    assert not list((store.path / "work").rglob("*.arrow"))
+
+
+def test_a_damaged_result_runs_again_and_says_so(store: Store, texts: datasets.Dataset) -> None:
+    first = cached_map(texts, size, store=store)
+    wait()
+    name = next(entry.name for entry in store.entries("steps") if entry.name.endswith(".arrow"))
+    path, offset, length = payload(store, name)
+    flip(path, offset + length // 2)
+    with pytest.warns(CacheWarning, match="damaged and runs again"):
+        second = cached_map(texts, size, store=store)
+    assert second[:] == first[:]
+    assert not again(lambda: cached_map(texts, size, store=store))
+
+
+def test_what_cannot_be_stored_is_said_and_the_result_is_good(
+    tmp_path: Path, texts: datasets.Dataset
+) -> None:
+    store = Store(tmp_path / "small", max_size=50_000)
+    result = cached_map(texts, size, store=store)
+    with pytest.warns(CacheWarning, match="was not kept"):
+        wait()
+    assert result[:] == texts.map(size)[:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wait()  # said once
+
+
+def test_an_empty_dataset_is_as_datasets_has_it(store: Store, texts: datasets.Dataset) -> None:
+    none = texts.select([])
+    was = none._fingerprint
+    for _ in range(2):
+        result = cached_map(none, size, store=store, remove_columns=["name"])
+        assert result.column_names == none.map(size, remove_columns=["name"]).column_names
+        wait()
+    assert none._fingerprint == was
+
+
+def test_rows_of_extension_types_are_an_input_like_any_other(store: Store) -> None:
+    grid = datasets.Array2D((2, 2), "int32")
+    features = datasets.Features(
+        {"any": datasets.Json(), "all": datasets.List(datasets.Json()), "grids": datasets.List(grid)}
+    )
+    rows = {"any": [{"x": 1}, [1, None], "text"], "all": [[1, "a"]] * 3, "grids": [[[[1, 2], [3, 4]]]] * 3}
+    dataset = datasets.Dataset.from_dict(rows, features=features)
+
+    def kinds(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"kind": type(sample["any"]).__name__, "any": {"was": sample["any"]}}
+
+    result = cached_map(dataset, kinds, store=store)
+    wait()
+    for kept in (result, cached_map(dataset, kinds, store=store)):
+        assert kept.to_list() == dataset.map(kinds).to_list()
+        assert kept.features == dataset.map(kinds).features
+    other = datasets.Dataset.from_dict({**rows, "any": [{"x": 2}, [1, None], "text"]}, features=features)
+    assert cached_map(other, kinds, store=store)[0]["any"] == {"was": {"x": 2}}
+
+
+def test_bad_arguments_say_what_to_do(store: Store, texts: datasets.Dataset) -> None:
+    with pytest.raises(InvalidValueError, match="no argument 'num_procs'"):
+        cached_map(texts, size, store=store, num_procs=2)
+    with pytest.raises(InvalidValueError, match=r"store=Store\('cache'\)"):
+        cached_map(texts, size, store="cache")  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="fingerprint="):
+        cached_map(texts, size, store=store, new_fingerprint="x")
+    with pytest.raises(InvalidValueError, match="DatasetCache"):
+        cached_map(texts.to_iterable_dataset(), size, store=store)

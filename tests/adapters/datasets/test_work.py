@@ -1,0 +1,102 @@
+"""Folders of uncompressed files: whose process is gone goes with the next gc, or the next of their kind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from castore import Store
+from castore.adapters.datasets import scratch
+from castore.repair import doctor
+
+_PROGRAM = """
+import sys, time
+from castore import Store
+from castore.adapters.datasets import scratch as work
+file = work.new_file(Store(sys.argv[1]))
+file.write_bytes(bytes(1000))
+print(file, flush=True)
+time.sleep(100)
+"""
+
+Start = Callable[[], tuple[subprocess.Popen[str], Path]]
+
+
+@pytest.fixture
+def start(store: Store) -> Iterator[Start]:
+    """Starts a process that works on a file of 1,000 bytes."""
+    running = []
+
+    def started() -> tuple[subprocess.Popen[str], Path]:
+        command = [sys.executable, "-c", _PROGRAM, str(store.path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        running.append(process)
+        assert process.stdout is not None
+        return process, Path(process.stdout.readline().strip())
+
+    yield started
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def test_gc_removes_what_a_killed_process_left_and_nothing_else(store: Store, start: Start) -> None:
+    (killed, left), (_, used) = start(), start()
+    assert str(left.parent.parent) not in store.gc(dry_run=True).leftovers
+    killed.kill()
+    killed.wait()
+    assert store.gc(dry_run=True).leftovers == [str(left.parent.parent)]
+    assert left.stat().st_size == 1000
+    store.gc()
+    assert not left.parent.parent.exists()
+    assert used.stat().st_size == 1000
+    assert store.gc().leftovers == []
+
+
+def test_the_next_process_that_works_removes_it_too(store: Store, start: Start) -> None:
+    killed, left = start()
+    killed.kill()
+    killed.wait()
+    _, used = start()
+    assert not left.parent.parent.exists()
+    assert used.exists()
+
+
+def test_a_link_with_such_a_name_leads_gc_nowhere(store: Store, start: Start, tmp_path: Path) -> None:
+    killed, left = start()
+    killed.kill()
+    killed.wait()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/file").write_text("mine")
+    folder = left.parent.parent
+    folder.rename(tmp_path / "away")
+    folder.symlink_to(tmp_path / "mine")
+    store.gc()
+    assert (tmp_path / "mine/file").read_text() == "mine"
+
+
+def test_files_are_told_from_those_of_others(store: Store, tmp_path: Path) -> None:
+    ours, theirs = scratch.new_file(store), tmp_path / "a/b/data.arrow"
+    assert scratch.is_ours(ours)
+    assert scratch.is_ours(ours.with_name("data_00000_of_00002.arrow"))
+    assert not scratch.is_ours(theirs)
+    assert not scratch.is_ours(ours.parent.parent)
+
+
+def test_what_could_not_be_removed_is_not_told_as_removed(store: Store, start: Start) -> None:
+    """In a shared store another member's folder is his to remove; here something is mounted on it."""
+    killed, left = start()
+    killed.kill()
+    killed.wait()
+    program = "import sys; from castore.repair import doctor; print(doctor.examine(sys.argv[1]))"
+    mount = f"mount -t tmpfs tmpfs {left.parent.parent}"
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", f'{mount} && exec "$0" -c "$1" "$2"']
+    command += [sys.executable, program, str(store.path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n"
+    assert "belong to nothing: 1" in doctor.examine(store.path)[0].what

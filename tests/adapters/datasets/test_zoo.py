@@ -1,0 +1,63 @@
+"""Whatever an operator is made of, its fingerprint is the same elsewhere, and another one once something changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.adapters.datasets import zoo
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """Fingerprints of all kinds, as three fresh processes find them: two of the same text, one of the changed."""
+    folder = tmp_path_factory.mktemp("zoo")
+    zoo.write(folder / "here", "1")
+    zoo.write(folder / "elsewhere", "1")
+    zoo.write(folder / "changed", "2")
+    runs = {
+        name: subprocess.Popen(
+            [sys.executable, zoo.__file__, str(folder / name)],
+            stdout=subprocess.PIPE,
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": seed,
+                "PYTHONPATH": str(ROOT),
+                "HF_HOME": str(folder / f"hf {name}"),
+            },
+        )
+        for name, seed in (("here", "1"), ("elsewhere", "4242"), ("changed", "1"))
+    }
+    answers = {name: run.communicate(timeout=300)[0] for name, run in runs.items()}
+    assert {name: run.returncode for name, run in runs.items()} == dict.fromkeys(runs, 0)
+    return {
+        name: {kind: told[0] for kind, told in json.loads(text).items()} for name, text in answers.items()
+    }
+
+
+def test_the_zoo_has_at_least_forty_kinds() -> None:
+    assert len(zoo.KINDS) >= 40
+    assert all("$X" in source or "helper" in source for source in zoo.KINDS.values())
+
+
+@pytest.mark.parametrize("kind", zoo.KINDS)
+def test_a_fresh_process_with_another_hash_seed_finds_the_same_fingerprint(
+    kind: str, found: dict[str, dict[str, str]]
+) -> None:
+    assert found["here"][kind] == found["elsewhere"][kind]
+
+
+@pytest.mark.parametrize("kind", zoo.KINDS)
+def test_one_meaningful_change_gives_another_fingerprint(kind: str, found: dict[str, dict[str, str]]) -> None:
+    assert found["here"][kind] != found["changed"][kind]
+
+
+def test_no_two_kinds_have_one_fingerprint(found: dict[str, dict[str, str]]) -> None:
+    assert len(set(found["here"].values())) == len(zoo.KINDS)

@@ -1,0 +1,209 @@
+"""Each limitation on Quaterion's page on its cache: lifted, or where it lies in the nature of things, refused clearly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from castore import Store
+from castore.adapters.embeddings import CacheConfig, EmbeddingCache, cache_embeddings
+from castore.errors import InvalidValueError, NotFoundError
+from tests.adapters.embeddings.models import (
+    BATCH,
+    Encoder,
+    Made,
+    Model,
+    features,
+    loader,
+)
+
+
+def symbols(feature: torch.Tensor) -> float:
+    return float(feature[0])
+
+
+class Counted(Made):
+    """A dataset that knows how often it was read; the count is no part of what it is."""
+
+    def __init__(self, count: int = 20, copies: int = 1) -> None:
+        super().__init__(lambda i: (features()[i // copies], i % 3), count)
+        self.reads: list[int] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads.append(index)
+        return super().__getitem__(index)
+
+    def __getstate__(self) -> Any:
+        return {**vars(self), "reads": []}
+
+
+def cached(model: Model, raw: DataLoader[Any], store: Any, **options: Any) -> DataLoader[Any]:
+    return cache_embeddings(model, raw, config=CacheConfig(batch_size=BATCH, **options), store=store)[0]
+
+
+def check(model: Model, raw: DataLoader[Any], kept: DataLoader[Any]) -> None:
+    for (x, labels), (keys, own) in zip(raw, kept, strict=True):
+        assert torch.equal(labels, own)
+        assert torch.allclose(model(keys), Model()(x), atol=1e-6)
+
+
+def test_at_least_one_encoder_should_be_frozen_else_nothing_is_cached_and_it_is_said(store: Store) -> None:
+    model = Model(Encoder().requires_grad_(True))
+    with pytest.raises(InvalidValueError, match="no child of the model is frozen"):
+        cached(model, loader(), store)
+
+
+@pytest.mark.parametrize(
+    "augment",
+    [
+        lambda: torch.rand(8),
+        lambda: torch.tensor([random.random()] * 8),
+        lambda: torch.rand(8, generator=torch.Generator().manual_seed(random.SystemRandom().getrandbits(32))),
+    ],
+    ids=["torch", "random", "of its own"],
+)
+def test_augmentations_are_refused(store: Store, augment: Any) -> None:
+    with pytest.raises(
+        InvalidValueError,
+        match=r"the train loader's dataset (draws random|gives another).*augmentations cannot be",
+    ):
+        cached(
+            Model(),
+            loader(Made(lambda i: (features()[i] + augment(), i))),
+            store,
+            fingerprints={"train": "augmented"},
+        )
+
+
+def test_labels_are_cached_though_several_processes_fill_and_train(store: Store) -> None:
+    dataset, model = Counted(), Model()
+    kept = cached(model, loader(dataset, shuffle=False, num_workers=2), store, num_workers=2)
+    check(model, loader(Counted(), shuffle=False), kept)
+    assert model.encoder.encoded == 20
+    # Here only the first samples were looked at; workers read the rest, and in training nobody reads any.
+    assert set(dataset.reads) <= {0, 1, 2}
+    again = Counted()
+    kept = cached(Model(), loader(again, shuffle=False), store)
+    again.reads.clear()
+    assert len(list(kept)) == 2
+    assert again.reads == []
+
+
+def test_labels_are_cached_though_there_is_a_key_extractor(store: Store) -> None:
+    for expected in (20, 0):
+        dataset, model = Counted(), Model()
+        kept = cached(model, loader(dataset, shuffle=False), store, key_extractors=symbols)
+        assert model.encoder.encoded == expected
+        dataset.reads.clear()
+        check(model, loader(Counted(), shuffle=False), kept)
+        assert dataset.reads == []
+
+
+def test_items_of_one_key_are_encoded_once_and_keep_their_own_labels(store: Store) -> None:
+    model = Model()
+    raw = loader(Counted(30, copies=3), shuffle=False, batch_size=4)
+    kept = cached(model, raw, store, key_extractors=symbols)
+    assert model.encoder.encoded == 10
+    check(model, raw, kept)
+
+
+def test_another_key_extractor_misses(store: Store) -> None:
+    cached(Model(), loader(Counted()), store, key_extractors=symbols)
+    model = Model()
+    cached(model, loader(Counted()), store, key_extractors=lambda feature: (symbols(feature), "v2"))
+    assert model.encoder.encoded == 20
+
+
+class Pair(Model):
+    """Two encoders, of which the other may be trained."""
+
+    def __init__(self, is_trained: bool) -> None:
+        super().__init__()
+        self.other = Encoder(seed=3).requires_grad_(is_trained)
+
+    def forward(self, x: Any) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.encoder(x["a"]) + self.other(x["b"]))
+        return out
+
+
+class Pairs(Counted):
+    """Samples of two features and a label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make = lambda i: ({"a": features()[i], "b": features(seed=6)[i]}, i % 3)
+
+
+def test_labels_are_not_cached_while_a_feature_is_read_raw(store: Store) -> None:
+    # An encoder that is trained needs its features: the raw data is read, and cached encoders still get Keys.
+    raw = loader(Pairs(), shuffle=False)
+    model = Pair(is_trained=True)
+    expected = [model(x) for x, _ in raw]
+    kept, _ = cache_embeddings(model, raw, encoders={"encoder": (0, "a")}, store=store)
+    for (x, _), out in zip(kept, expected, strict=True):
+        assert type(x["b"]) is torch.Tensor
+        assert torch.allclose(model(x), out, atol=1e-6)
+
+
+def test_the_raw_data_is_not_read_where_every_feature_of_a_sample_is_cached(store: Store) -> None:
+    dataset, model = Pairs(), Pair(is_trained=False)
+    expected = [(model(x), labels) for x, labels in loader(Pairs(), shuffle=False)]
+    places = {"encoder": (0, "a"), "other": (0, "b")}
+    kept, _ = cache_embeddings(model, loader(dataset, shuffle=False), encoders=places, store=store)
+    dataset.reads.clear()
+    for (x, labels), (out, own) in zip(kept, expected, strict=True):
+        assert torch.equal(labels, own)
+        assert torch.allclose(model(x), out, atol=1e-6)
+    assert dataset.reads == []
+
+
+class Stream(IterableDataset[Any]):
+    """Items one after the other; workers take turns."""
+
+    def __init__(self, count: int = 30, start: int = 0) -> None:
+        self.items = features(60)[start : start + count]
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        for i in range(info.id if info else 0, len(self.items), info.num_workers if info else 1):
+            yield self.items[i], i
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iterable_datasets_work_with_a_key_extractor(store: Store, workers: int) -> None:
+    raw = DataLoader(Stream(), batch_size=4, num_workers=workers)
+    for expected in (30, 0):
+        model = Model()
+        kept = cached(model, raw, store, key_extractors=symbols, num_workers=workers)
+        assert model.encoder.encoded == expected
+        check(model, raw, kept)
+
+
+def test_iterable_datasets_without_one_are_refused(store: Store) -> None:
+    with pytest.raises(
+        InvalidValueError,
+        match="iterable, so its items have no index: give a key extractor for the encoder 'enc",
+    ):
+        cached(Model(), DataLoader(Stream(), batch_size=4), store)
+
+
+def test_a_stream_that_gives_something_new_says_so(store: Store) -> None:
+    stream = Stream()
+    kept = cached(Model(), DataLoader(stream, batch_size=4), store, key_extractors=symbols)
+    stream.items = features(60)
+    with pytest.raises(NotFoundError, match="an item that was not in it when the cache was filled"):
+        list(kept)
+
+
+def test_the_defect_of_the_page_s_code_replayed(store: Store) -> None:
+    # fill(['a', 'b']); fill(['a', 'c']) gave a and c one row.
+    cache = EmbeddingCache("letters", store)
+    for keys in (["a", "b"], ["a", "c"]):
+        cache.fill(keys, keys, lambda items: torch.tensor([[float(ord(item))] for item in items]))
+    assert cache.get(["a", "b", "c"]).flatten().tolist() == [97.0, 98.0, 99.0]
+    assert len(set(cache.rows(["a", "b", "c"]).tolist())) == 3

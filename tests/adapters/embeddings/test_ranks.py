@@ -1,0 +1,67 @@
+"""Ranks that torchrun starts share a fill, and a killed fill goes on where it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.adapters.embeddings.job import ITEMS
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+PLAIN = [sys.executable, str(HERE / "job.py")]
+TWO = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node=2",
+    str(HERE / "job.py"),
+]
+
+
+def run(command: list[str], folder: Path, *more: str) -> None:
+    done = subprocess.run(
+        [*command, str(folder), *more], env=ENVIRONMENT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def encoded(folder: Path) -> list[list[int]]:
+    return [[int(line) for line in path.read_text().split()] for path in folder.glob("encoded-*")]
+
+
+def seen(folder: Path) -> list[int]:
+    return [int(line) for path in folder.glob("seen-*") for line in path.read_text().split()]
+
+
+def test_two_ranks_encode_each_item_once_together_and_each_reads_its_share(tmp_path: Path) -> None:
+    run(TWO, tmp_path, "0.02")
+    parts = encoded(tmp_path)
+    assert len(parts) == 2
+    assert sorted(item for part in parts for item in part) == list(range(ITEMS))
+    assert sorted(seen(tmp_path)) == list(range(ITEMS))
+    run(PLAIN, tmp_path)
+    assert sum(map(len, encoded(tmp_path))) == ITEMS
+
+
+def test_a_killed_fill_leaves_what_it_put_and_the_next_run_does_the_rest(tmp_path: Path) -> None:
+    killed = subprocess.Popen([*PLAIN, str(tmp_path), "0.05"], env=ENVIRONMENT)
+    deadline = time.monotonic() + 60
+    while not encoded(tmp_path) or len(encoded(tmp_path)[0]) < 40:
+        assert time.monotonic() < deadline
+        assert killed.poll() is None
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    before = encoded(tmp_path)[0]
+    assert 40 <= len(before) < ITEMS
+    run(PLAIN, tmp_path)
+    assert sorted(seen(tmp_path)) == list(range(ITEMS))
+    everything = [item for part in encoded(tmp_path) for item in part]
+    assert set(everything) == set(range(ITEMS))
+    assert len(everything) - ITEMS <= 16  # what was encoded and not yet put

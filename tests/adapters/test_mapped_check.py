@@ -1,0 +1,60 @@
+"""Objects are read and checked once before they are mapped, and again when somebody has touched them."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from castore import Store
+from castore.adapters import mapped_check
+from castore.errors import CorruptError
+from castore.records import Blob
+from tests.helpers import flip, noise, payload
+
+
+def put(store: Store, name: str = "a") -> Blob:
+    store.put(name, noise(1_000_000, len(name)), codec="none")
+    found = store.index.find(name)
+    assert found is not None
+    return found.blob
+
+
+def test_an_object_is_read_once_for_as_long_as_nobody_touches_it(store: Store) -> None:
+    blobs = [put(store), put(store, "bb")]
+    assert mapped_check.unchecked(store, blobs) == blobs
+    mapped_check.check(store, blobs[0])
+    assert mapped_check.unchecked(store, blobs) == blobs[1:]
+    path, _, _ = payload(store, "a")
+    os.utime(path)
+    assert mapped_check.unchecked(store, blobs[:1]) == blobs[:1]
+    mapped_check.check(store, blobs[0])
+    assert mapped_check.unchecked(store, blobs[:1]) == []
+
+
+def test_damage_after_a_check_is_found_by_the_next(store: Store) -> None:
+    blob = put(store)
+    mapped_check.check(store, blob)
+    flip(payload(store, "a")[0], 777_777)
+    with pytest.raises(CorruptError):
+        mapped_check.check(store, blob)
+    assert store.get("a") is None
+    with pytest.raises(FileNotFoundError):
+        mapped_check.check(store, blob)
+
+
+def test_only_what_was_written_since_is_taken_on_trust(store: Store) -> None:
+    old = put(store)
+    os.utime(payload(store, "a")[0], (1, 1))
+    started = time.time() - 1
+    new = put(store, "bb")
+    mapped_check.note_new(store, [old, new], started)
+    assert mapped_check.unchecked(store, [old, new]) == [old]
+
+
+def test_a_forgotten_object_is_read_again(store: Store) -> None:
+    blob = put(store)
+    mapped_check.check(store, blob)
+    mapped_check.forget(store, [blob])
+    assert mapped_check.unchecked(store, [blob]) == [blob]

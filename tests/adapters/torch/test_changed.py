@@ -1,0 +1,433 @@
+"""A dataset, or an encoder, that somebody changes after it was wrapped gives no samples under a key that is not theirs."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from castore import InvalidValueError
+from castore.adapters.embeddings import CachedEncoder
+from castore.adapters.torch import BiLevelCachedDataset, CachedDataset
+from castore.errors import OutOfRangeError
+
+
+class Shift:
+    def __init__(self, by: int) -> None:
+        self.by = by
+        self.steps = [by]
+
+    def __call__(self, x: Any) -> Any:
+        return x + self.by
+
+
+class Shifted(Dataset[Any]):
+    """Opens its file late, and counts its reads, as datasets do."""
+
+    def __init__(self, by: int = 1) -> None:
+        self.data = np.arange(100.0)
+        self.tensor = torch.arange(100.0)
+        self.transform = Shift(by)
+        self.file: Any = None
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> float:
+        self._open()
+        self.reads += 1
+        return float(self.transform(self.data[index]))
+
+    def _open(self) -> None:
+        self.file = self.file or object()
+
+
+WRAPPERS: dict[str, Callable[..., Any]] = {
+    "simple": CachedDataset,
+    "bilevel": lambda data, folder, **given: BiLevelCachedDataset(data, "1MB", "10MB", folder, **given),
+}
+
+
+def set_transform(data: Any) -> None:
+    data.transform = Shift(5)
+
+
+def reach_inside(data: Any) -> None:
+    data.transform.by = 5
+
+
+def add_a_step(data: Any) -> None:
+    data.transform.steps.append(5)
+
+
+def write_to_an_array(data: Any) -> None:
+    data.data *= 2
+
+
+def write_to_a_tensor(data: Any) -> None:
+    data.tensor[3] = 7
+
+
+@pytest.fixture(params=WRAPPERS)
+def wrap(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    return WRAPPERS[request.param]
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (set_transform, "transform"), (reach_inside, r"transform\.by"), (add_a_step, r"transform\.steps"),
+        (write_to_an_array, "data"), (write_to_a_tensor, "tensor"),
+    ],
+)  # fmt: skip
+def test_nothing_is_kept_of_a_dataset_that_was_changed(
+    wrap: Callable[..., Any], change: Callable[[Any], None], part: str, tmp_path: Path
+) -> None:
+    data = Shifted()
+    with wrap(data, tmp_path / "cache") as cached:
+        assert cached[3] == 4
+        change(data)
+        with pytest.raises(
+            InvalidValueError, match=rf"dataset\.{part} has been changed since .*wrap it anew.*key="
+        ):
+            cached[4]
+    with wrap(Shifted(), tmp_path / "cache") as again:
+        assert again[4] == 5
+
+
+def test_what_is_there_is_not_given_out_either_once_an_attribute_was_set(
+    wrap: Callable[..., Any], tmp_path: Path
+) -> None:
+    data = Shifted()
+    with wrap(data, tmp_path / "cache") as cached:
+        assert cached[3] == 4
+        data.transform = Shift(1)  # another one that does the same
+        assert cached[3] == 4
+        data.transform = Shift(2)
+        with pytest.raises(InvalidValueError, match=r"dataset\.transform has been changed"):
+            cached[3]
+
+
+def test_what_a_dataset_changes_itself_is_its_own_business(wrap: Callable[..., Any], tmp_path: Path) -> None:
+    data = Shifted()
+    with wrap(data, tmp_path / "cache") as cached:
+        for index in (0, 1, 0, 2):
+            data[index]  # somebody looks past the cache
+            assert cached[index] == index + 1
+        assert [float(x) for x in cached.__getitems__([1, 5, 6])] == [2, 6, 7]
+
+
+def test_who_says_what_identifies_the_data_may_change_it(wrap: Callable[..., Any], tmp_path: Path) -> None:
+    data = Shifted()
+    with wrap(data, tmp_path / "cache", key="mine") as cached:
+        assert cached[3] == 4
+        data.transform = Shift(5)
+        assert cached[4] == 9
+
+
+class Keyed(Shifted):
+    def __castore_key__(self) -> int:
+        return self.transform.by
+
+
+def test_a_dataset_with_a_key_of_its_own_changes_with_that_key(
+    wrap: Callable[..., Any], tmp_path: Path
+) -> None:
+    data = Keyed()
+    with wrap(data, tmp_path / "cache") as cached:
+        assert cached[3] == 4
+        data.data = data.data + 0
+        data.transform = Shift(1)
+        assert cached[4] == 5
+        data.transform = Shift(5)
+        with pytest.raises(InvalidValueError, match="dataset has been changed since"):
+            cached[5]
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_see_a_change_too(wrap: Callable[..., Any], start: str, tmp_path: Path) -> None:
+    data = TensorDataset(torch.arange(10.0))
+    with wrap(data, tmp_path / "cache") as cached:
+        loader: Any = DataLoader(cached, batch_size=5, num_workers=1, multiprocessing_context=start)
+        assert [batch[0].tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+        data.tensors = (torch.zeros(10),)
+        with pytest.raises(InvalidValueError, match=r"dataset\.tensors has been changed"):
+            list(loader)
+
+
+def test_a_copy_is_watched_as_well(tmp_path: Path) -> None:
+    with CachedDataset(Shifted(), tmp_path / "cache") as cached:
+        copy = pickle.loads(pickle.dumps(cached))
+        assert copy[3] == 4
+        copy._data.transform = Shift(5)
+        with pytest.raises(InvalidValueError, match="transform has been changed"):
+            copy[4]
+        copy.close()
+
+
+# --- what hangs deeper ----------------------------------------------------------------------------------------------
+
+
+class Compose:
+    def __init__(self, *steps: Any) -> None:
+        self.steps = [*steps]
+
+    def __call__(self, x: Any) -> Any:
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+class Transformed(Dataset[Any]):
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 10
+
+    @torch.no_grad()
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(torch.full((2,), float(index)))
+
+
+def using(shift: Shift) -> Callable[[Any], Any]:
+    def transform(x: Any) -> Any:
+        return shift(x)
+
+    return transform
+
+
+def shifted_with(x: Any, shift: Any) -> Any:
+    return shift(x)
+
+
+class BySettings:
+    def __init__(self, **settings: int) -> None:
+        self.settings = settings
+
+    def __call__(self, x: Any) -> Any:
+        return x + self.settings["by"]
+
+
+def trained(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with torch.enable_grad():
+        model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+
+
+def load_noughts(model: Any) -> None:
+    model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 1))).eval()
+
+
+DEEP: dict[str, tuple[Callable[[], Any], Callable[[Any], None], str]] = {
+    "compose": (lambda: Compose(Compose(Compose(Shift(1)))),
+                lambda t: setattr(t.steps[0].steps[0].steps[0], "by", 2),
+                r"transform\.steps\[0\]\.steps\[0\]\.steps\[0\]\.by"),
+    "partial": (lambda: functools.partial(shifted_with, shift=Shift(1)),
+                lambda t: setattr(t.keywords["shift"], "by", 2), r"transform\.keywords\['shift'\]\.by"),
+    "method": (lambda: Shift(1).__call__, lambda t: setattr(t.__self__, "by", 2), r"transform\.__self__\.by"),
+    "closure": (lambda: using(Shift(1)), lambda t: setattr(t.__closure__[0].cell_contents, "by", 2),
+                r"transform\.shift\.by"),
+    "dict": (lambda: BySettings(by=1), lambda t: t.settings.update(by=2), r"transform\.settings\['by'\]"),
+    "trained": (model, trained, "transform"),
+    "loaded": (model, load_noughts, "transform"),
+    "mode": (model, lambda t: t.train(), "transform"),
+    "weight": (model, lambda t: setattr(t[1][0], "weight", torch.nn.Parameter(torch.ones(1, 2))), "transform"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DEEP)
+def test_a_change_deep_inside_shows(wrap: Callable[..., Any], case: str, tmp_path: Path) -> None:
+    make, change, part = DEEP[case]
+    data = Transformed(make())
+    with wrap(data, tmp_path / "cache") as cached:
+        assert torch.equal(cached[3], data[3])
+        change(data.transform)
+        with pytest.raises(InvalidValueError, match=rf"dataset\.{part} has been changed since"):
+            cached[4]
+    again = Transformed(make())
+    with wrap(again, tmp_path / "cache") as cached:
+        assert torch.equal(cached[4], again[4])
+
+
+def test_weights_that_go_to_workers_have_not_changed(wrap: Callable[..., Any], tmp_path: Path) -> None:
+    data = Transformed(model().requires_grad_(False))
+    with wrap(data, tmp_path / "cache") as cached:
+        loader: Any = DataLoader(cached, batch_size=5, num_workers=1, multiprocessing_context="spawn")
+        assert sum(len(batch) for batch in loader) == 10
+        assert torch.equal(cached[3], data[3])
+
+
+class Remembering(Dataset[Any]):
+    """Keeps what it has read in all the ways that datasets do."""
+
+    def __init__(self, meet: Callable[[], object] = int) -> None:
+        self.known: dict[int, float] = {}
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.asked: list[int] = []
+        self.places = dict.fromkeys(range(3), 0)
+        self.buffer = np.zeros(4)
+        self.filled = torch.zeros(4)
+        self.norm = torch.nn.BatchNorm1d(1)
+        self.add = adding({})
+        self.meet = meet
+
+    def __len__(self) -> int:
+        return 100
+
+    @functools.cached_property
+    def table(self) -> list[int]:
+        return [*range(100)]
+
+    @torch.no_grad()
+    def __getitem__(self, index: int) -> float:
+        known, self.buffer[index % 4] = self.places, index
+        known[index % 3] += 1
+        self.known[self.table[index]] = float(index)
+        self.counts["reads"] += 1
+        self.asked.append(index)
+        self.filled[index % 4] = index
+        self.norm(torch.rand(4, 1))
+        self.meet()
+        return self.add(index)
+
+
+def adding(known: dict[int, float]) -> Callable[[int], float]:
+    def add(index: int) -> float:
+        known[index] = index + 1.0
+        return known[index]
+
+    return add
+
+
+def test_what_a_dataset_remembers_is_its_own_business(wrap: Callable[..., Any], tmp_path: Path) -> None:
+    data = Remembering()
+    with wrap(data, tmp_path / "cache") as cached:
+        assert [cached[index] for index in range(30)] == [index + 1.0 for index in range(30)]
+        assert cached.__getitems__([40, 41]) == [41, 42]
+        assert len(data.known) == 32
+
+
+class Kept(Remembering):
+    """What it writes to without its code's saying so stays as it is."""
+
+    def __getitem__(self, index: int) -> float:
+        self.buffer[index % 4] = index
+        self.known[self.table[index]] = float(index)
+        self.counts["reads"] += 1
+        self.asked.append(index)
+        self.filled[index % 4] = index
+        return self.add(index)
+
+
+def test_what_its_code_writes_to_may_change_past_the_cache(wrap: Callable[..., Any], tmp_path: Path) -> None:
+    data = Kept()
+    with wrap(data, tmp_path / "cache") as cached:
+        for index in range(30):
+            data[index + 40]
+            assert cached[index] == index + 1
+
+
+def test_threads_that_read_at_once_do_not_see_each_other(wrap: Callable[..., Any], tmp_path: Path) -> None:
+    both = threading.Barrier(2, timeout=60)
+    data = Remembering(both.wait)
+    with wrap(data, tmp_path / "cache") as cached, ThreadPoolExecutor(2) as threads:
+        # Each sample waits for the other thread's, so that at any time one has written while the other begins.
+        read = [
+            threads.submit(lambda start: [cached[start + place] for place in range(25)], start)
+            for start in (0, 50)
+        ]
+        assert [found.result() for found in read] == [
+            [start + place + 1.0 for place in range(25)] for start in (0, 50)
+        ]
+        both.abort()
+        data.meet = int
+        data.add = float
+        with pytest.raises(InvalidValueError, match=r"dataset\.(meet|add) has been changed"):
+            cached[30]
+
+
+def test_a_look_at_a_large_model_is_bounded(tmp_path: Path) -> None:
+    large: Any = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(2000)))
+    with CachedDataset(Transformed(large), tmp_path / "cache") as cached:
+        assert cached[3].shape == (2,)
+        with torch.no_grad():
+            large[-1].bias.add_(1)
+        with pytest.raises(InvalidValueError, match=r"dataset\.transform has been changed"):
+            cached[4]
+
+
+class Growing(Dataset[Any]):
+    def __init__(self) -> None:
+        self.length = 60
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_dataset_that_has_grown_says_so(wrap: Callable[..., Any], tmp_path: Path) -> None:
+    data = Growing()
+    with wrap(data, tmp_path / "cache") as cached:
+        assert cached[59] == 59
+        with pytest.raises(OutOfRangeError, match="index 65 is out of range: there are 60 samples"):
+            cached[65]
+        data.length = 70
+        for look in (len, lambda c: c[65], lambda c: c.__getitems__([65])):
+            with pytest.raises(InvalidValueError, match=r"dataset\.length has been changed"):
+                look(cached)
+
+
+# --- encoders --------------------------------------------------------------------------------------------------------
+
+
+FACTOR = 2
+
+
+def times(x: torch.Tensor) -> torch.Tensor:
+    return x * FACTOR
+
+
+def test_weights_that_are_written_to_give_other_embeddings(tmp_path: Path) -> None:
+    x = torch.ones(4, 3)
+    linear = torch.nn.Linear(3, 2).requires_grad_(False)
+    encoder = CachedEncoder(linear, store=tmp_path / "store")
+    for _ in range(3):
+        assert torch.equal(encoder(x)[0], linear(x)[0])
+        with torch.no_grad():
+            linear.weight.mul_(2)
+        assert torch.equal(encoder(x)[0], linear(x)[0])
+        linear.weight.data = torch.rand(2, 3)
+    before = torch.nn.Parameter(torch.rand(2, 3), requires_grad=False)
+    linear.weight = before
+    assert torch.equal(encoder(x + 1)[0], linear(x + 1)[0])
+    assert torch.equal(encoder(x)[0], linear(x)[0])
+
+
+def test_globals_of_an_encoders_function_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(4, 3)
+    encoder = CachedEncoder(times, store=tmp_path / "store")
+    assert encoder(x)[0].tolist() == [2, 2, 2]
+    monkeypatch.setattr(f"{__name__}.FACTOR", 3)
+    assert encoder(x)[0].tolist() == [3, 3, 3]
+    monkeypatch.undo()
+    assert encoder(x)[0].tolist() == [2, 2, 2]

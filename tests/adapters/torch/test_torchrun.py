@@ -1,0 +1,184 @@
+"""Real runs of torchrun: every sample once an epoch, one fill a node, nothing left behind, also after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from castore.shm.room import SHM
+from castore.shm.segments import is_alive, path_of
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+
+def torchrun(*arguments: str, nproc: int = 2, launch: tuple[str, ...] = ("--standalone",)) -> list[str]:
+    """The command line."""
+    return [sys.executable, "-m", "torch.distributed.run", *launch, f"--nproc-per-node={nproc}", *arguments]
+
+
+def environment() -> dict[str, str]:
+    # One thread a process: two cores are shared by all ranks and workers.
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+class Job:
+    """One run of lazy_job.py and what it wrote."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        folder.mkdir()
+        (folder / "reads").mkdir()
+        self.out = folder
+        defaults: dict[str, Any] = {
+            "n": 101,
+            "workers": 0,
+            "mode": "rank",
+            "memory": ["10MB"],
+            "out": str(folder),
+        }
+        self.options = defaults | {"cache": str(folder.parent / "cache")} | options
+        self.arguments = (str(HERE / "lazy_job.py"), json.dumps(self.options))
+
+    def epoch(self, number: int) -> list[int]:
+        """What all ranks visited."""
+        return [i for path in self.out.glob(f"epoch{number}-*.json") for i in json.loads(path.read_text())]
+
+    def reads(self) -> Counter[int]:
+        """How often each sample was read from the source."""
+        return Counter(
+            int(line) for path in (self.out / "reads").iterdir() for line in path.read_text().split()
+        )
+
+    def stats(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted(self.out.glob("stats-*.json"))]
+
+
+def segments() -> set[str]:
+    prefix = path_of("").name
+    return {path.name.removeprefix(prefix) for path in SHM.glob(f"{prefix}*")}
+
+
+def dead_segments(before: set[str]) -> set[str]:
+    """What is there now, was not before, and belongs to nobody: others may run beside this test."""
+    return {name for name in segments() - before if not is_alive(name)}
+
+
+def check_epochs(job: Job) -> None:
+    for epoch in range(2):
+        assert sorted(job.epoch(epoch)) == list(range(job.options["n"]))
+    assert job.epoch(0) != job.epoch(1)
+
+
+def check_one_fill(job: Job) -> None:
+    """Of 101 samples in memory: each visited once an epoch, read once in all, and counted so on both ranks."""
+    check_epochs(job)
+    assert job.reads() == Counter(range(101))
+    assert job.stats() == [{"reads": 101, "memory": [101, 101], "disk": [0, 101]}] * 2
+
+
+@pytest.mark.parametrize(("workers", "group"), [(0, True), (1, True), (1, False)])
+def test_two_ranks_visit_every_sample_once_an_epoch_and_read_it_once_in_all(
+    tmp_path: Path, workers: int, group: bool
+) -> None:
+    """With a process group of gloo's, as for training, and without one."""
+    before = segments()
+    job = Job(tmp_path / "out", workers=workers, group=group)
+    done = run(torchrun(*job.arguments), tmp_path)
+    assert done.returncode == 0, done.stderr
+    check_one_fill(job)
+    assert not dead_segments(before)
+    assert "Warning" not in done.stderr
+
+
+@pytest.mark.parametrize(("mode", "memory"), [("node", "10MB"), ("node", "150KB"), ("disk", "10MB")])
+def test_ranks_of_a_node_fill_its_cache_once_together(tmp_path: Path, mode: str, memory: str) -> None:
+    job = Job(tmp_path / "out", mode=mode, memory=[memory], n=100)
+    done = run(torchrun(*job.arguments), tmp_path)
+    assert done.returncode == 0, done.stderr
+    check_epochs(job)
+    assert job.reads() == Counter(range(100))
+    stats = job.stats()[0]
+    assert stats["reads"] == 100
+    hits = (stats["memory"][0] if stats["memory"] else 0) + stats["disk"][0]
+    assert hits == 100
+    assert sum(stats["memory"] or stats["disk"]) == 200
+    assert stats["disk"][1] == 100
+    assert (stats["memory"] is None) == (mode == "disk")
+    if memory == "150KB":
+        assert 20 < stats["memory"][0] < 80
+
+
+def test_a_killed_rank_leaves_nothing_that_stops_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = segments()
+    killed = Job(tmp_path / "killed", kill=[1, 1], workers=1, group=True)
+    # Killed workers leave folders of sockets behind, whose paths would be too long below `tmp_path`.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as sockets, monkeypatch.context() as patch:
+        patch.setenv("TMPDIR", sockets)
+        done = run(torchrun(*killed.arguments), tmp_path)
+    assert done.returncode != 0
+    assert "Signal 9" in done.stderr or "SIGKILL" in done.stderr
+    job = Job(tmp_path / "again", workers=1, group=True)
+    done = run(torchrun(*job.arguments), tmp_path)
+    assert done.returncode == 0, done.stderr
+    check_one_fill(job)
+    assert not dead_segments(before)
+
+
+def test_nodes_tell_each_other_their_room(tmp_path: Path) -> None:
+    # Two launchers on one machine are two nodes: each has a cache of its own.
+    job = Job(tmp_path / "out", group=True, balance="room", memory=["10MB", "30MB"], n=100)
+    port = str(20000 + os.getpid() % 10000)
+    launch = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}")
+    commands = [
+        torchrun(*job.arguments, nproc=1, launch=(*launch, f"--node-rank={node}")) for node in range(2)
+    ]
+    running = [
+        subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    errors = [process.communicate(timeout=300)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], errors
+    check_epochs(job)
+    # 10 MB on disk each, beside 10 and 30 MB in memory.
+    shares = [len(json.loads((job.out / f"epoch0-{rank}.json").read_text())) for rank in range(2)]
+    assert shares == [33, 67]
+
+
+def test_the_example_for_one_process_is_faster_from_the_second_epoch_on(tmp_path: Path) -> None:
+    example = [sys.executable, str(ROOT / "docs/examples/single.py"), "--cache", "cache"]
+    outputs = []
+    for _ in range(2):
+        done = run(example, tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        outputs.append(done.stdout.splitlines())
+    assert "0 samples from RAM, 0 from disk, 400 read" in outputs[0][0]
+    assert all("0 read" in line for line in outputs[0][1:] + outputs[1])
+
+
+def test_the_example_for_several_ranks_stops_and_goes_on(tmp_path: Path) -> None:
+    example = (str(ROOT / "docs/examples/ddp.py"), "--cache", "cache", "--checkpoint", "run.pt")
+    done = run(torchrun(*example, "--epochs", "2"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 0" in done.stdout
+    assert "epoch 1" in done.stdout
+    assert "; 0 samples read" in done.stdout.splitlines()[-1]
+    done = run(torchrun(*example, "--epochs", "3", nproc=1), tmp_path)
+    assert done.returncode == 0, done.stderr
+    # The epoch that was finished has nothing left; the next one finds on disk what both ranks read.
+    assert "epoch 2" in done.stdout
+    assert "; 0 samples read" in done.stdout.splitlines()[-1]

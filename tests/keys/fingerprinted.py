@@ -1,0 +1,134 @@
+"""What test_counting.py asks fresh processes for: fingerprints of what compilers, libraries and the user make.
+
+Run as a program, prints them as JSON, by kind and adapter.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from castore.adapters.datasets import operator_fingerprint
+from castore.adapters.torch import dataset_key
+from castore.keys.objects import function_fingerprint
+
+# Untyped as far as mypy is concerned.
+regex: Any = importlib.import_module("regex")
+numba: Any = importlib.import_module("numba")
+compiler: Any = torch.compiler
+tracer: Any = torch.jit.trace
+
+
+def on_tensors(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def plain(x: Any) -> Any:
+    return x + 1
+
+
+def into(x: Any, y: Any) -> None:
+    y[0] = x[0]
+
+
+def wrap(function: Any) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def inner(*args: Any) -> Any:
+        return function(*args)
+
+    return inner
+
+
+def linear() -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(2, 2)
+
+
+def in_place() -> torch.nn.Module:
+    model = linear()
+    model.compile()
+    return model
+
+
+class Around(torch.nn.Module):
+    """Has parts, numbers and texts, and a method besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.number, self.named = linear(), 2, {"a": [1, 2]}
+
+    def forward(self, x: torch.Tensor):  # type: ignore[no-untyped-def]
+        return self.inner(x) * self.number
+
+    @torch.jit.export
+    def other(self, x: torch.Tensor) -> int:
+        return self.named["a"][0]
+
+
+@numba.experimental.jitclass([("x", numba.int64)])
+class Jitted:
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+    def get(self) -> int:
+        return self.x
+
+
+def used(function: Any, *args: Any) -> Any:
+    function(*args)
+    return function
+
+
+COMPILED: dict[str, Callable[[], Any]] = {
+    "torch.compile": lambda: torch.compile(plain),
+    "torch.compile, wrapped": lambda: wrap(torch.compile(plain)),
+    "torch.compile of a model": lambda: torch.compile(linear()),
+    "torch.compile of a method": lambda: torch.compile(linear().forward),
+    "a model compiled in place": in_place,
+    "torch.compiler.disable": lambda: compiler.disable(plain),
+    "torch.no_grad": lambda: torch.no_grad()(plain),
+    "torch.jit.script": lambda: torch.jit.script(on_tensors),
+    "torch.jit.script of a model": lambda: torch.jit.script(Around()),
+    "torch.jit.script of a model, again": lambda: [torch.jit.script(Around()) for _ in range(2)][1],
+    "torch.jit.trace": lambda: tracer(linear(), torch.ones(3, 2)),
+    "numba.njit": lambda: numba.njit(plain),
+    "numba.njit, used": lambda: used(numba.njit(plain), 1),
+    "numba.njit, wrapped": lambda: wrap(numba.njit(plain)),
+    "numba.vectorize": lambda: numba.vectorize(plain),
+    "numba.vectorize, typed": lambda: numba.vectorize(["float64(float64)"])(plain),
+    "numba.guvectorize": lambda: numba.guvectorize(["(float64[:],float64[:])"], "(n)->(n)")(into),
+    "numba.cfunc": lambda: numba.cfunc("float64(float64)")(plain),
+    "numba.jitclass": lambda: Jitted,
+    "lru_cache": lambda: used(functools.lru_cache(plain), 1),
+    "lru_cache, wrapped": lambda: wrap(functools.lru_cache(plain)),
+    "numpy.vectorize": lambda: np.vectorize(plain),
+    "numpy.vectorize, used": lambda: used(np.vectorize(plain, otypes=[float]), [1]),
+    # By chance one of them may be compiled alike in two processes.
+    "regex": lambda: [regex.compile(rf"\p{{L}}+|\s|{number}").sub for number in range(8)],
+    "random.random": lambda: random.random,
+    "random.choice": lambda: random.choice,
+    "numpy.random.rand": lambda: np.random.rand,
+}
+
+
+class Held(list[int]):
+    """A dataset that holds something."""
+
+
+def fingerprints(made: Any) -> list[str]:
+    """Of one thing, by all adapters that take it."""
+    data = Held([1, 2])
+    data.held = made  # type: ignore[attr-defined]
+    found = [operator_fingerprint(made), function_fingerprint(lambda: made)]
+    return found if made is random.random else [*found, dataset_key(data)]
+
+
+if __name__ == "__main__":
+    print(json.dumps({kind: fingerprints(make()) for kind, make in COMPILED.items()}))

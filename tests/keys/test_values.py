@@ -1,0 +1,580 @@
+"""One rule for every adapter: what a value counts by, and that nothing in it is random in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import copyreg
+import ctypes
+import datetime as dt
+import json
+import logging
+import multiprocessing
+import multiprocessing.pool
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import numpy as np
+import pytest
+import torch
+
+from castore import Store, UnhashableError, key
+from castore.adapters.datasets import operator_fingerprint
+from castore.adapters.embeddings.identity import encoder_digest
+from castore.adapters.torch import dataset_key
+from castore.keys.objects import function_fingerprint
+from tests.keys import fingerprinted
+
+ROOT = Path(__file__).parents[2]
+
+
+class Holder(list[int]):
+    """A dataset, and something to call, that holds what it is given."""
+
+    def __init__(self, **held: Any) -> None:
+        super().__init__([1, 2])
+        self.__dict__.update(held)
+
+    def __call__(self, sample: Any) -> Any:
+        return sample
+
+
+def _cached_name(held: Any) -> str:
+    with Store(Path(os.environ["CASTORE_TEST_FOLDER"])) as store:
+
+        @store.cached()
+        def step(argument: Any) -> Any:
+            return held, argument
+
+        return str(step.cache_name(held))  # type: ignore[attr-defined]
+
+
+#: What each adapter says of something that is held.
+ADAPTERS: dict[str, Callable[[Any], str]] = {
+    "cached_map": lambda held: operator_fingerprint(Holder(held=held)),
+    "datasets of torch": lambda held: dataset_key(Holder(held=held)),
+    "embeddings": lambda held: encoder_digest(Holder(held=held), "encoder"),
+    "functions": lambda held: function_fingerprint(lambda: held),
+    "store.cached": _cached_name,
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CASTORE_TEST_FOLDER", str(tmp_path / "store"))
+    return tmp_path
+
+
+# --- compiled code -------------------------------------------------------------------------------------------
+
+
+def test_compiled_functions_hash_by_what_they_wrap_in_every_process() -> None:
+    """torch.compile keeps the id of its wrapper with a function, and numba a uuid."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", fingerprinted.__file__], stdout=subprocess.PIPE,
+            env=environment | {"PYTHONHASHSEED": seed},
+        )
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    one, other = (json.loads(run.communicate(timeout=400)[0]) for run in runs)
+    assert one.keys() == fingerprinted.COMPILED.keys()
+    assert one == other
+    assert one["numba.njit"] == one["numba.njit, used"]
+    assert one["torch.jit.script of a model"] == one["torch.jit.script of a model, again"]
+
+
+@pytest.mark.parametrize("compiler", ["torch.compile", "numba.njit", "torch.jit.script", "numba.vectorize"])
+def test_another_function_below_a_compiler_is_another_one(compiler: str) -> None:
+    numba = fingerprinted.numba
+    compilers: dict[str, Any] = {"torch.compile": torch.compile, "torch.jit.script": torch.jit.script}
+    compile_ = compilers.get(compiler) or getattr(numba, compiler.partition(".")[2])
+    functions = _plus_one, _plus_two, _again_plus_one  # names count too
+    assert len({operator_fingerprint(compile_(function)) for function in functions}) == 3
+    assert operator_fingerprint(compile_(_plus_one)) == operator_fingerprint(compile_(_plus_one))
+
+
+def _sum_to(x: int) -> int:
+    return x + (_compiled_sum_to(x - 1) if x else 0)
+
+
+_compiled_sum_to = torch.compile(_sum_to)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.usefixtures("folder")
+def test_switching_torch_compile_on_changes_no_key(adapter: str) -> None:
+    model = fingerprinted.linear()
+    for plain in (_plus_one, model, _sum_to):
+        assert ADAPTERS[adapter](torch.compile(plain)) == ADAPTERS[adapter](plain)
+
+
+def _plus_one(x: int) -> int:
+    return x + 1
+
+
+def _again_plus_one(x: int) -> int:
+    return x + 1
+
+
+def _plus_two(x: int) -> int:
+    return x + 2
+
+
+def test_options_of_numba_count() -> None:
+    plain, fast = fingerprinted.numba.njit, fingerprinted.numba.njit(fastmath=True)
+    codes = [operator_fingerprint(compile_(_plus_one)) for compile_ in (plain, fast, fast)]
+    assert codes[0] != codes[1] == codes[2]
+
+
+# --- order ---------------------------------------------------------------------------------------------------
+
+
+def _layers(names: str) -> torch.nn.Sequential:
+    kinds = {"a": torch.nn.ReLU, "b": torch.nn.Softplus, "0": torch.nn.ReLU, "1": torch.nn.Softplus}
+    return torch.nn.Sequential(OrderedDict((name, kinds[name]()) for name in names))
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.usefixtures("folder")
+def test_what_comes_first_counts_where_order_is_meant(adapter: str) -> None:
+    told = ADAPTERS[adapter]
+    assert told(_layers("ab")) == told(_layers("ab")) != told(_layers("ba")) == told(_layers("ba"))
+    assert told(_layers("01")) != told(_layers("10"))
+    assert told(torch.nn.ModuleDict(_layers("ab")._modules)) != told(
+        torch.nn.ModuleDict(_layers("ba")._modules)
+    )
+    pairs = [("a", 1), ("b", 2), ("c", 3)]
+    assert told(OrderedDict(pairs)) == told(OrderedDict(pairs)) != told(OrderedDict(pairs[::-1]))
+    assert told(OrderedDict.fromkeys([1, "a"])) != told(OrderedDict.fromkeys(["a", 1]))
+
+
+# --- the user's classes ------------------------------------------------------------------------------------------
+
+
+def _class(source: str) -> Any:
+    scope: dict[str, Any] = {"__name__": "users_own"}
+    exec(f"import enum, queue, threading\n{source}", scope)
+    return scope["held"]
+
+
+_CLASSES = {
+    "the code of a metaclass": (
+        "class Meta(type):\n    def go(cls): return {X}\nclass Own(metaclass=Meta): pass\nheld = Own"
+    ),
+    "what an enumeration sets on its members": (
+        "class Own(enum.Enum):\n    A = 'a', {X}\n    def __new__(cls, name, size):\n        made = object.__new__(cls)\n"
+        "        made._value_, made.size = name, size\n        return made\nheld = Own.A"
+    ),
+    "the code of a handle's subclass": "class Own(threading.local):\n    def go(self): return {X}\nheld = Own()",
+    "an attribute of a handle's class": "class Own(queue.Queue):\n    big = {X}\nheld = Own()",
+}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("case", _CLASSES)
+@pytest.mark.usefixtures("folder")
+def test_whatever_the_users_classes_say_counts(case: str, adapter: str) -> None:
+    one, same, other = (ADAPTERS[adapter](_class(_CLASSES[case].replace("{X}", x))) for x in "112")
+    assert one == same != other
+
+
+def test_what_an_enumeration_works_out_when_it_is_used_does_not_count() -> None:
+    held = _class(
+        "import functools\nclass Own(enum.Flag):\n    A = 1\n    B = 2\n"
+        "    @functools.cached_property\n    def size(self): return 3\nheld = Own.A"
+    )
+    before = operator_fingerprint(Holder(held=held))
+    assert held.size == 3
+    assert ~held
+    assert operator_fingerprint(Holder(held=held)) == before
+
+
+def test_zones_that_agree_at_a_moment_are_not_one() -> None:
+    berlin, algiers = ZoneInfo("Europe/Berlin"), ZoneInfo("Africa/Algiers")
+    moment = dt.datetime(2024, 1, 15, tzinfo=berlin)
+    assert moment.utcoffset() == moment.replace(tzinfo=algiers).utcoffset()
+    assert key({"at": moment}) != key({"at": moment.replace(tzinfo=algiers)})
+    assert len({key({"at": dt.time(1, tzinfo=zone)}) for zone in (None, berlin, algiers)}) == 3
+
+
+# --- addresses and what looks random -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_an_address_of_this_process_is_an_error_that_names_the_part(adapter: str) -> None:
+    around = (
+        [["text" * 99] * 99, {"deep": (1, id(ADAPTERS))}],
+        [1, {"deep": (1, repr(test_options_of_numba_count))}],
+    )
+    for held in around:
+        with pytest.raises(UnhashableError, match=r"\[1\]\['deep'\]\[1\]: is an address of this process"):
+            ADAPTERS[adapter](held)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_large_numbers_and_texts_with_digits_are_no_addresses(adapter: str) -> None:
+    held = [
+        1 << 46,
+        (1 << 46) + 16,
+        time.time_ns(),
+        "found at 0x10",
+        "0x7fffffff0000",
+        *range(1 << 44, (1 << 44) + 99, 16),
+    ]
+    assert ADAPTERS[adapter](held) == ADAPTERS[adapter](list(held))
+
+
+_PIDS = int(Path("/proc/sys/kernel/pid_max").read_text())
+_DRAWN = """
+import os, sys, tempfile, time, uuid, random, datasets
+datasets.disable_progress_bars()
+from castore import Store
+from castore.adapters.datasets import Pipeline, cached_map, wait
+from castore.adapters.embeddings import CachedEncoder
+from castore.adapters.torch import BiLevelCachedDataset, CachedDataset
+folder, kind, way = sys.argv[1:]
+kept = object()
+class Held(list):
+    def __call__(self, sample):
+        return {"n": 1}
+held = Held([1, 2])
+held.part = {"deep": [None, {
+    "uuid": lambda: uuid.uuid4(), "text": lambda: f"run-{uuid.uuid4()}", "hex": lambda: uuid.uuid4().hex,
+    "time": time.time, "generator": lambda: random.Random(), "seeded": lambda: random.Random(7),
+    "constant": lambda: "0b34c9b6-5a2c-4b1c-9d8c-0a8b8d6d2f11", "process": os.getpid,
+    "folder": lambda: tempfile.mkdtemp(), "id": lambda: id(kept),
+}[kind]()]}
+rows = datasets.Dataset.from_dict({"a": [1, 2]})
+with Store(folder) as store:
+    if way == "map":
+        cached_map(rows, held, store=store)
+    elif way == "pipeline":
+        Pipeline([held], store=store).run(rows)
+    elif way == "dataset":
+        CachedDataset(held, store).close()
+    elif way == "bilevel":
+        BiLevelCachedDataset(held, "1MB", "10MB", folder).close()
+    elif way == "encoder":
+        CachedEncoder(held, store=store)
+    elif way in ("argument", "arguments"):
+        @store.cached
+        def step(x):
+            return 1
+        for _ in range(2 if way == "arguments" else 1):
+            step(held.part)
+            held.part = {"deep": [None, {"uuid": uuid.uuid4}.get(kind)]}
+            held.part["deep"][1] = held.part["deep"][1] and held.part["deep"][1]()
+    else:
+        @store.cached()
+        def step(x):
+            return held.part and x
+        step(1), step(2)
+    wait()
+"""
+
+
+def drawn(folder: Path, kind: str, way: str) -> list[str]:
+    """The warnings of one run."""
+    # Low numbers of processes are no doubt: in a container they are the same in every run.
+    while (
+        kind == "process" and not 1000 < int(subprocess.check_output(["sh", "-c", "echo $$"])) < _PIDS - 1000
+    ):
+        pass
+    done = subprocess.run(
+        [sys.executable, "-W", "always::RuntimeWarning", "-c", _DRAWN, str(folder / "drawn"), kind, way],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True, timeout=300,
+    )  # fmt: skip
+    return [line for line in done.stderr.splitlines() if "RuntimeWarning: " in line]
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        ("uuid", "map"), ("text", "pipeline"), ("hex", "dataset"), ("time", "bilevel"), ("uuid", "cached"), ("uuid", "encoder"),
+        ("uuid", "argument"), ("id", "cached"),
+        ("process", "dataset"), ("folder", "dataset"),
+    ],
+)  # fmt: skip
+def test_the_next_run_says_which_part_is_random(folder: Path, kind: str, way: str) -> None:
+    assert drawn(folder, kind, way) == []
+    (told,) = drawn(folder, kind, way)
+    assert "['deep'][1]" in told
+    assert ": is a " in told
+    assert "nothing that was kept is found again" in told
+
+
+def test_arguments_of_which_one_run_has_several_are_meant(folder: Path) -> None:
+    """Ids of documents, say: each has a result of its own, and another run has others."""
+    assert [drawn(folder, "uuid", "arguments") for _ in range(3)] == [[], [], []]
+
+
+def test_generators_that_nobody_seeded_are_told_and_seeded_ones_are_not(folder: Path) -> None:
+    # A second seed is the rule.
+    assert [len(drawn(folder / "a", "generator", "map")) for _ in range(3)] == [0, 0, 1]
+    assert [len(drawn(folder / "b", "seeded", "map")) for _ in range(3)] == [0, 0, 0]
+    assert [len(drawn(folder / "c", "constant", "map")) for _ in range(2)] == [0, 0]
+
+
+# --- pickle's protocol ---------------------------------------------------------------------------------------------
+
+
+class Opaque:
+    """Pickle is told elsewhere how."""
+
+    def __init__(self, size: int) -> None:
+        self.handle = lambda: iter("")
+        self.size = size
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("cannot pickle this")
+
+
+class Set:
+    """Has a state setter, the sixth thing that pickle knows, which is part of nothing else that it tells."""
+
+    def __init__(self, setter: Any = None) -> None:
+        self.setter = setter
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Set, (), {"a": 1}, None, None, self.setter
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_what_copyreg_knows_counts_by_that(adapter: str) -> None:
+    with pytest.raises(UnhashableError, match="cannot pickle this"):
+        ADAPTERS[adapter](Opaque(1))
+    copyreg.pickle(Opaque, lambda value: (Opaque, (value.size,)))
+    try:
+        codes = [ADAPTERS[adapter](Opaque(size)) for size in (1, 1, 2)]
+    finally:
+        del copyreg.dispatch_table[Opaque]
+    assert codes[0] == codes[1] != codes[2]
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_state_setters_count(adapter: str) -> None:
+    codes = [ADAPTERS[adapter](Set(setter)) for setter in (None, _plus_one, _plus_one, _plus_two)]
+    assert codes[1] == codes[2]
+    assert len(set(codes)) == 3
+
+
+class Named:
+    """Calls itself by the name of something else."""
+
+    def __reduce__(self) -> str:
+        return "ROOT"
+
+
+def test_an_object_that_goes_by_anothers_name_is_refused() -> None:
+    with pytest.raises(UnhashableError, match="calls itself 'ROOT'"):
+        operator_fingerprint(Holder(held=Named()))
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_archives_of_arrays_count_by_their_arrays(adapter: str, folder: Path) -> None:
+    codes = []
+    for number, array in enumerate((np.arange(3), np.arange(3), np.arange(4))):
+        np.savez(folder / f"{number}.npz", array=array, other=np.ones(2))
+        with np.load(folder / f"{number}.npz") as archive:
+            codes.append(ADAPTERS[adapter](archive))
+    assert codes[0] == codes[1] != codes[2]
+    with pytest.raises(UnhashableError, match="closed"):
+        ADAPTERS[adapter](archive)
+
+
+def test_tensors_of_odd_layouts_count_by_their_values() -> None:
+    """One number that a view left with a stride, and sparse ones."""
+    assert operator_fingerprint(torch.tensor([1j]).conj().imag) == operator_fingerprint(torch.tensor([-1.0]))
+    assert operator_fingerprint(torch.eye(2).to_sparse()) != operator_fingerprint(
+        (torch.eye(2) * 2).to_sparse()
+    )
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_masks_of_arrays_count(adapter: str) -> None:
+    masks = [False, False, True], [False, False, True], [False, True, False]
+    codes = [ADAPTERS[adapter](np.ma.array([1, 2, 3], mask=mask)) for mask in masks]
+    assert codes[0] == codes[1] != codes[2]
+
+
+# --- handles -------------------------------------------------------------------------------------------------------
+
+
+def counted(value: Any) -> Any:
+    value.value += 1
+    return value
+
+
+def filled(pool: Any) -> Any:
+    pool.put(1)
+    return pool
+
+
+_SPAWN = multiprocessing.get_context("spawn")
+#: How to make a handle, and how to use it: neither may make a difference.
+HANDLES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "Lock": (threading.Lock, lambda lock: lock.acquire()),
+    "RLock": (threading.RLock, lambda lock: lock.acquire()),
+    "Condition": (threading.Condition, lambda lock: lock.acquire()),
+    "Event": (threading.Event, lambda event: event.set()),
+    "Semaphore": (lambda: threading.Semaphore(3), lambda lock: lock.acquire()),
+    "local": (threading.local, lambda local: setattr(local, "x", 1)),
+    "Thread": (lambda: threading.Thread(target=len), lambda thread: setattr(thread, "name", "x")),
+    "ThreadPoolExecutor": (lambda: ThreadPoolExecutor(1), lambda pool: pool.submit(len, "").result()),
+    "queue.Queue": (queue.Queue, filled),
+    "SimpleQueue": (queue.SimpleQueue, filled),
+    "logger": (lambda: logging.getLogger("castore.test"), lambda log: log.debug("x")),
+    "handler": (logging.NullHandler, lambda handler: handler.setLevel(10)),
+    "asyncio.Lock": (asyncio.Lock, lambda lock: None),
+    "mp.Lock": (_SPAWN.Lock, lambda lock: lock.acquire()),
+    "mp.RLock": (_SPAWN.RLock, lambda lock: lock.acquire()),
+    "mp.Semaphore": (lambda: _SPAWN.Semaphore(2), lambda lock: lock.acquire()),
+    "mp.Event": (_SPAWN.Event, lambda event: event.set()),
+    "mp.Condition": (_SPAWN.Condition, lambda lock: lock.acquire()),
+    "mp.Value": (lambda: _SPAWN.Value("l", 0), counted),
+    "mp.Array": (lambda: _SPAWN.Array("l", 3), lambda array: array.__setitem__(0, 5)),
+    "mp.RawValue": (lambda: _SPAWN.RawValue("l", 0), counted),
+    "mp.RawArray": (lambda: _SPAWN.RawArray("l", 3), lambda array: array.__setitem__(0, 5)),
+    "mp.Queue": (_SPAWN.Queue, lambda pipe: None),
+    "mp.SimpleQueue": (_SPAWN.SimpleQueue, filled),
+    "mp.Pipe": (lambda: _SPAWN.Pipe()[0], lambda end: end.fileno()),
+    "mp.pool": (lambda: multiprocessing.pool.ThreadPool(1), lambda pool: pool.map(len, [""])),
+}
+
+
+@pytest.mark.parametrize("kind", HANDLES)
+def test_handles_count_by_their_kind_in_every_adapter(kind: str) -> None:
+    make, use = HANDLES[kind]
+    one, other = make(), make()
+    try:
+        before = {adapter: ask(one) for adapter, ask in ADAPTERS.items()}
+        use(other)
+        assert {adapter: ask(other) for adapter, ask in ADAPTERS.items()} == before
+        assert all(before[adapter] != ask(None) for adapter, ask in ADAPTERS.items())
+    finally:
+        for made in (one, other):
+            for end in ("shutdown", "terminate", "close"):
+                if hasattr(made, end) and not isinstance(made, logging.Handler):
+                    getattr(made, end)()
+                    break
+
+
+def test_plain_ctypes_count_by_their_values() -> None:
+    assert operator_fingerprint(Holder(held=ctypes.c_long(1))) != operator_fingerprint(
+        Holder(held=ctypes.c_long(2))
+    )
+
+
+@pytest.mark.parametrize("adapter", ["datasets of torch", "embeddings"])
+@pytest.mark.parametrize(
+    "make", [__import__("random").Random, np.random.RandomState, np.random.default_rng, torch.Generator]
+)
+def test_random_generators_are_named_as_what_they_are(adapter: str, make: Callable[[], Any]) -> None:
+    """MONAI's Compose holds a RandomState, boto3's retries random.random."""
+    with pytest.raises(UnhashableError, match=r"transform\.R: is a random generator, .*__getstate__"):
+        ADAPTERS[adapter](Holder(transform=Holder(R=make())))
+
+
+# --- models --------------------------------------------------------------------------------------------------------
+
+
+class Encoder(torch.nn.Module):
+    """Sets itself to eval before it answers, as sentence_transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)
+
+    def encode(self, x: Any) -> Any:
+        self.eval()
+        return self(x)
+
+
+MODEL = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+
+
+def embed(x: Any) -> Any:
+    return MODEL.eval()(x)
+
+
+def embed_as_it_is(x: Any) -> Any:
+    return MODEL(x)
+
+
+class Operator:
+    """Loads nothing, and sets its model to eval where it uses it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Dropout(0.5)
+
+    def process(self, x: Any) -> Any:
+        self.model.eval()
+        return self.model(x)
+
+
+def test_a_model_is_the_same_before_and_after_the_use_that_sets_it_to_eval() -> None:
+    x = torch.ones(1, 2)
+    model, operator = Encoder(), Operator()
+    used: list[tuple[Any, Callable[[], Any]]] = [
+        (Holder(model=model), lambda: model.encode(x)),
+        (operator.process, lambda: operator.process(x)),
+        (embed, lambda: embed(x)),
+    ]
+    for ask in (operator_fingerprint, function_fingerprint):
+        for made, use in used:
+            for module in (model, operator.model, MODEL):
+                module.train()
+            before = ask(made)
+            use()
+            assert ask(made) == before
+
+
+def test_the_mode_of_a_model_that_nobody_sets_counts() -> None:
+    """Batch normalisation and dropout answer otherwise: results that were made by mistake must not come back."""
+    codes = [operator_fingerprint(embed_as_it_is) for mode in (True, False) if MODEL.train(mode)]
+    assert codes[0] != codes[1]
+
+
+# --- store.cached --------------------------------------------------------------------------------------------------
+
+
+def test_cached_functions_take_what_save_and_cached_map_take(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    rules = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    rules.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model, calls = torch.nn.Linear(2, 2), []
+    with Store(tmp_path / "results") as store:
+
+        @store.cached()
+        def step(argument: Any) -> Any:
+            calls.append(1)
+            return len(rules.encode("a b").ids) + sum(1 for _ in model.parameters())
+
+        calls = []  # what it appends to is a global of its own; it counts by what it holds
+        names = set()
+        arguments: list[Any] = [
+            torch.ones(2), torch.zeros(2), torch.float16, torch.device("cpu"), model, rules, np.dtype("f4"), len, Holder(a=1),
+            {"deep": [torch.ones(3)]}, torch.nn.Linear, uuid.UUID(int=3),
+        ]  # fmt: skip
+        for argument in arguments:
+            names.add(step.cache_name(argument))  # type: ignore[attr-defined]
+            assert step.cache_name(argument) in names  # type: ignore[attr-defined]
+        assert len(names) == len(arguments)
+        assert step(torch.ones(2)) == 4

@@ -1,0 +1,279 @@
+"""Bytes that lie about kinds: a clear error, no import, no code of a class, and nothing that is not of the kind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from castore import CorruptError, SerializationError
+from castore.adapters.torch import samples
+from castore.adapters.torch.samples import pack, unpack
+from castore.serialize import serializers
+from castore.serialize.kinds import Form
+from castore.serialize.serializers import dump, load
+from tests.serialize.kinds.values import VALUES
+
+HERE = "tests.serialize.kinds.test_hostile_kinds"
+ran: list[str] = []
+
+
+@dataclasses.dataclass
+class Loud:
+    """Says when any of its code runs."""
+
+    x: int = 0
+
+    def __new__(cls, *_: Any) -> Any:
+        ran.append("__new__")
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any) -> None:
+        ran.append("__init__")
+
+    def __post_init__(self) -> None:
+        ran.append("__post_init__")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        ran.append("__setattr__")
+
+    def __setstate__(self, state: object) -> None:
+        ran.append("__setstate__")
+
+
+@dataclasses.dataclass
+class Ending:
+    x: int = 0
+
+    def __del__(self) -> None:
+        ran.append("__del__")
+
+
+class Ordinary:
+    pass
+
+
+@dataclasses.dataclass
+class Own:
+    """Pickle is told more than its fields."""
+
+    x: int = 0
+
+    def __reduce__(self) -> Any:
+        return Own, (self.x,)
+
+
+class Lie:
+    """Stands for a value while what claims to be its form is written."""
+
+
+def _told(form: Form) -> Callable[[Any], Form | None]:
+    return lambda value: form if type(value) is Lie else None
+
+
+def as_record(form: Form) -> Callable[[], Any]:
+    """What reads a sample that claims to be this form."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samples, "take_apart", _told(form))
+        record = pack(Lie())
+    return lambda: unpack(record)
+
+
+def as_msgpack(form: Form) -> Callable[[], Any]:
+    """What reads a stored object that claims to be this form."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serializers, "take_apart", _told(form))
+        data = dump(Lie())[1]
+    return lambda: load(data, "msgpack")
+
+
+READERS = [as_record, as_msgpack]
+FIELDS = [{"x": 1}, None]
+RECORDS = np.zeros(2, [("a", "i4")])
+
+LIES: dict[str, Form] = {
+    "unknown kind": Form("pickle", None, b""),
+    "kind of a newer castore": Form("hologram", None, [1]),
+    "kind that is no text": Form(3, None, []),  # type: ignore[arg-type]
+    "class without a name": Form("dataclass", None, FIELDS),
+    "class that is a number": Form("dataclass", 7, FIELDS),  # type: ignore[arg-type]
+    "function": Form("dataclass", "os:system", FIELDS),
+    "class of another kind": Form("enum", f"{HERE}:Loud", "x"),
+    "ordinary class": Form("dataclass", f"{HERE}:Ordinary", FIELDS),
+    "process": Form("dataclass", "subprocess:Popen", [{"args": ["touch", "x"]}, None]),
+    "class that runs code when it ends": Form("dataclass", f"{HERE}:Ending", FIELDS),
+    "class with a reduce of its own": Form("dataclass", f"{HERE}:Own", FIELDS),
+    "plain tuple": Form("namedtuple", "builtins:tuple", FIELDS),
+    "plain tensor": Form("tensor", "torch:Tensor", [torch.ones(1), {"grad_fn": 1}]),
+    "parameter": Form("tensor", "torch.nn.parameter:Parameter", [torch.ones(1), None]),
+    "wrapper of tensors": Form("tensor", "torch.testing._internal.two_tensor:TwoTensor", [torch.ones(1), None]),
+    "tensor of a list": Form("tensor", "tests.serialize.kinds.values:Image", [[1], None]),
+    "tensor with numbers for names": Form("tensor", "tests.serialize.kinds.values:Image", [torch.ones(1), {1: 2}]),
+    "fields that are a list": Form("dataclass", "tests.serialize.kinds.values:Frozen", [["x", "y"], None]),
+    "one part": Form("dataclass", "tests.serialize.kinds.values:Frozen", [{"x": 1, "y": 2}]),
+    "state in slots that has none": Form("dataclass", "tests.serialize.kinds.values:Slim", [{"x": 1}, {"z": 1}]),
+    "member that is a list": Form("enum", "tests.serialize.kinds.values:Colour", ["RED"]),
+    "member by value": Form("enum", "tests.serialize.kinds.values:Colour", 1),
+    "name of a step too many": Form("enum", "tests.serialize.kinds.values:Outer.Inner.HERE", "HERE"),
+    "not registered": Form("registered", "nobody", 1),
+    "registered under a number": Form("registered", 7, 1),  # type: ignore[arg-type]
+    "set of lists": Form("set", None, [[1]]),
+    "set of a number": Form("set", None, 1),
+    "counter of a list": Form("counter", None, [1]),
+    "factory that is code": Form("defaultdict", None, ["eval", {}]),
+    "deque of negative length": Form("deque", None, [[1], -1]),
+    "range of text": Form("range", None, ["1", 2, 3]),
+    "date of no calendar": Form("date", None, [2024, 13, 1]),
+    "date of huge numbers": Form("date", None, [2**70, 1, 1]),
+    "datetime of nine": Form("datetime", None, [[2024, 1, 1, 0, 0, 0, 0, 0, 0], None]),
+    "datetime in a zone of text": Form("datetime", None, [[2024, 1, 1, 0, 0, 0, 0, 0], "UTC"]),
+    "zone of a path": Form("zone", None, "../../../etc/passwd"),
+    "zone that is nowhere": Form("zone", None, "Europe/Atlantis"),
+    "number that is none": Form("decimal.Decimal", None, "one"),
+    "fraction of nothing": Form("fraction", None, [1, 0]),
+    "path of bytes": Form("pathlib.PosixPath", None, b"x"),
+    "uuid of three bytes": Form("uuid", None, [b"abc", None]),
+    "address of text": Form("ipaddress.IPv4Address", None, "300.0.0.1"),
+    "records of a number": Form("numpy.records", None, [True, 5]),
+    "element of many": Form("numpy.void", None, [False, RECORDS]),
+    "element of a number": Form("numpy.void", None, [False, np.zeros(())]),
+    "mask of another shape": Form("numpy.masked array", None, [np.zeros(3), np.zeros(2, bool), None, False]),
+    "mask of numbers": Form("numpy.masked array", None, [np.zeros(3), np.zeros(3), None, False]),
+    "masked with a value": Form("numpy.masked", None, 1),
+    "size of text": Form("torch.size", None, ["1"]),
+    "dtype that is a function": Form("torch.dtype", None, "load"),
+    "device of nowhere": Form("torch.device", None, "moon:1"),
+    "sparse index outside": Form("torch.sparse", None, ["sparse_coo", [3], torch.tensor([[9]]), torch.ones(1), False]),
+    "sparse index below": Form("torch.sparse", None, ["sparse_coo", [3], torch.tensor([[-1]]), torch.ones(1), False]),
+    "sparse in false order": Form("torch.sparse", None, ["sparse_coo", [3], torch.tensor([[2, 1]]), torch.ones(2), True]),
+    "sparse of negative size": Form("torch.sparse", None, ["sparse_coo", [-3], torch.tensor([[0]]), torch.ones(1), False]),
+    "sparse of no layout": Form("torch.sparse", None, ["strided", [3], [torch.zeros(1), torch.zeros(1)], torch.ones(1), True]),
+    "compressed rows outside": Form(
+        "torch.sparse", None, ["sparse_csr", [2, 3], [torch.tensor([0, 1, 99]), torch.tensor([0, 9])], torch.ones(2), True]
+    ),
+    "encodings that are no JSON": Form("transformers.batch_encoding", None, [{}, [b"pickle"], None]),
+    "features of a list": Form("transformers.batch_feature", None, [1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_a_clear_error_and_runs_nothing(
+    lie: str, reader: Callable[[Form], Callable[[], Any]]
+) -> None:
+    read = reader(LIES[lie])
+    ran.clear()
+    for _ in range(2):  # the second time, what was made of a record's header is remembered
+        with pytest.raises((CorruptError, SerializationError)):
+            read()
+    assert ran == []
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_fields_are_set_past_all_code_of_the_class(reader: Callable[[Form], Callable[[], Any]]) -> None:
+    ran.clear()
+    made = reader(Form("dataclass", f"{HERE}:Loud", [{"x": 5}, {"more": 6}]))()
+    assert (type(made), vars(made), ran) == (Loud, {"x": 5, "more": 6}, [])
+
+
+@pytest.fixture
+def absent(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module that could be imported, and says so."""
+    (tmp_path / "castore_trap.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "castore_trap"
+    sys.modules.pop("castore_trap", None)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", ["dataclass", "namedtuple", "enum", "tensor"])
+def test_no_module_is_imported_for_a_record(absent: str, kind: str, reader: Any) -> None:
+    with pytest.raises(
+        SerializationError, match="castore_trap:X', which this process does not have; import its module"
+    ):
+        reader(Form(kind, f"{absent}:X", [{}, None] if kind != "enum" else "A"))()
+    assert absent not in sys.modules
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_module_is_not_asked_for_what_it_would_load_first(absent: str, reader: Any) -> None:
+    asked: list[str] = []
+    eager = types.ModuleType("castore_eager")
+    eager.__getattr__ = asked.append  # type: ignore[method-assign]
+    spec = importlib.util.find_spec(absent)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lazy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "castore_eager", eager)
+        patch.setitem(sys.modules, "castore_trap", lazy)
+        for module in ("castore_eager", "castore_trap"):
+            with pytest.raises(SerializationError, match="does not have"):
+                reader(Form("dataclass", f"{module}:X", FIELDS))()
+    assert asked == []
+
+
+def test_a_record_of_transformers_does_not_import_it() -> None:
+    record, data = pack(_encoding()), dump(_encoding())[1]
+    script = (
+        "import sys, castore; from castore.adapters.torch.samples import unpack; from castore.serialize.serializers import load\n"
+        "heavy = {name for name in sys.modules if name.startswith('transformers')}\n"
+        "for read in (lambda: unpack(RECORD), lambda: load(DATA, 'msgpack')):\n"
+        "    try: read()\n"
+        "    except castore.SerializationError as error: assert 'import transformers.tokenization_utils_base first' in str(error)\n"
+        "    else: raise SystemExit('no error')\n"
+        "assert {name for name in sys.modules if name.startswith('transformers')} == heavy\n"
+        "import transformers.tokenization_utils_base\n"
+        "assert unpack(RECORD)['ids'] == load(DATA, 'msgpack')['ids'] == [1]\n"
+    ).replace("RECORD", repr(record)).replace("DATA", repr(data))  # fmt: skip
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
+
+
+def _encoding() -> Any:
+    from transformers import BatchEncoding
+
+    return BatchEncoding({"ids": [1]})
+
+
+HONEST = [
+    pack([value for value in VALUES if type(value).__module__.partition(".")[0] != "transformers"][start::4])
+    for start in range(4)
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_damaged_records_of_all_kinds_give_an_error_of_castore_or_a_sample(data: Any) -> None:
+    record = bytearray(data.draw(st.sampled_from(HONEST)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        record[data.draw(st.integers(0, len(record) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(CorruptError, SerializationError):
+        unpack(record)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_damaged_objects_of_all_kinds_give_an_error_of_castore_or_an_object(data: Any) -> None:
+    hurt = bytearray(dump([data.draw(st.sampled_from(VALUES))], "msgpack")[1])
+    hurt[data.draw(st.integers(0, len(hurt) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(CorruptError, SerializationError):
+        load(bytes(hurt), "msgpack")
+
+
+def test_a_reader_that_knows_version_1_alone_says_what_it_lacks() -> None:
+    assert b'{\\"version\\":1,' in pack({"x": (1, "a")})
+    assert b'{\\"version\\":2,' in pack({"x": {1.5: 1}})
+    assert b'{\\"version\\":2,' in pack([{"x": {1, 2}}])

@@ -1,0 +1,147 @@
+"""Values of every kind come back as they were: from a record, from a serializer, and through every adapter."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blake3 import blake3
+from hypothesis import HealthCheck, given, settings
+from torch.utils.data import DataLoader
+
+from castore import Store
+from castore.adapters.torch import BiLevelCachedDataset, CachedDataset, LazyShardDataset
+from castore.adapters.torch.samples import pack, unpack
+from castore.adapters.tree import TreeCacheManager
+from castore.serialize.serializers import dump, load
+from tests.serialize.kinds.values import (
+    VALUES,
+    Checked,
+    Numbered,
+    nested,
+    same,
+)
+
+RoundTrip = Callable[[list[Any]], list[Any]]
+
+
+def saved(value: Any) -> Any:
+    name, data = dump(value)
+    return load(data, name)
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{type(value).__name__} {value!r:.30}")
+def test_a_value_of_every_kind_comes_back_in_type_and_value(value: Any) -> None:
+    assert same(unpack(pack({"x": value}))["x"], value)
+    assert same(unpack(pack(value)), value)
+    assert same(saved(value), value)
+    assert same(saved([value, 1]), [value, 1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(nested())
+def test_any_nesting_comes_back_and_equal_values_give_equal_bytes(value: Any) -> None:
+    record = pack(value)
+    assert same(unpack(record), value)
+    assert pack(unpack(record)) == record
+    name, data = dump(value)
+    assert same(load(data, name), value)
+    assert dump(load(data, name)) == (name, data)
+
+
+def _twice(dataset: Any, values: list[Any]) -> list[Any]:
+    """What the dataset answers once all samples are in its cache."""
+    assert all(map(same, [dataset[place] for place in range(len(values))], values))
+    with dataset:
+        before = dataset.misses
+        found = [dataset[place] for place in range(len(values))]
+        assert dataset.misses == before
+    return found
+
+
+def _adapters(folder: Path) -> dict[str, RoundTrip]:
+    number = itertools.count()
+    store = Store(folder / "store", memory=0)
+    tree = TreeCacheManager(folder / "tree")
+
+    def fresh() -> str:
+        # A list of values may lack a fingerprint, and that is not what this is about.
+        return f"values-{next(number)}"
+
+    def in_store(values: list[Any]) -> list[Any]:
+        name = fresh()
+        store.save(name, values)
+        return store.load(name)  # type: ignore[no-any-return]
+
+    def in_tree(values: list[Any]) -> list[Any]:
+        name = fresh()
+        tree.put(name, values)
+        found = tree.get(name)
+        assert found is not None
+        return found[0]  # type: ignore[no-any-return]
+
+    def sharded(values: list[Any]) -> list[Any]:
+        shard = LazyShardDataset(values, memory_size="4MB", disk_size=0, key=fresh(), shuffle=False)
+        try:
+            return [[shard[place] for place in range(len(values))] for _ in range(2)][1]
+        finally:
+            shard.close()
+
+    return {
+        "CachedDataset": lambda values: _twice(CachedDataset(values, store, key=fresh()), values),
+        "in RAM": lambda values: _twice(BiLevelCachedDataset(values, "4MB", key=fresh()), values),
+        "on disk": lambda values: _twice(
+            BiLevelCachedDataset(values, 0, "64MB", folder / "levels", key=fresh()), values
+        ),
+        "LazyShardDataset": sharded,
+        "Store.save": in_store,
+        "TreeCacheManager": in_tree,
+    }
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RoundTrip]:
+    return _adapters(tmp_path_factory.mktemp("adapters"))
+
+
+NAMES = ["CachedDataset", "in RAM", "on disk", "LazyShardDataset", "Store.save", "TreeCacheManager"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_adapter_gives_back_what_it_was_given(adapters: dict[str, RoundTrip], name: str) -> None:
+    assert all(map(same, adapters[name](VALUES), VALUES))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(value=nested())
+def test_every_adapter_gives_back_any_nesting(adapters: dict[str, RoundTrip], name: str, value: Any) -> None:
+    assert same(adapters[name]([value, 1]), [value, 1])
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_find_values_of_every_kind(tmp_path: Path, start: str) -> None:
+    with CachedDataset(Numbered(), tmp_path, key="values") as cached:
+        for _ in range(2):
+            loader = DataLoader(Checked(cached), batch_size=64, num_workers=1, multiprocessing_context=start)
+            assert all(bool(batch.all()) for batch in loader)
+        assert cached.hits == cached.misses == len(VALUES)
+
+
+PLAIN = {
+    "image": torch.arange(12, dtype=torch.uint8).view(3, 4),
+    "label": 7,
+    "boxes": [torch.ones(4), (1, 2.5)],
+    "name": "x",
+    0: None,
+    "when": [True, b"y", 1 + 2j],
+}
+
+
+def test_records_of_plain_samples_are_byte_for_byte_those_of_before() -> None:
+    record = pack(PLAIN)
+    assert (len(record), blake3(record).hexdigest()[:16]) == (1023, "8a960242f48cc8e5")

@@ -1,0 +1,151 @@
+"""The cache of plain Hugging Face datasets shrinks under `castore watch --replace`, and goes on being a cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from castore import Store
+from castore.watch.folder import is_temporary
+from tests.watch.conftest import ENVIRONMENT, Watch, real_bytes
+
+pytest.importorskip("datasets")
+
+JOB = Path(__file__).with_name("datasets_job.py")
+
+
+class Job:
+    """Runs the job, with a home of its own, on real text.
+
+    Its marks lie beside the home, not in it: they are written in place, again and again, and a job that is held up for
+    longer than files take to settle would find a link to the read-only mount where its mark was.
+    """
+
+    def __init__(self, home: Path, data: Path) -> None:
+        self.marks = home.with_name(f"{home.name}-marks")
+        self.marks.mkdir(parents=True)
+        self.home = home
+        self.data = data
+        self.environment = ENVIRONMENT | {
+            "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "MARKS": str(self.marks),
+        }  # fmt: skip
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, JOB, self.data, *words],
+            env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def run(self) -> str:
+        process = self.start()
+        out, err = process.communicate(timeout=300)
+        dangling = [str(path) for path in self.home.rglob("*") if path.is_symlink() and not path.exists()]
+        assert out, f"exit code {process.returncode}\n{err}\nlinks to nothing: {dangling}"
+        return out
+
+    def calls(self) -> dict[str, int]:
+        return {path.name: path.stat().st_size for path in self.marks.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lines of the standard library's sources."""
+    path = tmp_path_factory.mktemp("data") / "sources.txt"
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-e]*.py"))
+    text = "\n".join(source.read_text(errors="replace") for source in sources)
+    path.write_text(re.sub(r"\n\s*\n+", "\n", text))
+    return path
+
+
+def arrows(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.arrow") if not is_temporary(path.name))
+
+
+def until_replaced(folder: Path, expected: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(found := arrows(folder)) < expected or not all(path.is_symlink() for path in found):
+        assert time.monotonic() < deadline, [path for path in found if not path.is_symlink()]
+        time.sleep(0.2)
+
+
+def test_reruns_hit_and_are_equal_while_the_cache_shrinks_in_place(
+    store: Store, tmp_path: Path, mountpoint: Path, folder: Path, watch: Watch, data: Path
+) -> None:
+    plain = Job(tmp_path / "plain", data)
+    expected = plain.run()
+    rows = int(expected.split()[0])
+    assert rows > 20_000
+    size = real_bytes(tmp_path / "plain" / "datasets")
+
+    job = Job(folder, data)
+    watching = watch("--replace", settle="500ms")
+    assert job.run() == expected
+    computed = job.calls()
+    assert computed == {"map": rows, "filter": rows}
+    # Killed in the middle of its work, most likely; started again, it goes on.
+    watching.end(signal.SIGKILL)
+    assert job.run() == expected
+    watching = watch("--replace", settle="500ms")
+    until_replaced(folder, 3)
+
+    assert job.run() == expected
+    assert job.run() == expected
+    assert job.calls() == computed, "a rerun computed what was in the cache"
+    watching.end()
+    assert real_bytes(folder / "datasets") <= size / 2
+    assert [event for event in watching.events if event["event"] == "failed"] == []
+
+    # The same, with nobody watching, and after a collection that takes all it may.
+    store.gc(max_size=0, grace=0)
+    assert job.run() == expected
+    assert job.calls() == computed
+
+
+def test_a_job_that_has_its_cache_mapped_reads_on_while_it_is_replaced(
+    store: Store, tmp_path: Path, mountpoint: Path, folder: Path, watch: Watch, data: Path
+) -> None:
+    job = Job(folder, data)
+    process = job.start("--wait")
+    assert process.stdout is not None
+    before = process.stdout.readline()
+    watching = watch("--replace", settle="0")
+    until_replaced(folder, 3)
+    after, _ = process.communicate("go on\n", timeout=300)
+    assert after == before
+    assert watching.end() == 0
+
+
+def test_a_changed_function_is_computed_into_the_replaced_cache(
+    store: Store, tmp_path: Path, mountpoint: Path, folder: Path, watch: Watch, data: Path
+) -> None:
+    """New results are written beside the links, and the tool's own cleaning takes the links away."""
+    job = Job(folder, data)
+    job.run()
+    watching = watch("--replace", "--mirror", settle="0")
+    until_replaced(folder, 3)
+    script = (
+        "import sys, datasets\n"
+        "datasets.disable_progress_bars()\n"
+        "d = datasets.load_dataset('text', data_files=sys.argv[1], split='train')\n"
+        "print(d.map(lambda row: {'first': row['text'][:1]})[7]['first'], d.cleanup_cache_files())\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script, data], env=job.environment, capture_output=True, text=True, timeout=300
+    )
+    lines = data.read_text().split("\n")
+    assert ran.stdout.split("\n")[0] == f"{lines[7][:1]} 3", ran.stderr
+    deadline = time.monotonic() + 60
+    while len([entry for entry in store.entries("in") if entry.name.endswith(".arrow")]) != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert len(arrows(folder)) == 1
+    assert os.path.islink(arrows(folder)[0])
+    assert watching.end() == 0

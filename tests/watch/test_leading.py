@@ -1,0 +1,193 @@
+"""A folder whose files are links into a mount that is gone: other tools compute them anew, so it is said, loudly and once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import castore_fuse
+from castore import Store
+from castore.repair import doctor
+from castore.system.temporary import is_running
+from castore.watch import dangling_links
+from castore.watch.dangling_links import Mounted, mount_of
+from tests.watch.conftest import Watch, run, settled
+
+
+def kill_mount(store: Store) -> None:
+    """As the kernel does when memory is short: the mountpoint stays, and nobody answers there."""
+    ((pid, started),) = list(store.index.rows("SELECT pid, started FROM mounts"))
+    os.kill(pid, signal.SIGKILL)
+    while is_running(pid, started):  # a busy machine takes a moment
+        time.sleep(0.001)
+
+
+def test_a_watcher_tells_that_its_links_lead_to_nothing_and_when_they_do_again(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    """Nothing happens in the folder meanwhile: it must not take a new file to find out."""
+    settled(folder, "a", b"a")
+    watching = watch("--replace")
+    settled(folder, "b", b"b")
+    watching.until("replaced", "in/a")
+    watching.until("replaced", "in/b")
+    kill_mount(store)
+    told = watching.until("unmounted")
+    assert told["path"] == str(mountpoint)
+    assert told["reason"] == (
+        f"2 files, {folder}/a first, are links to nothing, since no live mount at {mountpoint} shows their bytes: other tools"
+        f" take such files for missing, and compute them anew; `castore --store {store.path} mount {mountpoint}` brings"
+        " them back; `castore watch DIR --as PREFIX --restore` puts the files in their place"
+    )
+    castore_fuse.mount(store, mountpoint)
+    assert watching.until("mounted")["path"] == str(mountpoint)
+    assert (folder / "a").read_bytes() == b"a"
+    castore_fuse.umount(mountpoint)
+    watching.until("unmounted")
+    assert watching.end() == 0
+    assert (watching.told("unmounted"), watching.told("mounted")) == (["", ""], [""])
+
+
+def test_it_is_told_at_the_start_whatever_the_watcher_is_to_do(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    settled(folder, "a", b"a")
+    watch("--replace").end_after("replaced")
+    kill_mount(store)
+    for words in ([], ["--mirror"]):
+        watching = watch(*words)
+        assert f"{folder}/a is a link to nothing" in watching.until("unmounted")["reason"]
+        assert watching.end() == 0
+        assert watching.told("unmounted") == [""]
+    refused = run(store.path, "watch", folder, "--as", "in", "--replace")
+    assert refused.returncode == 1
+    first, second = refused.stderr.splitlines()
+    assert first.startswith(
+        f"castore: {folder}/a is a link to nothing, since no live mount at {mountpoint} shows "
+    )
+    assert second.startswith(f"castore: no live mount of {store.path} shows 'in'")
+
+
+def test_doctor_tells_it_with_what_to_do(store: Store, folder: Path, mountpoint: Path, watch: Watch) -> None:
+    settled(folder, "a", b"a")
+    watch("--replace").end_after("replaced")
+    store.put("another/file", b"that no link stands for", metadata={"link": "my own"})
+    assert doctor.examine(store.path, [dangling_links.examine]) == []
+    kill_mount(store)
+    ran = run(store.path, "doctor", "--json")
+    assert ran.returncode == 1
+    (forgotten, finding) = json.loads(ran.stdout)["findings"]
+    assert forgotten["mended"]
+    assert f"{folder}/a is a link to nothing" in finding["what"]
+    assert f"castore --store {store.path} mount {mountpoint}" in finding["advice"]
+    assert "--restore" in finding["advice"]
+    castore_fuse.mount(store, mountpoint)
+    assert run(store.path, "doctor").stdout == f"{store.path}: all in order\n"
+
+
+def test_the_advice_does_what_it_says(store: Store, folder: Path, mountpoint: Path, watch: Watch) -> None:
+    castore_fuse.umount(mountpoint)
+    castore_fuse.mount(store, mountpoint, prefix="in")
+    path = settled(folder, "deep/a", b"a")
+    watch("--replace").end_after("replaced")
+    kill_mount(store)
+    (finding,) = [
+        finding for finding in doctor.examine(store.path, [dangling_links.examine]) if finding.left_to_do
+    ]
+    command = finding.advice.split("`")[1].split()
+    assert command[:4] == ["castore", "--store", str(store.path), "mount"]
+    assert run(store.path, *command[3:]).returncode == 0
+    assert path.read_bytes() == b"a"
+    assert doctor.examine(store.path, [dangling_links.examine]) == []
+    castore_fuse.umount(mountpoint)
+    assert run(store.path, "watch", folder, "--as", "in", "--restore").returncode == 0
+    assert not path.is_symlink()
+    assert doctor.examine(store.path, [dangling_links.examine]) == []
+
+
+def test_links_that_are_gone_themselves_are_nobodys_worry(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    for name in "ab":
+        settled(folder, name, name.encode())
+    watching = watch("--replace")
+    watching.until("replaced", "in/a")
+    watching.until("replaced", "in/b")
+    assert watching.end() == 0
+    castore_fuse.umount(mountpoint)
+    (folder / "a").unlink()
+    (folder / "b").unlink()
+    (folder / "b").write_bytes(b"a tool has computed it anew")
+    assert doctor.examine(store.path, [dangling_links.examine]) == []
+    shutil.rmtree(folder)
+    assert doctor.examine(store.path, [dangling_links.examine]) == []
+
+
+@pytest.mark.parametrize(
+    ("link", "mount"),
+    [
+        ("/mnt/in/a/b", Mounted("/mnt", "")),
+        ("/mnt/a/b", Mounted("/mnt", "in")),
+        ("/mnt/b", Mounted("/mnt", "in/a")),
+        ("/in/a/b", Mounted("/", "")),
+    ],
+)
+def test_the_mount_of_a_link_is_what_comes_before_the_name(link: str, mount: Mounted) -> None:
+    assert mount_of("in/a/b", link) == mount
+
+
+def test_rm_and_unpin_tell_of_the_links_that_stand_for_what_they_let_go(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    for name in "abc":
+        settled(folder, name, name.encode() * 100)
+    watching = watch("--replace")
+    for name in "abc":
+        watching.until("replaced", f"in/{name}")
+    assert watching.end() == 0
+    (folder / "c").unlink()
+    (folder / "c").write_bytes(b"a tool has computed it anew")
+    unpinned = run(store.path, "unpin", "in/a", "in/c")
+    assert unpinned.stderr == (
+        f"castore: {folder}/a is a link that stands for 'in/a', and leads to nothing once gc has taken that;"
+        " `castore pin in/a` keeps it\n"
+    )
+    entry = store.entry("in/a")
+    assert entry is not None
+    removed = run(store.path, "rm", "in/a")
+    assert removed.returncode == 0
+    assert removed.stderr == (
+        f"castore: {folder}/a is a link that stood for 'in/a', and leads to nothing now; until gc, `castore get"
+        f" {entry.digest} -o FILE` has the file's bytes\n"
+    )
+    assert run(store.path, "cat", entry.digest).stdout == "a" * 100
+    below = run(store.path, "rm", "-r", "in", "--json")
+    assert [link["path"] for link in json.loads(below.stdout)["links"]] == [f"{folder}/b"]
+    assert json.loads(below.stdout)["removed"] == 2
+
+
+def test_restoring_with_another_prefix_says_which_there_are(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    settled(folder, "a", b"a")
+    settled(folder, "deep/b", b"b")
+    watching = watch("--replace")
+    watching.until("replaced", "in/a")
+    watching.until("replaced", "in/deep/b")
+    assert watching.end() == 0
+    wrong = run(store.path, "watch", folder, "--as", "out", "--restore")
+    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert wrong.stderr == (
+        f"castore: no link in {folder} was made with --as out; there are 2 links with --as in\n"
+    )
+    assert (folder / "a").is_symlink()
+    assert run(store.path, "watch", folder, "--as", "in", "--restore").returncode == 0
+    assert not (folder / "a").is_symlink()
+    again = run(store.path, "watch", folder, "--as", "out", "--restore")
+    assert (again.returncode, again.stdout) == (0, "nothing to do\n")

@@ -1,0 +1,250 @@
+"""`castore watch --replace` makes a folder small in place, and never loses a byte of it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from castore import Store
+from castore.system.temporary import pid_namespace, process_started
+from castore.watch import replace
+from castore.watch.file_lease import BusyError, Snapshot
+from castore.watch.find_mount import find_mount
+from castore.watch.folder import PART, SWAP, Folder
+from tests.helpers import flip, payload, text
+from tests.watch.conftest import Watch, real_bytes, settled
+
+
+def test_files_become_links_with_the_same_bytes_and_times(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    data = {f"{kind}/{number}": text(300_000, seed=number) for number in range(3) for kind in "ab"}
+    for name, content in data.items():
+        settled(folder, name, content).chmod(0o640)
+    before = {name: (folder / name).stat() for name in data}
+    taken = real_bytes(folder)
+    watching = watch("--replace")
+    for name in data:
+        watching.until("replaced", f"in/{name}")
+    assert watching.end() == 0
+    for name, content in data.items():
+        path = folder / name
+        assert os.readlink(path) == f"{mountpoint}/in/{name}"
+        assert path.read_bytes() == content
+        assert path.lstat().st_mtime_ns == before[name].st_mtime_ns
+        assert abs(path.stat().st_mtime - before[name].st_mtime) < 1e-6
+        assert path.stat().st_size == before[name].st_size
+    assert real_bytes(folder) < taken / 10
+    store.gc(max_size=0, grace=0)
+    assert all((folder / name).read_bytes() == content for name, content in data.items()), (
+        "gc took a link's bytes"
+    )
+
+
+def test_open_and_mapped_files_keep_their_bytes(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    data = text(2_000_000)
+    path = settled(folder, "a", data)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        watch("--replace").until("replaced")
+        assert path.is_symlink()
+        assert mapped[:] == data
+        assert file.read() == data
+
+
+def test_writing_in_place_to_what_was_replaced_is_refused_and_changes_nothing(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    """Why logs and the like do not belong into such a folder: a tool that pauses for longer than it settles fails."""
+    path = settled(folder, "log", b"one\n")
+    watching = watch("--replace")
+    watching.until("replaced")
+    for write in (lambda: path.open("ab"), lambda: path.open("r+b"), lambda: path.chmod(0o600)):
+        with pytest.raises(OSError, match="Read-only file system"):
+            write()
+    assert path.read_bytes() == b"one\n"
+    assert watching.end() == 0
+    assert store.get("in/log") == b"one\n"
+
+
+def test_a_file_open_for_writing_is_left_alone(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    path = settled(folder, "a", b"one")
+    watch().end_after("added")
+    with path.open("r+b") as file:
+        watching = watch("--replace")
+        settled(folder, "b", b"b")
+        watching.until("replaced", "in/b")
+        time.sleep(0.6)
+        assert not path.is_symlink()
+        file.write(b"two")
+    watching.until("replaced", "in/a")
+    assert path.read_bytes() == b"two"
+
+
+def test_a_swap_is_taken_back_when_the_file_was_written_meanwhile(
+    store: Store, folder: Path, mountpoint: Path
+) -> None:
+    """Between the look and the swap, in place, by rename, or by opening it: the file stays what its writer made it."""
+    mount = find_mount(store, "in")
+
+    def write_in_place(path: Path) -> None:
+        path.write_bytes(b"other")
+
+    def write_anew(path: Path) -> None:
+        path.with_name("new").write_bytes(b"other")
+        path.with_name("new").rename(path)
+
+    def remove(path: Path) -> None:
+        path.unlink()
+
+    def set_permissions(path: Path) -> None:
+        path.chmod(0o600)  # as tools do right after a rename; a restored file has to get them back
+
+    left = {"write_in_place": b"other", "write_anew": b"other", "set_permissions": b"bytes"}
+    told: list[Exception | None] = []
+    for touch in (write_in_place, write_anew, remove, set_permissions):
+        path = settled(folder, touch.__name__, b"bytes")
+        entry = store.put_file(f"in/{path.name}", path)
+        with Snapshot(str(path)) as file:
+            touch(path)
+            replace.replace(
+                store, mount, [(file, entry)], lambda size: None, lambda *done: told.append(done[2])
+            )
+        assert not path.is_symlink()
+        after = store.entry(entry.name)
+        assert after is not None
+        assert not after.pinned
+    assert [type(error) for error in told] == [BusyError] * 4
+    assert {one.name: one.read_bytes() for one in folder.iterdir()} == left
+
+
+def test_writers_racing_with_swaps_lose_nothing(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    """Tools that write a new file and rename it over the old one, again and again, while everything is replaced."""
+    watching = watch("--replace", settle="0")
+    latest: dict[str, bytes] = {}
+    chance = random.Random(4)
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        name = f"{chance.randrange(8)}"
+        latest[name] = chance.randbytes(chance.randrange(1, 20_000))
+        temporary = folder / f"{name}.tmp"
+        temporary.write_bytes(latest[name])
+        temporary.rename(folder / name)
+        time.sleep(chance.random() * 0.01)
+    deadline = time.monotonic() + 60
+    while not all((folder / name).is_symlink() for name in latest):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert {name: (folder / name).read_bytes() for name in latest} == latest
+    assert watching.end() == 0
+
+
+def test_what_cannot_be_read_back_is_not_replaced(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    data = text(300_000)
+    path = settled(folder, "a", data)
+    watch().end_after("added")
+    file, offset, _ = payload(store, "in/a")
+    flip(file, offset + 100)
+    watching = watch("--replace", ready=False)
+    kept = watching.until("kept", "in/a")
+    assert "could not be read back through the mount" in kept["reason"]
+    assert not path.is_symlink()
+    assert path.read_bytes() == data
+
+
+def test_files_with_other_hard_links_stay(store: Store, folder: Path, mountpoint: Path, watch: Watch) -> None:
+    path = settled(folder, "a", b"a")
+    os.link(path, folder.with_name("another"))
+    assert "hard links" in watch("--replace", ready=False).until("kept", "in/a")["reason"]
+    assert not path.is_symlink()
+
+
+def test_at_any_kill_each_name_holds_its_file_or_its_link(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    data = {f"{number:03}": text(20_000 + number, seed=number) for number in range(150)}
+    for name, content in data.items():
+        settled(folder, name, content)
+    chance = random.Random(7)
+    for _ in range(12):
+        watching = watch("--replace", settle="0", ready=False)
+        watching.until("replaced")
+        time.sleep(chance.random() * 0.15)
+        watching.end(signal.SIGKILL)
+        for name, content in data.items():
+            assert (folder / name).read_bytes() == content
+        if all((folder / name).is_symlink() for name in data):
+            break
+    watch("--replace", settle="0").end()
+    assert sorted(path.name for path in folder.iterdir()) == sorted(data), "temporary files were left"
+    store.gc(max_size=0, grace=0)
+    for name, content in data.items():
+        assert (folder / name).is_symlink()
+        assert (folder / name).read_bytes() == content
+
+
+def dead_process() -> str:
+    """The mark of a process that was killed, as temporary names carry it."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        started = process_started(process.pid)
+        mark = f"{pid_namespace()}-{process.pid}-{started}"
+        process.communicate(b"\n")
+    return mark
+
+
+def test_what_a_kill_behind_the_exchange_leaves_is_cleaned_or_put_back(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    paths = [settled(folder, name, name.encode() * 100) for name in ("kept", "written")]
+    first = watch("--replace")
+    first.until("replaced", "in/kept")
+    first.until("replaced", "in/written")
+    first.end()
+    leftovers = [Path(replace.temporary_beside(str(path), SWAP)) for path in paths]
+    own = "-".join(leftovers[0].name.removeprefix(SWAP).split("-")[:3])
+    dead = dead_process()
+    leftovers = [path.with_name(path.name.replace(own, dead)) for path in leftovers]
+    leftovers[0].write_bytes(b"kept" * 100)
+    leftovers[1].write_bytes(b"somebody wrote to it at that moment")
+    (folder / f"{PART}{dead}-0123456789abcdef").write_bytes(b"half a file")
+    (folder / f"{SWAP}{own}-0123456789abcdef").symlink_to("of a process that lives")
+    shown = Folder(str(folder), "in", str(store.path))
+    for path in folder.iterdir():
+        if path.name.startswith((SWAP, PART)):
+            replace.clean(store, shown, str(path))
+    assert paths[0].read_bytes() == b"kept" * 100
+    assert paths[0].is_symlink()
+    assert paths[1].read_bytes() == b"somebody wrote to it at that moment"
+    assert len(list(folder.iterdir())) == 3, "what a living process makes was touched"
+
+
+def test_two_watchers_that_replace_do_no_harm(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    data = {f"{number:02}": text(50_000, seed=number) for number in range(30)}
+    one, two = watch("--replace", "--mirror"), watch("--replace", "--mirror")
+    for name, content in data.items():
+        settled(folder, name, content)
+    deadline = time.monotonic() + 60
+    while not all((folder / name).is_symlink() for name in data):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert (one.end(), two.end()) == (0, 0)
+    store.gc(max_size=0, grace=0)
+    assert {name: (folder / name).read_bytes() for name in data} == data
+    assert sorted(path.name for path in folder.iterdir()) == sorted(data)
