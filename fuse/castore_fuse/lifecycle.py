@@ -256,8 +256,8 @@ def prepare_mountpoint(
     found = mountpoints.mount_at(path)
     if found is not None and found.fstype == mountpoints.FSTYPE:
         raise MountError(
-            f"{found.source} is mounted at {path} already;"
-            f" run `castore umount {shlex.quote(os.fspath(path))}` first"
+            f"{found.source} is mounted at {path} already; run `castore "
+            f"umount {shlex.quote(os.fspath(path))}` first"
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -279,8 +279,8 @@ def _clear_dead(path: Path, record_path: Path | None) -> None:
         return
     if found.fstype != mountpoints.FSTYPE:
         raise MountError(
-            f"a dead {found.fstype} mount of {found.source} is at {path};"
-            " unmount it with the tool that made it"
+            f"a dead {found.fstype} mount of {found.source} is at {path}; "
+            "unmount it with the tool that made it"
         )
     mountpoints.detach(path, dead=True)
     if record_path is not None and record_path.exists():  # a read-only store has no record

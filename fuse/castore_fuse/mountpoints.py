@@ -147,8 +147,8 @@ def _busy(mountpoint: Path) -> str:
     named = [f"{holder.name} (pid {holder.pid}, {holder.path})" for holder in holders(mountpoint)]
     users = ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")
     return (
-        f"{mountpoint} is in use by {users or 'a process that you may not see'};"
-        " end it or leave that folder first"
+        f"{mountpoint} is in use by {users or 'a process that you may not see'}; end it or leave that folder "
+        "first"
     )
 
 

@@ -30,8 +30,8 @@ from castore.records import DIGEST_SIZE, LOST, entry_check
 from castore.system.ram_cache import MemoryLRU
 
 _CHILD = (
-    "SELECT digest, size, created, expires, checked FROM entries"
-    " WHERE name = ? AND (expires IS NULL OR expires > ?)"
+    "SELECT digest, size, created, expires, checked FROM entries WHERE "
+    "name = ? AND (expires IS NULL OR expires > ?)"
 )
 _INSIDE = (
     "SELECT name, digest, size, created, expires, checked FROM entries"

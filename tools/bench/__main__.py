@@ -71,8 +71,8 @@ def main() -> None:
         sys.stdout.write(json.dumps({"goals": goals, "suites": runs}, indent=1) + "\n")
     if failed:
         sys.exit(
-            f"bench: broke: {', '.join(failed)} (why stands above); figures shown of these are of an earlier "
-            f"run"
+            f"bench: broke: {', '.join(failed)} (why stands above); "
+            "figures shown of these are of an earlier run"
         )
 
 
@@ -117,8 +117,8 @@ def _options(names: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print goals and figures of all suites on file as JSON; what is for people goes to standard "
-        "error",
+        help="print goals and figures of all suites on file as JSON; what "
+        "is for people goes to standard error",
     )
     options = parser.parse_args()
     if options.rounds is not None and options.rounds < (1 if options.quick else LEAST_ROUNDS):

@@ -134,8 +134,8 @@ class Steps:
             goals=[
                 verdict(
                     size <= _SMALLER * total,
-                    f"disk after five steps, {self._name}: {way}, at most {_SMALLER:g} times datasets': "
-                    f"{size / total:.3f} times",
+                    f"disk after five steps, {self._name}: {way}, at most {_SMALLER:g} "
+                    f"times datasets': {size / total:.3f} times",
                 )
                 for way, size in found.items()
             ],

@@ -21,12 +21,11 @@ ABOUT = (
     "were as many reads as there are samples. In shuffled and sequential epochs each sample is read once an "
     "epoch. Nothing can then hit more often than the part that fits: from one read of a sample to its next "
     "there is always exactly one end of an epoch, and no more samples than fit are there at that moment. "
-    "Under Zipf, samples are drawn with a popularity of 1 / rank; where "
-    f"it drifts, {hitrates.DRIFT:.0%} of the samples exchange their ranks after each epoch's worth of reads. "
-    f"The offline "
-    "optimum knows all reads to come (Belady's MIN, free to keep nothing of what it reads). The fixed subset "
-    "is what was read first. castore's rows ask the policy that ships; `BiLevelCachedDataset` is the real "
-    "dataset, its samples in shared memory and its hits as it counts them, over the same reads."
+    f"Under Zipf, samples are drawn with a popularity of 1 / rank; where it drifts, {hitrates.DRIFT:.0%} of "
+    "the samples exchange their ranks after each epoch's worth of reads. The offline optimum knows all "
+    "reads to come (Belady's MIN, free to keep nothing of what it reads). The fixed subset is what was read "
+    "first. castore's rows ask the policy that ships; `BiLevelCachedDataset` is the real dataset, its "
+    "samples in shared memory and its hits as it counts them, over the same reads."
 )
 _REAL = "BiLevelCachedDataset"
 _REAL_PART = 0.5

@@ -219,8 +219,8 @@ def _collecting(store: Growing, count: int) -> Measured:
 
 def _both(waits: dict[str, float]) -> str:
     return (
-        f"{_in_milliseconds(waits['longest'])} ({_in_milliseconds(waits['blocked'])} without waiting for a "
-        f"processor)"
+        f"{_in_milliseconds(waits['longest'])} "
+        f"({_in_milliseconds(waits['blocked'])} without waiting for a processor)"
     )
 
 

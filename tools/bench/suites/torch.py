@@ -264,8 +264,8 @@ def _straightness(picture: Path, result: Result) -> Study:
     )
     worst = max(off, key=abs)
     return Study(
-        "Epoch 2 of a dataset that decodes JPEG files, by the part of it that BiLevelCachedDataset has in "
-        "memory",
+        "Epoch 2 of a dataset that decodes JPEG files, by the part of it "
+        "that BiLevelCachedDataset has in memory",
         ["cached", "time of epoch 2", "times as fast as without", "on the straight line", "off by"],
         [
             [
@@ -277,13 +277,13 @@ def _straightness(picture: Path, result: Result) -> Study:
             ]
             for part, timing, time, expected, deviation in zip(parts, timings, times, line, off, strict=True)
         ],
-        note="At 0 % there is no cache around the dataset. The straight line runs from there to the time "
-        "with all cached.",
+        note="At 0 % there is no cache around the dataset. The straight line "
+        "runs from there to the time with all cached.",
         goals=[
             verdict(
                 abs(worst) <= 0.1,
-                f"the time of epoch 2 falls linearly with the cached part, within 10 %: off by {worst:+.1%} "
-                f"at most",
+                "the time of epoch 2 falls linearly with the cached part, "
+                f"within 10 %: off by {worst:+.1%} at most",
             )
         ],
         picture=picture.name,
@@ -304,9 +304,8 @@ def _memory_of_workers(work: Path, samples: int) -> Study:
     growth = [total_4 / total - 1, cache_4 / cache - 1]
     size = samples * torch.Size(SHAPE).numel()
     return Study(
-        f"Memory of a SharedCache of {size / 1e6:.0f} MB with its `DataLoader`'s workers (PSS: a page that n "
-        f"processes "
-        "share counts 1/n in each)",
+        f"Memory of a SharedCache of {size / 1e6:.0f} MB with its `DataLoader`'s workers "
+        "(PSS: a page that n processes share counts 1/n in each)",
         ["", "1 worker", "4 workers", "growth"],
         [
             ["all processes", f"{total / 1e6:.0f} MB", f"{total_4 / 1e6:.0f} MB", f"{growth[0]:+.1%}"],
