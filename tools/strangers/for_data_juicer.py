@@ -10,7 +10,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from castore.adapters.datasets.registry import BUILT_IN, make
+from castore.recipes.registry import BUILT_IN, make
 
 # How the work is done, not what comes out: these are for Data-Juicer's `map`.
 _HOW = {"batch_size": 1, "num_proc": None}
