@@ -1,6 +1,11 @@
 """Values of YAML against the types of annotations: a sentence for what does not fit.
 
-Types that YAML does not have are not checked. Must never change a value, but for a number that YAML takes for text.
+Types that YAML does not have are not checked. Must never change a value, but for a number that YAML takes for text: a
+parameter counts in the key of its step, and 1 has another key than 1.0.
+
+msgspec was tried in the place of this module. `msgspec.convert` makes 1.0 of a 1 where a float is asked, and refuses text for
+an operator's parameter that is annotated with a class. Strict, it refuses 2e5; lax, it takes "4" for a number. Its YAML is
+PyYAML's: no lines, and of two equal keys the last. The checks are 0.1 ms of the 8 ms that a recipe of 20 steps takes.
 """
 
 from __future__ import annotations

@@ -53,13 +53,14 @@ __all__ = [
 
 _SETTINGS = ("CacheStageConfig", "DatasetConfig", "PipelineConfig")
 
+if not TYPE_CHECKING:  # a type checker would take every name to be here
 
-def __getattr__(name: str) -> Any:
-    if name not in _SETTINGS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from castore.recipes import pipeline_config
+    def __getattr__(name: str) -> Any:
+        if name not in _SETTINGS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from castore.recipes import pipeline_config
 
-    return getattr(pipeline_config, name)
+        return getattr(pipeline_config, name)
 
 
 def __dir__() -> list[str]:

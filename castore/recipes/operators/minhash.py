@@ -3,6 +3,11 @@
 After Broder (1997), with the bands of Leskovec, Rajaraman and Ullman's "Mining of Massive Datasets". A pair
 that shares a band is looked at again by its whole signatures, so no pair is dropped for one band's sake.
 Everything follows from the seed: the same texts give the same signatures on every machine.
+
+datasketch was tried in the place of the signatures and the bands, on 2,000 pieces of source code. It takes 1.06 s of CPU
+where this module takes 0.51 s (0.84 s with xxHash for SHA-1), and 0.28 s to import with SciPy, which is 143 MB that
+castore needs for nothing else. It keeps 25 other rows: other hashes decide otherwise close to the threshold, so results that
+stores hold would no longer be those of their operator. The second look and the clusters would still be castore's.
 """
 
 from __future__ import annotations
