@@ -23,10 +23,8 @@ from castore.units import format_duration, format_size
 if TYPE_CHECKING:
     from types import FrameType
 
-    from castore.adapters.datasets.config import Recipe
-    from castore.adapters.datasets.processing import Outcome
-    from castore.adapters.datasets.reports import Progress
-    from castore.adapters.datasets.space import Estimate
+    from castore.adapters.datasets import Estimate, Progress
+    from castore.recipes import Outcome, Recipe
 
 _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -105,7 +103,7 @@ def process(
     castore process --config recipe.yaml
     castore process --config recipe.yaml --cache_compress zstd --use_cache false
     """
-    from castore.adapters.datasets import config as recipes
+    from castore import recipes
 
     if explain and estimate:
         raise typer.BadParameter("--explain and --estimate answer two questions; ask one at a time")
@@ -175,7 +173,7 @@ def _store_of(context: typer.Context, recipe: Recipe, given: str | None) -> Path
 
 
 def _run(recipe: Recipe, store: Store, as_json: bool) -> None:
-    from castore.adapters.datasets.processing import process as run
+    from castore.recipes import process as run
 
     current = _Current()
     try:
@@ -286,7 +284,7 @@ def _rows(count: int | None) -> str:
 
 
 def _explain(recipe: Recipe, store: Store, as_json: bool) -> None:
-    from castore.adapters.datasets.processing import explain
+    from castore.recipes import explain
 
     explanations = explain(recipe, store)
     if as_json:
@@ -297,7 +295,7 @@ def _explain(recipe: Recipe, store: Store, as_json: bool) -> None:
 
 
 def _estimate(recipe: Recipe, store: Store, as_json: bool) -> None:
-    from castore.adapters.datasets.processing import estimate
+    from castore.recipes import estimate
 
     found = estimate(recipe, store)
     if as_json:

@@ -14,6 +14,13 @@ import sys
 import sysconfig
 from typing import Any
 
+# What stores keep was made under the names that modules had then. A module that moves keeps its name in keys.
+_MOVED = {
+    "castore.recipes.operators.cleaners": "castore.adapters.datasets.ops.cleaning",
+    "castore.recipes.operators.unicode_repair": "castore.adapters.datasets.ops.repairing",
+    "castore.recipes.operators": "castore.adapters.datasets.ops",
+}
+
 
 def library_of(module: Any) -> str | None:
     """Name and version of the distribution (or Python) that a module comes with; None for the user's own."""
@@ -24,7 +31,7 @@ def library_of(module: Any) -> str | None:
 def _find_library(module: str) -> str | None:
     top = module.partition(".")[0]
     if top == __name__.partition(".")[0]:
-        return f"{module} of {_distribution(top)}"
+        return f"{_former(module)} of {_distribution(top)}"
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
@@ -45,6 +52,14 @@ def _find_library(module: str) -> str | None:
         return f"{module} of Python {sys.version_info.major}.{sys.version_info.minor}"
     beside = next(filter(None, (_beside(place, top) for place in places)), None)
     return f"{module} of {beside}" if beside else None
+
+
+def _former(module: str) -> str:
+    """The name under which one of castore's modules counts in keys."""
+    for now, before in _MOVED.items():
+        if f"{module}.".startswith(f"{now}."):
+            return before + module.removeprefix(now)
+    return module
 
 
 def _beside(place: str, top: str) -> str | None:

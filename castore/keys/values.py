@@ -45,6 +45,10 @@ class Kinds:
         #: How values of a type count; None where the table says nothing.
         self.of = per_class(self._look)
 
+    def add(self, module: str, names: tuple[str, ...], count: Count) -> None:
+        """Add a row. For modules that build on the table's own: they add at import, before any value is looked up."""
+        self._rows.append((module, names, count))
+
     def _look(self, cls: type) -> Count | None:
         bases = set(map(id, cls.__mro__))
         for module, names, count in self._rows:

@@ -91,7 +91,7 @@ def store_settings(data: bytes) -> None:
 
 
 def recipe(data: bytes) -> None:
-    from castore.adapters.datasets.config import parse
+    from castore.recipes.recipe import parse
 
     parse(data.decode(errors="replace"))
 

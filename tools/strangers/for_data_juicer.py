@@ -11,7 +11,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from castore.adapters.datasets.registry import BUILT_IN, make
+from castore.recipes.registry import BUILT_IN, make
 
 # Parameters of Data-Juicer's `map`: they decide how the work is done, not its result.
 _HOW = {"batch_size": 1, "num_proc": None}

@@ -1,8 +1,23 @@
-"""Hugging Face datasets over the store: a cache of datasets, cached `map` and `filter`, pipelines of operators."""
+"""Hugging Face datasets over the store: a cache of datasets, cached `map` and `filter`, pipelines of operators.
+
+`cache` keeps datasets by name. `operators` and `pipeline` run a step only if its key is not in the store.
+`dataset_fingerprint` and `operator_keys` make the keys, `step_runner` runs one step once among all processes,
+`checkpoint` keeps the latest step only. `dataset_entries` is what lies in the store, `stored_table` and `lazy_table` are
+how rows come back. `source_step`, `file_digests` and `ram_results` are for `castore.recipes` beside what is public here.
+
+May import: all below the adapters.
+Must never: import `castore.recipes`, but for the three classes of settings that are public under this name too, and then
+at first use; write what `datasets.load_from_disk` cannot read.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from castore.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from castore.recipes.pipeline_config import CacheStageConfig, DatasetConfig, PipelineConfig
 
 try:
     from castore.adapters.datasets.background import wait
@@ -12,9 +27,9 @@ try:
     from castore.adapters.datasets.operators import cached_filter, cached_map
     from castore.adapters.datasets.pipeline import Pipeline
     from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Progress, StepReport
-    from castore.adapters.datasets.settings import CacheStageConfig, DatasetConfig, PipelineConfig
+    from castore.adapters.datasets.space import Estimate
 except ModuleNotFoundError as error:
-    if error.name not in ("datasets", "pyarrow", "numpy", "yaml"):
+    if error.name not in ("datasets", "pyarrow", "numpy"):
         raise
     raise MissingDependencyError.of(error.name, "datasets") from error
 
@@ -23,6 +38,7 @@ __all__ = [
     "CacheWarning",
     "DatasetCache",
     "DatasetConfig",
+    "Estimate",
     "Explanation",
     "Pipeline",
     "PipelineConfig",
@@ -34,3 +50,18 @@ __all__ = [
     "operator_fingerprint",
     "wait",
 ]
+
+_SETTINGS = ("CacheStageConfig", "DatasetConfig", "PipelineConfig")
+
+if not TYPE_CHECKING:  # a type checker would take every name to be here
+
+    def __getattr__(name: str) -> Any:
+        if name not in _SETTINGS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from castore.recipes import pipeline_config
+
+        return getattr(pipeline_config, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SETTINGS})

@@ -16,32 +16,26 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import datasets
 import pyarrow as pa
-from blake3 import blake3
 from datasets.table import Table
 
+from castore.adapters.datasets.file_digests import file_digest
 from castore.adapters.datasets.lazy_dataset import LateDataset
 from castore.adapters.datasets.lazy_table import LateTable
 from castore.adapters.datasets.mapped_files import TAIL
+from castore.adapters.datasets.operator_keys import HELD, OperatorEncoder, operator_fingerprint
 from castore.adapters.datasets.replaced import gone
+from castore.adapters.datasets.table_digest import table_digest
 from castore.adapters.datasets.tables import row_blocks, table_files
-from castore.errors import InvalidValueError, UnhashableError
-from castore.keys.encoder import AnyOrder, fingerprint, key
-from castore.objects.encode import hash_file
+from castore.errors import InvalidValueError
+from castore.keys.encoder import AnyOrder, fingerprint
 from castore.store import Store
 
-#: Where digests of files are remembered.
-FILES = ".datasets/files"
 _OURS = re.compile(r"castore[0-9a-f]{40}").fullmatch
-_ROWS = 10_000
-# Hashing less than this again costs no more than asking the store.
-_REMEMBERED = 4 * 1024 * 1024
-_REMEMBERED_SECONDS = 30 * 86400.0
 
 
 def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
@@ -162,8 +156,6 @@ def _digests(table: Table, store: Store | None) -> list[str] | None:
 
 
 def _format(dataset: datasets.Dataset) -> list[Any]:
-    from castore.adapters.datasets.operator_keys import operator_fingerprint
-
     shown = dataset._format_columns
     # Naming all columns is the same as naming none.
     columns = None if shown is None or set(shown) == set(dataset.column_names) else sorted(shown)
@@ -173,86 +165,9 @@ def _format(dataset: datasets.Dataset) -> list[Any]:
     return [dataset._format_type, columns, bool(dataset._output_all_columns), arguments]
 
 
-def table_digest(table: pa.Table) -> str:
-    """64 hexadecimal digits of a table's columns and rows, however it is cut into chunks."""
-    sink = _Hashing()
-    plain = table.replace_schema_metadata(None)
-    # Two chunks are always copied into one, which then looks the same wherever it was cut from. The second is a
-    # slice, since `schema.empty_table()` fails where an extension type (`datasets.Json`) lies in a list or a struct.
-    none = plain.slice(0, 0)
-    with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), plain.schema) as writer:
-        for start in range(0, len(plain), _ROWS):
-            rows = pa.concat_tables([plain.slice(start, _ROWS), none])
-            writer.write_table(rows.combine_chunks(), max_chunksize=_ROWS)
-    return str(sink.hasher.hexdigest())
+def _dataset(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
+    yield from ("dataset", dataset_fingerprint(value))
 
 
-class _Hashing:
-    """A file that keeps nothing but the digest of what is written to it."""
-
-    closed = False
-
-    def __init__(self) -> None:
-        self.hasher = blake3(max_threads=blake3.AUTO)
-
-    def write(self, data: Any) -> int:
-        self.hasher.update(data)
-        return len(data)
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def file_digest(path: str, store: Store | None, *, without: bytes = b"") -> str:
-    """BLAKE3 of a file, in hexadecimal digits; of a large one it is remembered until the file changes.
-
-    Args:
-        path: of the file.
-        store: remembers it; None for no one.
-        without: what does not count at the file's end, if it is there.
-
-    Raises:
-        UnhashableError: the file is gone.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise UnhashableError(
-            f"the dataset's file {path} cannot be read: {error.strerror}; load the dataset again"
-        ) from error
-    try:
-        seen = os.fstat(fd)
-        size = _size_without(fd, seen.st_size, without)
-        if store is None or size < _REMEMBERED:
-            return _digest(fd, size)
-        told = [
-            os.path.realpath(path),
-            seen.st_dev,
-            seen.st_ino,
-            size,
-            seen.st_mtime_ns,
-            seen.st_ctime_ns,
-        ]
-        return remembered(store, f"{FILES}/{key(told)}", partial(_digest, fd, size))
-    finally:
-        os.close(fd)
-
-
-def _size_without(fd: int, size: int, end: bytes) -> int:
-    before = size - len(end)
-    return before if end and before >= 0 and os.pread(fd, len(end), before) == end else size
-
-
-def _digest(fd: int, size: int) -> str:
-    return hash_file(fd, size)[0].hex()
-
-
-def remembered(store: Store, name: str, compute: Callable[[], str]) -> str:
-    """A short text that the store keeps under a name, made by ``compute`` if it does not."""
-    known = store.get(name)
-    if known is not None:
-        return known.decode()
-    text = compute()
-    store.put(name, text.encode(), ttl=_REMEMBERED_SECONDS)
-    return text
+# An operator may hold a dataset.
+HELD.add("datasets", ("Dataset", "DatasetDict"), _dataset)

@@ -1,54 +1,20 @@
-"""Data-Juicer's own operators, where `py-data-juicer` is installed: found by name, told apart by kind.
+"""Which operators are Data-Juicer's, told by their classes, and what these expect of a dataset.
 
-The library is imported only for a name that nobody else has: that takes seconds. Must never change it, and must
-never choose between its operators and castore's: `castore.adapters.datasets.registry` does.
+An operator can only be one of Data-Juicer's if somebody has imported the library. Must never import the library.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import inspect
 import sys
-from importlib import import_module
 from typing import Any, Literal
 
-from castore.errors import CastoreError
-
-_PACKAGE = "data_juicer"
-_BASES = f"{_PACKAGE}.ops.base_op"
+_BASES = "data_juicer.ops.base_op"
 #: Data-Juicer's column of tags, which its tagging operators expect to be there.
 META = "__dj__meta__"
 #: The same for what its aggregators find out about a group.
 GROUP_META = "__dj__batch_meta__"
 
 WholeDataset = Literal["select", "group"]
-
-
-def installed() -> bool:
-    """Whether the library is there; it is not imported for that.
-
-    >>> isinstance(installed(), bool)
-    True
-    """
-    return _PACKAGE in sys.modules or importlib.util.find_spec(_PACKAGE) is not None
-
-
-@functools.lru_cache(maxsize=1)
-def operators() -> dict[str, type]:
-    """All of its operators by name; none where it is not installed.
-
-    Raises:
-        CastoreError: it is there, and cannot be imported.
-    """
-    if not installed():
-        return {}
-    try:
-        return dict(import_module(f"{_PACKAGE}.ops").OPERATORS.modules)
-    except Exception as error:  # whatever a heap of optional libraries raises when it is imported
-        raise CastoreError(
-            f"cannot import py-data-juicer for its operators: {type(error).__name__}: {error}"
-        ) from error
 
 
 def works_on_datasets(operator: Any) -> WholeDataset | None:
@@ -64,30 +30,6 @@ def is_one(operator: Any) -> bool:
     """Whether an operator is one of Data-Juicer's, by its class."""
     kind = _base("OP")
     return kind is not None and isinstance(operator, kind)
-
-
-def parameters(target: Any) -> dict[str, inspect.Parameter] | None:
-    """The parameters that a class of its operators takes by name; None for what is none of them, and for old releases.
-
-    Its operators hand on whatever they do not know themselves, so their signature does not tell.
-    """
-    kind = _base("OP")
-    if kind is None or not isinstance(target, type) or not issubclass(target, kind):
-        return None
-    shared = getattr(target, "_BASE_PARAMS", None)
-    if shared is None:
-        return None
-    known = {name: _optional(name) for name in shared}
-    for cls in reversed(target.__mro__):
-        own = inspect.signature(vars(cls)["__init__"]).parameters if "__init__" in vars(cls) else {}
-        named = {name: p for name, p in own.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        known |= named if cls is target else {name: _optional(name) for name in named}
-    known.pop("self", None)
-    return known
-
-
-def _optional(name: str) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 def columns_for(operator: Any) -> list[str]:

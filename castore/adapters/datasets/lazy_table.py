@@ -3,6 +3,10 @@
 A run whose first step comes from the cache never looks at its input, nor at a step's result that the next one
 is cached behind: reading those, or decoding them, would be most of the time of such a run. Must behave as what
 they stand for in everything but when it is read. Knows no store: where rows come from is said by who makes one.
+
+Mapping alone was measured in their place, without a mount. A rerun of five cached steps over 137 MB of text left five
+raw copies, and the store took 839 MB where it takes 154 MB; a recipe's rerun left one, 323 MB for 187 MB. Later reruns
+take the same time either way, and so does random access once a copy is there.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from castore.adapters.datasets.table_digest import table_digest
 from castore.errors import UnhashableError
 from castore.keys.objects import InstanceEncoder
 from castore.keys.values import Kinds
@@ -68,7 +69,7 @@ class OperatorEncoder(InstanceEncoder):
 
     def other(self, value: Any) -> bytes:
         """As in InstanceEncoder, with what operators hold besides."""
-        count = _KINDS.of(type(value))
+        count = HELD.of(type(value))
         if count is not None:
             return self.tagged(*count(self, value))
         return super().other(value)
@@ -113,8 +114,6 @@ def _large(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
 
 
 def _arrow(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
-    from castore.adapters.datasets.dataset_fingerprint import table_digest
-
     pa = sys.modules["pyarrow"]
     if isinstance(value, pa.Buffer):
         yield from ("buffer", blake3(value, max_threads=blake3.AUTO).digest())
@@ -126,15 +125,6 @@ def _arrow(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
     yield from ("arrow", table_digest(value))
 
 
-def _dataset(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
-    from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
-
-    yield from ("dataset", dataset_fingerprint(value))
-
-
-_KINDS = Kinds(
-    [
-        ("pyarrow", ("Table", "RecordBatch", "Array", "ChunkedArray", "Buffer"), _arrow),
-        ("datasets", ("Dataset", "DatasetDict"), _dataset),
-    ]
-)
+#: What operators hold besides. `dataset_fingerprint` adds datasets: their formats hold what operators hold, so it
+#: builds on this module.
+HELD = Kinds([("pyarrow", ("Table", "RecordBatch", "Array", "ChunkedArray", "Buffer"), _arrow)])

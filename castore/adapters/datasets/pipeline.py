@@ -27,7 +27,6 @@ from castore.adapters.datasets.operator_keys import RANDOM_ADVICE
 from castore.adapters.datasets.owned import own
 from castore.adapters.datasets.plans import Planned, plan
 from castore.adapters.datasets.progress import Teller
-from castore.adapters.datasets.registry import check_type
 from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Progress, StepReport
 from castore.adapters.datasets.retention import drop_intermediate
 from castore.adapters.datasets.steps import RunOptions, Step, steps_of
@@ -81,9 +80,11 @@ class Pipeline:
             raise InvalidValueError(
                 f"a pipeline takes a list of operators, not {operators!r}: Pipeline([...])"
             )
-        check_type(num_proc, int | None, "num_proc of a pipeline")
-        if num_proc is not None and num_proc < 1:
-            raise InvalidValueError(f"num_proc of a pipeline must be at least 1, not {num_proc!r}")
+        is_number = isinstance(num_proc, int) and not isinstance(num_proc, bool)
+        if num_proc is not None and not (is_number and num_proc >= 1):
+            raise InvalidValueError(
+                f"num_proc of a pipeline must be a whole number of at least 1, or None, not {num_proc!r}"
+            )
         self.operators = list(operators)
         self.steps: list[Step] = [step for operator in self.operators for step in steps_of(operator)]
         self.store = step_runner.store_of(store)

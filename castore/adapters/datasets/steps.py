@@ -106,7 +106,7 @@ def steps_of(operator: Any) -> list[Step]:
         return [Step(name, "map", operator, operator)]
     if isinstance(operator, str):
         raise InvalidValueError(
-            f"{operator!r} is no operator, but may name one: pass registry.make({operator!r})"
+            f"{operator!r} is no operator, but may name one: pass castore.recipes.make({operator!r})"
         )
     raise InvalidValueError(
         f"{operator!r} is no operator: pass a function, or an object with a method process, compute_stats or compute_hash"

@@ -11,7 +11,6 @@ import pytest
 
 from castore import Store
 from castore.adapters.datasets import DatasetCache, wait
-from tests.adapters.datasets.recipes import here, place  # noqa: F401 - fixtures of several files
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,10 @@ import datasets
 import pytest
 
 from castore import Store
-from castore.adapters.datasets import CacheWarning, Pipeline, registry
+from castore.adapters.datasets import CacheWarning, Pipeline
 from castore.adapters.datasets.checkpoint import Checkpoint
 from castore.errors import InvalidNameError
+from castore.recipes import registry
 from tests.adapters.datasets import noting
 from tests.adapters.datasets.noting import Adds
 from tests.helpers import flip, payload, recount

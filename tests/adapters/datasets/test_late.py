@@ -21,12 +21,12 @@ from castore.adapters.datasets import (
     Pipeline,
     cached_filter,
     cached_map,
-    exporting,
     wait,
 )
 from castore.adapters.datasets.lazy_table import LateTable
 from castore.adapters.datasets.mapped_files import MAPS
 from castore.errors import CorruptError
+from castore.recipes import export
 from tests.helpers import flip, payload
 
 ROWS, WIDTH = 1500, 8000
@@ -185,7 +185,7 @@ def test_a_step_behind_a_hit_and_the_export_of_a_hit_need_no_copy(
     assert result.hits == 1
     again = Pipeline([marked, longer], store=store).run(plain)
     assert again.hits == 2
-    exporting.export(again.dataset, tmp_path / "out.jsonl")
+    export.export(again.dataset, tmp_path / "out.jsonl")
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == list(plain.map(longer))
     assert copies(store) == 0

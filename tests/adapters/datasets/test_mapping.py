@@ -12,7 +12,8 @@ import pytest
 
 from castore import Store
 from castore.adapters.datasets import CacheWarning, DatasetCache
-from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint, file_digest
+from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
+from castore.adapters.datasets.file_digests import file_digest
 from castore.adapters.datasets.lazy_table import NEAR
 from castore.adapters.datasets.mapped_files import MAPS, TAIL
 from castore_fuse import mounted

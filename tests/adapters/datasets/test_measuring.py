@@ -10,8 +10,9 @@ import datasets
 import pytest
 
 from castore import Store
-from castore.adapters.datasets import Pipeline, registry
+from castore.adapters.datasets import Pipeline
 from castore.adapters.datasets.measuring import without_unread
+from castore.recipes import registry
 
 STATS = "__dj__stats__"
 

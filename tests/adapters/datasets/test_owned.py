@@ -17,7 +17,7 @@ import pytest
 
 from castore import Store
 from castore.adapters.datasets import DatasetCache, Pipeline, PipelineConfig, cached_filter, cached_map, wait
-from castore.adapters.datasets.settings import CacheStageConfig
+from castore.recipes.pipeline_config import CacheStageConfig
 from tests.adapters.datasets.owned_job import (
     PLAIN,
     WAYS,

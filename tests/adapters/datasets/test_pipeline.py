@@ -327,14 +327,17 @@ def test_bad_arguments_say_what_to_do(store: Store, data: datasets.Dataset) -> N
         Pipeline([type("Half", (), {"compute_stats": lambda self, s: s})()], store=store)
     with pytest.raises(InvalidValueError, match="is no operator"):
         Pipeline([LengthFilter], store=store)
-    with pytest.raises(InvalidValueError, match=r"registry\.make\('text_length_filter'\)"):
+    with pytest.raises(InvalidValueError, match=r"castore\.recipes\.make\('text_length_filter'\)"):
         Pipeline(["text_length_filter"], store=store)
     with pytest.raises(InvalidValueError, match=r"Pipeline\(\[\.\.\.\]\)"):
         Pipeline(LengthFilter(3), store=store)  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match=r"store=Store\('cache'\)"):
         Pipeline([], store="cache")  # type: ignore[arg-type]
-    with pytest.raises(InvalidValueError, match="num_proc of a pipeline must be at least 1"):
-        Pipeline([], store=store, num_proc=0)
+    for wrong in (0, True, 1.5, "4"):
+        with pytest.raises(
+            InvalidValueError, match="num_proc of a pipeline must be a whole number of at least 1, or None"
+        ):
+            Pipeline([], store=store, num_proc=wrong)  # type: ignore[arg-type]
     listing = type("Listing", (), {"compute_hash": lambda self, s: s, "process": lambda self, d: [1]})
     with pytest.raises(InvalidValueError, match="'Listing' must return the dataset that stays, not list"):
         Pipeline([listing()], store=store).run(data)

@@ -10,8 +10,9 @@ import datasets
 import pytest
 
 from castore import Store
-from castore.adapters.datasets import CacheWarning, Pipeline, registry, space
+from castore.adapters.datasets import CacheWarning, Pipeline, space
 from castore.adapters.datasets.space import Known
+from castore.recipes import registry
 from castore.settings import Settings
 from tests.clocks import pass_time
 

@@ -1,0 +1,76 @@
+"""Digests of files, remembered in the store for as long as a file does not change.
+
+A file counts as unchanged while its path, device, inode, size and times are as they were. Assumes that nobody changes a
+file in place and turns its clock back. Must never change a file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+from castore.errors import UnhashableError
+from castore.keys.encoder import key
+from castore.objects.encode import hash_file
+from castore.store import Store
+
+#: The store's folder of remembered digests.
+FILES = ".datasets/files"
+# Hashing less than this again costs no more than asking the store.
+_REMEMBERED = 4 * 1024 * 1024
+_REMEMBERED_SECONDS = 30 * 86400.0
+
+
+def file_digest(path: str, store: Store | None, *, without: bytes = b"") -> str:
+    """BLAKE3 of a file, in hexadecimal digits; of a large one it is remembered until the file changes.
+
+    Args:
+        path: of the file.
+        store: remembers it; None for no one.
+        without: what does not count at the file's end, if it is there.
+
+    Raises:
+        UnhashableError: the file is gone.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UnhashableError(
+            f"the dataset's file {path} cannot be read: {error.strerror}; load the dataset again"
+        ) from error
+    try:
+        seen = os.fstat(fd)
+        size = _size_without(fd, seen.st_size, without)
+        if store is None or size < _REMEMBERED:
+            return _digest(fd, size)
+        told = [
+            os.path.realpath(path),
+            seen.st_dev,
+            seen.st_ino,
+            size,
+            seen.st_mtime_ns,
+            seen.st_ctime_ns,
+        ]
+        return _remembered(store, f"{FILES}/{key(told)}", partial(_digest, fd, size))
+    finally:
+        os.close(fd)
+
+
+def _size_without(fd: int, size: int, end: bytes) -> int:
+    before = size - len(end)
+    return before if end and before >= 0 and os.pread(fd, len(end), before) == end else size
+
+
+def _digest(fd: int, size: int) -> str:
+    return hash_file(fd, size)[0].hex()
+
+
+def _remembered(store: Store, name: str, compute: Callable[[], str]) -> str:
+    """A short text that the store keeps under a name, made by ``compute`` if it does not."""
+    known = store.get(name)
+    if known is not None:
+        return known.decode()
+    text = compute()
+    store.put(name, text.encode(), ttl=_REMEMBERED_SECONDS)
+    return text

@@ -1,0 +1,283 @@
+"""Writing a dataset to where users want it: a jsonl, json, csv or parquet file, or a `save_to_disk` folder.
+
+What is written is whole or not there at all: it is written beside its place and renamed. Columns of
+statistics and hashes stay out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import datasets
+import pyarrow as pa
+
+from castore.errors import CastoreError, FullError, InvalidValueError
+from castore.recipes.quiet import quiet
+from castore.system.sql_errors import is_full
+
+_OWN_COLUMNS = "__dj__"
+_STATISTICS = ("__dj__stats__", "__dj__meta__")
+_ROWS = 1000
+_SAVED = ("state.json", "dataset_dict.json")
+
+
+def check(path: str | os.PathLike[str], *, keep_stats: bool = False) -> None:
+    """See that a dataset, perhaps with statistics, can be written there, before hours are spent on it.
+
+    Raises:
+        InvalidValueError: the ending is of no kind we write, or there is a folder of other things.
+    """
+    if "://" in os.fspath(path):
+        raise InvalidValueError(
+            f"export_path {os.fspath(path)!r} is no path of this machine; write to a file, and upload that"
+        )
+    place = Path(path)
+    if place.suffix.lower() not in _WRITERS:
+        raise InvalidValueError(
+            f"export_path {os.fspath(path)!r} ends in {place.suffix!r}; write to {', '.join(filter(None, _WRITERS))}, "
+            "or to a folder (no ending)"
+        )
+    if keep_stats and place.suffix.lower() == ".csv":
+        raise InvalidValueError(
+            "keep_stats_in_res_ds: true is not for .csv, which has no place for a map; use .jsonl"
+        )
+    if place.suffix and place.is_dir():
+        raise InvalidValueError(
+            f"export_path {os.fspath(path)!r} is a folder; remove it, or choose another name"
+        )
+    if not place.suffix and place.exists() and not _replaceable(place):
+        raise InvalidValueError(
+            f"export_path {os.fspath(path)!r} exists and is no folder of save_to_disk; choose another name"
+        )
+
+
+def check_apart(path: str | os.PathLike[str], files: Iterable[str]) -> None:
+    """See that an export replaces none of the files that it is made from.
+
+    Args:
+        path: of the export.
+        files: that are read; each is there.
+
+    Raises:
+        InvalidValueError: one of them is at ``path``, or in the folder there, by whatever name.
+    """
+    try:
+        place = os.stat(path)
+    except OSError:
+        return  # nothing is there to be replaced
+    outside: set[Path] = set()
+    for file in files:
+        found = Path(os.path.realpath(file))
+        # A folder is replaced as a whole, with all below it.
+        above = {*found.parents} - outside if stat.S_ISDIR(place.st_mode) else {found}
+        outside |= above
+        if any(os.path.samestat(place, one.stat()) for one in above):
+            raise InvalidValueError(
+                f"export_path {os.fspath(path)!r} would replace {file!r}, which this recipe reads; choose another name"
+            )
+
+
+def _replaceable(folder: Path) -> bool:
+    return folder.is_dir() and (
+        not any(folder.iterdir()) or any((folder / name).is_file() for name in _SAVED)
+    )
+
+
+def export(
+    dataset: datasets.Dataset,
+    path: str | os.PathLike[str],
+    progress: Callable[[int], object] | None = None,
+    *,
+    keep_stats: bool = False,
+) -> int:
+    """Write a dataset; what was at ``path`` is replaced once all is written.
+
+    Args:
+        dataset: its columns of statistics and hashes are left out.
+        path: the ending says the format.
+        progress: called with the rows of each piece that is written.
+        keep_stats: write the columns of statistics and tags, too.
+
+    Returns:
+        Bytes written.
+
+    Raises:
+        InvalidValueError: see `check`; or a value has no JSON.
+        FullError: the disk is full.
+    """
+    check(path, keep_stats=keep_stats)
+    place = Path(os.path.abspath(path))
+    kept = _STATISTICS if keep_stats else ()
+    plain = dataset.remove_columns(
+        [name for name in dataset.column_names if name.startswith(_OWN_COLUMNS) and name not in kept]
+    )
+    with quiet(), _full_disks(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # Hidden and unique, so that two exports to one place do not write into one another.
+        temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex[:12]}.part")
+        try:
+            with _refusals(path):
+                _WRITERS[place.suffix.lower()](plain, temporary, progress or _nothing)
+            size = _size(temporary)
+            _replace(temporary, place)
+        except BaseException:
+            _remove(temporary)
+            raise
+    return size
+
+
+def _nothing(rows: int) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Has a writer's errors say that it was the export which failed, and not a step."""
+    try:
+        yield
+    except (CastoreError, OSError):
+        raise
+    except Exception as error:  # of Arrow, and of the datasets library
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InvalidValueError(
+            f"the result cannot be written to export_path {os.fspath(path)!r}: {what[:300]}; export to another kind of file,"
+            " all steps are kept"
+        ) from error
+
+
+@contextlib.contextmanager
+def _full_disks(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CastoreError) or not is_full(error):
+            raise
+        raise FullError(
+            f"the disk of {place} is full; free some space, or choose another export_path"
+        ) from error
+
+
+def _replace(temporary: Path, place: Path) -> None:
+    if not place.is_dir():
+        temporary.rename(place)
+        return
+    # A folder cannot be renamed over another: a crash in between leaves the old one beside.
+    old = place.with_name(f".{place.name}.{uuid.uuid4().hex[:12]}.old")
+    place.rename(old)
+    temporary.rename(place)
+    shutil.rmtree(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _size(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _rows(dataset: datasets.Dataset, done: Callable[[int], object]) -> Iterator[dict[str, Any]]:
+    # From Arrow and not through pandas, which makes whole numbers with a gap among them into floats.
+    if not len(dataset):
+        return
+    for table in dataset.with_format("arrow").iter(batch_size=_ROWS):
+        # JSON of no fixed type is text in Arrow.
+        yield from map(dataset.features.decode_example, table.to_pylist())
+        done(table.num_rows)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dt.datetime | dt.date | dt.time):
+        return value.isoformat()
+    raise InvalidValueError(f"{type(value).__name__} has no JSON; export to .parquet or to a folder")
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    # Half of a surrogate pair has no UTF-8; escaped, it comes back.
+    text = json.dumps(row, ensure_ascii=False, default=_plain)
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(row, default=_plain).encode()
+
+
+def _write_jsonl(dataset: datasets.Dataset, path: Path, done: Callable[[int], object]) -> None:
+    with path.open("wb") as file:
+        for row in _rows(dataset, done):
+            file.write(_line(row) + b"\n")
+        _settle(file)
+
+
+def _write_json(dataset: datasets.Dataset, path: Path, done: Callable[[int], object]) -> None:
+    with path.open("wb") as file:
+        before = b"[\n"
+        for row in _rows(dataset, done):
+            file.write(before + _line(row))
+            before = b",\n"
+        file.write((b"[" if before == b"[\n" else b"\n") + b"]\n")
+        _settle(file)
+
+
+def _write_csv(dataset: datasets.Dataset, path: Path, done: Callable[[int], object]) -> None:
+    import pyarrow.csv
+
+    for column in dataset.features.arrow_schema:
+        if pa.types.is_nested(column.type):
+            raise InvalidValueError(
+                f"column {column.name!r} is of type {column.type}, for which a .csv has no place; export to .jsonl, .parquet or a"
+                " folder, or have a step make text of it"
+            )
+    with pyarrow.csv.CSVWriter(str(path), dataset.features.arrow_schema) as writer:
+        if len(dataset):
+            for table in dataset.with_format("arrow").iter(batch_size=_ROWS):
+                writer.write_table(table)
+                done(table.num_rows)
+
+
+def _write_parquet(dataset: datasets.Dataset, path: Path, done: Callable[[int], object]) -> None:
+    import pyarrow.parquet
+    from datasets.table import embed_table_storage
+
+    # By path: Arrow 26 ends the process if a Python file raises while it is closed.
+    with pyarrow.parquet.ParquetWriter(
+        str(path), dataset.features.arrow_schema, compression="zstd"
+    ) as writer:
+        if len(dataset):
+            for table in dataset.with_format("arrow").iter(batch_size=_ROWS):
+                writer.write_table(embed_table_storage(table.cast(dataset.features.arrow_schema)))
+                done(table.num_rows)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _write_folder(dataset: datasets.Dataset, path: Path, done: Callable[[int], object]) -> None:
+    dataset.save_to_disk(str(path))
+    done(len(dataset))
+
+
+def _settle(file: BinaryIO) -> None:
+    """Have the bytes on disk before the name is: a power cut leaves the old file or the new one."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+_WRITERS: dict[str, Callable[[datasets.Dataset, Path, Callable[[int], object]], None]] = {
+    ".jsonl": _write_jsonl,
+    ".json": _write_json,
+    ".csv": _write_csv,
+    ".parquet": _write_parquet,
+    "": _write_folder,
+}

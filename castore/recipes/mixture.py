@@ -1,0 +1,102 @@
+"""Several sources as one dataset: one behind the other, or so many samples of each by their weights.
+
+Rows are drawn as Data-Juicer's code draws them: each source is shuffled by the seed 42. Must never change what it reads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import datasets
+import numpy as np
+
+from castore.errors import InvalidValueError
+from castore.keys.encoder import key
+from castore.recipes import sources
+from castore.recipes.sources import Source, Telling
+from castore.store import Store
+
+_SEED = 42
+
+
+class Mixture(NamedTuple):
+    """Several sources.
+
+    Attributes:
+        parts: them, in order.
+        weights: one for each, which count if there is a limit.
+        limit: samples in all, or None for all there are.
+    """
+
+    parts: tuple[Source, ...]
+    weights: tuple[float, ...]
+    limit: int | None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All files of all parts."""
+        return tuple(file for part in self.parts for file in part.files)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files."""
+        return sum(part.size for part in self.parts)
+
+
+def mixed(parts: Sequence[tuple[str, float]], limit: int | None) -> Source | Mixture:
+    """The files of some paths with weights.
+
+    Raises:
+        NotFoundError, InvalidValueError: see `castore.recipes.sources.find`.
+    """
+    found = tuple(sources.find(path) for path, _ in parts)
+    if len(found) == 1 and limit is None:
+        return found[0]
+    return Mixture(found, tuple(weight for _, weight in parts), limit)
+
+
+def identify(source: Source | Mixture, store: Store | None, telling: Telling = "content") -> str:
+    """A key for a source or a mixture; see `castore.recipes.sources.identify`."""
+    if isinstance(source, Source):
+        return sources.identify(source, store, telling)
+    parts = [sources.identify(part, store, telling) for part in source.parts]
+    # Without a limit all rows are taken, whatever the weights are.
+    drawn = None if source.limit is None else [source.limit, list(_shares(source)), np.__version__]
+    return key(["mixture", parts, drawn])
+
+
+def read(source: Source | Mixture, folder: str | os.PathLike[str]) -> datasets.Dataset:
+    """The dataset of a source or a mixture; see `castore.recipes.sources.read`."""
+    if isinstance(source, Source):
+        return sources.read(source, folder)
+    shares = [None] * len(source.parts) if source.limit is None else _shares(source)
+    drawn = [
+        _drawn(sources.read(part, folder), share, part)
+        for part, share in zip(source.parts, shares, strict=True)
+        if share != 0
+    ]
+    try:
+        return datasets.concatenate_datasets(drawn)
+    except ValueError as error:  # columns of one name and two types
+        raise InvalidValueError(
+            f"the sources of dataset do not go together: {' '.join(str(error).split())}"
+        ) from error
+
+
+def _shares(mixture: Mixture) -> list[int]:
+    assert mixture.limit is not None
+    total = sum(mixture.weights)
+    return [min(mixture.limit, math.ceil(mixture.limit * weight / total)) for weight in mixture.weights]
+
+
+def _drawn(dataset: datasets.Dataset, count: int | None, source: Source) -> datasets.Dataset:
+    if count is None or count == len(dataset):
+        return dataset
+    if not len(dataset):
+        raise InvalidValueError(f"{source.path!r} has no rows, and {count} are to be drawn from it")
+    # More than there are: all of them again and again.
+    order = np.random.default_rng(_SEED).permutation(len(dataset))
+    return dataset.select(order[np.arange(count) % len(dataset)])

@@ -1,0 +1,69 @@
+"""Filters on which characters a text is made of, by their Unicode categories, so in every script."""
+
+from __future__ import annotations
+
+import functools
+import unicodedata
+from collections import Counter
+
+from castore.recipes.operators.base import RatioFilter
+from castore.recipes.operators.words import no_model
+
+
+class AlphanumericFilter(RatioFilter):
+    """Keeps texts by their part of letters (with their marks) and digits: ``min_ratio`` to ``max_ratio``.
+
+    Args:
+        min_ratio, max_ratio: the part that is kept.
+        tokenization: Data-Juicer's letters for each token of a model, which castore has not: false only.
+        text_key: the column of the text.
+
+    >>> op = AlphanumericFilter(min_ratio=0.5)
+    >>> [op.process(op.compute_stats({"text": text})) for text in ("Grüße!", "हिन्दी", "-=-=-a")]
+    [True, True, False]
+    """
+
+    stat = "alnum_ratio"
+
+    def __init__(
+        self,
+        min_ratio: float = 0.25,
+        max_ratio: float = 1.0,
+        *,
+        tokenization: bool = False,
+        text_key: str = "text",
+    ) -> None:
+        no_model(tokenization, self._name)
+        super().__init__(min_ratio, max_ratio, text_key=text_key)
+
+    def measure(self, text: str) -> float:
+        """The part of letters, marks and numbers."""
+        return _share(text, "LMN")
+
+
+class SpecialCharactersFilter(RatioFilter):
+    """Keeps texts by their part of special characters, which are no letters: ``min_ratio`` to ``max_ratio``.
+
+    So spaces, digits, punctuation, symbols and emoji are special.
+    """
+
+    stat = "special_char_ratio"
+
+    def __init__(self, min_ratio: float = 0.0, max_ratio: float = 0.25, *, text_key: str = "text") -> None:
+        super().__init__(min_ratio, max_ratio, text_key=text_key)
+
+    def measure(self, text: str) -> float:
+        """The part of what is no letter."""
+        return 1.0 - _share(text, "LM") if text else 0.0
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _category(character: str) -> str:
+    return unicodedata.category(character)[0]
+
+
+def _share(text: str, categories: str) -> float:
+    """The part of a text's characters whose category begins with one of these letters."""
+    # A text has few different characters, and Counter counts in C.
+    found = sum(count for character, count in Counter(text).items() if _category(character) in categories)
+    return found / len(text) if text else 0.0

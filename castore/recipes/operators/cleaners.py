@@ -1,0 +1,130 @@
+"""Mappers that take out or replace parts of a text: links, e-mail addresses, odd spaces, any pattern.
+
+The patterns here take time in proportion to the text, whatever is in it: no run of characters is scanned from
+each of its places.
+"""
+
+from __future__ import annotations
+
+from castore.errors import InvalidValueError
+from castore.recipes.operators.base import Mapper, compiled
+
+# Up to what cannot be in a link, and without the punctuation of the sentence around it.
+LINK = r"(?i:\b(?:https?|ftp)://|\bwww\.)[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}]"
+# What stands before it may not be of it: else a long word would be tried from each of its letters.
+EMAIL = r"(?<![\w.+%-])[\w.+%-]{1,64}@(?:[\w-]{1,63}\.){1,8}[^\W\d_]{2,63}"
+
+
+class ReplaceContentMapper(Mapper):
+    """Replaces all that a regular expression finds, or several one after the other.
+
+    Args:
+        pattern: the expression, or a list of them; ``.`` means line breaks too. None replaces nothing.
+        repl: what to put there, with ``\\1`` for the first group; or a list, one for each pattern.
+        text_key: the column of the text.
+
+    >>> ReplaceContentMapper([r"\\d+", "kitten"], ["#", "cat"]).process({"text": "3 kittens"})
+    {'text': '# cats'}
+    """
+
+    def __init__(
+        self, pattern: str | list[str] | None, repl: str | list[str] = "", *, text_key: str = "text"
+    ) -> None:
+        super().__init__(text_key=text_key)
+        patterns = [] if pattern is None else [pattern] if isinstance(pattern, str) else list(pattern)
+        replacements = [repl] * len(patterns) if isinstance(repl, str) else list(repl)
+        if pattern is not None and len(replacements) != len(patterns):
+            raise InvalidValueError(
+                f"{len(patterns)} patterns and {len(replacements)} replacements (repl): give one for all, or one for each"
+            )
+        self.pattern = patterns
+        self.repl = replacements[: len(patterns)]
+        for expression, replacement in zip(self.pattern, self.repl, strict=True):
+            compiled(expression, "pattern")
+            _check_replacement(expression, replacement)
+
+    def clean(self, text: str) -> str:
+        """The text with everything replaced."""
+        for pattern, repl in zip(self.pattern, self.repl, strict=True):
+            text = compiled(pattern, "pattern").sub(repl, text)
+        return text
+
+
+def _check_replacement(pattern: str, repl: str) -> None:
+    """Raise InvalidValueError for a reference to a group that is not there, before a sample does."""
+    # An empty alternative matches the empty text whatever the pattern is; the line break ends its comment.
+    empty = compiled(f"{compiled(pattern, 'pattern').pattern}\n|", "pattern")
+    try:
+        empty.sub(repl, "")
+    except Exception as error:  # of re or of regex, which have no common kind
+        raise InvalidValueError(f"repl={repl!r} does not fit the pattern {pattern!r}: {error}") from error
+
+
+class CleanLinksMapper(ReplaceContentMapper):
+    """Takes out links: what begins with ``http://``, ``https://``, ``ftp://`` or ``www.``.
+
+    >>> CleanLinksMapper().process({"text": "see https://example.org/a?b=c."})
+    {'text': 'see .'}
+    """
+
+    def __init__(
+        self, pattern: str | list[str] | None = None, repl: str | list[str] = "", *, text_key: str = "text"
+    ) -> None:
+        super().__init__(pattern or LINK, repl, text_key=text_key)
+
+
+class CleanEmailMapper(ReplaceContentMapper):
+    """Takes out e-mail addresses.
+
+    >>> CleanEmailMapper(repl="<mail>").process({"text": "ask ada@example.org, please"})
+    {'text': 'ask <mail>, please'}
+    """
+
+    def __init__(
+        self, pattern: str | list[str] | None = None, repl: str | list[str] = "", *, text_key: str = "text"
+    ) -> None:
+        super().__init__(pattern or EMAIL, repl, text_key=text_key)
+
+
+class CleanCopyrightMapper(Mapper):
+    """Takes the copyright notice out of source code.
+
+    Where there is a comment between ``/*`` and ``*/``, the first one goes if it names a copyright. Where there is none, all
+    lines at the beginning go that are empty or begin with ``//``, ``#`` or ``--``.
+
+    >>> CleanCopyrightMapper().process({"text": "# Copyright 2026 by us\\n\\nimport os"})
+    {'text': 'import os'}
+    """
+
+    def clean(self, text: str) -> str:
+        """The text without its notice."""
+        start = text.find("/*")
+        end = text.find("*/", start + 2) if start >= 0 else -1
+        if end >= 0:
+            notice = "copyright" in text[start:end].lower()
+            return text[:start] + text[end + 2 :] if notice else text
+        lines = text.split("\n")
+        code = (at for at, line in enumerate(lines) if line and not line.startswith(("//", "#", "--")))
+        return "\n".join(lines[next(code, len(lines)) :])
+
+
+class WhitespaceNormalizationMapper(Mapper):
+    """Makes every kind of space one plain space, every kind of line break ``\\n``, and strips the ends.
+
+    Spaces without a width go where they mean nothing, but for the zero-width space, which parts words in Thai
+    and Khmer; joiners stay.
+
+    >>> WhitespaceNormalizationMapper().process({"text": "\\ufeffa\\u00a0b\\tc\\r\\nd\\u2028e "})
+    {'text': 'a b c\\nd\\ne'}
+    """
+
+    def clean(self, text: str) -> str:
+        """The text with plain spaces only."""
+        return text.replace("\r\n", "\n").translate(_SPACES).strip()
+
+
+# Unicode's category Zs, and what is not in it but serves as a space.
+_SPACES = dict.fromkeys(map(ord, "\xa0\u1680\u202f\u205f\u3000\t\v\f\u200b"), " ")
+_SPACES |= dict.fromkeys(range(0x2000, 0x200B), " ")
+_SPACES |= dict.fromkeys(map(ord, "\r\x85\u2028\u2029"), "\n")
+_SPACES |= dict.fromkeys(map(ord, "\u2060\ufeff"), "")

@@ -1,0 +1,97 @@
+"""Filters on how long texts, lines and words are, and how many words there are."""
+
+from __future__ import annotations
+
+from castore.recipes.operators.base import UNBOUNDED, CountFilter, Filter
+from castore.recipes.operators.words import no_model, words_of
+
+
+class TextLengthFilter(CountFilter):
+    """Keeps texts of ``min_len`` to ``max_len`` characters.
+
+    >>> op = TextLengthFilter(min_len=3)
+    >>> [op.process(op.compute_stats({"text": text})) for text in ("ab", "abc")]
+    [False, True]
+    """
+
+    stat = "text_len"
+
+    def measure(self, text: str) -> int:
+        """Characters."""
+        return len(text)
+
+
+class AverageLineLengthFilter(CountFilter):
+    """Keeps texts whose lines have ``min_len`` to ``max_len`` characters on average; tables have few."""
+
+    stat = "avg_line_length"
+    _castore_revision = 2
+
+    def measure(self, text: str) -> float:
+        """Characters of the text, line breaks counted, for each line."""
+        lines = text.splitlines()
+        return len(text) / len(lines) if lines else 0.0
+
+
+class MaximumLineLengthFilter(CountFilter):
+    """Keeps texts whose longest line has ``min_len`` to ``max_len`` characters; dumps have more."""
+
+    stat = "max_line_length"
+
+    def measure(self, text: str) -> int:
+        """Characters of the longest line."""
+        return max(map(len, text.splitlines()), default=0)
+
+
+class AverageWordLengthFilter(CountFilter):
+    """Keeps texts whose words have ``min_len`` to ``max_len`` characters on average.
+
+    For languages that put spaces between words; prose has 3 to 10, symbols have fewer and encoded data more
+    (Gopher's rule).
+    """
+
+    stat = "avg_word_length"
+
+    def __init__(self, min_len: int = 3, max_len: int = 10, *, text_key: str = "text") -> None:
+        super().__init__(min_len, max_len, text_key=text_key)
+
+    def measure(self, text: str) -> float:
+        """Characters for each word."""
+        words = text.split()
+        return sum(map(len, words)) / len(words) if words else 0.0
+
+
+class WordsNumFilter(Filter):
+    """Keeps texts of ``min_num`` to ``max_num`` words: what stands between spaces and has a letter.
+
+    Args:
+        min_num, max_num: how many are kept.
+        lang: nothing: words are told alike in all languages.
+        tokenization: Data-Juicer's tokens of a model, which castore has not: false only.
+        text_key: the column of the text.
+    """
+
+    stat = "num_words"
+    _castore_revision = 2
+    min_num: float
+    max_num: float
+
+    def __init__(
+        self,
+        min_num: int = 10,
+        max_num: int = UNBOUNDED,
+        *,
+        lang: str = "en",
+        tokenization: bool = False,
+        text_key: str = "text",
+    ) -> None:
+        no_model(tokenization, self._name)
+        super().__init__(min_num, max_num, names=("min_num", "max_num"), text_key=text_key)
+
+    def measure(self, text: str) -> int:
+        """Words."""
+        return len(words_of(text))
+
+    def bounds(self) -> tuple[float, float]:
+        """The least and the most that is kept."""
+        return self.min_num, self.max_num

@@ -1,0 +1,109 @@
+"""Filters on how much a text says again: characters, words, lines, and what a compressor makes of it."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter
+from typing import Any
+
+from castore.recipes.operators.base import RatioFilter, at_least
+from castore.recipes.operators.words import no_model, words_of
+
+
+class CharacterRepetitionFilter(RatioFilter):
+    """Keeps texts by their part of repeated runs of ``rep_len`` characters: ``min_ratio`` to ``max_ratio``.
+
+    Of n different runs the most frequent sqrt(n) count, if they occur more than once: the measure of
+    BigScience's ROOTS.
+
+    >>> op = CharacterRepetitionFilter(rep_len=3)
+    >>> [round(op.measure(text), 2) for text in ("abcabcabcabc", "the quick brown fox")]
+    [0.4, 0.0]
+    """
+
+    stat = "char_rep_ratio"
+
+    def __init__(
+        self, rep_len: int = 10, min_ratio: float = 0.0, max_ratio: float = 0.5, *, text_key: str = "text"
+    ) -> None:
+        super().__init__(min_ratio, max_ratio, text_key=text_key)
+        self.rep_len = at_least(1, rep_len, "rep_len")
+
+    def measure(self, text: str) -> float:
+        """The part of the most frequent runs."""
+        length = self.rep_len  # a closure over `self` would make the thresholds count for the statistics, too
+        runs = Counter(text[at : at + length] for at in range(len(text) - length + 1))
+        repeated = sorted((count for count in runs.values() if count > 1), reverse=True)
+        frequent = repeated[: math.isqrt(len(runs))]
+        return sum(frequent) / runs.total() if frequent else 0.0
+
+
+class WordRepetitionFilter(RatioFilter):
+    """Keeps texts of whose runs of ``rep_len`` words ``min_ratio`` to ``max_ratio`` occur more than once.
+
+    Args:
+        rep_len: words of a run.
+        min_ratio, max_ratio: the part that is kept.
+        lang: nothing: words are told alike in all languages.
+        tokenization: Data-Juicer's tokens of a model, which castore has not: false only.
+        text_key: the column of the text.
+    """
+
+    stat = "word_rep_ratio"
+    _castore_revision = 2
+
+    def __init__(
+        self,
+        rep_len: int = 10,
+        min_ratio: float = 0.0,
+        max_ratio: float = 0.5,
+        *,
+        lang: str = "en",
+        tokenization: bool = False,
+        text_key: str = "text",
+    ) -> None:
+        no_model(tokenization, self._name)
+        super().__init__(min_ratio, max_ratio, text_key=text_key)
+        self.rep_len = at_least(1, rep_len, "rep_len")
+
+    def measure(self, text: str) -> float:
+        """The part of runs that occur more than once."""
+        words = words_of(text, lowercase=True)
+        return _repeated(Counter(zip(*(words[at:] for at in range(self.rep_len)), strict=False)))
+
+
+class LineRepetitionFilter(RatioFilter):
+    """Keeps texts of whose lines, but empty ones, ``min_ratio`` to ``max_ratio`` occur again (Gopher's rule)."""
+
+    stat = "line_rep_ratio"
+
+    def __init__(self, min_ratio: float = 0.0, max_ratio: float = 0.3, *, text_key: str = "text") -> None:
+        super().__init__(min_ratio, max_ratio, text_key=text_key)
+
+    def measure(self, text: str) -> float:
+        """The part of lines that occur more than once."""
+        return _repeated(Counter(line for line in map(str.strip, text.splitlines()) if line))
+
+
+class CompressionRatioFilter(RatioFilter):
+    """Keeps texts that zlib makes ``min_ratio`` to ``max_ratio`` of their size.
+
+    Prose of every language comes to 0.3 to 0.6; boilerplate shrinks to less, random and encoded data hardly
+    at all. Texts below some hundred bytes hardly shrink either, so let a length filter go first.
+    """
+
+    stat = "compression_ratio"
+
+    def __init__(self, min_ratio: float = 0.1, max_ratio: float = 0.9, *, text_key: str = "text") -> None:
+        super().__init__(min_ratio, max_ratio, text_key=text_key)
+
+    def measure(self, text: str) -> float:
+        """Compressed bytes for each byte; 1 where nothing is gained."""
+        data = text.encode("utf-8", "surrogatepass")
+        return min(1.0, len(zlib.compress(data, 6)) / len(data)) if data else 1.0
+
+
+def _repeated(counts: Counter[Any]) -> float:
+    total = sum(counts.values())
+    return sum(count for count in counts.values() if count > 1) / total if total else 0.0

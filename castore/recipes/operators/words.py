@@ -1,0 +1,61 @@
+"""Words of a text: the pieces between spaces, line breaks and tabs, without signs at their ends that are no letters.
+
+As in Data-Juicer, but that letters are told by their Unicode categories and not by a list. Must never need a model.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import unicodedata
+from collections.abc import Iterable
+
+from castore.recipes.operators.base import NeedsMoreError
+
+_GAP = re.compile(r"[ \n\t]+")
+
+
+def words_of(text: str, *, lowercase: bool = False) -> list[str]:
+    """The words of a text; numbers and punctuation by themselves are none.
+
+    >>> words_of("It's 5 o'clock, (nearly)!")
+    ["It's", "o'clock", 'nearly']
+    """
+    if lowercase:
+        text = text.lower()
+    return [word for word in map(stripped, _GAP.split(text)) if word]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def stripped(word: str) -> str:
+    """A word without what is no letter, and no mark of one, at its ends."""
+    if word.isalpha():
+        return word
+    letters = [at for at, character in enumerate(word) if unicodedata.category(character)[0] in "LM"]
+    return word[letters[0] : letters[-1] + 1] if letters else ""
+
+
+def runs(words: list[str], lengths: Iterable[int], between: str) -> list[str]:
+    """All runs of so many words, joined: what is a word in languages that write no spaces, or too many.
+
+    >>> runs(["a", "b", "c"], [2], "")
+    ['ab', 'bc']
+    """
+    return [
+        between.join(words[at : at + length])
+        for length in lengths
+        for at in range(len(words) - length + 1)
+    ]  # fmt: skip
+
+
+def no_model(tokenization: bool, what: str) -> None:
+    """Have words parted at spaces only.
+
+    Raises:
+        NeedsMoreError: a tokenizer's tokens were asked for.
+    """
+    if tokenization:
+        raise NeedsMoreError(
+            f"tokenization: true in {what} needs a tokenizer, and castore's operators have no models; "
+            "tokenization: false parts words at spaces"
+        )

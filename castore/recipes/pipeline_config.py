@@ -1,0 +1,206 @@
+"""EasyData's settings of a pipeline as dataclasses: which data, and where and how its steps are cached.
+
+They configure the one `Pipeline`: a store at ``cache_dir``, its codec, its expiry, a bound on results in RAM.
+Every field is checked when the object is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from datasets import Dataset
+
+from castore.adapters.datasets import Pipeline, PipelineResult, Progress
+from castore.adapters.datasets.ram_results import RememberingPipeline, Results
+from castore.errors import InvalidValueError
+from castore.recipes import registry, sources
+from castore.recipes.quiet import quiet
+from castore.recipes.runner import open_source
+from castore.recipes.value_types import check_type
+from castore.store import Store
+from castore.units import parse_duration
+
+CacheType = Literal["memory", "disk", "hierarchical"]
+HashFn = Literal["content", "path", "combined"]
+
+
+class _Checked:
+    """Fields of the types that they say."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            what = f"{field.name} of {type(self).__name__}"
+            check_type(getattr(self, field.name), hints[field.name], what)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheStageConfig(_Checked):
+    """How the steps of a pipeline are cached.
+
+    Attributes:
+        enabled: whether they are.
+        cache_type: ``"disk"`` keeps every step in the store; ``"memory"`` keeps the results of the last runs
+            in this process, and nothing else; ``"hierarchical"`` does both.
+        cache_dir: the store; None for the default one.
+        memory_cache_size: results that are kept in RAM.
+        disk_cache_expiry: seconds, or a text like ``"7d"``, after which a step is made anew; None for never.
+        compression: of the store: ``"none"``, ``"gzip"``, ``"lz4"`` or ``"zstd"``.
+        hash_fn: what tells input files apart: their ``"content"``; their ``"path"``, size and time of change,
+            which reads nothing; or both, ``"combined"``, which has a copied file computed anew.
+
+    Raises:
+        InvalidValueError: a field has no such value.
+    """
+
+    enabled: bool = True
+    cache_type: CacheType = "hierarchical"
+    cache_dir: str | None = None
+    memory_cache_size: int = 100
+    disk_cache_expiry: int | float | str | None = None
+    compression: Literal["none", "gzip", "lz4", "zstd"] = "zstd"
+    hash_fn: HashFn = "combined"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cache_dir", _path(self.cache_dir))
+        super().__post_init__()
+        if self.memory_cache_size < 1:
+            raise InvalidValueError(
+                f"memory_cache_size of CacheStageConfig must be at least 1, not {self.memory_cache_size!r}; "
+                'cache_type="disk" keeps nothing in RAM'
+            )
+        if self.disk_cache_expiry is not None:
+            try:
+                parse_duration(self.disk_cache_expiry)
+            except InvalidValueError as error:
+                raise InvalidValueError(f"disk_cache_expiry of CacheStageConfig: {error}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetConfig(_Checked):
+    """One dataset of a pipeline.
+
+    Attributes:
+        data_files: a file, a folder or a pattern, or a list of them: see `Recipe.dataset_path`.
+        cache_path: a store for this dataset alone; None for the pipeline's.
+        cache_enabled: whether its steps are cached.
+
+    Raises:
+        InvalidValueError: a field has no such value.
+    """
+
+    data_files: str | list[str]
+    cache_path: str | None = None
+    cache_enabled: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cache_path", _path(self.cache_path))
+        files = self.data_files
+        plain = [_path(item) for item in files] if isinstance(files, list | tuple) else _path(files)
+        object.__setattr__(self, "data_files", plain)
+        super().__post_init__()
+        if not self.data_files:
+            raise InvalidValueError(
+                "data_files of DatasetConfig is empty; name a file, a folder or a pattern"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """Datasets, and how what is made of them is cached.
+
+    Attributes:
+        datasets: `DatasetConfig`, paths, or datasets that are loaded already.
+        cache: how.
+
+    Raises:
+        InvalidValueError: a field has no such value.
+    """
+
+    datasets: Sequence[DatasetConfig | str | os.PathLike[str] | Dataset]
+    cache: CacheStageConfig = dataclasses.field(default_factory=CacheStageConfig)
+    _results: Results = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cache, CacheStageConfig):
+            raise InvalidValueError(f"cache of PipelineConfig must be a CacheStageConfig, not {self.cache!r}")
+        if isinstance(self.datasets, str | bytes | Dataset) or not isinstance(self.datasets, Sequence):
+            raise InvalidValueError(f"datasets of PipelineConfig must be a list, not {self.datasets!r}")
+        items = [
+            DatasetConfig(os.fspath(item)) if isinstance(item, str | os.PathLike) else item
+            for item in self.datasets
+        ]
+        for item in items:
+            if not isinstance(item, DatasetConfig | Dataset):
+                raise InvalidValueError(
+                    f"an item of datasets of PipelineConfig must be a DatasetConfig, a path or a Dataset, not {item!r}"
+                )
+        object.__setattr__(self, "datasets", items)
+        object.__setattr__(self, "_results", Results(self.cache.memory_cache_size))
+
+    def pipeline(self, operators: Sequence[Any], dataset: DatasetConfig | None = None) -> Pipeline:
+        """The pipeline that this configures.
+
+        Args:
+            operators: as for `Pipeline`; names and one-key maps as in a recipe are taken, too.
+            dataset: the one it is for, whose ``cache_path`` and ``cache_enabled`` count then.
+        """
+        cache = self.cache
+        enabled = cache.enabled and (dataset is None or dataset.cache_enabled)
+        options: dict[str, Any] = {
+            "store": self._store(dataset),
+            "codec": cache.compression,
+            "use_cache": enabled and cache.cache_type != "memory",
+        }
+        made = [registry.make(*_named(operator)) for operator in operators]
+        if enabled and cache.cache_type != "disk":
+            return RememberingPipeline(made, results=self._results, **options)
+        return Pipeline(made, **options)
+
+    def _store(self, dataset: DatasetConfig | None) -> Store:
+        place = self.cache.cache_dir if dataset is None or dataset.cache_path is None else dataset.cache_path
+        return Store(place, codec=self.cache.compression, ttl=self.cache.disk_cache_expiry, memory=0)
+
+    def load(self, dataset: DatasetConfig | Dataset, store: Store) -> Dataset:
+        """One of the datasets, told from others as ``hash_fn`` says.
+
+        Raises:
+            NotFoundError, InvalidValueError, OSError: its files are not there, or cannot be read.
+        """
+        if isinstance(dataset, Dataset):
+            return dataset
+        cache = self.cache
+        with quiet():
+            return open_source(
+                sources.find_all(dataset.data_files),
+                store,
+                cached=cache.enabled and dataset.cache_enabled and cache.cache_type != "memory",
+                codec=cache.compression,
+                telling=cache.hash_fn,
+            )
+
+    def run(
+        self, operators: Sequence[Any], *, progress: Callable[[Progress], object] | None = None
+    ) -> list[PipelineResult]:
+        """Send each dataset through the operators; one result for each, in order."""
+        results = []
+        for dataset in self.datasets:
+            assert isinstance(dataset, DatasetConfig | Dataset)
+            pipeline = self.pipeline(operators, dataset if isinstance(dataset, DatasetConfig) else None)
+            results.append(pipeline.run(self.load(dataset, pipeline.store), progress=progress))
+        return results
+
+
+def _named(operator: Any) -> tuple[Any, dict[str, Any]]:
+    if isinstance(operator, Mapping) and len(operator) == 1:
+        ((name, parameters),) = operator.items()
+        return name, dict(parameters or {})
+    return operator, {}
+
+
+def _path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -1,0 +1,295 @@
+"""Finding operators, by name, by dotted path or as they are, and making them with their parameters.
+
+A name stands for what `register` was given, for a class of `castore.recipes.operators`, or, where `py-data-juicer` is
+installed, for one of its operators. A dotted path names any importable class, function or object, which means that **a
+recipe can run any code that is installed**: run only recipes you trust. Must never guess: what is misspelt is an error that
+offers the nearest right word.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import Any, TypeVar
+
+from castore.errors import CastoreError, InvalidValueError
+from castore.recipes import juicer_operators
+from castore.recipes.operators.base import NeedsMoreError
+from castore.recipes.value_types import checked, fits
+
+T = TypeVar("T")
+
+_OPS = "castore.recipes.operators"
+
+#: The operators that come with castore, and where each is.
+BUILT_IN = {
+    "text_length_filter": "lengths.TextLengthFilter",
+    "words_num_filter": "lengths.WordsNumFilter",
+    "average_line_length_filter": "lengths.AverageLineLengthFilter",
+    "maximum_line_length_filter": "lengths.MaximumLineLengthFilter",
+    "average_word_length_filter": "lengths.AverageWordLengthFilter",
+    "alphanumeric_filter": "characters.AlphanumericFilter",
+    "special_characters_filter": "characters.SpecialCharactersFilter",
+    "character_repetition_filter": "repetition.CharacterRepetitionFilter",
+    "word_repetition_filter": "repetition.WordRepetitionFilter",
+    "line_repetition_filter": "repetition.LineRepetitionFilter",
+    "compression_ratio_filter": "repetition.CompressionRatioFilter",
+    "stopwords_filter": "wordlists.StopwordsFilter",
+    "flagged_words_filter": "wordlists.FlaggedWordsFilter",
+    "replace_content_mapper": "cleaners.ReplaceContentMapper",
+    "clean_links_mapper": "cleaners.CleanLinksMapper",
+    "clean_email_mapper": "cleaners.CleanEmailMapper",
+    "whitespace_normalization_mapper": "cleaners.WhitespaceNormalizationMapper",
+    "clean_copyright_mapper": "cleaners.CleanCopyrightMapper",
+    "fix_unicode_mapper": "unicode_repair.FixUnicodeMapper",
+    "punctuation_normalization_mapper": "unicode_repair.PunctuationNormalizationMapper",
+    "document_deduplicator": "exact.DocumentDeduplicator",
+    "document_minhash_deduplicator": "minhash.DocumentMinhashDeduplicator",
+    "document_simhash_deduplicator": "simhash.DocumentSimhashDeduplicator",
+}
+
+_registered: dict[str, Any] = {}
+
+
+def register(name: str) -> Callable[[T], T]:
+    """A decorator that makes a class, or a function, known to recipes under a name.
+
+    Raises:
+        InvalidValueError: the name is taken, or has a dot in it.
+
+    >>> @register("shout_mapper")
+    ... class Shout:
+    ...     def process(self, sample):
+    ...         return {**sample, "text": sample["text"].upper()}
+    >>> make("shout_mapper").process({"text": "hey"})
+    {'text': 'HEY'}
+    """
+    if "." in name:
+        raise InvalidValueError(f"{name!r} cannot name an operator: names with a dot are places of code")
+
+    def keep(operator: T) -> T:
+        if name in BUILT_IN or _registered.setdefault(name, operator) is not operator:
+            raise InvalidValueError(f"there is an operator {name!r} already; choose another name")
+        return operator
+
+    return keep
+
+
+def names() -> list[str]:
+    """The names of all operators but Data-Juicer's own, sorted."""
+    return sorted({*BUILT_IN, *_registered})
+
+
+def find(name: str, *, theirs_first: bool = False) -> Any:
+    """The class, function or object that a name or a dotted path stands for.
+
+    Args:
+        name: of an operator, or the dotted path of one.
+        theirs_first: let Data-Juicer's operators come before castore's of the same name.
+
+    Raises:
+        InvalidValueError: there is none; the message offers the nearest name.
+        CastoreError: its module cannot be imported.
+    """
+    if "." in name:
+        return _at(name)
+    if name in _registered:
+        return _registered[name]
+    if theirs_first and not juicer_operators.installed():
+        raise InvalidValueError(
+            "operators_of: data-juicer needs py-data-juicer, which is not installed; pip install py-data-juicer"
+        )
+    if theirs_first and name in juicer_operators.operators():
+        return juicer_operators.operators()[name]
+    if name in BUILT_IN:
+        module, _, cls = BUILT_IN[name].partition(".")
+        return getattr(import_module(f"{_OPS}.{module}"), cls)
+    if name in juicer_operators.operators():
+        return juicer_operators.operators()[name]
+    hint = nearest(name, [*names(), *juicer_operators.operators()])
+    raise InvalidValueError(f"there is no operator {name!r}{hint or _elsewhere()}")
+
+
+def _elsewhere() -> str:
+    own = "one of your own goes by its dotted path, like my_package.my_module.MyMapper"
+    if juicer_operators.installed():
+        return f"; {own}"
+    return f"; {own}, and Data-Juicer's by their names where py-data-juicer is installed"
+
+
+def make(
+    operator: Any,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    theirs_first: bool = False,
+) -> Any:
+    """An operator, ready to run.
+
+    One of castore's that cannot do what its parameters ask, since that takes a model, gives way to Data-Juicer's of
+    the same name where that is installed.
+
+    Args:
+        operator: a name, a dotted path, a class, a function, or an operator.
+        parameters: what to make it with. A function gets them beside the sample.
+        defaults: parameters for operators that know them, if ``parameters`` does not say otherwise.
+        theirs_first: let Data-Juicer's operators come before castore's of the same name.
+
+    Raises:
+        InvalidValueError: there is no such operator, or it does not take these parameters.
+        CastoreError: its module cannot be imported.
+
+    >>> make("text_length_filter", {"min_len": 100}).min_len
+    100
+    >>> make("text_length_filter", {"min_length": 100})
+    Traceback (most recent call last):
+    castore.errors.InvalidValueError: text_length_filter has no parameter 'min_length'; did you mean
+    'min_len'?
+    """
+    if not isinstance(operator, str):
+        label = getattr(operator, "__name__", type(operator).__name__)
+        return _make(label, operator, parameters or {}, defaults or {})
+    try:
+        return _make(operator, find(operator, theirs_first=theirs_first), parameters or {}, defaults or {})
+    except NeedsMoreError as error:
+        theirs = juicer_operators.operators().get(operator)
+        if theirs is None:
+            raise NeedsMoreError(
+                f"{error}; with `pip install py-data-juicer` Data-Juicer's own runs in its place"
+            ) from None
+        return _make(operator, theirs, parameters or {}, defaults or {})
+
+
+def _make(label: str, target: Any, parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
+    if not isinstance(target, type | types.FunctionType | types.BuiltinFunctionType | functools.partial):
+        if parameters:
+            raise InvalidValueError(f"{label} is an object that is made already; it takes no parameters")
+        return target
+    known = _known(target)
+    if known is not None:
+        parameters = {name: value for name, value in defaults.items() if name in known} | dict(parameters)
+    given = _checked(label, target, parameters, known)
+    if isinstance(target, type):
+        return _made(label, target, given)
+    return functools.partial(target, **given) if given else target
+
+
+def _made(label: str, cls: type, parameters: Mapping[str, Any]) -> Any:
+    try:
+        return cls(**parameters)
+    except InvalidValueError as error:
+        raise type(error)(f"{label}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise InvalidValueError(f"{label} cannot be made with {dict(parameters)!r}: {error}") from error
+    except CastoreError:
+        raise
+    except Exception as error:  # whatever a class does when it is made: download a model, ask a server
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CastoreError(f"{label} cannot be made with {dict(parameters)!r}: {told[:400]}") from error
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """A question that offers the word that is most like one, or "" if none is near.
+
+    >>> nearest("proces", ["process", "project_name"])
+    "; did you mean 'process'?"
+    >>> nearest("image_blur_mapper", ["clean_email_mapper"])
+    ''
+    """
+    # Two names are no more alike because both end in the same kind of operator.
+    stems: dict[str, str] = {}
+    for known in words:
+        stems.setdefault(_KIND_OF_OPERATOR.sub("", known), known)
+    found = difflib.get_close_matches(_KIND_OF_OPERATOR.sub("", word), stems, n=1, cutoff=_NEAR)
+    return f"; did you mean {stems[found[0]]!r}?" if found else ""
+
+
+_KIND_OF_OPERATOR = re.compile("_(mapper|filter|deduplicator|selector|grouper|aggregator)$")
+# Of letters that two words have in common: a slip of one or two in a word of ten.
+_NEAR = 0.8
+
+
+def _at(path: str) -> Any:
+    """What is at a dotted path: the longest part that is a module, then attributes."""
+    parts = path.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise InvalidValueError(f"{path!r} is no dotted path; write it like my_package.my_module.MyMapper")
+    for length in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:length])
+        try:
+            found: Any = import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise CastoreError(f"cannot import {module} for the operator {path}: {error}") from error
+            continue  # no module of that name: perhaps a class in the one around it
+        except Exception as error:  # whatever the user's module does when it is imported
+            raise CastoreError(
+                f"cannot import {module} for the operator {path}: {type(error).__name__}: {error}"
+            ) from error
+        for part in parts[length:]:
+            if not hasattr(found, part):
+                place = getattr(found, "__name__", module)
+                raise InvalidValueError(f"{place} has no {part!r}{nearest(part, dir(found))}")
+            found = getattr(found, part)
+        return found
+    raise InvalidValueError(
+        f"there is no module {parts[0]!r} for the operator {path}; "
+        "modules beside the recipe, in the working folder, and installed ones are found"
+    )
+
+
+def _known(target: Any) -> dict[str, inspect.Parameter] | None:
+    """The parameters that can be given by name, or None if nobody knows or any goes."""
+    theirs = juicer_operators.parameters(target)
+    if theirs is not None:
+        return theirs
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return None  # written in C, and it does not say
+    if inspect.Parameter.VAR_KEYWORD in {parameter.kind for parameter in parameters.values()}:
+        return None
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found = [(name, parameter) for name, parameter in parameters.items() if parameter.kind in named]
+    # A function's first is the sample.
+    return dict(found if isinstance(target, type) else found[1:])
+
+
+def _checked(
+    label: str, target: Any, given: Mapping[str, Any], known: Mapping[str, inspect.Parameter] | None
+) -> dict[str, Any]:
+    """The parameters as the target takes them."""
+    if known is None:
+        return dict(given)
+    for name in given:
+        if name not in known:
+            hint = nearest(str(name), known) or f"; it takes {', '.join(known) or 'none'}"
+            raise InvalidValueError(f"{label} has no parameter {name!r}{hint}")
+    hints = _hints(target)
+    fitting = {}
+    for name, value in given.items():
+        hint, has_default = hints.get(name, Any), known[name].default is not inspect.Parameter.empty
+        # Recipes write null for what is not given.
+        if value is None and has_default and not fits(None, hint):
+            continue
+        fitting[name] = checked(value, hint, f"{name} of {label}")
+    required = [name for name, parameter in known.items() if parameter.default is parameter.empty]
+    missing = [name for name in required if name not in given]
+    if missing:
+        raise InvalidValueError(f"{label} needs the parameter {missing[0]!r}, which is not given")
+    return fitting
+
+
+def _hints(target: Any) -> dict[str, Any]:
+    try:
+        if isinstance(target, type):
+            return typing.get_type_hints(target.__init__)  # type: ignore[misc]
+        return typing.get_type_hints(getattr(target, "func", target))
+    except (AttributeError, NameError, TypeError):
+        return {}  # annotations that name what is imported for type checkers only

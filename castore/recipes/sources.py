@@ -1,0 +1,313 @@
+"""Where a recipe's data comes from: files of the usual kinds, found, told apart, and read into a dataset.
+
+Files are known by their digests, in order; the kind and the reader's version count too. So a copy of a folder
+is the same source, and a changed byte makes another. Must never change what it reads.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import datasets
+import fsspec
+from datasets.data_files import DataFilesDict, DataFilesList
+
+from castore.adapters.datasets.file_digests import file_digest
+from castore.errors import CastoreError, InvalidValueError, NotFoundError
+from castore.keys.encoder import key
+from castore.recipes.csv_reader import CsvReader
+from castore.recipes.json_reader import JsonReader
+from castore.recipes.quiet import quiet
+from castore.recipes.registry import nearest
+from castore.store import Store
+
+#: Kinds of files by their endings.
+KINDS = {
+    ".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv",
+    ".parquet": "parquet", ".txt": "text",
+}  # fmt: skip
+#: Compressed files that are read as they are.
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
+SAVED = "saved"
+# Counted up when the same bytes come to be read as other values.
+_READERS = {"json": 2, "csv": 3, "tsv": 3}
+#: What tells files from others: their content, their path with size and time of change, or both.
+Telling = Literal["content", "path", "combined"]
+
+
+class Source(NamedTuple):
+    """Files of one kind, in order.
+
+    Attributes:
+        path: what the user called it.
+        kind: ``"json"``, ``"csv"``, ``"tsv"``, ``"parquet"``, ``"text"`` or ``"saved"`` (a folder of
+            `save_to_disk`).
+        files: all of them; of a saved folder, those in it.
+    """
+
+    path: str
+    kind: str
+    files: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files."""
+        return sum(os.stat(file).st_size for file in self.files)
+
+
+def find(path: str | os.PathLike[str]) -> Source:
+    """The files that a path means: one, all below a folder, or those that fit a pattern.
+
+    In a text that is no existing path ``*`` and ``**`` are patterns. All other characters, and the folders in front
+    that exist, stand for themselves.
+
+    Raises:
+        NotFoundError: there are none.
+        InvalidValueError: they are of no known kind, or of several.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise InvalidValueError(f"dataset_path {text!r} is no path of this machine; download the data first")
+    if os.path.isdir(text):
+        saved = _saved_folder(text)
+        if saved is not None:
+            return saved
+        return _of_one_kind(text, [file for file in _below(text) if kind_of(file)])
+    if os.path.exists(text):
+        return _of_one_kind(text, [text])
+    if "*" in text:
+        return _of_one_kind(text, _fitting(text))
+    folder, name = os.path.split(text)
+    beside = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+    raise NotFoundError(f"there is no data at dataset_path {text!r}{nearest(name, beside)}")
+
+
+def find_all(paths: str | Sequence[str]) -> Source:
+    """The files that several paths mean, in their order.
+
+    Raises:
+        NotFoundError, InvalidValueError: as for `find`; or they are of different kinds.
+    """
+    if isinstance(paths, str):
+        return find(paths)
+    found = [find(path) for path in paths]
+    if len(found) == 1:
+        return found[0]
+    if SAVED in {source.kind for source in found}:
+        raise InvalidValueError(
+            "a folder of save_to_disk cannot be one of several paths; load each by itself"
+        )
+    return _of_one_kind(", ".join(paths), [file for source in found for file in source.files])
+
+
+def kind_of(file: str) -> str | None:
+    """The kind of a file, by its ending.
+
+    >>> kind_of("a/b.JSONL.gz"), kind_of("README.md")
+    ('json', None)
+    """
+    stem, ending = os.path.splitext(file.lower())
+    return KINDS.get(os.path.splitext(stem)[1] if ending in COMPRESSED else ending)
+
+
+def _fitting(pattern: str) -> list[str]:
+    """The files that fit a pattern of ``*`` and ``**``, in order."""
+    folder = os.path.dirname(pattern)
+    while folder and not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    rest = re.sub(r"[\[?]", r"[\g<0>]", pattern[len(folder) :].lstrip("/"))
+    found = glob.glob(rest, root_dir=folder or None, recursive=True)
+    return sorted(filter(os.path.isfile, (os.path.join(folder, name) for name in found)))
+
+
+def _below(folder: str) -> Iterator[str]:
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (os.path.join(place, name) for name in sorted(files) if not name.startswith("."))
+
+
+def _of_one_kind(path: str, files: Sequence[str]) -> Source:
+    if not files:
+        raise NotFoundError(f"dataset_path {path!r} holds no data: {', '.join(KINDS)} files are read")
+    for file in files:
+        # To read a pipe is to wait for its writer, perhaps for ever.
+        if not os.path.isfile(file):
+            raise InvalidValueError(f"{file!r} is no regular file; write its rows to a file, and read that")
+        _see_plain(file)
+    by_kind = {kind_of(file): file for file in reversed(files)}
+    if None in by_kind:
+        raise InvalidValueError(
+            f"{by_kind[None]!r} is of no kind that can be read; {', '.join(KINDS)} files, and folders of save_to_disk, are"
+        )
+    if len(by_kind) > 1:
+        first, second = sorted(by_kind.values())[:2]
+        raise InvalidValueError(
+            f"dataset_path {path!r} holds files of several kinds, such as {first!r} and {second!r}; choose with a pattern, "
+            f"like {os.path.join(path, '*' + os.path.splitext(first)[1])!r}"
+        )
+    kind = kind_of(files[0])
+    assert kind is not None
+    return Source(path, kind, tuple(files))
+
+
+def _see_plain(path: str) -> None:
+    # In `datasets` and below it what follows is a file that lies in another one.
+    if "::" in os.path.abspath(path):
+        raise InvalidValueError(f"{os.path.abspath(path)!r} has '::' in it, which cannot be read; rename it")
+
+
+def _saved_folder(folder: str) -> Source | None:
+    if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
+        splits = sorted(name for name in os.listdir(folder) if os.path.isdir(os.path.join(folder, name)))
+        raise InvalidValueError(
+            f"dataset_path {folder!r} holds several splits; choose one, like {os.path.join(folder, splits[0])!r}"
+            if splits else f"dataset_path {folder!r} is a DatasetDict without splits"
+        )  # fmt: skip
+    if not os.path.isfile(os.path.join(folder, "state.json")):
+        return None
+    _see_plain(folder)
+    return Source(folder, SAVED, tuple(sorted(entry.path for entry in os.scandir(folder) if entry.is_file())))
+
+
+def identify(source: Source, store: Store | None, telling: Telling = "content") -> str:
+    """A key for a source.
+
+    Args:
+        source: the files.
+        store: remembers the digests of large files, so that they are read once.
+        telling: what tells files from others: their content, their path with size and time of change, or
+            both.
+
+    Raises:
+        UnhashableError, OSError: a file cannot be read.
+    """
+    told: list[Any] = [source.kind, f"datasets {datasets.__version__}"]
+    if source.kind in _READERS:
+        told.append(_READERS[source.kind])
+    if telling != "path":
+        told.append([file_digest(file, store) for file in source.files])
+    if telling != "content":
+        stats = [os.stat(file) for file in source.files]
+        told.append([os.path.abspath(file) for file in source.files])
+        told.append([(found.st_size, found.st_mtime_ns) for found in stats])
+    # A saved folder's files have their meaning by their names.
+    names = [os.path.basename(file) for file in source.files] if source.kind == SAVED else []
+    return key([telling, told, names])
+
+
+def read(source: Source, folder: str | os.PathLike[str]) -> datasets.Dataset:
+    """The dataset of a source.
+
+    Args:
+        source: the files.
+        folder: for the Arrow files that are written on the way, which the dataset is mapped from.
+
+    Raises:
+        InvalidValueError: a file is not what its ending says, or the files have different columns.
+        FullError: the disk is full.
+    """
+    with quiet():
+        try:
+            return _read(source, os.fspath(folder))
+        except CastoreError:
+            raise
+        except OSError as error:
+            raise error if error.filename else _unreadable(source, error) from error
+        except Exception as error:  # of a dozen libraries: pandas, pyarrow, codecs, datasets' own
+            raise _unreadable(source, error) from error
+
+
+def _read(source: Source, folder: str) -> datasets.Dataset:
+    if source.kind == SAVED:
+        loaded = datasets.load_from_disk(os.path.dirname(source.files[0]))
+        assert isinstance(loaded, datasets.Dataset)
+        return loaded
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as links:
+        return _read_files(source.kind, [_plain(file, links) for file in source.files], folder)
+
+
+def _plain(file: str, links: str) -> str:
+    """A full path that `datasets` understands: it makes a URL of the name of a compressed file."""
+    path = os.path.abspath(file)
+    if not path.lower().endswith(COMPRESSED) or re.fullmatch(r"[\w.-]+", os.path.basename(path)):
+        return path
+    stem, ending = os.path.splitext(path)
+    link = os.path.join(links, f"{len(os.listdir(links))}{os.path.splitext(stem)[1]}{ending}")
+    os.symlink(path, link)
+    return link
+
+
+def _state(path: str) -> tuple[str, ...]:
+    found = os.stat(path)
+    return path, str(found.st_mtime_ns), str(found.st_size), str(found.st_ino)
+
+
+def _read_files(kind: str, paths: list[str], folder: str) -> datasets.Dataset:
+    # One value for all files, or `datasets` would name the split, and with it the fingerprint, by chance.
+    split = datasets.Split.TRAIN
+    # Made here, since `datasets` takes every path that it is given for a pattern.
+    files = DataFilesDict({str(split): DataFilesList(paths, [_state(path) for path in paths])})
+    common: dict[str, Any] = {"cache_dir": folder, "split": split}
+    if kind == "json":
+        reader = JsonReader(files, folder)
+        reader.download_and_prepare()
+        rows = reader.as_dataset(split=split)
+        assert isinstance(rows, datasets.Dataset)
+        for batch in rows.data.table.to_batches():
+            batch.validate(full=True)  # its reader takes any bytes for text
+        return rows
+    if kind == "parquet":
+        return datasets.Dataset.from_parquet(files, **common)
+    if kind == "text":
+        return datasets.Dataset.from_text(files, sample_by="document", **common)
+    reader = CsvReader(files, folder, "\t" if kind == "tsv" else ",")
+    reader.download_and_prepare()
+    rows = reader.as_dataset(split=split)
+    assert isinstance(rows, datasets.Dataset)
+    return rows
+
+
+def _unreadable(source: Source, error: Exception) -> InvalidValueError:
+    causes = [error]
+    while causes[-1].__cause__ is not None and len(causes) < 10:
+        causes.append(causes[-1].__cause__)  # type: ignore[arg-type]
+    foreign = None if source.kind in (SAVED, "parquet") else _foreign_line(source)
+    # The datasets library asks for the first of no tables, or says the latter; other readers have words of their own.
+    nothing = isinstance(causes[-1], StopIteration) or "corresponds to no data" in str(causes[-1])
+    if foreign is not None:
+        text = foreign
+    elif nothing or not source.size:
+        text = "it has no rows; see that what writes it is done"
+    else:
+        text = " ".join(str(causes[-1]).split()) or type(causes[-1]).__name__
+    return InvalidValueError(f"cannot read dataset_path {source.path!r} as {source.kind}: {text[:400]}")
+
+
+def _foreign_line(source: Source) -> str | None:
+    """The sentence about the first line that is no UTF-8, if there is one."""
+    for path in source.files:
+        try:
+            with fsspec.open(path, "rb", compression="infer") as file:
+                for number, line in enumerate(file, 1):
+                    try:
+                        line.decode()
+                    except UnicodeDecodeError as error:
+                        guess = (
+                            "UTF-16"
+                            if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+                            else "LATIN1"
+                        )
+                        return (
+                            f"line {number} of {path!r} is no UTF-8 (byte 0x{line[error.start]:02x} at {error.start});"
+                            f" convert the file, with `iconv -f {guess} -t UTF-8` say"
+                        )
+        except Exception:  # noqa: BLE001 - of a codec: the file's first reader has said more of it
+            return None
+    return None

@@ -1,0 +1,11 @@
+"""Fixtures of the tests on recipes: those of the tests on datasets, and a folder with a recipe's files."""
+
+from __future__ import annotations
+
+from tests.adapters.datasets.conftest import (  # noqa: F401 - fixtures
+    _own_hugging_face_cache,
+    cache,
+    sources,
+    texts,
+)
+from tests.recipes.recipes import here, place  # noqa: F401 - fixtures
