@@ -82,9 +82,7 @@ class Region:
             raise _failed("protect")
 
     def take_over(self, other: Region, start: int, end: int) -> None:
-        """Map another region's range here too, from the page boundary ``start``; its files may
-        be unlinked.
-        """
+        """Map another region's range here too, from page boundary ``start``; its files may be unlinked."""
         old, new, size = other._base + start, self._base + start, pages(end - start)
         # An old size of 0 asks for a second mapping of the same shared pages: see mremap(2).
         if size and _libc.mremap(old, 0, size, _MREMAP_TO, new) == ctypes.c_void_p(-1).value:
