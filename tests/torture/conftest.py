@@ -1,7 +1,7 @@
-"""The frame of the tests that try hard to break a store: how much they try, and where their figures go.
+"""Fixtures of the tests that try hard to break a store: how long they try, and where their figures go.
 
-Each has a quick form, which runs with all other tests, and a long one, which `make torture` runs (CASTORE_TORTURE=long).
-Both must fail if they did not reach what they test.
+Each test has a quick form, which runs with all other tests, and a long form, which `make torture` runs
+(CASTORE_TORTURE=long). Both forms must fail if they did not reach the case that they test.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 #: Whether this is the long form.
 LONG = os.environ.get("CASTORE_TORTURE") == "long"
-#: No test of the long form may take longer, in seconds.
+#: Seconds that a test of the long form may take.
 _LONG_TIMEOUT = 1800
 
 
@@ -34,19 +34,19 @@ def _daemons_log_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """A store with blobs of all kinds, closed; beside it a folder of the user's own."""
+    """A store with blobs of all kinds, closed, and beside it a folder of the user's own."""
     return make_victim(tmp_path)
 
 
 @pytest.fixture
 def scale() -> Callable[[_T, _T], _T]:
-    """``scale(quick, long)`` gives the one of this run."""
+    """``scale(quick, long)`` returns the value for this run's form."""
     return lambda quick, long: long if LONG else quick
 
 
 @pytest.fixture
 def figure(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """``figure("200 of 200 kills hit …")``: a sentence to be printed, and to stand in docs/reliability.md."""
+    """``figure("200 of 200 kills hit …")``: prints a sentence and puts it into docs/reliability.md."""
     return lambda sentence: record_property("figure", sentence)
 
 
