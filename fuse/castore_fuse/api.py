@@ -51,7 +51,7 @@ def mount(
         The mountpoint's real path.
 
     Raises:
-        MountError: the mount failed; the message says why.
+        MountError: the mount failed; the message gives the reason.
         MissingDependencyError: libfuse 3 or fusermount3 is missing.
     """
     folder = _folder(store)

@@ -149,7 +149,7 @@ class Follower:
             self._waiting[record.name] = record, deadline
         # A record is in the journal before its transaction commits. If the kernel were invalidated before the
         # commit, it would ask again, get the old answer and keep it. So each record waits until the index
-        # says the same. Of several records of a name, the index may already show an earlier one: a node is
+        # has its digest. Of several records of a name, the index may already show an earlier one: a node is
         # outdated as soon as the index differs from it.
         stale: set[int] = set()
         for name, (record, until) in list(self._waiting.items()):

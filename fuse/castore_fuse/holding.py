@@ -19,7 +19,7 @@ READERS = 256
 
 
 class Sequence:
-    """Tells sequential reading from random, and chooses the frames to decode ahead.
+    """Distinguishes sequential from random reading, and chooses the frames to decode ahead.
 
     Args:
         limit: most frames to decode ahead of the reader.

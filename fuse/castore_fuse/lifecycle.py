@@ -210,8 +210,8 @@ def check_fuse() -> None:
     """Check that this machine can mount at all.
 
     Raises:
-        MissingDependencyError: libfuse 3 or fusermount3 is missing; the message says what to install.
-        MountError: /dev/fuse is missing or closed to this user; the message says what to do.
+        MissingDependencyError: libfuse 3 or fusermount3 is missing; the message names what to install.
+        MountError: /dev/fuse is missing or closed to this user; the message gives the remedy.
     """
     libfuse.load()
     if not os.path.exists("/dev/fuse"):

@@ -130,7 +130,7 @@ def detach(mountpoint: Path, *, lazy: bool = False, dead: bool = False) -> None:
         if fusermount is None:
             raise MountError("unmounting as an ordinary user needs fusermount3: apt-get install fuse3")
         command = [fusermount, "-u", *(["-z"] if lazy else []), "--", os.fspath(mountpoint)]
-        english = os.environ | {"LC_ALL": "C"}  # only the English word "busy" tells the failures apart
+        english = os.environ | {"LC_ALL": "C"}  # only the English word "busy" distinguishes the failures
         done = subprocess.run(
             command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=english
         )

@@ -85,7 +85,7 @@ class Operations(LowLevel):
             if not item.name:
                 self.hold(node)  # no change of a name reports that these bytes go
             elif node.read:
-                # The kernel has the file's pages and asks once an hour, so this request tells gc that the
+                # The kernel has the file's pages and asks once an hour, so this request shows gc that the
                 # file is in use.
                 self.view.count_use(item)
         return self._reply(node)

@@ -228,7 +228,7 @@ class View:
         content = json.dumps(figures._asdict(), indent=2).encode() + b"\n"
         return File("", xxhash.xxh3_128_digest(content) * 2, len(content), time.time(), 0.0, content)
 
-    # What a file holds
+    # Contents of files
 
     def open(self, file: File) -> BlobReader:
         """A reader that holds the file's bytes until it is closed, whatever gc does.

@@ -2,7 +2,7 @@
 
 The same machine gives the same bytes until its packages change; each result carries their digest and make-up.
 Never fetches anything. Never measures on zeros, which flatter every codec, and on random bytes only where a
-row's name says so.
+row's name mentions them.
 """
 
 from __future__ import annotations

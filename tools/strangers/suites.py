@@ -95,7 +95,7 @@ SUITES = (
 
 
 def missing(suite: Suite, repos: Path) -> str | None:
-    """One sentence that says what a checkout lacks and how to get it, or None if it is complete."""
+    """One sentence on what a checkout lacks and how to get it, or None if it is complete."""
     folder = repos / suite.folder
     lacking = [name for name in suite.needs if not (folder / name).is_file()]
     if not lacking:

@@ -39,7 +39,7 @@ class PerItem:
 class Varying:
     """Stands in a layout for a leaf that differs without an element for each item.
 
-    `problem` says where and why.
+    `problem` has the place and the reason.
     """
 
     problem: str
@@ -69,7 +69,7 @@ def look(batch: Any, path: Path) -> Any:
     """The value at a place.
 
     Raises:
-        InvalidValueError: there is no such place; the message says what is there.
+        InvalidValueError: there is no such place; the message lists what is there.
     """
     value = batch
     for at, step in enumerate(path):

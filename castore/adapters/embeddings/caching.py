@@ -74,8 +74,8 @@ def cache_embeddings(
     Raises:
         InvalidValueError: an encoder is not frozen, a name or a place does not exist, the data is random, or
             labels cannot be kept; the message names it.
-        UnhashableError: an encoder, a dataset or the collate function has no fingerprint; the message says
-            which part.
+        UnhashableError: an encoder, a dataset or the collate function has no fingerprint; the message names
+            it.
     """
     loaders = {"train": train_loader, "val": val_loader}
     cached = cache_loaders(

@@ -46,9 +46,8 @@ class CachedEncoder(nn.Module):
         store: a `castore.Store`, or the folder of one, in place of ``config.save_dir``.
 
     Raises:
-        InvalidValueError: the encoder is trainable, or random in train mode; the message says which part of
-            it.
-        UnhashableError: the encoder has no fingerprint; the message says which part of it.
+        InvalidValueError: the encoder is trainable, or random in train mode; the message names the part.
+        UnhashableError: the encoder has no fingerprint; the message names the part.
 
     >>> import tempfile
     >>> encode = CachedEncoder(nn.Linear(3, 2).requires_grad_(False), store=tempfile.mkdtemp())

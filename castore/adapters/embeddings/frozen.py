@@ -172,7 +172,7 @@ def no_random_numbers(what: str, advice: str) -> Iterator[None]:
     """Check that nothing draws from a global random number generator inside the block.
 
     Raises:
-        InvalidValueError: something did: ``what`` is random; ``advice`` says what to do.
+        InvalidValueError: something did: ``what`` is random; ``advice`` is the remedy.
     """
     before = _random_states()
     yield

@@ -4,7 +4,7 @@ An encoder counts by its weights and buffers, by the code of its classes (follow
 modules) and by its attributes; a tokenizer counts by its rules. Traces of use do not count: attributes that
 ``forward`` itself assigns, such as a counter, and the bookkeeping of libraries. Train mode does not count
 either, because an encoder that behaves differently in training is refused. Must never give a random answer:
-anything without a stable hash is an UnhashableError that says what to do.
+anything without a stable hash is an UnhashableError with the remedy.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def data_digest(dataset: Any, role: str, given: object = None, store: Store | No
     See `encoder_digest`.
 
     Raises:
-        UnhashableError: the dataset has no fingerprint; the message says which part of it, and what to do.
+        UnhashableError: the dataset has no fingerprint; the message names the part and the remedy.
     """
     if given is not None:
         return key_of_config(given)

@@ -149,7 +149,7 @@ def _calls(name: str, where: Any, batch: Any) -> tuple[Call, ...]:
         raise InvalidValueError(f"encoders[{name!r}] is an empty list; say where its input is")
     calls = tuple(_call(name, one, batch) for one in given)
     for call in calls:
-        call.read(batch)  # raises an error that says what is there
+        call.read(batch)  # raises an error that lists what is there
     return calls
 
 

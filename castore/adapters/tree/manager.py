@@ -2,8 +2,8 @@
 
 A value in RAM is bound to the digest of its entry. RAM answers alone while the store's beacon shows that no
 name changed, for at most a second and no longer than the entry lives. After that the index is read (some
-10 µs). A name that points elsewhere, is gone or has expired is not answered from RAM. So every process sees what
-another one invalidated or replaced, and RAM never holds a value that the disk does not hold.
+10 µs). A name that points elsewhere, is gone or has expired is not answered from RAM. So every process sees
+what another one invalidated or replaced, and RAM never holds a value that the disk does not hold.
 """
 
 from __future__ import annotations
