@@ -46,7 +46,7 @@ def scale() -> Callable[[_T, _T], _T]:
 
 @pytest.fixture
 def figure(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """``figure("200 of 200 kills hit …")``: prints a sentence and puts it into docs/reliability.md."""
+    """``figure("200 of 200 kills hit …")`` records a sentence: printed, and for docs/reliability.md."""
     return lambda sentence: record_property("figure", sentence)
 
 

@@ -61,7 +61,7 @@ def gauges(pid: int | str = "self") -> Gauges:
 
 
 class Retry(NamedTuple):
-    """From when to when a reader retried, and its errors."""
+    """A read that failed: when it began, when it failed, and its error."""
 
     asked: float
     failed: float
