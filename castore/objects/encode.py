@@ -264,7 +264,7 @@ def _read_full(fd: int, length: int, offset: int) -> bytes:
 
 
 def hash_file(fd: int, limit: int | None = None) -> tuple[bytes, int]:
-    """``(digest, size)`` of an open file or of its first ``limit`` bytes, in constant memory, on all cores."""
+    """``(digest, size)`` of an open file, or of its first ``limit`` bytes. Constant memory, all cores."""
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
     # Large enough to share between cores, small enough to stay in their caches.
     buffer = bytearray(2 * 1024 * 1024)
