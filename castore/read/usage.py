@@ -22,8 +22,8 @@ log = logging.getLogger("castore")
 #: Seconds between two flushes of a busy reader.
 FLUSH_SECONDS = 5.0
 _COUNTERS = ("memory_hits", "disk_hits", "misses", "corrupt")
-# Seconds that a flushing reader waits for writers, and names that it writes at once. A name takes about 20 µs
-# in a large index, and a read must not wait long for the counts of earlier reads.
+# Seconds that a flushing reader waits for writers, and names that it writes at once. A name takes about
+# 20 µs in a large index, and a read must not wait long for the counts of earlier reads.
 _PATIENCE = 0.02
 _SLICE = 100
 
@@ -55,7 +55,7 @@ class Usage:
         self.due = self.flushed + FLUSH_SECONDS
 
     def flush_if_due(self, read: int = 1) -> None:
-        """Flush if it is due. After a read of many names write up to twice as many, or counts would pile up."""
+        """Flush if due. After a read of many names write up to twice as many, or the counts would pile up."""
         for _ in range(max(1, 2 * read // _SLICE)):
             if not self._is_due():
                 break
