@@ -65,8 +65,8 @@ def register_type(
         The class.
 
     Raises:
-        InvalidValueError: ``cls`` is no class; castore stores it already; another class has the name; only one
-            of ``encode`` and ``decode`` is given; or the class needs both.
+        InvalidValueError: ``cls`` is no class; castore stores it already; another class has the name; only
+            one of ``encode`` and ``decode`` is given; or the class needs both.
 
     >>> class Box:
     ...     def __init__(self, corners):
