@@ -1,8 +1,8 @@
-"""`make torture`: the long form of tests/torture, and what it found, between markers in docs/reliability.md.
+"""`make torture`: the long form of tests/torture, whole matrices, and what it found, in docs/reliability.md.
 
-Each test that ran gets its row anew, with the figures that it printed; the rows of others stay, so that a part can be run
-alone (ARGS="-k soak"). A failure is written there as plainly as a figure, and each row as soon as its test ends: a run that hangs loses
-none of those before.
+The figures stand between markers. Each test that ran gets its row anew, with the figures that it printed; the rows of
+others stay, so that a part can be run alone (ARGS="-k soak"). A failure is written there as plainly as a figure. Each
+row is written as soon as its test ends: a run that hangs loses none of those before.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     where = f"{os.cpu_count()} cores, Linux {platform.release().split('-')[0]}, Python {platform.python_version()}"
     figures = Figures(_PAGE, f"{today}, {where}")
-    return int(pytest.main(["tests/torture", "-v", *arguments], plugins=[figures]))
+    return int(pytest.main(["tests", "-m", "torture or matrix", "-v", *arguments], plugins=[figures]))
 
 
 if __name__ == "__main__":
