@@ -1,4 +1,4 @@
-"""`make torture`: runs the long form of tests/torture, and writes the figures into docs/reliability.md.
+"""`make torture`: the long form of tests/torture, and whole matrices, with the figures in docs/reliability.md.
 
 Each test that ran gets a new row, with the figures that it printed. The rows of other tests stay, so that a
 part can be run alone (ARGS="-k soak"). Failures are written as plainly as figures. Each row is written as
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
         f"{platform.python_version()}"
     )
     figures = Figures(_PAGE, f"{today}, {where}")
-    return int(pytest.main(["tests/torture", "-v", *arguments], plugins=[figures]))
+    return int(pytest.main(["tests", "-m", "torture or matrix", "-v", *arguments], plugins=[figures]))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ _T = TypeVar("_T")
 
 #: Whether this is the long form.
 LONG = os.environ.get("CASTORE_TORTURE") == "long"
-#: Seconds that a test of the long form may take.
-_LONG_TIMEOUT = 1800
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,23 +46,3 @@ def scale() -> Callable[[_T, _T], _T]:
 def figure(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """``figure("200 of 200 kills hit …")`` records a sentence: printed, and for docs/reliability.md."""
     return lambda sentence: record_property("figure", sentence)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if LONG:
-        for item in items:
-            if "torture" in item.path.parts and item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(_LONG_TIMEOUT))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    lines = [
-        (report.nodeid.rpartition("::")[2], value)
-        for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
-        for name, value in report.user_properties
-        if name == "figure"
-    ]
-    if lines:
-        terminalreporter.section("figures of the torture tests")
-    for test, sentence in lines:
-        terminalreporter.line(f"{test}: {sentence}")
