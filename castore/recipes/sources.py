@@ -21,6 +21,7 @@ from datasets.data_files import DataFilesDict, DataFilesList
 from castore.adapters.datasets.file_digests import file_digest
 from castore.errors import CastoreError, InvalidValueError, NotFoundError
 from castore.keys.encoder import key
+from castore.recipes.csv_reader import CsvReader
 from castore.recipes.json_reader import JsonReader
 from castore.recipes.quiet import quiet
 from castore.recipes.registry import nearest
@@ -35,7 +36,7 @@ KINDS = {
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 SAVED = "saved"
 # Counted up when the same bytes come to be read as other values.
-_READERS = {"json": 2, "csv": 2, "tsv": 2}
+_READERS = {"json": 2, "csv": 3, "tsv": 3}
 #: How files are told apart: by their content, by their path with size and time of change, or by both.
 Telling = Literal["content", "path", "combined"]
 
@@ -269,9 +270,11 @@ def _read_files(kind: str, paths: list[str], folder: str) -> datasets.Dataset:
         return datasets.Dataset.from_parquet(files, **common)
     if kind == "text":
         return datasets.Dataset.from_text(files, sample_by="document", **common)
-    separator = "\t" if kind == "tsv" else ","
-    # Words such as NA and null are words.
-    return datasets.Dataset.from_csv(files, sep=separator, keep_default_na=False, na_values=[""], **common)
+    reader = CsvReader(files, folder, "\t" if kind == "tsv" else ",")
+    reader.download_and_prepare()
+    rows = reader.as_dataset(split=split)
+    assert isinstance(rows, datasets.Dataset)
+    return rows
 
 
 def _unreadable(source: Source, error: Exception) -> InvalidValueError:

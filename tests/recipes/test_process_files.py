@@ -198,6 +198,44 @@ def test_only_empty_cells_of_a_table_are_null(tmp_path: Path, name: str, separat
     assert dataset["empty"][:] == [None] * len(words)
 
 
+#: Cells of the first 12,000 rows, of the later ones, and the column that they make.
+MIXED: dict[str, tuple[list[str], list[str], list[Any]]] = {
+    "zip": (["a1", "b2"], ["007", "008"], ["a1", "b2", "007", "008"]),
+    "late": (["007", "1"], ["x", ""], ["007", "1", "x", None]),
+    "n": (["1", "2"], ["", "3.5"], [1, 2, None, 3.5]),
+    "id": (
+        ["9007199254740993", ""],
+        ["9007199254740995", "1"],
+        [9007199254740993, None, 9007199254740995, 1],
+    ),
+    "big": (["18446744073709551615", "1"], ["-1", "2"], ["18446744073709551615", "1", "-1", "2"]),
+    "flag": (["True", ""], ["False", "True"], [True, None, False, True]),
+    "odd": (["True", "False"], ["1", "0"], ["True", "False", "1", "0"]),
+    "begun": (["", ""], ["x", "1"], [None, None, "x", "1"]),
+    "ended": (["x", "01"], ["", ""], ["x", "01", None, None]),
+    "empty": (["", ""], ["", ""], [None] * 4),
+}
+
+
+@pytest.mark.parametrize("column", MIXED)
+@pytest.mark.parametrize("files", [1, 2])
+def test_a_column_of_a_table_has_one_type_and_loses_nothing(tmp_path: Path, column: str, files: int) -> None:
+    early, late, expected = MIXED[column]
+    pieces = [
+        [cell for cell in part for _ in range(6_000)] for part in (early, late)
+    ]  # pandas takes 10,000 rows
+    if files == 1:
+        pieces = [pieces[0] + pieces[1]]
+    (tmp_path / "data").mkdir()
+    for number, cells in enumerate(pieces):
+        (tmp_path / f"data/{number}.csv").write_text(
+            f"{column},k\n" + "".join(f"{cell},1\n" for cell in cells)
+        )
+    dataset = sources.read(sources.find(tmp_path / "data"), tmp_path / "work")
+    assert dataset[column][::6_000] == expected
+    assert len(dataset) == 24_000
+
+
 def test_a_text_file_is_a_document(tmp_path: Path) -> None:
     for name, text in (("b.txt", "two\nlines\n"), ("a.txt", "one"), ("c.txt", "")):
         (tmp_path / name).write_text(text)

@@ -1,0 +1,78 @@
+"""CSV and TSV files as `datasets` reads them, but that a column has one type, chosen from all of its rows.
+
+pandas infers types from 10,000 rows at a time, and `datasets` casts what comes later to the types of the first rows. In
+a column of text, a later piece that holds only digits would lose its leading zeros. In a column of integers, a number
+with a fraction in a later piece would be an error.
+
+Assumes that the files fit `datasets`' CSV builder. Must never give a cell another value than the file has, apart from
+the forms in which numbers are written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+from datasets.builder import Key
+from datasets.data_files import DataFilesDict
+from datasets.packaged_modules.csv import csv as upstream
+
+# By the types that pandas finds in the pieces of a column: its one type for pandas, and for Arrow. All others are text.
+_UNIONS = {
+    frozenset[str](): ("Float64", pa.float64()),  # no cell holds anything
+    frozenset({"Int64"}): ("Int64", pa.int64()),
+    frozenset({"UInt64"}): ("UInt64", pa.uint64()),
+    frozenset({"Float64"}): ("Float64", pa.float64()),
+    frozenset({"Int64", "Float64"}): ("Float64", pa.float64()),
+    frozenset({"boolean"}): ("boolean", pa.bool_()),
+}
+_TEXT = ("str", pa.string())
+
+
+class CsvReader(upstream.Csv):  # type: ignore[misc]
+    """The builder of `datasets` for CSV, reading as this module says.
+
+    Args:
+        files: the files of each split.
+        folder: for the Arrow files that it writes.
+        separator: between cells.
+    """
+
+    def __init__(self, files: DataFilesDict, folder: str, separator: str) -> None:
+        # Words such as NA and null are words.
+        super().__init__(
+            cache_dir=folder, data_files=files, sep=separator, keep_default_na=False, na_values=[""]
+        )
+
+    def _generate_tables(
+        self, base_files: list[str], files_iterables: list[Iterable[str]]
+    ) -> Iterator[tuple[Key, pa.Table]]:
+        shards = [[*files] for files in files_iterables]
+        types = self._types([file for files in shards for file in files])
+        for_pandas = {column: name for column, (name, _) in types.items()}
+        for shard, files in enumerate(shards):
+            for number, piece in enumerate(self._pieces(files, dtype=for_pandas)):
+                table = pa.Table.from_pandas(piece)
+                fields = [
+                    field.with_type(types[field.name][1]) if field.name in types else field
+                    for field in table.schema
+                ]
+                yield Key(shard, number), table.cast(pa.schema(fields, table.schema.metadata))
+
+    def _types(self, files: list[str]) -> dict[str, tuple[str, pa.DataType]]:
+        """The type of each column, for pandas and for Arrow."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for piece in self._pieces(files, dtype_backend="numpy_nullable"):
+            for column, values in piece.items():
+                found[column] |= {str(values.dtype)} if values.notna().any() else set()
+        return {column: _UNIONS.get(frozenset(names), _TEXT) for column, names in found.items()}
+
+    def _pieces(self, files: list[str], **options: Any) -> Iterator[pd.DataFrame]:
+        # With low_memory, pandas would infer types from parts of a piece.
+        options = {**self.config.pd_read_csv_kwargs, "low_memory": False, **options}
+        for file in files:
+            with pd.read_csv(file, iterator=True, **options) as reader:
+                yield from reader
