@@ -1,8 +1,8 @@
-"""Keys: configs, functions, objects and tokenizers become names, the same in every process and on every machine.
+"""Keys: turns configs, functions, objects and tokenizers into names, the same in all processes and machines.
 
-`encoder` writes plain values. `functions` follows code through the user's own modules, `objects` adds what pickle would
-keep, `values` is the one table of values that pickle tells badly of. `doubts` and `addresses` find values that are
-random.
+`encoder` encodes plain values. `functions` follows code through the user's modules. `objects` adds the state
+of objects as pickle sees it. `values` is the table of types that pickle's protocol describes badly. `doubts`
+and `addresses` find values that are random.
 
 May import: names, errors.
 Must never: run a user's code, or give two different computations one key.

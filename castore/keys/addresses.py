@@ -1,11 +1,12 @@
-"""Addresses of this process in what is hashed: ids of objects, and the texts that `repr` makes of them.
+"""Finds memory addresses of this process in hashed values: ids of objects, and addresses in texts of `repr`.
 
-A fingerprint that holds one is another in every process, and nothing would ever be found again. Encoded bytes are
-searched, which costs next to nothing: they are short, and long ones are searched where a digest takes their place. Only
-what lies in this process counts: a number is an address where an object lives there, a text where memory is mapped. A number
-that lies in memory where no object is known is no more than a doubt (doubts.py).
+A fingerprint that contains an address differs in every process, so its result would never be found again. The
+search runs over encoded bytes and costs very little: encoded bytes are short, and long ones are searched
+before a digest replaces them. A number counts as an address if a live object has it as its id. A text counts
+if memory is mapped at its address. A number that lies in writable memory without a known object is only a
+doubt (doubts.py).
 
-Cannot see an address that was turned into something else first: a hash of it, a float, an element of an array.
+Not found: an address that was turned into something else, such as a hash, a float, or an element of an array.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from __future__ import annotations
 import gc
 import re
 
-# How `castore.keys.encoder` writes whole numbers of 41 to 47 bits: where Linux puts what a process allocates.
+# `castore.keys.encoder` writes integers of 41 to 47 bits like this. Linux places a process's memory at such
+# addresses.
 _NUMBER = b"\x03int:6:"
 _LEAST = 1 << 40
-# Objects lie at multiples of this.
+# Addresses of objects are multiples of this.
 _ALIGNED = 16
 _TEXT = re.compile(rb" at 0x([0-9a-f]{6,16})")
 _MARK = b" at 0x"
 
 
 def candidates(code: bytes) -> set[int]:
-    """Numbers in encoded bytes that may be addresses."""
+    """Numbers in encoded bytes that may be addresses. Addresses in texts are returned as negative numbers."""
     found: set[int] = set()
     place = code.find(_NUMBER)
     while place >= 0:
@@ -38,7 +40,7 @@ def candidates(code: bytes) -> set[int]:
 
 
 def confirmed(numbers: set[int]) -> set[int]:
-    """Those of `candidates` that are addresses of this process; numbers of texts are negative in both."""
+    """Those of `candidates` that are addresses of this process, with the same signs."""
     ids = {number for number in numbers if number > 0}
     texts = numbers - ids
     found = ids & _living() if ids else set()
@@ -49,14 +51,17 @@ def confirmed(numbers: set[int]) -> set[int]:
 
 
 def in_memory(numbers: set[int]) -> set[int]:
-    """Those of `candidates` that lie in memory that this process writes to: objects that gc does not know may live there."""
+    """Those of `candidates` that lie in writable memory of this process.
+
+    Objects that Python's garbage collector does not track may live there.
+    """
     ids = {number for number in numbers if number > 0}
     spans = _mapped("rw") if ids else []
     return {number for number in ids if any(start <= number < end for start, end in spans)}
 
 
 def holds(value: int | str, addresses: set[int]) -> bool:
-    """Whether a value is, or tells, one of these addresses."""
+    """Whether a value is one of these addresses, or a text that contains one."""
     if isinstance(value, int):
         return value in addresses
     return not addresses.isdisjoint(

@@ -1,4 +1,4 @@
-"""`Store.cached`: a function's results, kept under a key of its code and its arguments."""
+"""`Store.cached`: stores a function's results under a key of its code and its arguments."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from castore.keys.doubts import Notes
 from castore.keys.encoder import AnyOrder, digits_of
 from castore.keys.objects import InstanceEncoder, function_doubts
 
-_RANDOM_ADVICE = "if it does not count, leave it out of its object with __getstate__, or pass what identifies it as an argument"
-_ARGUMENT_ADVICE = "if it does not count, pass it some other way than as an argument; if it is meant, each value has a result of its own"
-# So many calls of a function are searched for arguments that look random: that takes time, and so does remembering it.
+_RANDOM_ADVICE = (
+    "if it does not count, leave it out of its object with __getstate__, "
+    "or pass what identifies it as an argument"
+)
+_ARGUMENT_ADVICE = (
+    "if it does not count, pass it some other way than as an argument; "
+    "if it is meant, each value has a result of its own"
+)
+# Searches for arguments that look random are limited to this many per function: searching and storing take
+# time.
 _SEARCHED = 8
-#: Kinds of functions whose calls return something that has not run yet, and what to decorate in their place.
+#: Kinds of functions that return before they have run, and the function to decorate instead.
 _RUNNING: dict[str, tuple[Callable[[Any], bool], str]] = {
     "an async function": (
         inspect.iscoroutinefunction,
@@ -32,14 +39,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Results(Notes, Protocol):
-    """What `cached` needs of a store."""
+    """The methods of a store that `cached` needs."""
 
     def get_or_compute(self, key: str, compute: Callable[[], Any], *, ttl: float | str | None) -> Any:
         """See `Store.get_or_compute`."""
 
 
 def cached(store: Results, *, ttl: float | str | None, prefix: str | None) -> Callable[[F], F]:
-    """See `Store.cached`. Arguments are bound to the signature first, so ``f(1)`` and ``f(x=1)`` are one entry."""
+    """See `Store.cached`. Arguments are bound to the signature, so ``f(1)`` and ``f(x=1)`` are one entry."""
 
     def decorate(function: F) -> F:
         signature = _signature(function)
@@ -52,7 +59,7 @@ def cached(store: Results, *, ttl: float | str | None, prefix: str | None) -> Ca
             nonlocal searched
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            # The code is looked at on each call: what a function refers to may have been reloaded since.
+            # The code is encoded at each call: a module that the function uses may have been reloaded since.
             code, doubts = function_doubts(function)
             if doubts is not None:
                 doubts.tell(store, told, _RANDOM_ADVICE)
@@ -80,19 +87,20 @@ def _signature(function: Any) -> inspect.Signature:
     for kind, (tells, advice) in _RUNNING.items():
         if tells(function) or tells(inspect.getattr_static(type(function), "__call__", None)):
             raise InvalidValueError(
-                f"store.cached keeps what a call returns, and {_name_of(function)} is {kind}, which returns before"
-                f" it has run; decorate a function that {advice}"
+                f"store.cached keeps what a call returns, and {_name_of(function)} is {kind}, "
+                f"which returns before it has run; decorate a function that {advice}"
             )
     try:
         return inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise InvalidValueError(
-            f"store.cached cannot tell the arguments of {function!r}: {error}; decorate a function that calls it"
+            f"store.cached cannot tell the arguments of {function!r}: {error}; "
+            "decorate a function that calls it"
         ) from error
 
 
 def _name_of(function: Any) -> str:
-    """Module and name of a function, of what a partial calls, or of an object's class."""
+    """Module and name of a function, of the function that a partial calls, or of an object's class."""
     while isinstance(function, functools.partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)

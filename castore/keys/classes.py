@@ -1,7 +1,7 @@
-"""Questions about classes whose answers never change, each asked once.
+"""Remembers answers to questions about classes, for answers that never change.
 
-By identity: a metaclass may forbid to compare or to hash its classes. A class that nobody uses any more is not kept
-alive by what was asked about it.
+Classes are compared by identity: a metaclass may forbid comparing or hashing its classes. A remembered answer
+does not keep its class alive.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Answer = TypeVar("Answer")
 
 
 def per_class(ask: Callable[[type], Answer]) -> Callable[[type], Answer]:
-    """``ask``, called once for each class."""
+    """Wrap ``ask`` so that it is called once for each class."""
     known: dict[int, tuple[weakref.ref[type], Answer]] = {}
 
     @functools.wraps(ask)
@@ -29,7 +29,7 @@ def per_class(ask: Callable[[type], Answer]) -> Callable[[type], Answer]:
 
 
 def has_member(cls: type, name: str) -> bool:
-    """Whether a class or one above it defines a name: `hasattr` would ask a metaclass, which may answer anything."""
+    """Whether a class or one of its bases defines a name. Unlike `hasattr`, runs no code of a metaclass."""
     return any(name in vars(base) for base in cls.__mro__)
 
 

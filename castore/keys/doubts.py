@@ -1,11 +1,13 @@
-"""Doubts: values in what is hashed that look as if they were drawn anew in every run, and what earlier runs had there.
+"""Doubts: hashed values that look as if every run had another one, compared with the values of earlier runs.
 
-A random id, a time or a number of this run, the name of a temporary folder and the state of a random generator may be
-meant, as a seed is, or may keep a result from ever being found again. One run cannot tell; the next one can. So a store remembers a fingerprint without such values, and
-which values there were: where a later run differs from it in nothing else, a warning names the part. Costs a search
-through the encoded bytes; all the rest is done only where something was found.
+A random id, a time or a number of this run, the name of a temporary folder, or the state of a random
+generator may be intended, as a seed is. Or it may keep a result from ever being found again. A single run
+does not show which; the next run does. So a store remembers a fingerprint without such values, and the
+values. If a later run differs only in these values, a warning names the part. The cost is a search through
+the encoded bytes; the rest runs only if it found something.
 
-Cannot see what does not look random: a short random number, the order of a list that was made of a set, a random array.
+Not found: values that do not look random, such as a short random number, the order of a list made from a set,
+or a random array.
 """
 
 from __future__ import annotations
@@ -27,31 +29,35 @@ from blake3 import blake3
 from castore.errors import FullError, StoreError
 from castore.keys.classes import per_class
 
-#: Where a store remembers them.
+#: Folder of names under which a store remembers doubts.
 FOLDER = ".doubts"
 _PACKAGE = __name__.partition(".")[0]
 _REMEMBERED_SECONDS = 90 * 86400
 _KEPT = 8
-# What uuid1 and uuid4 give, with and without dashes.
-_UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-[14][0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}|\b[0-9a-f]{12}4[0-9a-f]{3}[89ab][0-9a-f]{15}\b"
+# Texts of uuid1 and uuid4, with and without dashes.
+_UUID = (
+    r"[0-9a-f]{8}-[0-9a-f]{4}-[14][0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+    r"|\b[0-9a-f]{12}4[0-9a-f]{3}[89ab][0-9a-f]{15}\b"
+)
 _ID = re.compile(_UUID)
-# What tempfile and multiprocessing.shared_memory make up.
+# Random names by tempfile and multiprocessing.shared_memory.
 _MADE_UP = re.compile(r"/tmp[a-z0-9_]{8}(?![a-z0-9_])|\bpsm_[0-9a-f]{8}\b")  # noqa: S108 - none is made
-# Numbers of processes below are other numbers too, and the same in each run of a container.
+# Smaller process ids are ignored: they are common numbers, and the same in each run of a container.
 _LEAST_PROCESS = 1000
-# How `castore.keys.encoder` writes what may be one of these: a seconds-since-1970 float of our days begins with "A".
+# `castore.keys.encoder` writes doubtful values with these prefixes. A present time as a float begins with the
+# byte "A".
 _MARKS = (b"\x04uuid:16:", b"\x05float:8:A", b"\x08datetime:")
 _TEXTS = (
     re.compile(rb"/tmp[a-z0-9_]{8}|psm_[0-9a-f]{8}"),
     re.compile(rb"-[14][0-9a-f]{3}-[89ab]"),
     re.compile(rb"\x03str:32:[0-9a-f]{12}4[0-9a-f]{3}[89ab]"),
 )
-# Whoever is asked twice in one process gives the same twice.
+# Identifies this process: a value seen twice in one process is no evidence that it stays the same.
 _PROCESS = uuid.uuid4().hex
 
 
 class Notes(Protocol):
-    """What doubts need of a store: to write down what one run had, and to read it in the next."""
+    """The methods of a store that doubts need, to write the values of one run and read them in the next."""
 
     def get(self, name: str) -> bytes | None:
         """See `Store.get`."""
@@ -61,27 +67,28 @@ class Notes(Protocol):
 
 
 class Doubts(NamedTuple):
-    """What of a fingerprint may be random.
+    """The values in a fingerprint that may be random.
 
     Attributes:
-        rest: 40 hexadecimal digits of all the rest.
-        parts: by its path, the kind and a digest of each value.
+        rest: 40 hexadecimal digits that identify the value without these parts.
+        parts: kind and digest of each doubtful value, by its path.
     """
 
     rest: str
     parts: dict[str, tuple[str, str]]
 
     def tell(self, store: Notes, what: str, advice: str, *, may_vary: bool = False) -> None:
-        """Compare with what runs before this one had, and remember this one's.
+        """Compare with the values of earlier runs, and remember the values of this run.
 
         Args:
-            store: where it is remembered.
-            what: what was hashed, for the warning.
-            advice: how to say what identifies it.
-            may_vary: several values in one run are meant, as arguments of several calls are; then there is no more doubt.
+            store: remembers the values.
+            what: name of the hashed value, for the warning.
+            advice: what the user can do, for the warning.
+            may_vary: whether several values in one run are intended, as with arguments of several calls. If a
+                run has several, there are no more warnings. Default False.
 
         Warns:
-            RuntimeWarning: nothing but values that look random differs from earlier runs.
+            RuntimeWarning: only values that look random differ from earlier runs.
         """
         name = f"{FOLDER}/{self.rest}"
         digest = blake3(json.dumps(self.parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -99,7 +106,7 @@ class Doubts(NamedTuple):
             told["seen"] = [*told["seen"], (digest, _PROCESS)][-_KEPT:]
         told["again"] = told["again"] or process is not None
         told["last"] = self.parts
-        # A store that takes nothing says so where the result itself is put.
+        # If the store cannot be written, putting the result itself reports it.
         with contextlib.suppress(FullError, StoreError):
             store.put(name, json.dumps(told).encode(), ttl=_REMEMBERED_SECONDS)
 
@@ -109,22 +116,23 @@ class Doubts(NamedTuple):
             for path, (kind, now) in self.parts.items()
             if told["last"].get(path, ("", now))[1] != now
         }
-        # Another seed is the rule, and another id the exception.
+        # Seeds often differ between runs, ids rarely: a generator needs two earlier runs for a warning.
         generators = all(kind == "random generator" for kind in changed.values())
         if told["again"] or not changed or len(told["seen"]) < (2 if generators else 1):
             return
         path, kind = next(iter(changed.items()))
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         warnings.warn(
-            f"{what}{path}: is a {kind}{more} that was another one in {'each run' if generators else 'the last run'}, and"
-            f" nothing else differs, so nothing that was kept is found again; {advice}",
+            f"{what}{path}: is a {kind}{more} that was another one in "
+            f"{'each run' if generators else 'the last run'}, "
+            f"and nothing else differs, so nothing that was kept is found again; {advice}",
             RuntimeWarning,
             stacklevel=outside(),
         )
 
 
 def outside() -> int:
-    """How many frames up from its caller, for `warnings`, the first code is that is not castore's."""
+    """Number of frames from the caller up to the first code outside castore: `warnings`' ``stacklevel``."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
         frame, level = frame.f_back, level + 1
@@ -132,7 +140,7 @@ def outside() -> int:
 
 
 def are_in(code: bytes) -> bool:
-    """Whether encoded bytes hold something that may be doubtful."""
+    """Whether encoded bytes may contain a doubtful value."""
     number, text = _own_number(os.getpid())
     return (
         any(mark in code for mark in (*_MARKS, *number))
@@ -143,7 +151,7 @@ def are_in(code: bytes) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def _own_number(process: int) -> tuple[tuple[bytes, ...], re.Pattern[bytes] | None]:
-    """How the number of a process is encoded, as a number and in a text."""
+    """Encoded prefix of a process id as a number, and a pattern for the process id in a text."""
     if process < _LEAST_PROCESS:
         return (), None
     payload = process.to_bytes(process.bit_length() // 8 + 1, "big", signed=True)
@@ -151,7 +159,7 @@ def _own_number(process: int) -> tuple[tuple[bytes, ...], re.Pattern[bytes] | No
 
 
 def kind_of(value: Any) -> str | None:
-    """What a value looks like that may be another one in every run; None if there is no doubt about it."""
+    """Describe a value that may be another one in every run; None if there is no doubt about it."""
     cls = type(value)
     if cls is str:
         return _kind_of_text(value)
@@ -177,7 +185,7 @@ def _kind_of_text(value: str) -> str | None:
 
 @per_class
 def is_generator(cls: type) -> bool:
-    """Whether its values are random generators."""
+    """Whether instances of the class are random generators."""
     return any((base.__module__, base.__qualname__) in _GENERATORS for base in cls.__mro__)
 
 
@@ -202,7 +210,7 @@ def _is_of_this_run(value: float | dt.datetime) -> bool:
 
 @functools.cache
 def _started() -> float:
-    """When this process began, as seconds since 1970."""
+    """Start time of this process in seconds since the epoch."""
     with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
     up = time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,13 +1,16 @@
-"""Keys: names computed from what a result depends on, so that the same question finds the same entry.
+"""Keys: names computed from what a result depends on, so that the same computation finds the same entry.
 
-`key` is for configs and content, `fingerprint` for any one value; functions are in `castore.keys.functions`.
-Assumes that a value does not change while it is hashed. Must never answer by `repr`, `str`, `id` or pickle, which
-differ between runs or hide differences: what has no stable, exact encoding is an UnhashableError that names it.
-Imports no NumPy: a value can only be an array where somebody has imported it already. Nor what else takes long: dataclasses, decimal, uuid.
+`key` is for configs and content, `fingerprint` for any single value; functions are in
+`castore.keys.functions`. A value must not change while it is hashed. NumPy and other slow imports
+(dataclasses, decimal, uuid) are not imported here: a value can be an array only in a process that has
+imported NumPy already.
 
-The encoding is injective: a tag that tells the type, the length, the payload. Leaves of over 1 KiB are replaced by
-their BLAKE3 digest under a tag of their own, so an array of any size costs no memory. Parts of dicts and sets are
-sorted by their encodings. A change to it changes every key, so it carries a version.
+Must never: use `repr`, `str`, `id` or pickle of a value, which differ between runs or hide differences. A
+value without a stable, exact encoding raises an UnhashableError that names it.
+
+The encoding is injective: a tag for the type, the length, the payload. Payloads over 1 KiB are replaced by
+their BLAKE3 digest under a tag of their own, so an array of any size costs no memory. Parts of dicts and sets
+are sorted by their encodings. A change to the encoding changes every key, so the encoding has a version.
 """
 
 from __future__ import annotations
@@ -30,42 +33,46 @@ from castore.names import check_name
 
 Content: TypeAlias = "str | bytes | bytearray | memoryview | os.PathLike[str] | Iterable[bytes]"
 
-# 160 bits, as Git's: with 128, somebody who supplies configs or content could find two of one key in 2**64 steps.
+# 160 bits, like Git's: with 128 bits, an attacker could find configs or contents with equal keys in 2**64
+# steps.
 KEY_DIGITS = 40
 _VERSION = b"castore.key.1"
 _CHUNK = 1 << 20
 _LONG_LEAF = 1024
-# Far beyond any config; five Python frames a level leave room under the default recursion limit of 1000.
+# Far beyond any config. Five Python frames per level stay below the default recursion limit of 1000.
 _DEEPEST = 100
-# Where classes of time zones have the name of one: zoneinfo, pytz, dateutil.
+# Attributes with the name of a time zone, in zoneinfo, pytz and dateutil.
 _ZONE_NAMES = ("key", "zone", "_filename")
-# Of the way to a part, in an error.
+# Longest step and longest path shown in an error, in characters.
 _LONG_STEP = 60
 _LONG_PATH = 120
 
 
 def key(config: object, prefix: str | None = None, content: Content | None = None) -> str:
-    """The name under which the result for `config` (and `content`) belongs.
+    """Return the name under which to store the result for `config` (and `content`).
 
-    The order of dicts and sets does not matter; every type does: 1, 1.0, True, "1" and b"1" differ, and so do
-    a list and a tuple, 0.0 and -0.0, a path and its text. Paths are hashed as paths: their files are not read.
+    The order of dicts and sets does not matter, but every type does: 1, 1.0, True, "1" and b"1" differ. So do
+    a list and a tuple, 0.0 and -0.0, a path and its text. Paths are hashed as paths: their files are not
+    read.
 
     Args:
-        config: None, bool, int, float, complex, str, bytes, bytearray, list, tuple and named tuples, dict, set,
-            frozenset, range, slice, paths, enums, dataclasses, dates and times, Decimal, UUID, NumPy scalars,
-            arrays and dtypes, nested as you like. Objects of your own count if their class has a method
-            `__castore_key__` that returns something of these which identifies them.
-        prefix: a valid name; the key is then `prefix_<hex>`, else `<hex>`.
-        content: bytes that the result depends on: a text (as UTF-8), bytes, the file at a path object, or
-            an iterable of bytes in order. However it comes, the same bytes give the same key.
+        config: None, bool, int, float, complex, str, bytes, bytearray, list, tuple and named tuples, dict,
+            set, frozenset, range, slice, paths, enums, dataclasses, dates and times, Decimal, UUID, NumPy
+            scalars, arrays and dtypes, nested at most 100 levels deep. Objects of your own classes are
+            accepted if the class has a method `__castore_key__` that returns such a value, one that
+            identifies the object.
+        prefix: a valid name. The key is then `prefix_<hex>`. Default: the key is `<hex>`.
+        content: bytes that the result depends on: a str (as UTF-8), bytes, a path object of a file to read,
+            or an iterable of bytes in order. The same bytes give the same key in any of these forms. Default:
+            no content.
 
     Returns:
-        a valid name that ends in 40 hexadecimal digits (160 bits of BLAKE3).
+        A valid name that ends in 40 hexadecimal digits (160 bits of BLAKE3).
 
     Raises:
-        UnhashableError: a part of `config` has no stable hash; the message has the path to it.
-        InvalidNameError: `prefix` is no valid name.
-        InvalidValueError: `content` is of another kind, or cannot be read.
+        UnhashableError: a part of `config` has no stable hash; the message has the path to the part.
+        InvalidNameError: `prefix` is not a valid name.
+        InvalidValueError: `content` is of another type, or cannot be read.
 
     >>> key({"model": "bert", "length": 128}, prefix="tokenized") == key(
     ...     {"length": 128, "model": "bert"}, prefix="tokenized")
@@ -81,7 +88,7 @@ def key(config: object, prefix: str | None = None, content: Content | None = Non
 
 
 def digits_of(config: bytes, content: Content | None = None) -> str:
-    """The hexadecimal digits of a key, given the canonical bytes of a config."""
+    """The hexadecimal digits of a key, from the canonical bytes of a config."""
     hasher = blake3(_VERSION)
     hasher.update(_leaf(b"config", config))
     if content is not None:
@@ -90,14 +97,14 @@ def digits_of(config: bytes, content: Content | None = None) -> str:
 
 
 def fingerprint(value: object, what: str = "value") -> str:
-    """64 hexadecimal digits (BLAKE3-256) that identify `value`, of any type that `key` takes in a config.
+    """Return 64 hexadecimal digits (BLAKE3-256) that identify `value`.
 
     Args:
-        value: what to hash.
-        what: its name in the message of an error.
+        value: a value of any type that `key` accepts in a config.
+        what: name of the value in error messages. Default "value".
 
     Raises:
-        UnhashableError: a part of `value` has no stable hash; the message has the path to it.
+        UnhashableError: a part of `value` has no stable hash; the message has the path to the part.
 
     >>> fingerprint({1, 2, 3}) == fingerprint({3, 2, 1})
     True
@@ -106,12 +113,13 @@ def fingerprint(value: object, what: str = "value") -> str:
 
 
 class UnencodableError(Exception):
-    """On its way up from a part that has no encoding; collects the path to it. Never leaves this package.
+    """A part has no encoding. Collects the path to the part on the way up. Never leaves this package.
 
     Attributes:
-        path: steps to the part, the last one first.
-        holder: the class of a library's object that the part is inside of, and how many steps inside.
-        is_users: whether an object of the user's own is around the part: that is what people will look for.
+        path: steps to the part, the last step first.
+        holder: class of the library object that contains the part, and the number of steps from there to the
+            part.
+        is_users: whether an object of a user's class contains the part: users look for that object first.
     """
 
     def __init__(self, problem: str) -> None:
@@ -122,26 +130,30 @@ class UnencodableError(Exception):
         self.is_users = False
 
     def told(self) -> str:
-        """Where it is, and what the problem is, for people."""
+        """The path to the part, and the problem, for the error message."""
         if self.holder is None or not self.holder[1]:
             return f"{_path(self.path)}: {self.problem}"
         holder, inside = self.holder
-        return f"{_path(self.path[inside:])}: cannot hash this {holder}: its part {_path(self.path[:inside])}: {self.problem}"
+        return (
+            f"{_path(self.path[inside:])}: cannot hash this {holder}: "
+            f"its part {_path(self.path[:inside])}: {self.problem}"
+        )
 
 
 class RefusedError(UnhashableError):
-    """An object's own `__castore_key__` says that what is made of it must not be kept."""
+    """An object's `__castore_key__` raised UnhashableError: results that depend on it must not be stored."""
 
 
 class AnyOrder(dict[Any, Any]):
-    """A dict whose order says nothing, where that of others counts: attributes, options by name."""
+    """A dict whose order does not count, for encoders that count the order of dicts: attributes, options."""
 
 
 class Encoder:
-    """Turns a value into canonical bytes. One use each: it remembers where it stands to notice cycles.
+    """Turns one value into canonical bytes. Use each instance once: it tracks its position to detect cycles.
 
     Attributes:
-        leaves: by type, what encodes values that hold no others; containers do not ask `part` about these.
+        leaves: encoders, by type, of values that contain no others. Containers use them directly, without
+            `part`.
     """
 
     leaves: Mapping[type, Callable[[Any], bytes]]
@@ -150,7 +162,7 @@ class Encoder:
         self._open: set[int] = set()
 
     def encode(self, value: object, what: str) -> bytes:
-        """The canonical bytes of `value`; `what` names it in the UnhashableError."""
+        """Return the canonical bytes of `value`; `what` names it in the UnhashableError."""
         try:
             return self.part(value)
         except UnencodableError as error:
@@ -159,7 +171,7 @@ class Encoder:
             raise UnhashableError(f"{what}: is nested too deep for what is left of Python's stack") from None
 
     def part(self, value: Any, step: str = "") -> bytes:
-        """The canonical bytes of a part; `step` is how it is reached from the part around it."""
+        """Return the canonical bytes of a part; `step` is the path to it from the part that contains it."""
         try:
             encode_leaf = _LEAVES.get(type(value))
             if encode_leaf is not None:
@@ -170,7 +182,7 @@ class Encoder:
             raise
         except (RecursionError, MemoryError, RefusedError):
             raise
-        except Exception as error:  # whatever an object of the user's does when it is asked for an attribute
+        except Exception as error:  # a user's object may raise anything when an attribute is read
             raised = UnencodableError(_unasked(value, error))
             raised.path.append(step)
             raise raised from error
@@ -188,8 +200,8 @@ class Encoder:
             self._open.discard(id(value))
 
     def other(self, value: Any) -> bytes:
-        """The canonical bytes of a value whose type is in no table."""
-        # By its type, not by isinstance: that asks for __class__, and some objects answer with an error.
+        """Return the canonical bytes of a value whose type is in no table."""
+        # By type, not with isinstance: isinstance reads `__class__`, and some objects raise errors then.
         cls = type(value)
         if has_member(cls, "__castore_key__"):
             try:
@@ -214,8 +226,8 @@ class Encoder:
         return self.rest(value)
 
     def dataclass(self, value: Any) -> bytes:
-        """The canonical bytes of an object of a dataclass: its fields."""
-        import dataclasses  # which somebody has imported already
+        """Return the canonical bytes of a dataclass instance: its fields."""
+        import dataclasses  # already imported by the module that defines the dataclass
 
         return self._fields(b"dataclass", value, sorted(field.name for field in dataclasses.fields(value)))
 
@@ -226,7 +238,7 @@ class Encoder:
         return _joined(tag, parts)
 
     def rest(self, value: Any) -> bytes:
-        """The canonical bytes of what nothing else takes: NumPy's values; the rest is refused."""
+        """Return the canonical bytes of NumPy's values. All other types are refused."""
         np = sys.modules.get("numpy")
         if np is not None:
             cls = type(value)
@@ -239,7 +251,7 @@ class Encoder:
         return refuse(value)
 
     def items(self, value: Iterable[Any]) -> list[bytes]:
-        """The parts of a list or a tuple, in order."""
+        """Return the encoded parts of a list or a tuple, in order."""
         leaf = self.leaves.get
         return [
             encode(item) if (encode := leaf(type(item))) else self.part(item, f"[{place}]")
@@ -247,39 +259,39 @@ class Encoder:
         ]
 
     def members(self, value: Iterable[Any]) -> list[bytes]:
-        """The parts of a set, in an order of our own."""
+        """Return the encoded parts of a set, sorted."""
         leaf = self.leaves.get
         return sorted(encode(item) if (encode := leaf(type(item))) else self.member(item) for item in value)
 
     def member(self, item: Any) -> bytes:
-        """A part of a set."""
+        """Return the encoded part of a set."""
         return self.part(item, "{...}")
 
     def mapping(self, value: dict[Any, Any]) -> bytes:
-        """The canonical bytes of a dict, whatever its order."""
+        """Return the canonical bytes of a dict, whatever its order."""
         return self.unordered(value)
 
     def unordered(self, value: dict[Any, Any]) -> bytes:
-        """The canonical bytes of a dict whose order does not count."""
+        """Return the canonical bytes of a dict whose order does not count."""
         return _joined(b"dict", self.pairs(value), each=2)
 
     def pairs(self, value: dict[Any, Any]) -> list[bytes]:
-        """Each key with its value, in an order of our own."""
+        """Return each encoded key with its encoded value, sorted."""
         leaves = self.leaves
-        if leaves.keys() >= {*map(type, value), *map(type, value.values())}:  # a vocabulary, say
+        if leaves.keys() >= {*map(type, value), *map(type, value.values())}:  # for example a vocabulary
             return sorted(
                 [leaves[type(name)](name) + leaves[type(item)](item) for name, item in value.items()]
             )
-        # All keys before any value, so that a subclass that numbers what it meets does so in one order.
+        # All keys before any value, so that a subclass that numbers objects numbers them in the same order.
         codes = [self.part(name, f".keys()[{place}]") for place, name in enumerate(value)]
         names = sorted(zip(codes, value, strict=True), key=itemgetter(0))
-        # Sorted again for keys that are unequal and yet encode alike: NaN. No code is the start of another, so what
-        # follows a code counts only between those.
+        # Sorted again for unequal keys with equal encodings, such as NaN. No code is a prefix of another
+        # code, so the values decide the order only between equal codes.
         return sorted([code + self.part(value[name], f"[{name!r}]") for code, name in names])
 
 
 def refuse(value: object) -> NoReturn:
-    """Say that `value` cannot be hashed."""
+    """Raise the error for a value that cannot be hashed."""
     hint = "pass a str or a number that identifies it, or give its class a __castore_key__ method that does"
     for plain in (dict, list, set, str, int, float):
         if issubclass(type(value), plain):
@@ -289,7 +301,7 @@ def refuse(value: object) -> NoReturn:
 
 
 def _path(reached: list[str]) -> str:
-    """The way to a part, for people: what is too long of it is left out in the middle."""
+    """The path to a part, for error messages. Long steps and long paths are shortened."""
     steps = [step if len(step) <= _LONG_STEP else f"{step[:_LONG_STEP]}..." for step in reversed(reached)]
     path = "".join(steps)
     if len(path) <= _LONG_PATH:
@@ -298,7 +310,7 @@ def _path(reached: list[str]) -> str:
 
 
 def _unasked(value: object, error: Exception) -> str:
-    """Of a value that raised an error when it was asked; both may raise another one when they are shown."""
+    """Describe a value that raised an error when an attribute was read. Formatting may raise errors too."""
     try:
         told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return f"cannot hash {type(value)}: {told}"
@@ -314,7 +326,7 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _leaf(tag: bytes, payload: Any) -> bytes:
-    """Tag, length and payload; the length of the tag is in front, so that none is the start of another."""
+    """Tag, length and payload. The tag's length comes first, so that no encoding is a prefix of another."""
     size = len(payload)
     if size > _LONG_LEAF:
         return b"%c%b#%d:%b" % (len(tag), tag, size, blake3(payload).digest())
@@ -322,17 +334,17 @@ def _leaf(tag: bytes, payload: Any) -> bytes:
 
 
 def _joined(tag: bytes, parts: list[bytes], each: int = 1) -> bytes:
-    # Parts carry their own lengths, so their number is all that is needed to take them apart again.
+    # Parts contain their own lengths, so their number is enough to separate them again.
     return b"%c%b+%d:%b" % (len(tag), tag, each * len(parts), b"".join(parts))
 
 
 def _utf8(text: str) -> bytes:
-    # File names that are not UTF-8 arrive with lone surrogates.
+    # Python represents file names that are not UTF-8 with lone surrogates.
     return text.encode("utf-8", "surrogatepass")
 
 
 def _text(text: str) -> bytes:
-    # `_leaf` at half the time, like the next one: there are many of both in a vocabulary.
+    # `_leaf` inlined, in half the time, as in `_int`: a vocabulary has many strings and integers.
     data = text.encode("utf-8", "surrogatepass")
     return b"\x03str:%d:%b" % (len(data), data) if len(data) <= _LONG_LEAF else _leaf(b"str", data)
 
@@ -355,7 +367,8 @@ def _double(number: float) -> bytes:
 
 
 def _zoned(moment: dt.datetime | dt.time) -> bytes:
-    # Offset and zone name stand for the zone, and what it is called: zones that agree at one moment may be two.
+    # Offset and abbreviation alone do not identify a zone: two zones may agree at one moment. So the zone's
+    # name counts.
     zone = moment.tzinfo
     called = ""
     if zone is not None and type(zone) is not dt.timezone:
@@ -386,13 +399,13 @@ def _plain_dtype(dtype: Any) -> bytes:
         raise UnencodableError(
             f"cannot hash dtype {dtype}, which has padding between its numbers; use float64"
         )
-    if dtype.isbuiltin == 2:  # a library's own: `str` tells its size alone
+    if dtype.isbuiltin == 2:  # a library's own type: `str` contains only its size
         return _utf8(f"{dtype.str} {dtype.type.__module__}.{dtype.type.__qualname__}")
     return _utf8(dtype.str)
 
 
 def _layout(dtype: Any) -> str:
-    """What a dtype of fields says beside them; nothing where they lie one behind the other."""
+    """Layout of a structured dtype besides its fields; empty if the fields lie one after another."""
     np = sys.modules["numpy"]
     told, end = [], 0
     for field, offset, *titles in (dtype.fields[name] for name in dtype.names):
@@ -406,11 +419,11 @@ def _layout(dtype: Any) -> str:
 
 
 def _array_parts(array: Any) -> list[bytes]:
-    """Type, shape and elements of an array, in C order whatever its layout in memory."""
+    """Type, shape and elements of an array, in C order whatever the array's memory layout."""
     np = sys.modules["numpy"]
     parts = [_leaf(b"dtype", _dtype(array.dtype)), _text(str(tuple(int(size) for size in array.shape)))]
     if array.dtype.names is not None:
-        # Field by field, since the padding between fields holds whatever was in memory.
+        # Field by field, because the padding between fields has undefined contents.
         for name in array.dtype.names:
             parts += _array_parts(array[name])
         return parts
@@ -435,7 +448,8 @@ def _content_digest(content: object) -> bytes:
             hasher.update(chunk)
     else:
         raise InvalidValueError(
-            f"content must be a str, bytes, a path object or an iterable of bytes in order, not {type(content).__name__}"
+            "content must be a str, bytes, a path object or an iterable of bytes in order, "
+            f"not {type(content).__name__}"
         )
     return hasher.digest()
 
@@ -472,7 +486,8 @@ _LEAVES: dict[type, Callable[[Any], bytes]] = {
 
 Encoder.leaves = _LEAVES
 
-# Of modules that take long to import: a value can only be of theirs where somebody has imported them already.
+# Types of modules that are slow to import. A value can have such a type only if its module is imported
+# already.
 _LATE_LEAVES: dict[tuple[str, str], Callable[[Any], bytes]] = {
     ("decimal", "Decimal"): lambda value: _leaf(b"decimal", _utf8(str(value))),
     ("uuid", "UUID"): lambda value: _leaf(b"uuid", value.bytes),

@@ -1,7 +1,8 @@
-"""Whose a module is: the user's own, Python's, or of an installed distribution, and then of which version.
+"""Tells whether a module is the user's, Python's, or part of an installed distribution, and of which version.
 
-By place and not by name: the user's code is what lies outside the standard library and site-packages, or was put there
-by hand; what pip has put into any other folder, with its records beside it, is a library too. Imports nothing of what it is asked about but the packages above it.
+The module's location decides, not its name. User code lies outside the standard library and site-packages, or
+was put there by hand. A package that pip installed into any other folder, with its records beside it, is a
+library too. Of the module in question only its parent packages are imported.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import sys
 import sysconfig
 from typing import Any
 
-# What stores keep was made under the names that modules had then. A module that moves keeps its name in keys.
+# Keys in existing stores contain the names that modules had then. So a module that moved keeps its old name
+# in keys.
 _MOVED = {
     "castore.recipes.operators.cleaners": "castore.adapters.datasets.ops.cleaning",
     "castore.recipes.operators.unicode_repair": "castore.adapters.datasets.ops.repairing",
@@ -23,7 +25,7 @@ _MOVED = {
 
 
 def library_of(module: Any) -> str | None:
-    """Name and version of the distribution (or Python) that a module comes with; None for the user's own."""
+    """The module's name with name and version of its distribution, or of Python; None for user code."""
     return _find_library(module) if isinstance(module, str) else None
 
 
@@ -35,16 +37,16 @@ def _find_library(module: str) -> str | None:
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
-        return None  # __main__ and modules made by hand
-    # Lazy modules (transformers) set paths where text belongs.
+        return None  # __main__, and modules that were created by hand
+    # Lazy modules (transformers) have path objects in place of strings.
     places = [*map(str, spec.submodule_search_locations or []), spec.origin or ""] if spec else []
     paths = sysconfig.get_paths()
-    # By place and not by name: a user's own statistics.py is not the standard library's. The standard
-    # library's folder may hold site-packages, so these come first.
+    # By location, not by name: a user's statistics.py is not the standard library's. The standard library's
+    # folder may contain site-packages, so site-packages come first.
     if any(place.startswith(f"{paths[kind]}/") for kind in ("purelib", "platlib") for place in places) or any(
         re.search(r"/(site|dist)-packages/", place) for place in places
     ):
-        # A file put there by hand belongs to no distribution: it is the user's.
+        # A file that belongs to no distribution was put there by hand: it is user code.
         distribution = _distribution(top)
         return f"{module} of {distribution}" if distribution else None
     python = ("built-in", "frozen", f"{paths['stdlib']}/", f"{paths['platstdlib']}/")
@@ -55,7 +57,7 @@ def _find_library(module: str) -> str | None:
 
 
 def _former(module: str) -> str:
-    """The name under which one of castore's modules counts in keys."""
+    """The name of a castore module in keys."""
     for now, before in _MOVED.items():
         if f"{module}.".startswith(f"{now}."):
             return before + module.removeprefix(now)
@@ -63,16 +65,16 @@ def _former(module: str) -> str:
 
 
 def _beside(place: str, top: str) -> str | None:
-    """Name and version of the distribution that ``pip install --target`` put where a module is; None if none did."""
+    """Name and version of the distribution that ``pip install --target`` put at a location, or None."""
     folder, name = os.path.split(place)
     if name != top and not name.startswith(f"{top}."):
         return None
     if not any(name.endswith(".dist-info") for name in _names_in(folder)):
-        return None  # the user's own projects have none beside them
+        return None  # a user's project has no .dist-info beside it
     import importlib.metadata
 
     for found in importlib.metadata.distributions(path=[folder]):
-        # An egg-info is what a project under work has beside it.
+        # A project under development may have an egg-info beside it, but no RECORD.
         if found.read_text("RECORD") and any(
             file.parts[0].partition(".")[0] == top for file in found.files or ()
         ):
@@ -89,7 +91,7 @@ def _names_in(folder: str) -> list[str]:
 
 def _distribution(top: str) -> str:
     """Name and version of the distribution that holds a top-level package; "" if none does."""
-    import importlib.metadata  # 15 ms, with the e-mail parser
+    import importlib.metadata  # imported here: takes 15 ms, with the e-mail parser
 
     try:
         return f"{top} {importlib.metadata.version(top)}"
@@ -99,11 +101,11 @@ def _distribution(top: str) -> str:
 
 
 def library_object(value: Any) -> str | None:
-    """What stands for an object that a library keeps under its own name: a ufunc, a compiled function."""
+    """Name and library of an object that its library has under that name (a ufunc, a compiled function)."""
     try:
         name = getattr(value, "__name__", None)
         module = getattr(value, "__module__", None) or type(value).__module__
-    except Exception:  # noqa: BLE001 - whatever the user's __getattr__ does: no library keeps such a thing by name
+    except Exception:  # noqa: BLE001 - the user's __getattr__ may raise anything, and is no library's
         return None
     library = library_of(module) if isinstance(name, str) else None
     if library and name and getattr(sys.modules.get(module), name, None) is value:

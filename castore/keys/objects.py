@@ -1,10 +1,11 @@
-"""Fingerprints of objects: their class by its code, and what pickle would keep of them.
+"""Fingerprints of objects: the code of their class, and their state as pickle's protocol defines it.
 
-`castore.keys.encoder` refuses an object it does not know, since a config should say what it means. Where code and data are
-hashed as they are (functions, operators, datasets), an object is what its class's code makes of its state, and pickle's
-protocol says what that state is: `copyreg` first, then `__reduce_ex__`; what `__getstate__` leaves out does not count.
-What pickle tells badly of stands in `castore.keys.values`. Assumes that nobody changes an object while it is hashed. Nothing
-is pickled, and nothing is remembered by identity beyond one use of an encoder.
+`castore.keys.encoder` refuses unknown objects, because a config should be explicit. In functions, operators
+and datasets an object counts by its class's code and its state. Pickle's protocol defines the state:
+`copyreg` first, then `__reduce_ex__`; attributes that `__getstate__` leaves out do not count. Types that the
+protocol describes badly are in `castore.keys.values`. An object must not change while it is hashed.
+
+Must never: pickle anything, or remember an object by identity beyond one use of an encoder.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from castore.keys.values import SHARED, full_name
 Self = TypeVar("Self", bound="InstanceEncoder")
 
 _VERSION = b"castore.function.1"
-#: What numpy.ma keeps with an array, all of which is told.
+#: Attributes of numpy.ma's arrays. `InstanceEncoder.numpy` encodes what counts of them.
 _MASKED_NOISE = {
     "_mask",
     "_fill_value",
@@ -46,25 +47,26 @@ _MASKED_NOISE = {
     "_optinfo",
     "_basedict",
 }
-#: What is left of a module when torch compiles it in place.
 _MODULE = "torch.nn.modules.module.Module"
 _PARAMETRIZED = "torch.nn.utils.parametrize"
+#: torch sets this when it compiles a module in place.
 _MODULE_NOISE = {"_compiled_call_impl"}
 _MODULE_TABLES = {"_parameters", "_buffers", "_modules"}
-#: Where vectorizers of scikit-learn note the id of the list of stop words that they have checked.
+#: Vectorizers of scikit-learn store here the id of the stop word list that they have checked.
 _SKLEARN_NOISE = {"_stop_words_id"}
 
 
 def function_fingerprint(function: Callable[..., Any]) -> str:
-    """64 hexadecimal digits that change when what `function` computes may have changed.
+    """Return 64 hexadecimal digits that change when the result of `function` may have changed.
 
     Args:
-        function: a function, a lambda, a partial, a method, an object that can be called; functions written in C
+        function: a function, a lambda, a partial, a method, or a callable object. Functions written in C
             count by name and version.
 
     Raises:
-        UnhashableError: it refers to something without a stable hash; the message has the path to it.
-        InvalidValueError: it is not callable.
+        UnhashableError: the function refers to a value without a stable hash; the message has the path to the
+            value.
+        InvalidValueError: `function` is not callable.
 
     >>> function_fingerprint(lambda x: x + 1) == function_fingerprint(lambda x: x + 1)
     True
@@ -75,7 +77,7 @@ def function_fingerprint(function: Callable[..., Any]) -> str:
 
 
 def function_doubts(function: Callable[..., Any]) -> tuple[str, Doubts | None]:
-    """See `function_fingerprint`; with what of it looks random."""
+    """Return `function_fingerprint` of a function, and the values in it that look random."""
     if not callable(function):
         raise InvalidValueError(f"a fingerprint of a function needs a function, not {type(function)}")
     name = getattr(function, "__qualname__", type(function).__qualname__)
@@ -85,26 +87,26 @@ def function_doubts(function: Callable[..., Any]) -> tuple[str, Doubts | None]:
 
 
 class InstanceEncoder(FunctionEncoder):
-    """A FunctionEncoder that also takes objects of any class."""
+    """A FunctionEncoder that also encodes objects of any class."""
 
     def __init__(self) -> None:
         super().__init__()
-        # How much of the code around sets modules to eval before it uses them.
+        # Number of enclosing functions and classes that set modules to eval before they use them.
         self._settled = 0
         self._around: list[int] = []
-        # Where `doubts` stands, and what it has found; None while an encoder encodes.
+        # The path of `doubts` and its findings; None in an encoder that does not trace doubts.
         self._steps: list[str] = []
         self._doubts: dict[str, tuple[str, str]] | None = None
         self._suspects: set[int] = set()
-        # Tables of modules, which live as long as these do.
+        # Ids of torch modules' tables. The tables live as long as their modules.
         self._unordered: set[int] = set()
 
     def mapping(self, value: dict[Any, Any]) -> bytes:
-        """As in FunctionEncoder, without the order of what torch keeps with a module."""
+        """As in FunctionEncoder, but the order of a torch module's tables does not count."""
         return self.unordered(value) if id(value) in self._unordered else super().mapping(value)
 
     def doubts(self, value: object) -> Doubts | None:
-        """What of a value that was encoded may be another one in every run; None where nothing looks like it."""
+        """Find the parts of an encoded value that may be other ones in every run; None if there are none."""
         suspects = addresses.in_memory(self._seen.addresses)
         if not self._seen.doubtful and not suspects:
             return None
@@ -112,12 +114,12 @@ class InstanceEncoder(FunctionEncoder):
         tracer._tracing, tracer.leaves, tracer._doubts, tracer._suspects = True, {}, {}, suspects
         try:
             rest = tracer.part(value)
-        except RecursionError:  # tracing takes more of the stack, and is no reason to fail
+        except RecursionError:  # tracing needs more stack than encoding, and must not fail
             return None
         return Doubts(str(blake3(rest).hexdigest()[:KEY_DIGITS]), tracer._doubts) if tracer._doubts else None
 
     def _traced(self, value: Any, step: str) -> bytes:
-        """As in FunctionEncoder; for `doubts`, without what may be random."""
+        """As in FunctionEncoder; for `doubts`, a placeholder for a part that may be random."""
         if self._doubts is None:
             return super()._traced(value, step)
         self._steps.append(step)
@@ -133,7 +135,8 @@ class InstanceEncoder(FunctionEncoder):
             self._steps.pop()
 
     def _nested(self, value: Any) -> bytes:
-        # A registry holds functions that look things up in it: the way back, counted in levels, is all there is to say.
+        # A part that contains itself, as a registry of functions that use the registry, counts by the number
+        # of levels up to it.
         if id(value) in self._around:
             return self.tagged("around", len(self._around) - self._around.index(id(value)))
         self._around.append(id(value))
@@ -143,12 +146,12 @@ class InstanceEncoder(FunctionEncoder):
             self._around.pop()
 
     def other(self, value: Any) -> bytes:
-        """As in FunctionEncoder, with the kinds that all adapters share."""
+        """As in FunctionEncoder, with the types in `SHARED`."""
         cls = type(value)
         if is_generator(cls):
             self._seen.doubtful = True
         if has_member(cls, "__castore_key__"):
-            self._ordered = False  # it answers with a config
+            self._ordered = False  # `__castore_key__` returns a config, in which order does not count
             return super().other(value)
         count = SHARED.of(cls)
         if count is not None:
@@ -163,7 +166,7 @@ class InstanceEncoder(FunctionEncoder):
         return alone
 
     def function(self, function: types.FunctionType) -> Iterator[Any]:
-        """As in FunctionEncoder; modules that it sets to eval count whatever mode they are in."""
+        """As in FunctionEncoder, but the mode of modules that the function sets to eval does not count."""
         dispatch = _dispatch_registry(function)
         if dispatch is not None:
             yield "singledispatch", sorted((self.part(kind), self.part(f)) for kind, f in dispatch.items())
@@ -176,11 +179,11 @@ class InstanceEncoder(FunctionEncoder):
             self._settled -= settles
 
     def dataclass(self, value: Any) -> bytes:
-        """As any object: attributes beside the fields count, and what pickle leaves out does not."""
+        """As any object: attributes beside the fields count, and attributes that pickle leaves out do not."""
         return self.rest(value)
 
     def rest(self, value: Any) -> bytes:
-        """NumPy's values as `numpy` says, tokenizers by their rules, and objects by class and state."""
+        """Encode NumPy's values with `numpy`, tokenizers by their rules, other objects by class and state."""
         np = sys.modules.get("numpy")
         if np is not None and issubclass(type(value), np.ndarray | np.generic | np.dtype):
             return self.numpy(value)
@@ -198,7 +201,7 @@ class InstanceEncoder(FunctionEncoder):
             raise
 
     def numpy(self, value: Any) -> bytes:
-        """The canonical bytes of an array, a scalar or a dtype."""
+        """Return the canonical bytes of an array, a scalar or a dtype."""
         np = sys.modules["numpy"]
         cls = type(value)
         if value is np.ma.masked:
@@ -219,11 +222,11 @@ class InstanceEncoder(FunctionEncoder):
         return self.tagged("array of", code, *beside) if beside else code
 
     def elements(self, value: Any) -> bytes:
-        """The canonical bytes of a plain array without Python objects."""
+        """Return the canonical bytes of a plain array without Python objects."""
         return super().rest(value)
 
     def _beside_elements(self, value: Any, plain: type) -> list[Any]:
-        """What an array has beside its elements: a class of its own, and what hangs on that."""
+        """Parts of an array besides its elements: its class if it is a subclass, and its attributes."""
         np = sys.modules["numpy"]
         cls = type(value)
         if cls in (plain, np.memmap):
@@ -234,20 +237,20 @@ class InstanceEncoder(FunctionEncoder):
         return [cls, self.lasting(value, dict(held))]
 
     def object_(self, value: Any) -> Iterator[Any]:
-        """What an object is made of: its class, and what pickle would keep of it."""
-        # Objects refer to one another in circles: the second time, a number stands for what was met before.
+        """Yield the parts of an object: its class, and its state as pickle's protocol defines it."""
+        # Objects may refer to one another in cycles: a number represents an object that was met before.
         self._met[id(value)] = (len(self._met), value)
         yield self.part(type(value), f" -> {type(value).__name__}")
         reduced = _reduced(value)
-        if type(reduced) is str:  # the name of something global
+        if type(reduced) is str:  # the name of a global object
             yield _global(value, reduced)
             return
         make, arguments, state, items, pairs, setter = (*reduced, None, None, None, None)[:6]
         yield self.part(make)
-        # The class is here already, and stands in front of every object's arguments.
+        # The class was encoded above, and is among the arguments of every object.
         yield self.part(tuple(item for item in arguments if item is not type(value)), " -> arguments")
         yield self.part(list(items) if items is not None else None)
-        # The order of an OrderedDict stands behind its attributes.
+        # The order of an OrderedDict follows after its attributes.
         ordered = issubclass(type(value), OrderedDict)
         pairs = None if pairs is None else AnyOrder(pairs) if ordered else dict(pairs)
         yield self.part(pairs)
@@ -264,7 +267,11 @@ class InstanceEncoder(FunctionEncoder):
             yield "order", self.part(order)
 
     def lasting(self, value: Any, state: Any) -> Any:
-        """The state of an object without what its use changes, though no answer depends on it; None if nothing is left."""
+        """The state of an object without attributes that its use changes and no result depends on.
+
+        Returns:
+            None if nothing is left.
+        """
         if type(state) is tuple and len(state) == 2:  # of a class with __slots__
             attributes, slots = state
             return state if type(attributes) is not dict else (self.lasting(value, attributes), slots)
@@ -279,8 +286,8 @@ class InstanceEncoder(FunctionEncoder):
         return (_renumbered(kept) if is_module else kept) or None
 
     def state(self, state: Any) -> Iterator[Any]:
-        """The attributes of an object, or whatever else its `__getstate__` returns."""
-        # With __slots__: attributes from __dict__, and the others.
+        """Yield the encoded attributes of an object, or the encoded result of its `__getstate__`."""
+        # With __slots__ there are two dicts: attributes in `__dict__`, and those in slots.
         parts = state if type(state) is tuple and len(state) == 2 else (state,)
         for part in parts:
             if type(part) is dict and all(type(name) is str for name in part):
@@ -297,12 +304,12 @@ def _dtype_with_objects(encoder: InstanceEncoder, dtype: Any) -> Iterator[Any]:
     elif dtype.subdtype is not None:
         yield dtype.subdtype
     else:
-        # Of strings of any length: what stands for a missing one, and whether others are converted.
+        # StringDType: the value for a missing string, and whether other values are converted to strings.
         yield type(dtype).__name__, getattr(dtype, "coerce", None), getattr(dtype, "na_object", ())
 
 
 def _renumbered(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a torch module with hooks by their order: torch counts them over the whole process."""
+    """The state of a torch module with its hooks renumbered: torch numbers hooks over the whole process."""
     tables = {
         name: item
         for name, item in state.items()
@@ -314,7 +321,7 @@ def _renumbered(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def order_of_layers(value: Any) -> list[str] | None:
-    """The names of a torch module's parts where their order counts, and is not that of numbers or of the alphabet."""
+    """Names of a torch module's parts if their order counts and is not numeric or alphabetic; else None."""
     torch = sys.modules.get("torch")
     if torch is None or not issubclass(type(value), torch.nn.Sequential | torch.nn.ModuleDict):
         return None
@@ -324,18 +331,17 @@ def order_of_layers(value: Any) -> list[str] | None:
 
 
 def _reduced(value: Any) -> Any:
-    """What pickle asks: the registry of `copyreg`, then the object itself."""
+    """Reduce an object as pickle does: by `copyreg`'s table, or by the object's `__reduce_ex__`."""
     cls = type(value)
-    if (
-        _is_module(cls) and cls.__module__ == _PARAMETRIZED
-    ):  # which refuses to be pickled, for its class has no name
+    # A parametrized module refuses to be pickled, because its class has no global name.
+    if _is_module(cls) and cls.__module__ == _PARAMETRIZED:
         return copyreg.__newobj__, (cls,), vars(value)  # type: ignore[attr-defined]
     registered = copyreg.dispatch_table.get(cls)
     try:
         reduced = value.__reduce_ex__(4) if registered is None else registered(value)
     except RecursionError:
         raise
-    except Exception as error:  # whatever the user's __getstate__ does
+    except Exception as error:  # the user's __getstate__ may raise anything
         told = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
         advice = (
             "pass what it was made of, or leave it out in the __getstate__ of what holds it"
@@ -351,30 +357,30 @@ def _reduced(value: Any) -> Any:
 
 
 def pickled_attributes(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object that count; None if its state is no dict of attributes."""
+    """The attributes of an object in its pickled state; None if that state is no dict."""
     reduced = _reduced(value)
     state = reduced[2] if type(reduced) is tuple and len(reduced) > 2 else None
     return state if type(state) is dict else None
 
 
 def _global(value: Any, name: str) -> str:
-    """The name that pickle would look an object up by."""
+    """The name by which pickle would look an object up."""
     module: str = pickle.whichmodule(value, name)  # type: ignore[attr-defined]
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
     if found is not value:
         raise UnencodableError(
-            f"cannot hash {type(value)}: it calls itself {name!r}, and {module} has another of that name; give its class a"
-            " __castore_key__ method"
+            f"cannot hash {type(value)}: it calls itself {name!r}, and {module} has another of that name; "
+            "give its class a __castore_key__ method"
         )
     return name
 
 
 @per_class
 def _noise_of(cls: type) -> tuple[frozenset[str], bool]:
-    """Names of attributes that do not count, and whether the class is one of torch's modules."""
-    # What cached properties keep: their code counts, with the class.
+    """Names of attributes that do not count, and whether the class is a torch module."""
+    # Values of cached properties do not count: the properties' code counts, with the class.
     noise = {
         name
         for base in cls.__mro__
@@ -393,9 +399,10 @@ def _is_module(cls: type) -> bool:
 
 @per_class
 def _settles(cls: type) -> bool:
-    """Whether methods of a class set modules to eval before they use them: the mode of these says nothing.
+    """Whether methods of a class set modules to eval before use, so that the modules' mode does not count.
 
-    Of a module that is itself of a library: whether it does so with itself, as SentenceTransformer.encode does.
+    For a class that is a torch module itself: whether a method calls ``self.eval``, as
+    SentenceTransformer.encode does.
     """
     own = _is_module(cls)
     return any(
@@ -426,7 +433,7 @@ def _calls_own_eval(code: types.CodeType) -> bool:
 
 
 def _dispatch_registry(function: types.FunctionType) -> dict[type, Any] | None:
-    """The implementations behind a `functools.singledispatch` function, whose cache fills with use; else None."""
+    """The implementations of a `functools.singledispatch` function, without its cache; else None."""
     registry = function.__dict__.get("registry")
     if isinstance(registry, types.MappingProxyType) and callable(function.__dict__.get("dispatch")):
         return dict(registry)

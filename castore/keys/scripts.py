@@ -1,8 +1,8 @@
-"""What torch.jit has compiled, by the archive that `torch.jit.save` makes of it: all its code, attributes and constants.
+"""Encodes functions and modules compiled by torch.jit: their code, attributes and constants.
 
-The archive is a zip file. Its sources name classes and functions with numbers that differ from one compilation to the
-next, and its pickles hold those names too: both are read here without them. Nothing that a pickle names is looked up,
-so nothing is executed.
+The source is the archive of `torch.jit.save`, a zip file. Names of classes and functions in its sources and
+pickles contain numbers that differ between compilations; these numbers are removed. Must never: look up a
+name in a pickle, so no code is executed.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any
 from blake3 import blake3
 
 _NUMBERED = re.compile(r"___torch_mangle_\d+\.?")
-# Where a class, a function or a method begins.
+# Start of a class, a function or a method.
 _HEADS = re.compile(r"\n(?=(?:  )?def |class )")
 _PICKLES = ("data", "constants")
 
 
 def archive_parts(encoder: Any, archive: bytes, without: frozenset[str] = frozenset()) -> Iterator[Any]:
-    """What counts of a compiled function or module.
+    """Yield the parts of a compiled function or module.
 
     Args:
-        encoder: what the values are encoded with.
-        archive: what `save_to_buffer` gives.
+        encoder: encodes the values.
+        archive: result of `save_to_buffer`.
         without: names of attributes that do not count.
     """
     with zipfile.ZipFile(io.BytesIO(archive)) as files:
-        # The name of the archive stands in front of each path.
+        # Each path begins with the archive's name.
         paths = {path.partition("/")[2]: path for path in files.namelist()}
         sources = [files.read(path).decode() for below, path in paths.items() if below.endswith(".py")]
         yield sorted(block for source in sources for block in _blocks(_NUMBERED.sub("", source)))
@@ -43,7 +43,7 @@ def archive_parts(encoder: Any, archive: bytes, without: frozenset[str] = frozen
 
 
 def _blocks(source: str) -> Iterator[str]:
-    """Functions, and methods under the name of their class: torch writes methods and fields in an order by chance."""
+    """Yield functions, and methods with their class. torch writes methods and fields in random order."""
     owner = ""
     for block in _HEADS.split(source):
         if block.startswith("class "):
@@ -55,7 +55,7 @@ def _blocks(source: str) -> Iterator[str]:
 
 
 class _Named:
-    """What a pickle makes of the name of a class or a function, of arguments and of a state."""
+    """Stands for an instance in a pickle: the name of its class or function, its arguments and its state."""
 
     name = ""
 
@@ -73,27 +73,27 @@ class _Named:
 
 
 class _Reader(pickle.Unpickler):
-    """Reads one pickle of an archive; tensors are what their storage holds."""
+    """Reads one pickle of an archive. Tensors are replaced by digests of their storage."""
 
     def __init__(self, files: zipfile.ZipFile, paths: dict[str, str], name: str) -> None:
         super().__init__(io.BytesIO(files.read(paths[f"{name}.pkl"])))
         self._files, self._paths, self._name = files, paths, name
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class of our own that stands for the name."""
+        """Return a class that stands for the name, without looking it up."""
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         return type("_Named", (_Named,), {"name": _NUMBERED.sub("", f"{module}.{name}")})
 
     def persistent_load(self, told: Any) -> Any:
-        """The bytes of a storage, as a digest; where it lies does not count."""
+        """Return type, size and digest of a storage. Its device does not count."""
         _, kind, number, _, size = told
         data = self._files.read(self._paths[f"{self._name}/{number}"])
         return kind.name, size, blake3(data, max_threads=blake3.AUTO).digest()
 
 
 def _plain(value: Any, without: frozenset[str]) -> Any:
-    """What was read, as plain containers."""
+    """Turn an unpickled value into plain containers."""
     if isinstance(value, _Named):
         state = value.state
         if type(state) is dict:

@@ -1,8 +1,8 @@
-"""Fingerprints of tokenizers: by their rules, not by what using them leaves behind.
+"""Fingerprints of tokenizers: by their rules, without the state that use leaves behind.
 
-A call of a tokenizer of `transformers` sets truncation and padding in the rules behind it (Hugging Face datasets' issues
-3638, 3847, 6179), and some keep caches. These are left out here, so that a tokenizer that was used is the same as a
-new one. Nothing is imported for this: whoever holds a tokenizer has its library.
+A call of a `transformers` tokenizer changes truncation and padding in its rules (issues 3638, 3847 and 6179
+of Hugging Face datasets), and some tokenizers keep caches. These are left out, so a used tokenizer has the
+same fingerprint as a new one. Imports nothing: a process with a tokenizer has imported its library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-#: What using a tokenizer of `transformers` changes, or what only speeds it up.
+#: Attributes of a `transformers` tokenizer that its use changes, or that only make it faster.
 _NOISE = {"_tokenizer", "cache", "deprecation_warnings", "_in_target_context_manager", "verbose"}
 _BASES = {
     "transformers.tokenization_utils_base.PreTrainedTokenizerBase",
@@ -22,7 +22,7 @@ _BASES = {
 
 
 def tokenizer_parts(value: Any) -> Callable[[Any, Any], Iterator[Any]] | None:
-    """What makes the parts of a tokenizer, given an `InstanceEncoder` and it; None if ``value`` is none."""
+    """Return the function of an `InstanceEncoder` and ``value`` that yields a tokenizer's parts, or None."""
     rules = getattr(sys.modules.get("tokenizers"), "Tokenizer", None)
     if inspect.isclass(rules) and issubclass(type(value), rules):
         return _rules

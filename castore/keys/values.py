@@ -1,12 +1,12 @@
-"""How values count that pickle's protocol tells badly of: one table for every adapter.
+"""Encodings of types that pickle's protocol describes badly, in one table for all adapters.
 
-A handle (a lock, a pool, a counter that processes share, a progress of threads) cannot change what a function returns,
-and counts by its kind. What is read from a stream, or from something that may be gone, has no stable hash. A compiled
-function counts by the function behind it. An encoder asks this table before it asks pickle; what an adapter knows
-better stands in a table of its own in front of this one.
+A handle (a lock, a pool, a counter shared between processes, a thread) cannot change what a function returns,
+and counts by its type. A stream, or a reference to an object that may be gone, has no stable hash. A compiled
+function counts by its Python function. An encoder uses this table before pickle's protocol. An adapter may
+use a table of its own before this one.
 
-Goes by types alone: some objects raise errors when they are asked for an attribute, even for `__class__`. Must never
-import a library: a value can only be of a type whose library somebody has imported.
+Only types are inspected: some objects raise errors when an attribute is read, even `__class__`. Must never:
+import a library. A value can have a type only if the type's library is imported.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from castore.keys.classes import per_class
 from castore.keys.encoder import UnencodableError
 from castore.keys.libraries import library_object, library_of
 
-#: Given an encoder and a value, the parts that count.
+#: Takes an encoder and a value, and yields the parts of the value that count.
 Count: TypeAlias = Callable[[Any, Any], Iterator[Any]]
-#: A module, names of types in it, and how their values count. The first row that fits counts.
+#: A module, names of types in it, and the function for their values. The first row that fits is used.
 Row: TypeAlias = "tuple[str, tuple[str, ...], Count]"
 
-#: How names of attributes begin that torch.compile and transformers leave on tensors.
+#: Prefixes of attributes that torch.compile and transformers set on tensors.
 _LEFT_ON_TENSORS = ("_dynamo_", "_is_hf_initialized")
 
 
@@ -37,16 +37,19 @@ class Kinds:
     """A table of types.
 
     Args:
-        rows: module, names, and how values of these types count.
+        rows: module, names of types, and the function for their values.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self._rows = list(rows)
-        #: How values of a type count; None where the table says nothing.
+        #: The function for values of a type; None if the table does not have the type.
         self.of = per_class(self._look)
 
     def add(self, module: str, names: tuple[str, ...], count: Count) -> None:
-        """Add a row. For modules that build on the table's own: they add at import, before any value is looked up."""
+        """Add a row. Call this at a module's import, before any value is looked up.
+
+        For modules that build on the table's own module.
+        """
         self._rows.append((module, names, count))
 
     def _look(self, cls: type) -> Count | None:
@@ -64,7 +67,7 @@ def full_name(cls: type) -> str:
 
 
 def by_type(encoder: Any, value: Any) -> Iterator[Any]:
-    """A handle: whatever state it is in, its type is all that counts; of a class of the user's, its code."""
+    """Count a handle by its type only, whatever its state. For a user's class, its code counts too."""
     cls = type(value)
     yield from ("harmless", full_name(cls))
     if not library_of(cls.__module__):
@@ -72,16 +75,16 @@ def by_type(encoder: Any, value: Any) -> Iterator[Any]:
 
 
 def refuse_random(value: Any) -> NoReturn:
-    """Say that a random generator is one: what is drawn from it must not be kept."""
+    """Raise the error for a random generator: results drawn from it must not be stored."""
     raise UnencodableError(
-        f"is a random generator, {full_name(type(value))}; what is drawn from it must not be cached, so cache what comes"
-        " before it and draw behind the cache; where nothing that is cached is drawn from it, leave it out in"
-        " __getstate__"
+        f"is a random generator, {full_name(type(value))}; what is drawn from it must not be cached, "
+        "so cache what comes before it and draw behind the cache; "
+        "where nothing that is cached is drawn from it, leave it out in __getstate__"
     )
 
 
 def random_rows(count: Count) -> list[Row]:
-    """Rows for random generators of all libraries."""
+    """Rows for the random generators of all libraries."""
     return [
         ("random", ("Random",), count),
         ("numpy.random", ("Generator", "BitGenerator", "RandomState"), count),
@@ -107,7 +110,8 @@ def _match(encoder: Any, value: Any) -> Iterator[Any]:
 
 
 def _pattern(encoder: Any, value: Any) -> Iterator[Any]:
-    # What regex gives to pickle is compiled, and the order of its alternatives differs between processes.
+    # The pickled state of a regex pattern is compiled, with alternatives in an order that differs between
+    # processes.
     yield from ("regex", value.pattern, value.flags, encoder.part(dict(value.named_lists)))
 
 
@@ -132,7 +136,7 @@ def _cell(encoder: Any, value: Any) -> Iterator[Any]:
 
 
 def _pointer(encoder: Any, value: Any) -> Iterator[Any]:
-    # A handle of a C library is an address, different in each process.
+    # A handle of a C library is an address, which differs in each process.
     pointee = getattr(type(value), "_type_", None)
     if isinstance(value, sys.modules["ctypes"].c_void_p) or not getattr(pointee, "_fields_", None):
         yield from by_type(encoder, value)
@@ -146,28 +150,28 @@ def _c_function(encoder: Any, value: Any) -> Iterator[Any]:
     for held in (value._objects or {}).values():
         if isinstance(held, sys.modules["ctypes"].CDLL):
             yield encoder.part(held)
-        elif type(held).__name__ == "CThunkObject":  # what C calls back, which nothing but gc tells
+        elif type(held).__name__ == "CThunkObject":  # a callback, whose function only gc can find
             yield [encoder.part(function) for function in gc.get_referents(held) if callable(function)]
 
 
 def _c_library(encoder: Any, value: Any) -> Iterator[Any]:
-    # One that is named without its folder is the system's; one at a path may be the user's own.
+    # A name without a folder is a system library; a library at a path may be the user's.
     name = value._name
     yield from ("library of C", full_name(type(value)), name)
     if isinstance(name, str) and "/" in name:
-        with suppress(OSError):  # it was removed since it was loaded
+        with suppress(OSError):  # the file was removed after loading
             yield blake3(max_threads=1).update_mmap(name).digest()
 
 
 def _shared_memory(encoder: Any, value: Any) -> Iterator[Any]:
-    # Its name is drawn anew in every run.
+    # The name does not count: it is random in every run.
     if value.buf is None:
         raise UnencodableError("is a SharedMemory that was closed; hold one that is open")
     yield from ("shared memory", len(value.buf), blake3(value.buf, max_threads=blake3.AUTO).digest())
 
 
 def _c_data(encoder: Any, value: Any) -> Iterator[Any]:
-    # multiprocessing's RawValue and RawArray are of ctypes' own types, in memory that processes share.
+    # multiprocessing's RawValue and RawArray are ctypes values in shared memory: handles.
     if "_wrapper" in getattr(value, "__dict__", ()):
         yield from by_type(encoder, value)
         return
@@ -184,16 +188,16 @@ def _archive(encoder: Any, value: Any) -> Iterator[Any]:
 
 
 def _vectorized(encoder: Any, value: Any) -> Iterator[Any]:
-    # The first call keeps a ufunc that nothing can be asked about but its name.
+    # The first call stores a ufunc, which has nothing but its name.
     state = {name: item for name, item in vars(value).items() if name not in ("_ufunc", "_doc")}
     yield from ("vectorize", *encoder.state(state))
 
 
-# --- compiled code ------------------------------------------------------------------------------------------------
+# --- compiled code ------------------------------------------------------------------------------------------
 
 
 def _jitted(encoder: Any, value: Any) -> Iterator[Any]:
-    # numba keeps a uuid, and what was compiled so far, with a function.
+    # numba stores with a function a uuid and the versions compiled so far; these do not count.
     yield from (
         "numba",
         encoder.part(value.py_func),
@@ -204,7 +208,7 @@ def _jitted(encoder: Any, value: Any) -> Iterator[Any]:
 def _universal(encoder: Any, value: Any) -> Iterator[Any]:
     maker = getattr(value, "_dispatcher", None) or value.gufunc_builder
     options = {**getattr(value, "targetoptions", {})}
-    # What it was compiled for when it was made; later uses add more, and change nothing.
+    # Types that were compiled on creation. Later calls add more types, and do not change results.
     types = tuple(value.types) if getattr(value, "_frozen", False) else ()
     yield from (
         "numba",
@@ -232,8 +236,8 @@ def _ufunc(encoder: Any, value: Any) -> Iterator[Any]:
     found = library_of(module)
     if found is None or getattr(sys.modules[module], name, None) is not value:
         raise UnencodableError(
-            f"cannot hash the ufunc {name!r}, which does not tell what it was made of; hold the function that it"
-            " was made of"
+            f"cannot hash the ufunc {name!r}, which does not tell what it was made of; "
+            "hold the function that it was made of"
         )
     yield from ("ufunc", name, found.rpartition(" of ")[2])
 
@@ -243,7 +247,7 @@ def _callback(encoder: Any, value: Any) -> Iterator[Any]:
 
 
 def _scripted(encoder: Any, value: Any) -> Iterator[Any]:
-    # Python's function where it is known: the compiled text does not hold the functions that it calls.
+    # The Python function if it is known: the compiled code does not contain the functions that it calls.
     known = vars(value).get("_torchdynamo_inline")
     if known is not None:
         yield from ("script", encoder.part(known))
@@ -252,23 +256,23 @@ def _scripted(encoder: Any, value: Any) -> Iterator[Any]:
 
 
 def scripted_module(encoder: Any, value: Any, without: frozenset[str] = frozenset()) -> Iterator[Any]:
-    """A module that torch.jit compiled: code, attributes, weights and constants, but those attributes of these names."""
+    """Count a module compiled by torch.jit by code, attributes (not ``without``), weights and constants."""
     yield from ("script", *_archive_of(encoder, value._c, without))
 
 
 def _archive_of(encoder: Any, value: Any, without: frozenset[str] = frozenset()) -> Iterator[Any]:
-    from castore.keys.scripts import archive_parts  # which needs zipfile
+    from castore.keys.scripts import archive_parts  # imported here because it imports zipfile
 
     yield from archive_parts(encoder, value.save_to_buffer(), without)
 
 
-# --- libraries ----------------------------------------------------------------------------------------------------
+# --- libraries ----------------------------------------------------------------------------------------------
 
 
 def tensor(encoder: Any, value: Any) -> Iterator[Any]:
-    """A tensor by its values, wherever they lie, and by all else that a function can tell of it.
+    """Count a tensor by its values, and by its other properties that a function can observe.
 
-    Its strides, and what was computed to get it, do not count.
+    Device, strides and autograd graph do not count.
     """
     yield from tensor_values(encoder, value)
     if type(value) is sys.modules["torch"].nn.Parameter:
@@ -278,7 +282,7 @@ def tensor(encoder: Any, value: Any) -> Iterator[Any]:
 
 
 def tensor_values(encoder: Any, value: Any) -> Iterator[Any]:
-    """A tensor as `tensor` counts it, whether it is trained or not."""
+    """Like `tensor`, but whether it is a Parameter or requires grad does not count."""
     torch = sys.modules["torch"]
     plain = value.detach()
     if type(plain) is not torch.Tensor and not plain.is_nested:
@@ -294,9 +298,10 @@ def tensor_values(encoder: Any, value: Any) -> Iterator[Any]:
         yield from _sparse(encoder, plain)
     else:
         flat = plain.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        # In a dimension of its own: a single element may keep the stride that it had, and torch looks at that.
+        # The last dimension is new because a single element may keep an odd stride, which `view` would
+        # reject.
         data = flat.unsqueeze(-1).view(torch.uint8).numpy().data if flat.numel() else b""
-        # Many small tensors do not pay for threads.
+        # For small tensors threads cost more than they save.
         threads = blake3.AUTO if len(data) > 1 << 20 else 1
         yield from ("tensor", str(plain.dtype), tuple(plain.shape))
         yield blake3(data, max_threads=threads).digest()
@@ -320,7 +325,8 @@ def _sparse(encoder: Any, plain: Any) -> Iterator[Any]:
         places = [plain.ccol_indices(), plain.row_indices()]
     else:
         raise UnencodableError(
-            f"cannot hash a tensor of layout {plain.layout}; hold a dense one, or leave it out in __getstate__"
+            f"cannot hash a tensor of layout {plain.layout}; "
+            "hold a dense one, or leave it out in __getstate__"
         )
     yield from ("sparse tensor", str(plain.layout), tuple(plain.shape))
     yield from (encoder.part(part) for part in (*places, plain.values()))
@@ -345,7 +351,7 @@ def _torch_generator(encoder: Any, value: Any) -> Iterator[Any]:
 
 
 def _language(encoder: Any, value: Any) -> Iterator[Any]:
-    # Strings that were met while it was used lie in its vocabulary, and change nothing.
+    # The vocabulary also collects strings during use; these do not change results.
     yield from ("spaCy", encoder.part(type(value)), value.to_bytes(exclude=["vocab"]))
     yield encoder.part(value.vocab, ".vocab")
     for name, component in value.pipeline:
@@ -362,7 +368,7 @@ def _vocabulary(encoder: Any, value: Any) -> Iterator[Any]:
 
 
 def _modules_and_names(prefix: str) -> list[Row]:
-    """Handles of `multiprocessing`, or of the package that dill's users take in its place."""
+    """Rows for handles of `multiprocessing`, or of `multiprocess`, its replacement that uses dill."""
     return [
         (f"{prefix}.synchronize", ("SemLock", "Condition", "Event", "Barrier"), by_type),
         (f"{prefix}.sharedctypes", ("SynchronizedBase",), by_type),
@@ -374,7 +380,7 @@ def _modules_and_names(prefix: str) -> list[Row]:
     ]
 
 
-#: The table that all adapters share; docs/datasets.md tells users of it.
+#: The table that all adapters share. docs/datasets.md describes it for users.
 SHARED = Kinds(
     [
         ("threading", ("Condition", "Semaphore", "Event", "Barrier", "local", "Thread"), by_type),

@@ -1,10 +1,10 @@
-"""The codecs: one independent frame of bytes in, one compressed frame out, and back.
+"""The codecs: each compresses one independent frame and decompresses it again.
 
-A frame is whole and stands alone: it decodes without its neighbours, carries its own length and (but for ``none``)
-its own checksum of the content, and is an ordinary frame of its format, so that stock tools read it. Decoding is
-told the exact size to expect and never allocates more than that, whatever the frame's header claims.
+A frame decodes without its neighbours. It carries its own length and, except with ``none``, a checksum of its
+content. It is an ordinary frame of its format, so stock tools read it. The caller passes the exact size to
+expect; decoding never allocates more than that, whatever the frame's header claims.
 
-Nothing here knows files, seek tables or the index. Adding a codec is adding a row to `CODECS`.
+Nothing here knows files, seek tables or the index. To add a codec, add a row to `CODECS`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import zstandard
 from castore.errors import CorruptError, InvalidValueError
 from castore.objects import lz4blocks
 
-#: Uncompressed bytes in every frame of a blob but its last. Part of the format: see docs/format.md.
+#: Uncompressed bytes in every frame of a blob except its last. Part of the format: see docs/format.md.
 FRAME_SIZE = 256 * 1024
 
 Buffer = bytes | bytearray | memoryview
-#: Gives the decompressor for frames that need the dictionary of this number, or raises CorruptError.
+#: Returns the decompressor for frames that need the dictionary of this number, or raises CorruptError.
 WithDictionary = Callable[[int], zstandard.ZstdDecompressor]
-# The flag of a zstd frame's descriptor, its fifth byte, that says whether a checksum follows the content.
+# Content_Checksum_flag in a zstd frame's Frame_Header_Descriptor, which is the frame's fifth byte.
 _ZSTD_CHECKED = 0x04
-# LZ4 frames of more bytes than this are quicker put together and taken apart by hand (lz4blocks.py).
+# lz4blocks.py is faster than the lz4 package's frame functions for LZ4 frames of more bytes than this.
 _LZ4_BY_HAND = 4096
 
 
@@ -37,13 +37,14 @@ class Codec(NamedTuple):
     """How one frame is compressed and decompressed.
 
     Attributes:
-        name: what users write: ``codec="zstd"``.
-        suffix: of the loose object's file name.
+        name: the name that users write: ``codec="zstd"``.
+        suffix: suffix of a loose object's file name.
         levels: the smallest and largest level that `compress` takes.
         level: the default level.
-        compress: ``compress(frame, level)`` to bytes.
-        decompress: ``decompress(stored, size, with_dictionary)`` to exactly ``size`` bytes, or CorruptError.
-        checked: whether a frame carries a checksum of its content, which `decompress` has then compared.
+        compress: ``compress(frame, level)`` returns the compressed frame.
+        decompress: ``decompress(stored, size, with_dictionary)`` returns exactly ``size`` bytes or raises
+            CorruptError.
+        checked: whether a frame carries a checksum of its content; `decompress` compares it.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Codec(NamedTuple):
 
 
 class _Contexts(threading.local):
-    """Contexts cost more to make than a small frame to compress, and belong to one thread at a time."""
+    """Contexts of one thread. Creating a context costs more than compressing a small frame."""
 
     def __init__(self) -> None:
         self.compressors: dict[int, zstandard.ZstdCompressor] = {}
@@ -81,29 +82,29 @@ def _zstd_compress(frame: Buffer, level: int) -> bytes:
 
 
 def zstd_compress_many(frames: list[Buffer], level: int) -> list[Buffer]:
-    """Compress many frames, none of them empty, to the same bytes as one by one, without the GIL.
+    """Compress many frames without the GIL, to the same bytes as one by one.
 
     Args:
-        frames: contiguous, and left alone meanwhile.
-        level: of zstd.
+        frames: contiguous buffers, none of them empty. They must not change during the call.
+        level: zstd level.
     """
     compressed: Any = _compressor(level).multi_compress_to_buffer(frames)
     return list(compressed)
 
 
 def no_dictionary(number: int) -> zstandard.ZstdDecompressor:
-    """For frames that stand alone."""
+    """A `WithDictionary` for frames that need no dictionary: always raises CorruptError."""
     raise CorruptError(f"a zstd frame needs dictionary {number:08x} where none can be")
 
 
 def _zstd_decompress(stored: Buffer, size: int, with_dictionary: WithDictionary) -> bytes:
-    # The decoder allocates what the header claims, so the claim is compared first.
+    # The decoder allocates the size that the header claims, so the claim is compared first.
     try:
         claimed = zstandard.frame_content_size(stored)
         if claimed != size:
             raise CorruptError(f"a zstd frame claims {claimed} bytes where {size} belong")
         decompressor = _contexts.decompressor
-        # The two bits that say how long the number of its dictionary is: asking zstandard costs ten times as much.
+        # Dictionary_ID_flag: 0 means no dictionary. This test costs a tenth of `get_frame_parameters`.
         if stored[4] & 3 and (number := zstandard.get_frame_parameters(stored).dict_id):
             decompressor = with_dictionary(number)
         data: bytes = decompressor.decompress(stored, allow_extra_data=False)
@@ -113,9 +114,12 @@ def _zstd_decompress(stored: Buffer, size: int, with_dictionary: WithDictionary)
 
 
 def zstd_decompress_into(stored: memoryview, view: memoryview) -> None:
-    """Decode one zstd frame straight into ``view``, which it must fill exactly. Its checksum is not compared.
+    """Decode one zstd frame straight into ``view``, without comparing its checksum.
 
-    For whole reads, which check the digest of all the bytes. Writes to the head of ``stored``.
+    For whole reads: these check the digest of all the bytes. Changes the header in ``stored``.
+
+    Raises:
+        CorruptError: the frame does not decode, carries no checksum, or does not fill ``view`` exactly.
     """
     try:
         claimed = zstandard.frame_content_size(stored)
@@ -123,7 +127,7 @@ def zstd_decompress_into(stored: memoryview, view: memoryview) -> None:
             raise CorruptError(f"a zstd frame claims {claimed} bytes where {len(view)} belong")
         if not stored[4] & _ZSTD_CHECKED:
             raise CorruptError("a zstd frame keeps no checksum")
-        # A frame that says it has no checksum, and has none, is not hashed.
+        # Without the flag and the four checksum bytes the decoder does not hash the content.
         stored[4] &= ~_ZSTD_CHECKED
         with _contexts.decompressor.stream_reader(stored[:-4]) as reader:
             filled = reader.readinto(view)
@@ -134,7 +138,7 @@ def zstd_decompress_into(stored: memoryview, view: memoryview) -> None:
 
 
 def _lz4_compress(frame: Buffer, level: int) -> bytes:
-    if len(frame) > _LZ4_BY_HAND and level <= 0:  # above, levels mean other methods in other versions of LZ4
+    if len(frame) > _LZ4_BY_HAND and level <= 0:  # what a level above 0 means depends on LZ4's version
         return lz4blocks.compress(frame, level)
     compressed: bytes = lz4.frame.compress(
         frame,
@@ -152,7 +156,8 @@ def _lz4_decompress(stored: Buffer, size: int, with_dictionary: WithDictionary) 
         return data
     context = _contexts.lz4
     try:
-        # One byte more than belongs is enough to see a lie; `lz4.frame.decompress` unfolds a bomb before it sees one.
+        # One byte beyond `size` is enough to detect an oversized frame. `lz4.frame.decompress` would expand a
+        # decompression bomb in full first.
         data, consumed, ended = lz4.frame.decompress_chunk(context, stored, size + 1)
     except RuntimeError as error:
         lz4.frame.reset_decompression_context(context)
@@ -171,7 +176,7 @@ def _gzip_compress(frame: Buffer, level: int) -> bytes:
 def _gzip_decompress(stored: Buffer, size: int, with_dictionary: WithDictionary) -> bytes:
     decompressor = zlib.decompressobj(wbits=31)
     try:
-        # One byte more than belongs is enough to see a lie, and bounds what a bomb can unfold.
+        # One byte beyond `size` is enough to detect an oversized member, and bounds a decompression bomb.
         data = decompressor.decompress(stored, size + 1)
     except zlib.error as error:
         raise CorruptError(f"a gzip member does not decode: {error}") from error
@@ -200,15 +205,15 @@ CODECS: dict[str, Codec] = {
     )
 }
 
-#: What `auto` compresses with, when compressing pays.
+#: The codec that `auto` uses when compression pays.
 AUTO_CODEC = "zstd"
 
 
 def check_codec(name: str, level: int | None) -> tuple[str, int | None]:
-    """Return ``(name, level)`` if it names a codec (or ``auto``) and a level that codec has.
+    """Return ``(name, level)`` if ``name`` is a codec (or ``auto``) and has that level; None is its default.
 
     Raises:
-        InvalidValueError: it does not; the message lists what there is.
+        InvalidValueError: there is no such codec or level; the message lists the choices.
 
     >>> check_codec("zstd", 19)
     ('zstd', 19)

@@ -1,8 +1,9 @@
-"""Reading a stored object: any range from the frames it touches, or all of it on every core. Nothing unchecked.
+"""Reads a stored object: any range from the frames that it touches, or the whole on all cores.
 
-A range read checks each frame it uses: the checksum inside the frame (zstd, LZ4, gzip), the one the index keeps
-(raw), or the digest itself (blobs of one frame). A whole read checks the digest over all the bytes. A reader owns an
-open file descriptor, which is what keeps the bytes alive when gc unlinks the object.
+All bytes are checked. A range read checks each frame that it uses: by the checksum inside the frame (zstd,
+LZ4, gzip), by the checksum in the index (raw), or by the digest (blobs of one frame). A whole read checks the
+digest over all the bytes. A reader holds an open file descriptor, which keeps the bytes readable after gc
+unlinks the object.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ _address_of.restype = ctypes.c_void_p
 _address_of.argtypes = [ctypes.py_object]
 _libc = ctypes.CDLL(None)
 _HUGE_PAGE = 2 * 1024 * 1024
-# One for all readers, which hold it for less than a microsecond: a lock each would have to be made anew after a fork.
+# One lock for all readers; each holds it for less than a microsecond. A lock per reader would have to be
+# replaced after a fork.
 _counting = Guard()
 
 
 def _writable_bytes(size: int) -> tuple[bytes, memoryview]:
-    """A new bytes object and a writable view of it, to be filled before anyone else sees it.
+    """Return a new bytes object and a writable view of it. The caller fills it before other code sees it.
 
-    This is what ``PyBytes_FromStringAndSize(NULL, n)`` is documented for; it saves copying a large blob once more.
+    ``PyBytes_FromStringAndSize(NULL, n)`` is documented for this use. It saves one copy of a large blob.
     """
     data: bytes = _new_bytes(None, size)
     if size >= 2 * _HUGE_PAGE:
-        # Half the time of a large read would go into faulting in pages of 4 KiB.
+        # Page faults on 4 KiB pages would take half the time of a large read.
         start = -(-_address_of(data) // _HUGE_PAGE) * _HUGE_PAGE
         end = (_address_of(data) + size) // _HUGE_PAGE * _HUGE_PAGE
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
@@ -59,13 +61,13 @@ class BlobReader:
     """Random access to one blob.
 
     Args:
-        blob: what is read, and where it begins in the file.
-        fd: an open descriptor, which the reader closes unless it is the pack's.
-        pack: the open pack, which is held until the reader is closed.
-        checksums: XXH3-64 of each frame, packed, of a raw blob of several frames.
-        cache: frames shared with other readers, or None to keep only the last one used.
-        where: what to call the file in errors.
-        with_dictionary: gives decompressors for frames that were made with a dictionary.
+        blob: the blob and its place in the file.
+        fd: an open descriptor. The reader closes it unless ``pack`` is given.
+        pack: the open pack that ``fd`` belongs to. The reader holds it until the reader is closed.
+        checksums: XXH3-64 of each frame, packed; needed for a raw blob of several frames.
+        cache: frames shared with other readers, or None to keep only the last frame used.
+        where: the file's name in error messages.
+        with_dictionary: returns decompressors for frames that were compressed with a dictionary.
     """
 
     def __init__(
@@ -96,9 +98,10 @@ class BlobReader:
         self._shared: ObjectFrames | None = None
 
     def share(self, frames: SharedFrames | None) -> BlobReader:
-        """Take frames from memory that processes share, and leave there what is decoded; returns this reader.
+        """Take frames from shared memory, and put decoded frames there. Returns this reader.
 
-        Only of compressed objects of several frames: small ones decode in no time, and raw ones are shared by the kernel.
+        Applies only to compressed objects of several frames: small objects decode quickly, and the kernel's
+        page cache shares raw ones.
         """
         if frames is not None and self.frames > 1 and self.blob.codec != "none":
             self._shared = frames.of(self.blob.digest, self._fd)
@@ -106,15 +109,15 @@ class BlobReader:
 
     @property
     def is_sharing(self) -> bool:
-        """Whether frames come out of memory that processes share, if they are there."""
+        """Whether this reader looks for frames in shared memory first."""
         return self._shared is not None
 
     def close(self) -> None:
-        """Let go of the file, once no prefetch needs it; reading afterwards is an error."""
+        """Close the file as soon as no prefetch needs it. Reading afterwards is an error."""
         self.unhold()
 
     def hold(self) -> bool:
-        """Keep the file open until `unhold`, even if it is closed meanwhile; False if it is closed already."""
+        """Keep the file open until `unhold`, even over a `close`; False if it is closed already."""
         with _counting.lock:
             if self._holds == 0:
                 return False
@@ -122,8 +125,9 @@ class BlobReader:
             return True
 
     def unhold(self) -> None:
-        """Undo `hold`, or the hold that a new reader is born with."""
-        # The descriptor's number may be another file's a moment after it is closed, so whoever still reads keeps it.
+        """Undo `hold`, or the hold that a new reader starts with."""
+        # Once a descriptor is closed, its number may become another file's: every thread that reads holds it
+        # open.
         with _counting.lock:
             self._holds -= 1
             if self._holds:
@@ -133,15 +137,15 @@ class BlobReader:
         self._pack = None
 
     def fileno(self) -> int:
-        """The descriptor that is read from, as long as the reader is held."""
+        """The descriptor that the reader reads from. It is open as long as the reader is held."""
         return self._fd
 
     def file_length(self) -> int:
-        """Bytes of the file that is read, whatever lies under its name by now."""
+        """Length in bytes of the open file, even if its name now belongs to another file."""
         return os.fstat(self._fd).st_size
 
     def unlinked(self) -> bool:
-        """Whether the file has been removed, and lives on only as long as it is open."""
+        """Whether the file has been unlinked, so that its bytes last only as long as it is open."""
         return os.fstat(self._fd).st_nlink == 0
 
     # Finding frames
@@ -149,7 +153,7 @@ class BlobReader:
     def _read_at(self, offset: int, length: int) -> bytes:
         try:
             data = os.pread(self._fd, length, self.blob.offset + offset)
-            if len(data) < length:  # the file ends, or a bad sector lies there: then this fails
+            if len(data) < length:  # the file ends there, or the second read fails on a bad sector
                 data += os.pread(self._fd, length - len(data), self.blob.offset + offset + len(data))
         except OSError as error:
             if error.errno not in AT_FAULT:
@@ -172,14 +176,14 @@ class BlobReader:
             raise CorruptError("the object ends early")
 
     def table(self) -> FrameTable:
-        """Where the frames lie; read once."""
+        """Where the frames lie. The table is read once."""
         table = self._table
         if table is None:
             blob = self.blob
-            # Before memory is taken for what the row claims.
+            # Compared before memory is allocated for the size that the row claims.
             if blob.offset + blob.stored > self.file_length():
                 raise CorruptError(f"{self._where} ends before the {blob.stored} bytes of the object do")
-            if self.frames == 1 and blob.pack > 0:  # small packed blobs carry no table
+            if self.frames == 1 and blob.pack > 0:  # a packed blob of one frame has no table
                 table = FrameTable([0, blob.stored], None)
             else:
                 table = read_table(blob.codec, blob.size, blob.stored, self._read_at)
@@ -225,10 +229,10 @@ class BlobReader:
         )
 
     def frame(self, index: int) -> bytes:
-        """Frame ``index``, checked.
+        """Return frame ``index``, checked.
 
         Raises:
-            CorruptError: the stored bytes are not those that were put.
+            CorruptError: the stored bytes differ from those that were put.
         """
         if self._cache is not None:
             return self._cache.get_or_load((self.blob.digest, index), lambda: self._load(index))
@@ -238,15 +242,18 @@ class BlobReader:
         return last[1]
 
     def prefetch(self, indices: range) -> None:
-        """Have workers put those frames into the shared cache, if there is one, as far as they are missing and exist."""
+        """Have workers load those frames into ``cache``; frames beyond the blob's end are ignored.
+
+        Does nothing without a cache, nor for frames that the cache holds.
+        """
         if self._cache is None:
             return
-        # Each worker takes a few frames in a row: handing over one costs a good part of what decoding it does.
+        # Each worker takes a run of frames: handing one over costs a good part of the time to decode it.
         step = max(1, len(indices) // cores())
         for start in range(indices.start, min(indices.stop, self.frames), step):
             if self.hold():
                 run = range(start, min(start + step, indices.stop, self.frames))
-                # A damaged frame is reported by the read that needs it, not by the guess that it would be needed.
+                # The read that needs a damaged frame reports it; the prefetch, which only guesses, does not.
                 workers.pool().submit(self._load_run, run).add_done_callback(self._prefetched)
 
     def _load_run(self, indices: range) -> None:
@@ -259,7 +266,7 @@ class BlobReader:
     # Reading
 
     def view(self, offset: int, size: int) -> bytes | memoryview:
-        """`read`, without copying where one frame holds the range."""
+        """Like `read`, without a copy where one frame holds the range."""
         end = min(offset + size, self.blob.size)
         first = offset // FRAME_SIZE
         if offset < end and first == (end - 1) // FRAME_SIZE:
@@ -268,10 +275,10 @@ class BlobReader:
         return self.read(offset, size)
 
     def read(self, offset: int, size: int) -> bytes:
-        """Up to ``size`` bytes from ``offset``; fewer only at the end of the blob.
+        """Return ``size`` bytes from ``offset``; fewer only at the end of the blob.
 
         Raises:
-            CorruptError: a frame in the range is not as it was put.
+            CorruptError: a frame in the range differs from what was put.
         """
         end = min(offset + size, self.blob.size)
         if offset >= end:
@@ -286,9 +293,9 @@ class BlobReader:
         return b"".join(pieces)
 
     def _piece(self, index: int, begin: int, end: int) -> bytes:
-        """Part of a frame; of one that processes share nothing else is copied."""
+        """Return part of a frame. From a frame in shared memory only that part is copied."""
         if self._shared is None or self._cache is not None or self._last[0] == index:
-            return self.frame(index)[begin:end]  # all of it is no copy
+            return self.frame(index)[begin:end]  # a slice of the whole frame is no copy
         piece = self._shared.read(index, begin, end)
         if piece is None:
             frame = self._decode(index)
@@ -297,15 +304,16 @@ class BlobReader:
         return piece
 
     def read_all(self) -> bytes:
-        """The whole blob, decoded on all cores, its digest checked.
+        """Return the whole blob, decoded on all cores, with its digest checked.
 
         Raises:
-            CorruptError: it is not what was put.
+            CorruptError: the bytes differ from those that were put.
         """
         if self.frames == 1:
             return self._load(0)
         try:
-            self.table()  # first: it compares the size with what is really there before so much is allocated
+            # First: this compares the row with the file's length before `size` bytes are allocated.
+            self.table()
             data, view = _writable_bytes(self.blob.size)
             self._fill(view)
         except CorruptError as error:
@@ -315,8 +323,8 @@ class BlobReader:
     def _fill(self, view: memoryview) -> None:
         hasher = blake3.blake3()
         pool = workers.pool()
-        # Frames are handed out in small runs, so that the queue's cost is shared, and hashed in order behind the
-        # workers while the bytes are still in the cache.
+        # Workers take frames in short runs, which share the queue's cost. This thread hashes the runs in
+        # order, while the bytes are still in the CPU's cache.
         run = max(1, min(16, self.frames // (4 * cores())))
         starts = range(0, self.frames, run)
         futures = [
@@ -331,7 +339,7 @@ class BlobReader:
                 future.cancel()
             for future in futures:
                 if not future.cancelled():
-                    future.exception()  # wait: the view must not be written to once we return
+                    future.exception()  # wait: no worker may write to the view after this returns
         if hasher.digest() != self.blob.digest:
             raise CorruptError("the bytes do not have the digest they are stored under")
 
@@ -351,7 +359,7 @@ class BlobReader:
             table.check(index, stored)
             if self.blob.codec == "zstd" and self._shared is None:
                 zstd_decompress_into(stored, frame)
-            else:  # others may get what is shared before the digest has been compared: the frame's own check comes first
+            else:  # other processes may read a shared frame before the digest is compared, so check it here
                 frame[:] = self._codec.decompress(stored, len(frame), no_dictionary)
             if self._shared is not None:
                 self._shared.offer(index, frame)

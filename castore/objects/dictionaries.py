@@ -1,11 +1,12 @@
-"""Zstandard dictionaries: what small blobs have in common, kept once, so that each of them need not say it again.
+"""Zstandard dictionaries: content that small blobs have in common, stored once instead of in each of them.
 
-A frame that was made with one carries its number, and the file is named by it, so a reader needs neither the index nor
-the name of a blob. The number is drawn from the dictionary's own bytes: a damaged file is not taken for the dictionary.
-Every file is there twice, because many blobs hang on it. A file never changes once it has its name.
+A frame carries the number of its dictionary, and the dictionary's file is named by that number, so a reader
+needs neither the index nor the blob's name. The number is derived from the dictionary's bytes, so a damaged
+file is recognised. Every dictionary is stored in two files, because many blobs depend on it. A file never
+changes once it has its name.
 
-Nothing here knows prefixes, or which dictionary a put should use. Whether bytes are right is never left to a dictionary:
-the blob's digest decides.
+Nothing here knows prefixes, or which dictionary a put should use. A dictionary never decides whether bytes
+are right: the blob's digest does.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ from castore.objects.loose import LooseFolder
 from castore.system.io_errors import AT_FAULT
 from castore.system.temporary import open_regular, sync_folder
 
-#: Blobs of at most this many bytes are compressed with a dictionary: what is longer learns enough from itself.
+#: Blobs of at most this many bytes are compressed with a dictionary. Longer blobs repeat enough of their own.
 DICTIONARY_LIMIT = 16 * 1024
-#: Bytes of the smallest and of the largest dictionary that is made or read.
+#: Smallest and largest size in bytes of a dictionary that is written or read.
 SMALLEST, LARGEST = 256, 1 << 20
 
 _MAGIC = bytes.fromhex("37a430ec")
-# Numbers below are for dictionaries that somebody registers with zstd's authors, those from 2^31 on are reserved.
+# zstd's format reserves dictionary IDs below 2^15 for registered dictionaries, and those from 2^31 on.
 _FIRST, _END = 1 << 15, 1 << 31
 _SUFFIXES = (".zdict", ".spare")
 _FILE = re.compile(r"([0-9a-f]{8})\.(?:zdict|spare)")
-# Dictionaries that a process holds at a time: a hostile store may have any number of them.
+# Dictionaries that a process keeps in memory at most: a hostile store may have any number of them.
 _LOADED = 32
 
 
 def number_of(data: bytes) -> int:
-    """The number that a dictionary's bytes give, whatever number stands in them."""
+    """The number derived from a dictionary's bytes, whatever number they contain."""
     drawn = int.from_bytes(blake3(data[8:]).digest(length=8), "little")
     return _FIRST + drawn % (_END - _FIRST)
 
 
 def numbered(data: bytes) -> bytes:
-    """A dictionary with its number where zstd looks for it."""
+    """A dictionary's bytes with the derived number in zstd's Dictionary_ID field."""
     return _MAGIC + number_of(data).to_bytes(4, "little") + data[8:]
 
 
@@ -54,10 +55,10 @@ class BadCopy(NamedTuple):
     """A file that does not hold its dictionary.
 
     Attributes:
-        path: of the file.
-        problem: what is wrong with it.
-        missing: it is not there at all, as when a process was killed while it made the dictionary.
-        mended: it has been made anew from the other copy.
+        path: path of the file.
+        problem: what is wrong with the file.
+        missing: whether there is no such file, as after a process was killed while it wrote the dictionary.
+        mended: whether the file was written again from the other copy.
     """
 
     path: Path
@@ -67,7 +68,7 @@ class BadCopy(NamedTuple):
 
 
 class _Contexts(threading.local):
-    """What one thread compresses and decompresses with."""
+    """Compressors and the decompressor of one thread."""
 
     def __init__(self, dictionary: zstandard.ZstdCompressionDict) -> None:
         self.decompressor = zstandard.ZstdDecompressor(dict_data=dictionary)
@@ -75,10 +76,10 @@ class _Contexts(threading.local):
 
 
 class Dictionary:
-    """A dictionary in memory, ready for use by any thread.
+    """A dictionary in memory. Thread-safe.
 
     Args:
-        data: the whole file.
+        data: bytes of the whole file.
 
     Raises:
         CorruptError: zstd cannot use it.
@@ -90,7 +91,7 @@ class Dictionary:
         self._data = data
         self._prepared: dict[int, zstandard.ZstdCompressionDict] = {}
         try:
-            # Digests it for decoding, once for all threads.
+            # This digests the dictionary for decompression, once for all threads.
             self._contexts = _Contexts(self._parsed())
         except zstandard.ZstdError as error:
             raise self._unusable(error) from error
@@ -102,14 +103,14 @@ class Dictionary:
         return CorruptError(f"dictionary {self.number:08x} is none that zstd can use: {error}")
 
     def decompressor(self) -> zstandard.ZstdDecompressor:
-        """The calling thread's."""
+        """The calling thread's decompressor."""
         return self._contexts.decompressor
 
     def compressor(self, level: int) -> zstandard.ZstdCompressor:
-        """The calling thread's; its frames carry size, checksum and number.
+        """The calling thread's compressor. Its frames carry size, checksum and dictionary number.
 
         Raises:
-            CorruptError: zstd cannot compress with it.
+            CorruptError: zstd cannot compress with this dictionary.
         """
         compressors = self._contexts.compressors
         compressor = compressors.get(level)
@@ -120,7 +121,7 @@ class Dictionary:
         return compressor
 
     def _for_level(self, level: int) -> zstandard.ZstdCompressionDict:
-        # Digested once a level. Two threads that do it at once do it twice, and one of the two is kept.
+        # Digested once per level. Two threads at once may both digest it; one result is kept.
         prepared = self._prepared.get(level)
         if prepared is None:
             prepared = self._parsed()
@@ -132,40 +133,40 @@ class Dictionary:
         return prepared
 
     def compress(self, data: Buffer, level: int) -> bytes:
-        """One frame that needs this dictionary."""
+        """Compress to one frame that needs this dictionary."""
         compressed: bytes = self.compressor(level).compress(data)
         return compressed
 
     def compress_many(self, frames: list[Buffer], level: int) -> list[Buffer]:
-        """`compress` for several, none of them empty, without the GIL."""
+        """`compress` for several frames, none of them empty, without the GIL."""
         compressed: Any = self.compressor(level).multi_compress_to_buffer(frames)
         return list(compressed)
 
 
 class Dictionaries:
-    """The folder of dictionaries, and those of them that this process uses. Safe to share between threads and over forks.
+    """The folder of dictionaries, and those that this process has loaded. Thread-safe and fork-safe.
 
     Args:
         folder: ``objects/dicts``.
-        loose: makes files, and knows their permission bits.
+        loose: creates files with the right permission bits.
     """
 
     def __init__(self, folder: Path, loose: LooseFolder) -> None:
         self.folder = folder
         self._loose = loose
-        self._loaded: dict[int, Dictionary] = {}  # the first loaded comes first
+        self._loaded: dict[int, Dictionary] = {}  # in order of loading
 
     def paths(self, number: int) -> list[Path]:
         """Where the two copies of a dictionary lie."""
         return [self.folder / f"{number:08x}{suffix}" for suffix in _SUFFIXES]
 
     def numbers(self) -> list[int]:
-        """The dictionaries that there are files of, whole or not."""
+        """The numbers of all dictionaries that have a file, intact or not."""
         names = (entry.name for entry in os.scandir(self.folder) if entry.is_file(follow_symlinks=False))
         return sorted({int(match[1], 16) for match in map(_FILE.fullmatch, names) if match})
 
     def decompressor(self, number: int) -> zstandard.ZstdDecompressor:
-        """The calling thread's decompressor for frames of that number.
+        """The calling thread's decompressor for frames that need that dictionary.
 
         Raises:
             CorruptError: there is no whole copy of the dictionary.
@@ -173,11 +174,11 @@ class Dictionaries:
         return (self._loaded.get(number) or self.load(number)).decompressor()
 
     def load(self, number: int) -> Dictionary:
-        """A dictionary, read once a process.
+        """Return a dictionary, which is read once per process.
 
         Raises:
             CorruptError: there is no whole copy of it.
-            OSError: this process cannot read it now, which says nothing of the file.
+            OSError: this process cannot read it now; the file itself may be intact.
         """
         found = self._loaded.get(number)
         if found is not None:
@@ -188,23 +189,27 @@ class Dictionaries:
             if problem is None:
                 found = Dictionary(data)
                 if len(self._loaded) >= _LOADED:
-                    self._loaded.pop(list(self._loaded)[0], None)  # noqa: RUF015 (in one step, for other threads)
+                    # `list` copies in one step, safe from other threads.
+                    self._loaded.pop(list(self._loaded)[0], None)  # noqa: RUF015
                 self._loaded[number] = found
                 return found
             problems.append(problem)
         raise CorruptError(
-            f"of dictionary {number:08x}, with which it was compressed or would be, no whole copy is left: {'; '.join(problems)}"
+            f"of dictionary {number:08x}, with which it was compressed or would be, no whole copy is left: "
+            f"{'; '.join(problems)}"
         )
 
     def has(self, number: int) -> bool:
-        """Whether a file of the dictionary is there now; if not, this process does not use it any more either."""
+        """Whether the dictionary has a file now. If not, this process stops using it too."""
         if any(map(os.path.lexists, self.paths(number))):
             return True
         self._loaded.pop(number, None)
         return False
 
     def add(self, data: bytes) -> int:
-        """Keep a dictionary, on the disk when this returns; the caller holds the write lock. Returns its number.
+        """Store a dictionary and return its number. The files are synced when this returns.
+
+        The caller holds the write lock.
 
         Raises:
             StoreError: another dictionary has its number.
@@ -221,11 +226,15 @@ class Dictionaries:
         return number
 
     def is_whole(self, number: int) -> bool:
-        """Whether both copies are."""
+        """Whether both copies of the dictionary are intact."""
         return all(_read(path, number)[0] is None for path in self.paths(number))
 
     def mend(self, number: int, *, read_only: bool = False) -> list[BadCopy]:
-        """Make bad copies of a dictionary anew from a good one, or just look; returns those that were bad."""
+        """Write bad copies of a dictionary again from a good one; with ``read_only``, only check.
+
+        Returns:
+            The copies that were bad.
+        """
         read = {path: _read(path, number) for path in self.paths(number)}
         good = next((data for problem, data in read.values() if problem is None), None)
         bad = [
@@ -239,12 +248,15 @@ class Dictionaries:
         return bad
 
     def remove(self, number: int) -> int:
-        """Unlink both copies; returns how many bytes that were. The caller holds the write lock and knows that no blob needs them."""
+        """Unlink both copies and return their size in bytes.
+
+        The caller holds the write lock and has made sure that no blob needs them.
+        """
         self._loaded.pop(number, None)
         return sum(map(_unlink, self.paths(number)))
 
     def _write(self, path: Path, data: bytes) -> None:
-        # Always synced: blobs that are put later, durably or not, must not outlive it.
+        # Always synced: no blob put later, durable or not, may outlive its dictionary.
         fd, temporary = self._loose.create()
         try:
             with os.fdopen(fd, "wb") as file:
@@ -268,7 +280,7 @@ def _unlink(path: Path) -> int:
 
 
 def _read(path: Path, number: int) -> tuple[str | None, bytes]:
-    """What is wrong with a file, or None, and its bytes."""
+    """Return ``(problem, bytes)`` of a file; the problem is None if the file is intact."""
     try:
         with open(open_regular(path), "rb") as file:
             data = file.read(LARGEST + 1)

@@ -1,8 +1,8 @@
-"""The object directory: where blobs lie, whichever way they lie there.
+"""The object directory: opens, places, removes and sets aside the bytes of blobs, loose or packed.
 
-It opens, places, removes and sets aside the bytes of blobs, and asks nothing of the index: whether a blob is known,
-named or wanted is decided above. What it asks of a place is small on purpose (open, publish, append, remove, list),
-so that another kind of place can stand behind it one day.
+It asks nothing of the index: its callers decide whether a blob is known, named or wanted. The interface to a
+storage place is small on purpose (open, publish, append, remove, list), so that another kind of place can be
+added.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from castore.system.io_errors import AT_FAULT, read_around
 from castore.system.ram_cache import MemoryLRU
 from castore.system.temporary import open_here, open_regular, sync_folder
 
-# No blob and no object is longer: offsets of files are signed.
+# Upper bound in bytes of a blob and of an object: file offsets are signed.
 _LONGEST = 1 << 62
 
 
 def check_row(blob: Blob) -> None:
-    """Check what a row of the index claims, which may be damaged or hostile, before it is acted on.
+    """Check a row of the index before it is used. The row may be damaged or hostile.
 
     Raises:
-        CorruptError: it cannot be.
+        CorruptError: no blob can have such a row.
     """
     digest, size, stored, codec, pack, offset = blob
     try:
@@ -54,11 +54,13 @@ def check_row(blob: Blob) -> None:
 
 
 def describe_loose(digest: bytes, codec: str, path: Path) -> tuple[Blob, bytes | None]:
-    """What an object says of itself, with its checksums if the index keeps them: then it is read whole.
+    """Return the row that an object's own bytes give, and its frames' checksums if the index keeps them.
+
+    Only a raw object of several frames has such checksums. It is read in full, and its digest is checked.
 
     Raises:
-        CorruptError: it is not what its name says.
-        OSError: it cannot be read.
+        CorruptError: the object has no seek table, or its bytes do not have the digest in its name.
+        OSError: the object cannot be read.
     """
     fd = open_regular(path)
     try:
@@ -80,11 +82,11 @@ class ObjectDirectory:
     """The objects of one store.
 
     Args:
-        path: the store's folder.
+        path: folder of the store.
         object_mode: permission bits of finished objects.
-        file_mode: permission bits of files that are written to.
+        file_mode: permission bits of files that castore appends to.
         folder_mode: permission bits of folders.
-        durable: finished objects survive a power cut.
+        durable: whether finished objects survive a power cut.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class ObjectDirectory:
         self._pack_mode = file_mode
 
     def where(self, blob: Blob) -> str:
-        """What to call a blob's place in a message."""
+        """Describe a blob's place for a message."""
         try:
             check_row(blob)
         except CorruptError:
@@ -113,18 +115,19 @@ class ObjectDirectory:
     def open(
         self, blob: Blob, *, checksums: bytes | None = None, cache: MemoryLRU[bytes] | None = None
     ) -> BlobReader:
-        """A reader that holds the blob's bytes until it is closed, whatever gc does meanwhile.
+        """Return a reader that keeps the blob's bytes readable until it is closed, whatever gc does.
 
         Raises:
-            FileNotFoundError: the bytes are not where `blob` says.
-            CorruptError: what `blob` says cannot be.
+            FileNotFoundError: the bytes are not where ``blob`` places them.
+            CorruptError: ``blob`` is not sound (`check_row`).
         """
         check_row(blob)
         if blob.pack == LOST:
             raise FileNotFoundError(f"blob {blob.digest.hex()} is lost")
         opened: OpenPack | None = None
         if blob.pack == LOOSE:
-            # What is no file is as long as none, or cannot be read: the reader looks at the length before it reads.
+            # Something else than a regular file may lie here. The reader rejects it by its length, or cannot
+            # read it.
             fd = open_here(self.loose.path(blob.digest, blob.codec))
         else:
             opened = self.packs.open(blob.pack)
@@ -140,9 +143,10 @@ class ObjectDirectory:
         )
 
     def intact(self, digest: bytes) -> tuple[Blob, bytes | None] | None:
-        """The loose object of ``digest``, whatever the index says of it, and its checksums; None if it is not whole.
+        """Find an intact loose object of ``digest``, without the index: ``(blob, checksums)`` or None.
 
-        Reads all of it: for when a read has failed, and it is to be told whether the object or its row is at fault.
+        Reads the whole object. For use after a failed read, to decide whether the object or its row is at
+        fault.
         """
         if type(digest) is not bytes or len(digest) != DIGEST_SIZE:
             return None
@@ -161,7 +165,7 @@ class ObjectDirectory:
         return None
 
     def holds(self, blob: Blob) -> bool:
-        """Whether a row means bytes that are there: a record that is whole, or a file; it is not decoded."""
+        """Whether a row's bytes exist: an intact record, or a file. Nothing is decoded."""
         try:
             check_row(blob)
             if blob.pack > 0:
@@ -171,10 +175,10 @@ class ObjectDirectory:
         return blob.pack > 0 or (blob.pack == LOOSE and os.path.lexists(self.where(blob)))
 
     def digests(self) -> set[bytes]:
-        """Under which digests bytes lie, whatever the index says. Looks through all packs: for repair."""
+        """All digests that have an object or a record, without the index. Scans all packs: for repair."""
         packed: set[bytes] = set()
         for pack in self.packs.ids():
-            with suppress(FileNotFoundError):  # gc has rewritten it: what was live lies in another one
+            with suppress(FileNotFoundError):  # gc has moved this pack's live records to another pack
                 found = scan(self.packs.path(pack), pack, payloads=False)
                 packed.update(one.blob.digest for one in found if isinstance(one, PackRecord))
         return packed | {digest for digest, _, _ in self.loose.listing()}
@@ -184,19 +188,19 @@ class ObjectDirectory:
         return not self.packs.ids() and next(self.loose.listing(), None) is None
 
     def read_small(self, blob: Blob) -> bytes:
-        """All bytes of a blob of one frame: the short way, without a reader.
+        """Return all bytes of a blob of one frame, without a reader.
 
         Args:
-            blob: not lost, and sound (`check_row`): whoever reads it again need not check it again.
+            blob: must be sound (`check_row`, which this does not repeat) and not lost.
 
         Raises:
-            FileNotFoundError: its pack or file is not there (any more).
-            CorruptError: the bytes are not those that were put.
+            FileNotFoundError: its pack or file does not exist (any more).
+            CorruptError: the bytes differ from those that were put.
         """
         digest, size, stored, codec, number, offset = blob
         try:
             if number > 0:
-                pack = self.packs.open(number)  # held by this name until the bytes are read
+                pack = self.packs.open(number)  # this reference keeps the pack open until the bytes are read
                 payload = os.pread(pack.fd, stored, offset)
             else:
                 payload = self._loose_frame(blob)
@@ -212,7 +216,7 @@ class ObjectDirectory:
         return data
 
     def _loose_frame(self, blob: Blob) -> bytes:
-        """The one frame of a loose object, as it is stored."""
+        """The single frame of a loose object, as stored."""
         if blob.stored > 2 * FRAME_SIZE:
             raise CorruptError(f"the index has {blob.stored} bytes for a blob of one frame")
         fd = open_here(self.loose.path(blob.digest, blob.codec))
@@ -230,10 +234,10 @@ class ObjectDirectory:
         return stored[: table.offsets[1]]
 
     def start_pack(self, pack: int) -> PackWriter:
-        """A pack to append to; the caller has registered its id and holds the write lock."""
+        """Create a pack to append to. The caller has registered its id and holds the write lock."""
         path = self.packs.path(pack)
-        # A file that is here already was left by a transaction that registered the id and did not commit, so no row
-        # can mean it.
+        # An existing file was left by a transaction that registered the id and did not commit: no row refers
+        # to it.
         self.discard(path)
         writer = PackWriter(path, pack, self._pack_mode)
         if self.durable:
@@ -241,24 +245,24 @@ class ObjectDirectory:
         return writer
 
     def remove_loose(self, digest: bytes, codec: str) -> None:
-        """Unlink an object. The caller holds the write lock and knows that no row means it."""
-        if codec not in CODECS:  # of a damaged row: gc comes by the file as one that nobody means
+        """Unlink an object. The caller holds the write lock and has made sure that no row refers to it."""
+        if codec not in CODECS:  # the row is damaged: gc finds the file as a leftover
             return
         self.discard(Path(self.loose.path(digest, codec)))
 
     def discard(self, path: Path) -> None:
-        """Remove a file that belongs to nothing; what lies there and is no file is set aside."""
+        """Remove a file that no row refers to. A folder in its place is moved to the quarantine."""
         try:
             path.unlink(missing_ok=True)
         except IsADirectoryError:
             path.rename(self.quarantine_folder / f"{path.name}-{time.time_ns()}")
 
     def quarantine(self, blob: Blob) -> Path | None:
-        """Set a bad object aside for whoever wants to look at it; None if there was nothing to set aside."""
+        """Set a bad object aside for inspection and return its new path; None if nothing was there."""
         try:
             check_row(blob)
         except CorruptError:
-            return None  # a row that means no place has nothing to set aside
+            return None  # the row names no place
         suffix = Path(self.loose.path(blob.digest, blob.codec)).suffix
         target = self.quarantine_folder / f"{blob.digest.hex()}{suffix}"
         try:
@@ -276,5 +280,5 @@ class ObjectDirectory:
         return target
 
     def close(self) -> None:
-        """Let go of open packs."""
+        """Close the open packs as soon as their readers are done."""
         self.packs.close()

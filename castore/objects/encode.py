@@ -1,7 +1,8 @@
-"""Bytes or a file into the stored form of an object: frames compressed on all cores, then the seek table.
+"""Turns bytes or a file into a stored object: frames compressed on all cores, then the seek table.
 
-Frames go out in order through a `write` callable; at most a few are in memory at a time, whatever the blob's size.
-Nothing here decides where an object lies, and nothing is kept when it fails: the caller owns the file.
+Frames are passed in order to a `write` callable. Only a few frames are in memory at a time, whatever the
+blob's size. Nothing here decides where an object lies. The caller owns the file, and removes it after a
+failure.
 """
 
 from __future__ import annotations
@@ -24,24 +25,25 @@ from castore.objects.dictionaries import DICTIONARY_LIMIT, Dictionary
 from castore.objects.frames import build_trailer
 from castore.objects.workers import cores, workers
 
-#: `auto` keeps the compressed form if it saves at least this part; decoding for less is not worth its time.
+#: `auto` keeps the compressed form if it saves at least this share; a smaller saving does not pay for
+#: decoding.
 AUTO_SAVING = 0.05
-# Frames handed to a worker at a time: handing over costs as much as hashing a frame.
+# Frames per task: handing over a task costs as much as hashing a frame.
 _RUN = 4
 _SAMPLE_BYTES = 32 * 1024
 _SAMPLES = 4
-# Compressed in about 0.3 ms on one core; another thread takes 0.1 ms to start.
+# One core compresses this many bytes in about 0.3 ms; another thread takes 0.1 ms to start.
 _SHARED_BYTES = 64 * 1024
-# What one thread compresses at a time of many small blobs.
+# Bytes of small blobs that one task compresses.
 _PIECE_BYTES = 256 * 1024
 
 
 class Encoded(NamedTuple):
-    """What became of a blob's bytes.
+    """The result of encoding a blob.
 
     Attributes:
         stored: bytes written.
-        checksums: XXH3-64 of each frame, packed, for raw objects: their format keeps none. Else None.
+        checksums: XXH3-64 of each frame, packed, for raw objects, whose format holds no checksums; else None.
     """
 
     stored: int
@@ -49,7 +51,7 @@ class Encoded(NamedTuple):
 
 
 def slices(data: Buffer) -> Iterator[memoryview]:
-    """The frames of a blob held in memory; one empty frame for an empty blob."""
+    """Yield the frames of a blob in memory; one empty frame for an empty blob."""
     view = memoryview(data)
     for start in range(0, max(1, len(view)), FRAME_SIZE):
         yield view[start : start + FRAME_SIZE]
@@ -58,9 +60,11 @@ def slices(data: Buffer) -> Iterator[memoryview]:
 def encode_small(
     data: Buffer, codec: str, level: int | None, dictionary: Dictionary | None = None
 ) -> tuple[str, bytes]:
-    """Compress a blob of one frame: ``(codec used, frame)``. ``auto`` is decided by doing it.
+    """Compress a blob of one frame; returns ``(codec used, frame)``.
 
-    With a dictionary, small blobs are compressed with it if the codec is zstd and that saves enough.
+    ``auto`` compresses, and falls back to ``none`` if that saves less than `AUTO_SAVING`. The dictionary is
+    used for blobs up to `DICTIONARY_LIMIT` if the codec is zstd or ``auto`` and the frame saves at least
+    `AUTO_SAVING`.
     """
     if dictionary is not None and codec in ("auto", AUTO_CODEC) and len(data) <= DICTIONARY_LIMIT:
         frame = dictionary.compress(data, CODECS[AUTO_CODEC].level if level is None else level)
@@ -74,16 +78,20 @@ def encode_small(
 
 
 def worth_sharing(blobs: Sequence[Buffer]) -> bool:
-    """Whether compressing these takes longer than starting threads for it."""
+    """Whether compressing these blobs takes longer than starting threads for it."""
     return sum(map(len, blobs)) >= _SHARED_BYTES
 
 
 def begin_encoding(
     values: Sequence[tuple[Buffer, Dictionary | None]], codec: str, level: int | None
 ) -> Iterator[tuple[int, Callable[[], list[tuple[str, Buffer]]]]]:
-    """`encode_smalls` in pieces, on all cores if they are worth it: how many values each has, and what waits for its frames.
+    """`encode_smalls` in pieces, on all cores if `worth_sharing`.
 
-    All are begun before the first is given out, so that its frames can be worked on while the others are compressed.
+    All pieces are begun before the first is yielded, so the caller can store one piece while others are
+    compressed.
+
+    Yields:
+        ``(number of values, function that waits for their frames)`` of each piece, in order.
     """
     if not worth_sharing([data for data, _ in values]):
         yield len(values), partial(encode_smalls, values, codec, level)
@@ -97,7 +105,7 @@ def begin_encoding(
 def encode_smalls(
     values: Sequence[tuple[Buffer, Dictionary | None]], codec: str, level: int | None
 ) -> list[tuple[str, Buffer]]:
-    """`encode_small` for many blobs, none of them empty; without the GIL if they are zstd's."""
+    """`encode_small` for many blobs, none of them empty. zstd compresses them without the GIL."""
     chosen = CODECS[AUTO_CODEC if codec == "auto" else codec]
     if chosen.name != "zstd":
         return [encode_small(data, codec, level, dictionary) for data, dictionary in values]
@@ -116,7 +124,7 @@ def encode_smalls(
 def _with_dictionaries(
     values: Sequence[tuple[Buffer, Dictionary | None]], level: int
 ) -> dict[int, tuple[str, Buffer]]:
-    """The frames of those values, by place, for which their dictionary pays."""
+    """Frames of the values for which the dictionary pays, by position in ``values``."""
     places: dict[Dictionary, list[int]] = {}
     for at, (data, dictionary) in enumerate(values):
         if dictionary is not None and len(data) <= DICTIONARY_LIMIT:
@@ -131,9 +139,10 @@ def _with_dictionaries(
 
 
 def choose_codec(codec: str, size: int, read_at: Callable[[int, int], Buffer]) -> str:
-    """Settle ``auto`` for a blob of several frames, from samples spread over it; other codecs pass through.
+    """Resolve ``auto`` for a blob of several frames, from samples spread over it. Other codecs stay.
 
-    The samples are compressed at level 1: what does not shrink there does not shrink at 3 either.
+    The samples are compressed at level 1: data that does not shrink at level 1 does not shrink at level 3
+    either.
     """
     if codec != "auto":
         return codec
@@ -146,14 +155,14 @@ def choose_codec(codec: str, size: int, read_at: Callable[[int, int], Buffer]) -
 def encode(
     frames: Iterable[Buffer], size: int, codec: str, level: int | None, write: Callable[[bytes], object]
 ) -> Encoded:
-    """Compress ``frames`` on all cores and write them, in order, with their seek table.
+    """Compress ``frames`` on all cores and write them in order, followed by their seek table.
 
     Args:
-        frames: the blob, cut at FRAME_SIZE; each buffer must stay unchanged until the next few were asked for.
-        size: of the blob, for the table.
-        codec: a row of `CODECS`, never ``auto``.
-        level: of the codec, or None for its default.
-        write: takes each piece.
+        frames: the blob, cut at `FRAME_SIZE`. A buffer must stay unchanged until its frame has been written.
+        size: size of the blob in bytes, for the table.
+        codec: a name in `CODECS`, never ``auto``.
+        level: level of the codec, or None for its default.
+        write: called with each piece.
     """
     if codec == "none":
         return _encode_raw(frames, write)
@@ -192,7 +201,7 @@ def encode(
 
 
 def encode_one(frame: bytes, size: int, codec: str, write: Callable[[bytes], object]) -> Encoded:
-    """Write an object of one frame that is compressed already. A raw one needs no checksum but its digest."""
+    """Write an object of one frame that is compressed already. A raw one is checked by its digest."""
     trailer = build_trailer(codec, size, [len(frame)], [frame[-4:]])
     write(frame + trailer)
     return Encoded(len(frame) + len(trailer), None)
@@ -209,15 +218,15 @@ def _encode_raw(frames: Iterable[Buffer], write: Callable[[bytes], object]) -> E
 
 
 def raw_checksums(frames: Iterable[Buffer]) -> bytes:
-    """The checksums `encode` would return for a raw object: for rebuilding the index from the object itself."""
+    """The checksums that `encode` returns for a raw object. For rebuilding the index from the object."""
     return _encode_raw(frames, len).checksums or b""
 
 
 class HashingFrames:
     """The frames of an open file, hashed as they are read.
 
-    After iteration `digest` is the BLAKE3 of the bytes that were given out, and `size` their number: of just these,
-    even if somebody writes to the file meanwhile.
+    After iteration, `digest` is the BLAKE3 of the bytes that were yielded, and `size` is their number. Both
+    hold for exactly these bytes, even if the file is written to meanwhile.
     """
 
     def __init__(self, fd: int, progress: Callable[[int], object] | None = None) -> None:
@@ -240,7 +249,7 @@ class HashingFrames:
 
     @property
     def digest(self) -> bytes:
-        """BLAKE3-256 of the frames given out so far."""
+        """BLAKE3-256 of the frames yielded so far."""
         return self._hash.digest()
 
 
@@ -255,11 +264,10 @@ def _read_full(fd: int, length: int, offset: int) -> bytes:
 
 
 def hash_file(fd: int, limit: int | None = None) -> tuple[bytes, int]:
-    """``(digest, size)`` of an open file, or of its first ``limit`` bytes, in constant memory, on all cores."""
+    """``(digest, size)`` of an open file, or of its first ``limit`` bytes. Constant memory, all cores."""
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
-    buffer = bytearray(
-        2 * 1024 * 1024
-    )  # enough to share between cores, and little enough to stay in their caches
+    # Large enough to share between cores, small enough to stay in their caches.
+    buffer = bytearray(2 * 1024 * 1024)
     view = memoryview(buffer)
     size = 0
     while read := os.preadv(fd, [view if limit is None else view[: limit - size]], size):

@@ -1,11 +1,11 @@
-"""Seek tables: where each frame of an object lies, written behind the frames in a way stock tools skip.
+"""Seek tables: where each frame of an object lies. The table follows the frames, and stock tools skip it.
 
-zstd and LZ4 objects end in the Zstandard Seekable Format's table (a skippable frame, which both formats know);
-gzip objects end in empty members whose extra field holds the table. Raw objects have none: their frames lie where
-arithmetic says. All frames of a blob hold FRAME_SIZE bytes but the last, so a table lists compressed sizes only.
+zstd and LZ4 objects end in the seek table of the Zstandard Seekable Format (a skippable frame, which both
+formats have). gzip objects end in empty members whose extra field holds the table. Raw objects have no table:
+the position of a frame follows from its index. All frames of a blob except the last hold FRAME_SIZE bytes.
 
-Parsing trusts nothing: a table that does not add up to the object's length is a CorruptError, and reading one costs
-memory in proportion to the bytes really there.
+Parsing trusts nothing: a table that does not add up to the object's length raises CorruptError. Reading a
+table takes memory in proportion to the bytes that exist.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _WITH_CHECKSUMS = 0x80
 # An empty gzip member: header with FEXTRA, one subfield, an empty deflate block, CRC and length of nothing.
 _GZIP_HEAD = struct.Struct("<4sIBBHccH")
 _GZIP_EMPTY = b"\x03\x00" + bytes(8)
-_GZIP_CHUNK = 16_000  # frames listed by one member: its extra field holds at most 65,535 bytes
-_GZIP_END = struct.Struct("<QQQI")  # where the table begins, frames, size of the blob, CRC-32 of the table
+_GZIP_CHUNK = 16_000  # frames per member: an extra field holds at most 65,535 bytes
+_GZIP_END = struct.Struct("<QQQI")  # offset of the table, frames, size of the blob, CRC-32 of the table
 
 
 class FrameTable(NamedTuple):
-    """Where frame ``i`` lies: bytes ``offsets[i]`` to ``offsets[i + 1]`` of the object.
+    """Frame ``i`` lies at bytes ``offsets[i]`` to ``offsets[i + 1]`` of the object.
 
     Attributes:
-        offsets: one more than there are frames.
-        checksums: low 32 bits of XXH64 of each frame's content, where the format keeps them (zstd), else None.
+        offsets: one more entry than there are frames.
+        checksums: low 32 bits of XXH64 of each frame's content if the format keeps them (zstd), else None.
     """
 
     offsets: Sequence[int]
@@ -51,22 +51,22 @@ class FrameTable(NamedTuple):
         return self.offsets[index + 1] - self.offsets[index]
 
     def check(self, index: int, stored: Buffer) -> None:
-        """Compare the checksum at the end of a stored frame with the table's, if there are any.
+        """Compare the checksum at the end of a stored frame with the table's, if the table has checksums.
 
         Raises:
-            CorruptError: they differ.
+            CorruptError: the two differ.
         """
         if self.checksums is not None and stored[-4:] != self.checksums[index].to_bytes(4, "little"):
             raise CorruptError("a frame's checksum differs from the seek table's")
 
 
 def frame_count(size: int) -> int:
-    """How many frames a blob of ``size`` bytes has; an empty blob has one empty frame."""
+    """Number of frames of a blob of ``size`` bytes; an empty blob has one empty frame."""
     return max(1, -(-size // FRAME_SIZE))
 
 
 def frame_length(size: int, index: int) -> int:
-    """Uncompressed length of frame ``index`` of a blob of ``size`` bytes."""
+    """Uncompressed length in bytes of frame ``index`` of a blob of ``size`` bytes."""
     return min(FRAME_SIZE, size - index * FRAME_SIZE)
 
 
@@ -76,13 +76,13 @@ def raw_table(size: int) -> FrameTable:
 
 
 def build_trailer(codec: str, size: int, lengths: Sequence[int], tails: Sequence[Buffer]) -> bytes:
-    """The bytes that follow the frames.
+    """Return the bytes that follow the frames.
 
     Args:
-        codec: of the object.
-        size: of the blob, uncompressed.
-        lengths: compressed length of each frame.
-        tails: last four bytes of each compressed frame; for zstd, those are its content's checksum.
+        codec: codec of the object.
+        size: uncompressed size of the blob in bytes.
+        lengths: compressed length of each frame in bytes.
+        tails: last four bytes of each compressed frame; in zstd frames they are the content's checksum.
     """
     if codec == "none":
         return b""
@@ -102,10 +102,10 @@ def read_table(codec: str, size: int, stored: int, read_at: ReadAt) -> FrameTabl
     """Parse and check the table of a stored object.
 
     Args:
-        codec: of the object.
-        size: of the blob, uncompressed.
-        stored: length of the whole object.
-        read_at: ``read_at(offset, length)`` gives bytes of the object.
+        codec: codec of the object.
+        size: uncompressed size of the blob in bytes.
+        stored: length of the whole object in bytes.
+        read_at: ``read_at(offset, length)`` returns bytes of the object.
 
     Raises:
         CorruptError: there is no table, or it does not fit the object.
@@ -123,10 +123,10 @@ def read_table(codec: str, size: int, stored: int, read_at: ReadAt) -> FrameTabl
 
 
 def probe_size(codec: str, stored: int, read_at: ReadAt) -> int:
-    """Size of the blob in a stored object, from its trailer alone: for rebuilding the index.
+    """Uncompressed size of the blob in a stored object, from the trailer alone. For rebuilding the index.
 
     Raises:
-        CorruptError: it ends in no trailer. One that lies is found when the table is read.
+        CorruptError: the object ends in no trailer. A false size is detected when the table is read.
     """
     if codec == "none":
         return stored
@@ -134,7 +134,7 @@ def probe_size(codec: str, stored: int, read_at: ReadAt) -> int:
         length = _GZIP_END.size + len(_GZIP_EMPTY)
         size = _GZIP_END.unpack(_tail(stored, length, read_at)[: _GZIP_END.size])[2]
     else:
-        # The last cell of the table that holds a size, then the checksum (zstd only) and the footer.
+        # The table ends in the last frame's size, its checksum (zstd only) and the footer.
         length = _FOOTER.size + (8 if codec == "zstd" else 4)
         tail = _tail(stored, length, read_at)
         count = _FOOTER.unpack(tail[-_FOOTER.size :])[0]
@@ -185,7 +185,8 @@ def _gzip_trailer(size: int, lengths: Sequence[int]) -> bytes:
     for start in range(0, len(lengths), _GZIP_CHUNK):
         chunk = lengths[start : start + _GZIP_CHUNK]
         parts.append(_gzip_member(b"T", struct.pack(f"<{len(chunk)}I", *chunk)))
-    # The last member tells where the table begins; it covers the table with a CRC, which gzip itself does not.
+    # The last member states where the table begins and holds a CRC of the table, which gzip itself does not
+    # have.
     table = b"".join(parts)
     end = _GZIP_END.pack(sum(lengths), len(lengths), size, zlib.crc32(table))
     return table + _gzip_member(b"E", end)
@@ -199,7 +200,7 @@ def _read_gzip(size: int, stored: int, read_at: ReadAt) -> FrameTable:
     if stored < length:
         raise CorruptError(f"an object of {stored} bytes is too short for its seek table of {count} frames")
     raw = read_at(stored - length, length)
-    # Rebuilding the trailer from the lengths it lists and comparing all of it checks every byte at once.
+    # A comparison with a trailer built from the listed lengths checks every byte.
     lengths = array("I")
     position = _GZIP_HEAD.size
     while len(lengths) < count:

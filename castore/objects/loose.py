@@ -1,7 +1,8 @@
-"""Loose objects: one file a blob, named by digest, in a tree of 256 folders.
+"""Loose objects: one file per blob, named by digest, in a tree of 256 folders.
 
-An object starts as a temporary file (temporary.py) and gets its final name by a rename in the same file system, while
-the caller holds the index's write lock: no file appears or disappears under a digest but in step with the index.
+An object starts as a temporary file (temporary.py). A rename in the same file system gives it its final name
+while the caller holds the index's write lock. So files appear and disappear under a digest only in step with
+the index.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class LooseFolder:
 
     Args:
         objects: folder of the digest tree.
-        tmp: folder of files being written, in the same file system.
+        tmp: folder of unfinished files, in the same file system.
         mode: permission bits of objects.
         folder_mode: permission bits of folders.
     """
@@ -38,25 +39,29 @@ class LooseFolder:
         self._base = str(objects)
 
     def path(self, digest: bytes, codec: str) -> str:
-        """Where the object of ``digest`` lies when stored with ``codec``."""
+        """Path of the object of ``digest`` stored with ``codec``."""
         name = digest.hex()
         return f"{self._base}/{name[:2]}/{name}{CODECS[codec].suffix}"
 
     def create(self) -> tuple[int, Path]:
-        """A new temporary file, open for writing."""
+        """Create a temporary file, open for writing."""
         return create_temporary(self.tmp)
 
     def seal(self, fd: int, *, durable: bool) -> None:
-        """Make a finished temporary file what an object is: read-only, and on the disk if ``durable``."""
+        """Give a finished temporary file an object's permissions, and sync it if ``durable``."""
         os.fchmod(fd, self.mode)
         if durable:
             os.fsync(fd)
 
     def publish(self, temporary: Path, digest: bytes, codec: str, *, durable: bool) -> None:
-        """Rename a sealed file to its final name. The caller holds the write lock."""
+        """Rename a sealed file to its final name. The caller holds the write lock.
+
+        Raises:
+            StoreError: something else lies in the place of the folder or of the file.
+        """
         target = Path(self.path(digest, codec))
         try:
-            # A link in the folder's place would lead out of the store.
+            # A symbolic link in the folder's place could lead out of the store.
             if not stat.S_ISDIR(os.lstat(target.parent).st_mode):
                 raise StoreError(f"{target.parent} is not a folder; `castore doctor` sets it aside")
         except FileNotFoundError:
@@ -73,7 +78,7 @@ class LooseFolder:
         sync_folder(folder.parent)
 
     def listing(self) -> Iterator[tuple[bytes, str, Path]]:
-        """Every loose object: digest, codec, path. What is no file, or of another name, is passed over."""
+        """Yield ``(digest, codec, path)`` of every loose object. Skips anything else."""
         for folder in sorted(self.objects.glob("[0-9a-f][0-9a-f]")):
             if folder.is_symlink() or not folder.is_dir():
                 continue

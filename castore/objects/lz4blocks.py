@@ -1,8 +1,9 @@
-"""LZ4 frames of one block, put together and taken apart here: the shape of every LZ4 frame that castore writes.
+"""Fast encoder and decoder for LZ4 frames of one block. All LZ4 frames that castore writes have this shape.
 
-The frame functions of the lz4 package hash slowly and copy into new memory twice. Its block functions and xxhash do the
-same work in a quarter (decoding) or three quarters (encoding) of the time. Frames of any other shape are left to the
-frame functions: this module never says that a frame is bad because it does not know it.
+The frame functions of the lz4 package hash slowly and copy twice into new memory. The package's block
+functions with xxhash take a quarter of the time to decode and three quarters to encode. Frames of any other
+shape are left to the frame functions: this module never calls a frame damaged only because its shape is
+unknown.
 """
 
 from __future__ import annotations
@@ -14,21 +15,27 @@ import xxhash
 
 from castore.errors import CorruptError
 
-# Magic number, flags, greatest block, size of the content, a byte of the XXH32 of the three before, length of the block.
+# Magic number, FLG byte, BD byte (largest block), content size, header checksum (the second byte of the XXH32
+# of FLG, BD and content size), block size.
 _HEAD = struct.Struct("<IBBQcI")
 _MAGIC = 0x184D2204
-# Version 1, with the content's size and checksum; no checksums of blocks, no dictionary.
+# Version 1, with content size and content checksum; no block checksums, no dictionary.
 _FLAGS = 0b0100_1100
-_INDEPENDENT = 0b0010_0000  # says nothing where there is one block
-# The greatest block that there may be, by the byte that says so: 64 KiB where that is enough.
+_INDEPENDENT = 0b0010_0000  # block independence; without meaning in a frame of one block
+# Largest block size in bytes by BD byte: 64 KiB where that is enough.
 _GREATEST = {0x40: 64 * 1024, 0x50: 256 * 1024}
 _RAW = 1 << 31
-# A block of length 0 ends the frame, then the XXH32 of the content.
+# EndMark (a block size of 0), then the XXH32 of the content.
 _END = struct.Struct("<II")
 
 
 def compress(frame: bytes | bytearray | memoryview, level: int) -> bytes:
-    """One frame of 1 byte to 256 KiB, with its size and checksum; ``level`` is 0, or less for more speed."""
+    """Compress 1 byte to 256 KiB into one frame with content size and checksum.
+
+    Args:
+        frame: the content.
+        level: 0, or less for more speed.
+    """
     block = lz4.block.compress(frame, store_size=False, acceleration=1 - level)
     length = len(block)
     if length >= len(frame):
@@ -45,12 +52,12 @@ def _header_check(head: bytes | memoryview) -> bytes:
 
 
 def decompress(stored: bytes | bytearray | memoryview, size: int) -> bytes | None:
-    """The ``size`` bytes of a frame, its checksum compared; None for a frame that is not of the usual shape.
+    """Return the ``size`` bytes of a frame, checksum compared; None if the frame has another shape.
 
     Allocates ``size`` bytes, whatever the frame claims.
 
     Raises:
-        CorruptError: it has the shape, and does not hold ``size`` bytes that have its checksum.
+        CorruptError: the frame has the shape, but not ``size`` bytes with its checksum.
     """
     view = memoryview(stored)
     length = len(view) - _HEAD.size - _END.size

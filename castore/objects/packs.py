@@ -1,11 +1,13 @@
-"""Packs: append-only files of small blobs, each record describing itself.
+"""Packs: append-only files of small blobs, in records that describe themselves.
 
-A process writes to a pack of its own, so appends need no lock between processes; any process reads any pack. A record
-is a header (magic, header check, digest, sizes, codec, payload check) and the payload, an object like a loose one but
-without a seek table when it is a single frame. Scanning a pack needs no index: a damaged record is stepped over by
-looking for the next header that checks out, so damage costs the record it hit.
+Each process writes to a pack of its own, so appends need no lock between processes. Any process reads any
+pack. A record is a header (magic, header check, digest, sizes, codec, payload check) and a payload. The
+payload is an object like a loose one, but without a seek table when it is a single frame. A scan of a pack
+needs no index: it skips a damaged record by searching for the next valid header, so damage costs only the
+records that it hit.
 
-This module reads and writes pack files. Which blobs are live, and when a pack goes, the index and gc know.
+This module reads and writes pack files. The index knows which blobs are live, and gc decides when a pack is
+removed.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ from castore.system.forks import reset_after_fork
 from castore.system.io_errors import read_around
 from castore.system.temporary import open_regular, open_with_mode
 
-#: Blobs stored in at most this many bytes go into packs.
+#: Blobs of at most this many stored bytes go into packs.
 PACK_LIMIT = 16 * 1024
-#: A pack that has grown past this is closed, and the next blob starts another.
+#: A pack that has grown past this many bytes is closed, and the next blob starts another.
 PACK_SIZE = 64 * 1024 * 1024
 
 #: Bytes that a scan reads at a time.
 _WINDOW = 1024 * 1024
-#: Seconds between two looks for packs that are open and unlinked.
+#: Seconds between two checks for open packs that were unlinked.
 _UNLINKED_SECONDS = 5.0
-#: Seconds between two looks whether the pack that is written still has its name.
+#: Seconds between two checks that the pack being written still has its name.
 _LINKED_SECONDS = 1.0
 
 FILE_HEAD = b"castore pack 1\r\n"
@@ -61,14 +63,14 @@ def record(digest: bytes, size: int, codec: str, payload: Buffer) -> bytes:
 
 
 class PackRecord(NamedTuple):
-    """A record found by scanning, and whether its payload matches its check."""
+    """A record found by a scan, and whether its payload matches its checksum."""
 
     blob: Blob
     intact: bool
 
 
 class Damage(NamedTuple):
-    """Bytes of a pack that are no record."""
+    """A stretch of a pack that holds no record, in bytes."""
 
     offset: int
     length: int
@@ -84,13 +86,13 @@ def _parse_head(raw: bytes, at: int, pack: int, payload_at: int) -> tuple[Blob, 
 
 
 def scan(path: Path, pack: int, *, start: int = 0, payloads: bool = True) -> Iterator[PackRecord | Damage]:
-    """Every record of a pack file in order, and every stretch that is none.
+    """Yield the records of a pack file in order, and the stretches between them that hold no record.
 
     Args:
-        path: the pack file.
-        pack: its id, for the blobs' `pack`.
-        start: where to begin; a record must begin there.
-        payloads: read each payload and compare its check; False trusts them (`intact` is then True).
+        path: path of the pack file.
+        pack: id of the pack, for the blobs' `pack`.
+        start: offset in bytes of the first record to yield; 0 for all.
+        payloads: whether to compare each payload with its checksum; if not, `intact` is always True.
 
     Raises:
         FileNotFoundError: there is no such file (any more).
@@ -133,10 +135,10 @@ def _next_head(fd: int, position: int, end: int, pack: int) -> int:
 
 
 def read_record(fd: int, blob: Blob) -> bytes:
-    """The payload of ``blob``, its whole record checked: for moving it to another pack as it is.
+    """Return the payload of ``blob`` with its whole record checked. For copying it to another pack.
 
     Raises:
-        CorruptError: there is no such record at its place.
+        CorruptError: there is no intact record of ``blob`` at its offset.
     """
     raw = read_around(fd, HEAD_SIZE + blob.stored, blob.offset - HEAD_SIZE)
     parsed = _parse_head(raw, 0, blob.pack, blob.offset) if len(raw) == HEAD_SIZE + blob.stored else None
@@ -148,7 +150,7 @@ def read_record(fd: int, blob: Blob) -> bytes:
 
 
 class OpenPack:
-    """A pack open for reading. It is closed when nobody refers to it any more, so who reads from it holds it."""
+    """A pack open for reading. It is closed with its last reference, so a reader must hold a reference."""
 
     __slots__ = ("fd",)
 
@@ -162,39 +164,43 @@ class OpenPack:
 
 
 class PackFolder:
-    """The folder of packs: their paths, and a few of them kept open for reading.
+    """The folder of packs: their paths, and some packs kept open for reading.
 
-    Thread-safe. What `open` returns stays readable while it is referred to, also if the pack is unlinked.
+    Thread-safe. A pack that `open` returned stays readable while it is referred to, even if it is unlinked.
+
+    Args:
+        folder: ``objects/packs``.
+        keep_open: number of packs kept open at most.
     """
 
     def __init__(self, folder: Path, *, keep_open: int = 256) -> None:
         self.folder = folder
         self._keep_open = keep_open
-        self._open: dict[int, OpenPack] = {}  # the first opened comes first
+        self._open: dict[int, OpenPack] = {}  # in order of opening
         self._look_again = 0.0
         self._after_fork()
         reset_after_fork(self)
 
     def _after_fork(self) -> None:
-        self._lock = threading.Lock()  # descriptors for reading with pread are safe to share with a parent
+        self._lock = threading.Lock()  # the open descriptors stay: pread on them is safe beside a parent's
 
     def path(self, pack: int) -> Path:
-        """Where pack ``pack`` is."""
+        """Path of pack ``pack``."""
         return self.folder / f"{pack:08x}.pack"
 
     def ids(self) -> list[int]:
-        """The packs there are on disk."""
+        """Ids of the packs on disk, in ascending order."""
         files = (entry.name for entry in os.scandir(self.folder) if entry.is_file(follow_symlinks=False))
         found = map(_PACK.fullmatch, files)
         return sorted(int(match[1], 16) for match in found if match)
 
     def open(self, pack: int) -> OpenPack:
-        """The pack, open for reading.
+        """Return the pack, open for reading.
 
         Raises:
             FileNotFoundError: there is no such pack (any more).
         """
-        # Without the lock, which every small read would pay for: one step of a dictionary is atomic under the GIL.
+        # No lock here: it would slow every small read, and a single `dict.get` is atomic under the GIL.
         opened = self._open.get(pack)
         if opened is not None and time.monotonic() < self._look_again:
             return opened
@@ -208,12 +214,15 @@ class PackFolder:
             return opened
 
     def drop_unlinked(self) -> None:
-        """What `open` does every few seconds, for who opens nothing for long: let go of packs that gc has unlinked."""
+        """Drop packs that gc has unlinked, at most every few seconds. `open` does so too.
+
+        Call this from a process that may open nothing for a long time.
+        """
         with self._lock:
             self._drop_unlinked_if_due()
 
     def _drop_unlinked_if_due(self) -> None:
-        # A descriptor that nobody uses must not keep their bytes on the disk.
+        # An unused descriptor must not keep an unlinked pack's bytes on the disk.
         if time.monotonic() < self._look_again:
             return
         self._look_again = time.monotonic() + _UNLINKED_SECONDS
@@ -222,21 +231,21 @@ class PackFolder:
                 del self._open[pack]
 
     def forget(self, pack: int) -> None:
-        """Keep an unlinked pack open no longer than its readers do: its bytes take room until then."""
+        """Drop an unlinked pack, so that it is closed with its last reader and its disk space is freed."""
         with self._lock:
             self._open.pop(pack, None)
 
     def close(self) -> None:
-        """Close what nobody uses."""
+        """Close the packs that no reader uses; the others are closed with their last reader."""
         with self._lock:
             self._open.clear()
 
 
 class PackWriter:
-    """Appends records to the one pack this process writes.
+    """Appends records to the one pack that this process writes.
 
-    The id comes from the index, which has registered it before the file exists: a pack file nobody registered is a
-    leftover. Calls must be serialised by the caller.
+    The index registers the id before the file exists, so a pack file without a registered id is a leftover.
+    The caller must serialise calls.
     """
 
     def __init__(self, path: Path, pack: int, mode: int) -> None:
@@ -255,16 +264,17 @@ class PackWriter:
                 written += os.write(self._fd, memoryview(data)[written:])
         except OSError as error:
             error.filename = str(self._path)
-            os.ftruncate(self._fd, position)  # a full disk must not leave half a record in front of the next
+            os.ftruncate(self._fd, position)  # a full disk must not leave half a record before the next one
             raise
         self.size += written
         return position
 
     def is_whole(self) -> bool:
-        """Whether the file is where and as long as this writer left it: else what is appended could not be found.
+        """Whether the file still has its name and the length that this writer left.
 
-        Whether it was unlinked is looked up once a second. Nobody but a user's own hand unlinks a registered pack; and
-        fstat makes Linux (6.13 on) keep the time of the file's next change more finely, which made a put 3 µs slower.
+        If not, appended records could not be found. The name is checked once a second only: nothing but a
+        user unlinks a registered pack, and fstat makes Linux (from 6.13) record the file's next change with a
+        fine-grained timestamp, which made a put 3 µs slower.
         """
         if os.lseek(self._fd, 0, os.SEEK_END) != self.size:
             return False
@@ -275,15 +285,15 @@ class PackWriter:
         return True
 
     def add(self, records: bytes) -> int:
-        """Append whole records; returns where they begin."""
+        """Append whole records; returns the offset where they begin."""
         return self._append(records)
 
     def sync(self) -> None:
-        """Have the records survive a power cut."""
+        """Sync the records to disk, so that they survive a power cut."""
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file. Nothing may be written afterwards."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,7 +1,8 @@
-"""The threads that compress and decompress frames: one pool a process, one thread a core.
+"""The threads that compress and decompress frames: one pool per process, one thread per core.
 
-The codecs release the GIL, so threads are enough. The pool is made at first use and made anew in a forked child.
-Tasks must be short and must never wait for another task of the pool, or they could all wait for each other.
+The codecs release the GIL, so threads are enough. The pool is created at first use, and again in a forked
+child. Tasks must be short. A task must never wait for another task of the pool: all of them could wait for
+each other.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from castore.system.forks import reset_after_fork
 
 
 def cores() -> int:
-    """How many processors this process may use: cgroup masks and taskset count, unlike `os.cpu_count`."""
+    """Number of processors that this process may use. Unlike `os.cpu_count`, respects cpusets and taskset."""
     return len(os.sched_getaffinity(0))
 
 
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 
 class Workers:
-    """The lazily made pool."""
+    """The pool, created at first use."""
 
     def __init__(self) -> None:
         self._after_fork()
@@ -42,9 +43,10 @@ class Workers:
             return self._pool
 
     def begin(self, task: Callable[[], T]) -> Callable[[], T]:
-        """Have a thread of the pool run ``task``; what is returned waits for its result.
+        """Have a thread of the pool run ``task``. The returned callable waits for the result.
 
-        While the interpreter ends pools take no more work: then it is run where it is waited for.
+        While the interpreter shuts down, pools take no more work: then the returned callable runs the task
+        itself.
         """
         try:
             return self.pool().submit(task).result

@@ -1,9 +1,9 @@
-"""How a name becomes bytes again: from what is known, or the index, then the object, checked; or a miss.
+"""Turns a name into checked bytes, or a miss: from remembered rows, or the index, then the object.
 
-What the index said of a name is remembered for as long as the beacon says that no name changed since: a value that RAM
-holds, or where a small blob lies, is found without asking. What fails its check on disk is set aside, counted and from
-then on a miss: the caller computes it again, and putting it heals the blob. Bytes that fail their check are never
-returned.
+The index's answer for a name stays valid until the beacon shows that a name changed. Until then a value in
+RAM, or a small blob on disk, is read without a query. An object that fails its check on disk is moved to the
+quarantine, counted, and from then on a miss: the caller computes the value again, and putting it heals the
+blob. Bytes that fail their check are never returned.
 """
 
 from __future__ import annotations
@@ -33,29 +33,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("castore")
 
-#: How often a reader looks again for bytes that were there a moment ago.
+#: Attempts of a reader to find bytes that were moved since it read their row.
 ATTEMPTS = 8
-#: How many names are remembered whose bytes RAM does not hold: about 5 MB.
+#: Names remembered at most when there is no RAM tier: about 5 MB.
 REMEMBERED = 10_000
-#: A `_Known` with its name, digest and place in the dictionary, as measured with tracemalloc.
+#: Bytes of a `_Known` with its name, digest and dictionary entry, measured with tracemalloc.
 _KNOWN_BYTES = 400
 _NEVER = float("inf")
 _NOWHERE: Slot[bytes] = Slot(b"", 0)
 _NOWHERE.value = None
 
-#: What the index said of a name: where RAM has the bytes (or had), the beacon's word then, until when it holds (seconds
-#: since the epoch), the blob if RAM keeps none, and the serializer. A plain tuple, which is unpacked the quickest.
+#: The index's answer for a name: slot of the bytes in RAM (perhaps emptied since), the beacon's ``changed``
+#: at that time, expiry in seconds since the epoch, the blob if RAM has no slot for it, and the serializer. A
+#: plain tuple, because it unpacks fastest.
 _Known = tuple[Slot[bytes], int, float, Blob | None, str]
 
 
 class Fault(Enum):
-    """Where the fault was, when a blob could not be read."""
+    """What was at fault when a blob could not be read: nothing any more, its row, or its object."""
 
     NONE, ROW, OBJECT = range(3)
 
 
 class Read(NamedTuple):
-    """What a name pointed to at one moment."""
+    """The bytes and the serializer that a name had at one moment."""
 
     data: bytes
     serializer: str
@@ -66,7 +67,7 @@ def _needs_checksums(blob: Blob) -> bool:
 
 
 def _held(data: bytes) -> int:
-    """What a blob in the RAM tier occupies, with what is known of the one name that most blobs have."""
+    """Bytes that a blob in the RAM tier occupies, with the `_Known` of one name: most blobs have one."""
     return sys.getsizeof(data) + _KNOWN_BYTES
 
 
@@ -74,11 +75,11 @@ class BlobSource:
     """Reads blobs by name or digest.
 
     Args:
-        index: rows.
-        objects: bytes.
-        beacon: tells when names change.
+        index: finds rows.
+        objects: reads bytes.
+        beacon: shows when a name changed.
         usage: counts hits and misses.
-        memory: bound on the RAM tier in bytes; 0 for none.
+        memory: upper bound of the RAM tier in bytes; 0 for none.
     """
 
     def __init__(
@@ -90,18 +91,18 @@ class BlobSource:
         self._words = beacon.words
         self._usage = usage
         self.memory: MemoryLRU[bytes] = MemoryLRU(memory, _held)
-        #: Frames that processes share, if the store was opened so.
+        #: Frames shared between processes, if the store was opened with them.
         self.shared: SharedFrames | None = None
         self._known: dict[str, _Known] = {}
 
     def get(self, name: str) -> bytes | None:
-        """The bytes of a name, or None."""
+        """The bytes of a name, or None for a miss."""
         known = self._known.get(name)
         if known is not None:
             slot, changed, until, _, _ = known
             data = slot.value
             now = time.time()
-            # `_recall` of what RAM holds, written out: calling it takes half as long as it does.
+            # `_recall` for bytes in RAM, inlined: the call would add half of the time that this takes.
             if data is not None and now < until and self._words[CHANGED] == changed:
                 slot.used = True
                 usage = self._usage
@@ -117,13 +118,13 @@ class BlobSource:
         return None if read is None else read.data
 
     def read(self, name: str) -> Read | None:
-        """The bytes of a name and how they turn into an object, as they belong together, or None."""
+        """The bytes of a name with the serializer that they were put with, or None for a miss."""
         known = self._known.get(name)
         data = None if known is None else self._recall(name, known)
         return self._look_up(name) if known is None or data is None else Read(data, known[4])
 
     def _recall(self, name: str, known: _Known) -> bytes | None:
-        """The bytes of a name as far as what is known of it still holds; None says that the index has to be asked."""
+        """The bytes of a name if ``known`` is still valid and leads to them; if None, query the index."""
         slot, changed, until, blob, _ = known
         now = time.time()
         if now >= until or self._words[CHANGED] != changed:
@@ -137,7 +138,7 @@ class BlobSource:
             try:
                 data = self._objects.read_small(blob)
             except (FileNotFoundError, CorruptError):
-                return None  # it was moved, or is damaged: the long way finds out
+                return None  # moved or damaged: `_look_up` finds out
             usage.counts["disk_hits"] += 1
         else:
             return None
@@ -148,7 +149,7 @@ class BlobSource:
 
     def _look_up(self, name: str) -> Read | None:
         check_name(name)
-        # Before the index is asked: a change in between makes what it says stale, never fresh.
+        # Read before the query: after a change in between, the answer counts as stale, never as fresh.
         changed = self._beacon.settled()
         now = time.time()
         found = self._index.find(name)
@@ -161,7 +162,7 @@ class BlobSource:
         return read
 
     def _take(self, name: str, found: Found, changed: int, now: float) -> Read | None:
-        """What the index says that a name has, counted and remembered."""
+        """Read the blob that the index reports for a name; count the use and remember the row."""
         blob, expires, serializer = found
         if expires is not None and expires <= now:
             return None
@@ -173,7 +174,7 @@ class BlobSource:
             data = self._read_small(blob)
             if data is not None:
                 slot = memory.put(blob.digest, data)
-                # Of what is read once there is nothing to be remembered, and that would cost it a tenth of its time.
+                # Remember a row only from a name's second read on: it would slow a single read by a tenth.
                 row = blob if slot is None and name in self._usage.touched else None
             else:
                 (blob, expires, serializer), data = self._fetch_named(name, found)
@@ -194,12 +195,12 @@ class BlobSource:
         self._known[name] = slot, changed, _NEVER if expires is None else expires, row, used
 
     def count_use(self, name: str) -> None:
-        """Count a read that went past `get`: gc takes the least recently used first."""
+        """Count a read that bypassed `get`: gc removes the least recently used entries first."""
         self._usage.touched[name] = time.time()
         self._usage.counts["disk_hits"] += 1
 
     def get_many(self, names: list[str]) -> list[bytes | None]:
-        """`get` for many names with one question to the index, for those that are not known."""
+        """`get` for many names, with one query for all names that are not remembered."""
         results: list[bytes | None] = []
         unknown: list[str] = []
         for name in names:
@@ -227,7 +228,7 @@ class BlobSource:
         self._usage.flush_if_due(len(names))
 
     def _fetch_named(self, name: str, found: Found) -> tuple[Found, bytes | None]:
-        """All bytes of a name's blob; if gc was quicker, those of the blob that the name points to by now."""
+        """All bytes of a name's blob; if they are gone, those of the blob that the name points to by now."""
         data = self.fetch(found.blob)
         for _ in range(ATTEMPTS):
             if data is not None or (now := self._index.find(name)) is None or now.blob.pack == LOST:
@@ -236,7 +237,7 @@ class BlobSource:
         return found, data
 
     def fetch(self, blob: Blob) -> bytes | None:
-        """All bytes of a blob, through the RAM tier; None if they are lost, which is then on record."""
+        """All bytes of a blob, through the RAM tier; None if they are lost, which the index then records."""
         if blob.pack == LOST:
             return None
         data = self.memory.get(blob.digest)
@@ -250,11 +251,12 @@ class BlobSource:
             return None
 
     def _read_small(self, blob: Blob) -> bytes | None:
-        """All bytes of a blob of one frame, or None: then the long way says what it is, or finds what was moved."""
+        """All bytes of a blob of one frame. If None, `_load` finds moved bytes, or handles the damage."""
         try:
             if blob.size <= FRAME_SIZE and blob.pack != LOST:
                 check_row(blob)
-                # By each thread that asks: agreeing on who decodes costs about as much as decoding a few KB.
+                # Not through `get_or_load`: waiting for another thread costs about as much as decoding a few
+                # KB.
                 return self._objects.read_small(blob)
         except (FileNotFoundError, CorruptError, TypeError):
             pass
@@ -272,10 +274,10 @@ class BlobSource:
         return self._load(self._index.blob(blob.digest) or blob, again=False)
 
     def open(self, blob: Blob, cache: MemoryLRU[bytes] | None = None) -> BlobReader:
-        """A reader that holds the blob's bytes; compaction may have moved them since `blob` was read.
+        """Return a reader that keeps the blob's bytes readable. Finds them if compaction has moved them.
 
         Raises:
-            FileNotFoundError: the bytes are lost, which is then on record.
+            FileNotFoundError: the bytes are lost. The index then records the loss.
         """
         for _ in range(ATTEMPTS):
             try:
@@ -284,7 +286,7 @@ class BlobSource:
                 if checksums is None and _needs_checksums(blob):
                     raise FileNotFoundError("the row went between two questions")
                 return self._objects.open(blob, checksums=checksums, cache=cache)
-            except CorruptError as error:  # the row itself cannot be
+            except CorruptError as error:  # the row itself is not sound
                 if not self.quarantine(blob, error):
                     raise FileNotFoundError(str(error)) from error
                 blob = self._index.blob(blob.digest) or blob
@@ -300,21 +302,25 @@ class BlobSource:
         raise FileNotFoundError(f"blob {blob.digest.hex()} kept moving")
 
     def quarantine(self, blob: Blob, error: CorruptError) -> bool:
-        """Set a damaged object aside and put it on record as lost; True if the row was at fault, and is mended now.
+        """Move a damaged object to the quarantine and record its blob as lost.
 
-        On a disk that takes no writes (a full one, or one that has turned read-only) nothing is recorded: whoever finds it
-        next does.
+        On a disk that takes no writes (full, or remounted read-only) nothing is recorded; the next reader
+        tries again.
+
+        Returns:
+            True if only the row was at fault. The row is then corrected, and the blob can be read.
         """
         self.memory.discard(blob.digest)
         return self._lose(blob, in_place=lambda: False) is Fault.ROW
 
     def _lose(self, blob: Blob, in_place: Callable[[], bool]) -> Fault:
-        # Damage to the index must not cost intact objects. The whole object is read for that, before the lock is taken.
+        # A damaged index must not cost intact objects. `intact` reads the whole object, so it runs before the
+        # lock.
         found = self._objects.intact(blob.digest)
         try:
             with self._index.write() as txn:
                 if txn.blob(blob.digest) != blob or in_place():
-                    return Fault.NONE  # somebody else dealt with it, or put it again
+                    return Fault.NONE  # another thread or process has handled it, or put the bytes again
                 if found is not None:
                     txn.move_blob(*found)
                     return Fault.ROW

@@ -1,7 +1,7 @@
-"""Hits, misses and last accesses, counted in memory and written to the index in batches: never a write per read.
+"""Counts hits, misses and last accesses in memory, and writes them to the index in batches.
 
-Every process adds what it counted, so the figures add up over processes and runs. What a killed process had not yet
-written is lost: a few seconds of counts, never an entry.
+Every process adds its own counts, so the figures add up over processes and runs. A killed process loses its
+unwritten counts (a few seconds of them), never an entry. Must never: write to the index once per read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from castore.system.forks import reset_after_fork
 
 log = logging.getLogger("castore")
 
-#: Seconds between two writes of a busy reader.
+#: Seconds between two flushes of a busy reader.
 FLUSH_SECONDS = 5.0
 _COUNTERS = ("memory_hits", "disk_hits", "misses", "corrupt")
-# How long a reader that flushes waits for writers, and how many names it writes at once: each takes some 20 µs in a large
-# index, and nobody is to wait for his bytes because of many that were read before.
+# Seconds that a flushing reader waits for writers, and names that it writes at once. A name takes about
+# 20 µs in a large index, and a read must not wait long for the counts of earlier reads.
 _PATIENCE = 0.02
 _SLICE = 100
 
@@ -32,10 +32,11 @@ class Usage:
     """The counts of one `Store` in one process.
 
     Attributes:
-        counts: what `Stat` shows, since the last flush. Readers add by themselves: a call would cost as much as a hit.
-        touched: names to when they were last read, in seconds since the epoch.
-        flushed, due: the last flush and the next one, in seconds since the epoch. Readers flush when they are past it, or
-            before the last one, by a clock that was set back.
+        counts: the counters that `Stat` shows, since the last flush. Readers change them directly: a method
+            call would cost as much as a hit.
+        touched: last read of each name, in seconds since the epoch.
+        flushed, due: times of the last flush and of the next, in seconds since the epoch. Readers flush after
+            ``due``, and also before ``flushed``, which happens when the clock was set back.
     """
 
     def __init__(self, index: Index) -> None:
@@ -49,19 +50,19 @@ class Usage:
 
     def _restart(self) -> None:
         self.touched: dict[str, float] = {}
-        self.counts = dict.fromkeys(_COUNTERS, 0)  # a dict is quicker than a Counter
+        self.counts = dict.fromkeys(_COUNTERS, 0)  # a dict is faster than a Counter
         self.flushed = time.time()
         self.due = self.flushed + FLUSH_SECONDS
 
     def flush_if_due(self, read: int = 1) -> None:
-        """Flush every few seconds of use. Who has just read many names writes twice as many, or they would pile up."""
+        """Flush if due. After a read of many names write up to twice as many, or the counts would pile up."""
         for _ in range(max(1, 2 * read // _SLICE)):
             if not self._is_due():
                 break
             self.flush_some()
 
     def flush_for(self, seconds: float) -> None:
-        """`flush_if_due` until nothing is left, or for that long: for who does it beside readers, and keeps none waiting."""
+        """Flush until nothing is left, for at most about ``seconds``. Call from a background thread."""
         until = time.monotonic() + seconds
         while self._is_due() and time.monotonic() < until:
             self.flush_some()
@@ -70,13 +71,14 @@ class Usage:
         return not self.flushed <= time.time() < self.due
 
     def flush_some(self) -> None:
-        """`flush_if_possible`, a part only: for readers, who do not wait."""
+        """`flush_if_possible` for a limited number of names, so that a reader does not wait."""
         self.flush_if_possible(_SLICE)
 
     def flush_if_possible(self, most: int = sys.maxsize) -> None:
-        """Flush, or try again next time if the index is busy or cannot be written to: counts can wait.
+        """Flush the counts and the last reads of at most ``most`` names, if the index can be written now.
 
-        No reader is to fail for them, on a disk that is full, say, or that has turned read-only.
+        If the index is busy or cannot be written, a later flush tries again. Counts must not make a read
+        fail, for example on a disk that is full or remounted read-only.
         """
         try:
             self.flush(_PATIENCE, most)
@@ -89,14 +91,23 @@ class Usage:
                 raise
 
     def flush(self, patience: float = BUSY_SECONDS, most: int = sys.maxsize) -> None:
-        """Write what has been counted, of ``most`` names; waits at most ``patience`` seconds for other writers."""
+        """Write the counts, and the last reads of at most ``most`` names.
+
+        Args:
+            patience: seconds to wait for other writers.
+            most: number of names.
+
+        Raises:
+            FullError, StoreError, sqlite3.OperationalError: the index could not be written. The counts are
+                kept.
+        """
         with self._lock:
             touched, counts = self.touched, self.counts
             self._restart()
             if len(touched) > most:
                 self.touched = touched
                 touched = dict(touched.popitem() for _ in range(most))
-                self.due = self.flushed  # the rest as soon as may be
+                self.due = self.flushed  # the rest is due at once
         counts = {name: count for name, count in counts.items() if count}
         if self._index.read_only or (not touched and not counts):
             return

@@ -1,8 +1,9 @@
 """NumPy arrays, tensors and Arrow tables to bytes and back, for `castore.serialize.serializers`.
 
-Assumes that bytes to load may be hostile: claims are checked before memory is taken for them. Must never unpickle,
-and never give back another dtype, shape, order or kind than was put in. Nothing heavy is imported before it is
-needed; an object can only be a tensor where somebody has imported torch already.
+Bytes to load may be hostile: claims are checked before memory is allocated for them. Heavy packages are
+imported only when needed: an object can be a tensor only in a process that has imported torch already.
+
+Must never: unpickle, or return another dtype, shape, order or kind than was put in.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from castore.serialize.kinds import tensor_problem
 
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_HEADER = 1 << 16
-#: Torch's types that safetensors cannot read, or not every version of it; for each a type of the same size, which torch
+#: Torch types that some version of safetensors cannot read. For each: a type of the same size that torch
 #: copies without a warning, and the type in the file.
 _WRITTEN_AS = {
     "complex32": ("int32", "float16"),
@@ -30,37 +31,38 @@ _WRITTEN_AS = {
     "float8_e8m0fnu": ("uint8", "uint8"),
     "float4_e2m1fn_x2": ("uint8", "uint8"),
 }
-# What safetensors stores and gives back with the same NumPy dtype.
+# NumPy dtypes that safetensors stores and returns unchanged.
 _SAFE_DTYPES = {"|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8"}
 
 
 def refuse(what: str, serializer: str) -> NoReturn:
-    """Say that a serializer that was asked for by name cannot store this."""
+    """Raise the SerializationError for a serializer that the caller named and that cannot store ``what``."""
     raise SerializationError(
         f"the serializer {serializer!r} cannot store {what}; leave it out to choose by the object"
     )
 
 
 def corrupt(serializer: str, error: object) -> CorruptError:
-    """The error for bytes that a serializer cannot read."""
+    """Return the error for bytes that a serializer cannot read."""
     return CorruptError(f"the bytes are no valid {serializer}: {error}", where=f"serializer {serializer}")
 
 
 def need(package: str, extra: str) -> Any:
-    """The package, or the error that says which extra brings it."""
+    """Import a package, or raise the MissingDependencyError that names the extra to install."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
         raise MissingDependencyError.of(package, extra) from error
 
 
-# --- NumPy ------------------------------------------------------------------------------------------------------
+# --- NumPy --------------------------------------------------------------------------------------------------
 
 
 def is_array(obj: Any) -> bool:
-    """Whether `obj` is a plain NumPy array that a `.npy` file gives back."""
+    """Whether `obj` is a plain NumPy array that a `.npy` file preserves."""
     np = sys.modules.get("numpy")
-    # An array of records has a type that is equal to that of the same tuples.
+    # A record dtype compares equal to the structured dtype with the same fields, so `_is_written_whole`
+    # misses it.
     return (
         np is not None
         and type(obj) in (np.ndarray, np.memmap)
@@ -71,8 +73,9 @@ def is_array(obj: Any) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def _is_written_whole(dtype: Any) -> bool:
-    """Whether a `.npy` file says all of an array's type, to every machine: no Python objects, no numbers that NumPy
-    knows by an extension, no longest floats.
+    """Whether a `.npy` file preserves the dtype on every machine.
+
+    Not so for Python objects, number types of NumPy extensions, and long doubles.
     """
     from numpy.lib import format as npy
 
@@ -80,7 +83,7 @@ def _is_written_whole(dtype: Any) -> bool:
         return False
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of notes on a type, which are nothing of its values
+            warnings.simplefilter("ignore")  # about dtype metadata, which is no part of the values
             written = npy.descr_to_dtype(npy.dtype_to_descr(dtype))
     except (ValueError, TypeError):
         return False
@@ -99,14 +102,15 @@ def is_numpy_scalar(obj: Any) -> bool:
     np = sys.modules.get("numpy")
     if np is None or not isinstance(obj, np.generic) or not _is_written_whole(obj.dtype):
         return False
-    # NumPy has two integers of 64 bits: `longlong` would come back as the other. Arrays drop the NULs at the end of text.
+    # NumPy has two 64-bit integers: `longlong` would come back as the other. Arrays drop trailing NULs of
+    # text.
     return type(obj) is np.dtype(obj.dtype.str).type and not (
         isinstance(obj, np.bytes_ | np.str_) and obj[-1:] in ("\0", b"\0")
     )
 
 
 def dump_npy(obj: Any) -> bytes:
-    """A `.npy` file; Fortran order is kept."""
+    """Return a `.npy` file of an array. Fortran order is kept."""
     if not is_array(obj):
         refuse(f"{type(obj)}{f' of {obj.dtype}' if hasattr(obj, 'dtype') else ''}", "npy")
     from numpy.lib import format as npy
@@ -117,13 +121,13 @@ def dump_npy(obj: Any) -> bytes:
 
 
 def load_npy(data: bytes) -> Any:
-    """The array of a `.npy` file, writable."""
+    """Return the array of a `.npy` file, writable."""
     np = need("numpy", "torch")
     try:
         dtype, shape, order, start = _npy_header(data)
         if dtype.hasobject:
             raise ValueError("it holds pickled objects")
-        # Before anything is allocated: a header can claim a terabyte.
+        # Checked before memory is allocated: a header can claim a terabyte.
         if math.prod(shape) * dtype.itemsize != len(data) - start:
             raise ValueError(f"its header claims {shape} of {dtype}, which is not what follows")
         return np.ndarray(shape, dtype, memoryview(data)[start:], order=order).copy("K")
@@ -141,7 +145,7 @@ def load_npy(data: bytes) -> Any:
 
 
 def _npy_header(data: bytes) -> tuple[Any, tuple[int, ...], Any, int]:
-    """The dtype, shape, order and start of the elements; NEP 1 has the format."""
+    """Return dtype, shape, order and offset of the elements. NEP 1 specifies the format."""
     import ast
 
     from numpy.lib import format as npy
@@ -161,11 +165,11 @@ def _npy_header(data: bytes) -> tuple[Any, tuple[int, ...], Any, int]:
     return npy.descr_to_dtype(header["descr"]), shape, "F" if header["fortran_order"] is True else "C", start
 
 
-# --- safetensors ------------------------------------------------------------------------------------------------
+# --- safetensors --------------------------------------------------------------------------------------------
 
 
 def is_tensor(obj: Any) -> bool:
-    """Whether `obj` is a dense torch tensor of numbers and no subclass, such as a Parameter."""
+    """Whether `obj` is a dense torch tensor of numbers. Subclasses, such as Parameter, do not count."""
     torch = sys.modules.get("torch")
     return torch is not None and type(obj) is torch.Tensor and tensor_problem(obj) is None
 
@@ -180,7 +184,7 @@ def _is_safe_array(obj: Any) -> bool:
 
 
 def fits_safetensors(obj: Any) -> bool:
-    """Whether `obj` is a tensor, or a dict of str to nothing but tensors or plain arrays."""
+    """Whether `obj` is a tensor, or a dict of str to only tensors or only plain arrays."""
     if type(obj) is not dict:
         return is_tensor(obj)
     named = bool(obj) and all(type(name) is str and name != "__metadata__" for name in obj)
@@ -188,7 +192,7 @@ def fits_safetensors(obj: Any) -> bool:
 
 
 def dump_safetensors(obj: Any) -> bytes:
-    """A safetensors file. Tensors leave graph, GPU and shared memory behind; `requires_grad` is kept."""
+    """Return a safetensors file. Keeps `requires_grad`, but not autograd graph, device or shared memory."""
     if not fits_safetensors(obj):
         refuse(f"{type(obj)} (it takes a tensor, or a dict of str to tensors or arrays)", "safetensors")
     need("safetensors", "torch")
@@ -208,7 +212,8 @@ def dump_safetensors(obj: Any) -> bytes:
                 about["types"] = odd
             from safetensors.torch import save
 
-            # One key: safetensors writes several in an order by chance, and equal objects must give equal bytes.
+            # A single key: safetensors writes several keys in random order, and equal objects must give equal
+            # bytes.
             return bytes(save(_plain_tensors(tensors), metadata={"castore": json.dumps(about)}))
         from safetensors.numpy import save as save_arrays
 
@@ -222,7 +227,7 @@ def dump_safetensors(obj: Any) -> bytes:
 
 
 def _plain_tensors(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Detached, dense CPU tensors of memory of their own, which is what safetensors takes."""
+    """Detached, dense CPU tensors that share no memory, as safetensors requires."""
     plain: dict[str, Any] = {}
     taken: set[int] = set()
     for name, tensor in tensors.items():
@@ -232,7 +237,7 @@ def _plain_tensors(tensors: dict[str, Any]) -> dict[str, Any]:
             dense = dense.contiguous()
         else:
             like, written = (getattr(sys.modules["torch"], dtype) for dtype in others)
-            # In a dimension of its own: a number may become two.
+            # `view` may turn one element into two; they get a dimension of their own.
             dense = dense.view(like).contiguous().unsqueeze(-1).view(written)
         place = dense.untyped_storage().data_ptr()
         plain[name] = dense.clone() if place in taken else dense
@@ -241,7 +246,7 @@ def _plain_tensors(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_safetensors(data: bytes) -> Any:
-    """What `dump_safetensors` was given: a tensor or a dict, in its order."""
+    """Return the tensor, or the dict in its order, that `dump_safetensors` stored."""
     need("safetensors", "torch")
     data = bytes(data)
     try:
@@ -277,7 +282,7 @@ def load_safetensors(data: bytes) -> Any:
 
 
 def _read_as(tensor: Any, torch: Any, dtype: str) -> Any:
-    """The tensor of a type of which `_plain_tensors` wrote the bits as another's."""
+    """Undo `_plain_tensors` for a tensor whose bits it wrote as another type."""
     like, written = _WRITTEN_AS[dtype]
     if str(tensor.dtype) != f"torch.{written}":
         raise ValueError(f"a tensor of {dtype} is written as {tensor.dtype}")
@@ -295,7 +300,7 @@ def _safe_error() -> type[Exception]:
     return SafetensorError
 
 
-# --- Arrow ------------------------------------------------------------------------------------------------------
+# --- Arrow --------------------------------------------------------------------------------------------------
 
 
 def is_table(obj: Any) -> bool:
@@ -305,14 +310,14 @@ def is_table(obj: Any) -> bool:
 
 
 def dump_arrow(obj: Any) -> bytes:
-    """An Arrow IPC file of a Table; of a RecordBatch as a Table."""
+    """Return an Arrow IPC file of a Table. A RecordBatch is stored as a Table."""
     pa = sys.modules.get("pyarrow")
     if pa is None or type(obj) not in (pa.Table, pa.RecordBatch):
         refuse(str(type(obj)), "arrow")
     table = obj if is_table(obj) else pa.Table.from_batches([obj])
     sink = pa.BufferOutputStream()
     try:
-        # The file format holds one dictionary a column.
+        # The IPC file format has one dictionary per column.
         table = table.unify_dictionaries()
         with pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
@@ -322,11 +327,11 @@ def dump_arrow(obj: Any) -> bytes:
 
 
 def load_arrow(data: bytes) -> Any:
-    """The table of an Arrow IPC file."""
+    """Return the table of an Arrow IPC file."""
     pa = need("pyarrow", "datasets")
     try:
         table = pa.ipc.open_file(pa.py_buffer(data)).read_all()
-        # Offsets that point outside would be read as soon as a value is.
+        # Offsets outside the buffers would cause reads there when a value is accessed.
         table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         raise corrupt("arrow", error) from error

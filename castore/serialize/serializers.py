@@ -1,13 +1,15 @@
 """Python objects to bytes and back, exactly, and without running code from the cache.
 
-A table of serializers: bytes, text, msgpack (what JSON can say, and tuples, big ints, times, arrays, tensors and what
-`castore.serialize.kinds` takes apart inside), npy, safetensors, arrow, and pickle, which must be allowed by name on both sides.
+`SERIALIZERS` lists bytes, text, msgpack, npy, safetensors, arrow and pickle. msgpack takes all that JSON can
+express, and anywhere inside it tuples, big ints, times, arrays, tensors and values that
+`castore.serialize.kinds` takes apart. Pickle must be allowed by name on both sides.
+`castore.serialize.arrays` handles arrays, tensors and tables.
 
-Assumes that bytes to load may be hostile. Must never change an object silently: what would not come back as the
-same type and value is a SerializationError with the path to it. Some conveniences are meant and stated: a tensor from a
-GPU comes back on the CPU, a memory-mapped array as an array, an image as `castore.serialize.kinds.images` says; and where a
-serializer is asked for by name, "bytes" gives bytes for all that is like bytes, and "arrow" a Table for a RecordBatch.
-Arrays, tensors and tables are `castore.serialize.arrays`' business.
+Bytes to load may be hostile. Must never: change an object silently. A part that would not come back with the
+same type and value raises a SerializationError with the path to the part. A few changes are intended: a
+tensor on a GPU comes back on the CPU, a memory-mapped array as an array, an image as
+`castore.serialize.kinds.images` describes. If the caller names the serializer, "bytes" returns bytes for all
+bytes-like objects, and "arrow" returns a Table for a RecordBatch.
 """
 
 from __future__ import annotations
@@ -45,15 +47,15 @@ from castore.serialize.kinds import (
 )
 
 _EXT_TUPLE, _EXT_INT, _EXT_TIME, _EXT_ARRAY, _EXT_SCALAR, _EXT_TENSOR, _EXT_FORM = range(1, 8)
-# Tuples in tuples are copied once a level, on both sides: this bounds what a hostile value can cost.
+# Nested tuples are copied once per level in both directions: this bounds the cost of a hostile value.
 _DEEPEST_EXT = 64
-#: How binary data and extension types start.
+#: First bytes of msgpack's bin, ext and fixext formats.
 _BINARY = re.compile(rb"[\xc4-\xc9\xd4-\xd8]")
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 
 
 class Serializer(NamedTuple):
-    """One way to store objects: whether it takes an object by itself, and the two directions."""
+    """One way to store objects: a test whether to choose it for an object by default, and both directions."""
 
     fits: Callable[[Any], bool]
     dump: Callable[[Any], bytes]
@@ -61,17 +63,18 @@ class Serializer(NamedTuple):
 
 
 def dump(obj: object, serializer: str | None = None, *, allow_pickle: bool = False) -> tuple[str, bytes]:
-    """The bytes of `obj`, and the name of the serializer that made them.
+    """Return the name of the serializer used, and the bytes of `obj`.
 
     Args:
-        obj: bytes, a bytearray, a str, what JSON can say (with tuples, big ints, datetimes, NumPy scalars, arrays and
-            torch tensors, and what `castore.serialize.kinds` takes apart, anywhere in it), a NumPy array, a dict of str to
-            tensors or arrays, a pyarrow Table.
-        serializer: a name from `SERIALIZERS`; by default the first that fits.
-        allow_pickle: take pickle for an object that nothing else fits.
+        obj: bytes, a bytearray, a str, a NumPy array, a dict of str to tensors or arrays, a pyarrow Table, or
+            any value that JSON can express. Such a value may contain tuples, big ints, datetimes, NumPy
+            scalars, arrays, torch tensors, and values that `castore.serialize.kinds` takes apart.
+        serializer: a name in `SERIALIZERS`; by default the first that fits.
+        allow_pickle: whether to use pickle for an object that no other serializer fits. Default False.
 
     Raises:
-        SerializationError: nothing that is allowed can store `obj`; the message has the path to the part.
+        SerializationError: no allowed serializer can store `obj`; the message has the path to the part at
+            fault.
         InvalidValueError: there is no serializer of that name.
         MissingDependencyError: an optional package is needed.
 
@@ -79,7 +82,7 @@ def dump(obj: object, serializer: str | None = None, *, allow_pickle: bool = Fal
     ('text', b'text')
     >>> dump({"x": [1, iter([2])]})
     Traceback (most recent call last):
-    castore.errors.SerializationError: value['x'][1]: <class 'list_iterator'> has no serializer; convert it with list(...), ...
+    castore.errors.SerializationError: value['x'][1]: <class 'list_iterator'> has no serializer; convert ...
     """
     if serializer is None:
         serializer = next(name for name, entry in SERIALIZERS.items() if entry.fits(obj))
@@ -94,10 +97,10 @@ def dump(obj: object, serializer: str | None = None, *, allow_pickle: bool = Fal
 
 
 def check_serializer(name: str) -> str:
-    """The name, if there is a serializer of that name.
+    """Return the name if there is a serializer of that name.
 
     Raises:
-        InvalidValueError: there is none.
+        InvalidValueError: there is no such serializer.
     """
     if name not in SERIALIZERS:
         raise InvalidValueError(f"there is no serializer {name!r}; take one of {', '.join(SERIALIZERS)}")
@@ -105,12 +108,12 @@ def check_serializer(name: str) -> str:
 
 
 def load(data: bytes, serializer: str, *, allow_pickle: bool = False) -> Any:
-    """The object that `dump` turned into `data` with the serializer of that name.
+    """Return the object that `dump` turned into `data` with the serializer of that name.
 
     Raises:
-        CorruptError: `data` is not what that serializer writes.
-        SerializationError: it is pickled and pickle is not allowed, the serializer is unknown, or it holds a type that
-            this process does not have.
+        CorruptError: `data` is not a valid output of that serializer.
+        SerializationError: `data` is a pickle and pickle is not allowed, or the serializer is unknown, or the
+            object contains a type that this process does not have.
         MissingDependencyError: an optional package is needed.
 
     >>> load(*reversed(dump((1, 2.0, 10**30))))
@@ -127,7 +130,7 @@ def load(data: bytes, serializer: str, *, allow_pickle: bool = False) -> Any:
     return SERIALIZERS[serializer].load(data)
 
 
-# --- bytes and text ---------------------------------------------------------------------------------------------
+# --- bytes and text -----------------------------------------------------------------------------------------
 
 
 def _dump_bytes(obj: Any) -> bytes:
@@ -135,7 +138,7 @@ def _dump_bytes(obj: Any) -> bytes:
 
 
 def _dump_text(obj: Any) -> bytes:
-    # Lone surrogates stand for undecodable bytes in file names: they must come back.
+    # Lone surrogates represent undecodable bytes in file names: they must come back.
     return obj.encode("utf-8", "surrogatepass") if type(obj) is str else refuse(str(type(obj)), "text")
 
 
@@ -146,17 +149,17 @@ def _load_text(data: bytes) -> str:
         raise corrupt("text", error) from error
 
 
-# --- msgpack ----------------------------------------------------------------------------------------------------
+# --- msgpack ------------------------------------------------------------------------------------------------
 
 
 def _dump_msgpack(obj: Any) -> bytes:
     try:
         return _pack(obj, 0)
     except MisfitError as error:
-        # Only where is still to be found.
+        # The problem is known. `_misfit` finds the path to it.
         raise SerializationError(_misfit(obj) or f"value: {error.problem}") from None
     except (RecursionError, ValueError, OverflowError, BufferError) as error:
-        # What is left: circles, depths over 511, parts of over 4 GiB, views of every other byte.
+        # Left are cycles, nesting over 511 levels, parts over 4 GiB, and views that are not contiguous.
         raise SerializationError(_misfit(obj) or f"the value cannot be stored as msgpack: {error}") from error
 
 
@@ -167,14 +170,14 @@ def _pack(obj: Any, depth: int) -> bytes:
         default=functools.partial(_extend, depth=depth), strict_types=True, unicode_errors="surrogatepass"
     )
     data = bytes(packer.pack(obj))
-    # Most values have no such byte, and the search is faster than the walk.
+    # Most values contain no such byte, and the search is faster than `_holds_odd`.
     if _BINARY.search(data) and _holds_odd(obj):
         return bytes(packer.pack(_wrapped(obj)))
     return data
 
 
 class _Odd:
-    """Around a value that msgpack would write by itself, as something else."""
+    """Wraps a value that msgpack would write as another type, so that `_extend` gets it."""
 
     __slots__ = ("value",)
 
@@ -183,7 +186,7 @@ class _Odd:
 
 
 def _holds_odd(obj: Any) -> bool:
-    """Whether msgpack met such a value: level by level, for what msgpack packed has an end."""
+    """Whether `obj` contains a value of `_odd_types`. Goes level by level; msgpack has excluded cycles."""
     level = [obj]
     while level:
         kinds = set(map(type, level))
@@ -212,7 +215,7 @@ def _odd_types() -> frozenset[type]:
 
 
 def _extend(obj: Any, depth: int) -> Any:
-    """What msgpack has no type for, as one of our extension types."""
+    """Convert a value that msgpack has no type for into one of castore's extension types."""
     import msgpack
 
     if depth >= _DEEPEST_EXT:
@@ -239,11 +242,11 @@ def _extend(obj: Any, depth: int) -> Any:
 
 
 def _time(moment: dt.datetime) -> Any | None:
-    """UTC as msgpack's own timestamp, times without a zone or with an offset as text; None for others."""
+    """Return a UTC time as msgpack's timestamp, a naive or fixed-offset time as text, None for others."""
     import msgpack
 
     if moment.tzinfo is dt.timezone.utc:
-        # In whole numbers: datetime.timestamp() rounds microseconds in far years.
+        # Integer arithmetic: datetime.timestamp() rounds microseconds in distant years.
         seconds, rest = divmod(moment - _EPOCH, dt.timedelta(seconds=1))
         return msgpack.Timestamp(seconds, rest.microseconds * 1000)
     zone = moment.tzinfo
@@ -301,10 +304,11 @@ def _restore(code: int, part: bytes, depth: int) -> Any:
 
 
 def _misfit(obj: object, *, pickled: bool = False) -> str | None:
-    """The sentence about the first part of `obj` that msgpack cannot hold, if there is one.
+    """Describe the first part of `obj` that msgpack cannot store, with its path; None if there is none.
 
     Args:
-        pickled: the user's own classes are such parts too: a pickle finds them in modules that it imports.
+        pickled: whether unregistered user classes count as such parts too. A pickle can name them, because it
+            imports their modules.
     """
     try:
         found = next(_misfits(obj, "value", pickled), None)
@@ -317,7 +321,7 @@ def _misfit(obj: object, *, pickled: bool = False) -> str | None:
 
 
 def _misfits(obj: Any, path: str, pickled: bool) -> Iterator[tuple[str, str]]:
-    """The paths to parts that cannot be stored, each with what is wrong and what to do."""
+    """Yield the path of each part that cannot be stored, with the problem and the remedy."""
     if type(obj) in (list, tuple):
         for place, item in enumerate(obj):
             yield from _misfits(item, f"{path}[{place}]", pickled)
@@ -341,7 +345,7 @@ def _misfits(obj: Any, path: str, pickled: bool) -> Iterator[tuple[str, str]]:
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, bytearray, dt.datetime})
 
 
-# --- pickle -----------------------------------------------------------------------------------------------------
+# --- pickle -------------------------------------------------------------------------------------------------
 
 
 def _dump_pickle(obj: Any) -> bytes:
@@ -362,7 +366,7 @@ def _load_pickle(data: bytes) -> Any:
         raise corrupt("pickle", error) from error
 
 
-# The order is that of choice; msgpack answers for the rest, for it can tell which part does not fit.
+# In the order of choice. msgpack fits everything that is left, because it reports which part it cannot store.
 SERIALIZERS: dict[str, Serializer] = {
     "bytes": Serializer(lambda obj: type(obj) is bytes, _dump_bytes, bytes),
     "bytearray": Serializer(lambda obj: type(obj) is bytearray, _dump_bytes, bytearray),

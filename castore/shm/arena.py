@@ -1,11 +1,13 @@
 """An arena: records of any length in shared memory, found by index, read without a lock.
 
-Space is handed out from the front in *extents* that never move, split or grow; a record that goes leaves its extent to
-another that fits. So nothing fragments, and whoever evicts looks for a victim that is large enough.
+Space is allocated from the front in *extents* that never move, split or grow. A removed record leaves its
+extent to another record that fits. So nothing fragments, and a caller that evicts must choose a victim that
+is large enough.
 
-An extent's version is odd while it is written. Writers hold the segment's lock from first to last byte, so an odd version
-seen under the lock is that of a writer who died, and its extent is free. A reader takes the version, copies, and looks
-again: what changed meanwhile was never read. Which record gives way to which is the caller's business.
+An extent's version is odd while it is written. Writers hold the segment's lock from the first byte to the
+last, so an odd version seen under the lock belongs to a writer that died, and its extent is free. A reader
+notes the version, copies, and compares the version again: a copy of changed bytes is discarded. The caller
+decides which record to evict.
 """
 
 from __future__ import annotations
@@ -21,22 +23,22 @@ Buffer = bytes | bytearray | memoryview
 _ALIGNMENT = 64
 _WORDS = 2
 _USED, _COUNT = range(_WORDS)
-# An extent's row.
+# Columns of an extent's row.
 _VERSION, _OWNER, _OFFSET, _CAPACITY, _LENGTH = range(5)
 _ROW = 5
-# Pages are reserved this far ahead: fewer system calls, and at most this much more than is used.
+# Bytes by which pages are reserved ahead: fewer system calls, and at most this much unused memory.
 _AHEAD = 1 << 24
 
 
 class Extent(NamedTuple):
-    """What an extent holds: the index it belongs to, and how many bytes fit."""
+    """An extent in use: the index that it belongs to, and its capacity in bytes."""
 
     owner: int
     capacity: int
 
 
 class Record(NamedTuple):
-    """A record as it lies in the arena, not copied: what was taken from ``data`` counts if `Arena.is_still` says so after."""
+    """A record in place. A copy taken from ``data`` is valid if `Arena.is_still` is true afterwards."""
 
     owner: int
     number: int
@@ -45,14 +47,14 @@ class Record(NamedTuple):
 
 
 class Arena:
-    """Records of ``items`` indices in a part of a segment that was made with ``reserve=False``.
+    """Records of ``items`` indices in a part of a segment that was created with ``reserve=False``.
 
-    All methods that change something, and `extent`, assume that the caller holds ``segment.lock()``.
+    The caller must hold ``segment.lock()`` for `extent` and for all methods that change something.
 
     Args:
-        segment: where it lies.
-        start: the place of its first byte in the segment, a multiple of 64.
-        items: how many indices there are.
+        segment: the segment that holds the arena.
+        start: offset in bytes of the arena in the segment, a multiple of 64.
+        items: number of indices.
         size: bytes for records.
     """
 
@@ -66,18 +68,18 @@ class Arena:
         places = words + _round_up(8 * _WORDS)
         self._rows_at = places + _round_up(4 * items)
         self._data_at = self._rows_at + _round_up(8 * _ROW * items)
-        # Whoever comes first; the rest follows as it is handed out.
+        # The rest is reserved as extents are allocated. Reserving the tables twice is harmless.
         segment.reserve(start, self._rows_at)
         buffer = segment.buffer
         self._words = buffer[words : words + 8 * _WORDS].cast("Q")
-        #: For each index the number of its extent plus one; 0 if it has none.
+        #: The number of each index's extent plus one; 0 if the index has no record.
         self._places = buffer[places : places + 4 * items].cast("I")
         self._rows = buffer[self._rows_at : self._rows_at + 8 * _ROW * items].cast("Q")
         self._data = buffer[self._data_at : self._data_at + size]
 
     @staticmethod
     def needed(items: int, size: int) -> int:
-        """Bytes of a segment that an arena takes."""
+        """Bytes that an arena takes in a segment."""
         return _round_up(8 * _WORDS) + _round_up(4 * items) + _round_up(8 * _ROW * items) + size
 
     @property
@@ -86,12 +88,12 @@ class Arena:
         return self._size
 
     def fits(self, length: int) -> bool:
-        """Whether `append` would find room for so many bytes, as far as can be told without the lock."""
+        """Whether `append` would find room for ``length`` bytes. Without the lock this may change at once."""
         return self._words[_USED] + _round_up(length) <= self._size and self._words[_COUNT] < self._items
 
     @property
     def count(self) -> int:
-        """Extents handed out so far."""
+        """Number of extents allocated so far."""
         return self._words[_COUNT]
 
     @property
@@ -100,11 +102,11 @@ class Arena:
         return self._words[_USED]
 
     def holds(self, index: int) -> bool:
-        """Whether a record of ``index`` is there now."""
+        """Whether ``index`` has a record now."""
         return self._places[index] != 0
 
     def read(self, index: int) -> bytearray | None:
-        """A copy of the record of ``index``, or None: it is not there, or goes just now."""
+        """Return a copy of the record of ``index``; None if there is none, or it is being changed."""
         place = self._places[index]
         if not place:
             return None
@@ -118,7 +120,10 @@ class Arena:
         return record if rows[row] == version else None
 
     def look(self, index: int) -> Record | None:
-        """The record of ``index`` where it lies, or None: for who wants part of it. `is_still` has to be asked afterwards."""
+        """Return the record of ``index`` in place, to copy a part of it; None as in `read`.
+
+        Call `is_still` after copying.
+        """
         place = self._places[index]
         if not place:
             return None
@@ -129,27 +134,31 @@ class Arena:
         return Record(index, number, version, self._data[offset : offset + length])
 
     def is_still(self, record: Record) -> bool:
-        """Whether nothing of a record has changed since `look`: what was copied from it is whole."""
+        """Whether a record is unchanged since `look`, so that a copy taken in between is valid."""
         return self._rows[record.number * _ROW] == record.version
 
     def append(self, index: int, parts: Sequence[Buffer], length: int, *, capacity: int = 0) -> bool:
-        """Give ``index`` a new extent with the bytes of ``parts``, ``length`` in all, in it; False if there is no room for it.
+        """Write a record of ``index`` into a new extent; False if the arena has no room.
 
         Args:
-            capacity: bytes of the extent, if it is to take longer records later.
+            index: the record's index.
+            parts: the record's bytes, in pieces.
+            length: bytes of all parts together.
+            capacity: bytes of the extent, if longer records are to fit later. Default: ``length``.
 
         Raises:
-            FullError: there is room in the arena, but not in ``/dev/shm``.
+            FullError: the arena has room, but ``/dev/shm`` or the machine's memory has not.
         """
         number, offset = self._words[_COUNT], self._words[_USED]
         capacity = _round_up(max(length, capacity))
         if offset + capacity > self._size or number == self._items:
             return False
-        # Crossing into new pages: reserved ahead, so that most appends ask the kernel nothing.
+        # Reserved ahead, so that most appends need no system call.
         self._reserve(self._data_at, offset, capacity, self._size)
         self._reserve(self._rows_at, number * 8 * _ROW, 8 * _ROW, self._items * 8 * _ROW)
         row = number * _ROW
-        # Odd until it is written: if we are killed from here on, the extent is there and empty, and nobody's twice.
+        # Odd until the record is written. If this process is killed from here on, the extent is allocated
+        # once, and empty.
         self._rows[row] |= 1
         self._rows[row + _OFFSET] = offset
         self._rows[row + _CAPACITY] = capacity
@@ -159,17 +168,20 @@ class Arena:
         return True
 
     def replace(self, number: int, index: int, parts: Sequence[Buffer], length: int) -> None:
-        """Put these bytes into extent ``number`` in place of what it holds; they must fit."""
+        """Write a record of ``index`` into extent ``number``, in place of its record. The bytes must fit."""
         self._drop(number)
         self._write(number, index, parts, length)
 
     def put(self, index: int, parts: Sequence[Buffer], length: int) -> bool:
-        """Give ``index`` these bytes, in the extent it has if they fit there, else in a new one; False if there is no room.
+        """Write a record of ``index``, into its extent if the bytes fit there, else into a new one.
 
-        A record that outgrows its extent leaves that empty. If there is no room, ``index`` has no record.
+        A record that outgrows its extent leaves the extent empty.
+
+        Returns:
+            False if there is no room. Then ``index`` has no record.
 
         Raises:
-            FullError: there is room in the arena, but not in ``/dev/shm``.
+            FullError: the arena has room, but ``/dev/shm`` or the machine's memory has not.
         """
         number = self._places[index] - 1
         if number >= 0 and self.capacity(number) >= length:
@@ -179,24 +191,24 @@ class Arena:
         return self.append(index, parts, length)
 
     def clear(self) -> None:
-        """Forget all records; their space is free again. The memory stays with the segment."""
+        """Remove all records and free their space. The memory stays with the segment."""
         self._places[:] = memoryview(bytes(self._places.nbytes)).cast("I")
-        # Extents will lie elsewhere from now on, over one another's old places: whoever is copying one must notice.
+        # New extents will overlap the old ones: a reader that is copying from an old extent must notice.
         for number in range(self.count):
             self._spoil(number)
-        # Only now: a record that can still be found must not be written over. Nor may an extent that still counts lie
-        # over a new one: if we are killed in between, their space is lost until the next `clear`.
+        # Last, because a record that can still be found must not be overwritten. The count comes before the
+        # used bytes: after a kill in between, space is lost until the next `clear`, but no extents overlap.
         self._words[_COUNT] = 0
         self._words[_USED] = 0
 
     def remove(self, index: int) -> None:
-        """Forget the record of ``index``; its extent stays, empty, for another."""
+        """Remove the record of ``index``. Its extent stays, empty, for another record."""
         place = self._places[index]
         if place:
             self._drop(place - 1)
 
     def extent(self, number: int) -> Extent | None:
-        """What extent ``number`` holds; None if it is empty, or its writer died."""
+        """Describe extent ``number``; None if it is empty, or its writer died."""
         row = number * _ROW
         owner = self._rows[row + _OWNER]
         if self._rows[row] & 1 or self._places[owner] != number + 1:
@@ -204,11 +216,11 @@ class Arena:
         return Extent(owner, self._rows[row + _CAPACITY])
 
     def capacity(self, number: int) -> int:
-        """Bytes that fit into extent ``number``."""
+        """Capacity of extent ``number`` in bytes."""
         return self._rows[number * _ROW + _CAPACITY]
 
     def _spoil(self, number: int) -> None:
-        """Have whoever is reading extent ``number`` take nothing of it."""
+        """Make concurrent readers of extent ``number`` discard their copies."""
         self._rows[number * _ROW] |= 1
 
     def _drop(self, number: int) -> None:
@@ -231,7 +243,7 @@ class Arena:
         self._places[index] = number + 1
 
     def _reserve(self, base: int, place: int, length: int, limit: int) -> None:
-        """Reserve ``length`` bytes at ``place``, whose predecessors are reserved, up to the next multiple of _AHEAD."""
+        """Reserve ``length`` bytes at ``place``, and on to a multiple of _AHEAD. All before are reserved."""
         if not place or place // _AHEAD != (place + length - 1) // _AHEAD or place % _AHEAD == 0:
             end = min(limit, -(-(place + length) // _AHEAD) * _AHEAD)
             self._segment.reserve(base + place, base + end)

@@ -1,7 +1,7 @@
-"""How much memory there is to take, before it is taken.
+"""How much memory is free, checked before it is allocated.
 
-Pages of ``/dev/shm`` are RAM: what a segment may have is bounded by the file system's size, by the machine's free memory
-and by the control group that a container or a batch job runs in. Assumes Linux.
+Pages of ``/dev/shm`` are RAM. A segment's size is limited by the file system's size, by the machine's free
+memory, and by the control group of a container or batch job. Assumes Linux.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-SHM = Path("/dev/shm")  # noqa: S108 - not a temporary folder of ours, but the kernel's way to share memory
+SHM = Path("/dev/shm")  # noqa: S108 - no temporary folder, but the kernel's shared memory
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def shm_size() -> int:
-    """Bytes that ``/dev/shm`` can hold in all."""
+    """Size of ``/dev/shm`` in bytes."""
     status = os.statvfs(SHM)
     return status.f_frsize * status.f_blocks
 
 
 def shm_free() -> int:
-    """Bytes of ``/dev/shm`` that nobody uses, whether or not the machine has the RAM for them."""
+    """Unused bytes of ``/dev/shm``, whether or not the machine has the RAM for them."""
     status = os.statvfs(SHM)
     return status.f_frsize * status.f_bavail
 
 
 def memory_free() -> int:
-    """Bytes of RAM and swap that can be had without another process losing any; page cache counts as free."""
+    """Bytes of RAM and swap that are available to this process. Page cache counts as free."""
     with open("/proc/meminfo") as file:
         kibibytes = {line.split(":")[0]: int(line.split()[1]) for line in file}
     free = (kibibytes["MemAvailable"] + kibibytes["SwapFree"]) * 1024
@@ -34,7 +34,7 @@ def memory_free() -> int:
 
 
 def _group_rooms() -> list[int]:
-    """What each control group (version 2) around this process leaves it."""
+    """Free bytes in each control group (version 2) that contains this process."""
     with open("/proc/self/cgroup") as file:
         path = next((line.strip()[3:] for line in file if line.startswith("0::")), "/")
     group = _CGROUPS / path.lstrip("/")

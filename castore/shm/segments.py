@@ -1,12 +1,13 @@
-"""Segments: named pieces of ``/dev/shm`` that processes share, and that go when the last user goes.
+"""Segments: named files in ``/dev/shm`` that processes share, removed when the last user leaves.
 
-Who lives is told by the kernel: each process holds a shared ``flock`` on the file through a description of its own, which
-ends with the process, however it ends. Whoever leaves tries for the exclusive lock: who gets it was the last, and
-unlinks. What a crash leaves has no lock on it; the next process that makes a segment clears it away. No resource
-tracker is involved: Python's unlinks segments that others still use (cpython #82300).
+The kernel knows which users are alive: each process holds a shared ``flock`` on the file through its own open
+file description, which ends with the process in any case. A process that leaves tries to get the exclusive
+lock. If it succeeds, it was the last, and unlinks the file. A segment left by a crash has no lock; the next
+process that creates a segment removes it. Python's resource tracker is not used: it unlinks segments that
+others still use (cpython #82300).
 
-Pages are reserved before they are touched, so that a full ``/dev/shm`` is an error here and never a bus error there.
-Bytes are zero at first. What they mean, and who may write which when, is the business of the caller.
+Pages are reserved before they are touched, so a full ``/dev/shm`` is an error here and never a bus error
+elsewhere. Bytes are zero at first. The caller decides what they mean, and who may write which bytes when.
 """
 
 from __future__ import annotations
@@ -34,31 +35,33 @@ from castore.system.forks import reset_after_fork
 from castore.units import format_size
 
 _MAGIC = b"castore1"
-_HEAD = struct.Struct("<8sQ")  # magic (written last: who sees it sees the rest), length of the layout's JSON
+_HEAD = struct.Struct("<8sQ")  # magic (written last, so the rest is there too), length of the layout's JSON
 _HEADER = 4096
-# Reserving is cut into pieces so that Ctrl-C gets a turn.
+# Pages are reserved in steps of this many bytes, so that Ctrl-C is handled in between.
 _STEP = 1 << 28
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}", re.ASCII)
 
 
 class Segment:
-    """A named piece of shared memory: attached if it is there and lives, else made.
+    """A named piece of shared memory. Attaches to a segment in use, or else creates it.
 
-    Survives fork, forkserver and spawn: a forked child keeps the mapping and takes a lock of its own; a pickle
-    holds the name and the layout, and attaches where it is loaded.
+    Works with fork, forkserver and spawn. A forked child keeps the mapping and takes a lock of its own. A
+    pickle holds the name and the layout, and attaches where it is loaded.
 
     Args:
-        name: letters, digits, ".", "_" and "-"; all processes of this user on this machine that give the same
-            name get the same memory. None takes a name that nobody has.
-        size: bytes, for whoever makes it; who attaches takes the size that is there. A function is called by the maker
-            alone: what is free tells nothing to those who come when the segment has taken it.
-        layout: what the bytes mean, as JSON can say it. Whoever attaches must bring the same.
-        reserve: take all pages now. If False, `reserve` has to be called before bytes are touched.
-        advice: what to do where the layouts differ, for the error.
+        name: letters, digits, ".", "_" and "-". All processes of this user on this machine that give the same
+            name get the same memory. None for a new, unused name.
+        size: bytes of a new segment; a process that attaches gets the existing size. A function is called
+            only by the process that creates the segment, because the segment itself changes how much memory
+            is free.
+        layout: description of the bytes, as a JSON object. A process that attaches must give the same.
+        reserve: whether to reserve all pages now. If not, call `reserve` before touching bytes. Default True.
+        advice: what to do if the layouts differ, for the error message.
 
     Raises:
-        FullError: ``/dev/shm`` or the machine's memory is too small; nothing has been taken.
-        SegmentError: a living segment of that name has another layout, or belongs to another user.
+        FullError: ``/dev/shm`` or the machine's memory is too small; nothing was allocated.
+        SegmentError: a segment in use has that name and another layout, or belongs to another user.
+        InvalidValueError: the name or the layout is not valid.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Segment:
             raise InvalidValueError(
                 f"{name!r} cannot name a shared segment; take 1 to 200 of the characters A-Z a-z 0-9 . _ -"
             )
-        #: Without the prefix that marks files of castore and of this user.
+        #: Name without the prefix that the files of castore and of this user have.
         self.name = name or f"{os.getpid()}-{uuid.uuid4().hex[:16]}"
         self._layout = dict(layout)
         handle, self.created = _open(path_of(self.name), self._layout, size, reserve, advice)
@@ -84,11 +87,11 @@ class Segment:
         self._handle = handle
         self.size = os.fstat(handle.fd).st_size - _HEADER
         self._map = mmap.mmap(handle.fd, _HEADER + self.size)
-        #: The bytes, writable, the same in every process.
+        #: The shared bytes, writable.
         self.buffer = memoryview(self._map)[_HEADER:]
         self._threads = threading.Lock()
         self._finalizer = weakref.finalize(self, handle.release)
-        self._finalizer.atexit = False  # too early: see _leave_at_exit
+        self._finalizer.atexit = False  # atexit would be too early: see _leave_at_exit
         _living.add(self)
         reset_after_fork(self)
 
@@ -109,7 +112,7 @@ class Segment:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Exclusive among all threads and processes that use this segment; a process that dies lets go."""
+        """Hold the segment's lock against all other threads and processes. It ends with the process."""
         with self._threads:
             fd = self._fd()
             lock_byte(fd, 0)
@@ -119,20 +122,20 @@ class Segment:
                 unlock_byte(fd, 0)
 
     def reserve(self, start: int, end: int) -> None:
-        """Have ``buffer[start:end]`` backed by memory. Reserving twice is harmless.
+        """Have ``buffer[start:end]`` backed by memory. Reserving bytes twice is harmless.
 
         Raises:
-            FullError: ``/dev/shm`` or the machine's memory has no room for them; the rest is as it was.
+            FullError: ``/dev/shm`` or the machine's memory is too small. Bytes reserved before stay reserved.
         """
         _check_memory(self.name, end - start)
         _reserve(self._fd(), self.name, _HEADER + start, _HEADER + end)
 
     def private(self) -> memoryview:
-        """The bytes once more, read as they are in the segment; what is written stays in this process."""
+        """Return a private mapping: it shows the segment's bytes, and writes to it stay in this process."""
         return memoryview(mmap.mmap(self._fd(), _HEADER + self.size, flags=mmap.MAP_PRIVATE))[_HEADER:]
 
     def close(self) -> None:
-        """Leave. The last to leave removes the file; memory stays mapped while views of it are around."""
+        """Leave. The last process to leave removes the file. Memory stays mapped while views of it exist."""
         self._finalizer()
 
     def _fd(self) -> int:
@@ -145,31 +148,35 @@ _living: weakref.WeakSet[Segment] = weakref.WeakSet()
 
 
 def _leave_all() -> None:
-    # Not through the finalizers: weakref runs none that late.
+    # Not through the finalizers: weakref runs none so late.
     for segment in list(_living):
         segment._handle.release()
 
 
 def _leave_at_exit(_: object = None) -> None:
-    # Below zero: after multiprocessing has ended and joined its daemons. A persistent loader's workers live until then,
-    # and are ended by a signal, so that neither they nor we, if we left before them, would remove the file.
+    # A priority below zero runs after multiprocessing has terminated and joined its daemons. A persistent
+    # loader's workers live until then and end by a signal, so they do not remove the file. This process must
+    # leave after them.
     multiprocessing.util.Finalize(None, _leave_all, exitpriority=-100)
 
 
 _leave_at_exit()
-# A child forked by multiprocessing forgets what its parent has registered, and runs what it has registered itself.
+# A child forked by multiprocessing drops the finalizers of its parent, so it must register its own.
 multiprocessing.util.register_after_fork(_leave_all, _leave_at_exit)
 
 
 class _Handle:
-    """A descriptor with a shared lock on it, and the end of it. Apart from Segment: a finalizer must not hold that."""
+    """A descriptor with a shared lock, and its release. Not in Segment, to which no finalizer may refer."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self.fd = fd
         self._path = path
 
     def renew(self) -> None:
-        """In a forked child: a description, and so a lock, of its own. The parent keeps the inherited one."""
+        """Give a forked child an open file description, and so a lock, of its own.
+
+        The parent keeps the inherited one.
+        """
         if self.fd < 0:
             return
         inherited, self.fd = self.fd, os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -177,12 +184,13 @@ class _Handle:
         os.close(inherited)
 
     def release(self) -> None:
-        """Unlock and close; unlink if nobody else has it."""
+        """Unlock and close the file; unlink it if no other process uses it."""
         fd, self.fd = self.fd, -1
         if fd < 0:
             return
         try:
-            # Two that leave at once: to ask for this is to give up the shared lock first, so one of them gets it.
+            # flock gives up the shared lock before it tries the exclusive one. So of two processes that leave
+            # at once, one gets it.
             if _try_alone(fd) and _is_at(fd, self._path):
                 self._path.unlink()
         finally:
@@ -190,12 +198,12 @@ class _Handle:
 
 
 def path_of(name: str) -> Path:
-    """The file of this user's segment of that name."""
+    """Path of this user's segment of that name."""
     return SHM / f"{_prefix()}{name}"
 
 
 def is_alive(name: str) -> bool:
-    """Whether some process uses this user's segment of that name."""
+    """Whether a process uses this user's segment of that name."""
     try:
         fd = os.open(path_of(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -207,15 +215,16 @@ def is_alive(name: str) -> bool:
 
 
 def clear_dead() -> list[str]:
-    """Remove this user's segments that no process uses any more; their names."""
+    """Remove this user's segments that no process uses any more; return their names."""
     cleared = []
     for path in SHM.glob(f"{_prefix()}*"):
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
-            continue  # its last user just left; or it is a link, or another user's: none of ours
+            continue  # its last user has just left; or it is a symbolic link, or another user's file
         try:
-            # Who attaches at this moment waits for our lock, then sees that the file is gone, and begins again.
+            # A process that attaches now waits for this lock, then sees that the file is gone, and tries
+            # again.
             if os.fstat(fd).st_uid == os.geteuid() and _try_alone(fd) and _is_at(fd, path):
                 path.unlink()
                 cleared.append(path.name.removeprefix(_prefix()))
@@ -229,11 +238,12 @@ def _prefix() -> str:
 
 
 def _rejoin(name: str, layout: dict[str, Any]) -> Segment:
-    """What a pickle calls: the segment must be there, for whoever pickled it lives."""
+    """Attach from a pickle. The segment must exist: the process that pickled it must still use it."""
     fd = _existing(path_of(name))
     if fd is None or not _matches(fd, path_of(name), layout):
         raise SegmentError(
-            f"the shared segment {name!r} is gone: the process that pickled it must live until this one has it"
+            f"the shared segment {name!r} is gone: "
+            f"the process that pickled it must live until this one has it"
         )
     segment = Segment.__new__(Segment)
     segment.name, segment._layout, segment.created = name, layout, False
@@ -244,7 +254,7 @@ def _rejoin(name: str, layout: dict[str, Any]) -> Segment:
 def _open(
     path: Path, layout: dict[str, Any], size: int | Callable[[], int], reserve: bool, advice: str
 ) -> tuple[_Handle, bool]:
-    """A handle on the file, with the shared lock held, and whether this call made it."""
+    """Return a handle on the file, with the shared lock held, and whether this call created the file."""
     clear_dead()
     while True:
         fd = _existing(path)
@@ -258,7 +268,7 @@ def _open(
 
 
 def _existing(path: Path) -> int | None:
-    """A descriptor of the segment there, with the shared lock held; None if there is none that lives."""
+    """Return a descriptor of an existing segment, with the shared lock held; None if there is no file."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -271,17 +281,23 @@ def _existing(path: Path) -> int | None:
     if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
         os.close(fd)
         raise SegmentError(
-            f"{path} belongs to user {status.st_uid}, not to user {os.geteuid()}; have it removed, or take another name"
+            f"{path} belongs to user {status.st_uid}, not to user {os.geteuid()}; "
+            "have it removed, or take another name"
         )
-    fcntl.flock(fd, fcntl.LOCK_SH)  # waits for whoever is making it
+    fcntl.flock(fd, fcntl.LOCK_SH)  # waits for the process that is creating the segment
     return fd
 
 
 def _matches(fd: int, path: Path, layout: dict[str, Any], advice: str = "take another name") -> bool:
-    """Whether the segment is whole, in place and laid out so; if not, ``fd`` is closed."""
+    """Whether the segment is complete and in place; if not, ``fd`` is closed.
+
+    Raises:
+        SegmentError: it has another layout.
+    """
     header = os.pread(fd, _HEADER, 0)
     if not _is_at(fd, path) or not header.startswith(_MAGIC):
-        # Unlinked while we waited; or whoever was making it died: nobody holds it, so it is cleared away.
+        # The file was unlinked meanwhile, or its creator died. Then no process holds it, and `clear_dead`
+        # removes it.
         os.close(fd)
         clear_dead()
         return False
@@ -299,7 +315,7 @@ def _matches(fd: int, path: Path, layout: dict[str, Any], advice: str = "take an
 
 
 def _make(path: Path, layout: dict[str, Any], size: int, reserve: bool) -> int | None:
-    """A new segment's descriptor, with the shared lock held; None if somebody else was quicker."""
+    """Create a segment. Returns its descriptor, with the shared lock held; None if another was faster."""
     text = json.dumps(layout).encode()
     if len(text) > _HEADER - _HEAD.size:
         raise InvalidValueError(
@@ -318,7 +334,7 @@ def _make(path: Path, layout: dict[str, Any], size: int, reserve: bool) -> int |
         _reserve(fd, path.name, 0, _HEADER + (size if reserve else 0))
         os.pwrite(fd, text, _HEAD.size)
         os.pwrite(fd, _HEAD.pack(_MAGIC, len(text)), 0)
-        # Turning one lock into the other is not atomic: a sweep may come in between, hence the look.
+        # flock does not convert a lock atomically: another process may remove the file in between.
         fcntl.flock(fd, fcntl.LOCK_SH)
         if _is_at(fd, path):
             return fd
@@ -337,11 +353,11 @@ def _check_room(name: str, size: int) -> None:
 
 
 def _check_memory(name: str, size: int) -> None:
-    # Pages that the file system grants and the machine does not have would end in the out-of-memory killer.
+    # If the file system granted pages that the machine does not have, the out-of-memory killer would strike.
     if size > memory_free():
         raise FullError(
-            f"the machine has {format_size(memory_free())} of memory free, and {name} needs {format_size(size)}: "
-            "lower the limit"
+            f"the machine has {format_size(memory_free())} of memory free, "
+            f"and {name} needs {format_size(size)}: lower the limit"
         )
 
 

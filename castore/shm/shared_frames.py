@@ -1,17 +1,19 @@
-"""Decoded frames of large blobs in shared memory: what one process of a node has decoded, the others copy.
+"""Decoded frames of large blobs in shared memory: one process decodes a frame, others on the node copy it.
 
-One segment for each store and user, which every process attaches to that opens the store with ``shared_memory``. In it a
-table of places, found by the hash of a frame's key, and an arena of extents of one frame each. A record bears its whole
-key, so two frames whose hashes meet are a miss and never each other's bytes. Readers take no lock.
+There is one segment per store and user. Every process that opens the store with ``shared_memory`` attaches to
+it. The segment has a table, indexed by the hash of a frame's key, and an arena with one extent per frame. A
+record contains its whole key, so a hash collision is a miss and never returns another frame's bytes. Readers
+take no lock.
 
-A key is the digest, the frame's number, and which file the frame was decoded from (inode and time of last change): frames
-of an object that turns out to be damaged cannot be found any more once a good one stands in its place.
+A key consists of the digest, the frame's number, and the file that the frame was decoded from (inode and
+modification time). So frames of a damaged object cannot be found any more once a good object has replaced it.
 
-Once the tier is full, a frame comes in when it has been missed three times since the one that gives way was last used.
-In epochs, which use every frame alike, nothing moves then and a fixed part of the data stays, which is the best that can
-be had (castore/adapters/torch/policy.py has the same rule, with counts); a set that has become hot is there soon.
+Once the tier is full, a frame is admitted when it has been missed three times since the last use of the frame
+that it evicts. Epochs use every frame equally often: then nothing moves and a fixed part of the data stays,
+which is optimal (castore/adapters/torch/policy.py has the same rule, with counts). A set of frames that
+becomes hot is admitted soon.
 
-Knows no store and no codec. Must never keep bytes that were not checked: that is the business of who offers them.
+Knows no store and no codec. Must never: keep bytes that were not checked. Callers of `offer` check them.
 """
 
 from __future__ import annotations
@@ -30,33 +32,33 @@ from castore.shm.segments import Segment
 from castore.shm.tallies import Tallies
 from castore.units import format_size
 
-#: Places where a frame may be entered, side by side: with four times as many places as frames one in a hundred finds
-#: none free, and takes the place of one of those that are there.
+#: Adjacent table entries that a frame may use. With _SPARSE entries per frame, one frame in a hundred finds
+#: none of them free, and replaces the frame of one of them.
 _PROBES = 4
 _SPARSE = 4
-#: Frames looked at for the one that was used longest ago.
+#: Frames sampled to find one that was used long ago.
 _LOOKS = 8
-#: A record: its key, then the frame.
+#: Bytes of a key, and of a record before its frame.
 _KEY = 56
 _HEAD = 64
-# For each place a frame that was missed of late: its hash, and when it was missed the last two times, in nanoseconds of
-# the machine's monotonic clock.
+# Each table entry notes a recently missed frame: its hash, and the times of its last two misses in
+# nanoseconds of the machine's monotonic clock.
 _HASH, _BEFORE, _LAST, _MISSED = range(4)
 _HITS, _MISSES, _COUNTS = range(3)
 
 
 class SharedFrames:
-    """The tier of one store, as this process sees it. Threads may share it; a forked child keeps it.
+    """The tier of one store. Thread-safe, and usable in a forked child.
 
     Args:
-        store: the store's folder.
+        store: folder of the store.
         size: bytes of shared memory that the tier may take, the same in all processes that use it.
         frame_size: bytes of the longest frame.
 
     Raises:
-        FullError: ``/dev/shm`` or the machine's memory has not as much free; nothing has been taken.
+        FullError: ``/dev/shm`` or the machine's memory has not so much free; nothing was allocated.
         SegmentError: other processes use the store with another size.
-        InvalidValueError: no frame would fit.
+        InvalidValueError: not even one frame would fit.
     """
 
     def __init__(self, store: Path, size: int, frame_size: int) -> None:
@@ -64,7 +66,8 @@ class SharedFrames:
         frames = _frames(size, self._extent)
         if frames < 1:
             raise InvalidValueError(
-                f"shared_memory={size} is too small: its tables and one frame take {_needed(1, self._extent)} bytes"
+                f"shared_memory={size} is too small: "
+                f"its tables and one frame take {_needed(1, self._extent)} bytes"
             )
         self._segment = Segment(
             segment_name(store),
@@ -84,7 +87,7 @@ class SharedFrames:
         used_at, missed_at, arena_at = _places(frames)
         segment.reserve(0, arena_at)
         self._tallies = Tallies(segment, 0, _COUNTS)
-        #: When each extent was last used.
+        #: Time of each extent's last use, in nanoseconds of the machine's monotonic clock.
         self._used = segment.buffer[used_at:missed_at].cast("Q")
         self._missed = segment.buffer[missed_at:arena_at].cast("Q")
         self._hashed = _SPARSE * frames
@@ -97,26 +100,26 @@ class SharedFrames:
 
     @property
     def size(self) -> int:
-        """Bytes of frames that fit."""
+        """Capacity for frames in bytes."""
         return self._arena.size
 
     @property
     def held(self) -> int:
-        """Bytes that the frames take which are there, for all processes together."""
+        """Bytes that frames take now, for all processes together."""
         return self._arena.used
 
     @property
     def hits(self) -> int:
-        """Reads of a frame that the tier answered, over all processes since the first attached."""
+        """Number of frames read from the tier, by all processes since the first attached."""
         return self._tallies.total(_HITS)
 
     @property
     def misses(self) -> int:
-        """Reads of a frame that had to decode it."""
+        """Number of frames read that were not in the tier, by all processes since the first attached."""
         return self._tallies.total(_MISSES)
 
     def close(self) -> None:
-        """Leave; the last to leave removes the segment. Open readers go on, and leave nothing there any more."""
+        """Leave. The last process to leave removes the segment. Open readers go on, but add no frames."""
         self._segment.close()
 
     def of(self, digest: bytes, fd: int) -> ObjectFrames:
@@ -126,7 +129,7 @@ class SharedFrames:
         return ObjectFrames(self, digest + file)
 
     def read(self, key: bytes, begin: int, end: int) -> bytes | None:
-        """A copy of a frame's bytes from ``begin`` to ``end``, or None: it is not there, or goes just now."""
+        """Return a copy of a frame's bytes ``begin`` to ``end``; None if it is missing or being replaced."""
         record = self._find(key)
         if record is not None:
             piece = bytes(record.data[_HEAD + begin : _HEAD + end])
@@ -136,7 +139,7 @@ class SharedFrames:
         return None
 
     def fill(self, key: bytes, target: memoryview) -> bool:
-        """Copy a whole frame to ``target``, which has its length; if False, ``target`` holds anything."""
+        """Copy a whole frame to ``target``, which must have its length. If False, ``target`` is undefined."""
         record = self._find(key)
         if record is not None and len(record.data) == _HEAD + len(target):
             target[:] = record.data[_HEAD:]
@@ -164,28 +167,31 @@ class SharedFrames:
         try:
             self._tallies.add(which)
         except SegmentError:
-            return  # closed, or more processes than rows: the counts only inform
+            return  # closed, or no row left for this process: the counts only inform
 
     def offer(self, key: bytes, frame: Buffer) -> None:
-        """Keep a copy of a frame that was missed and has been decoded and checked, if there is room or one gives way."""
+        """Copy a missed frame into the tier if there is room, or if another frame is due to be evicted.
+
+        The caller must have checked the frame's bytes.
+        """
         now = time.monotonic_ns()
         since = self._note_miss(xxhash.xxh3_64_intdigest(key), now)
-        # Most offers are refused once the tier is full: that is told without the lock.
+        # Once the tier is full, most offers are refused here, without the lock.
         if not since and not self._has_room():
             return
         try:
             with self._segment.lock():
                 number = self._enter(key, frame, since)
         except SegmentError:
-            return  # the store was closed, and what was read from it before reads on
+            return  # the store was closed, but a reader opened before goes on
         if number is not None:
             self._used[number] = now
 
     def _note_miss(self, hashed: int, now: int) -> int:
-        """Count a miss; when the frame was missed the time before the last, or 0."""
+        """Note a miss; return the time of the miss before the last one, or 0."""
         missed, first = self._missed, hashed % self._hashed * _MISSED
         rows = range(first, first + _PROBES * _MISSED, _MISSED)
-        # Without the lock: a race costs a frame its turn, or gives it one early.
+        # Without the lock: a race only admits a frame later or earlier.
         row = next((row for row in rows if missed[row + _HASH] == hashed), None)
         if row is None:
             row = min(rows, key=lambda row: missed[row + _LAST])
@@ -199,10 +205,10 @@ class SharedFrames:
         return not self._cannot_grow and self._arena.fits(self._extent)
 
     def _enter(self, key: bytes, frame: Buffer, since: int) -> int | None:
-        """Assumes the lock. The number of the extent that has the frame now, or None."""
+        """Return the number of the extent that has the frame now, or None. The caller holds the lock."""
         arena = self._arena
         if self._find(key) is not None:
-            return None  # another process decoded it at the same time, and was quicker
+            return None  # another process decoded it at the same time, and was faster
         place = xxhash.xxh3_64_intdigest(key) % self._hashed
         around = range(place, place + _PROBES)
         index = next((index for index in around if not arena.holds(index)), None)
@@ -229,29 +235,29 @@ class SharedFrames:
         return number
 
     def _last_use(self, number: int) -> int:
-        # An empty extent is one whose frame was discarded, or whose writer died: nobody's.
+        # An extent is empty if its frame was discarded, or its writer died. Use it first.
         return self._used[number] if self._arena.extent(number) is not None else -1
 
     def _stay(self, error: FullError) -> None:
-        # Once a process: a cache that cannot grow is worth a word, and no reason to stop a training run.
+        # One warning per process: a cache that cannot grow is no reason to stop a training run.
         self._cannot_grow = True
         warnings.warn(
             f"no more frames are shared than {format_size(self.held)}: {error}", RuntimeWarning, stacklevel=2
         )
 
     def discard(self, key: bytes) -> None:
-        """Forget a frame, if it is there."""
+        """Remove a frame if it is there."""
         try:
             with self._segment.lock():
                 record = self._find(key)
                 if record is not None:
                     self._arena.remove(record.owner)
         except SegmentError:
-            return  # closed: nobody finds it through this process any more
+            return  # closed: this process offers no frame any more
 
 
 class ObjectFrames:
-    """The frames of one object in the tier, by their number; ``object_key`` is 48 bytes that no other object has."""
+    """The frames of one object in the tier, by number. ``object_key`` is 48 bytes, unique per object."""
 
     __slots__ = ("_frames", "_object_key")
 
@@ -272,7 +278,7 @@ class ObjectFrames:
         self._frames.offer(self._key(index), frame)
 
     def discard(self, count: int) -> None:
-        """Forget the first ``count`` frames: all of them, since there is doubt about one."""
+        """Remove frames 0 to ``count - 1``: if one frame is damaged, the others are in doubt too."""
         for index in range(count):
             self._frames.discard(self._key(index))
 
@@ -281,13 +287,13 @@ class ObjectFrames:
 
 
 def segment_name(store: Path) -> str:
-    """The name of the segment of a store, by whatever path it is opened."""
-    # Not hash(), which differs between processes.
+    """Name of a store's segment. It is the same for all paths that lead to the store."""
+    # Not `hash()`, which differs between processes.
     return f"frames-{xxhash.xxh3_128_hexdigest(os.fsencode(os.path.realpath(store)))}"
 
 
 def _frames(size: int, extent: int) -> int:
-    """How many frames fit into ``size`` bytes with their tables."""
+    """Number of frames that fit into ``size`` bytes together with their tables."""
     frames = size // _round_up(extent)
     while frames and _needed(frames, extent) > size:
         frames -= 1
@@ -295,17 +301,17 @@ def _frames(size: int, extent: int) -> int:
 
 
 def _entries(frames: int) -> int:
-    """Places of the tables."""
+    """Number of table entries."""
     return _SPARSE * frames + _PROBES
 
 
 def _needed(frames: int, extent: int) -> int:
-    """Bytes of a segment for so many frames."""
+    """Bytes of a segment for ``frames`` frames."""
     return _places(frames)[2] + Arena.needed(_entries(frames), frames * _round_up(extent))
 
 
 def _places(frames: int) -> tuple[int, int, int]:
-    """Where in the segment the extents' last uses begin, the misses, and the arena."""
+    """Offsets in the segment of the last uses, the misses and the arena."""
     used_at = _round_up(Tallies.needed(_COUNTS))
     missed_at = used_at + _round_up(8 * frames)
     return used_at, missed_at, missed_at + _round_up(8 * _MISSED * _entries(frames))

@@ -1,14 +1,15 @@
-"""The states of slots in shared memory: who may write one, and whether what was read from one is whole.
+"""The states of slots in shared memory: which process may write a slot, and whether a copy of it is valid.
 
-A slot is a place for one sample; its state is a word of 32 bits. The lowest byte is what others may know of it (0 empty,
-1 set, 2 out of range), bit 8 says that it is being written, and the bits above count how often it changed.
+A slot is a place for one sample. Its state is a word of 32 bits. The lowest byte is public (0 empty, 1 set, 2
+out of range), bit 8 means that the slot is being written, and the bits above count its changes.
 
-Writers hold the segment's lock from claim to publication, so a slot found WRITING by who holds the lock is that of a
-writer that died or failed, and is taken over. Readers take no lock: they look at the word, copy the sample, and look
-again; a word that is READY and the same says that the copy is whole. That rests on stores becoming visible in their
-order, and loads happening in theirs, as x86-64 has it.
+Writers hold the segment's lock from `claim` to `publish`. So a slot that is WRITING when another process
+holds the lock belongs to a writer that died or failed, and may be claimed again. Readers take no lock: a
+reader loads the word, copies the sample, and loads the word again. If the word is READY and unchanged, the
+copy is valid. That relies on stores becoming visible in program order, and on loads in program order, as on
+x86-64.
 
-Knows nothing of what lies in the slots. Must never change a word outside the lock.
+Knows nothing of what lies in the slots. Must never: change a word outside the lock.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ import enum
 from array import array
 
 _BITS = 32
-#: The part of a word that is the state; what is above counts changes.
+#: Mask of the state in a word; the bits above it count changes.
 STATE = 0x1FF
 _CHANGE = STATE + 1
 
 
 class SlotState(enum.IntEnum):
-    """What is known of a slot.
+    """State of a slot.
 
     ============  ==================  ===============================================================
     from          to                  when
     ============  ==================  ===============================================================
-    EMPTY         WRITING             somebody sets it
-    WRITING       READY               the sample is there as a whole
-    WRITING       WRITING             its writer died or failed, and somebody else sets it
-    WRITING       EMPTY               there is no room for the sample; or all are cleared
-    READY         WRITING             it is overwritten
-    READY         EMPTY               all are cleared
+    EMPTY         WRITING             a process sets the sample
+    WRITING       READY               the sample is complete
+    WRITING       WRITING             the writer died or failed, and another sets the sample
+    WRITING       EMPTY               there is no room for the sample, or all slots are cleared
+    READY         WRITING             the sample is overwritten
+    READY         EMPTY               all slots are cleared
     OUT_OF_RANGE                      never: the cache has no room for this index
     ============  ==================  ===============================================================
     """
@@ -53,22 +54,22 @@ _NEXT: dict[int, frozenset[SlotState]] = {
 
 
 class Slots:
-    """The words of ``count`` slots, of which the first ``usable`` can be set.
+    """The words of ``count`` slots. The first ``usable`` slots can be set.
 
-    `claim`, `publish`, `release` and `clear` assume that the caller holds the lock of the segment.
+    The caller must hold the segment's lock for `claim`, `publish`, `release` and `clear`.
 
     Args:
         buffer: `needed(count)` bytes of the segment, zero at first.
-        usable: how many slots have a place for a sample.
+        usable: number of slots that have a place for a sample.
     """
 
     def __init__(self, buffer: memoryview, usable: int) -> None:
-        #: For readers, who go without calls: ``words[i] & STATE`` is a `SlotState`.
+        #: Readers use the words without a method call: ``words[i] & STATE`` is a `SlotState`.
         self.words = buffer.cast("I")
         self._usable = usable
         beyond = len(self.words) - usable
         if beyond and self.words[-1] != SlotState.OUT_OF_RANGE:
-            # Whoever attaches at the same time writes the same.
+            # A process that attaches at the same time writes the same values.
             self.words[usable:] = memoryview(array("I", [SlotState.OUT_OF_RANGE]) * beyond)
 
     @staticmethod
@@ -77,30 +78,31 @@ class Slots:
         return count * _BITS // 8
 
     def state(self, index: int) -> SlotState:
-        """The state of a slot at this moment."""
+        """The current state of a slot."""
         return SlotState(self.words[index] & STATE)
 
     def claim(self, index: int) -> None:
-        """From here on readers leave the slot alone; its bytes may be written."""
+        """Make readers ignore the slot, so that its bytes may be written."""
         self._move(index, SlotState.WRITING)
 
     def publish(self, index: int) -> int:
-        """Its bytes are there: readers may copy them. Returns the word, the mark of this very publication."""
+        """Let readers copy the slot's bytes. Returns the word, which identifies this publication."""
         return self._move(index, SlotState.READY)
 
     def release(self, index: int) -> None:
-        """There is nothing in the slot after all."""
+        """Make the slot empty."""
         self._move(index, SlotState.EMPTY)
 
     def clear(self) -> None:
-        """Empty all slots. Interrupted, it has emptied some."""
+        """Empty all slots. If interrupted, some slots are empty."""
         for index in range(self._usable):
             if self.words[index] & STATE:
                 self._move(index, SlotState.EMPTY)
 
     def _move(self, index: int, to: SlotState) -> int:
         word = self.words[index]
-        # Looked up by the bare number, which a state equals: to make the state of it would take most of the time.
+        # The look-up uses the plain int, which equals a SlotState: creating a SlotState would take most of
+        # the time.
         assert to in _NEXT[word & STATE], f"slot {index}: {SlotState(word & STATE)!r} to {to!r}"
         word = ((word & ~STATE) + _CHANGE) % (1 << _BITS) | to
         self.words[index] = word

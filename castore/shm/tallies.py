@@ -1,7 +1,9 @@
-"""Tallies: numbers that each process counts up in a row of its own, so that nobody waits, and that add up over all.
+"""Tallies: counters in shared memory that add up over processes.
 
-A row belongs to one process; that of a dead one is added to the first row, which belongs to nobody, and used again. So
-what workers counted outlives them.
+Each process counts in a row of its own, so no process waits for another. A total is the sum over all rows.
+
+A row belongs to one process. The row of a dead process is added to the first row, which belongs to no
+process, and used again. So the counts of workers outlive them.
 """
 
 from __future__ import annotations
@@ -15,25 +17,25 @@ from castore.system.forks import reset_after_fork
 from castore.system.temporary import is_running, pid_namespace, process_started
 
 _ROWS = 1024
-# Who has the row: its process, when that started, the PID namespace it counts in. Zero: nobody.
+# The owner of a row: process id, start time of the process, PID namespace. All zero: no owner.
 _PID, _STARTED, _NAMESPACE = range(3)
 _OWNER = 3
 
 
 class Tally:
-    """One number of the tallies."""
+    """One counter of the tallies."""
 
     def __init__(self, tallies: Tallies, which: int) -> None:
         self._tallies = tallies
         self._which = which
 
     def add(self, amount: int = 1) -> None:
-        """Count it up; a negative amount takes back what this process has counted."""
+        """Add to the counter. A negative amount takes back earlier counts of this process."""
         self._tallies.add(self._which, amount)
 
     @property
     def value(self) -> int:
-        """What all processes counted, those that are gone too."""
+        """Total of all processes, including those that have ended."""
         return self._tallies.total(self._which)
 
     def __repr__(self) -> str:
@@ -41,12 +43,12 @@ class Tally:
 
 
 class Tallies:
-    """``count`` numbers in a part of a segment.
+    """``count`` counters in a part of a segment.
 
     Args:
-        segment: where they lie; its pages must be reserved.
-        start: the place of their first byte, a multiple of 8.
-        count: how many numbers.
+        segment: the segment; the pages of this part must be reserved.
+        start: offset of the part in bytes, a multiple of 8.
+        count: number of counters.
     """
 
     def __init__(self, segment: Segment, start: int, count: int) -> None:
@@ -63,12 +65,16 @@ class Tallies:
 
     @staticmethod
     def needed(count: int) -> int:
-        """Bytes that ``count`` numbers take."""
+        """Bytes that ``count`` counters take."""
         return _ROWS * (_OWNER + count) * 8
 
     def add(self, which: int, amount: int = 1) -> None:
-        """Count the number ``which`` up."""
-        # Threads of a process share its row; += on shared words is no single step.
+        """Add to counter ``which``.
+
+        Raises:
+            SegmentError: the segment is closed, or has no row left for this process.
+        """
+        # Threads of a process share its row, and += on shared words is not atomic.
         with self._threads:
             row = self._own
             if row is None:
@@ -76,11 +82,11 @@ class Tallies:
             row[which] += amount
 
     def total(self, which: int) -> int:
-        """The number ``which`` over all processes, those that are gone too."""
+        """Total of counter ``which`` over all processes, including those that have ended."""
         return sum(self._words[_OWNER + which :: self._width])
 
     def tally(self, which: int) -> Tally:
-        """The number ``which``, by itself."""
+        """Counter ``which`` as an object."""
         return Tally(self, which)
 
     def _claim(self) -> memoryview:
@@ -97,11 +103,12 @@ class Tallies:
 
     @staticmethod
     def _is_over(row: memoryview, namespace: int) -> bool:
-        # Of another container's processes nothing is known here: their rows are left alone.
+        # Processes of another container are not visible here, so their rows are left alone.
         return row[_NAMESPACE] == namespace and not is_running(row[_PID], row[_STARTED])
 
     def _fold(self, row: memoryview) -> None:
         for which in range(_OWNER, self._width):
-            # Killed in between, we count once too often at most once: never lose, since these only inform.
+            # A kill between these two lines counts one number twice, and loses none. The counters only
+            # inform.
             self._words[which] += row[which]
             row[which] = 0

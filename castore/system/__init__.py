@@ -1,7 +1,8 @@
-"""The operating system: temporary files, processes, forks, file locks, errors of disks, memory kept and computed once.
+"""The operating system: temporary files, processes, forks, file locks, disk errors, and caches in memory.
 
-`forks` says when this process may fork. `temporary` names files on their way, so that those of the dead can be told.
-`single_flight` computes once for all that ask. `ram_cache` is a bounded LRU. `ballast` holds room back on the disk.
+`forks` decides when this process may fork. `temporary` creates unfinished files, named so that leftovers of
+dead processes are recognised. `single_flight` computes a missing value once for all callers. `ram_cache` is a
+bounded LRU. `ballast` reserves space on the disk.
 
 May import: errors, units.
 Must never: know of blobs, names or stores.

@@ -1,8 +1,9 @@
-"""The ballast: room on the disk that a store holds back, so that it can be opened and emptied when there is not a byte left.
+"""The ballast: disk space that a store reserves, so that the store can be opened and emptied on a full disk.
 
-SQLite writes before it frees: its log when names are removed, its shared memory when the file is opened. So on a full disk
-work that frees room, or needs next to none, is done once more without the ballast, which takes its place again afterwards.
-Whatever else writes to the disk may take the room meanwhile: then the error is what it was.
+SQLite writes before it frees space: the WAL when names are removed, the shared-memory file when the database
+is opened. If the disk is full, work that frees space, or needs very little, is repeated without the ballast.
+Afterwards the ballast is allocated again. Another program may take the space meanwhile: then the error
+stands.
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ from castore.system.temporary import open_with_mode
 
 T = TypeVar("T")
 
-#: Bytes held back: the log of some thousand removed names.
+#: Bytes reserved: the WAL of about a thousand removed names.
 BALLAST_BYTES = 2 * 1024 * 1024
-# It is made where it is a small part of what is free, so never on a disk that is small or nearly full.
+# Free bytes that the disk must have for a ballast to be created: the ballast must be a small part of them.
 _MADE_WITH_FREE = 16 * BALLAST_BYTES
 
-# More than what SQLite asks for at once to open its file.
+# More bytes than SQLite needs at once for its shared-memory file.
 _SHM_BYTES = 64 * 1024
 
 
 def free_bytes(folder: Path) -> int:
-    """What may still be written to the disk of ``folder``."""
+    """Bytes that may still be written to the disk of ``folder``; `sys.maxsize` if unknown."""
     status = os.statvfs(folder)
-    # Some file systems do not tell.
+    # Some file systems report no sizes.
     return status.f_bavail * status.f_frsize if status.f_blocks else sys.maxsize
 
 
 def is_short(folder: Path) -> bool:
-    """Whether there is so little room that removing has to go in small steps."""
+    """Whether the disk has so little space that removing must go in small steps."""
     return free_bytes(folder) < _MADE_WITH_FREE
 
 
 def full(folder: Path, error: BaseException) -> FullError | None:
-    """What to tell the user of an error that a full disk of ``folder`` explains; None for any other."""
-    # SQLite says no more than "disk I/O error" where there is no room for its shared memory.
+    """Return a FullError if a full disk of ``folder`` explains the error, else None."""
+    # SQLite reports only "disk I/O error" if there is no space for its shared-memory file.
     if is_full(error) or (isinstance(error, sqlite3.OperationalError) and free_bytes(folder) < _SHM_BYTES):
         return FullError(f"the disk of {folder} is full; free some space there")
     return None
@@ -54,8 +55,8 @@ class Ballast:
     """The ballast of one store.
 
     Args:
-        path: the file; it need not exist.
-        mode: its permission bits.
+        path: path of the file, which need not exist.
+        mode: permission bits of the file.
     """
 
     def __init__(self, path: Path, mode: int) -> None:
@@ -63,18 +64,19 @@ class Ballast:
         self._mode = mode
 
     def keep(self) -> None:
-        """Make the ballast if it is missing and the disk has room enough."""
+        """Create the ballast if it is missing and the disk has enough space."""
         if self._size() < BALLAST_BYTES and not is_short(self._path.parent):
             self._take(BALLAST_BYTES)
 
     def relieve(self, work: Callable[[], T], settle: Callable[[], None] = lambda: None) -> T:
-        """What ``work`` returns; if the disk is full for it, it is called once more without the ballast.
+        """Return the result of ``work``. If it raises FullError, call it once more without the ballast.
 
         Args:
-            settle: gives back what the work took for a while, before the ballast takes its place again.
+            work: the work to do. It may be called twice.
+            settle: frees space that the work used temporarily; called before the ballast is allocated again.
 
         Raises:
-            FullError: that was not enough.
+            FullError: the ballast's space was not enough, or there is no ballast.
         """
         try:
             return work()
@@ -97,8 +99,8 @@ class Ballast:
             return 0
 
     def _take(self, size: int) -> None:
-        """Hold back so much, or what there is of it."""
-        with suppress(OSError):  # half of it is better than none, and none is no reason to fail
+        """Allocate ``size`` bytes, or as many as are free."""
+        with suppress(OSError):  # a smaller ballast is better than none, and none is no reason to fail
             size = min(size, free_bytes(self._path.parent))
             fd = open_with_mode(self._path, os.O_WRONLY, self._mode)
             try:

@@ -1,8 +1,9 @@
-"""Locks on bytes of a file that belong to the open file description: they go with whoever held them, however that ends.
+"""Locks on single bytes of a file (open file description locks). The kernel releases a dead holder's locks.
 
-Unlike POSIX record locks they survive the closing of another descriptor of the file in the same process; unlike those
-of ``flock`` there is one for each byte. Threads that share a descriptor are not kept apart, nor is a forked child that
-still has its parent's: until that child ends, too, the lock is held. So a child closes what it inherits.
+Unlike POSIX record locks, these locks survive the closing of another descriptor of the file in the same
+process. Unlike ``flock``, every byte has a lock of its own. They do not exclude threads that share a
+descriptor, nor a forked child that inherited it: the lock is held until that child has closed it too. So a
+child must close inherited descriptors.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, 
 
 
 def lock_byte(fd: int, place: int) -> None:
-    """Wait for the exclusive lock of the byte at ``place``, which need not exist."""
+    """Wait for the exclusive lock of the byte at offset ``place``. The byte need not exist."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
 
 
 def unlock_byte(fd: int, place: int) -> None:
-    """Let go of it. Closing would not do where a child forked meanwhile has the description too."""
+    """Release the lock. Closing the file does not release it if a child forked meanwhile has the file too."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, place, 1, 0))
 
 
 def is_locked(fd: int, place: int) -> bool:
-    """Whether another open file description holds the lock of the byte at ``place``."""
+    """Whether another open file description holds the lock of the byte at offset ``place``."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
     kind: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
     return kind != fcntl.F_UNLCK
 
 
 def close_inherited(path: Path) -> None:
-    """Close every descriptor of a file: for a child that was just forked, which has only its parent's."""
-    with suppress(FileNotFoundError):  # somebody has removed the store
+    """Close every descriptor of a file. For a child that was just forked: all of them are its parent's."""
+    with suppress(FileNotFoundError):  # the store was removed
         wanted = path.stat()
         for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # the descriptor of the listing is closed by now
+            with suppress(OSError):  # the directory listing's own descriptor is closed by now
                 if os.path.samestat(os.fstat(int(name)), wanted):
                     os.close(int(name))

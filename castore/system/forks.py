@@ -1,17 +1,18 @@
-"""One place that knows about forks: when this process may fork, and what a forked child must replace.
+"""Forks: when this process may fork, and what a forked child must replace.
 
-SQLite's own mutexes and lock tables are copied into a child as they are. A child that is born while another thread is
-inside SQLite waits for ever for a mutex that nobody in it will let go of. So a fork waits for two things: for
-`fork_gate`, which a write transaction holds from first to last, and for the lock of every thread that is inside SQLite
-otherwise (`unforked`). Readers take a lock of their own, so they never wait for one another. Before both a fork takes
-Python's import lock, which `os.fork` needs in the end.
+A child gets copies of SQLite's mutexes and lock tables in their current state. If another thread is inside
+SQLite at the fork, the child waits for ever for a mutex that no thread of the child will release. So a fork
+waits for `fork_gate`, which a write transaction holds from start to end, and for the lock of every other
+thread that is inside SQLite (`unforked`). Each reader has a lock of its own, so readers never wait for one
+another. Before these locks a fork takes Python's import lock, because `os.fork` takes it later.
 
 Locks, threads and connections do not survive into a child. A class whose instances hold such things calls
-`reset_after_fork(self)`; in a forked child its `_after_fork()` then runs before anything else can use the instance.
-Instances are held weakly: registering keeps nothing alive.
+`reset_after_fork(self)`; in a forked child its `_after_fork()` then runs before anything else can use the
+instance. Instances are held weakly: registering keeps nothing alive.
 
-Nothing here may wait without end for a lock that a thread can hold while it waits for one of these. Finalisers run in
-any thread, whatever locks that thread holds: theirs go through `finalise`.
+Must never: wait without a time limit for a lock that another thread may hold while it waits for one of these
+locks. Finalisers run in any thread, whatever locks that thread holds: a finaliser that uses SQLite goes
+through `finalise`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any, Protocol
 
 
 class ForkAware(Protocol):
-    """What survives a fork only after `_after_fork` has replaced its locks, threads and connections."""
+    """An object whose `_after_fork` must replace its locks, threads and connections in a forked child."""
 
     def _after_fork(self) -> None: ...
 
@@ -34,42 +35,43 @@ class ForkAware(Protocol):
 #: Held during a write transaction, and while this process forks. One thread of a process writes at a time.
 fork_gate: Any = threading.RLock()
 
-# Seconds that a fork waits for each thread that is inside SQLite, how often it does until it lets others in as well, and
-# the seconds in between.
+# Seconds that a fork waits for each thread that is inside SQLite; attempts until the fork lets other threads
+# enter SQLite again; and seconds of the shortest pause between attempts.
 _TURN, _TURNS, _PAUSE = 0.25, 3, 0.001
 
-# Held while a thread is given its lock, and while this process forks: no thread appears in the middle of that.
+# Held while a thread gets its lock, and while this process forks, so that no lock is added during a fork.
 _gathering: Any = threading.RLock()
-# The lock of every thread that has used SQLite and lives. Each is kept by its thread's part of `_own`.
+# The lock of every live thread that has used SQLite. The thread's part of `_own` keeps the lock alive.
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _own = threading.local()
-# One for each fork that waits for the threads' locks or is being made. Both of a list's steps are atomic.
+# One item per fork that waits for the threads' locks or is under way. `append` and `pop` are atomic.
 _under_way: list[None] = []
 
-# What finalisers have left to do. Both of a list's steps are atomic.
+# Work that finalisers have left. `append` and `pop` are atomic.
 _owed: list[Callable[[], object]] = []
 
 _live: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
 def unforked() -> Any:
-    """The calling thread's lock, a re-entrant one. While a thread holds its lock, no other thread can fork.
+    """Return the calling thread's re-entrant lock. While a thread holds its lock, no other thread can fork.
 
-    It is for calls into SQLite outside of write transactions: no C call may be under way, no cursor left to the
-    collector, and no transaction be open at its end. Nothing in it may wait for another thread.
+    Use the lock around calls into SQLite outside of write transactions. When the lock is released, no C call
+    may be running, no cursor may be left to the garbage collector, and no transaction may be open. Code that
+    holds the lock must not wait for another thread.
     """
     try:
         lock = _own.lock
     except AttributeError:  # this thread's first use
         lock = _new_lock()
-    # A fork waits for what holds its lock or the gate already, so that goes on.
+    # A thread that holds its lock or the gate already must go on: a fork is waiting for it.
     if _under_way and not lock._is_owned() and not fork_gate._is_owned():
         _let_fork()
     return lock
 
 
 def _let_fork() -> None:
-    """Stay out for a moment: a thread that goes from one question to the next would hardly let a fork in between."""
+    """Pause for a moment: a thread that runs one query after another would hardly ever let a fork start."""
     until = time.monotonic() + _TURN
     while _under_way and time.monotonic() < until:
         time.sleep(_PAUSE)
@@ -83,22 +85,23 @@ def _new_lock() -> Any:
 
 
 def reset_after_fork(instance: ForkAware) -> None:
-    """Have ``instance._after_fork()`` called in every child forked from here on."""
+    """Have ``instance._after_fork()`` called in every child forked from now on. Holds the instance weakly."""
     _live.add(instance)
 
 
 def finalise(action: Callable[[], object]) -> None:
-    """Call ``action`` at once, or at the end of the fork that is under way. For finalisers that use SQLite.
+    """Call ``action`` now, or at the end of a fork that is under way. For finalisers that use SQLite.
 
-    A finaliser never waits for a fork. The collector may run the finaliser in a thread that holds another library's
-    lock, and the fork may wait for that lock: `concurrent.futures` and `logging` hold theirs while a process forks.
+    A finaliser never waits for a fork. The garbage collector may run the finaliser in a thread that holds
+    another library's lock, and the fork may wait for that lock: `concurrent.futures` and `logging` hold
+    theirs while a process forks.
     """
     _owed.append(action)
     _call_owed()
 
 
 def _call_owed() -> None:
-    """Do what finalisers have left to do, unless a fork holds the locks: it does this in the end."""
+    """Do the work that finalisers have left. A fork that holds the locks does it at its end instead."""
     if not _gathering.acquire(timeout=_TURN):
         return
     try:
@@ -119,14 +122,14 @@ def _call_owed() -> None:
 
 
 class _Busy(Exception):
-    """A fork cannot be made yet."""
+    """The process cannot fork yet."""
 
 
 class Guard:
-    """A lock that a forked child finds free, for what has nothing else to replace there.
+    """A re-entrant lock that is free in a forked child. For code that has nothing else to replace there.
 
     Attributes:
-        lock: re-entrant.
+        lock: the lock. A forked child has a new one.
     """
 
     def __init__(self) -> None:
@@ -140,28 +143,29 @@ class Guard:
 class _ImportLock:
     """Python's import lock, which `os.fork` takes after the functions that run before a fork.
 
-    A thread that holds the import lock may wait for `fork_gate`: the collector runs finalisers there as well. So a
-    fork takes the import lock first.
+    A thread that holds the import lock may wait for `fork_gate`, because the garbage collector may run
+    finalisers in it. So a fork takes the import lock first.
     """
 
-    __enter__ = staticmethod(_imp.acquire_lock)  # a C function: no Ctrl-C strikes in the middle
+    __enter__ = staticmethod(_imp.acquire_lock)  # a C function, which Ctrl-C does not interrupt
 
     def __exit__(self, *_: object) -> None:
         _imp.release_lock()
 
 
 def _fork() -> Generator[None]:
-    """Wait until no other thread is inside SQLite, and keep them out until this generator is closed.
+    """Wait until no other thread is inside SQLite, and keep other threads out until this generator is closed.
 
-    A generator, since `with` is safe from a Ctrl-C that strikes between taking a lock and noting it.
+    This is a generator because `with` is safe from a Ctrl-C between taking a lock and noting it.
 
     Raises:
-        _Busy: a thread is inside for long. Nothing is held any more, for others are not to wait as well.
+        _Busy: a thread stays inside SQLite for long. All locks are released, so that other threads need not
+            wait.
     """
     with _ImportLock():
         if (yield from _keep_out()):
             return
-    # Where a thread is inside SQLite a finaliser may want to write, and wait for the gate: that is let through.
+    # A finaliser in a thread that is inside SQLite may wait for the gate in order to write: let it through.
     _under_way.append(None)
     try:
         for turn in range(_TURNS):
@@ -175,10 +179,11 @@ def _fork() -> Generator[None]:
 
 
 def _keep_out() -> Generator[None, None, bool]:
-    """Take the gate and every other thread's lock, until this generator is closed; False if one is not free in time.
+    """Take the gate and all other threads' locks until this generator is closed; False if one stays taken.
 
-    No wait is endless: a thread that holds one of these locks may wait for another of them, or for the import lock.
-    What this thread holds already stays as it is: a signal handler may fork in the middle of this function.
+    Every wait has a limit: a thread that holds one of these locks may wait for another of them, or for the
+    import lock. Locks that this thread holds already stay held: a signal handler may fork in the middle of
+    this function.
     """
     common = [lock for lock in (fork_gate, _gathering) if not lock._is_owned()]
     others: list[Any] = []
@@ -187,7 +192,7 @@ def _keep_out() -> Generator[None, None, bool]:
             return False
         _under_way.append(None)
         try:
-            mine = _new_lock()  # now, since a finaliser would make it in the middle of the next line
+            mine = _new_lock()  # now, because a finaliser might create it in the middle of the next line
             others = [lock for lock in _locks if lock is not mine and not lock._is_owned()]
             if not all(lock.acquire(timeout=_TURN) for lock in others):
                 return False
@@ -213,7 +218,7 @@ def _before_fork() -> None:
         except _Busy:
             forks.remove(fork)
             time.sleep(_PAUSE)
-        except (KeyboardInterrupt, SystemExit) as error:  # Python would print it, and fork all the same
+        except (KeyboardInterrupt, SystemExit) as error:  # Python would print it, and fork without the locks
             forks.remove(fork)
             interrupted = error
     if interrupted is not None:

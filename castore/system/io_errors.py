@@ -1,6 +1,7 @@
-"""Reading from a disk that has given up on some of its sectors: what it cannot give is damage, and no more than that.
+"""Reads from a disk with bad sectors: bytes that cannot be read count as damage, and do not stop a scan.
 
-For scans, which check all they read and step over what fails. Who reads one thing, and needs all of it, catches the error.
+For scans, which check all bytes and skip those that fail. A caller that needs all bytes of one object reads
+them itself and catches the errors in `AT_FAULT`.
 """
 
 from __future__ import annotations
@@ -8,23 +9,23 @@ from __future__ import annotations
 import errno
 import os
 
-#: What a read fails with where the disk is at fault (a sector it gave up on), or what lies there (a folder, a pipe). Not a
-#: process's own troubles, which must not cost a good object its place.
+#: Errors of a read where the disk is at fault (a bad sector), or the file (it is a folder or a pipe). A
+#: process's own problems are not among them: they must not cost an intact object its place.
 AT_FAULT = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.EISDIR, errno.ESPIPE, errno.EINVAL})
-# The kernel reads no less.
+# The kernel reads from a disk in units of this many bytes.
 _PAGE = 4096
 
 
 def read_around(fd: int, length: int, offset: int) -> bytes:
-    """`os.pread`, with zeros for pages that cannot be read.
+    """`os.pread`, with zeros for pages that cannot be read. Returns fewer bytes only at the end of the file.
 
     Raises:
-        OSError: the disk is not at fault.
+        OSError: the read failed with an error that is not in `AT_FAULT`.
     """
     data = _read(fd, length, offset)
     if len(data) == length:
         return data
-    # The file ends here, or a bad sector lies ahead: what comes before it is given first.
+    # The file ends here, or a bad sector follows: a read returns the bytes before it first.
     position, end = offset + len(data), min(offset + length, os.fstat(fd).st_size)
     pages = [data]
     while position < end:

@@ -1,7 +1,8 @@
-"""Whether a store's files can be used by whom the store belongs to, and what gives them back if not.
+"""Checks that the owner of a store can use its files, and names the command that restores access.
 
-castore makes files that can (temporary.py). What another program has made, copied or closed, or root before castore took
-care of that, may be closed to the owner, who would hear of it in the middle of something else.
+castore creates files that the owner can use (temporary.py). The owner may lack access to files that another
+program has created, copied or restricted, or that root has created with an older castore. Without this check
+the owner would learn of such files in the middle of other work.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ from typing import NamedTuple
 from castore import layout
 from castore.layout import Kind
 
-# Its files are their makers' alone until they are done.
+# Only its creator may use a file in this folder, until the file is finished.
 _UNFINISHED = "tmp/"
 
 
 class Access(NamedTuple):
-    """What of a store could not be used.
+    """Files and folders of a store that were not accessible.
 
     Attributes:
-        mended: paths below the store whose permission bits have been put right.
-        user: whose access is in question: this user, or the owner of the store's folder if this is root.
-        barred: paths below the store that this user may not use; what lies in such a folder is left out.
-        owners: whom those belong to.
+        mended: paths relative to the store whose permission bits were corrected.
+        user: the user whose access was checked: this process's user, or the owner of the store's folder if
+            this process runs as root.
+        barred: paths relative to the store that this user may not use. Entries inside such a folder are left
+            out.
+        owners: the users that own the barred paths.
     """
 
     mended: list[str]
@@ -37,12 +40,13 @@ class Access(NamedTuple):
 
 
 def look_over(store: Path, *, folder_mode: int, file_mode: int, object_mode: int) -> Access:
-    """Look at every file and folder of a store, and put right the permission bits of those that are this user's own.
+    """Check every file and folder of a store, and correct the permission bits of those that this user owns.
 
     Args:
-        store: its folder, in which this user may write.
-        folder_mode, file_mode, object_mode: the permission bits that folders, files that are written to, and others have
-            at least.
+        store: folder of the store, in which this user may write.
+        folder_mode: permission bits that folders must have at least.
+        file_mode: permission bits that files castore writes to must have at least.
+        object_mode: permission bits that other files must have at least.
     """
     user = os.geteuid() or os.stat(store).st_uid
     found = Access([], _user(user), [], [])
@@ -51,7 +55,7 @@ def look_over(store: Path, *, folder_mode: int, file_mode: int, object_mode: int
         wanted = (
             folder_mode if place.kind is Kind.FOLDER else file_mode if place.is_written else object_mode
         ) & 0o777
-        with suppress(FileNotFoundError):  # whose it was has just removed it
+        with suppress(FileNotFoundError):  # another process has just removed it
             status = entry.stat(follow_symlinks=False)
             if status.st_mode & wanted != wanted and _set_bits(entry.path, status, wanted):
                 found.mended.append(below)
@@ -63,13 +67,13 @@ def look_over(store: Path, *, folder_mode: int, file_mode: int, object_mode: int
 
 
 def gives_back(store: Path) -> str:
-    """The command that gives all of a store to whom its folder belongs."""
+    """Return the command that gives all files of a store to the owner of its folder."""
     status = os.stat(store)
     return f"chown -R {_user(status.st_uid)}:{_group(status.st_gid)} {shlex.quote(os.fspath(store))}"
 
 
 def _ours(folder: Path, above: str) -> Iterator[tuple[os.DirEntry[str], str, layout.Place]]:
-    """What castore has made; a folder comes before what is in it, and its bits may change in between."""
+    """Yield castore's own files and folders. The caller may correct a folder's mode before its entries."""
     for entry in os.scandir(folder):
         below = above + entry.name
         place = layout.place_of(below)
@@ -79,16 +83,15 @@ def _ours(folder: Path, above: str) -> Iterator[tuple[os.DirEntry[str], str, lay
             yield entry, below, place
         elif place.kind is Kind.FOLDER and entry.is_dir(follow_symlinks=False):
             yield entry, below, place
-            with suppress(PermissionError):  # the folder itself has been told of
+            with suppress(PermissionError):  # the caller has reported the folder itself
                 yield from _ours(Path(entry.path), f"{below}/")
 
 
 def _set_bits(path: str, status: os.stat_result, wanted: int) -> bool:
     if status.st_uid != os.geteuid():
         return False
-    fd = os.open(
-        path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-    )  # no link that others have put there meanwhile
+    # O_NOFOLLOW: another user may have put a symbolic link there meanwhile.
+    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if not os.path.samestat(os.fstat(fd), status):
             return False
@@ -99,13 +102,13 @@ def _set_bits(path: str, status: os.stat_result, wanted: int) -> bool:
 
 
 def _may_use(path: str, status: os.stat_result, store: Path, wanted: int) -> bool:
-    if os.geteuid() == 0:  # who may use everything
+    if os.geteuid() == 0:  # root may use everything, so check for the store's owner
         owner = os.stat(store)
         is_shared = wanted & 0o070 and status.st_gid == owner.st_gid
         return status.st_uid == owner.st_uid or bool(
             is_shared and status.st_mode & wanted & 0o070 == wanted & 0o070
         )
-    # Bits of a user: read, write, enter.
+    # The owner's bits of the mode: read, write, search.
     return os.access(path, wanted >> 6 & 0o7, effective_ids=True)
 
 

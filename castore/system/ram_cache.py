@@ -1,9 +1,11 @@
-"""The RAM tier: recently used values, bounded in bytes and in number, loaded once however many threads ask.
+"""The RAM tier: recently used values, bounded in bytes and number, each loaded once for all threads that ask.
 
-It counts what a value really occupies, its bookkeeping included, so a million tiny values do not slip past the
-bound. The least recently used goes first; reading a value in passing, through its `Slot`, only marks it, and marked ones
-are passed over once. It knows nothing of blobs or entries, and never blocks on anything but its own short lock: a value is loaded
-outside the lock, by the first thread that misses, while the others wait for that one.
+A value counts with the bytes that it really occupies, bookkeeping included, so a million tiny values do not
+exceed the bound. The least recently used value is evicted first. A read through a `Slot` only marks the
+value, and eviction skips a marked value once. The first thread that misses loads the value, outside the lock,
+while other threads wait for it.
+
+Must never: know of blobs or entries, or hold its lock during a load.
 """
 
 from __future__ import annotations
@@ -18,21 +20,21 @@ from castore.system.forks import reset_after_fork
 
 V = TypeVar("V")
 
-#: What a slot costs besides its value: the key, the tuple and the dictionary's share, as measured with tracemalloc.
+#: Bytes of a slot besides its value: key, slot and dictionary entry, measured with tracemalloc.
 SLOT_BYTES = 300
 
 
-#: How many slots that were read in passing `put` passes over, before it lets one of them go all the same: it holds a lock.
+#: Marked slots that `put` skips at most before it evicts one of them: `put` holds the lock meanwhile.
 CHANCES = 100
 
 
 class Slot(Generic[V]):
-    """Where a value is held. Who keeps it reads the value again without asking, and marks it as used.
+    """The place of a value. A caller that keeps a slot reads the value without a look-up, and sets ``used``.
 
     Attributes:
-        value: None once it has been let go of.
-        size: what it counts as, in bytes.
-        used: read in passing since it was last in line: it is passed over once when room is made.
+        value: the value; None once it was evicted.
+        size: bytes that it counts for.
+        used: whether it was read since eviction last skipped it; eviction then skips it once.
     """
 
     __slots__ = ("size", "used", "value")
@@ -44,7 +46,7 @@ class Slot(Generic[V]):
 
 
 class _Flight(Generic[V]):
-    """A load under way: those who wait for it, and how it ended."""
+    """A load under way: an event to wait for, and the result or error."""
 
     __slots__ = ("done", "error", "value")
 
@@ -58,15 +60,17 @@ class MemoryLRU(Generic[V]):
     """A bounded, thread-safe, fork-aware LRU.
 
     Args:
-        max_bytes: bound on the bytes held; 0 keeps nothing (loads still run once for all that ask together).
-        measure: bytes a value occupies; default `sys.getsizeof`, right for `bytes`.
-        max_items: bound on the number of values; default none, 0 keeps nothing.
+        max_bytes: upper bound of the bytes held; 0 keeps nothing (a load still runs once for threads that ask
+            together).
+        measure: returns the bytes that a value occupies. Default: `sys.getsizeof`, which is right for
+            `bytes`.
+        max_items: upper bound of the number of values; 0 keeps nothing. Default: no bound.
     """
 
     def __init__(
         self, max_bytes: int, measure: Callable[[V], int] = sys.getsizeof, *, max_items: int = sys.maxsize
     ) -> None:
-        self.max_bytes = max_bytes if max_items else 0  # which keeps nothing
+        self.max_bytes = max_bytes if max_items else 0  # 0 keeps nothing
         self.max_items = max_items
         self.bytes = 0
         self.evictions = 0
@@ -76,7 +80,8 @@ class MemoryLRU(Generic[V]):
         reset_after_fork(self)
 
     def _after_fork(self) -> None:
-        # A lock held by another thread at the fork would stay held; loads under way belong to threads that are gone.
+        # A lock that another thread held at the fork would stay held. The threads of loads under way do not
+        # exist here.
         self._lock = threading.Lock()
         self._flights: dict[Hashable, _Flight[V]] = {}
 
@@ -84,26 +89,26 @@ class MemoryLRU(Generic[V]):
         return len(self._slots)
 
     def get(self, key: Hashable) -> V | None:
-        """The value, now the most recently used, or None."""
+        """Return the value, which is now the most recently used, or None."""
         slot = self.slot(key)
         return None if slot is None else slot.value
 
     def slot(self, key: Hashable) -> Slot[V] | None:
-        """Where the value is held, now the most recently used, or None."""
-        # Without the lock, which would be a third of the time: each step is atomic under the GIL.
+        """Return the slot of the value, which is now the most recently used, or None."""
+        # Without the lock, which would take a third of the time: each step is atomic under the GIL.
         slot = self._slots.get(key)
         if slot is not None:
             try:  # noqa: SIM105 (suppress costs more than the rest of this method)
                 self._slots.move_to_end(key)
             except KeyError:
-                pass  # another thread has just let go of it
+                pass  # another thread has just evicted it
         return slot
 
     def put(self, key: Hashable, value: V) -> Slot[V] | None:
-        """Keep ``value``, letting go of the least recently used; one larger than the bound is not kept.
+        """Keep ``value``, and evict the least recently used values to make room.
 
         Returns:
-            Where it is held.
+            The slot; None if the value is larger than the bound, and so not kept.
         """
         if not self.max_bytes:
             return None
@@ -118,7 +123,7 @@ class MemoryLRU(Generic[V]):
         return slot
 
     def _make_room(self, size: int) -> None:
-        """For one more value. The caller holds the lock."""
+        """Make room for one more value of ``size`` bytes. The caller holds the lock."""
         slots, chances = self._slots, CHANCES
         while self.bytes + size > self.max_bytes or len(slots) >= self.max_items:
             key = self._oldest()
@@ -131,42 +136,43 @@ class MemoryLRU(Generic[V]):
                 self.evictions += 1
 
     def _oldest(self) -> Hashable:
-        """The key first in line. The caller holds the lock, and there is one."""
+        """The key that is next to be evicted. The caller holds the lock, and there is at least one key."""
         while True:
             try:
                 return next(iter(self._slots))
-            except RuntimeError:  # a reader, who takes no lock, moved its key between the two calls
+            except RuntimeError:  # a reader, which takes no lock, moved its key between the two calls
                 continue
 
     def _let_go(self, key: Hashable) -> None:
-        """The caller holds the lock."""
+        """Remove a value if it is there. The caller holds the lock."""
         slot = self._slots.pop(key, None)
         if slot is not None:
             self.bytes -= slot.size
             slot.value = None
 
     def discard(self, key: Hashable) -> None:
-        """Let go of one value, if it is there."""
+        """Remove a value if it is there."""
         with self._lock:
             self._let_go(key)
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Remove all values."""
         with self._lock:
             for key in list(self._slots):
                 self._let_go(key)
 
     def get_or_load(self, key: Hashable, load: Callable[[], V]) -> V:
-        """The value, from ``load()`` if it is not held; threads that ask meanwhile get the same one.
+        """Return the value, from ``load()`` if it is not held. Threads that ask meanwhile get the same value.
 
         Raises:
-            Exception: whatever ``load`` raised, in every thread that waited for it; the next call tries again.
+            Exception: the exception of ``load``, in every thread that waited for it. The next call loads
+                again.
         """
         with self._lock:
             slot = self._slots.get(key)
             if slot is not None:
                 self._slots.move_to_end(key)
-                return slot.value  # type: ignore[return-value]  # it is there as long as the slot is
+                return slot.value  # type: ignore[return-value]  # not None while the slot is in `_slots`
             flight = self._flights.get(key)
             mine = flight is None
             if flight is None:
@@ -175,7 +181,7 @@ class MemoryLRU(Generic[V]):
             flight.done.wait()
             if flight.error is not None:
                 raise flight.error
-            return flight.value  # type: ignore[return-value]  # set before done, error being None
+            return flight.value  # type: ignore[return-value]  # set before `done` if there is no error
         try:
             value = flight.value = load()
             self.put(key, value)

@@ -1,9 +1,9 @@
-"""Computing what is missing, once, however many threads and processes ask for it.
+"""Computes a missing value once, however many threads and processes ask for it.
 
-Threads of a process meet at a lock of their own; processes at a byte of ``locks/compute`` chosen by the key, locked
-through the open file description: it goes with the process that held it, however that ends, and leaves no lock files
-behind. Locks here only save work: if the file system grants them to everybody, two may compute, and each entry is
-still whole.
+Threads of a process share a lock per key. Processes lock a byte of ``locks/compute`` chosen by the key, with
+an open file description lock: it ends with its process in any case, and leaves no lock files behind. The
+locks only save work: if the file system grants a lock to several processes, several compute, and each entry
+is still whole.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from castore.system.temporary import open_with_mode
 
 
 class ComputeLocks:
-    """One lock a key, across the threads and processes of a machine.
+    """One lock per key, across the threads and processes of a machine.
 
     Args:
-        path: the lock file.
-        mode: permission bits of a new one.
+        path: path of the lock file.
+        mode: permission bits of a new lock file.
     """
 
     def __init__(self, path: Path, mode: int) -> None:
@@ -38,8 +38,8 @@ class ComputeLocks:
 
     def _after_fork(self) -> None:
         if getattr(self, "_threads", None):
-            # The child shares the open file, and with it the lock: it may live on when its parent has been killed, as
-            # workers of pools do, and whoever asks for the key would wait for ever.
+            # The child shares the open file description, and so the lock. It may outlive a killed parent, as
+            # workers of pools do. Then other processes would wait for the key for ever.
             close_inherited(self._path)
         self._guard = threading.Lock()
         self._threads: dict[str, tuple[threading.Lock, int]] = {}
@@ -47,10 +47,10 @@ class ComputeLocks:
 
     @contextlib.contextmanager
     def hold(self, key: str) -> Iterator[None]:
-        """Hold the lock of ``key``; waits for whoever has it.
+        """Hold the lock of ``key``. Waits until no other thread or process holds it.
 
         Raises:
-            InvalidValueError: this thread holds it already, and would wait for itself for ever.
+            InvalidValueError: this thread holds the lock already, and would wait for itself for ever.
         """
         owner = os.getpid()
         held: set[str] = self._held.__dict__.setdefault("keys", set())
@@ -67,7 +67,7 @@ class ComputeLocks:
                 yield
         finally:
             held.discard(key)
-            if os.getpid() == owner:  # a child that was forked in here holds nothing
+            if os.getpid() == owner:  # a child that was forked in this block holds no lock
                 self._leave(key)
 
     def _leave(self, key: str) -> None:

@@ -1,8 +1,9 @@
-"""Files that are on their way: names that tell who makes them, so that what the dead left can be told from the rest.
+"""Temporary files: each name states the writing process, so leftovers of dead processes are recognised.
 
-Also what goes with them: whether a process still runs, and how a file of the store is opened: as a regular file that is
-reached by no link (who may write to a shared store could plant one that leads elsewhere, or a pipe that never answers),
-with its permission bits whatever the umask says. What root makes in somebody's store belongs to that store's owner.
+This module also checks whether a process still runs, and opens and creates the files of a store. A file is
+opened only if it is a regular file and no symbolic link: a user who may write to a shared store could plant a
+link that leads elsewhere, or a pipe that blocks. A new file gets its permission bits whatever the umask is. A
+file that root creates in a store belongs to the owner of its folder.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from typing import NamedTuple
 
 from castore.errors import StoreError
 
-# A link is an error, and a pipe or a device is not waited for.
+# A symbolic link is an error, and a pipe or a device does not block.
 _NO_DETOUR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-# What opening a link, a folder, a socket, or something below a file ends with.
+# Errors when opening a symbolic link, a folder, a socket, or a path below a file.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOTDIR)
 _OTHER = "{} is a link, a folder or a pipe where a file of the store belongs; `castore doctor` sets it aside"
-#: A file, or a mount, of another PID namespace (a container's, say) counts as left behind after this many seconds
-#: without a sign of life: its processes cannot be looked up from here.
+#: Seconds without a sign of life after which a file or mount of another PID namespace (for example a
+#: container's) counts as left behind: its process cannot be looked up from here.
 FOREIGN_AGE = 3600.0
 
 
 @lru_cache(maxsize=1)
 def pid_namespace() -> int:
-    """What tells this process's PIDs from those of other containers."""
+    """Number of this process's PID namespace. It distinguishes PIDs of different containers."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 def process_started(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot, or None if there is no such process."""
+    """Start time of a process in clock ticks since boot; None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -46,9 +47,10 @@ def process_started(pid: int) -> int | None:
 
 
 def is_running(pid: int, started: int | None = None) -> bool:
-    """Whether a process of that PID, and of that start time if one is given, still runs.
+    """Whether a process with that PID, and with that start time if one is given, still runs.
 
-    Where ``/proc`` hides other users' processes (``hidepid``), any process of that PID is taken for the one in question.
+    If ``/proc`` hides other users' processes (``hidepid``), the start time cannot be compared: any process
+    with that PID counts.
     """
     try:
         found = process_started(pid)
@@ -70,13 +72,13 @@ def _is_hidden(pid: int) -> bool:
 
 
 def is_of_live_process(name: str) -> bool:
-    """Whether a file or folder is named after a process, as `create_temporary` names it, that runs here now."""
+    """Whether a name, in the form of `create_temporary`, states a process that runs in this PID namespace."""
     who = _maker(name)
     return who is not None and is_running(*who)
 
 
 def _maker(name: str) -> tuple[int, int] | None:
-    """PID and start of the process that a name tells; None if it tells none of this PID namespace."""
+    """PID and start time of the process that a name states; None if it states none of this PID namespace."""
     parts = name.split("-")
     if len(parts) != 4 or not all(part.isascii() and part.isdigit() for part in parts[:3]):
         return None
@@ -84,8 +86,16 @@ def _maker(name: str) -> tuple[int, int] | None:
 
 
 def create_temporary(folder: Path, suffix: str = "part") -> tuple[int, Path]:
-    """A new file in ``folder``, open for writing, whose name tells who makes it, and by its end, without ``-``, what for."""
-    # The random part keeps two threads, or two processes that got the same PID in turn, from meeting.
+    """Create a file in ``folder``, open for reading and writing; returns ``(descriptor, path)``.
+
+    The name states this process.
+
+    Args:
+        folder: where to create the file.
+        suffix: purpose of the file, which ends the name; must not contain ``-``. Default "part".
+    """
+    # The random part makes names of different threads differ, and names of successive processes with the same
+    # PID.
     started = process_started(os.getpid()) or 0
     path = folder / f"{pid_namespace()}-{os.getpid()}-{started}-{os.urandom(16).hex()}.{suffix}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -94,27 +104,27 @@ def create_temporary(folder: Path, suffix: str = "part") -> tuple[int, Path]:
 
 
 class Stray(NamedTuple):
-    """A file that no living writer accounts for."""
+    """A file without a live writer, and its size in bytes."""
 
     path: Path
     size: int
 
 
 def left_behind(folder: Path) -> Iterator[Stray]:
-    """Temporary files in ``folder`` whose writer is gone. A folder is none: `doctor` looks at those."""
+    """Yield the temporary files in ``folder`` whose writer is gone. Skips folders: `doctor` handles those."""
     for path in folder.iterdir():
         try:
             status = path.lstat()
         except FileNotFoundError:
-            continue  # its writer just finished
+            continue  # its writer has just finished
         if not stat.S_ISDIR(status.st_mode) and _writer_gone(path.name, status.st_mtime):
             yield Stray(path, status.st_size)
 
 
 def left_folders(folder: Path) -> Iterator[Path]:
-    """Folders in ``folder``, named like `create_temporary`'s files, whose process is gone.
+    """Yield folders in ``folder``, named like `create_temporary`'s files, whose process is gone.
 
-    Those of other PID namespaces stay: nothing about a folder tells that somebody still writes to a file in it.
+    Folders of other PID namespaces are left out: a folder does not show whether a process still writes in it.
     """
     for path in folder.iterdir() if folder.is_dir() else ():
         who = _maker(path.name)
@@ -130,10 +140,10 @@ def _writer_gone(name: str, modified: float) -> bool:
 
 
 def open_here(path: str | os.PathLike[str]) -> int:
-    """What lies there and is no link, open for reading: a file, or what reads as no file's bytes.
+    """Open a path for reading, without following a symbolic link. Does not check that it is a regular file.
 
     Raises:
-        FileNotFoundError: there is nothing, or a link.
+        FileNotFoundError: there is nothing, or a link, a socket, or a path below a file.
     """
     try:
         return os.open(path, os.O_RDONLY | _NO_DETOUR)
@@ -144,10 +154,10 @@ def open_here(path: str | os.PathLike[str]) -> int:
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """A file of the store, open for reading.
+    """Open a file of the store for reading.
 
     Raises:
-        FileNotFoundError: there is none, or something else in its place.
+        FileNotFoundError: there is no such file, or something else than a regular file.
     """
     fd = open_here(path)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -157,7 +167,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def check_regular(path: str) -> None:
-    """See that a file of the store, which somebody else opens, is one if it is there.
+    """Check that a file of the store, which other code will open, is a regular file or missing.
 
     Raises:
         StoreError: there is something else.
@@ -168,7 +178,7 @@ def check_regular(path: str) -> None:
 
 
 def open_with_mode(path: Path, flags: int, mode: int) -> int:
-    """`os.open` that gives a file it makes exactly ``mode``: a shared store must not depend on anybody's umask.
+    """`os.open` that creates a missing file with exactly ``mode``: a shared store must not depend on a umask.
 
     Raises:
         StoreError: there is something else than a regular file.
@@ -201,11 +211,11 @@ def _open_or_make(path: Path, flags: int, mode: int) -> int:
         try:
             return os.open(path, flags)
         except FileNotFoundError:
-            continue  # somebody has just removed it
+            continue  # another process has just removed it
 
 
 def make_folder(path: Path, mode: int) -> None:
-    """Make a folder of the store if it is missing, with exactly these permission bits."""
+    """Create a folder of the store if it is missing, and give it exactly these permission bits."""
     try:
         path.mkdir()
     except FileExistsError:
@@ -217,13 +227,14 @@ def make_folder(path: Path, mode: int) -> None:
 
 
 def give_to_owner(made: int | Path, folder: Path) -> None:
-    """Have what root has just made in a folder of a store belong to whom the folder belongs, who else could not use it.
+    """If root has just created a file or folder in a store, give it to the owner of its parent folder.
 
-    Nothing that was there before is ever given away: it may be a second name of root's own file.
+    Otherwise the owner could not use it. Must never: give away anything that existed before, since it may be
+    a hard link to a file of root.
 
     Args:
-        made: a file's descriptor, or the path of a folder or a socket.
-        folder: that it is in.
+        made: descriptor of a new file, or path of a new folder or socket.
+        folder: the parent folder.
     """
     if os.geteuid():
         return
@@ -232,7 +243,7 @@ def give_to_owner(made: int | Path, folder: Path) -> None:
         return
     fd = os.open(made, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):  # else the folder's owner has put it there meanwhile
+        if not stat.S_ISREG(os.fstat(fd).st_mode):  # the folder's owner may have put a file there meanwhile
             _give(f"/proc/self/fd/{fd}", fd, folder)
     finally:
         os.close(fd)
@@ -245,13 +256,13 @@ def _give(place: int | str, fd: int, folder: Path) -> None:
     try:
         os.chown(place, owner.st_uid, owner.st_gid)
     except OSError as error:
-        # The root of a container may be no more than another user to the rest of the machine.
+        # The root user of a container may have no special rights outside it.
         if error.errno not in (errno.EPERM, errno.EINVAL):
             raise
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder survive a power cut."""
+    """Sync a folder to disk, so that the names in it survive a power cut."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

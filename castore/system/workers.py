@@ -1,7 +1,7 @@
-"""Worker processes that leave nothing behind: they end with the thread that forks them, and leave Ctrl-C to it.
+"""Worker processes that leave nothing behind: they end with the thread that forks them, and ignore Ctrl-C.
 
-At a terminal every process of a command gets the Ctrl-C. A worker would print a traceback of its own, so workers take
-no notice: whoever forked them ends them.
+At a terminal every process of a command gets SIGINT. A worker would print a traceback of its own, so workers
+ignore SIGINT: the process that forked them ends them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _libc = ctypes.CDLL(None)
 
 
 class _Own(threading.local):
-    """Of each thread: whose workers its children are, and the signals that it kept back before a fork."""
+    """State of a thread: the process that its workers belong to, and its signal mask before a fork."""
 
     parent: int | None = None
     mask: set[int] | None = None
@@ -30,10 +30,10 @@ _own = _Own()
 
 @contextlib.contextmanager
 def bound() -> Iterator[None]:
-    """For the length of a block, the children that this thread forks are such workers.
+    """Make the children that this thread forks in a block such workers.
 
     Raises:
-        KeyboardInterrupt: it came in the block, though another error did because of it.
+        KeyboardInterrupt: Ctrl-C came in the block, also if another error followed from it.
     """
     before, _own.parent = _own.parent, os.getpid()
     try:
@@ -51,7 +51,7 @@ def bound() -> Iterator[None]:
 
 def _before_fork() -> None:
     if _own.parent is not None:
-        # Until the child has said what becomes of them.
+        # Blocked until the child has set its signal handlers.
         _own.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
@@ -65,11 +65,11 @@ def _after_fork_in_child() -> None:
     parent, _own.parent = _own.parent, None
     if parent is None:
         return
-    # A handler, since what a worker starts would inherit that the signal is ignored.
+    # A handler instead of SIG_IGN: programs that a worker starts would inherit SIG_IGN.
     signal.signal(signal.SIGINT, lambda number, frame: None)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended just before
+    if os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)
     _after_fork_in_parent()
 

@@ -1,15 +1,15 @@
-"""Values that are more than numbers, text and containers, as parts that any codec of castore keeps, and back.
+"""Takes apart values that are more than numbers, text and containers, and puts them together again.
 
-A *kind* takes a value apart into a `Form`: the kind's name, the class where there are many of one kind, and parts, which
-are plain values or forms of other kinds. `castore.serialize.serializers` and the samples of `castore.adapters.torch` write forms
-each in their own way, so both take the same values.
+A *kind* takes a value apart into a `Form`: the kind's name, the class if the kind has many classes, and
+parts. Parts are plain values or values of other kinds. `castore.serialize.serializers` and the samples of
+`castore.adapters.torch` each write forms in their own format, so both accept the same values.
 
-`fixed` has the kinds that need no class of the user's: `standard` of the standard library, `numeric` of NumPy, torch and
-tokenizers, `images` of PIL, `tables` of pyarrow. `classes` has the user's own named tuples, dataclasses, enums and tensor subclasses, `registry` the types
-that the user explains with `register_type`.
+The fixed kinds need no user class: `standard` has the standard library's, `numeric` those of NumPy, torch and
+transformers, `images` PIL's, `tables` pyarrow's. `classes` has users' named tuples, dataclasses, enums and
+tensor subclasses. `registry` has the types that users explain with `register_type`.
 
-Assumes that what is put together comes from hostile bytes. Must never import a module or call a constructor because
-bytes name it, except for the modules and classes that `fixed` lists.
+Parts to put together may come from hostile bytes. Must never: import a module or call a constructor because
+bytes name it, except for the modules and classes of the fixed kinds.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Values of the user's own classes: named tuples, dataclasses, enums, and tensor subclasses with their attributes.
+"""Values of users' classes: named tuples, dataclasses, enums, and tensor subclasses with their attributes.
 
-A value is written as its class's name, ``module:qualified name``, and its fields by name. It is put together from them
-without a call of the class: neither ``__init__`` nor ``__post_init__`` nor ``__setattr__`` runs, as for a pickle without
-methods of its own.
+A value is written as its class's name, ``module:qualified name``, and its fields by name. Loading does not
+call the class: neither ``__init__`` nor ``__post_init__`` nor ``__setattr__`` runs, as with a pickle of a
+class without pickle methods.
 
-Assumes that a name may be a lie. A class is looked up among the registered ones, then in modules that this process has
-imported; nothing is imported, no attribute is asked of a module or class, for asking may run code. Whatever is found
-must be of the kind that the bytes say, and run no code when it ends.
+A name to load may be false. A class is looked up among the registered ones, then in the modules that this
+process has imported. Must never: import a module, or get an attribute of a module or class in a way that can
+run code. The class found must be of the kind that the bytes state, and must have no ``__del__``.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from typing import Any
 from castore.errors import SerializationError
 from castore.serialize.kinds.parts import MisfitError, expect, listed
 
-#: Classes by the names under which the user registered them, and back.
+#: Classes by the names under which users registered them, and names by class.
 registered: dict[str, type] = {}
 names: dict[type, str] = {}
 
 
-# --- names ------------------------------------------------------------------------------------------------------
+# --- names --------------------------------------------------------------------------------------------------
 
 
 def _main() -> tuple[types.ModuleType | None, str]:
     """The program's main module, and the name under which other programs import it."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
-    # `python -m package.train` runs a module that others know by its name.
+    # `python -m package.train` runs a module that other processes import by its name.
     return main, "__main__" if spec is None else spec.name
 
 
 def natural_name(cls: type) -> str:
-    """The name that a class has where nobody registered another."""
+    """The name of a class that is not registered under another."""
     module = cls.__module__
-    # A spawned worker's name for the program's main module.
+    # A spawned worker calls the program's main module `__mp_main__`.
     if module in ("__main__", "__mp_main__"):
         module = _main()[1]
     return f"{module}:{cls.__qualname__}"
 
 
 def _imported(name: str) -> type | None:
-    """The class of this name in a module that this process has imported, found without asking the module for it."""
+    """The class of this name in an imported module, found in `__dict__`s without running code."""
     module_name, _, path = name.partition(":")
     main, main_name = _main()
     module = main if module_name in ("__main__", main_name) else sys.modules.get(module_name)
@@ -75,25 +75,25 @@ def name_of(cls: type) -> str | None:
 
 
 def find(name: object, kind: str) -> type:
-    """The class that was written under a name.
+    """Return the class of a name from stored bytes.
 
     Raises:
         SerializationError: this process has no such class.
-        ValueError: it has one, of another kind.
+        ValueError: the class is of another kind.
     """
     text = expect(str, name)
     cls = registered.get(text) or _imported(text)
     if cls is None:
         raise SerializationError(
-            f"the value is a {text!r}, which this process does not have; import its module first, or name the class "
-            f"with castore.register_type(..., name={text!r})"
+            f"the value is a {text!r}, which this process does not have; import its module first, "
+            f"or name the class with castore.register_type(..., name={text!r})"
         )
     if kind_of(cls) != kind:
         raise ValueError(f"{text} is no {kind}")
     return cls
 
 
-# --- which classes are taken ------------------------------------------------------------------------------------
+# --- which classes are taken --------------------------------------------------------------------------------
 
 
 def _kind_of(cls: type) -> str | None:
@@ -113,12 +113,12 @@ def _kind_of(cls: type) -> str | None:
     return None
 
 
-#: Which kind of class it is, if instances can be written by their fields.
+#: The kind of a class whose instances can be written by their fields, or None.
 kind_of: Callable[[type], str | None] = functools.lru_cache(maxsize=512)(_kind_of)
 
 
 def _spaces(cls: type) -> Iterator[tuple[type, Any]]:
-    """The class and its bases, each with its own names; a metaclass has no say in it."""
+    """Yield the class and its bases, each with its `__dict__`, without running code of a metaclass."""
     for base in type.__getattribute__(cls, "__mro__"):
         yield base, type.__getattribute__(base, "__dict__")
 
@@ -128,7 +128,7 @@ def _attribute(cls: type, name: str) -> Any:
 
 
 def _is_plain(cls: type, base: type) -> bool:
-    """Whether fields are all there is: memory is laid out as `base`'s, and pickle is told nothing else."""
+    """Whether instances consist of their fields only: `base`'s memory layout, and no pickle methods."""
     makers = (
         owner for owner, space in _spaces(cls) if type(space.get("__new__")) is types.BuiltinFunctionType
     )
@@ -137,9 +137,9 @@ def _is_plain(cls: type, base: type) -> bool:
 
 
 def _plain_states() -> Iterator[Any]:
-    """What a class may have as `__getstate__` that says no more than its fields do."""
+    """Yield the `__getstate__` values that return nothing but the fields."""
     yield from (None, vars(object).get("__getstate__"))
-    # Of a frozen dataclass with slots. Whoever has a dataclass has imported this.
+    # Frozen dataclasses with slots have this one. A process with a dataclass has imported `dataclasses`.
     yield (
         vars(sys.modules["dataclasses"]).get("_dataclass_getstate") if "dataclasses" in sys.modules else None
     )
@@ -147,13 +147,13 @@ def _plain_states() -> Iterator[Any]:
 
 def _declared(cls: type) -> tuple[str, ...]:
     """The fields of a dataclass."""
-    import dataclasses  # `import castore` goes without, which is a tenth of its time
+    import dataclasses  # imported here because it would add a tenth to the time of `import castore`
 
     return tuple(field.name for field in dataclasses.fields(cls))
 
 
 def _is_plain_tensor(cls: type, torch: Any) -> bool:
-    """Whether instances are a tensor's memory with a `__dict__`: wrappers of other tensors have memory elsewhere."""
+    """Whether instances are a tensor's memory and a `__dict__`, not a wrapper around other tensors."""
     if (
         cls is torch.Tensor
         or issubclass(cls, torch.nn.Parameter)
@@ -165,7 +165,7 @@ def _is_plain_tensor(cls: type, torch: Any) -> bool:
 
 
 def _slots(cls: type, base: type = object) -> Iterator[tuple[str, Any]]:
-    """Names and descriptors of the fields that are no entries of `__dict__`."""
+    """Yield name and descriptor of each field in `__slots__`."""
     for owner, space in _spaces(cls):
         if issubclass(base, owner):
             return
@@ -174,16 +174,16 @@ def _slots(cls: type, base: type = object) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
-# --- taking apart and putting together --------------------------------------------------------------------------
+# --- taking apart and putting together ----------------------------------------------------------------------
 
 
 def take(value: Any, kind: str) -> Any:
-    """The parts of an instance."""
+    """Return the parts of an instance."""
     return _TAKE[kind](value)
 
 
 def make(cls: type, kind: str, parts: Any) -> Any:
-    """An instance of these parts."""
+    """Return an instance made of these parts."""
     return _MAKE[kind](cls, parts)
 
 
@@ -200,7 +200,8 @@ def _make_enum(cls: Any, parts: Any) -> Any:
     if type(parts) is str:
         if parts not in cls._member_map_:
             raise SerializationError(
-                f"the value is the member {parts!r} of {natural_name(cls)}, which the class does not have now; make the value anew"
+                f"the value is the member {parts!r} of {natural_name(cls)}, "
+                "which the class does not have now; make the value anew"
             )
         return cls._member_map_[parts]
     number = expect(int, parts)
@@ -210,7 +211,7 @@ def _make_enum(cls: Any, parts: Any) -> Any:
 
 
 def _has_own_missing(cls: Any) -> bool:
-    """Whether looking up an unknown value would run code of the class."""
+    """Whether a look-up of an unknown value would run code of the class."""
     own = {name for base in cls.__mro__ if base.__module__ != "enum" for name in vars(base)}
     return "_missing_" in own
 
@@ -240,19 +241,19 @@ def _take_dataclass(value: Any) -> Any:
 
 
 def _held(value: Any) -> dict[str, Any]:
-    """All attributes that are an instance's own."""
+    """All instance attributes."""
     held = {}
     for name, slot in _slots(type(value)):
-        with contextlib.suppress(AttributeError):  # nobody has set it
+        with contextlib.suppress(AttributeError):  # the slot is not set
             held[name] = slot.__get__(value)
     held.update(getattr(value, "__dict__", {}))
-    # `Scan[int](...)` leaves a note for type checkers, which is nothing of the value's.
+    # `Scan[int](...)` leaves this for type checkers; it is no part of the value.
     held.pop("__orig_class__", None)
     return held
 
 
 def _rest(value: Any, known: set[str]) -> dict[str, Any] | None:
-    """What an instance holds beside its fields."""
+    """Instance attributes beside the known ones, or None if there are none."""
     return {name: part for name, part in _held(value).items() if name not in known} or None
 
 
@@ -272,7 +273,7 @@ def _check_fields(cls: type, declared: tuple[str, ...], fields: Any) -> None:
 
 
 def _with_rest(made: Any, state: Any) -> Any:
-    """The instance with this state, set past all its methods."""
+    """Set an instance's attributes without calling its methods, and return the instance."""
     if state is None:
         return made
     slots = dict(_slots(type(made)))
@@ -311,5 +312,5 @@ _MAKE = {
     "dataclass": _make_dataclass,
     "tensor": _make_tensor,
 }
-#: The kinds that this module has.
+#: The kinds of this module.
 KINDS = frozenset(_TAKE)

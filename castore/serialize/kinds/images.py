@@ -1,7 +1,8 @@
-"""The kind of PIL images: pixels, and what else decides how they convert.
+"""The kind of PIL images: pixels, palette and transparency.
 
-An image that comes back is a plain `PIL.Image.Image` of the same mode, size, pixels, palette and transparency; what
-the file around it said (its format, EXIF, a colour profile, the other frames) is not kept. Imports PIL only where there is an image.
+A loaded image is a plain `PIL.Image.Image` of the same mode, size, pixels, palette and transparency. Facts
+about the image's file (format, EXIF, colour profile, other frames) are not kept. PIL is imported only to load
+an image.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from castore.errors import SerializationError
 from castore.serialize.kinds.parts import MisfitError, expect, listed
 
 KIND = "image"
-#: Bytes of a pixel, by mode; of mode 1 eight pixels lie in a byte.
+#: Bytes per pixel by mode. Mode 1, which is not listed, has eight pixels per byte.
 PIXELS = {
     "L": 1, "P": 1, "LA": 2, "La": 2, "PA": 2, "RGB": 3, "YCbCr": 3, "LAB": 3, "HSV": 3,
     "RGBA": 4, "RGBa": 4, "RGBX": 4, "CMYK": 4, "I": 4, "F": 4, "I;16": 2,
@@ -22,16 +23,16 @@ PIXELS = {
 
 
 def is_image(value: object) -> bool:
-    """Whether `value` is a PIL image; it can only be one where somebody has imported PIL already."""
+    """Whether `value` is a PIL image. It can be one only in a process that has imported PIL already."""
     module = sys.modules.get("PIL.Image")
     return module is not None and isinstance(value, module.Image)
 
 
 def pixels_of(image: Any) -> bytes:
-    """The pixels, row by row.
+    """Return the pixels, row by row.
 
     Raises:
-        MisfitError: castore does not know the mode.
+        MisfitError: castore does not know the image's mode.
     """
     width, height = image.size
     if image.mode != "1" and image.mode not in PIXELS:
@@ -40,7 +41,7 @@ def pixels_of(image: Any) -> bytes:
 
 
 def extras_of(image: Any) -> tuple[tuple[str, bytes] | None, Any]:
-    """The palette (its raw mode and bytes) and the transparency, where the image has them."""
+    """Return the palette (raw mode and bytes) and the transparency, each None if the image has none."""
     palette = None
     if image.mode in ("P", "PA") and image.palette is not None:
         rawmode = image.palette.mode
@@ -49,7 +50,7 @@ def extras_of(image: Any) -> tuple[tuple[str, bytes] | None, Any]:
 
 
 def with_extras(image: Any, palette: Any, transparency: Any) -> Any:
-    """The image with the parts that `extras_of` named."""
+    """Give an image a palette and a transparency as `extras_of` returns them, and return the image."""
     if not is_image(image):
         raise ValueError("an image has no pixels")
     if palette is not None:
@@ -63,16 +64,16 @@ def with_extras(image: Any, palette: Any, transparency: Any) -> Any:
 
 
 def take(image: Any) -> Any:
-    """Mode, size, pixels, palette and transparency."""
+    """Return mode, size, pixels, palette and transparency."""
     return [image.mode, list(image.size), pixels_of(image), *extras_of(image)]
 
 
 def make(parts: Any) -> Any:
-    """The image of these parts."""
+    """Return the image made of these parts."""
     mode, size, data, palette, transparency = listed(5, parts)
     width, height = (expect(int, side) for side in listed(2, size))
     row = (width + 7) // 8 if mode == "1" else width * PIXELS[expect(str, mode)]
-    # The size follows from the pixels, so PIL takes no memory that the bytes do not back.
+    # The size must match the pixels, so that PIL allocates no more memory than the bytes fill.
     if min(width, height) < 0 or len(expect(bytes, data)) != row * height:
         raise ValueError(f"an image of mode {mode!r} and size {size} has {len(data)} bytes")
     try:

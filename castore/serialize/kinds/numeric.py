@@ -1,7 +1,8 @@
-"""Kinds of NumPy, ml_dtypes, torch and transformers: what is more than one dense array of numbers.
+"""Kinds of NumPy, ml_dtypes, torch and transformers: values that are more than one dense array of numbers.
 
-An object can only be of these where somebody has imported the library, so taking imports nothing. Making imports NumPy
-and torch, and never transformers. Every claim about sparse tensors is checked by torch before one is made.
+`take` imports nothing: an object can be of these kinds only in a process that has imported the library.
+`make` imports NumPy, ml_dtypes and torch. Must never: import transformers, or make a sparse tensor without
+torch's check of its invariants.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ from castore.serialize.kinds.parts import (
     listed,
 )
 
-#: Numbers that NumPy knows by an extension only, whose name a `.npy` file forgets.
+#: Number types that NumPy has only through ml_dtypes. A `.npy` file does not keep their names.
 _ML_TYPES = (
-    "bfloat16", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz",
-    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+    "bfloat16", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn",
+    "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz",
+    "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
     "int1", "int2", "int4", "uint1", "uint2", "uint4",
 )  # fmt: skip
-#: Numbers of dense tensors that every codec of castore keeps.
+#: Number types of dense tensors that castore stores.
 TORCH_TYPES = frozenset({
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
     "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
-    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
 })  # fmt: skip
 
 
@@ -41,11 +44,11 @@ def _need(package: str) -> Any:
         raise MissingDependencyError.of(package, "torch") from error
 
 
-# --- NumPy ------------------------------------------------------------------------------------------------------
+# --- NumPy --------------------------------------------------------------------------------------------------
 
 
 def _plain(array: Any) -> Any:
-    """The array as numpy.ndarray, its elements as tuples rather than records."""
+    """The array as numpy.ndarray, with a structured dtype in place of a record dtype."""
     np = sys.modules["numpy"]
     base = array.view(np.ndarray)
     return base.view(np.dtype((np.void, base.dtype))) if base.dtype.type is np.record else base
@@ -59,13 +62,13 @@ def _array(value: Any) -> Any:
 
 
 def _take_records(value: Any) -> Any:
-    """Of an array of records: whether its class is recarray, and the array."""
+    """Parts of an array of records: whether its class is recarray, and the array."""
     np = sys.modules["numpy"]
     return [type(value) is np.recarray, _plain(value)]
 
 
 def _take_odd_array(value: Any) -> Any:
-    """An array whose type of elements a `.npy` file does not give back."""
+    """Parts of an array whose dtype a `.npy` file does not preserve."""
     dtype = value.dtype
     if dtype.type is sys.modules["numpy"].record:
         return _take_records(value)
@@ -90,7 +93,7 @@ def _array_problem(dtype: Any) -> str:
 
 
 def long_problem(dtype: Any) -> str | None:
-    """The sentence about NumPy's longest floats, whose bytes mean other numbers on other processors."""
+    """The problem with a dtype if it is a long double, whose bytes mean other numbers on other processors."""
     np = sys.modules["numpy"]
     if dtype.type not in (np.longdouble, np.clongdouble):
         return None
@@ -108,7 +111,7 @@ def _make_records(parts: Any) -> Any:
 
 
 def _take_void(value: Any) -> Any:
-    """An element of a structured array, as an array of no dimensions."""
+    """Parts of an element of a structured array: whether it is a record, and an array of no dimensions."""
     np = sys.modules["numpy"]
     array = np.empty((), np.dtype((np.void, value.dtype)))
     array[()] = value
@@ -133,7 +136,7 @@ def _take_masked(value: Any) -> Any:
         )
     mask = None if value.mask is np.ma.nomask else np.asarray(value.mask)
     fill = None if value._fill_value is None else np.asarray(value._fill_value)
-    # `data` of what is hidden counts too: unmasking shows it.
+    # The masked elements' data counts too: unmasking shows it.
     return [np.asarray(value.data), mask, fill, bool(value.hardmask)]
 
 
@@ -156,11 +159,11 @@ def _make_constant(parts: Any) -> Any:
 
 
 def _take_text(value: Any) -> str:
-    """Text of NumPy, with the NULs at its end, which `str()` drops."""
+    """NumPy text with its trailing NULs, which `str()` drops."""
     return str.__str__(value)
 
 
-# --- ml_dtypes --------------------------------------------------------------------------------------------------
+# --- ml_dtypes ----------------------------------------------------------------------------------------------
 
 _ML_KIND = "ml_dtypes"
 
@@ -171,7 +174,7 @@ def _is_of_ml_types(dtype: Any) -> bool:
 
 
 def _take_ml(value: Any) -> Any:
-    """The type of an array's numbers, or of one number; whether it is an array; and the bits."""
+    """Parts of an array or a scalar: name of the number type, whether it is an array, and the bits."""
     np = sys.modules["numpy"]
     is_array = type(value) is not value.dtype.type
     return [value.dtype.type.__name__, is_array, np.asarray(value).view(f"u{value.dtype.itemsize}")]
@@ -186,7 +189,8 @@ def _make_ml(parts: Any) -> Any:
         dtype = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
     except (ImportError, AttributeError):
         raise SerializationError(
-            f"the value holds numbers of ml_dtypes.{name}, which this Python does not have; pip install -U ml_dtypes"
+            f"the value holds numbers of ml_dtypes.{name}, which this Python does not have; "
+            "pip install -U ml_dtypes"
         ) from None
     array = _array(bits)
     if array.dtype != np.dtype(f"u{dtype.itemsize}") or not (expect(bool, is_array) or array.shape == ()):
@@ -194,11 +198,11 @@ def _make_ml(parts: Any) -> Any:
     return array.view(dtype) if is_array else array.view(dtype)[()]
 
 
-# --- torch ------------------------------------------------------------------------------------------------------
+# --- torch --------------------------------------------------------------------------------------------------
 
 
 def tensor_problem(value: Any) -> str | None:
-    """The sentence about a `torch.Tensor` that is no dense tensor of numbers that can be kept."""
+    """The problem with a `torch.Tensor` that cannot be stored as a dense tensor of numbers, or None."""
     if value.is_nested:
         return "is a nested tensor; convert it with unbind()"
     if value.is_quantized:
@@ -212,7 +216,7 @@ def tensor_problem(value: Any) -> str | None:
     return None
 
 
-#: How compressed layouts call the two lists of indices.
+#: Names of the two index tensors by compressed layout.
 _COMPRESSED = {
     "sparse_csr": ("crow_indices", "col_indices"),
     "sparse_csc": ("ccol_indices", "row_indices"),
@@ -222,7 +226,7 @@ _COMPRESSED = {
 
 
 def _take_sparse(value: Any) -> Any:
-    """A sparse tensor: its layout, size, two tensors that say where, or one, the elements, and whether those are in order."""
+    """Parts of a sparse tensor: layout, size, index tensor or two, elements, and whether it is coalesced."""
     layout = str(value.layout).removeprefix("torch.")
     if value.is_meta or (layout != "sparse_coo" and layout not in _COMPRESSED):
         raise MisfitError(tensor_problem(value) or "is a dense tensor")
@@ -260,7 +264,7 @@ def _make_torch_dtype(parts: Any) -> Any:
     return expect(torch.dtype, vars(torch).get(expect(str, parts)))
 
 
-# --- transformers -----------------------------------------------------------------------------------------------
+# --- transformers -------------------------------------------------------------------------------------------
 
 
 def _take_batch_encoding(value: Any) -> Any:
@@ -275,7 +279,7 @@ def _make_batch_encoding(parts: Any) -> Any:
     made = _imported("transformers.tokenization_utils_base", "BatchEncoding")(
         expect(dict, data), encodings, n_sequences=sequences
     )
-    # The constructor guesses the number from the encodings.
+    # The constructor replaces None by the number that the encodings state.
     made._n_sequences = sequences
     return made
 
@@ -283,7 +287,7 @@ def _make_batch_encoding(parts: Any) -> Any:
 def _encoding(saved: Any) -> Any:
     encoding = _imported("tokenizers", "Encoding")()
     try:
-        encoding.__setstate__(expect(bytes, saved))  # JSON, which its library reads without running any of it
+        encoding.__setstate__(expect(bytes, saved))  # JSON, which the library parses without running code
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(str(error)) from error
     return encoding
@@ -301,11 +305,12 @@ def _make_batch_feature(parts: Any) -> Any:
 
 
 def _imported(module: str, attribute: str) -> Any:
-    """A class of a module that this process has imported already."""
+    """Return a class of a module that this process has imported already, else raise SerializationError."""
     found = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
     if found is None:
         raise SerializationError(
-            f"the value is a {module}.{attribute}, and this process has not imported it; import {module} first"
+            f"the value is a {module}.{attribute}, and this process has not imported it; "
+            f"import {module} first"
         )
     return found
 

@@ -1,6 +1,6 @@
-"""The words that all kinds share: a form, a kind, the error for a value that cannot be kept, and checks of parts.
+"""What all kinds share: `Form`, `Kind`, the error for a value that cannot be stored, and checks of parts.
 
-Knows no kind itself, and imports nothing that a kind is about.
+Must never: know a particular kind, or import a library that a kind is about.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class MisfitError(Exception):
-    """A value cannot be kept; collects the path to it on its way up. Never leaves castore."""
+    """A value cannot be stored. Collects the path to the value on the way up. Never leaves castore."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
@@ -25,8 +25,8 @@ class Form(NamedTuple):
     """A value taken apart.
 
     Attributes:
-        kind: the name of its kind, as it is written.
-        detail: which class it is, for kinds that have many; else None.
+        kind: name of the value's kind, as it is stored.
+        detail: name of the class, for kinds that have many classes; else None.
         parts: plain values, containers of them, and values of other kinds.
     """
 
@@ -35,7 +35,7 @@ class Form(NamedTuple):
     parts: Any
 
     def fields(self) -> Iterator[tuple[str, Any]]:
-        """What the user knows of the parts: the way from the value to each, as code says it, and the part."""
+        """Yield each part as the user knows it: the path from the value, written as code, and the part."""
         if self.kind not in _WITH_FIELDS:
             yield "", self.parts
             return
@@ -47,7 +47,7 @@ class Form(NamedTuple):
             yield f".{name}", part
 
     def say_path(self, path: list[str]) -> list[str]:
-        """Steps inside the parts, the innermost first, as the user knows them."""
+        """Translate a path inside the parts, innermost step first, into the path that the user knows."""
         if self.kind not in _WITH_FIELDS:
             return path
         *inner, place = path
@@ -56,18 +56,21 @@ class Form(NamedTuple):
         return inner
 
 
-#: Kinds whose parts are the fields by name and what else an instance holds by name; of a tensor, the plain one and that.
+#: Kinds whose parts are ``[fields by name, other attributes by name]``; of a tensor, the plain tensor and the
+#: latter.
 _WITH_FIELDS = frozenset({"namedtuple", "dataclass", "tensor"})
 
 
 class Kind(NamedTuple):
-    """One class of a library, and the two directions.
+    """One class of a library, and both directions.
 
     Attributes:
-        name: how it is written.
+        name: name of the kind, as it is stored.
         module, attribute: where the class is.
-        take: the parts of a value, or a whole `Form`, where values of one class are of several kinds; raises MisfitError.
-        make: a value of these parts, which may be lies: raises any Exception that `put_together` knows.
+        take: returns the parts of a value, or a whole `Form` if values of one class are of several kinds.
+            Raises MisfitError.
+        make: returns a value made of parts, which may be false. Raises any of the exceptions that
+            `put_together` handles.
     """
 
     name: str
@@ -77,20 +80,20 @@ class Kind(NamedTuple):
     make: Callable[[Any], Any]
 
     def loaded(self) -> type | None:
-        """The class, if somebody has imported its module."""
+        """The class if its module is imported, else None."""
         module = sys.modules.get(self.module)
         return None if module is None else getattr(module, self.attribute, None)
 
 
 def expect(kind: type[T], value: Any) -> T:
-    """A part that must be of exactly this type."""
+    """Return the value if it is of exactly this type, else raise ValueError."""
     if type(value) is not kind:
         raise ValueError(f"a {type(value).__name__} stands where a {kind.__name__} belongs")
     return value
 
 
 def listed(count: int, parts: Any) -> list[Any]:
-    """Parts that must be a list of so many."""
+    """Return the parts if they are a list of ``count`` items, else raise ValueError."""
     if len(expect(list, parts)) != count:
         raise ValueError(f"it has {len(parts)} parts, not {count}")
     return list(parts)

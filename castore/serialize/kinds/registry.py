@@ -1,7 +1,7 @@
-"""Which kind a value is of, and the types that users explain.
+"""Finds the kind of a value, and holds the types that users register.
 
-The order is: what the user registered, what is fixed, the user's classes. `take_apart` remembers what a class is, so the
-second value of it costs a look-up.
+The order of search is registered types, fixed kinds, users' classes. The kind of a class is remembered, so
+further values of the class cost one look-up.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ T = TypeVar("T")
 _OWN = "registered"
 _FIXED: dict[str, Kind] = {kind.name: kind for kind in (*STANDARD, *NUMERIC, *TABLES)}
 _KNOWN = {*_FIXED, *classes.KINDS, images.KIND}
-#: Kinds whose class nobody had imported when last looked.
+#: Kinds whose class was not imported at the last search.
 _waiting: list[Kind] = [*STANDARD, *NUMERIC, *TABLES]
 _by_class: dict[type, Kind] = {}
-#: Codecs keep these as they are, and never ask here.
+#: Serializers store these as they are, without `take_apart`.
 _PLAIN = (type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict)
 
 
@@ -46,24 +46,27 @@ def register_type(
     encode: Callable[[T], Any] | None = None,
     decode: Callable[[Any], T] | None = None,
 ) -> type[T]:
-    """Have values of a class kept: in samples of datasets, by `Store.save`, and in the tree cache.
+    """Let castore store values of a class: in samples of datasets, with `Store.save`, and in the tree cache.
 
-    Exactly this class, no subclass. Call it in the module that defines the class or the dataset, so that workers and
-    later runs know it too: what is kept names the type, and only a process that registered it can put it together.
+    The registration holds for exactly this class, not for subclasses. Stored bytes name the class, and only a
+    process that has registered it can load them. So call this in the module that defines the class or the
+    dataset: then workers and later runs register it too.
 
     Args:
         cls: the class.
-        name: how it is called in what is kept. Default its module and name; give one where the class is made in a
-            function, or where it may move.
-        encode: a value's parts: plain values, arrays, tensors, containers of these, values of other known types.
-        decode: a value of these parts. Both may be left out for named tuples, dataclasses, enums and tensor subclasses,
-            which are kept by their fields.
+        name: name of the class in stored bytes. Default: its module and qualified name. Give a name if the
+            class is defined in a function, or may move to another module.
+        encode: returns the parts of a value: plain values, arrays, tensors, containers of these, values of
+            other known types. Default: the fields, for named tuples, dataclasses, enums and tensor
+            subclasses.
+        decode: returns a value made of such parts. Give both ``encode`` and ``decode``, or neither.
 
     Returns:
-        the class, so that it serves as a decorator.
+        The class.
 
     Raises:
-        InvalidValueError: castore keeps the class as it is, the name is another class's, or there is no way to keep it.
+        InvalidValueError: ``cls`` is no class; castore stores it already; another class has the name; only
+            one of ``encode`` and ``decode`` is given; or the class needs both.
 
     >>> class Box:
     ...     def __init__(self, corners):
@@ -85,7 +88,7 @@ def register_type(
         )
     chosen = classes.natural_name(cls) if name is None else name
     there = classes.registered.get(chosen)
-    # A module that is loaded again, or a cell that runs again, brings the class anew.
+    # A reloaded module, or a notebook cell that runs again, defines the class again.
     if there is not None and there is not cls and classes.natural_name(there) != classes.natural_name(cls):
         raise InvalidValueError(f"the name {chosen!r} is {there}'s; give {cls} another")
     classes.registered[chosen] = cls
@@ -97,10 +100,10 @@ def register_type(
 
 
 def take_apart(value: Any) -> Form | None:
-    """The form of a value, or None if it has none.
+    """Return the form of a value, or None if its type is unknown.
 
     Raises:
-        MisfitError: its type is known, and this value cannot be kept.
+        MisfitError: the type is known, but this value cannot be stored.
     """
     cls = type(value)
     own = _explained.get(cls)
@@ -118,12 +121,12 @@ def take_apart(value: Any) -> Form | None:
 
 
 def is_registered(cls: type) -> bool:
-    """Whether the user explained this class."""
+    """Whether this class is registered with ``encode`` and ``decode``."""
     return cls in _explained
 
 
 def is_found_by_name(form: Form) -> bool:
-    """Whether its class is found in an imported module: neither fixed nor registered."""
+    """Whether the form's class is a user class that is not registered, and found in an imported module."""
     return form.kind in classes.KINDS and form.detail not in classes.registered
 
 
@@ -139,17 +142,17 @@ def _fixed(cls: type) -> Kind | None:
             waiting.append(kind)
         else:
             _by_class[loaded] = kind
-    # Another thread may have found more meanwhile; those are looked for once more, which costs a look-up.
+    # Another thread may have found more meanwhile. They are searched again, which costs one look-up each.
     _waiting = waiting
     return _by_class.get(cls)
 
 
 def put_together(kind: Any, detail: Any, parts: Any) -> Any:
-    """The value of a form that came from bytes.
+    """Return the value of a form that came from bytes.
 
     Raises:
-        SerializationError: its type is one that this process does not have.
-        ValueError: the form is a lie.
+        SerializationError: this process does not have the value's type, or its ``decode`` failed.
+        ValueError: the form is invalid.
     """
     if type(kind) is not str:
         raise ValueError("a kind is no text")
@@ -171,8 +174,8 @@ def _decoded(name: Any, parts: Any) -> Any:
     own = None if cls is None else _explained.get(cls)
     if own is None:
         raise SerializationError(
-            f"the value is a {name!r}, which is not registered in this process; import the module that calls "
-            f"castore.register_type for it first"
+            f"the value is a {name!r}, which is not registered in this process; "
+            f"import the module that calls castore.register_type for it first"
         )
     try:
         return own.decode(parts)
@@ -180,21 +183,24 @@ def _decoded(name: Any, parts: Any) -> Any:
         raise SerializationError(f"decode of {cls} failed: {type(error).__name__}: {error}") from error
 
 
-# --- advice -----------------------------------------------------------------------------------------------------
+# --- advice -------------------------------------------------------------------------------------------------
 
 
 def way_out(value: object) -> str:
-    """What a user can do with a value that has no form: the end of an error's sentence."""
+    """Remedy for a value that has no form, as the end of an error message."""
     cls = type(value)
     if classes.kind_of(cls) is not None:
-        return f"define its class at the top of a module, or name it with castore.register_type({cls.__name__}, name=...)"
+        return (
+            "define its class at the top of a module, "
+            f"or name it with castore.register_type({cls.__name__}, name=...)"
+        )
     explain = f"explain it with castore.register_type({cls.__name__}, encode=..., decode=...)"
     plain = next((text for base, text in _plainer() if isinstance(value, base)), None)
     return f"convert it with {plain}, or {explain}" if plain else explain
 
 
 def _plainer() -> Iterator[tuple[type, str]]:
-    """Classes, and how their subclasses become values that are kept."""
+    """Yield classes, each with an expression that makes a storable value of a subclass's instance."""
     yield from _REMEDIES
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:

@@ -1,6 +1,7 @@
 """Kinds of the standard library: containers, times, exact numbers, paths, addresses.
 
-Of each class exactly its own instances: a subclass may hold more. Modules are imported when a value needs them.
+A kind takes instances of its class only, no subclasses: these may hold more. Modules are imported when a
+value needs them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from castore.errors import SerializationError
 from castore.serialize.kinds.parts import Kind, MisfitError, expect, listed
 
-#: What a defaultdict may call for a missing key: empty values, and no code of anybody's.
+#: Factories that a loaded defaultdict may have: these return empty values and run no other code.
 _FACTORIES: dict[str, type] = {
     factory.__name__: factory
     for factory in (
@@ -24,22 +25,22 @@ _FACTORIES: dict[str, type] = {
         collections.OrderedDict, collections.Counter, collections.deque,
     )
 }  # fmt: skip
-#: Keys that zoneinfo looks up below its own folders.
+#: Keys for which zoneinfo does not look outside its own folders.
 _ZONE_KEY = re.compile(r"[A-Za-z0-9_+\-]+(/[A-Za-z0-9_+\-]+)*")
 
 
-# --- containers -------------------------------------------------------------------------------------------------
+# --- containers ---------------------------------------------------------------------------------------------
 
 
 def in_order(values: Any) -> list[Any]:
-    """The members of a set in an order that every process finds."""
+    """The members of a set in an order that is the same in every process."""
     if set(map(type, values)) <= {str} or set(map(type, values)) <= {int}:
         return sorted(values)
     return sorted(values, key=lambda value: repr(_comparable(value)))
 
 
 def _comparable(value: Any) -> Any:
-    """A value whose `repr` says the same in every process; that of a set does not."""
+    """Convert a value so that its `repr` is the same in every process; the `repr` of a set is not."""
     if type(value) is frozenset:
         return "frozenset", sorted(repr(_comparable(item)) for item in value)
     if isinstance(value, tuple):
@@ -71,7 +72,7 @@ def _make_namespace(parts: Any) -> Any:
     return types.SimpleNamespace(**expect(dict, parts))
 
 
-# --- times ------------------------------------------------------------------------------------------------------
+# --- times --------------------------------------------------------------------------------------------------
 
 
 def _zone(value: dt.datetime | dt.time) -> dt.tzinfo | None:
@@ -128,7 +129,7 @@ def _make_zone(parts: Any) -> Any:
     import zoneinfo
 
     key = expect(str, parts)
-    # The look-up may end in an import of a package of data that is called like the key.
+    # zoneinfo may import a data package whose name comes from the key.
     if not _ZONE_KEY.fullmatch(key):
         raise ValueError(f"{key!r} is no time zone")
     try:
@@ -139,11 +140,11 @@ def _make_zone(parts: Any) -> Any:
         ) from None
 
 
-# --- numbers, paths, addresses ----------------------------------------------------------------------------------
+# --- numbers, paths, addresses ------------------------------------------------------------------------------
 
 
 def _of_text(module: str, attribute: str) -> Kind:
-    """A class that is made from its own `str`."""
+    """The kind of a class that can be constructed from its instances' `str`."""
 
     def make(parts: Any) -> Any:
         return getattr(importlib.import_module(module), attribute)(expect(str, parts))
@@ -183,8 +184,14 @@ STANDARD = [
     Kind("bytearray", "builtins", "bytearray", bytes, lambda parts: bytearray(expect(bytes, parts))),
     Kind("complex", "builtins", "complex", lambda value: [value.real, value.imag], _spread(2, complex)),
     Kind("range", "builtins", "range", lambda value: [value.start, value.stop, value.step], _ints(3, range)),
-    Kind("slice", "builtins", "slice", lambda value: [value.start, value.stop, value.step], _spread(3, slice)),
-    Kind("ordereddict", "collections", "OrderedDict", dict, lambda parts: collections.OrderedDict(expect(dict, parts))),
+    Kind(
+        "slice", "builtins", "slice",
+        lambda value: [value.start, value.stop, value.step], _spread(3, slice),
+    ),
+    Kind(
+        "ordereddict", "collections", "OrderedDict",
+        dict, lambda parts: collections.OrderedDict(expect(dict, parts)),
+    ),
     Kind("counter", "collections", "Counter", dict, lambda parts: collections.Counter(expect(dict, parts))),
     Kind("defaultdict", "collections", "defaultdict", _take_defaultdict, _make_defaultdict),
     Kind("deque", "collections", "deque", lambda value: [list(value), value.maxlen], _make_deque),
@@ -199,7 +206,10 @@ STANDARD = [
     Kind("timezone", "datetime", "timezone", _take_timezone, _make_timezone),
     Kind("zone", "zoneinfo", "ZoneInfo", _take_zone, _make_zone),
     _of_text("decimal", "Decimal"),
-    Kind("fraction", "fractions", "Fraction", lambda value: [value.numerator, value.denominator], _make_fraction),
+    Kind(
+        "fraction", "fractions", "Fraction",
+        lambda value: [value.numerator, value.denominator], _make_fraction,
+    ),
     Kind("uuid", "uuid", "UUID", _take_uuid, _make_uuid),
     *(_of_text("pathlib", name) for name in ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")),
     *(

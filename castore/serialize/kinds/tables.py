@@ -1,6 +1,6 @@
-"""Kinds of pyarrow: a Table or a RecordBatch anywhere in a value, as an Arrow stream.
+"""Kinds of pyarrow: a Table or a RecordBatch anywhere in a value, stored as an Arrow IPC stream.
 
-Making imports pyarrow. What a stream claims is checked in full before anybody looks at a value.
+`make` imports pyarrow, and validates the whole stream before any value is accessed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _table(parts: Any) -> Any:
         raise MissingDependencyError.of("pyarrow", "datasets") from error
     try:
         table = pa.ipc.open_stream(pa.py_buffer(expect(bytes, parts))).read_all()
-        # Offsets that point outside would be read as soon as a value is.
+        # Offsets outside the buffers would cause reads there when a value is accessed.
         table.validate(full=True)
     except (pa.ArrowException, OSError, MemoryError) as error:
         raise ValueError(str(error)) from error
