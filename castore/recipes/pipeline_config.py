@@ -137,7 +137,8 @@ class PipelineConfig:
         for item in items:
             if not isinstance(item, DatasetConfig | Dataset):
                 raise InvalidValueError(
-                    f"an item of datasets of PipelineConfig must be a DatasetConfig, a path or a Dataset, not {item!r}"
+                    "an item of datasets of PipelineConfig must be a DatasetConfig, a path or a Dataset, "
+                    f"not {item!r}"
                 )
         object.__setattr__(self, "datasets", items)
         object.__setattr__(self, "_results", Results(self.cache.memory_cache_size))

@@ -1,6 +1,7 @@
 """DatasetCache: whole Hugging Face datasets by name, compressed in a store, mapped when they come back.
 
-kept.py says how a dataset lies in the store, mapping.py how it is mapped; this file is what users call.
+`dataset_entries` says how a dataset lies in the store, `mapped_files` how it is mapped. Users call this
+module.
 """
 
 from __future__ import annotations
@@ -83,8 +84,9 @@ class DatasetCache:
 
         Raises:
             InvalidValueError: it is no dataset.
-            SerializationError: its format holds what JSON cannot: a transform, say. Or the rows of an iterable one, whose
-                features are not declared, differ in their columns, or later ones do not fit to the types of the first.
+            SerializationError: its format holds what JSON cannot: a transform, say. Or the rows of an
+                iterable one, whose features are not declared, differ in their columns, or later ones do not
+                fit to the types of the first.
             FullError, TooLargeError: it does not fit.
         """
         if not isinstance(dataset, _KINDS):
@@ -97,8 +99,9 @@ class DatasetCache:
     def get(self, name: str) -> Any:
         """The dataset of that name as it was put, or None.
 
-        Rows are mapped from a live mount of the store if there is one; else the dataset is decompressed once, into
-        an entry of the store that all processes map and that gc may take. An iterable dataset is read as it goes.
+        Rows are mapped from a live mount of the store if there is one; else the dataset is decompressed once,
+        into an entry of the store that all processes map and that gc may take. An iterable dataset is read as
+        it goes.
 
         Warns:
             CacheWarning: the dataset was there and is damaged; it is dropped.
@@ -106,11 +109,11 @@ class DatasetCache:
         return self._read(name, streaming=False)
 
     def dataset(self, name: str) -> Any:
-        """As `get`, as whole datasets also where iterable ones were put: with a length, indices, `map` and `cached_map`."""
+        """As `get`, but always a whole dataset, with a length, indices, `map` and `cached_map`."""
         return self._read(name, streaming=False, whole=True)
 
     def stream(self, name: str) -> Any:
-        """As `get`, as iterable datasets, which decompress only what is read: the first rows are there at once."""
+        """As `get`, but an iterable dataset, which decompresses only the rows that are read."""
         return self._read(name, streaming=True)
 
     def _read(self, name: str, *, streaming: bool, whole: bool = False) -> Any:
@@ -159,7 +162,7 @@ def _part(dataset: datasets.Dataset | datasets.IterableDataset) -> Part:
 
 
 def _datasets_among(names: list[str]) -> list[str]:
-    """Which folders hold a dataset, or a dictionary of some."""
+    """The folders that hold a dataset, or a dictionary of some."""
     files = (STATE, SPLITS)
     return [
         folder for folder, _, file in (name.rpartition("/") for name in names) if folder and file in files

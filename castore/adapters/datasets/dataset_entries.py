@@ -1,11 +1,11 @@
 """Datasets as entries of a store: putting one in a single commit, and finding one as it was at one moment.
 
-A dataset ``name`` is the entries ``name/state.json``, ``name/dataset_info.json`` and ``name/data-….arrow``; a dictionary of
-datasets has ``name/dataset_dict.json`` and a dataset below for each split: the layout of `save_to_disk`, so that
-`datasets.load_from_disk` reads the same through a mount.
+A dataset ``name`` is the entries ``name/state.json``, ``name/dataset_info.json`` and ``name/data-….arrow``; a
+dictionary of datasets has ``name/dataset_dict.json`` and a dataset below for each split: the layout of
+`save_to_disk`, so that `datasets.load_from_disk` reads the same through a mount.
 
-Must never let anybody see files of two puts as one dataset: all files are committed together, and read again if a
-name changed while they were looked up.
+Must never let anybody see files of two puts as one dataset: all files are committed together, and read again
+if a name changed while they were looked up.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ATTEMPTS = 5
 
 
 class Size(NamedTuple):
-    """What a kept dataset takes: bytes uncompressed, and bytes in the store."""
+    """The space of a kept dataset: bytes uncompressed, and bytes in the store."""
 
     logical: int
     stored: int
@@ -74,7 +74,7 @@ class Files(NamedTuple):
         return list(self.blobs.items())[2:]
 
 
-# --- putting ------------------------------------------------------------------------------------------------------
+# --- putting ------------------------------------------------------------------------------------------------
 
 
 def put_parts(
@@ -100,7 +100,8 @@ def put_parts(
         if not is_full(error):
             raise
         raise FullError(
-            f"the disk of {store.path} is full; free some space, or lower the budget: `castore gc --max-size SIZE`"
+            f"the disk of {store.path} is full; free some space, or lower the budget: `castore gc --max-size "
+            "SIZE`"
         ) from error
 
 
@@ -155,7 +156,7 @@ class _Staging:
         data = []
         try:
             for source in part.files():
-                data.append(self._data(source))  # noqa: PERF401 - what is staged must be known when the next fails
+                data.append(self._data(source))  # noqa: PERF401 - known when the next fails
         finally:
             for number, item in enumerate(data):
                 self.staged.append((self._pointing(f"{name}/{data_file(number, len(data))}", {}), item))
@@ -205,7 +206,7 @@ def _is_file_of(name: str, folders: list[str]) -> bool:
     )
 
 
-# --- finding ------------------------------------------------------------------------------------------------------
+# --- finding ------------------------------------------------------------------------------------------------
 
 
 def kind_of(store: Store, name: str) -> str | None:
@@ -225,7 +226,7 @@ def splits_of(store: Store, name: str) -> list[str]:
 
 
 def metadata_of(store: Store, name: str) -> dict[str, Any] | None:
-    """What was kept with a dataset, or None if there is none of that name."""
+    """The metadata kept with a dataset, or None if there is none of that name."""
     entry = store.entry(f"{name}/{STATE}")
     return None if entry is None else entry.metadata
 
@@ -298,7 +299,7 @@ def _late(store: Store, files: Files) -> list[Table]:
 
 
 def size_of(store: Store, name: str) -> Size:
-    """What the dataset of that name takes."""
+    """The space of the dataset of that name."""
     entries = [entry for entry in store.entries(name) if _is_file_of(entry.name, [name])]
     return Size(sum(entry.size for entry in entries), sum(entry.stored for entry in entries))
 

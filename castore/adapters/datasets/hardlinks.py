@@ -1,11 +1,13 @@
-"""A dataset kept by second names of its own Arrow files: no byte is copied, and what it shows of them lies beside.
+"""A dataset kept by second names of its own Arrow files: no byte is copied, and what it shows of them lies
+beside.
 
-For what is kept for a short while: the files become raw objects of the store by hard links, so they take room once. A
-dataset that is all of its files lies as `save_to_disk` lays it out. One that is a part of them (rows that a filter left,
-columns without hashes) has ``_parts`` in its state in the place of ``_data_files``: programs that know of no parts must
-fail to open it, and not see rows that are not in it.
+For what is kept for a short while: the files become raw objects of the store by hard links, so they take room
+once. A dataset that is all of its files lies as `save_to_disk` lays it out. One that is a part of them (rows
+that a filter left, columns without hashes) has ``_parts`` in its state in the place of ``_data_files``:
+programs that know of no parts must fail to open it, and not see rows that are not in it.
 
-Must never link a file of the user's, who may write to it: only those that work.py named, and objects.
+Must never link a file of the user's, since the user may write to it: only files that `scratch` named, and
+objects.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ from castore.write.staging import Large, Staged
 from castore.write.writer import open_source
 
 _PARTS, _INDICES = "_parts", "indices.arrow"
-# What may have been done to a table without the file having less than it. The features say which columns it shows; a
-# deduplicator that found nothing leaves a slice.
+# What may have been done to a table without the file having less than it. The features say which columns it
+# shows; a deduplicator that found nothing leaves a slice.
 _ALLOWED = frozenset({"replace_schema_metadata", "drop", "select", "remove_column", "slice"})
 # Another file system, or one without links; a file of another user's; too many links.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK}
@@ -56,7 +58,7 @@ def put(
     """Keep a dataset below ``name``, pinned, with one commit; what else lies there stays.
 
     Returns:
-        What it takes; None if its rows are not in files that can be linked: nothing is kept then.
+        Its size; None if its rows are not in files that can be linked: nothing is kept then.
 
     Raises:
         FullError, TooLargeError: it does not fit into the budget.

@@ -1,12 +1,15 @@
-"""A blob's bytes as a file that processes can map: a raw object, a file in a live mount, or the blob materialised once.
+"""A blob's bytes as a file that processes can map: a raw object, a file in a live mount, or the blob
+materialised once.
 
-Materialised means: the same bytes and a few more at their end, which readers of Arrow streams ignore, as a raw object
-of the store. It is an entry like any other under `MAPS`, so gc bounds it, and what is mapped lives until it is unmapped.
+Materialised means: the same bytes and a few more at their end, which readers of Arrow streams ignore, as a
+raw object of the store. It is an entry like any other under `MAPS`, so gc bounds it, and what is mapped lives
+until it is unmapped.
 
-Every object is checked before it is mapped: see checked.py.
+Every object is checked before it is mapped: see `castore.adapters.mapped_check`.
 
-Paths are handed out through a symbolic link in a folder of datasets' own cache: a plain `map` on a dataset writes its
-cache file beside the dataset's file, which must not be the object directory, and cannot be a read-only mount.
+Paths are handed out through a symbolic link in a folder of datasets' own cache: a plain `map` on a dataset
+writes its cache file beside the dataset's file, which must not be the object directory, and cannot be a
+read-only mount.
 """
 
 from __future__ import annotations
@@ -35,9 +38,10 @@ from castore.write.staging import Large
 
 #: Where materialised blobs are, by the digest of what they hold.
 MAPS = ".datasets/maps"
-#: After so many seconds gc takes what was materialised even where no budget makes it: it is only a second copy.
+#: After so many seconds gc takes what was materialised even where no budget makes it: it is only a second
+#: copy.
 MAPS_SECONDS = 7 * 86400.0
-#: What the materialised copy of a blob has behind the blob's bytes.
+#: The end of a materialised copy, behind the blob's bytes.
 TAIL = b"castore: mapped\n"
 _ATTEMPTS = 5
 
@@ -94,7 +98,7 @@ def _target(store: Store, blob: Blob, reader: BlobReader | None) -> str:
 
 
 def _link(blob: Blob, target: str) -> str:
-    """A symbolic link to ``target`` in a folder of datasets' own cache, where plain `map` may write beside it."""
+    """A symbolic link to ``target`` in a folder of datasets' own cache: plain `map` may write beside it."""
     link = path_of(blob)
     with contextlib.suppress(OSError):
         if os.readlink(link) == target:
@@ -115,7 +119,7 @@ def path_of(blob: Blob) -> str:
     return str(folder / "data.arrow")
 
 
-# --- forgetting ---------------------------------------------------------------------------------------------------
+# --- forgetting ---------------------------------------------------------------------------------------------
 
 
 def forget(store: Store, blobs: Iterable[Blob]) -> None:
@@ -125,7 +129,7 @@ def forget(store: Store, blobs: Iterable[Blob]) -> None:
     mapped_check.forget(store, gone)
 
 
-# --- places -------------------------------------------------------------------------------------------------------
+# --- places -------------------------------------------------------------------------------------------------
 
 
 def _in_mount(store: Store, blob: Blob) -> str | None:
@@ -188,7 +192,7 @@ def _materialise(store: Store, blob: Blob, name: str, reader: BlobReader) -> Blo
 
 
 class _Recut:
-    """The frames of a blob with the tail behind the last one, checked against the blob's digest at the end."""
+    """The frames of a blob with the tail behind the last one. The end checks the blob's digest."""
 
     def __init__(self, frames: Iterator[bytes], blob: Blob) -> None:
         self._frames = frames

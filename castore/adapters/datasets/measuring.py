@@ -1,10 +1,12 @@
-"""What of a filter its statistics depend on: the operator without the parameters that `compute_stats` never reads.
+"""The part of a filter that its statistics depend on: the operator without the parameters that
+`compute_stats` never reads.
 
-A threshold is read by `process` alone, so statistics that were measured once serve every threshold. Which attributes
-a method reads is told from its instructions, and followed through the methods that it calls on ``self``. That is sound
-as long as ``self`` is used for nothing but reading attributes of it by name; wherever it is used otherwise (handed on,
-kept in a closure, written to, looked into), and wherever a class decides for itself how it is read or pickled, all
-of the operator counts. Must never leave out a parameter that could be read.
+A threshold is read by `process` alone, so statistics that were measured once serve every threshold. Which
+attributes a method reads is told from its instructions, and followed through the methods that it calls on
+``self``. That is sound as long as ``self`` is used for nothing but reading attributes of it by name; wherever
+it is used otherwise (handed on, kept in a closure, written to, looked into), and wherever a class decides for
+itself how it is read or pickled, all of the operator counts. Must never leave out a parameter that could be
+read.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class _Unclear(Exception):
 
 
 def without_unread(operator: Any) -> Any:
-    """The operator as its statistics see it: a copy without the parameters that they do not depend on, or itself.
+    """The operator as its statistics see it: a copy without the parameters that they do not depend on, or
+    itself.
 
     >>> class LengthFilter:
     ...     def __init__(self, column, least):

@@ -1,8 +1,9 @@
 """cached_map and cached_filter: `Dataset.map` and `Dataset.filter` whose results come from a store.
 
-The key is made of the input's rows, the function's code and state, and the arguments that can change the result.
-Ignored are those that cannot: `num_proc` (but with ranks, or when last batches are dropped), `writer_batch_size`,
-`batch_size` of a map that takes one sample at a time, `desc`, and where `datasets` would keep its own cache.
+The key is made of the input's rows, the function's code and state, and the arguments that can change the
+result. Ignored are those that cannot: `num_proc` (but with ranks, or when last batches are dropped),
+`writer_batch_size`, `batch_size` of a map that takes one sample at a time, `desc`, and where `datasets` would
+keep its own cache.
 """
 
 from __future__ import annotations
@@ -50,18 +51,19 @@ def cached_map(
 ) -> Any:
     """``dataset.map(function, **map_kwargs)``, run only if its result is not in the store.
 
-    The result can be used at once; it is compressed into the store in the background (`wait` waits for that, and so
-    does the end of the program).
+    The result can be used at once; it is compressed into the store in the background (`wait` waits for that,
+    and so does the end of the program).
 
     Args:
         dataset: a `datasets.Dataset`, or a `datasets.DatasetDict`, split by split.
         function: as for `map`; anything `operator_fingerprint` takes.
         store: default the default store.
-        fingerprint: what identifies the function, in place of its code and state: for what cannot be hashed. Give
-            another one when it changes.
+        fingerprint: what identifies the function, in place of its code and state: for what cannot be hashed.
+            Give another one when it changes.
         codec: of what is kept.
-        **map_kwargs: as for `map`; ``load_from_cache_file=False`` runs it anew. ``cache_file_name``, ``suffix_template`` and
-            ``keep_in_memory`` are taken and not used, for they say where `datasets` would keep its own copy.
+        **map_kwargs: as for `map`; ``load_from_cache_file=False`` runs it anew. ``cache_file_name``,
+            ``suffix_template`` and ``keep_in_memory`` are taken and not used, for they say where `datasets`
+            would keep its own copy.
 
     Raises:
         UnhashableError: a part of the function, or of an argument, has no stable hash.
@@ -79,7 +81,7 @@ def cached_filter(
     codec: str = "zstd",
     **filter_kwargs: Any,
 ) -> Any:
-    """``dataset.filter(function, **filter_kwargs)``, run only if its result is not in the store; see `cached_map`."""
+    """``dataset.filter(function, **filter_kwargs)``, run only if it is not stored: see `cached_map`."""
     return _cached("filter", dataset, function, store, fingerprint, codec, filter_kwargs)
 
 
@@ -103,7 +105,8 @@ def _cached(
     if not isinstance(dataset, datasets.Dataset):
         raise InvalidValueError(
             f"cached_{kind} takes a datasets.Dataset, not {type(dataset).__name__}; keep a stream with"
-            " DatasetCache.put(name, stream), and pass what DatasetCache.dataset(name) gives, which is a Dataset"
+            " DatasetCache.put(name, stream), and pass what DatasetCache.dataset(name) gives, which is a "
+            "Dataset"
         )
     arguments = _arguments(kind, given)
     name = "identity" if function is None else operator_name(function)

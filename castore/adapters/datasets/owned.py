@@ -1,10 +1,11 @@
 """Datasets that share their rows and nothing that can be changed in place.
 
-`set_format`, `info`, the search indices and the end of a ``with`` block change a `datasets.Dataset` in place. A dataset that is
-kept, or on its way to the store, is therefore an object that no caller has, and every caller gets an object of its own.
+`set_format`, `info`, the search indices and the end of a ``with`` block change a `datasets.Dataset` in place.
+A dataset that is kept, or on its way to the store, is therefore an object that no caller has, and every
+caller gets an object of its own.
 
-Arrow's tables never change, but a table in memory may lie in a caller's NumPy array. `private` copies such rows. A mapped
-file is left where it is.
+Arrow's tables never change, but a table in memory may lie in a caller's NumPy array. `private` copies such
+rows. A mapped file is left where it is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FROM_MEMORY = frozenset({"add_column", "append_column", "set_column"})
 
 
 def own(dataset: datasets.Dataset) -> datasets.Dataset:
-    """Another dataset of the same rows, fingerprint and format, without search indices; the rows are not read."""
+    """Another dataset of the same rows, fingerprint and format, without search indices. Reads no rows."""
     # Not `copy.copy`, which reads the rows of a `LateDataset`.
     same: datasets.Dataset = object.__new__(type(dataset))
     state: dict[str, Any] = dict(vars(dataset))
@@ -47,7 +48,7 @@ def private(dataset: datasets.Dataset) -> datasets.Dataset:
 
 
 def _selected(dataset: datasets.Dataset) -> Table | None:
-    """The rows of a selection, copied at once; None for other datasets, and for rows that Arrow cannot take so."""
+    """The rows of a selection, copied at once; None where that cannot be done."""
     if dataset._indices is None or not len(dataset):
         return None
     try:

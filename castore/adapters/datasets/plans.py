@@ -1,4 +1,4 @@
-"""A pipeline's steps with their keys, before anything runs: keys follow from the input and the operators alone."""
+"""A pipeline's steps with their keys, which follow from the input and the operators alone. Runs nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Planned(NamedTuple):
     what: Description
 
     def record(self, pipeline: str, steps: int) -> dict[str, Any]:
-        """What is kept with its result, in a pipeline of so many steps."""
+        """The metadata of its result, in a pipeline of so many steps."""
         return {
             "pipeline": pipeline,
             "number": self.number,
@@ -47,7 +47,7 @@ class Planned(NamedTuple):
         }
 
     def mark(self) -> Mark:
-        """What tells it in a checkpoint."""
+        """Its identity in a checkpoint."""
         parameters = {name: text or digest for name, (digest, text) in self.what.parts.items()}
         return Mark(self.step.name, self.step.kind, self.what.fingerprint, parameters)
 

@@ -33,7 +33,7 @@ class Teller:
         self._say(number, rows, rows, report)
 
     def counter(self, number: int, rows: int) -> Callable[[int], None] | None:
-        """What to call with the rows that were done since the last call; None if nobody wants to know."""
+        """A function to call with the rows done since the last call; None if no one wants progress."""
         if self._tell is None:
             return None
         done, due = 0, time.monotonic() + _SECONDS

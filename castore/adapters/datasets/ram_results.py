@@ -1,7 +1,7 @@
 """A pipeline that keeps the results of operators in this process, in front of the store or in place of it.
 
-Results are mapped files or tables that somebody has anyway: keeping one costs what its pages cost. What is kept
-shares its rows with what callers get, and nothing that a caller can change (owned.py).
+Results are mapped files or tables that somebody has anyway: keeping one costs what its pages cost. What is
+kept shares its rows with what callers get, and nothing that a caller can change (`owned`).
 """
 
 from __future__ import annotations

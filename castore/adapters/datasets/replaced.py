@@ -1,7 +1,9 @@
-"""Which mapped files have gone from their paths: another file may be there, and its bytes are not what is mapped.
+"""Which mapped files have gone from their paths: another file may be there, and its bytes are not what is
+mapped.
 
-A dataset that was loaded from a file goes on showing that file's rows after it was replaced. Whoever reads the path then must not
-take what is there for those rows. The kernel tells: a mapping whose file was unlinked or renamed over is marked in ``/proc``.
+A dataset that was loaded from a file goes on showing that file's rows after it was replaced. Whoever reads
+the path then must not take what is there for those rows. The kernel tells: a mapping whose file was unlinked
+or renamed over is marked in ``/proc``.
 
 Says nothing of a file that was changed in place.
 """
@@ -24,7 +26,7 @@ def gone() -> list[range]:
 
 
 def lies_in(table: pa.Table, places: list[range]) -> bool:
-    """Whether a table's rows lie at one of these places; its first bytes are looked at, and stand for all of them."""
+    """Whether a table's rows lie at one of these places. Its first bytes stand for all of them."""
     if not places:
         return False
     buffers = (

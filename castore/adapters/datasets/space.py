@@ -2,8 +2,9 @@
 
 The formula counts full copies: ``(1 + M + F + [F > 0] + D) x S`` for an input of S bytes with M mappers, F
 filters and D deduplicators, since each step leaves a copy and the first filter's statistics another; a
-checkpoint needs 3 x S whatever the steps, for it is a second name of what a step reads (linked.py). What a cached run
-really takes is less: steps are compressed once the next one has its input. Knows sizes and disks; runs nothing.
+checkpoint needs 3 x S whatever the steps, for it is a second name of what a step reads (`hardlinks`). What a
+cached run really takes is less: steps are compressed once the next one has its input. Knows sizes and disks;
+runs nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SAMPLES, _SAMPLE_ROWS, _SAMPLE_BYTES = 8, 256, 4 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What a step is known to take.
+    """The known size of a step's result.
 
     Attributes:
         kind: as in `StepReport`.
@@ -45,7 +46,7 @@ class Known:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a run will take; sizes in bytes.
+    """The disk space that a run will take; sizes in bytes.
 
     Attributes:
         size: of the input, uncompressed: S.
@@ -82,12 +83,14 @@ class Estimate:
         if self.one_disk and self.store_needs + self.work_needs > self.store_free:
             found.append(
                 f"this run needs about {format_size(self.store_needs + self.work_needs)} of disk, and "
-                f"{format_size(self.store_free)} are free: compress (cache_compress: zstd), keep the latest step only "
+                f"{format_size(self.store_free)} are free: compress (cache_compress: zstd), keep the latest "
+                "step only "
                 "(use_checkpoint: true), or use a larger disk (ds_cache_dir, temp_dir)"
             )
         elif not self.one_disk:
             found += [
-                f"{what} needs about {format_size(needs)}, and {format_size(free)} are free: use a larger disk ({key})"
+                f"{what} needs about {format_size(needs)}, and {format_size(free)} are free: use a larger "
+                f"disk ({key})"
                 for what, needs, free, key in (
                     ("the store", self.store_needs, self.store_free, "ds_cache_dir"),
                     ("the folder of temporary files", self.work_needs, self.work_free, "temp_dir"),
@@ -96,8 +99,10 @@ class Estimate:
             ]
         if self.budget is not None and self.store_needs > self.budget:
             found.append(
-                f"the steps take about {format_size(self.store_needs)} in a store that may hold {format_size(self.budget)}: "
-                "the first ones will be gone when the last one is done (`castore init --max-size` raises the budget)"
+                f"the steps take about {format_size(self.store_needs)} in a store that may hold "
+                f"{format_size(self.budget)}: "
+                "the first ones will be gone when the last one is done (`castore init --max-size` raises the "
+                "budget)"
             )
         return found
 
@@ -125,7 +130,7 @@ def estimate(
     settings: Settings,
     work: str | os.PathLike[str] | None = None,
 ) -> Estimate:
-    """What a run will take.
+    """The disk space that a run will take.
 
     Args:
         size: bytes of the input, uncompressed.
@@ -171,7 +176,7 @@ def estimate(
 
 
 def _checkpoint_needs(sizes: Sequence[int], stored: Sequence[int], work_needs: int, one_disk: bool) -> int:
-    """What a checkpoint takes besides the working files."""
+    """The space of a checkpoint besides the working files."""
     if one_disk:  # it is one of them until the end, when only the result is left to be compressed
         return max(0, sizes[-1] + stored[-1] - work_needs)
     # No link leads there: a compressed copy, and the one before until it is whole.
@@ -196,8 +201,8 @@ def logical_size(dataset: datasets.Dataset) -> int:
 def measure_ratio(dataset: datasets.Dataset, codec: str, level: int | None = None) -> float:
     """Stored bytes for each byte of a dataset: some of its rows, from all over it, compressed to see.
 
-    Of one that lies compressed in a store and has not been read, what it takes there: to read it costs more than the
-    answer is worth, even where that is another codec's.
+    Of one that lies compressed in a store and has not been read, what it takes there: to read it costs more
+    than the answer is worth, even where that is another codec's.
 
     Returns:
         a ratio above 0; 1 for an empty dataset.

@@ -1,8 +1,8 @@
 """Data files of kept datasets as tables: read into memory where they are small, mapped, or late.
 
-A late table holds its objects open, so gc may take them and it stays readable. Frames are checked as they are decoded;
-that whole objects are good was checked before (checked.py), so who opens one hears of damage while it can still be
-computed anew. Assumes nothing of what the files say together: that is kept.py's.
+A late table holds its objects open, so gc may take them and it stays readable. Frames are checked as they are
+decoded; whole objects are checked when they are opened (`mapped_check`), while a damaged result can still be
+computed anew. Assumes nothing of what the files say together: `dataset_entries` does.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def table_of(store: Store, name: str, blob: Blob, reader: BlobReader | None = No
         raise damaged(name) from error
     except (FullError, TooLargeError) as error:
         warnings.warn(
-            f"{name!r} is read into memory, since it cannot be mapped: {error}; a mount of the store needs no room",
+            f"{name!r} is read into memory, since it cannot be mapped: {error}; a mount of the store needs "
+            "no room",
             CacheWarning,
             stacklevel=2,
         )
@@ -172,7 +173,7 @@ def _close(readers: list[BlobReader]) -> None:
 
 
 def batches_of(reader: BlobReader) -> Generator[pa.RecordBatch, None, None]:
-    """What an Arrow stream in an object holds, decoded a little ahead of who takes it.
+    """The batches of an Arrow stream in an object, decoded a little ahead of the reader.
 
     Raises:
         CorruptError: it is damaged.

@@ -1,7 +1,8 @@
-"""What an iterable dataset yields, on its way into a store.
+"""The rows of an iterable dataset, on their way into a store.
 
-A stream of Python objects that declares no features is written as `Dataset.from_generator` writes it: the first batch of rows tells
-the types, and later rows are cast to them. A stream that declares its features, or that yields Arrow tables, is written by those.
+A stream of Python objects that declares no features is written as `Dataset.from_generator` writes it: the
+first batch of rows tells the types, and later rows are cast to them. A stream that declares its features, or
+that yields Arrow tables, is written by those.
 
 Must never drop a column without a word, as `from_generator` does with those that the first row lacks.
 """
@@ -27,7 +28,7 @@ _MISFITS = (pa.ArrowException, TypeError, ValueError, OverflowError)
 
 
 def part_of_stream(dataset: datasets.IterableDataset) -> Part:
-    """What an iterable dataset yields, to be kept.
+    """The rows of an iterable dataset, to be kept.
 
     Raises:
         SerializationError: (while its files are made) a row does not fit to those before it.
@@ -80,7 +81,8 @@ class _Stream:
             return
         if not first:
             raise SerializationError(
-                "row 0 of the stream has no columns, and a dataset keeps no rows without any; yield rows with columns"
+                "row 0 of the stream has no columns, and a dataset keeps no rows without any; yield rows "
+                "with columns"
             )
         columns, features, count = first.keys(), None, 0
         remaining, is_more = itertools.chain([first], rows), True
@@ -109,7 +111,8 @@ class _Stream:
 
 def _misfit(row: int, error: Exception) -> SerializationError:
     return SerializationError(
-        f"the stream's rows up to number {row} do not fit to the types of its first ones: {error}; declare its features,"
+        f"the stream's rows up to number {row} do not fit to the types of its first ones: {error}; declare "
+        "its features,"
         " with IterableDataset.from_generator(..., features=...) or cast(features)"
     )
 
@@ -120,5 +123,6 @@ def _other_columns(row: int, columns: Any, given: dict[str, Any]) -> Serializati
     )
     what = f"has no column {missing[0]!r}" if missing else f"has a column {added[0]!r}"
     return SerializationError(
-        f"row {row} of the stream {what}, unlike the first row; yield all columns in each row, None for what is missing"
+        f"row {row} of the stream {what}, unlike the first row; yield all columns in each row, None for what "
+        "is missing"
     )
