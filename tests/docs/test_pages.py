@@ -103,7 +103,7 @@ def test_no_line_of_a_page_is_wider_than_110_columns(page: Path) -> None:
 _OPENINGS = re.compile(r"(?:^|[.:?] )(?:[*_]*)((?:Who|Whoever|What|Whatever|So that) [^.]{0,60})", re.M)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "benchmarks"], ids=identify)
+@pytest.mark.parametrize("page", PAGES, ids=identify)
 def test_no_sentence_of_a_page_has_a_question_for_its_subject(page: Path) -> None:
     """House style: subject first. A heading or a cell of a table may ask."""
     text = re.sub(r"^```.*?^```|^#.*?$|^\|.*?$", "", page.read_text(), flags=re.M | re.S)

@@ -84,7 +84,8 @@ def markdown(runs: Runs, suites: Sequence[str]) -> str:
 
 def _markdown(runs: Runs, suites: Sequence[str]) -> Iterator[str]:
     yield "## At a glance\n"
-    yield f"{summary(runs)} Each figure is of its suite's last run. A suite's page has all its figures.\n"
+    about = "Each figure is of its suite's last run. A suite's page has all its figures."
+    yield report.paragraph(f"{summary(runs)} {about}") + "\n"
     if goals := lines(runs):
         yield "| suite | goal | measured | |"
         yield "|---|---|---:|---|"
@@ -105,7 +106,7 @@ def _markdown(runs: Runs, suites: Sequence[str]) -> Iterator[str]:
             yield from (report.paragraph(goal, item=True) for goal in missed)
             yield ""
     if without := absent(runs, suites):
-        yield f"No results on file of: {', '.join(without)}."
+        yield report.paragraph(f"No results on file of: {', '.join(without)}.")
 
 
 def _link(suite: str) -> str:
