@@ -114,13 +114,13 @@ def test_no_sentence_of_a_page_has_a_question_for_its_subject(page: Path) -> Non
     assert [opening for opening in _OPENINGS.findall(prose) if "?" not in opening] == []
 
 
-@pytest.mark.parametrize("page", DECISIONS, ids=identify)
+@pytest.mark.parametrize(
+    "page", [page for page in DECISIONS if page.name not in ("index.md", "first-design.md")], ids=identify
+)
 def test_a_decision_has_its_context_its_consequence_and_fits_on_a_short_page(page: Path) -> None:
-    if page.name in ("index.md", "first-design.md"):
-        pytest.skip("lists of decisions")
     headings = re.findall(r"^## (.+)$", page.read_text(), re.M)
     assert [name for name in headings if name != "Figures"] == ["Context", "Decision", "Consequence"]
-    assert headings in (sorted(headings, key=["Context", "Decision", "Figures", "Consequence"].index),)
+    assert headings == sorted(headings, key=["Context", "Decision", "Figures", "Consequence"].index)
     assert len(page.read_text().splitlines()) <= 100
 
 

@@ -133,7 +133,7 @@ def compare_speed(data: Path, mount: Path) -> None:
     console.print(table)
     console.print(
         "[dim]Cold: the kernel's caches dropped, and a new mount. Medians of three rounds. "
-        "Before 3.14, Python's open() asks the daemon whether each file is a terminal: see docs/benchmarks.md.[/]"
+        "Before 3.14, Python's open() asks the daemon whether each file is a terminal: see docs/benchmarks/mount.md.[/]"
     )
 
 
