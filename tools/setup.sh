@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up what `make demo`, `make test`, `make bench`, `make strangers` and `make docs` need: Debian packages (as root only; for others it
-# says what to install), a virtual environment, and castore in it in editable form.
+# Sets up what `make demo`, `make test`, `make bench`, `make strangers` and `make docs` need: Debian packages
+# (as root only; for others it says what to install), a virtual environment, and castore in it in editable form.
 #
 # usage: tools/setup.sh demo|test|torture|bench|strangers|docs
 #
