@@ -2,7 +2,7 @@
 
 Entries that go together often lie together in the index, their blobs lie anywhere. So gc removes the entries in order
 of their names and only notes their digests; these it sorts, and then takes a name off each blob in the order of the
-blobs' own tree, which so is written once where it would be written three times (measured in docs/benchmarks.md).
+blobs' own tree, which so is written once where it would be written three times (measured in docs/benchmarks/missed-goals.md).
 
 Each row stands for itself: whoever takes it out takes its names off in the same transaction, and only speed depends on
 how rows are sorted. So the next gc ends what a killed one began, and two at once share the work.

@@ -6,7 +6,11 @@ Names are imported on first use: `import castore_fuse` is quick, and works witho
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from castore_fuse.api import foreground, mount, mounted, umount
+    from castore_fuse.errors import BusyError, MountError
 
 _HOMES = {
     "BusyError": "errors",

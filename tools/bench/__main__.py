@@ -1,6 +1,6 @@
-"""`python -m tools.bench`: runs suites, keeps their figures as JSON, and writes `docs/benchmarks.md`.
+"""`python -m tools.bench`: runs suites, keeps their figures as JSON, and writes the pages of figures.
 
-A quick run prints its figures and keeps them apart. It must never replace the page: its jobs are too small to
+A quick run prints its figures and keeps them apart. It must never replace a page: its jobs are too small to
 quote.
 """
 
@@ -44,7 +44,10 @@ HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parent.parent
 WORK = PROJECT / ".bench"
 RESULTS = HERE / "results"
+#: All goals of all suites, between markers in a page that is otherwise written by hand.
 PAGE = PROJECT / "docs" / "benchmarks.md"
+#: A page a suite, generated as a whole.
+PAGES = PROJECT / "docs" / "benchmarks"
 PICTURES = PAGE.parent / "images"
 LEAST_ROUNDS = 5
 
@@ -64,8 +67,9 @@ def main() -> None:
     runs = _on_file(names, quick=options.quick)
     _show_glance(runs, names, console)
     if not options.quick:
-        report.write_first(PAGE, "glance", glance.markdown(runs, names))
-        console.print(f"\nwritten to {PAGE.relative_to(PROJECT)}")
+        report.write_glance(PAGE, glance.markdown(runs, names))
+        written = f"{PAGE.relative_to(PROJECT)} and {PAGES.relative_to(PROJECT)}/"
+        console.print(f"\nwritten to {written}", soft_wrap=True)
     if options.json:
         goals = [line._asdict() for run in runs.values() for line in glance.of_run(run)]
         sys.stdout.write(json.dumps({"goals": goals, "suites": runs}, indent=1) + "\n")
@@ -252,7 +256,7 @@ def _keep(name: str, run: dict[str, Any], *, quick: bool) -> None:
     RESULTS.mkdir(exist_ok=True)
     _result_file(name, quick=quick).write_text(json.dumps(run, indent=1) + "\n")
     if not quick:
-        report.write(PAGE, name, run)
+        report.write(PAGES, name, run)
 
 
 if __name__ == "__main__":

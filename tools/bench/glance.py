@@ -79,27 +79,36 @@ def absent(runs: Runs, suites: Sequence[str]) -> list[str]:
 
 
 def markdown(runs: Runs, suites: Sequence[str]) -> str:
-    """The section that opens the page."""
+    """The section of `docs/benchmarks.md` that is generated."""
     return "\n".join(_markdown(runs, suites)).rstrip()
 
 
 def _markdown(runs: Runs, suites: Sequence[str]) -> Iterator[str]:
     yield "## At a glance\n"
-    yield f"{summary(runs)} Each is as its suite's last run left it; the sections below have all figures.\n"
+    about = "Each figure is of its suite's last run. A suite's page has all its figures."
+    yield report.paragraph(f"{summary(runs)} {about}") + "\n"
     if goals := lines(runs):
         yield "| suite | goal | measured | |"
         yield "|---|---|---:|---|"
         previous = ""
         for line in goals:
-            shown = "" if line.suite == previous else f"{line.suite} ({runs[line.suite]['date']})"
+            shown = "" if line.suite == previous else f"{_link(line.suite)} ({runs[line.suite]['date']})"
             yield f"| {shown} | {line.goal} | {line.found} | {line.verdict} |"
             previous = line.suite
         yield ""
     if counts := others(runs):
-        yield "| other suite | goals reached | missed |"
-        yield "|---|---:|---|"
-        for name, reached, goals_of_it, missed in counts:
-            yield f"| {name} ({runs[name]['date']}) | {reached} of {goals_of_it} | {'<br>'.join(missed)} |"
+        yield "| other suite | date | goals reached |"
+        yield "|---|---|---:|"
+        for name, reached, goals_of_it, _ in counts:
+            yield f"| {_link(name)} | {runs[name]['date']} | {reached} of {goals_of_it} |"
         yield ""
+        if missed := [f"{name}: {goal}" for name, _, _, goals_of_it in counts for goal in goals_of_it]:
+            yield "Missed goals of these suites:\n"
+            yield from (report.paragraph(goal, item=True) for goal in missed)
+            yield ""
     if without := absent(runs, suites):
-        yield f"No results on file of: {', '.join(without)}."
+        yield report.paragraph(f"No results on file of: {', '.join(without)}.")
+
+
+def _link(suite: str) -> str:
+    return f"[{suite}](benchmarks/{suite}.md)"

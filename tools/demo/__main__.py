@@ -132,8 +132,9 @@ def compare_speed(data: Path, mount: Path) -> None:
             table.add_row(label, form.format(plain), form.format(ours), f"{ours / plain:.2f}")
     console.print(table)
     console.print(
-        "[dim]Cold: the kernel's caches dropped, and a new mount. Medians of three rounds. Before 3.14, "
-        "Python's open() asks the daemon whether each file is a terminal: see docs/benchmarks.md.[/]"
+        "[dim]Cold: the kernel's caches dropped, and a new mount. Medians of three rounds. "
+        "Before 3.14, Python's open() asks the daemon whether each file is a terminal: "
+        "see docs/benchmarks/mount.md.[/]"
     )
 
 

@@ -207,6 +207,6 @@ def _memory(crews: dict[str, Crew]) -> Study:
         f"Memory of the {_PROCESSES} processes",
         ["", "PSS in all", "of that shared memory"],
         lines,
-        note="PSS counts a page that processes share once in all. What the kernel "
-        "and the mount's daemon keep is not in it.",
+        note="PSS counts a page that processes share once in all. "
+        "PSS leaves out the memory of the kernel and of the mount's daemon.",
     )

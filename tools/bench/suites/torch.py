@@ -304,14 +304,14 @@ def _memory_of_workers(work: Path, samples: int) -> Study:
     growth = [total_4 / total - 1, cache_4 / cache - 1]
     size = samples * torch.Size(SHAPE).numel()
     return Study(
-        f"Memory of a SharedCache of {size / 1e6:.0f} MB with its `DataLoader`'s workers "
-        "(PSS: a page that n processes share counts 1/n in each)",
+        f"Memory of a SharedCache of {size / 1e6:.0f} MB with its `DataLoader`'s workers",
         ["", "1 worker", "4 workers", "growth"],
         [
             ["all processes", f"{total / 1e6:.0f} MB", f"{total_4 / 1e6:.0f} MB", f"{growth[0]:+.1%}"],
             ["of which the cache", f"{cache / 1e6:.0f} MB", f"{cache_4 / 1e6:.0f} MB", f"{growth[1]:+.1%}"],
         ],
-        note="What grows beside the cache is each worker's own Python, and the batches that it has ready.",
+        note="Figures are PSS: a page that n processes share counts 1/n in each. Beside the cache, each worker's own "
+        "Python grows, and the batches that the worker has ready.",
         goals=[
             verdict(
                 growth[0] < 0.05,
