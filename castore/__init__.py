@@ -50,10 +50,13 @@ if TYPE_CHECKING:
     from castore.records import Entry
     from castore.serialize.kinds import register_type
     from castore.store import Store
+    from castore.units import NEVER, UNLIMITED
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "NEVER",
+    "UNLIMITED",
     "CastoreError",
     "CorruptError",
     "DictionaryError",
@@ -74,7 +77,14 @@ __all__ = [
 ]
 
 #: Public names that are not in `castore.errors`, and the module of each.
-_MODULES = {"Entry": "records", "Store": "store", "key": "keys.encoder", "register_type": "serialize.kinds"}
+_MODULES = {
+    "NEVER": "units",
+    "UNLIMITED": "units",
+    "Entry": "records",
+    "Store": "store",
+    "key": "keys.encoder",
+    "register_type": "serialize.kinds",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -79,7 +79,7 @@ def open_folder(
     *,
     codec: str | None = None,
     level: int | None = None,
-    max_size: int | str | None = None,
+    max_size: float | str | None = None,
     ttl: float | str | None = None,
 ) -> tuple[Settings, bool]:
     """The settings of the store at ``path``, with the arguments in their place, and whether it can be read only.

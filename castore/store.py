@@ -31,7 +31,7 @@ from castore.serialize import serializers
 from castore.settings import default_path
 from castore.system.ballast import Ballast, is_short
 from castore.system.single_flight import ComputeLocks
-from castore.units import parse_duration, parse_size
+from castore.units import parse_budget, parse_duration, parse_size
 from castore.write.batch import Putter, unchanging
 
 if TYPE_CHECKING:
@@ -60,11 +60,12 @@ class Store:
             default what the store was made with.
         level: of the codec; default the codec's own.
         max_size: budget in stored bytes (an int, or ``"200GB"``); puts that would pass it evict the least recently
-            used first. Default what the store was made with.
+            used first. `castore.UNLIMITED` sets no bound. Default what the store was made with.
         memory: bound on the RAM tier of this process in bytes, 0 for none; default 128 MB.
         shared_memory: bytes of shared memory (or ``"4GB"``) in which all processes of this user and machine that open
             the store with the same bound keep frames of large compressed blobs decoded, once for all; default none.
-        ttl: seconds (or ``"30d"``) until a new entry expires; default what the store was made with.
+        ttl: seconds (or ``"30d"``) until a new entry expires; `castore.NEVER` for never. Default what the store was
+            made with.
         durable: whether a put that has returned survives a power cut, at the price of an fsync each.
         allow_pickle: let `save` and `load` use pickle where nothing else fits. Loading a pickle runs code.
 
@@ -90,7 +91,7 @@ class Store:
         *,
         codec: str | None = None,
         level: int | None = None,
-        max_size: int | str | None = None,
+        max_size: float | str | None = None,
         memory: int | str = DEFAULT_MEMORY,
         shared_memory: int | str | None = None,
         ttl: float | str | None = None,
@@ -174,7 +175,8 @@ class Store:
         Args:
             name: relative POSIX path.
             data: bytes, bytearray or memoryview.
-            codec, level, ttl: default the store's.
+            codec, level: default the store's.
+            ttl: seconds (or ``"30d"``) until the entry expires, or `castore.NEVER`; default the store's.
             metadata: JSON-like, kept with the entry.
             pin: have gc leave the entry alone.
             serializer: how `load` turns the bytes into an object.
@@ -358,6 +360,7 @@ class Store:
         Args:
             key: a name, such as `castore.key` gives.
             compute: takes nothing, returns what `save` takes.
+            ttl, metadata, serializer: as for `save`.
             validate: says of a kept object whether it still serves; if not, it is computed anew.
 
         Raises:
@@ -399,7 +402,7 @@ class Store:
         Args:
             function: a function, a partial, or an object that can be called; ``@store.cached`` and ``@store.cached()``
                 are the same.
-            ttl: default the store's.
+            ttl: seconds (or ``"30d"``), or `castore.NEVER`; default the store's.
             prefix: folder of the entries; default ``cached/<module>.<function>``.
 
         Raises:
@@ -534,7 +537,7 @@ class Store:
 
     def gc(
         self,
-        max_size: int | str | None = None,
+        max_size: float | str | None = None,
         *,
         dry_run: bool = False,
         grace: float | str = collect.GRACE_SECONDS,
@@ -542,14 +545,14 @@ class Store:
         """Remove what has expired, what is over the budget, and what nobody names.
 
         Args:
-            max_size: budget in stored bytes for this run; default the store's.
+            max_size: budget in stored bytes for this run, or `castore.UNLIMITED`; default the store's.
             dry_run: only say what would go.
             grace: seconds for which bytes whose last name was deleted or replaced are kept.
 
         Returns:
             What went, or would go.
         """
-        budget = self.settings.max_size if max_size is None else parse_size(max_size)
+        budget = self.settings.max_size if max_size is None else parse_budget(max_size)
         seconds = parse_duration(grace)
         if dry_run:
             return collect.run(self.parts, budget, seconds, dry_run=True)

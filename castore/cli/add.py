@@ -54,7 +54,7 @@ def add(
         typer.Option(metavar="CODEC", autocompletion=codecs, help="auto, zstd, lz4, gzip or none."),
     ] = None,
     ttl: Annotated[
-        str | None, typer.Option(metavar="TIME", help="How long the entries live, like 30d.")
+        str | None, typer.Option(metavar="TIME", help='How long the entries live, like 30d, or "never".')
     ] = None,
     meta: Annotated[list[str] | None, typer.Option(metavar="K=V", help="Metadata; may be repeated.")] = None,
     pin: Annotated[bool, typer.Option("--pin", help="Have gc leave the entries alone.")] = False,

@@ -10,7 +10,7 @@ import typer
 from castore.cli.opening import open_store
 from castore.cli.output import AsJson, complain, listed, plural, print_json, spinner
 from castore.gc.collect import GRACE_SECONDS, Plan
-from castore.units import format_duration, format_size, parse_size
+from castore.units import format_duration, format_size, parse_budget
 
 
 def gc(
@@ -18,7 +18,7 @@ def gc(
     max_size: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Budget in stored bytes for this run, like 200GB; default the store's."
+            metavar="SIZE", help='Budget in stored bytes, like 200GB, or "unlimited"; default the store\'s.'
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
@@ -36,8 +36,8 @@ def gc(
     castore gc --max-size 100GB --dry-run
     """
     with open_store(context) as store, spinner("collecting"):
-        budget = store.settings.max_size if max_size is None else max_size
-        plan = store.gc(budget, dry_run=dry_run, grace=grace)
+        budget = store.settings.max_size if max_size is None else parse_budget(max_size)
+        plan = store.gc(max_size, dry_run=dry_run, grace=grace)
     if as_json:
         print_json({**plan._asdict(), "remaining": plan.remaining})
     else:
@@ -45,7 +45,7 @@ def gc(
             typer.echo(line)
     if plan.pinned and budget is not None:
         complain(
-            f"pins hold {format_size(plan.pinned)}, more than the budget of {format_size(parse_size(budget))}:"
+            f"pins hold {format_size(plan.pinned)}, more than the budget of {format_size(budget)}:"
             " `castore unpin` entries, or end mounts that were made with --pin"
         )
         raise typer.Exit(1)

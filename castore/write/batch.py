@@ -20,7 +20,7 @@ from castore.records import Entry, Pointing
 from castore.serialize.serializers import check_serializer
 from castore.settings import Settings
 from castore.system.sql_errors import is_full
-from castore.units import parse_duration
+from castore.units import parse_ttl
 from castore.write.open_pack import Vanished
 from castore.write.prefixes import Prefixes
 from castore.write.staging import Staged
@@ -71,7 +71,7 @@ class Putter:
             yield Pointing(check_name(name), "bytes", None, expires, False), data
 
     def _seconds(self, ttl: float | str | None) -> float | None:
-        return self._settings.ttl if ttl is None else parse_duration(ttl)
+        return self._settings.ttl if ttl is None else parse_ttl(ttl)
 
     def codec(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
         """Codec and level of a put, checked."""

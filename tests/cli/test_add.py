@@ -318,3 +318,12 @@ def test_a_life_of_no_length_is_refused(cli: Cli, data: Path, folder: Path, word
     assert ran.code == 2
     assert "expire before they can be read" in ran.err
     assert not folder.exists()
+
+
+def test_files_are_added_for_good_where_the_store_has_a_lifetime(cli: Cli, data: Path, folder: Path) -> None:
+    cli("init", "--ttl", "1h")
+    cli("add", str(data), "--as", "kept", "--ttl", "never")
+    cli("add", str(data), "--as", "for-an-hour")
+    with Store(folder) as store:
+        assert {entry.expires for entry in store.entries("kept")} == {None}
+        assert None not in {entry.expires for entry in store.entries("for-an-hour")}

@@ -22,7 +22,7 @@ from castore.index.queries import below
 from castore.read.usage import Usage
 from castore.records import LOST, Entry
 from castore.store import Store
-from castore.units import parse_duration
+from castore.units import NEVER, parse_ttl
 
 #: What users may ask for; `Store` has ``auto`` besides.
 COMPRESSIONS = ("none", "gzip", "lz4", "zstd")
@@ -44,7 +44,7 @@ class DiskLevel:
     Args:
         folder: of the store, made if it is not there.
         compression: one of `COMPRESSIONS`.
-        expiry: seconds or a text; None for never.
+        expiry: seconds or a text, or `castore.NEVER`; None for what the folder's store has, which is never by default.
         max_size: budget in stored bytes; None for what the store was made with.
 
     Raises:
@@ -64,7 +64,10 @@ class DiskLevel:
                 f"unknown compression {compression!r}: choose one of {', '.join(COMPRESSIONS)}"
             )
         self._compression = compression
-        self._expiry = None if expiry is None else parse_duration(expiry)
+        self._expiry: float | None = None
+        if expiry is not None:
+            seconds = parse_ttl(expiry)
+            self._expiry = NEVER if seconds is None else seconds
         # Without a RAM tier: the caches have one of their own, which can be bounded in items.
         self.store = Store(folder, max_size=max_size, memory=0)
         # What the level above answers is counted apart: the store does not see it.
