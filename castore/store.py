@@ -275,20 +275,45 @@ class Store:
 
     # Getting
 
-    def get(self, name: str) -> bytes | None:
-        """The bytes of ``name``, verified, or None if there are none (any more)."""
-        return self.source.get(name)
+    @overload
+    def get(self, name: str) -> bytes | None: ...
 
-    def get_many(self, names: Iterable[str]) -> list[bytes | None]:
+    @overload
+    def get(self, name: str, default: T) -> bytes | T: ...
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The bytes of ``name``, verified, or ``default`` if the name is missing.
+
+        A name is missing if it has no entry, if its entry has expired, or if its bytes were found damaged or gone. Then
+        `get` and `get_many` give the default, `load` and `open` raise `NotFoundError`, and ``name in store`` is false.
+        Putting the bytes again heals the name.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> store.get("no/such/name", b"")
+        b''
+        """
+        data = self.source.get(name)
+        return default if data is None else data
+
+    @overload
+    def get_many(self, names: Iterable[str]) -> list[bytes | None]: ...
+
+    @overload
+    def get_many(self, names: Iterable[str], default: T) -> list[bytes | T]: ...
+
+    def get_many(self, names: Iterable[str], default: Any = None) -> list[Any]:
         """`get` for many names, in their order, with one question to the index."""
-        return self.source.get_many(list(names))
+        found = self.source.get_many(list(names))
+        return found if default is None else [default if data is None else data for data in found]
 
     def open(self, name: str) -> io.BufferedReader:
         """A seekable file over the bytes of ``name`` that decodes only what is read, and keeps them until closed.
 
         Raises:
-            NotFoundError: there is no such entry.
-            CorruptError: (while reading) the bytes are damaged.
+            NotFoundError: the name is missing: it has no entry or an expired one, or its bytes are damaged or gone.
+            CorruptError: (while reading) the bytes are damaged, which nobody had seen before. The name is missing
+                from then on.
         """
         reader = self._open(name, self._blob(name))
         self.source.count_use(name)
@@ -336,7 +361,7 @@ class Store:
         """The object that `save` kept.
 
         Raises:
-            NotFoundError: there is no such entry.
+            NotFoundError: the name is missing: it has no entry or an expired one, or its bytes are damaged or gone.
             SerializationError: it is a pickle, and the store was not opened with ``allow_pickle=True``; or it holds
                 a type that this process has neither imported nor registered.
         """
@@ -415,6 +440,25 @@ class Store:
         return decorate if function is None else decorate(function)
 
     # Names
+
+    def __contains__(self, name: str) -> bool:
+        """Whether `get` finds bytes under ``name``, as far as is known without reading them. Counts as no use."""
+        try:
+            return self._blob(name).pack != LOST
+        except NotFoundError:
+            return False
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of all entries that are not missing, in their order."""
+        return self.index.names(time.time())
+
+    def __len__(self) -> int:
+        """How many entries have not expired. Those whose bytes were found damaged count until they are put again."""
+        return self.index.count(time.time())
+
+    def __bool__(self) -> bool:
+        """True, for an empty store too: ``if store`` asks whether there is one."""
+        return True
 
     def entry(self, name: str) -> Entry | None:
         """What is known of a name, or None if there is no such entry or it has expired."""

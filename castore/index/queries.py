@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from castore.index.connections import BUSY_SECONDS, PAUSE_SECONDS
 from castore.index.statements import BLOB_OF
-from castore.records import Blob, Entry, entry_check
+from castore.records import LOST, Blob, Entry, entry_check
 from castore.system.forks import unforked
 from castore.system.sql_errors import SQL_ERRORS, is_locked
 
@@ -243,6 +243,20 @@ class Questions:
         low = prefix + "/" if prefix else ""
         for page in self.pages(sql, max(low, after), high, now):
             yield from map(to_entry, page)
+
+    def names(self, now: float) -> Iterator[str]:
+        """Names that are not expired and whose bytes are not on record as lost, in their order, read in pages."""
+        sql = (
+            "SELECT e.name FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.name > ?"
+            f" AND (e.expires IS NULL OR e.expires > ?) AND b.pack != {LOST} ORDER BY e.name LIMIT 2000"
+        )
+        for page in self.pages(sql, "", now):
+            yield from (name for (name,) in page)
+
+    def count(self, now: float) -> int:
+        """How many entries are not expired."""
+        (expired,) = self._one("SELECT count(*) FROM entries WHERE expires <= ?", (now,))
+        return max(0, self.totals().entries - int(expired))
 
     def totals(self) -> Totals:
         """Sums over all rows; as quick at ten million entries as at ten."""
