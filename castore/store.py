@@ -32,7 +32,8 @@ from castore.settings import default_path
 from castore.system.ballast import Ballast, is_short
 from castore.system.single_flight import ComputeLocks
 from castore.units import parse_budget, parse_duration, parse_size
-from castore.write.batch import Putter, unchanging
+from castore.write.batch import Putter, SupportsRead, unchanging
+from castore.write.incoming import Creation
 
 if TYPE_CHECKING:
     from castore.shm.shared_frames import SharedFrames
@@ -211,6 +212,77 @@ class Store:
         """
         pointing = self._putter.pointing(name, ttl, metadata, pin, "bytes")
         return self._putter.put_file(pointing, path, *self._putter.codec(codec, level), progress)
+
+    def put_stream(
+        self,
+        name: str,
+        file: SupportsRead,
+        *,
+        codec: str | None = None,
+        level: int | None = None,
+        ttl: float | str | None = None,
+        metadata: dict[str, Any] | None = None,
+        pin: bool = False,
+        progress: Callable[[int], object] | None = None,
+    ) -> Entry:
+        """Keep what can be read from a binary file, a pipe or a response, to its end, in constant memory.
+
+        Nothing is kept if reading fails. For a regular file `put_file` is quicker: it looks the file up before it
+        compresses it.
+
+        Args:
+            file: has a ``read(n)`` that gives bytes, and b"" at the end. It is left open.
+            codec, level, ttl, metadata, pin: as for `put`.
+            progress: called with the bytes of each piece read.
+
+        Raises:
+            InvalidValueError: the stream is non-blocking and had nothing to read.
+            SerializationError: the stream gives text.
+            Exception: what its ``read`` raised.
+
+        >>> import io, tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> store.put_stream("numbers", io.BytesIO(b"1 2 3")).size
+        5
+        """
+        pointing = self._putter.pointing(name, ttl, metadata, pin, "bytes")
+        return self._putter.put_stream(pointing, file, *self._putter.codec(codec, level), progress)
+
+    def create(
+        self,
+        name: str,
+        *,
+        codec: str | None = None,
+        level: int | None = None,
+        ttl: float | str | None = None,
+        metadata: dict[str, Any] | None = None,
+        pin: bool = False,
+    ) -> Creation:
+        """A block in which a binary file is written: the end of the block keeps its bytes, an exception keeps nothing.
+
+        The file takes bytes in their order, of any number, in constant memory, and cannot seek. Until the block ends,
+        ``name`` is what it was before. Afterwards the file's ``entry`` is what was kept. Closing the file inside the
+        block ends the writing and keeps nothing yet, so an `io.TextIOWrapper` or an archive may close it.
+
+        Args:
+            codec, level, ttl, metadata, pin: as for `put`.
+
+        Raises:
+            InvalidNameError, NameConflictError, TooLargeError, FullError: as for `put`; all but the first at the end
+                of the block.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> with store.create("digits") as file:
+        ...     for number in range(3):
+        ...         _ = file.write(str(number).encode())
+        ...     "digits" in store
+        False
+        >>> file.entry.size, store.get("digits")
+        (3, b'012')
+        """
+        pointing = self._putter.pointing(name, ttl, metadata, pin, "bytes")
+        return self._putter.create(pointing, *self._putter.codec(codec, level))
 
     def put_many(
         self,

@@ -9,18 +9,20 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from castore.errors import FullError, SerializationError, naming
+from castore.errors import FullError, InvalidValueError, SerializationError, naming
 from castore.index.transaction import Write
 from castore.names import check_name
-from castore.objects.codecs import Buffer, check_codec
+from castore.objects.codecs import FRAME_SIZE, Buffer, check_codec
 from castore.records import Entry, Pointing
 from castore.serialize.serializers import check_serializer
 from castore.settings import Settings
 from castore.system.sql_errors import is_full
 from castore.units import parse_ttl
+from castore.write.incoming import Creation, NewFile
 from castore.write.open_pack import Vanished
 from castore.write.prefixes import Prefixes
 from castore.write.staging import Staged
@@ -33,6 +35,14 @@ _BATCH_BLOBS = 2000
 
 class _Changed(Exception):
     """The name that a put depends on points elsewhere by now."""
+
+
+class SupportsRead(Protocol):
+    """A binary file, a pipe, a response of an HTTP client: ``read(n)`` gives at most n bytes, and none at the end."""
+
+    def read(self, size: int, /) -> bytes | None:
+        """At most ``size`` bytes."""
+        ...
 
 
 class Putter:
@@ -112,6 +122,33 @@ class Putter:
         finally:
             os.close(fd)
 
+    def create(self, pointing: Pointing, codec: str, level: int | None) -> Creation:
+        """See `Store.create`."""
+        blob = self._writer.incoming(codec, level, self._dictionary(pointing.name))
+        file = NewFile(pointing.name, blob, self._telling_full)
+        return Creation(file, lambda: self._commit(lambda known: [(pointing, blob.stage(known))])[0], blob)
+
+    def put_stream(
+        self,
+        pointing: Pointing,
+        source: SupportsRead,
+        codec: str,
+        level: int | None,
+        progress: Callable[[int], object] | None,
+    ) -> Entry:
+        """See `Store.put_stream`."""
+        with self.create(pointing, codec, level) as file:
+            while piece := source.read(FRAME_SIZE):
+                file.write(piece)
+                if progress is not None:
+                    progress(len(piece))
+            if piece is None:
+                raise InvalidValueError(
+                    f"the stream for {pointing.name!r} does not wait for its bytes; make it blocking: os.set_blocking(fd, True)"
+                )
+        assert file.entry is not None  # the block has ended without an error
+        return file.entry
+
     def put_many(
         self, items: Iterable[tuple[Pointing, Buffer]], codec: str, level: int | None
     ) -> list[Entry]:
@@ -178,11 +215,17 @@ class Putter:
         stage: Callable[[bool], list[tuple[Pointing, Staged]]],
         first: Callable[[Write], object] | None = None,
     ) -> list[Entry]:
-        try:
+        with self._telling_full():
             try:
                 return self._writer.commit(stage(True), first)
             except Vanished:
                 return self._writer.commit(stage(False), first)
+
+    @contextmanager
+    def _telling_full(self) -> Iterator[None]:
+        """Have an error that says the disk is full say what to do about it."""
+        try:
+            yield
         except OSError as error:
             if not is_full(error):
                 raise

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import blake3
 
-from castore.errors import FullError, InvalidValueError, TooLargeError, naming
+from castore.errors import FullError, InvalidValueError, TooLargeError
 from castore.index.database import Index
 from castore.index.transaction import Write
 from castore.objects.codecs import FRAME_SIZE, Buffer
@@ -40,6 +40,7 @@ from castore.objects.encode import (
 from castore.objects.packs import PACK_LIMIT
 from castore.records import LOOSE, LOST, Blob, Entry, Pointing
 from castore.units import format_size
+from castore.write.incoming import IncomingBlob, write_all
 from castore.write.open_pack import OpenPack
 from castore.write.staging import (
     Known,
@@ -218,12 +219,17 @@ class BlobWriter:
         blob = Blob(frames.digest, size, encoded.stored, used, LOOSE, 0)
         return Large(self._objects, blob, temporary, encoded.checksums)
 
+    def incoming(self, codec: str, level: int | None, dictionary: Dictionary | None) -> IncomingBlob:
+        """A blob whose bytes come in pieces, and whose size only its end tells."""
+        self._index.see_writable()
+        return IncomingBlob(partial(self.stage, dictionary=dictionary), self._objects, codec, level)
+
     def _write_temporary(self, encoding: _Encoding) -> tuple[Encoded, Path]:
         self._index.see_writable()
         fd, temporary = self._objects.loose.create()
         try:
             try:
-                encoded = encoding(lambda piece: _write_all(fd, piece, temporary))
+                encoded = encoding(lambda piece: write_all(fd, piece, temporary))
                 self._objects.loose.seal(fd, durable=self._objects.durable)
             finally:
                 os.close(fd)
@@ -297,13 +303,6 @@ def _entry(pointing: Pointing, blob: Blob, now: float, created: float, pinned: b
     return Entry(
         name, digest, blob.size, blob.stored, blob.codec, created, expires, now, serializer, decoded, pinned
     )
-
-
-def _write_all(fd: int, data: Buffer, path: Path) -> None:
-    view = memoryview(data)
-    with naming(path):
-        while view:
-            view = view[os.write(fd, view) :]
 
 
 def open_source(path: str | os.PathLike[str]) -> int:
