@@ -257,6 +257,7 @@ class Store:
         ttl: float | str | None = None,
         metadata: dict[str, Any] | None = None,
         pin: bool = False,
+        replace: bool = True,
     ) -> Creation:
         """A block in which a binary file is written: the end of the block keeps its bytes, an exception keeps nothing.
 
@@ -266,6 +267,7 @@ class Store:
 
         Args:
             codec, level, ttl, metadata, pin: as for `put`.
+            replace: False raises a `NameConflictError` at the end of the block if the name is there by then.
 
         Raises:
             InvalidNameError, NameConflictError, TooLargeError, FullError: as for `put`; all but the first at the end
@@ -282,7 +284,7 @@ class Store:
         (3, b'012')
         """
         pointing = self._putter.pointing(name, ttl, metadata, pin, "bytes")
-        return self._putter.create(pointing, *self._putter.codec(codec, level))
+        return self._putter.create(pointing, *self._putter.codec(codec, level), replace=replace)
 
     def put_many(
         self,
@@ -539,9 +541,63 @@ class Store:
             None if entry is None or (entry.expires is not None and entry.expires <= time.time()) else entry
         )
 
-    def entries(self, prefix: str = "") -> Iterator[Entry]:
-        """Entries at or below a prefix (whole parts: ``a`` covers ``a/b``, not ``ab``), in the order of names."""
-        return self.index.entries(check_prefix(prefix), time.time())
+    def entries(self, prefix: str = "", *, damaged: bool = True) -> Iterator[Entry]:
+        """Entries at or below a prefix (whole parts: ``a`` covers ``a/b``, not ``ab``), in the order of names.
+
+        Args:
+            prefix: "" for all.
+            damaged: also entries whose bytes were found damaged or gone.
+        """
+        return self.index.entries(check_prefix(prefix), time.time(), damaged=damaged)
+
+    def children(self, folder: str = "") -> Iterator[Entry | str]:
+        """What lies directly in a folder of names, in their order: entries that are not missing, and paths of folders.
+
+        A folder is there as long as a name lies in it. What lies below the folders inside is not looked at.
+
+        Args:
+            folder: whole parts of names; "" for the top.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> _ = store.put_many([("a/b/c", b""), ("a/d", b"")])
+        >>> [child if isinstance(child, str) else child.name for child in store.children("a")]
+        ['a/b', 'a/d']
+        """
+        return self.index.children(check_prefix(folder), time.time())
+
+    def copy(self, name: str, to: str) -> Entry:
+        """Have a second name for the same bytes, in no time whatever their size.
+
+        The new entry has the serializer, the metadata and the expiry of the old one, and no pin. What ``to`` named
+        before is replaced.
+
+        Raises:
+            NotFoundError: ``name`` is missing.
+            InvalidNameError, NameConflictError: ``to`` cannot be used.
+        """
+        return self._copy(name, to, move=False)
+
+    def rename(self, name: str, to: str) -> Entry:
+        """Give an entry another name, with all that is known of it; nobody sees it under both names or under none.
+
+        What ``to`` named before is replaced.
+
+        Raises:
+            NotFoundError: ``name`` is missing.
+            InvalidNameError, NameConflictError: ``to`` cannot be used.
+        """
+        return self._copy(name, to, move=True)
+
+    def _copy(self, name: str, to: str, *, move: bool) -> Entry:
+        check_name(to)
+        for _ in range(ATTEMPTS):
+            entry = self.entry(name)
+            if entry is None or name not in self:
+                break
+            if (copied := self._putter.copy(entry, to, move=move)) is not None:
+                return copied
+        raise self._not_found(name)
 
     def delete(self, name: str) -> bool:
         """Remove a name; gc removes its bytes once nothing names them. False if there was none.

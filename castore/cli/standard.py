@@ -60,10 +60,7 @@ def standard_input() -> io.FileIO:
     """
     if _INPUT in _closed:
         raise CastoreError("standard input is closed, so there is nothing to read")
-    try:
-        return io.FileIO(_INPUT, "rb", closefd=False)
-    except OSError as error:  # a folder, say, which Python calls by its number
-        raise OSError(error.errno, error.strerror, "standard input") from None
+    return io.FileIO(_INPUT, "rb", closefd=False)
 
 
 def need_output() -> None:

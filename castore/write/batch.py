@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from castore.errors import FullError, InvalidValueError, SerializationError, naming
+from castore.errors import FullError, InvalidValueError, NameConflictError, SerializationError, naming
 from castore.index.transaction import Write
 from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE, Buffer, check_codec
@@ -122,11 +122,50 @@ class Putter:
         finally:
             os.close(fd)
 
-    def create(self, pointing: Pointing, codec: str, level: int | None) -> Creation:
+    def create(self, pointing: Pointing, codec: str, level: int | None, *, replace: bool) -> Creation:
         """See `Store.create`."""
         blob = self._writer.incoming(codec, level, self._dictionary(pointing.name))
         file = NewFile(pointing.name, blob, self._telling_full)
-        return Creation(file, lambda: self._commit(lambda known: [(pointing, blob.stage(known))])[0], blob)
+
+        def see_new(txn: Write) -> None:
+            if not replace and txn.current(pointing.name, time.time()) is not None:
+                raise NameConflictError(
+                    f"{pointing.name!r} is there already; choose another name or delete it"
+                )
+
+        return Creation(
+            file, lambda: self._commit(lambda known: [(pointing, blob.stage(known))], see_new)[0], blob
+        )
+
+    def copy(self, entry: Entry, name: str, *, move: bool) -> Entry | None:
+        """Point ``name`` to the blob of an entry, with what is said of it; None if the entry is another by now.
+
+        Args:
+            move: remove the entry's own name, and take its pin along.
+        """
+        digest = bytes.fromhex(entry.digest)
+        pointing = Pointing(
+            check_name(name),
+            entry.serializer,
+            _metadata_text(entry.metadata),
+            entry.expires,
+            move and entry.pinned,
+        )
+
+        def first(txn: Write) -> None:
+            if txn.current(entry.name, time.time()) != digest:
+                raise _Changed
+            if move and name != entry.name:
+                txn.delete_entry(entry.name)
+
+        staged = self._writer.stage_known(digest)
+        if staged is None:
+            return None
+        with self._telling_full():
+            try:
+                return self._writer.commit([(pointing, staged)], first)[0]
+            except (_Changed, Vanished):
+                return None
 
     def put_stream(
         self,
@@ -137,7 +176,7 @@ class Putter:
         progress: Callable[[int], object] | None,
     ) -> Entry:
         """See `Store.put_stream`."""
-        with self.create(pointing, codec, level) as file:
+        with self.create(pointing, codec, level, replace=True) as file:
             while piece := source.read(FRAME_SIZE):
                 file.write(piece)
                 if progress is not None:

@@ -110,7 +110,7 @@ class BlobWriter:
         digest = blake3.blake3(data).digest()
         size = len(data)
         # Compressing so little costs no more than the look-up, which is then left to the write transaction.
-        if size > _LOOK_FIRST and known and (found := self._known(digest)) is not None:
+        if size > _LOOK_FIRST and known and (found := self.stage_known(digest)) is not None:
             return found
         if size <= FRAME_SIZE:
             return self._one_frame(digest, size, *encode_small(data, codec, level, dictionary), dictionary)
@@ -166,7 +166,7 @@ class BlobWriter:
         for at, (data, _) in enumerate(values):
             if 0 < len(data) <= FRAME_SIZE:
                 digest = blake3.blake3(data).digest()
-                if known and (found := self._known(digest)) is not None:
+                if known and (found := self.stage_known(digest)) is not None:
                     staged[at] = found
                 else:
                     frames[at] = digest
@@ -184,7 +184,8 @@ class BlobWriter:
             raise
         return [staged[at] for at in range(len(values))]
 
-    def _known(self, digest: bytes) -> Known | None:
+    def stage_known(self, digest: bytes) -> Known | None:
+        """A blob that is in the store already; None if it is not there, or damaged."""
         blob = self._index.blob(digest)
         return None if blob is None or blob.pack == LOST else Known(blob)
 
@@ -205,7 +206,7 @@ class BlobWriter:
         if known and self._index.has_loose_of_size(size):
             # Some blob of this size is here: reading twice costs less than compressing what may be known.
             digest, size = hash_file(fd)
-            if (found := self._known(digest)) is not None:
+            if (found := self.stage_known(digest)) is not None:
                 return found
         used = choose_codec(codec, size, lambda at, length: os.pread(fd, length, at))
         frames = HashingFrames(fd, progress)
