@@ -83,7 +83,9 @@ class BlobFile(io.RawIOBase):
         if self._in_order == 2:
             self._begun = index
             self._reader.keep_frames(AHEAD_BYTES)
-        if self._in_order >= 2 and index + AHEAD_FRAMES // 2 >= self._begun:  # several at a time: each handing over costs
+        if (
+            self._in_order >= 2 and index + AHEAD_FRAMES // 2 >= self._begun
+        ):  # several at a time: each handing over costs
             begin, self._begun = max(index + 1, self._begun), index + 1 + AHEAD_FRAMES
             self._reader.prefetch(range(begin, self._begun))
 

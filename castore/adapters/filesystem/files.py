@@ -9,7 +9,7 @@ import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from castore import Entry, Store
+from castore import Entry, NameConflictError, Store
 from castore.adapters.filesystem.errors import exists, reading, writing
 
 if TYPE_CHECKING:
@@ -134,10 +134,12 @@ class WriteFile(io.BufferedIOBase):
             return
         self._is_open = False
         with writing(self.path):
-            if self.mode == "xb" and self.path in self.fs.store:
-                self._block.__exit__(_Discarded, _Discarded(), None)
-                raise exists(self.path)
-            self._block.__exit__(None, None, None)
+            try:
+                self._block.__exit__(None, None, None)
+            except NameConflictError as error:
+                if self.mode == "xb" and self.path in self.fs.store:
+                    raise exists(self.path) from error
+                raise
         self.entry = self._file.entry
 
     def discard(self) -> None:

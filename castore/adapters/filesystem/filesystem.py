@@ -12,7 +12,7 @@ from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.config import apply_config
 from fsspec.utils import stringify_path
 
-from castore import Entry, InvalidNameError, InvalidValueError, NotFoundError, Store
+from castore import Entry, InvalidNameError, InvalidValueError, Store
 from castore.adapters.filesystem.errors import exists, is_folder, not_found, reading, writing
 from castore.adapters.filesystem.files import ReadFile, WriteFile
 from castore.adapters.filesystem.stores import shared_store
@@ -64,7 +64,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
     protocol = "castore"
     root_marker = ""
 
-    def __init__(self, store: str | Store, **options: Any) -> None:
+    def __init__(self, store: str | os.PathLike[str] | Store | None = None, **options: Any) -> None:
         if self._cached:
             return  # fsspec's base class runs this again for an instance that it has kept
         self._put_options = {name: options.pop(name) for name in _PUT_OPTIONS if name in options}
@@ -73,6 +73,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
                 f"CastoreFileSystem takes no {', '.join(sorted(unknown))}; it takes store, {', '.join(_PUT_OPTIONS)}"
             )
         super().__init__(**options)
+        assert store is not None  # the metaclass has resolved it
         self.store = store if isinstance(store, Store) else shared_store(store)
 
     # Paths
@@ -103,7 +104,8 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
             return False
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        """``name``, ``size``, ``type``; of a file also ``mtime``, ``digest``, ``codec``, ``stored``, ``expires``, ``metadata``.
+        """``name``, ``size``, ``type``; of a file also ``mtime``, ``digest`` (and ``ETag``, the same),
+        ``codec``, ``stored``, ``expires``, ``metadata``.
 
         Raises:
             FileNotFoundError: there is neither a file nor a folder.
@@ -147,7 +149,12 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         return found if detail else [one["name"] for one in found]
 
     def find(
-        self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
+        self,
+        path: str,
+        maxdepth: int | None = None,
+        withdirs: bool = False,
+        detail: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """All files below a folder, in one go through the index; see fsspec's `find`."""
         if maxdepth is not None and maxdepth < 1:
@@ -255,7 +262,9 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         all_starts = [starts] * len(paths) if starts is None or isinstance(starts, int) else list(starts)
         all_ends = [ends] * len(paths) if ends is None or isinstance(ends, int) else list(ends)
         if not len(paths) == len(all_starts) == len(all_ends):
-            raise ValueError(f"{len(paths)} paths, {len(all_starts)} starts and {len(all_ends)} ends do not belong together")
+            raise ValueError(
+                f"{len(paths)} paths, {len(all_starts)} starts and {len(all_ends)} ends do not belong together"
+            )
         wanted: dict[str, list[int]] = {}
         for place, path in enumerate(paths):
             wanted.setdefault(self._strip_protocol(path), []).append(place)
@@ -401,6 +410,7 @@ def _file(entry: Entry) -> dict[str, Any]:
         "created": entry.created,
         "mtime": entry.created,
         "digest": entry.digest,
+        "ETag": entry.digest,  # `datasets` and other caches tell by it that a file has changed
         "codec": entry.codec,
         "stored": entry.stored,
         "expires": entry.expires,

@@ -52,7 +52,9 @@ class TestPipe(abstract.AbstractPipeTests, Fixtures):  # type: ignore[misc]
 def test_every_suite_of_fsspec_is_run() -> None:
     """A suite that a newer fsspec brings has to be taken up here."""
     suites = {name for name in vars(abstract) if name.startswith("Abstract") and name.endswith("Tests")}
-    run = {base.__name__ for test in (TestCopy, TestGet, TestPut, TestOpen, TestPipe) for base in test.__mro__}
+    run = {
+        base.__name__ for test in (TestCopy, TestGet, TestPut, TestOpen, TestPipe) for base in test.__mro__
+    }
     assert suites <= run
 
 
