@@ -410,7 +410,7 @@ def _file(entry: Entry) -> dict[str, Any]:
         "created": entry.created,
         "mtime": entry.created,
         "digest": entry.digest,
-        "ETag": entry.digest,  # `datasets` and other caches tell by it that a file has changed
+        "ETag": entry.digest,  # other caches tell by it that a file has changed
         "codec": entry.codec,
         "stored": entry.stored,
         "expires": entry.expires,
