@@ -10,10 +10,11 @@ import io
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from castore import stats, training
 from castore.errors import InvalidValueError, NotFoundError
@@ -32,8 +33,8 @@ from castore.settings import default_path
 from castore.system.ballast import Ballast, is_short
 from castore.system.single_flight import ComputeLocks
 from castore.units import parse_budget, parse_duration, parse_size
-from castore.write.batch import Putter, SupportsRead, unchanging
-from castore.write.incoming import Creation
+from castore.write.batch import Putter, SupportsRead, parse_item, unchanging
+from castore.write.incoming import NewFile
 
 if TYPE_CHECKING:
     from castore.shm.shared_frames import SharedFrames
@@ -258,7 +259,7 @@ class Store:
         metadata: dict[str, Any] | None = None,
         pin: bool = False,
         replace: bool = True,
-    ) -> Creation:
+    ) -> AbstractContextManager[NewFile]:
         """A block in which a binary file is written: the end of the block keeps its bytes, an exception keeps nothing.
 
         The file takes bytes in their order, of any number, in constant memory, and cannot seek. Until the block ends,
@@ -288,7 +289,7 @@ class Store:
 
     def put_many(
         self,
-        items: Iterable[tuple[str, Buffer]],
+        items: Iterable[tuple[str, Buffer] | tuple[str, Buffer, dict[str, Any] | None]],
         *,
         codec: str | None = None,
         level: int | None = None,
@@ -296,6 +297,15 @@ class Store:
     ) -> list[Entry]:
         """Keep many small blobs with one commit for up to 2,000 of them (or 32 MiB): several times faster than
         as many `put`. Items are consumed lazily; each batch is seen whole or not at all.
+
+        Args:
+            items: ``(name, data)``, or ``(name, data, metadata)``.
+            codec, level, ttl: as for `put`, for all of them.
+
+        Raises:
+            InvalidValueError: an item has another shape.
+            InvalidNameError, NameConflictError, SerializationError, TooLargeError, FullError: as for `put`; the batches
+                before are kept.
         """
         pointed = self._putter.plain_pointings(items, ttl)
         return self._putter.put_many(pointed, *self._putter.codec(codec, level))
@@ -303,7 +313,7 @@ class Store:
     def put_if(
         self,
         expected: tuple[str, str | None],
-        items: Iterable[tuple[str, Any, dict[str, Any] | None]],
+        items: Iterable[tuple[str, Any] | tuple[str, Any, dict[str, Any] | None]],
         *,
         drop: Iterable[str] = (),
         codec: str | None = None,
@@ -316,8 +326,8 @@ class Store:
         Args:
             expected: a name and the digest in hex that it must still point to, or None if it must not be there: what
                 this put was worked out from. A name that has expired is not there, as for `get` and `entry`.
-            items: names, their objects, and metadata; of any size together, for they are seen whole or not at all. With
-                none of them, names are removed only.
+            items: ``(name, data)``, or ``(name, data, metadata)``; of any size together, for they are seen whole or not
+                at all. With none of them, names are removed only.
             drop: names to remove; those that are not there are passed over.
             codec, level, ttl: as for `put`, for all of them.
             serializer: what turns the objects of all items into bytes, as `save` does it, and `load` turns them back.
@@ -335,7 +345,7 @@ class Store:
                     self._putter.pointing(name, ttl, metadata, False, serializer),
                     self._dumped(data, serializer) if is_list else unchanging(self._dumped(data, serializer)),
                 )
-                for name, data, metadata in items
+                for name, data, metadata in map(parse_item, items)
             ],
             [check_name(name) for name in drop],
             *self._putter.codec(codec, level),
@@ -417,11 +427,22 @@ class Store:
 
     # Objects
 
-    def save(self, name: str, obj: Any, *, serializer: str | None = None, **options: Any) -> Entry:
+    def save(
+        self,
+        name: str,
+        obj: Any,
+        *,
+        serializer: str | None = None,
+        codec: str | None = None,
+        level: int | None = None,
+        ttl: float | str | None = None,
+        metadata: dict[str, Any] | None = None,
+        pin: bool = False,
+    ) -> Entry:
         """Keep a Python object: bytes, text, JSON-like values, sets, dates, dataclasses, arrays, tensors, Arrow tables.
 
         Args:
-            name, **options: as for `put`.
+            name, codec, level, ttl, metadata, pin: as for `put`.
             serializer: one of ``bytes bytearray text msgpack npy safetensors arrow pickle``; default what fits the
                 object.
 
@@ -429,7 +450,9 @@ class Store:
             SerializationError: nothing that is allowed fits; the message names the part.
         """
         used, data = serializers.dump(obj, serializer, allow_pickle=self.allow_pickle)
-        return self.put(name, data, serializer=used, **options)
+        return self.put(
+            name, data, serializer=used, codec=codec, level=level, ttl=ttl, metadata=metadata, pin=pin
+        )
 
     def load(self, name: str) -> Any:
         """The object that `save` kept.
@@ -618,7 +641,7 @@ class Store:
         def delete(txn: Write) -> int:
             return sum(txn.delete_entry(name) for name in names)
 
-        return self.relieve(lambda: self.index.transact(delete))
+        return self.parts.relieve(lambda: self.index.transact(delete))
 
     def pin(self, name: str) -> None:
         """Have gc leave an entry alone, expired or not.
@@ -686,18 +709,6 @@ class Store:
 
     # Upkeep
 
-    def relieve(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns; on a full disk it gets the room of the ballast. For work that frees, or takes little."""
-        return self._ballast.relieve(work, self.index.shrink_log)
-
-    def flush_if_due(self) -> None:
-        """`flush`, if the last one is some seconds ago; for whoever reads past `get`."""
-        self._usage.flush_if_due()
-
-    def flush_for(self, seconds: float) -> None:
-        """`flush_if_due` of all that has been counted, as far as it gets in so many seconds; for who keeps no reader waiting."""
-        self._usage.flush_for(seconds)
-
     def flush(self) -> None:
         """Write hit counts and last accesses to the index now instead of within seconds."""
         self._usage.flush()
@@ -707,13 +718,32 @@ class Store:
         self._usage.flush_if_possible()
         return stats.measure(self.parts)
 
+    @overload
+    def gc(
+        self,
+        max_size: float | str | None = None,
+        *,
+        dry_run: Literal[False] = False,
+        grace: float | str = ...,
+    ) -> collect.Collected: ...
+
+    @overload
+    def gc(
+        self, max_size: float | str | None = None, *, dry_run: Literal[True], grace: float | str = ...
+    ) -> collect.Plan: ...
+
+    @overload
+    def gc(
+        self, max_size: float | str | None = None, *, dry_run: bool, grace: float | str = ...
+    ) -> collect.Collected | collect.Plan: ...
+
     def gc(
         self,
         max_size: float | str | None = None,
         *,
         dry_run: bool = False,
         grace: float | str = collect.GRACE_SECONDS,
-    ) -> collect.Plan:
+    ) -> collect.Collected | collect.Plan:
         """Remove what has expired, what is over the budget, and what nobody names.
 
         Args:
@@ -722,15 +752,18 @@ class Store:
             grace: seconds for which bytes whose last name was deleted or replaced are kept.
 
         Returns:
-            What went, or would go.
+            `Collected`, what has gone; or with ``dry_run`` `Plan`, what would go.
+
+        Raises:
+            FullError: the disk has no room to rewrite a pack; all else is done.
         """
         budget = self.settings.max_size if max_size is None else parse_budget(max_size)
         seconds = parse_duration(grace)
         if dry_run:
-            return collect.run(self.parts, budget, seconds, dry_run=True)
+            return collect.plan(self.parts, budget, seconds)
         self.index.see_writable()
         try:
-            return self.relieve(lambda: collect.run(self.parts, budget, seconds, dry_run=False))
+            return self.parts.relieve(lambda: collect.run(self.parts, budget, seconds))
         finally:
             self._ballast.keep()
 

@@ -28,7 +28,7 @@ from castore.errors import InvalidValueError, UnhashableError
 from castore.keys.classes import has_member
 from castore.names import check_name
 
-Content: TypeAlias = "str | bytes | bytearray | memoryview | os.PathLike[str] | Iterable[bytes]"
+Content: TypeAlias = str | bytes | bytearray | memoryview | os.PathLike[str] | Iterable[bytes]
 
 # 160 bits, as Git's: with 128, somebody who supplies configs or content could find two of one key in 2**64 steps.
 KEY_DIGITS = 40

@@ -72,13 +72,16 @@ class Putter:
         return Pointing(name, serializer, _metadata_text(metadata), expires, pin)
 
     def plain_pointings(
-        self, items: Iterable[tuple[str, Buffer]], ttl: float | str | None
+        self,
+        items: Iterable[tuple[str, Buffer] | tuple[str, Buffer, dict[str, Any] | None]],
+        ttl: float | str | None,
     ) -> Iterator[tuple[Pointing, Buffer]]:
-        """`pointing` for many names, each with its bytes, of which nothing else is said."""
+        """`pointing` for many names, each with its bytes and perhaps its metadata, of which nothing else is said."""
         seconds = self._seconds(ttl)
-        for name, data in items:
+        for item in items:
+            name, data, metadata = parse_item(item)
             expires = None if seconds is None else time.time() + seconds
-            yield Pointing(check_name(name), "bytes", None, expires, False), data
+            yield Pointing(check_name(name), "bytes", _metadata_text(metadata), expires, False), data
 
     def _seconds(self, ttl: float | str | None) -> float | None:
         return self._settings.ttl if ttl is None else parse_ttl(ttl)
@@ -272,6 +275,24 @@ class Putter:
                 f"the disk of {self._path} is full; free some space, or lower the budget:"
                 " `castore gc --max-size SIZE`"
             ) from error
+
+
+def parse_item(item: Any) -> tuple[str, Any, dict[str, Any] | None]:
+    """Name, data and metadata of an item of `Store.put_many` or `Store.put_if`.
+
+    Raises:
+        InvalidValueError: it has another shape.
+    """
+    try:
+        size = len(item)
+    except TypeError:
+        size = 0
+    if isinstance(item, str) or size not in (2, 3):
+        raise InvalidValueError(
+            f"an item is (name, data) or (name, data, metadata), not {type(item).__name__} of length {size}"
+        )
+    name, data, *metadata = item
+    return name, data, metadata[0] if metadata else None
 
 
 def unchanging(data: Buffer) -> bytes:

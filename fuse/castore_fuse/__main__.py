@@ -54,7 +54,7 @@ class Mount:
         given = self._options
         mounts.forget_dead(self.store.index)  # a killed daemon's, of this very mountpoint perhaps
         # On the list before the mount answers: from then on gc must know of the pin.
-        self._registration = registration = self.store.relieve(
+        self._registration = registration = self.store.parts.relieve(
             lambda: mounts.Registration(
                 self.store.index, str(session.mountpoint), given.prefix, pinned=given.pin
             )
@@ -74,7 +74,7 @@ class Mount:
             return
         try:
             if hasattr(self, "_registration"):
-                self.store.relieve(self._registration.remove)
+                self.store.parts.relieve(self._registration.remove)
             self.store.close()
         except (sqlite3.Error, CastoreError) as error:
             # Whoever opens the store next sees that this process is gone.

@@ -115,7 +115,7 @@ class DiskLevel:
                 data = None if blob is None else store.source.fetch(blob)
                 if data is not None:
                     store.source.count_use(name)
-                    store.flush_if_due()
+                    store.parts.usage.flush_if_due()
                     return entry, Packed(entry.serializer, data, to_text(entry.metadata))
             # The store's own read counts the miss, and finds what somebody may have put just now.
             if (entry is None and store.entry(name) is not None) or store.source.read(name) is None:
