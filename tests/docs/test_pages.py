@@ -52,6 +52,14 @@ def test_the_python_of_the_python_page_runs_and_prints_what_it_says(
     run_examples(ROOT / "docs" / "python.md", more_than=50, capsys=capsys)
 
 
+def test_the_python_of_the_file_system_page_runs_and_prints_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CASTORE_DIR", "set by the page")
+    run_examples(ROOT / "docs" / "filesystem.md", more_than=30, capsys=capsys)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
