@@ -70,7 +70,9 @@ class Parts:
         self.ballast = ballast
 
     def relieve(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns; on a full disk it gets the room of the ballast. For work that frees, or takes little."""
+        """What ``work`` returns; on a full disk it gets the room of the ballast. For work that frees, or
+        takes little.
+        """
         return self.ballast.relieve(work, self.index.shrink_log)
 
     def close(self) -> None:

@@ -66,8 +66,8 @@ class Store:
         memory: bound on the RAM tier of this process in bytes, 0 for none; default 128 MB.
         shared_memory: bytes of shared memory (or ``"4GB"``) in which all processes of this user and machine that open
             the store with the same bound keep frames of large compressed blobs decoded, once for all; default none.
-        ttl: seconds (or ``"30d"``) until a new entry expires; `castore.NEVER` for never. Default what the store was
-            made with.
+        ttl: seconds (or ``"30d"``) until a new entry expires; `castore.NEVER` for never. Default what the
+            store was made with.
         durable: whether a put that has returned survives a power cut, at the price of an fsync each.
         allow_pickle: let `save` and `load` use pickle where nothing else fits. Loading a pickle runs code.
 
@@ -228,8 +228,8 @@ class Store:
     ) -> Entry:
         """Keep what can be read from a binary file, a pipe or a response, to its end, in constant memory.
 
-        Nothing is kept if reading fails. For a regular file `put_file` is quicker: it looks the file up before it
-        compresses it.
+        Nothing is kept if reading fails. For a regular file `put_file` is quicker: it looks the file up
+        before it compresses it.
 
         Args:
             file: has a ``read(n)`` that gives bytes, and b"" at the end. It is left open.
@@ -260,19 +260,21 @@ class Store:
         pin: bool = False,
         replace: bool = True,
     ) -> AbstractContextManager[NewFile]:
-        """A block in which a binary file is written: the end of the block keeps its bytes, an exception keeps nothing.
+        """A block in which a binary file is written: the end of the block keeps its bytes, an exception keeps
+        nothing.
 
-        The file takes bytes in their order, of any number, in constant memory, and cannot seek. Until the block ends,
-        ``name`` is what it was before. Afterwards the file's ``entry`` is what was kept. Closing the file inside the
-        block ends the writing and keeps nothing yet, so an `io.TextIOWrapper` or an archive may close it.
+        The file takes bytes in their order, of any number, in constant memory, and cannot seek. Until the
+        block ends, ``name`` is what it was before. Afterwards the file's ``entry`` is what was kept. Closing
+        the file inside the block ends the writing and keeps nothing yet, so an `io.TextIOWrapper` or an
+        archive may close it.
 
         Args:
             codec, level, ttl, metadata, pin: as for `put`.
             replace: False raises a `NameConflictError` at the end of the block if the name is there by then.
 
         Raises:
-            InvalidNameError, NameConflictError, TooLargeError, FullError: as for `put`; all but the first at the end
-                of the block.
+            InvalidNameError, NameConflictError, TooLargeError, FullError: as for `put`; all but the first at
+                the end of the block.
 
         >>> import tempfile
         >>> store = Store(tempfile.mkdtemp() + "/cache")
@@ -304,8 +306,8 @@ class Store:
 
         Raises:
             InvalidValueError: an item has another shape.
-            InvalidNameError, NameConflictError, SerializationError, TooLargeError, FullError: as for `put`; the batches
-                before are kept.
+            InvalidNameError, NameConflictError, SerializationError, TooLargeError, FullError: as for `put`;
+                the batches before are kept.
         """
         pointed = self._putter.plain_pointings(items, ttl)
         return self._putter.put_many(pointed, *self._putter.codec(codec, level))
@@ -326,8 +328,8 @@ class Store:
         Args:
             expected: a name and the digest in hex that it must still point to, or None if it must not be there: what
                 this put was worked out from. A name that has expired is not there, as for `get` and `entry`.
-            items: ``(name, data)``, or ``(name, data, metadata)``; of any size together, for they are seen whole or not
-                at all. With none of them, names are removed only.
+            items: ``(name, data)``, or ``(name, data, metadata)``; of any size together, for they are seen
+                whole or not at all. With none of them, names are removed only.
             drop: names to remove; those that are not there are passed over.
             codec, level, ttl: as for `put`, for all of them.
             serializer: what turns the objects of all items into bytes, as `save` does it, and `load` turns them back.
@@ -368,9 +370,9 @@ class Store:
     def get(self, name: str, default: Any = None) -> Any:
         """The bytes of ``name``, verified, or ``default`` if the name is missing.
 
-        A name is missing if it has no entry, if its entry has expired, or if its bytes were found damaged or gone. Then
-        `get` and `get_many` give the default, `load` and `open` raise `NotFoundError`, and ``name in store`` is false.
-        Putting the bytes again heals the name.
+        A name is missing if it has no entry, if its entry has expired, or if its bytes were found damaged or
+        gone. Then `get` and `get_many` give the default, `load` and `open` raise `NotFoundError`, and ``name
+        in store`` is false. Putting the bytes again heals the name.
 
         >>> import tempfile
         >>> store = Store(tempfile.mkdtemp() + "/cache")
@@ -395,9 +397,10 @@ class Store:
         """A seekable file over the bytes of ``name`` that decodes only what is read, and keeps them until closed.
 
         Raises:
-            NotFoundError: the name is missing: it has no entry or an expired one, or its bytes are damaged or gone.
-            CorruptError: (while reading) the bytes are damaged, which nobody had seen before. The name is missing
-                from then on.
+            NotFoundError: the name is missing: it has no entry or an expired one, or its bytes are damaged or
+                gone.
+            CorruptError: (while reading) the bytes are damaged, which nobody had seen before. The name is
+                missing from then on.
         """
         reader = self._open(name, self._blob(name))
         self.source.count_use(name)
@@ -458,7 +461,8 @@ class Store:
         """The object that `save` kept.
 
         Raises:
-            NotFoundError: the name is missing: it has no entry or an expired one, or its bytes are damaged or gone.
+            NotFoundError: the name is missing: it has no entry or an expired one, or its bytes are damaged or
+                gone.
             SerializationError: it is a pickle, and the store was not opened with ``allow_pickle=True``; or it holds
                 a type that this process has neither imported nor registered.
         """
@@ -539,7 +543,9 @@ class Store:
     # Names
 
     def __contains__(self, name: str) -> bool:
-        """Whether `get` finds bytes under ``name``, as far as is known without reading them. Counts as no use."""
+        """Whether `get` finds bytes under ``name``, as far as is known without reading them. Counts as no
+        use.
+        """
         try:
             return self._blob(name).pack != LOST
         except NotFoundError:
@@ -550,7 +556,9 @@ class Store:
         return self.index.names(time.time())
 
     def __len__(self) -> int:
-        """How many entries have not expired. Those whose bytes were found damaged count until they are put again."""
+        """How many entries have not expired. Those whose bytes were found damaged count until they are put
+        again.
+        """
         return self.index.count(time.time())
 
     def __bool__(self) -> bool:
@@ -565,7 +573,8 @@ class Store:
         )
 
     def entries(self, prefix: str = "", *, damaged: bool = True) -> Iterator[Entry]:
-        """Entries at or below a prefix (whole parts: ``a`` covers ``a/b``, not ``ab``), in the order of names.
+        """Entries at or below a prefix (whole parts: ``a`` covers ``a/b``, not ``ab``), in the order of
+        names.
 
         Args:
             prefix: "" for all.
@@ -574,9 +583,10 @@ class Store:
         return self.index.entries(check_prefix(prefix), time.time(), damaged=damaged)
 
     def children(self, folder: str = "") -> Iterator[Entry | str]:
-        """What lies directly in a folder of names, in their order: entries that are not missing, and paths of folders.
+        """The direct contents of a folder of names, in their order: entries that are not missing, and
+        folders' paths.
 
-        A folder is there as long as a name lies in it. What lies below the folders inside is not looked at.
+        A folder is there as long as a name lies in it. The names below the folders inside are skipped.
 
         Args:
             folder: whole parts of names; "" for the top.
@@ -592,8 +602,8 @@ class Store:
     def copy(self, name: str, to: str) -> Entry:
         """Have a second name for the same bytes, in no time whatever their size.
 
-        The new entry has the serializer, the metadata and the expiry of the old one, and no pin. What ``to`` named
-        before is replaced.
+        The new entry has the serializer, the metadata and the expiry of the old one, and no pin. An entry
+        that ``to`` named before is replaced.
 
         Raises:
             NotFoundError: ``name`` is missing.
@@ -602,9 +612,10 @@ class Store:
         return self._copy(name, to, move=False)
 
     def rename(self, name: str, to: str) -> Entry:
-        """Give an entry another name, with all that is known of it; nobody sees it under both names or under none.
+        """Give an entry another name, with all that is known of it; nobody sees it under both names or under
+        none.
 
-        What ``to`` named before is replaced.
+        An entry that ``to`` named before is replaced.
 
         Raises:
             NotFoundError: ``name`` is missing.

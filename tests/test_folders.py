@@ -1,4 +1,6 @@
-"""Folders of names, second names for the same bytes, and names that are given away: what a file system needs of a store."""
+"""Folders of names, second names for the same bytes, and names that are given away: what a file system needs
+of a store.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One rule for what is missing, whoever asks: no entry, an expired one, or one whose bytes are damaged or gone."""
+"""One rule for what is missing, whoever asks: no entry, an expired one, or one whose bytes are damaged or
+gone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a user sees: every type and error that the public interface names can be imported from `castore`, and no more shows."""
+"""The public interface: every type and error that the public interface names can be imported from `castore`,
+and no more shows.
+"""
 
 from __future__ import annotations
 
@@ -130,6 +132,7 @@ def test_internals_do_not_show_in_the_help_of_a_store() -> None:
 def test_every_public_name_is_there_for_import_star_and_dir_and_loads_alone() -> None:
     for name in castore.__all__:
         assert name in dir(castore)
-    script = "import castore\nfor name in castore.__all__: exec(f'from castore import {name}')\nprint(len(castore.__all__))"
+    lines = ["import castore", *(f"from castore import {name}" for name in castore.__all__)]
+    script = "\n".join([*lines, "print(len(castore.__all__))"])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) == len(castore.__all__) == len(set(castore.__all__))

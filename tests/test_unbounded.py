@@ -1,4 +1,6 @@
-"""A store with a lifetime and a budget of its own still keeps what is put for good, and collects without a bound if told so."""
+"""A store with a lifetime and a budget of its own still keeps what is put for good, and collects without a
+bound if told so.
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ def _lines(plan: Plan | Collected) -> Iterator[str]:
 
 def _sum(plan: Plan | Collected) -> str:
     return (
-        f"{'would go' if isinstance(plan, Plan) else 'gone'}: {plural(len(plan.expired) + len(plan.evicted), 'entry', 'entries')},"
+        f"{'would go' if isinstance(plan, Plan) else 'gone'}:"
+        f" {plural(len(plan.expired) + len(plan.evicted), 'entry', 'entries')},"
         f" {plural(plan.blobs, 'blob')}, {format_size(plan.freed)} of {format_size(plan.stored)};"
         f" {format_size(plan.remaining)} {'would stay' if isinstance(plan, Plan) else 'stay'}"
     )

@@ -50,7 +50,8 @@ def init(
 
     if max_size is not None and parse_budget(max_size) == 0:
         raise InvalidValueError(
-            f"--max-size {max_size} leaves room for nothing; say how much the store may hold, like 200GB, or unlimited"
+            f"--max-size {max_size} leaves room for nothing; say how much the store may hold, like 200GB,"
+            " or unlimited"
         )
     if ttl is not None:
         check_ttl(ttl)

@@ -80,7 +80,8 @@ def check_ttl(ttl: str) -> None:
     """
     if parse_ttl(ttl) == 0:
         raise InvalidValueError(
-            f"--ttl {ttl} lets entries expire before they can be read; `--ttl never` is for entries that never do"
+            f"--ttl {ttl} lets entries expire before they can be read;"
+            " `--ttl never` is for entries that never do"
         )
 
 

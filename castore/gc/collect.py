@@ -103,7 +103,7 @@ class Selection(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a gc would remove; sizes in stored bytes.
+    """The outcome that a gc would have; sizes in stored bytes.
 
     Attributes:
         expired, evicted: names of entries.
@@ -133,7 +133,10 @@ class Plan(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """What a gc has removed: what it planned, less what was used, pinned or put again meanwhile; sizes in stored bytes.
+    """The outcome of a gc: its plan, less the entries and blobs that were used, pinned or put again
+    meanwhile.
+
+    Sizes are stored bytes.
 
     Attributes:
         expired, evicted: names of entries.
@@ -163,7 +166,7 @@ class Collected(NamedTuple):
 
 
 class _Removed:
-    """What has gone so far: names of entries, and blobs."""
+    """Names of entries, and blobs, that are gone so far."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -257,7 +260,7 @@ def _expired(index: Index, now: float) -> Iterator[Candidate]:
 
 
 def plan(parts: Parts, budget: int | None, grace: float) -> Plan:
-    """What `run` would do now."""
+    """The plan that `run` would carry out now."""
     return _plan(parts, budget, grace, time.time())[0]
 
 

@@ -95,7 +95,9 @@ def _live_bytes(index: Index) -> dict[int, int]:
 
 
 def compact(parts: Parts, pack: int) -> bool:
-    """Move the pack's live records elsewhere, retire it and unlink its file; False if another gc was here first."""
+    """Move the pack's live records elsewhere, retire it and unlink its file; False if another gc was here
+    first.
+    """
     path = parts.objects.packs.path(pack)
     try:
         opened = parts.objects.packs.open(pack)  # held by this name until all is moved

@@ -256,7 +256,7 @@ class Questions:
             yield from map(to_entry, page)
 
     def children(self, folder: str, now: float) -> Iterator[Entry | str]:
-        """What lies directly in a folder: entries, and the paths of folders; nothing expired, nothing lost.
+        """The direct contents of a folder: entries, and the paths of folders; nothing expired, nothing lost.
 
         The names below a folder are skipped, however many there are.
         """
@@ -284,7 +284,9 @@ class Questions:
                 return
 
     def names(self, now: float) -> Iterator[str]:
-        """Names that are not expired and whose bytes are not on record as lost, in their order, read in pages."""
+        """Names that are not expired and whose bytes are not on record as lost, in their order, read in
+        pages.
+        """
         sql = (
             "SELECT e.name FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.name > ?"
             f" AND (e.expires IS NULL OR e.expires > ?) {_SOUND} ORDER BY e.name LIMIT 2000"

@@ -105,7 +105,8 @@ class BlobReader:
         return self
 
     def keep_frames(self, max_bytes: int) -> None:
-        """Keep decoded frames from now on, so that `prefetch` has a place for them, unless they are kept already.
+        """Keep decoded frames from now on, so that `prefetch` has a place for them, unless they are kept
+        already.
 
         Raw objects need none of this: the kernel reads them ahead.
         """

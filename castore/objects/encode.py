@@ -164,7 +164,8 @@ def encode(
 
 
 class FrameEncoder:
-    """Compresses frames on all cores, as they come, and writes them in order, with their seek table at the end.
+    """Compresses frames on all cores, as they come, and writes them in order, with their seek table at the
+    end.
 
     Args:
         codec: a row of `CODECS`, never ``auto``.

@@ -38,7 +38,9 @@ class _Changed(Exception):
 
 
 class SupportsRead(Protocol):
-    """A binary file, a pipe, a response of an HTTP client: ``read(n)`` gives at most n bytes, and none at the end."""
+    """A binary file, a pipe, a response of an HTTP client: ``read(n)`` gives at most n bytes, and none at the
+    end.
+    """
 
     def read(self, size: int, /) -> bytes | None:
         """At most ``size`` bytes."""
@@ -76,7 +78,9 @@ class Putter:
         items: Iterable[tuple[str, Buffer] | tuple[str, Buffer, dict[str, Any] | None]],
         ttl: float | str | None,
     ) -> Iterator[tuple[Pointing, Buffer]]:
-        """`pointing` for many names, each with its bytes and perhaps its metadata, of which nothing else is said."""
+        """`pointing` for many names, each with its bytes and perhaps its metadata, of which nothing else is
+        said.
+        """
         seconds = self._seconds(ttl)
         for item in items:
             name, data, metadata = parse_item(item)
@@ -141,7 +145,8 @@ class Putter:
         )
 
     def copy(self, entry: Entry, name: str, *, move: bool) -> Entry | None:
-        """Point ``name`` to the blob of an entry, with what is said of it; None if the entry is another by now.
+        """Point ``name`` to the blob of an entry, with what is said of it; None if the entry is another by
+        now.
 
         Args:
             move: remove the entry's own name, and take its pin along.
@@ -186,7 +191,8 @@ class Putter:
                     progress(len(piece))
             if piece is None:
                 raise InvalidValueError(
-                    f"the stream for {pointing.name!r} does not wait for its bytes; make it blocking: os.set_blocking(fd, True)"
+                    f"the stream for {pointing.name!r} does not wait for its bytes;"
+                    " make it blocking: os.set_blocking(fd, True)"
                 )
         assert file.entry is not None  # the block has ended without an error
         return file.entry

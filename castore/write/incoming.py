@@ -1,7 +1,9 @@
-"""A blob whose bytes come in pieces: what `Store.create` gives to be written to, and `Store.put_stream` fills.
+"""A blob whose bytes come in pieces: what `Store.create` gives to be written to, and `Store.put_stream`
+fills.
 
-The first bytes are held in memory: a blob that ends within them is put as `Store.put` does it. What comes after them is
-compressed at once, frame after frame, into a temporary file, so memory and disk stay bounded however long it goes on.
+The first bytes are held in memory: a blob that ends within them is put as `Store.put` does it. Later
+bytes are compressed at once, frame after frame, into a temporary file, so memory stays bounded however long
+the stream goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from castore.objects.encode import FrameEncoder, choose_codec
 from castore.records import LOOSE, Blob, Entry
 from castore.write.staging import Large, Staged
 
-#: A blob that is no longer than this is put whole. Of one that is longer, ``auto`` is settled from so much of it.
+#: A blob that is no longer than this is put whole. Of one that is longer, ``auto`` is settled from so much of
+#: it.
 HEAD_BYTES = 32 * FRAME_SIZE
 
 
@@ -100,7 +103,9 @@ class IncomingBlob:
             encoder.add(view[start : start + FRAME_SIZE])
 
     def stage(self, known: bool) -> Staged:
-        """All bytes, ready to be placed. Called again, with ``known=False``, for a blob that was seen to vanish."""
+        """All bytes, ready to be placed. Called again, with ``known=False``, for a blob that was seen to
+        vanish.
+        """
         self._see_own()
         if self._encoder is None:
             return self._stage_whole(bytes(self._buffer), self._codec, self._level, known=known)
@@ -117,11 +122,12 @@ class IncomingBlob:
     def _see_own(self) -> None:
         if os.getpid() != self._process:
             raise InvalidValueError(
-                f"what process {self._process} has begun to write, a forked child cannot go on with; begin anew there"
+                f"process {self._process} has begun to write this, and a forked child cannot go on with it;"
+                " begin anew there"
             )
 
     def abandon(self) -> None:
-        """Keep nothing. What was staged is no concern of this any more."""
+        """Keep nothing. A blob that was staged already belongs to its `Large`."""
         if self._encoder is not None:
             self._encoder.abandon()
         self._let_go()
@@ -137,7 +143,8 @@ class IncomingBlob:
 
 
 class NewFile(io.BufferedIOBase):
-    """The file that `Store.create` gives: binary, written from its start to its end, for one thread at a time.
+    """The file that `Store.create` gives: binary, written from its start to its end, for one thread at a
+    time.
 
     Closing it ends the writing. Whether its bytes are kept is told by how the block of `Store.create` ends.
 
@@ -176,8 +183,8 @@ class NewFile(io.BufferedIOBase):
             view = memoryview(data)
         except TypeError as error:
             raise SerializationError(
-                f"{self.name!r} is written as bytes, not as {type(data).__name__}; encode text first, or wrap the file"
-                " in io.TextIOWrapper"
+                f"{self.name!r} is written as bytes, not as {type(data).__name__}; encode text first,"
+                " or wrap the file in io.TextIOWrapper"
             ) from error
         plain = view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
         with self._telling_full():

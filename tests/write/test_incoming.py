@@ -40,7 +40,7 @@ SIZES = [
 
 
 def in_tmp(store: Store) -> list[Path]:
-    """What lies in the folder of files that are on their way."""
+    """Files that are on their way."""
     return [path for path in (store.path / "tmp").iterdir() if path.is_file()]
 
 

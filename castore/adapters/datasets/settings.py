@@ -48,8 +48,8 @@ class CacheStageConfig(_Checked):
             in this process, and nothing else; ``"hierarchical"`` does both.
         cache_dir: the store; None for the default one.
         memory_cache_size: results that are kept in RAM.
-        disk_cache_expiry: seconds, or a text like ``"7d"``, after which a step is made anew; ``"never"`` for never; None for
-            what the store has.
+        disk_cache_expiry: seconds, or a text like ``"7d"``, after which a step is made anew; ``"never"`` for
+            never; None for what the store has.
         compression: of the store: ``"none"``, ``"gzip"``, ``"lz4"`` or ``"zstd"``.
         hash_fn: what tells input files apart: their ``"content"``; their ``"path"``, size and time of change,
             which reads nothing; or both, ``"combined"``, which has a copied file computed anew.

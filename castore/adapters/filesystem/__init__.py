@@ -1,6 +1,8 @@
-"""A store as an fsspec file system, protocol ``castore``: for pandas, pyarrow, DuckDB, zarr, Dask, `datasets` and others.
+"""A store as an fsspec file system, protocol ``castore``: for pandas, pyarrow, DuckDB, zarr, Dask, `datasets`
+and others.
 
-`filesystem` maps fsspec's calls to the store's. `files` are what it opens. `stores` opens each store once a process. `paths` is for universal_pathlib.
+`filesystem` maps fsspec's calls to the store's. `files` are what it opens. `stores` opens each store once a
+process. `paths` is for universal_pathlib.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Open files: a reader decodes only what is read, and frames ahead of one who reads on; a writer is seen whole at its end."""
+"""Open files: a reader decodes only what is read, and frames ahead of one who reads on; a writer is seen
+whole at its end.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _PIECE = 1 << 20
 
 
 class ReadFile(io.BufferedReader):
-    """A seekable file over the bytes that a name had when it was opened. Pickles as its path and its position."""
+    """A seekable file over the bytes that a name had when it was opened. Pickles as its path and its
+    position.
+    """
 
     def __init__(self, fs: CastoreFileSystem, path: str) -> None:
         with reading(path):
@@ -41,7 +45,7 @@ class ReadFile(io.BufferedReader):
         return "rb"
 
     def info(self) -> dict[str, Any]:
-        """What the file system tells of the path now."""
+        """The file system's `info` of the path now."""
         return dict(self.fs.info(self.path))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -67,7 +71,8 @@ class WriteFile(io.BufferedIOBase):
     Args:
         fs: the file system.
         path: what the bytes are going to be named.
-        mode: ``wb``, ``xb`` (which is an error if the path is there by the end), or ``ab`` (what is there comes first).
+        mode: ``wb``, ``xb`` (which is an error if the path is there by the end), or ``ab`` (what is there
+            comes first).
         autocommit: False waits for `commit`, which fsspec's transactions call.
         options: as for `Store.create`.
     """
@@ -106,7 +111,8 @@ class WriteFile(io.BufferedIOBase):
         return self._file.write(data)
 
     def close(self) -> None:
-        """Keep the bytes, unless this happens since an exception is on its way out of the block that writes them.
+        """Keep the bytes, unless this happens since an exception is on its way out of the block that writes
+        them.
 
         A text or compression layer, and `fsspec.open`, close the file without a word of that exception.
         """

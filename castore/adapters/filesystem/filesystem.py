@@ -1,4 +1,6 @@
-"""`CastoreFileSystem`: names are paths, their parts are folders, and a folder is there as long as a name lies in it."""
+"""`CastoreFileSystem`: names are paths, their parts are folders, and a folder is there as long as a name lies
+in it.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +44,16 @@ class _Resolved(type(AbstractFileSystem)):  # type: ignore[misc]  # fsspec has n
 class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignore[misc]  # fsspec has no types
     """A store as a file system of fsspec: ``castore://NAME``.
 
-    Files are read in any order, decoding only what is read; what is written is seen whole when it is closed, or not at
-    all. A path that expires or is removed while it is read keeps its bytes until it is closed.
+    Files are read in any order, decoding only what is read; what is written is seen whole when it is closed,
+    or not at all. A path that expires or is removed while it is read keeps its bytes until it is closed.
 
     Args:
         store: the store's folder, or a `castore.Store`; default ``$CASTORE_DIR``, then ``~/.cache/castore``.
-        codec, level, ttl, metadata, pin: of what is written, as for `castore.Store.put`; `open`, `pipe_file` and
-            `put_file` take them, too.
+        codec, level, ttl, metadata, pin: of what is written, as for `castore.Store.put`; `open`, `pipe_file`
+            and `put_file` take them, too.
 
-    Threads may share an instance, a forked child may go on with it, and it pickles as the path of its store (or as the
-    `castore.Store` that it was given).
+    Threads may share an instance, a forked child may go on with it, and it pickles as the path of its store
+    (or as the `castore.Store` that it was given).
 
     >>> import fsspec, tempfile
     >>> fs = fsspec.filesystem("castore", store=tempfile.mkdtemp() + "/cache")
@@ -70,7 +72,8 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         self._put_options = {name: options.pop(name) for name in _PUT_OPTIONS if name in options}
         if unknown := options.keys() - _BASE_OPTIONS:
             raise InvalidValueError(
-                f"CastoreFileSystem takes no {', '.join(sorted(unknown))}; it takes store, {', '.join(_PUT_OPTIONS)}"
+                f"CastoreFileSystem takes no {', '.join(sorted(unknown))};"
+                f" it takes store, {', '.join(_PUT_OPTIONS)}"
             )
         super().__init__(**options)
         assert store is not None  # the metaclass has resolved it
@@ -131,7 +134,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         return self._is_folder(self._strip_protocol(path))
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
-        """What lies directly in a folder, in the order of names; of a file, that file.
+        """The direct contents of a folder, in the order of names; of a file, that file.
 
         Raises:
             FileNotFoundError: there is neither.
@@ -233,7 +236,9 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
             raise is_folder(path)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
-        """The bytes of a file, or those from ``start`` to ``end``, which count from its end if they are negative."""
+        """The bytes of a file, or those from ``start`` to ``end``, which count from its end if they are
+        negative.
+        """
         path = self._strip_protocol(path)
         if start is None and end is None:
             with reading(path):
@@ -263,7 +268,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         all_ends = [ends] * len(paths) if ends is None or isinstance(ends, int) else list(ends)
         if not len(paths) == len(all_starts) == len(all_ends):
             raise ValueError(
-                f"{len(paths)} paths, {len(all_starts)} starts and {len(all_ends)} ends do not belong together"
+                f"{len(paths)} paths, {len(all_starts)} starts and {len(all_ends)} ends do not match"
             )
         wanted: dict[str, list[int]] = {}
         for place, path in enumerate(paths):
@@ -306,7 +311,9 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
     def put_file(
         self, lpath: str, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **kwargs: Any
     ) -> None:
-        """Put a local file, in constant memory; a local folder gives nothing, since folders are made by names."""
+        """Put a local file, in constant memory; a local folder gives nothing, since folders are made by
+        names.
+        """
         path = self._strip_protocol(rpath)
         if mode == "create" and self.exists(path):
             raise exists(path)
@@ -332,7 +339,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
     def mv(
         self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any
     ) -> None:
-        """Move: a single file in one step, seen under one path or the other; others are copied, then removed."""
+        """Move: a single file in one step, seen under one path or the other; else copy, then remove."""
         if isinstance(path1, str) and isinstance(path2, str) and not path2.endswith("/"):
             source, target = self._strip_protocol(path1), self._strip_protocol(path2)
             if self._entry(source) is not None and not self._is_folder(target):

@@ -1,11 +1,14 @@
-"""`castore://` for universal_pathlib, which finds this class by its entry point: all that it needs is the file system."""
+"""`castore://` for universal_pathlib, which finds this class by its entry point: all that it needs is the
+file system.
+"""
 
 from __future__ import annotations
 
 from fsspec import get_filesystem_class
 from upath import UPath
 
-# universal_pathlib takes the rules of paths from classes that fsspec has imported, and warns where it finds none.
+# universal_pathlib takes the rules of paths from classes that fsspec has imported, and warns where it finds
+# none.
 get_filesystem_class("castore")
 
 

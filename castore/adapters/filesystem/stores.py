@@ -1,4 +1,6 @@
-"""Each store is opened once a process, however many threads and file systems ask for it, and closed after the last."""
+"""Each store is opened once a process, however many threads and file systems ask for it, and closed after the
+last.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ class DiskLevel:
     Args:
         folder: of the store, made if it is not there.
         compression: one of `COMPRESSIONS`.
-        expiry: seconds or a text, or `castore.NEVER`; None for what the folder's store has, which is never by default.
+        expiry: seconds or a text, or `castore.NEVER`; None for what the folder's store has, which is never by
+            default.
         max_size: budget in stored bytes; None for what the store was made with.
 
     Raises:

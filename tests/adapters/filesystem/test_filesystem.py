@@ -1,4 +1,6 @@
-"""`castore://` as a file system: paths, files that are whole or absent, and instances that cross threads and processes."""
+"""`castore://` as a file system: paths, files that are whole or absent, and instances that cross threads and
+processes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def _write(file: Any, data: Any, error: Exception | None = None) -> None:
 def test_fsspec_finds_it_and_imports_nothing_of_it_before_it_is_asked_for(tmp_path: Path) -> None:
     script = (
         "import sys, fsspec; assert 'castore' not in sys.modules, 'too early';"
-        "fs = fsspec.filesystem('castore'); fs.pipe('a/b', b'x'); print(fs.store.path, fs.cat('castore://a/b'))"
+        "fs = fsspec.filesystem('castore'); fs.pipe('a/b', b'x');"
+        "print(fs.store.path, fs.cat('castore://a/b'))"
     )
     environment = os.environ | {
         "CASTORE_DIR": str(tmp_path / "s"),
