@@ -106,6 +106,10 @@ class WriteFile(io.BufferedIOBase):
         """How many bytes were written, with those that were there before."""
         return self._file.tell()
 
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Always an `io.UnsupportedOperation`; see `castore.NewFile.seek`."""
+        return self._file.seek(offset, whence)
+
     def write(self, data: Any) -> int:
         """Take all of ``data``; see `castore.Store.create`."""
         return self._file.write(data)

@@ -79,6 +79,9 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         assert store is not None  # the metaclass has resolved it
         self.store = store if isinstance(store, Store) else shared_store(store)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.store.path)!r})"
+
     # Paths
 
     @classmethod
@@ -289,6 +292,11 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         return results
 
     # Writing
+
+    def touch(self, path: str, truncate: bool = True, **kwargs: Any) -> None:
+        """Put an empty file; with ``truncate=False`` only where there is none."""
+        if truncate or not self.exists(path):
+            self.pipe_file(path, b"", **kwargs)
 
     def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **kwargs: Any) -> None:
         """Put bytes under a path.

@@ -5,6 +5,7 @@ processes.
 from __future__ import annotations
 
 import gc
+import io
 import json
 import logging
 import os
@@ -379,6 +380,23 @@ def test_appending_goes_on_from_what_is_there(fs: CastoreFileSystem) -> None:
         file.write(b"two\n")
         assert fs.cat("log") == b"one\n"
     assert fs.cat("log") == b"one\ntwo\n"
+
+
+def test_a_file_that_is_written_cannot_seek_and_says_what_to_do(fs: CastoreFileSystem) -> None:
+    with fs.open("a", "wb") as file:
+        assert not file.seekable()
+        with pytest.raises(io.UnsupportedOperation, match="write a local file"):
+            file.seek(0)
+
+
+def test_touching_makes_an_empty_file_and_can_leave_what_is_there(fs: CastoreFileSystem) -> None:
+    fs.pipe("a", b"x")
+    fs.touch("a", truncate=False)
+    fs.touch("b", truncate=False)
+    assert fs.cat(["a", "b"]) == {"a": b"x", "b": b""}
+    fs.touch("a")
+    assert fs.cat("a") == b""
+    assert repr(fs) == f"CastoreFileSystem({str(fs.store.path)!r})"
 
 
 def test_exclusive_means_until_the_end(fs: CastoreFileSystem) -> None:
