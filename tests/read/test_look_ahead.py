@@ -67,7 +67,7 @@ def test_damage_ahead_is_told_by_the_read_that_comes_to_it(store: Store, codec: 
     store.put("a", DATA, codec=codec)
     path, offset, length = payload(store, "a")
     flip(path, offset + length * 3 // 4)
-    read = []
+    read: list[bytes] = []
     with store.open("a") as file, pytest.raises(CorruptError):
         read.extend(iter(lambda: file.read(FRAME_SIZE), b""))
     assert len(read) > 20
