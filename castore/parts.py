@@ -78,6 +78,10 @@ class Parts:
     def close(self) -> None:
         """Let go of files and connections, after writing what has been counted if there is room for it."""
         self.usage.flush_if_possible()
+        self.release()
+
+    def release(self) -> None:
+        """Let go of files and connections, and write nothing."""
         self.writer.close()
         self.objects.close()
         self.index.journal.close()

@@ -125,7 +125,8 @@ class WriteFile(io.BufferedIOBase):
             return
         super().close()
         error = sys.exc_info()[1]
-        if error is not None and error is not self._before:
+        before, self._before = self._before, None  # its traceback leads back to this file
+        if error is not None and error is not before:
             self.discard()
             log.warning(
                 "nothing of castore://%s is kept: it was closed while %r was being handled", self.path, error

@@ -129,6 +129,15 @@ def test_a_store_is_closed_when_nobody_has_its_file_system_any_more(tmp_path: Pa
     assert files() == 0
 
 
+def test_what_a_short_program_reads_counts_as_used(tmp_path: Path) -> None:
+    with Store(tmp_path / "s", memory=0) as store:
+        store.put("a", b"x")
+    script = f"import fsspec; fsspec.filesystem('castore', store={str(tmp_path / 's')!r}).cat('a')"
+    subprocess.run([sys.executable, "-c", script], check=True)
+    with Store(tmp_path / "s", memory=0) as store:
+        assert store.stat().disk_hits == 1
+
+
 # Paths
 
 
