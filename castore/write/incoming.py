@@ -171,10 +171,12 @@ class NewFile(io.BufferedIOBase):
         return self._blob.size
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Always an `io.UnsupportedOperation`, which archives and others take as a word that they must write on."""
+        """Always an `io.UnsupportedOperation`, which archives and others take as a word that they must write
+        on.
+        """
         raise io.UnsupportedOperation(
-            f"{self.name!r} is written from its start to its end; write a local file where a library has to seek,"
-            " and put that"
+            f"{self.name!r} is written from its start to its end; write a local file where a library has to"
+            " seek, and put that"
         )
 
     def write(self, data: Buffer) -> int:  # type: ignore[override]  # typeshed's type of buffers is private

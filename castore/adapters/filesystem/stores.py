@@ -1,4 +1,6 @@
-"""Each store is opened once a process, however many threads and file systems ask for it, and closed after the last."""
+"""Each store is opened once a process, however many threads and file systems ask for it, and closed after the
+last.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def shared_store(path: str | os.PathLike[str]) -> Store:
         store = _opened.get(place)
         if store is None:
             store = _opened[place] = Store(place)
-            # The collector may strike in any thread: it closes files, and waits for nobody to write the last counts.
+            # The collector may strike in any thread: it closes files, and waits for nobody to write the last
+            # counts.
             weakref.finalize(store, finalise, store.parts.release).atexit = False
     return store
 
