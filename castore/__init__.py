@@ -38,43 +38,97 @@ if TYPE_CHECKING:
         FullError,
         InvalidNameError,
         InvalidValueError,
+        LostSettingsWarning,
         MissingDependencyError,
         NameConflictError,
+        NestedStoreWarning,
         NotFoundError,
+        OutOfRangeError,
+        SegmentError,
         SerializationError,
+        SlotError,
         StoreError,
         TooLargeError,
         UnhashableError,
     )
+    from castore.gc.collect import Collected, Plan
     from castore.keys.encoder import key
     from castore.records import Entry
+    from castore.repair.verify import Finding, Report
     from castore.serialize.kinds import register_type
+    from castore.settings import Settings
+    from castore.shm.shared_frames import SharedFrames
+    from castore.stats import PrefixDictionary, PrefixSize, Stat
     from castore.store import Store
+    from castore.training import Rewritten, Trained
+    from castore.units import NEVER, UNLIMITED
+    from castore.write.batch import SupportsRead
+    from castore.write.incoming import NewFile
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "NEVER",
+    "UNLIMITED",
     "CastoreError",
+    "Collected",
     "CorruptError",
     "DictionaryError",
     "Entry",
+    "Finding",
     "FullError",
     "InvalidNameError",
     "InvalidValueError",
+    "LostSettingsWarning",
     "MissingDependencyError",
     "NameConflictError",
+    "NestedStoreWarning",
+    "NewFile",
     "NotFoundError",
+    "OutOfRangeError",
+    "Plan",
+    "PrefixDictionary",
+    "PrefixSize",
+    "Report",
+    "Rewritten",
+    "SegmentError",
     "SerializationError",
+    "Settings",
+    "SharedFrames",
+    "SlotError",
+    "Stat",
     "Store",
     "StoreError",
+    "SupportsRead",
     "TooLargeError",
+    "Trained",
     "UnhashableError",
     "key",
     "register_type",
 ]
 
 #: Public names that are not in `castore.errors`, and the module of each.
-_MODULES = {"Entry": "records", "Store": "store", "key": "keys.encoder", "register_type": "serialize.kinds"}
+_MODULES = {
+    "NEVER": "units",
+    "UNLIMITED": "units",
+    "Collected": "gc.collect",
+    "Entry": "records",
+    "Finding": "repair.verify",
+    "NewFile": "write.incoming",
+    "Plan": "gc.collect",
+    "PrefixDictionary": "stats",
+    "PrefixSize": "stats",
+    "Report": "repair.verify",
+    "Rewritten": "training",
+    "Settings": "settings",
+    "SharedFrames": "shm.shared_frames",
+    "Stat": "stats",
+    "Store": "store",
+    "SupportsRead": "write.batch",
+    "Trained": "training",
+    "key": "keys.encoder",
+    "register_type": "serialize.kinds",
+}
 
 
 def __getattr__(name: str) -> object:

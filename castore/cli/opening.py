@@ -19,7 +19,7 @@ from castore.cli.output import typed
 from castore.errors import CastoreError, InvalidValueError, NotFoundError, StoreError
 from castore.names import check_name, check_prefix
 from castore.records import LOST, Blob, Entry
-from castore.units import parse_duration
+from castore.units import parse_ttl
 
 _HEX = re.compile(r"[0-9a-f]{8,64}").fullmatch
 
@@ -78,9 +78,10 @@ def check_ttl(ttl: str) -> None:
     Raises:
         InvalidValueError: it is no duration, or none at all.
     """
-    if parse_duration(ttl) == 0:
+    if parse_ttl(ttl) == 0:
         raise InvalidValueError(
-            f"--ttl {ttl} lets entries expire before they can be read; leave it out for entries that never do"
+            f"--ttl {ttl} lets entries expire before they can be read;"
+            " `--ttl never` is for entries that never do"
         )
 
 

@@ -22,6 +22,7 @@ from castore.objects.workers import cores
 from castore.records import Pointing
 from castore.watch import sources
 from castore.write import batch
+from castore.write.batch import SupportsRead
 
 #: Files up to this many bytes are read whole and put in batches.
 SMALL = 1 << 20
@@ -112,6 +113,18 @@ class Putter:
             ) in running:  # something ended it: those that were under way have got in all the same
                 if not future.cancelled() and future.exception() is None:
                     self._count(batch, future.result()._replace(end=None))
+
+    def put_input(self, name: str, file: SupportsRead) -> None:
+        """Put what can be read from a stream to its end, or nothing of it.
+
+        Raises:
+            CastoreError, OSError: it cannot be read, or not be kept.
+        """
+        codec, ttl, metadata, pin = self._options
+        entry = self._store.put_stream(
+            name, file, codec=codec, ttl=ttl, metadata=metadata, pin=pin, progress=self._done
+        )
+        self.files, self.size = self.files + 1, self.size + entry.size
 
     def _collect(self, batch: list[Source], future: Future[_Outcome]) -> None:
         self._count(batch, future.result())

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from castore.errors import CastoreError
 
-_OUTPUT, _ERRORS = 1, 2
+_INPUT, _OUTPUT, _ERRORS = 0, 1, 2
 
 _closed: set[int] = set()
 
@@ -50,6 +50,17 @@ def secure() -> None:
         sys.stderr = io.TextIOWrapper(
             io.FileIO(_ERRORS, "wb", closefd=False), errors="backslashreplace", write_through=True
         )
+
+
+def standard_input() -> io.FileIO:
+    """Standard input as bytes, without a buffer; it is not closed with the file.
+
+    Raises:
+        CastoreError: it is closed.
+    """
+    if _INPUT in _closed:
+        raise CastoreError("standard input is closed, so there is nothing to read")
+    return io.FileIO(_INPUT, "rb", closefd=False)
 
 
 def need_output() -> None:

@@ -103,17 +103,16 @@ class Selection(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a run removes; sizes in stored bytes.
+    """The outcome that a gc would have; sizes in stored bytes.
 
     Attributes:
         expired, evicted: names of entries.
         blobs: how many blobs, once those entries are gone.
         freed: their bytes.
-        packs: ids of packs whose live records move together, so that the rest can go.
+        packs: ids of packs whose live records would move together, so that the rest can go.
         leftovers: files that belong to nothing.
         waiting: bytes nobody names that the grace period still keeps.
-        stored: bytes in the store before.
-        dry_run: whether nothing was done.
+        stored: bytes in the store now.
         pinned: bytes that pins (of entries, and of mounts) keep although they alone pass the budget; else 0.
     """
 
@@ -125,13 +124,53 @@ class Plan(NamedTuple):
     leftovers: list[str]
     waiting: int
     stored: int
-    dry_run: bool
     pinned: int = 0
 
     @property
     def remaining(self) -> int:
-        """Bytes in the store afterwards."""
+        """Bytes that would stay in the store."""
         return self.stored - self.freed
+
+
+class Collected(NamedTuple):
+    """The outcome of a gc: its plan, less the entries and blobs that were used, pinned or put again
+    meanwhile.
+
+    Sizes are stored bytes.
+
+    Attributes:
+        expired, evicted: names of entries.
+        blobs: how many blobs.
+        freed: their bytes.
+        packs: ids of packs whose live records were moved together, so that the rest could go.
+        leftovers: files that belonged to nothing.
+        waiting: bytes nobody names that the grace period still keeps.
+        stored: bytes in the store before.
+        pinned: bytes that pins (of entries, and of mounts) keep although they alone pass the budget; else 0.
+    """
+
+    expired: list[str]
+    evicted: list[str]
+    blobs: int
+    freed: int
+    packs: list[int]
+    leftovers: list[str]
+    waiting: int
+    stored: int
+    pinned: int = 0
+
+    @property
+    def remaining(self) -> int:
+        """Bytes in the store before, less those that were freed."""
+        return self.stored - self.freed
+
+
+class _Removed:
+    """Names of entries, and blobs, that are gone so far."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.blobs: list[Blob] = []
 
 
 def select(
@@ -220,14 +259,17 @@ def _expired(index: Index, now: float) -> Iterator[Candidate]:
             yield Candidate(name, digest, accessed, *blobs.get(digest, _NO_BLOB))
 
 
-def run(parts: Parts, budget: int | None, grace: float, *, dry_run: bool) -> Plan:
-    """Collect. See `Store.gc`."""
+def plan(parts: Parts, budget: int | None, grace: float) -> Plan:
+    """The plan that `run` would carry out now."""
+    return _plan(parts, budget, grace, time.time())[0]
+
+
+def _plan(
+    parts: Parts, budget: int | None, grace: float, now: float
+) -> tuple[Plan, Selection, dict[int, int], list[leftovers.Leftover]]:
     index = parts.index
     parts.usage.flush()
     mounts.forget_dead(index)
-    if not dry_run:
-        _uncount(parts, ())  # what a killed gc left
-    now = time.time()
     stored = index.totals().stored
     chosen = _choose(index, budget, grace, now)
     packs = compaction.choose(index, parts.objects, chosen.blobs)
@@ -235,7 +277,7 @@ def run(parts: Parts, budget: int | None, grace: float, *, dry_run: bool) -> Pla
     freed = sum(blob[1] for blob in chosen.blobs)
     # All that may go has been chosen before the budget is given up on.
     pinned = stored - freed if budget is not None and stored - freed > budget else 0
-    plan = Plan(
+    planned = Plan(
         [entry.name for entry in chosen.expired],
         [entry.name for entry in chosen.evicted],
         len(chosen.blobs),
@@ -244,19 +286,37 @@ def run(parts: Parts, budget: int | None, grace: float, *, dry_run: bool) -> Pla
         [str(stray.path) for stray in strays],
         chosen.waiting,
         stored,
-        dry_run,
         pinned,
     )
-    if not dry_run:
-        _remove(parts, chosen, now)
-        leftovers.remove(index, parts.objects, strays)
-        leftovers.rotate_journal(index)
-        turns = Turns()
-        for pack, live in packs.items():
-            _see_room_for(parts, pack, live)
-            compaction.compact(parts, pack)
-            turns.give()
-    return plan
+    return planned, chosen, packs, strays
+
+
+def run(parts: Parts, budget: int | None, grace: float) -> Collected:
+    """Collect. See `Store.gc`."""
+    index = parts.index
+    _uncount(parts, (), _Removed())  # what a killed gc left
+    now = time.time()
+    planned, chosen, packs, strays = _plan(parts, budget, grace, now)
+    removed = _remove(parts, chosen, now)
+    gone = leftovers.remove(index, parts.objects, strays)
+    leftovers.rotate_journal(index)
+    turns, compacted = Turns(), []
+    for pack, live in packs.items():
+        _see_room_for(parts, pack, live)
+        if compaction.compact(parts, pack):
+            compacted.append(pack)
+        turns.give()
+    return Collected(
+        [name for name in planned.expired if name in removed.names],
+        [name for name in planned.evicted if name in removed.names],
+        len(removed.blobs),
+        sum(blob.stored for blob in removed.blobs),
+        compacted,
+        [str(stray.path) for stray in gone],
+        planned.waiting,
+        planned.stored,
+        planned.pinned,
+    )
 
 
 def _see_room_for(parts: Parts, pack: int, live: int) -> None:
@@ -268,13 +328,14 @@ def _see_room_for(parts: Parts, pack: int, live: int) -> None:
         )
 
 
-def _remove(parts: Parts, chosen: Selection, now: float) -> None:
+def _remove(parts: Parts, chosen: Selection, now: float) -> _Removed:
+    removed = _Removed()
     # What frees room comes as early as it can: on a full disk, the log of all entries would not fit before the first
     # object is gone.
     going = {digest for digest, _, _ in chosen.blobs}
     named = {entry.digest for entry in (*chosen.expired, *chosen.evicted)}
     for digests in _batches(parts, sorted(going - named)):
-        remove_blobs(parts, digests)
+        removed.blobs += remove_blobs(parts, digests)
     evicted = 0
     entries: list[tuple[str, bytes, float | None]] = [
         (entry.name, entry.digest, None) for entry in chosen.expired
@@ -285,19 +346,21 @@ def _remove(parts: Parts, chosen: Selection, now: float) -> None:
     for part in _batches(parts, entries, _PART):
         for batch in _batches(parts, sorted(part, key=lambda entry: str(entry[0]))):  # bytes in a damaged row
             with parts.index.write() as txn:
-                digests = txn.evict_entries(batch, now)
-                deferred_refs.note(txn, digests)
-            evicted += len(digests)
+                leaving = txn.evict_entries(batch, now)
+                deferred_refs.note(txn, [digest for _, digest in leaving])
+            evicted += len(leaving)
+            removed.names.update(name for name, _ in leaving)
         deferred_refs.sort(parts.index)
-        _uncount(parts, going)
+        _uncount(parts, going, removed)
     with parts.index.write() as txn:
         txn.execute(
             "INSERT INTO counters VALUES ('evictions', ?1) ON CONFLICT (name) DO UPDATE SET value = value + ?1",
             (evicted,),
         )
+    return removed
 
 
-def _uncount(parts: Parts, going: Container[bytes]) -> None:
+def _uncount(parts: Parts, going: Container[bytes], removed: _Removed) -> None:
     """Take the entries that are gone off their blobs' counts, and forget the blobs of ``going`` that have none left."""
     turns = Turns()
     while deferred_refs.are_there(parts.index):
@@ -307,17 +370,21 @@ def _uncount(parts: Parts, going: Container[bytes]) -> None:
             alone = not mounts.are_there(txn)
             gone = txn.uncount(Counter(digests), going if alone else ())
         _unlink(parts, gone)
+        removed.blobs += gone
         if not alone and (unnamed := [digest for digest in digests if digest in going]):
-            remove_blobs(parts, unnamed)
+            removed.blobs += remove_blobs(parts, unnamed)
         turns.give()
 
 
-def remove_blobs(parts: Parts, digests: list[bytes]) -> None:
+def remove_blobs(parts: Parts, digests: list[bytes]) -> list[Blob]:
     """Forget blobs that nobody names, then unlink the objects that no row means any more.
 
     Two transactions: rows go first, so that no row ever means a file that is gone; the second holds the write lock
     while it looks again and unlinks, so that a writer that has just placed the same bytes keeps them. Before them, mounts
     take hold of what they need.
+
+    Returns:
+        The blobs that are forgotten.
 
     Raises:
         StoreError: a live mount does not answer.
@@ -329,6 +396,7 @@ def remove_blobs(parts: Parts, digests: list[bytes]) -> None:
             if blob is not None and txn.drop_blob(blob):
                 gone.append(blob)
     _unlink(parts, gone)
+    return gone
 
 
 def _unlink(parts: Parts, gone: list[Blob]) -> None:
@@ -352,7 +420,7 @@ def make_room(parts: Parts, need: int) -> None:
     parts.usage.flush()
     # Others may fill the room as it is made: it is only missing for good when there is nothing left to take.
     while (before := parts.index.totals()).stored + need > max_size:
-        _uncount(parts, ())  # what another gc is about to take off, or was when it was killed
+        _uncount(parts, (), _Removed())  # what another gc is about to take off, or was when it was killed
         now = time.time()
         chosen = _choose(parts.index, min(max_size - need, int(max_size * ROOM)), GRACE_SECONDS, now)
         if chosen.expired or chosen.evicted or chosen.blobs:

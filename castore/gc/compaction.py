@@ -94,8 +94,10 @@ def _live_bytes(index: Index) -> dict[int, int]:
         index.all("DROP TABLE temp.live")
 
 
-def compact(parts: Parts, pack: int) -> None:
-    """Move the pack's live records elsewhere, retire it and unlink its file."""
+def compact(parts: Parts, pack: int) -> bool:
+    """Move the pack's live records elsewhere, retire it and unlink its file; False if another gc was here
+    first.
+    """
     path = parts.objects.packs.path(pack)
     try:
         opened = parts.objects.packs.open(pack)  # held by this name until all is moved
@@ -107,7 +109,7 @@ def compact(parts: Parts, pack: int) -> None:
     while not done:
         with parts.index.write() as txn:
             if not txn.has_pack(pack):
-                return  # another gc was here first
+                return False
             parts.writer.pack.leave(pack)
             found = (
                 list(islice(scan(path, pack, start=position, payloads=False), _LOOKED_AT)) if fd >= 0 else []
@@ -124,6 +126,7 @@ def compact(parts: Parts, pack: int) -> None:
         if not txn.has_pack(pack):  # else the index was rebuilt meanwhile, and rows may mean what lies there
             parts.objects.discard(path)
     parts.objects.packs.forget(pack)
+    return True
 
 
 def _move_some(parts: Parts, txn: Write, fd: int, found: list[PackRecord | Damage]) -> tuple[int, bool]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from castore.index.connections import BUSY_SECONDS, PAUSE_SECONDS
 from castore.index.statements import BLOB_OF
-from castore.records import Blob, Entry, entry_check
+from castore.records import LOST, Blob, Entry, entry_check
 from castore.system.forks import unforked
 from castore.system.sql_errors import SQL_ERRORS, is_locked
 
@@ -31,6 +31,10 @@ _ENTRY_COLUMNS = (
 )
 _ENTRY = f"SELECT {_ENTRY_COLUMNS} FROM entries e LEFT JOIN blobs b ON b.digest = e.digest"
 _CHECKED_ENTRY = _ENTRY.replace(" FROM ", ", e.checked FROM ")
+# Bytes that are not on record as lost.
+_SOUND = f"AND b.pack != {LOST}"
+#: Names asked for at a time: few behind a folder, whose other names are of no interest, many among files.
+_FEW, _MANY = 8, 1000
 _FIND = (
     "SELECT b.digest, b.size, b.stored, b.codec, b.pack, b.offset, e.expires + 0.0, e.serializer, e.checked"
     " FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.name = ?"
@@ -230,19 +234,70 @@ class Questions:
         """The names that point to a blob. Scans all entries: for repair and reports."""
         return [row[0] for row in self.rows("SELECT name FROM entries WHERE digest = ?", (digest,))]
 
-    def entries(self, prefix: str, now: float, *, after: str = "") -> Iterator[Entry]:
-        """Entries at or below a prefix that are not expired, by name, read in pages."""
+    def entries(self, prefix: str, now: float, *, after: str = "", damaged: bool = True) -> Iterator[Entry]:
+        """Entries at or below a prefix that are not expired, by name, read in pages.
+
+        Args:
+            damaged: also those whose bytes are on record as lost.
+        """
         # No part of a name is long enough for as many of the last character.
         low, high = (prefix, prefix + "0") if prefix else ("", "\U0010ffff" * 64)
         sql = (
             f"{_ENTRY} WHERE e.name > ? AND e.name < ? AND (e.expires IS NULL OR e.expires > ?)"
-            " ORDER BY e.name LIMIT 1000"
+            f" {'' if damaged else _SOUND} ORDER BY e.name LIMIT 1000"
         )
-        if prefix and (whole := self.entry(prefix)) and (whole.expires is None or whole.expires > now):
-            yield whole
+        whole = self.entry(prefix) if prefix else None
+        if whole is not None and (whole.expires is None or whole.expires > now):
+            blob = None if damaged else self.blob(bytes.fromhex(whole.digest))
+            if damaged or (blob is not None and blob.pack != LOST):
+                yield whole
         low = prefix + "/" if prefix else ""
         for page in self.pages(sql, max(low, after), high, now):
             yield from map(to_entry, page)
+
+    def children(self, folder: str, now: float) -> Iterator[Entry | str]:
+        """The direct contents of a folder: entries, and the paths of folders; nothing expired, nothing lost.
+
+        The names below a folder are skipped, however many there are.
+        """
+        start = f"{folder}/" if folder else ""
+        # SQLite sorts every blob, even the empty one, behind all text.
+        low, high = below(folder) if folder else ("", b"")
+        sql = (
+            f"{_ENTRY} WHERE e.name >= ? AND e.name < ? AND (e.expires IS NULL OR e.expires > ?) {_SOUND}"
+            " ORDER BY e.name LIMIT ?"
+        )
+        limit = _FEW
+        while rows := self.all(sql, (low, high, now, limit)):
+            is_last = len(rows) < limit
+            limit = _MANY
+            for row in rows:
+                part, slash, _ = row[0][len(start) :].partition("/")
+                if slash:
+                    yield start + part
+                    low = self.behind(low, below(start + part)[1])
+                    limit, is_last = _FEW, False
+                    break
+                yield to_entry(row)
+                low = row[0] + "\0"
+            if is_last:
+                return
+
+    def names(self, now: float) -> Iterator[str]:
+        """Names that are not expired and whose bytes are not on record as lost, in their order, read in
+        pages.
+        """
+        sql = (
+            "SELECT e.name FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.name > ?"
+            f" AND (e.expires IS NULL OR e.expires > ?) {_SOUND} ORDER BY e.name LIMIT 2000"
+        )
+        for page in self.pages(sql, "", now):
+            yield from (name for (name,) in page)
+
+    def count(self, now: float) -> int:
+        """How many entries are not expired."""
+        (expired,) = self._one("SELECT count(*) FROM entries WHERE expires <= ?", (now,))
+        return max(0, self.totals().entries - int(expired))
 
     def totals(self) -> Totals:
         """Sums over all rows; as quick at ten million entries as at ten."""

@@ -285,7 +285,9 @@ class Write(BlobRows):
         self._entries_gone([name], row[1])
         return True
 
-    def evict_entries(self, chosen: Sequence[tuple[str, bytes, float | None]], now: float) -> list[bytes]:
+    def evict_entries(
+        self, chosen: Sequence[tuple[str, bytes, float | None]], now: float
+    ) -> list[tuple[str, bytes]]:
         """Remove the entries that gc chose, but those that changed since: were touched, pinned, or point elsewhere.
 
         Their blobs still count them: the caller sees to it, in this transaction, that somebody will `uncount` them.
@@ -296,7 +298,7 @@ class Write(BlobRows):
             now: when gc looked.
 
         Returns:
-            What they pointed to, a digest for each entry that was removed.
+            The entries that were removed: their names, and the digests that they pointed to.
         """
         free = "SELECT name, CAST(digest AS BLOB), CAST(size AS INTEGER), accessed, expires FROM entries WHERE pinned = 0 AND name"
         rows = {row[0]: row[1:] for row in self._among(free, [name for name, _, _ in chosen])}
@@ -310,7 +312,7 @@ class Write(BlobRows):
         self.db.executemany("DELETE FROM entries WHERE name = ?", [(name,) for name, _, _ in leaving])
         if leaving:
             self._entries_gone([name for name, _, _ in leaving], sum(size for _, _, size in leaving))
-        return [digest for _, digest, _ in leaving]
+        return [(name, digest) for name, digest, _ in leaving]
 
     def _entries_gone(self, names: list[str], size: int) -> None:
         self._index.forget_folders()

@@ -31,7 +31,7 @@ from castore.errors import InvalidValueError, UnhashableError
 from castore.keys.classes import has_member
 from castore.names import check_name
 
-Content: TypeAlias = "str | bytes | bytearray | memoryview | os.PathLike[str] | Iterable[bytes]"
+Content: TypeAlias = str | bytes | bytearray | memoryview | os.PathLike[str] | Iterable[bytes]
 
 # 160 bits, like Git's: with 128 bits, an attacker could find configs or contents with equal keys in 2**64
 # steps.

@@ -104,7 +104,7 @@ class Watcher:
         elif due := self._events.take():
             self._look_at(due)
         self._lookout.look_if_due()
-        self._store.flush_if_due()
+        self._store.parts.usage.flush_if_due()
 
     def _refuse_empty(self) -> None:
         known = next(self._known(), None) if self._options.mirror else None

@@ -9,18 +9,20 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from castore.errors import FullError, SerializationError, naming
+from castore.errors import FullError, InvalidValueError, NameConflictError, SerializationError, naming
 from castore.index.transaction import Write
 from castore.names import check_name
-from castore.objects.codecs import Buffer, check_codec
+from castore.objects.codecs import FRAME_SIZE, Buffer, check_codec
 from castore.records import Entry, Pointing
 from castore.serialize.serializers import check_serializer
 from castore.settings import Settings
 from castore.system.sql_errors import is_full
-from castore.units import parse_duration
+from castore.units import parse_ttl
+from castore.write.incoming import Creation, NewFile
 from castore.write.open_pack import Vanished
 from castore.write.prefixes import Prefixes
 from castore.write.staging import Staged
@@ -33,6 +35,16 @@ _BATCH_BLOBS = 2000
 
 class _Changed(Exception):
     """The name that a put depends on points elsewhere by now."""
+
+
+class SupportsRead(Protocol):
+    """A binary file, a pipe, a response of an HTTP client: ``read(n)`` gives at most n bytes, and none at the
+    end.
+    """
+
+    def read(self, size: int, /) -> bytes | None:
+        """At most ``size`` bytes."""
+        ...
 
 
 class Putter:
@@ -62,16 +74,21 @@ class Putter:
         return Pointing(name, serializer, _metadata_text(metadata), expires, pin)
 
     def plain_pointings(
-        self, items: Iterable[tuple[str, Buffer]], ttl: float | str | None
+        self,
+        items: Iterable[tuple[str, Buffer] | tuple[str, Buffer, dict[str, Any] | None]],
+        ttl: float | str | None,
     ) -> Iterator[tuple[Pointing, Buffer]]:
-        """`pointing` for many names, each with its bytes, of which nothing else is said."""
+        """`pointing` for many names, each with its bytes and perhaps its metadata, of which nothing else is
+        said.
+        """
         seconds = self._seconds(ttl)
-        for name, data in items:
+        for item in items:
+            name, data, metadata = parse_item(item)
             expires = None if seconds is None else time.time() + seconds
-            yield Pointing(check_name(name), "bytes", None, expires, False), data
+            yield Pointing(check_name(name), "bytes", _metadata_text(metadata), expires, False), data
 
     def _seconds(self, ttl: float | str | None) -> float | None:
-        return self._settings.ttl if ttl is None else parse_duration(ttl)
+        return self._settings.ttl if ttl is None else parse_ttl(ttl)
 
     def codec(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
         """Codec and level of a put, checked."""
@@ -111,6 +128,74 @@ class Putter:
             return self._commit(stage)[0]
         finally:
             os.close(fd)
+
+    def create(self, pointing: Pointing, codec: str, level: int | None, *, replace: bool) -> Creation:
+        """See `Store.create`."""
+        blob = self._writer.incoming(codec, level, self._dictionary(pointing.name))
+        file = NewFile(pointing.name, blob, self._telling_full)
+
+        def see_new(txn: Write) -> None:
+            if not replace and txn.current(pointing.name, time.time()) is not None:
+                raise NameConflictError(
+                    f"{pointing.name!r} is there already; choose another name or delete it"
+                )
+
+        return Creation(
+            file, lambda: self._commit(lambda known: [(pointing, blob.stage(known))], see_new)[0], blob
+        )
+
+    def copy(self, entry: Entry, name: str, *, move: bool) -> Entry | None:
+        """Point ``name`` to the blob of an entry, with what is said of it; None if the entry is another by
+        now.
+
+        Args:
+            move: remove the entry's own name, and take its pin along.
+        """
+        digest = bytes.fromhex(entry.digest)
+        pointing = Pointing(
+            check_name(name),
+            entry.serializer,
+            _metadata_text(entry.metadata),
+            entry.expires,
+            move and entry.pinned,
+        )
+
+        def first(txn: Write) -> None:
+            if txn.current(entry.name, time.time()) != digest:
+                raise _Changed
+            if move and name != entry.name:
+                txn.delete_entry(entry.name)
+
+        staged = self._writer.stage_known(digest)
+        if staged is None:
+            return None
+        with self._telling_full():
+            try:
+                return self._writer.commit([(pointing, staged)], first)[0]
+            except (_Changed, Vanished):
+                return None
+
+    def put_stream(
+        self,
+        pointing: Pointing,
+        source: SupportsRead,
+        codec: str,
+        level: int | None,
+        progress: Callable[[int], object] | None,
+    ) -> Entry:
+        """See `Store.put_stream`."""
+        with self.create(pointing, codec, level, replace=True) as file:
+            while piece := source.read(FRAME_SIZE):
+                file.write(piece)
+                if progress is not None:
+                    progress(len(piece))
+            if piece is None:
+                raise InvalidValueError(
+                    f"the stream for {pointing.name!r} does not wait for its bytes;"
+                    " make it blocking: os.set_blocking(fd, True)"
+                )
+        assert file.entry is not None  # the block has ended without an error
+        return file.entry
 
     def put_many(
         self, items: Iterable[tuple[Pointing, Buffer]], codec: str, level: int | None
@@ -178,11 +263,17 @@ class Putter:
         stage: Callable[[bool], list[tuple[Pointing, Staged]]],
         first: Callable[[Write], object] | None = None,
     ) -> list[Entry]:
-        try:
+        with self._telling_full():
             try:
                 return self._writer.commit(stage(True), first)
             except Vanished:
                 return self._writer.commit(stage(False), first)
+
+    @contextmanager
+    def _telling_full(self) -> Iterator[None]:
+        """Have an error that says the disk is full say what to do about it."""
+        try:
+            yield
         except OSError as error:
             if not is_full(error):
                 raise
@@ -190,6 +281,24 @@ class Putter:
                 f"the disk of {self._path} is full; free some space, or lower the budget:"
                 " `castore gc --max-size SIZE`"
             ) from error
+
+
+def parse_item(item: Any) -> tuple[str, Any, dict[str, Any] | None]:
+    """Name, data and metadata of an item of `Store.put_many` or `Store.put_if`.
+
+    Raises:
+        InvalidValueError: it has another shape.
+    """
+    try:
+        size = len(item)
+    except TypeError:
+        size = 0
+    if isinstance(item, str) or size not in (2, 3):
+        raise InvalidValueError(
+            f"an item is (name, data) or (name, data, metadata), not {type(item).__name__} of length {size}"
+        )
+    name, data, *metadata = item
+    return name, data, metadata[0] if metadata else None
 
 
 def unchanging(data: Buffer) -> bytes:

@@ -54,7 +54,7 @@ class Mount:
         given = self._options
         mounts.forget_dead(self.store.index)  # may remove the row of a killed daemon on this same mountpoint
         # The row exists before the mount answers: gc must know of the pin from that moment on.
-        self._registration = registration = self.store.relieve(
+        self._registration = registration = self.store.parts.relieve(
             lambda: mounts.Registration(
                 self.store.index, str(session.mountpoint), given.prefix, pinned=given.pin
             )
@@ -74,7 +74,7 @@ class Mount:
             return
         try:
             if hasattr(self, "_registration"):
-                self.store.relieve(self._registration.remove)
+                self.store.parts.relieve(self._registration.remove)
             self.store.close()
         except (sqlite3.Error, CastoreError) as error:
             # The next process that opens the store sees that this one is gone.

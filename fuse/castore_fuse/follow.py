@@ -113,7 +113,7 @@ class Follower:
 
     def _tick(self) -> None:
         self.look()
-        self._view.store.flush_for(_FLUSHING)
+        self._view.store.parts.usage.flush_for(_FLUSHING)
         self._view.store.objects.packs.drop_unlinked()
         self._operations.handles.drop_unlinked()
         if self._beat is not None and time.monotonic() > self._next_beat:

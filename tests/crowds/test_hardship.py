@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sqlite3
 import subprocess
@@ -15,6 +16,8 @@ from types import FrameType
 import pytest
 
 from castore import FullError, Store
+from castore.objects.codecs import FRAME_SIZE
+from castore.write.incoming import HEAD_BYTES
 from tests.helpers import in_processes, noise, recount
 
 
@@ -148,3 +151,17 @@ def test_a_full_disk_is_a_clear_error_and_costs_nothing_that_was_there(small_dis
         assert journal_agrees(store)
         assert store.verify().bad == []
         recount(store)
+
+
+def test_a_disk_that_gets_full_while_a_file_is_written_is_a_clear_error_and_leaves_nothing(
+    small_disk: Path,
+) -> None:
+    data = noise(HEAD_BYTES + 20 * FRAME_SIZE)
+    with Store(small_disk / "store", memory=0) as store:
+        store.put("before", b"kept")
+        with pytest.raises(FullError, match="is full; free some space"), store.create("a") as file:
+            file.write(data)
+        with pytest.raises(FullError, match="is full; free some space"):
+            store.put_stream("a", io.BytesIO(data))
+        assert list(store) == ["before"]
+        assert [path for path in (store.path / "tmp").iterdir() if path.is_file()] == []

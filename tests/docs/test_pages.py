@@ -52,6 +52,14 @@ def test_the_python_of_the_python_page_runs_and_prints_what_it_says(
     run_examples(ROOT / "docs" / "python.md", more_than=50, capsys=capsys)
 
 
+def test_the_python_of_the_file_system_page_runs_and_prints_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CASTORE_DIR", "set by the page")
+    run_examples(ROOT / "docs" / "filesystem.md", more_than=30, capsys=capsys)
+
+
 def identify(page: Path) -> str:
     return str(page.relative_to(ROOT))
 

@@ -151,6 +151,6 @@ def test_notes_agree_with_what_lies_in_packs(
                 store.put(f"n/{number}", noise(90, seed), ttl=0)
             else:
                 store.gc(grace=0)
-        collect.run(store.parts, None, 0.0, dry_run=False)
+        collect.run(store.parts, None, 0.0)
         assert noted(store) == found(store)
         agrees_with_disk(store)

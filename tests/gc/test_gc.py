@@ -9,14 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from castore import FullError, Store, TooLargeError
-from castore.gc import compaction, leftovers
+from castore import Collected, FullError, Plan, Store, TooLargeError
+from castore.gc import collect, compaction, leftovers
 from castore.gc.collect import Candidate, Orphan, select
 from castore.index.lock_yield import Turns
 from castore.objects.codecs import FRAME_SIZE
+from castore.parts import Parts
 from castore.repair import doctor, rebuild
 from tests.helpers import in_processes, mixed, noise, object_files, payload, recount, text
 
@@ -119,10 +121,11 @@ def test_a_dry_run_says_what_a_run_then_does(store: Store) -> None:
     time.sleep(0.02)
     before = (names(store), store.index.totals(), object_files(store))
     told = store.gc(max_size=300 * KB, grace=0, dry_run=True)
-    assert told.dry_run
+    assert isinstance(told, Plan)
     assert (names(store), store.index.totals(), object_files(store)) == before
     done = store.gc(max_size=300 * KB, grace=0)
-    assert done == told._replace(dry_run=False)
+    assert isinstance(done, Collected)
+    assert done == Collected(*told)
     assert done.expired == ["soon"]
     assert done.evicted
     assert done.packs
@@ -426,3 +429,26 @@ def test_several_gcs_at_once_are_no_error(store: Store) -> None:
     assert store.gc(grace=0).leftovers == []
     recount(store)
     assert os.listdir(store.path / "tmp") == []
+
+
+def test_a_gc_tells_what_has_gone_and_not_what_it_had_chosen(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the chosen is read, and one put again, before the entries are removed."""
+    for number in range(4):
+        store.put(f"n{number}", noise(50 * KB, number))
+    planned = store.gc(max_size=0, grace=0, dry_run=True)
+    real = collect._remove
+
+    def meanwhile(parts: Parts, chosen: collect.Selection, now: float) -> Any:
+        store.pin("n1")
+        store.put("n2", noise(50 * KB, 22))
+        return real(parts, chosen, now)
+
+    monkeypatch.setattr(collect, "_remove", meanwhile)
+    done = store.gc(max_size=0, grace=0)
+    assert (sorted(planned.evicted), planned.blobs) == (["n0", "n1", "n2", "n3"], 4)
+    assert (sorted(done.evicted), done.blobs) == (["n0", "n3"], 2)
+    assert done.freed < planned.freed
+    assert names(store) == ["n1", "n2"]
+    recount(store)

@@ -82,7 +82,10 @@ def _stop_before_blobs(store: Store, leaving: list[str]) -> None:
         assert found is not None
         assert entry is not None
         with store.index.write() as txn:
-            digests = txn.evict_entries([(name, found.blob.digest, entry.accessed)], time.time())
+            digests = [
+                digest
+                for _, digest in txn.evict_entries([(name, found.blob.digest, entry.accessed)], time.time())
+            ]
             assert digests == [found.blob.digest]
             deferred_refs.note(txn, digests)
 

@@ -116,7 +116,7 @@ def test_readers_of_many_names_at_once_leave_none_over(tmp_path: Path) -> None:
             assert len(usage.touched) <= 500
         usage.touched = dict.fromkeys(names, time.time())
         usage.due = 0.0
-        store.flush_for(60)
+        store.parts.usage.flush_for(60)
         assert not usage.touched
 
 

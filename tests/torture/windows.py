@@ -325,7 +325,7 @@ WINDOWS = [
     ),
     *_of(
         "Put of a large blob",
-        ("while it writes `tmp/….part`", _put_large, halfway(writer, "_write_all", 1, 2), temporary(0o600)),
+        ("while it writes `tmp/….part`", _put_large, halfway(writer, "write_all", 1, 2), temporary(0o600)),
         ("after it is sealed (mode 0400, synced if durable)", _put_large, after(LooseFolder, "seal"),
         temporary(0o400)),
         ("after the rename, before the commit", _put_large, after(LooseFolder, "publish"), objects(1)),

@@ -30,7 +30,7 @@ from castore.errors import CorruptError, InvalidValueError, NotFoundError
 from castore.names import check_name
 from castore.objects.codecs import check_codec
 from castore.store import Store
-from castore.units import parse_duration
+from castore.units import parse_ttl
 
 AnyDataset: TypeAlias = (
     "datasets.Dataset | datasets.DatasetDict | datasets.IterableDataset | datasets.IterableDatasetDict"
@@ -44,7 +44,7 @@ class DatasetCache:
     Args:
         store: a `Store`, or the folder of one, made if it does not exist.
         codec: ``"zstd"``, ``"lz4"``, ``"gzip"``, ``"none"``, or ``"auto"``.
-        ttl: seconds (or ``"7d"``) until a dataset expires; default the store's.
+        ttl: seconds (or ``"7d"``) until a dataset expires, or `castore.NEVER`; default the store's.
         max_size: budget in stored bytes, or ``"50GB"``; for a folder only, since a `Store` has its own.
 
     Raises:
@@ -63,13 +63,13 @@ class DatasetCache:
         *,
         codec: str = "zstd",
         ttl: float | str | None = None,
-        max_size: int | str | None = None,
+        max_size: float | str | None = None,
     ) -> None:
         codec, level = check_codec(codec, None)
         if isinstance(store, Store) and max_size is not None:
             raise InvalidValueError("a Store has its own budget; open it with Store(..., max_size=...)")
         self.store = store if isinstance(store, Store) else Store(store, max_size=max_size)
-        seconds = self.store.settings.ttl if ttl is None else parse_duration(ttl)
+        seconds = self.store.settings.ttl if ttl is None else parse_ttl(ttl)
         self._options = dataset_entries.Options(codec, level, seconds)
 
     def __repr__(self) -> str:

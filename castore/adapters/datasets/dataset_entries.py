@@ -287,7 +287,7 @@ def load(store: Store, name: str) -> datasets.Dataset:
     tables = _late(store, files) or [table_of(store, part, blob) for part, blob in files.data]
     for part in files.blobs:
         store.source.count_use(part)
-    store.flush_if_due()
+    store.parts.usage.flush_if_due()
     return assemble(files.state, files.info, tables)
 
 

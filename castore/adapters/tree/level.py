@@ -22,7 +22,7 @@ from castore.index.queries import below
 from castore.read.usage import Usage
 from castore.records import LOST, Entry
 from castore.store import Store
-from castore.units import parse_duration
+from castore.units import NEVER, parse_ttl
 
 #: The codecs that users may choose; `Store` has ``auto`` besides.
 COMPRESSIONS = ("none", "gzip", "lz4", "zstd")
@@ -44,7 +44,8 @@ class DiskLevel:
     Args:
         folder: of the store; created if it is missing.
         compression: one of `COMPRESSIONS`.
-        expiry: seconds or a text; None for never.
+        expiry: seconds or a text, or `castore.NEVER`. None for the lifetime of the existing store, which is never
+            by default.
         max_size: budget in stored bytes; None for that of the existing store.
 
     Raises:
@@ -64,7 +65,10 @@ class DiskLevel:
                 f"unknown compression {compression!r}: choose one of {', '.join(COMPRESSIONS)}"
             )
         self._compression = compression
-        self._expiry = None if expiry is None else parse_duration(expiry)
+        self._expiry: float | None = None
+        if expiry is not None:
+            seconds = parse_ttl(expiry)
+            self._expiry = NEVER if seconds is None else seconds
         # The store has no RAM tier: the caches have one of their own, which can be bounded in items.
         self.store = Store(folder, max_size=max_size, memory=0)
         # Hits of the level above are counted here: the store does not see them.
@@ -112,7 +116,7 @@ class DiskLevel:
                 data = None if blob is None else store.source.fetch(blob)
                 if data is not None:
                     store.source.count_use(name)
-                    store.flush_if_due()
+                    store.parts.usage.flush_if_due()
                     return entry, Packed(entry.serializer, data, to_text(entry.metadata))
             # The store's own read counts the miss, and finds a value that another process has just put.
             if (entry is None and store.entry(name) is not None) or store.source.read(name) is None:

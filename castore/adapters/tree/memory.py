@@ -18,7 +18,7 @@ from castore.adapters.tree.packing import Packed, held, pack, unpack
 from castore.adapters.tree.tally import Tally
 from castore.errors import InvalidValueError
 from castore.system.ram_cache import MemoryLRU
-from castore.units import parse_duration, parse_size
+from castore.units import NEVER, parse_size, parse_ttl
 
 V = TypeVar("V")
 
@@ -109,7 +109,8 @@ class MemoryCache:
         allow_pickle: bool = False,
     ) -> None:
         self._options = (max_size, max_bytes, expiry_seconds, allow_pickle)
-        self._expiry = float("inf") if expiry_seconds is None else parse_duration(expiry_seconds)
+        seconds = None if expiry_seconds is None else parse_ttl(expiry_seconds)
+        self._expiry = NEVER if seconds is None else seconds
         self._allow_pickle = allow_pickle
         self._bounds = parse_bounds(max_size, "max_size", max_bytes, "max_bytes")
         self._values: MemoryLRU[_Timed] = self._bounds.lru(lambda timed: held(timed.packed) + _TIMED_BYTES)
