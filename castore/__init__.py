@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         UnhashableError,
     )
     from castore.keys.encoder import key
-    from castore.records import Entry
+    from castore.records import Entry, Mount
     from castore.serialize.kinds import register_type
     from castore.store import Store
 
@@ -62,6 +62,7 @@ __all__ = [
     "InvalidNameError",
     "InvalidValueError",
     "MissingDependencyError",
+    "Mount",
     "NameConflictError",
     "NotFoundError",
     "SerializationError",
@@ -74,7 +75,13 @@ __all__ = [
 ]
 
 #: Public names that are not in `castore.errors`, and the module of each.
-_MODULES = {"Entry": "records", "Store": "store", "key": "keys.encoder", "register_type": "serialize.kinds"}
+_MODULES = {
+    "Entry": "records",
+    "Mount": "records",
+    "Store": "store",
+    "key": "keys.encoder",
+    "register_type": "serialize.kinds",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -98,3 +98,38 @@ class Pointing(NamedTuple):
     metadata: str | None
     expires: float | None
     pinned: bool
+
+
+class Mount(NamedTuple):
+    """A live mount of a store, as `Store.mounts` lists it.
+
+    Attributes:
+        mountpoint: the folder where it is, as the process that serves it sees the file system.
+        prefix: only names at or below it are shown, without it; "" shows all.
+        pinned: whether gc leaves alone what it shows.
+        since: when it was mounted, seconds since the epoch.
+    """
+
+    mountpoint: str
+    prefix: str
+    pinned: bool
+    since: float
+
+    def shows(self, prefix: str) -> bool:
+        """Whether all names at or below a prefix are seen in it.
+
+        >>> Mount("/mnt", "a", False, 0.0).shows("a/b")
+        True
+        >>> Mount("/mnt", "a", False, 0.0).shows("ab")
+        False
+        """
+        return not self.prefix or prefix == self.prefix or prefix.startswith(f"{self.prefix}/")
+
+    def path(self, name: str) -> str:
+        """Where the entry of a name that it shows lies in it.
+
+        >>> Mount("/mnt", "a", False, 0.0).path("a/b")
+        '/mnt/b'
+        """
+        shown = name[len(self.prefix) + 1 :] if self.prefix else name
+        return f"{self.mountpoint.rstrip('/')}/{shown}"

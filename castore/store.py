@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from castore import stats, training
 from castore.errors import InvalidValueError, NotFoundError
 from castore.gc import collect
+from castore.index import mounts
 from castore.index.transaction import Write
 from castore.names import check_name, check_prefix
 from castore.objects.codecs import Buffer
@@ -25,7 +26,7 @@ from castore.objects.decode import BlobReader
 from castore.parts import open_folder, open_parts, share_frames
 from castore.read.blob_file import open_blob
 from castore.read.source import ATTEMPTS
-from castore.records import LOST, Blob, Entry
+from castore.records import LOST, Blob, Entry, Mount
 from castore.repair import verify
 from castore.serialize import serializers
 from castore.settings import default_path
@@ -508,6 +509,20 @@ class Store:
             progress: called with the bytes of the entries looked at.
         """
         return training.recompress(self.parts, prefix, progress)
+
+    # Mounts
+
+    def mounts(self) -> list[Mount]:
+        """The live mounts of the store, the oldest first: those whose process runs.
+
+        A mount of another container counts as live for an hour after its last sign of life. Whether a mountpoint can be
+        reached from this process is another question: another container or another user may have it.
+
+        >>> import tempfile
+        >>> Store(tempfile.mkdtemp() + "/cache").mounts()
+        []
+        """
+        return mounts.alive(self.index)
 
     # Upkeep
 

@@ -135,9 +135,4 @@ def lists(folder: str) -> str:
 
 def _blobs_beginning(store: Store, digits: str) -> list[Blob]:
     low, high = (bytes.fromhex(digits.ljust(64, fill)) for fill in "0f")
-    rows = store.index.rows(
-        "SELECT digest, size, stored, codec, pack, offset FROM blobs"
-        f" WHERE digest BETWEEN ? AND ? AND pack != {LOST} LIMIT 2",
-        (low, high),
-    )
-    return [Blob(*row) for row in rows]
+    return store.index.blobs_between(low, high, 2)

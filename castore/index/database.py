@@ -315,14 +315,8 @@ class Index(Questions):
         try:
             with self._transaction(patience) as txn:
                 self.beacon.settle_all()  # in case that a writer was killed before it could
-                txn.executemany(
-                    "UPDATE entries SET accessed = ?1 WHERE name = ?2 AND (accessed < ?1 OR accessed > ?1 + ?3)",
-                    [(when, name, CLOCK_SLACK) for name, when in list(touched.items())],
-                )
-                txn.executemany(
-                    "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2",
-                    list(counts.items()),
-                )
+                txn.touch_older(list(touched.items()), CLOCK_SLACK)
+                txn.count(counts)
         finally:
             checkpoint_at(db, CHECKPOINT_PAGES)
 

@@ -16,8 +16,8 @@ from contextlib import closing
 from typing import Any, NamedTuple, NoReturn
 
 from castore.index.connections import BUSY_SECONDS, PAUSE_SECONDS
-from castore.index.statements import BLOB_OF
-from castore.records import Blob, Entry, entry_check
+from castore.index.statements import BLOB_COLUMNS, BLOB_OF
+from castore.records import LOST, Blob, Entry, entry_check
 from castore.system.forks import unforked
 from castore.system.sql_errors import SQL_ERRORS, is_locked
 
@@ -47,6 +47,8 @@ class Found(NamedTuple):
     serializer: str
 
 
+_BLOBS = f"SELECT {BLOB_COLUMNS} FROM blobs WHERE digest > ? ORDER BY digest LIMIT 2000"
+_BLOBS_BETWEEN = f"SELECT {BLOB_COLUMNS} FROM blobs WHERE digest BETWEEN ? AND ? AND pack != ? LIMIT ?"
 # Numbers, whatever a damaged row holds: `doctor` counts again.
 _TOTALS = "SELECT {} FROM totals".format(
     ", ".join(
@@ -78,13 +80,19 @@ def below(name: str) -> tuple[str, str]:
 def to_entry(row: tuple[Any, ...]) -> Entry:
     """A row of `_ENTRY` as the value users see."""
     name, digest, size, stored, codec, created, expires, accessed, serializer, metadata, pinned = row
-    try:
-        meta = json.loads(metadata) if metadata else {}
-    except (TypeError, ValueError):  # a damaged row: it is told as it is, and `doctor` tells what to do
-        meta = {"damaged": str(metadata)}
+    meta = parse_metadata(metadata)
     return Entry(
         name, digest.hex(), size, stored, codec, created, expires, accessed, serializer, meta, bool(pinned)
     )
+
+
+def parse_metadata(text: Any) -> dict[str, Any]:
+    """The metadata that a row's text stands for. That of a damaged row is given as it is: `doctor` tells what to do."""
+    try:
+        found = json.loads(text) if text else {}
+    except (TypeError, ValueError):
+        found = None
+    return found if isinstance(found, dict) else {"damaged": str(text)}
 
 
 def _belong(name: str, digest: bytes, checked: int) -> bool:
@@ -207,9 +215,17 @@ class Questions:
 
     def blobs(self) -> Iterator[Blob]:
         """Every blob, in the order of digests."""
-        sql = "SELECT digest, size, stored, codec, pack, offset FROM blobs WHERE digest > ? ORDER BY digest LIMIT 2000"
-        for page in self.pages(sql, b""):
+        for page in self.pages(_BLOBS, b""):
             yield from map(Blob._make, page)
+
+    def blobs_between(self, low: bytes, high: bytes, limit: int) -> list[Blob]:
+        """The first blobs with digests from ``low`` to ``high``, without those that are lost."""
+        return [Blob(*row) for row in self.rows(_BLOBS_BETWEEN, (low, high, LOST, limit))]
+
+    def is_named(self, digest: bytes) -> bool:
+        """Whether an entry names a blob: gc leaves it alone then."""
+        row = self._one("SELECT refs FROM blobs WHERE digest = ?", (digest,))
+        return row is not None and row[0] != 0
 
     def checksums(self, digest: bytes) -> bytes | None:
         """Frame checksums of a raw blob."""

@@ -9,9 +9,10 @@ Digests are raw bytes, names are already checked, times are seconds since the ep
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from castore.errors import NameConflictError
@@ -25,8 +26,10 @@ from castore.index.statements import (
     ADD_ENTRY,
     ADD_TOTALS,
     BETWEEN,
+    COUNT,
     COUNT_REF,
     POINT_ENTRY,
+    TOUCH_OLDER,
     UNCOUNT_REFS,
 )
 from castore.records import Blob, Pointing, entry_check
@@ -285,6 +288,13 @@ class Write(BlobRows):
         self._entries_gone([name], row[1])
         return True
 
+    def delete_unchanged(self, name: str, digest: bytes, metadata: dict[str, Any]) -> bool:
+        """Remove a name that still points to that digest and has that metadata; False if there is none."""
+        row = self.db.execute("SELECT digest, metadata FROM entries WHERE name = ?", (name,)).fetchone()
+        if row is None or row[0] != digest or json.loads(row[1] or "{}") != metadata:
+            return False
+        return self.delete_entry(name)
+
     def evict_entries(self, chosen: Sequence[tuple[str, bytes, float | None]], now: float) -> list[bytes]:
         """Remove the entries that gc chose, but those that changed since: were touched, pinned, or point elsewhere.
 
@@ -330,6 +340,23 @@ class Write(BlobRows):
             return False
         self._records.append(pack_record(row))
         return True
+
+    def touch(self, name: str, when: float) -> None:
+        """Have a name count as last used then."""
+        self.db.execute("UPDATE entries SET accessed = ? WHERE name = ?", (when, name))
+
+    def touch_older(self, touched: Iterable[tuple[str, float]], slack: float) -> None:
+        """`touch` for many, except names that were used later already.
+
+        Args:
+            touched: names and times in seconds since the epoch.
+            slack: a use that lies more seconds ahead than this is one by a clock that has been set back since: replaced.
+        """
+        self.db.executemany(TOUCH_OLDER, [(when, name, slack) for name, when in touched])
+
+    def count(self, counts: Mapping[str, int]) -> None:
+        """Add to the counters of these names."""
+        self.db.executemany(COUNT, list(counts.items()))
 
     def announce(self) -> None:
         """Have every RAM tier ask the index again once this is committed."""

@@ -16,6 +16,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from castore import Store
+from castore.index.noted import noted
 from castore.index.transaction import Write
 from castore.records import LOST, Entry, Pointing
 
@@ -94,7 +95,7 @@ def _point(txn: Write, entry: Entry, metadata: dict[str, Any], created: float, *
     # Anew, since re-pointing a name keeps its pin, and its mtime if the bytes are the same.
     txn.delete_entry(entry.name)
     txn.set_entry(pointing, blob, created, added=False)
-    txn.execute("UPDATE entries SET accessed = ? WHERE name = ?", (time.time(), entry.name))
+    txn.touch(entry.name, time.time())
     return True
 
 
@@ -122,14 +123,10 @@ def bound(store: Store, prefix: str, name: str, link: str) -> Entry | None:
 
 def through(store: Store, prefix: str, targets: Container[str]) -> Iterator[str]:
     """Links inside a folder whose entries are copies of what they lead to, if that is among ``targets``."""
-    sql = "SELECT name, metadata FROM entries WHERE name > ? AND metadata LIKE '%\"through\": %' ORDER BY name LIMIT 1000"
-    for page in store.index.pages(sql, f"{prefix}/" if prefix else ""):
-        for name, text in page:
-            if prefix and not name.startswith(f"{prefix}/"):
-                return
-            source = json.loads(text).get("source")
-            if isinstance(source, dict) and "through" in source and source.get("path") in targets:
-                yield source["through"]
+    for entry in noted(store.index, "through", prefix):
+        source = entry.metadata.get("source")
+        if isinstance(source, dict) and "through" in source and source.get("path") in targets:
+            yield source["through"]
 
 
 def copy(store: Store, entry: Entry, name: str, source: dict[str, Any]) -> None:

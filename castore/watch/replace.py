@@ -26,7 +26,7 @@ import blake3
 
 from castore import Store
 from castore.errors import CastoreError
-from castore.records import LOOSE, Entry
+from castore.records import LOOSE, Entry, Mount
 from castore.system.temporary import is_running, pid_namespace, process_started
 from castore.watch import link_registry, sources
 from castore.watch.file_lease import (
@@ -37,7 +37,6 @@ from castore.watch.file_lease import (
     lease,
     same,
 )
-from castore.watch.find_mount import Mount
 from castore.watch.folder import PART, SWAP, Folder
 
 #: How long a mount may go on showing what a name pointed to before.

@@ -14,12 +14,14 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
 from castore import Store
 from castore.errors import CorruptError
+from castore.index import name_ranges
+from castore.index.name_ranges import FileRow
 from castore.index.queries import below
 from castore.names import PART_BYTES, RESERVED
 from castore.objects.codecs import FRAME_SIZE
@@ -28,11 +30,6 @@ from castore.objects.directory import check_row
 from castore.records import DIGEST_SIZE, LOST, entry_check
 from castore.system.ram_cache import MemoryLRU
 
-_CHILD = "SELECT digest, size, created, expires, checked FROM entries WHERE name = ? AND (expires IS NULL OR expires > ?)"
-_INSIDE = (
-    "SELECT name, digest, size, created, expires, checked FROM entries"
-    " WHERE name >= ? AND name < ? AND (expires IS NULL OR expires > ?) ORDER BY name LIMIT ?"
-)
 #: Names asked for at a time: few behind a folder, whose other names are of no interest, many among files.
 _FEW, _MANY = 8, 1000
 _INODE_MASK = (1 << 63) - 1
@@ -110,7 +107,7 @@ class Page(NamedTuple):
     """
 
     parts: list[str]
-    rows: list[tuple[str, bytes, int, float, float | None, int]]
+    rows: list[FileRow]
     folder: Folder | None
 
     def items(self, start: int = 0) -> Iterator[tuple[str, File | Folder]]:
@@ -166,9 +163,9 @@ class View:
         if path == RESERVED or path.startswith(RESERVED + "/"):
             return self._reserved(path)
         name, now = self._full(path), time.time()
-        row = next(self.store.index.rows(_CHILD, (name, now)), None)
+        row = name_ranges.file(self.store.index, name, now)
         if row is not None:
-            file = _file(name, *row)
+            file = _file(*row)
             if not file.is_sound:
                 raise CorruptError(
                     f"the index has a row for {name!r} that cannot be; `castore doctor` tells more"
@@ -178,8 +175,7 @@ class View:
 
     def folder_exists(self, path: str) -> bool:
         """Whether a name lies below that path."""
-        bounds = below(self._full(path))
-        return bool(self.store.index.all(_INSIDE, (*bounds, time.time(), 1)))
+        return name_ranges.is_folder(self.store.index, self._full(path), time.time())
 
     def listing(self, folder: str) -> Iterator[tuple[str, File | Folder]]:
         """The parts of names directly inside a folder, in the order of bytes."""
@@ -191,12 +187,11 @@ class View:
         if folder == RESERVED or folder.startswith(RESERVED + "/"):
             return
         base = self._full(folder)
-        # SQLite sorts every blob, even the empty one, behind all text.
-        low, high = below(base) if base else ("", b"")
+        low, high = below(base) if base else ("", name_ranges.BEHIND_TEXT)
         skip, limit = len(low), _MANY
         now = time.time()
         while True:
-            rows = self.store.index.all(_INSIDE, (low, high, now, limit))
+            rows = name_ranges.files(self.store.index, low, high, now, limit)
             page, more = _page(folder, rows, skip)
             yield page
             if page.folder is None and len(rows) < limit:
@@ -247,8 +242,7 @@ class View:
 
     def is_unnamed(self, digest: bytes) -> bool:
         """Whether no name points to those bytes, so that gc may take them."""
-        row = next(self.store.index.rows("SELECT refs FROM blobs WHERE digest = ?", (digest,)), None)
-        return row is None or row[0] == 0
+        return not self.store.index.is_named(digest)
 
     def count_use(self, file: File) -> None:
         """Tell gc, which takes the least recently used first."""
@@ -285,7 +279,7 @@ class View:
         return Space(totals.stored + free, free, totals.entries)
 
 
-def _page(folder: str, rows: list[tuple[Any, ...]], skip: int) -> tuple[Page, str]:
+def _page(folder: str, rows: list[FileRow], skip: int) -> tuple[Page, str]:
     """The page that begins with those rows, whose names begin with ``skip`` bytes of the folder's, and where the next begins."""
     parts = [row[0][skip:] for row in rows]
     if not parts or _are_parts(parts):

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castore import Store
-from castore.gc import collect, compaction
+from castore.gc import collect
+from castore.index import pack_rows
 from castore.index.database import Index
 from castore.index.journal import Journal
 from castore.objects.packs import FILE_HEAD
@@ -30,7 +31,7 @@ def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(index: Index) -> dict[int, int]:
         raise AssertionError("gc counted what lives in packs")
 
-    monkeypatch.setattr(compaction, "_live_bytes", refuse)
+    monkeypatch.setattr(pack_rows, "live_bytes", refuse)
 
 
 def noted(store: Store) -> dict[int, int]:
@@ -109,13 +110,13 @@ def test_a_rebuilt_index_counts_once(store: Store, monkeypatch: pytest.MonkeyPat
     with store.index.write() as txn:
         txn.execute("UPDATE packs SET dead = 0")
     assert doctor.examine(store.path) == []  # a guess that is off is not damage
-    times, count = [0], compaction._live_bytes
+    times, count = [0], pack_rows.live_bytes
 
     def counted(index: Index) -> dict[int, int]:
         times[0] += 1
         return count(index)
 
-    monkeypatch.setattr(compaction, "_live_bytes", counted)
+    monkeypatch.setattr(pack_rows, "live_bytes", counted)
     for _ in range(2):
         assert store.gc(grace=0).packs == []
         assert noted(store) == dead

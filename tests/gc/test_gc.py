@@ -14,7 +14,8 @@ import pytest
 
 from castore import FullError, Store, TooLargeError
 from castore.gc import compaction, leftovers
-from castore.gc.collect import Candidate, Orphan, select
+from castore.gc.collect import select
+from castore.index.eviction import Candidate, Orphan
 from castore.index.lock_yield import Turns
 from castore.objects.codecs import FRAME_SIZE
 from castore.repair import doctor, rebuild

@@ -30,7 +30,6 @@ from castore.objects.encode import encode
 from castore.records import LOOSE, Blob, Pointing
 from castore.store import Store
 from castore.system.single_flight import ComputeLocks
-from castore.system.temporary import is_running, pid_namespace
 from castore.write.staging import Large
 
 #: Where materialised blobs are, by the digest of what they hold.
@@ -129,18 +128,15 @@ def forget(store: Store, blobs: Iterable[Blob]) -> None:
 
 
 def _in_mount(store: Store, blob: Blob) -> str | None:
-    """The blob's path in a mount of this store that answers, or None."""
-    rows = store.index.rows("SELECT mountpoint, namespace, pid, started FROM mounts")
+    """The blob's path in a live mount of this store, or None."""
     digest = blob.digest.hex()
-    for mountpoint, namespace, pid, started in rows:
-        if namespace != pid_namespace() or not is_running(pid, started):
-            continue
-        path = os.path.join(mountpoint, ".castore", "objects", digest[:2], digest)
+    for mount in store.mounts():
+        path = os.path.join(mount.mountpoint, ".castore", "objects", digest[:2], digest)
         try:
             if os.stat(path).st_size == blob.size:
                 return path
         except OSError:
-            continue  # unmounted a moment ago, or another user's
+            continue  # unmounted a moment ago, or another user's or container's
     return None
 
 
