@@ -82,6 +82,28 @@ class Entry(NamedTuple):
     pinned: bool
 
 
+class Found(NamedTuple):
+    """What a read needs to know of a name."""
+
+    blob: Blob
+    expires: float | None
+    serializer: str
+
+
+class Totals(NamedTuple):
+    """Sums over all rows. ``logical`` counts a blob once a name, ``unique`` once; all in bytes but the counts.
+
+    ``packed`` is what the records of blobs take in packs, heads included.
+    """
+
+    entries: int
+    logical: int
+    blobs: int
+    unique: int
+    stored: int
+    packed: int
+
+
 class Pointing(NamedTuple):
     """What a put says of a name besides its bytes.
 

@@ -71,16 +71,16 @@ def by_last_use(index: Index, ahead: float) -> Generator[Candidate]:
 
     A stream: no fork happens until its end, so the caller closes it soon.
     """
-    with closing(index.stream(_BY_LAST_USE, (ahead,))) as rows:
+    with closing(index.file.stream(_BY_LAST_USE, (ahead,))) as rows:
         yield from map(Candidate._make, rows)
 
 
 def expired(index: Index, now: float) -> Iterator[Candidate]:
     """Free entries whose time is over, in the order of digests: the blobs' tree is then walked once, in order."""
-    rows = iter(sorted(index.rows(_EXPIRED, (now,)), key=itemgetter(1)))
+    rows = iter(sorted(index.file.rows(_EXPIRED, (now,)), key=itemgetter(1)))
     while some := list(islice(rows, _BATCH)):
         digests = [digest for _, digest, _ in some]
-        found = index.rows(_BLOBS % ",".join("?" * len(digests)), digests)
+        found = index.file.rows(_BLOBS % ",".join("?" * len(digests)), digests)
         blobs = {digest: known for digest, *known in found}
         for name, digest, accessed in some:
             yield Candidate(name, digest, accessed, *blobs.get(digest, _NO_BLOB))
@@ -88,10 +88,10 @@ def expired(index: Index, now: float) -> Iterator[Candidate]:
 
 def orphans(index: Index) -> Iterator[Orphan]:
     """Every blob that no entry names."""
-    return map(Orphan._make, index.rows(_ORPHANS))
+    return map(Orphan._make, index.file.rows(_ORPHANS))
 
 
 def is_work(index: Index, now: float, orphaned_before: float) -> bool:
     """Whether an entry that is not pinned has expired, or a blob has been without a name since before that time."""
-    ((work,),) = index.all(_WORK, (now, orphaned_before))
+    ((work,),) = index.file.all(_WORK, (now, orphaned_before))
     return bool(work)

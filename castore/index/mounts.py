@@ -101,5 +101,5 @@ class _Row(NamedTuple):
 def _rows(index: Index) -> list[_Row]:
     return [
         _Row(number, Mount(mountpoint, prefix, bool(pinned), since), *daemon)
-        for number, mountpoint, prefix, pinned, since, *daemon in index.all(_ALL)
+        for number, mountpoint, prefix, pinned, since, *daemon in index.file.all(_ALL)
     ]

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 from castore.index.database import Index
-from castore.index.queries import below
+from castore.names import below
 
 _FILE = "SELECT {} FROM entries WHERE name = ? AND (expires IS NULL OR expires > ?)".format(
     "name, digest, size, created, expires, checked"
@@ -43,13 +43,22 @@ class Sized(NamedTuple):
 
 def file(index: Index, name: str, now: float) -> FileRow | None:
     """The entry of a name, unless it has expired by ``now``."""
-    rows = index.all(_FILE, (name, now))
+    rows = index.file.all(_FILE, (name, now))
     return rows[0] if rows else None
 
 
 def files(index: Index, low: str, high: str | bytes, now: float, limit: int) -> list[FileRow]:
     """The first entries from ``low`` on, and before ``high``, that have not expired by ``now``, by name."""
-    return index.all(_FILES, (low, high, now, limit))
+    return index.file.all(_FILES, (low, high, now, limit))
+
+
+def behind(index: Index, last: str, key: str) -> str:
+    """``key``, where the next `files` are to begin.
+
+    Raises:
+        StoreError: it does not lie behind ``last``: the index is damaged, and there might be no end to it.
+    """
+    return index.file.behind(last, key)  # type: ignore[no-any-return]
 
 
 def is_folder(index: Index, path: str, now: float) -> bool:
@@ -59,21 +68,21 @@ def is_folder(index: Index, path: str, now: float) -> bool:
 
 def count_inside(index: Index, folder: str, now: float) -> int:
     """How many entries inside a folder have not expired by ``now``. Reads the row of each."""
-    ((count,),) = index.all(_COUNT, (*below(folder), now))
+    ((count,),) = index.file.all(_COUNT, (*below(folder), now))
     return int(count)
 
 
 def names_beginning(index: Index, text: str, limit: int) -> list[str]:
     """The first names that begin with ``text``, expired or not."""
-    return [row[0] for row in index.rows(_BEGINNING, (text, limit))]
+    return [row[0] for row in index.file.rows(_BEGINNING, (text, limit))]
 
 
 def sized_pages(index: Index, prefix: str, page: int) -> Iterator[list[Sized]]:
     """Entries at or below a prefix, expired or not, by name, at most ``page`` at a time; "" is the prefix of all."""
     low, high = below(prefix) if prefix else ("", LAST)
-    if prefix and (own := index.all(_SIZED_ONE, (prefix,))):
+    if prefix and (own := index.file.all(_SIZED_ONE, (prefix,))):
         yield [Sized(*row) for row in own]
-    for rows in index.pages(_SIZED, low, high, page):
+    for rows in index.file.pages(_SIZED, low, high, page):
         yield [Sized(*row) for row in rows]
 
 
@@ -87,9 +96,9 @@ def small_digests(index: Index, prefix: str, largest: int, limit: int) -> list[b
         where += " AND (name = ? OR (name >= ? AND name < ?))"
         bounds += (prefix, *below(prefix))  # type: ignore[assignment]
     sql = f"SELECT digest FROM entries WHERE {where} ORDER BY digest LIMIT ?"
-    return [row[0] for row in index.rows(sql, (*bounds, limit))]
+    return [row[0] for row in index.file.rows(sql, (*bounds, limit))]
 
 
 def digests_of_names(index: Index) -> Generator[tuple[str, bytes]]:
     """Every name with its digest. A stream: no fork happens until its end, so the caller closes it soon."""
-    return index.stream("SELECT name, digest FROM entries")
+    return index.file.stream("SELECT name, digest FROM entries")

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from castore.index.database import Index
+from castore.index.database import Index, parse_metadata
 from castore.index.name_ranges import LAST
-from castore.index.queries import below, parse_metadata
+from castore.names import below
 
 _PAGE = 1000
 _NOTED = (
@@ -34,6 +34,6 @@ def noted(index: Index, key: str, prefix: str = "") -> Iterator[Noted]:
     Read in pages by name. What a value quotes may look like the key: callers look at the metadata again.
     """
     low, high = below(prefix) if prefix else ("", LAST)
-    for page in index.pages(_NOTED, low, high, f'%"{key}": %', _PAGE):
+    for page in index.file.pages(_NOTED, low, high, f'%"{key}": %', _PAGE):
         for name, digest, pinned, metadata in page:
             yield Noted(name, digest.hex(), bool(pinned), parse_metadata(metadata))

@@ -14,25 +14,25 @@ _COUNT_LIVE = (
 
 def pack_ids(index: Index) -> list[int]:
     """Ids of all registered packs, the oldest first."""
-    return [row[0] for row in index.rows("SELECT id FROM packs ORDER BY id")]
+    return [row[0] for row in index.file.rows("SELECT id FROM packs ORDER BY id")]
 
 
 def noted_dead(index: Index) -> dict[int, int]:
     """Bytes of each registered pack that were noted as they died: a number whatever a damaged row holds."""
-    return dict(index.rows("SELECT id, coalesce(CAST(dead AS INTEGER), 0) FROM packs"))
+    return dict(index.file.rows("SELECT id, coalesce(CAST(dead AS INTEGER), 0) FROM packs"))
 
 
 def live_bytes(index: Index) -> dict[int, int]:
     """Bytes of each pack's live records, heads included. Reads every blob's row."""
     # GROUP BY would sort the rows by pack first, which takes four times as long.
-    index.all("CREATE TEMP TABLE live (pack PRIMARY KEY, bytes) WITHOUT ROWID")
+    index.file.all("CREATE TEMP TABLE live (pack PRIMARY KEY, bytes) WITHOUT ROWID")
     try:
         # A part at a time: while a question is being answered, the log can only grow.
         for first in range(256):
-            index.all(_COUNT_LIVE, (bytes([first]), bytes([first]) + b"\xff" * DIGEST_SIZE))
-        return dict(index.rows("SELECT pack, bytes FROM temp.live"))
+            index.file.all(_COUNT_LIVE, (bytes([first]), bytes([first]) + b"\xff" * DIGEST_SIZE))
+        return dict(index.file.rows("SELECT pack, bytes FROM temp.live"))
     finally:
-        index.all("DROP TABLE temp.live")
+        index.file.all("DROP TABLE temp.live")
 
 
 def digests_in(txn: Write, pack: int) -> list[bytes]:

@@ -24,8 +24,7 @@ from castore.index.database import Index
 from castore.index.figures import lost_blobs
 from castore.index.journal import Journal
 from castore.objects.codecs import FRAME_SIZE
-from castore.objects.directory import ObjectDirectory
-from castore.parts import Parts, open_folder, open_parts
+from castore.parts import Parts, object_directory, open_folder, open_parts
 from castore.repair import dictionary_repair, journal_check, misplaced_files, rebuild
 from castore.serialize.serializers import SERIALIZERS
 from castore.system import ownership
@@ -128,19 +127,13 @@ def _rebuild(
                 found = [Finding(f"the index was {state}", True)]
             journal = Journal(folder / "objects" / "names", folder / "tmp", beacon, mode)
             stack.callback(journal.close)
-            objects = ObjectDirectory(
-                folder,
-                object_mode=kept.object_mode,
-                file_mode=mode,
-                folder_mode=kept.folder_mode,
-                durable=True,
-            )
+            objects = object_directory(folder, kept, durable=True)
             index = Index(file, beacon, journal, mode=mode, is_empty=objects.is_empty, rebuilding=True)
             stack.callback(index.close)
             try:
                 return found, rebuild.rebuild(index, objects, progress)
             except BaseException:
-                aside.is_replaced = index.is_whole()
+                aside.is_replaced = index.file.is_whole()
                 raise
     except (OSError, *SQL_ERRORS) as error:
         if (no_room := full(folder, error)) is not None:

@@ -22,8 +22,7 @@ from castore import Store
 from castore.errors import CorruptError
 from castore.index import name_ranges
 from castore.index.name_ranges import FileRow
-from castore.index.queries import below
-from castore.names import PART_BYTES, RESERVED
+from castore.names import PART_BYTES, RESERVED, below
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
 from castore.objects.directory import check_row
@@ -196,7 +195,7 @@ class View:
             yield page
             if page.folder is None and len(rows) < limit:
                 return
-            low = self.store.index.behind(low, more)
+            low = name_ranges.behind(self.store.index, low, more)
             limit = _FEW if page.folder is not None else _MANY
 
     def _reserved(self, path: str) -> File | Folder | None:

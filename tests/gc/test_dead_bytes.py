@@ -35,13 +35,13 @@ def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def noted(store: Store) -> dict[int, int]:
-    return dict(store.index.rows("SELECT id, dead FROM packs"))
+    return dict(store.index.file.rows("SELECT id, dead FROM packs"))
 
 
 def found(store: Store) -> dict[int, int]:
     """Dead bytes of each pack, by its size and the rows that mean it."""
     live = Counter[int]()
-    for pack, stored in store.index.rows("SELECT pack, stored FROM blobs WHERE pack > 0"):
+    for pack, stored in store.index.file.rows("SELECT pack, stored FROM blobs WHERE pack > 0"):
         live[pack] += stored + HEAD_SIZE
     sizes = {pack: store.objects.packs.path(pack).stat().st_size for pack in noted(store)}
     return {pack: size - len(FILE_HEAD) - live[pack] for pack, size in sizes.items()}

@@ -273,7 +273,7 @@ def test_a_pack_that_a_rebuild_finds_before_it_is_unlinked_stays(
 
         class Meanwhile(Turns):
             def give(self) -> None:
-                if len(list(writer.index.rows("SELECT id FROM packs"))) == 1 and not rebuilt:
+                if len(list(writer.index.file.rows("SELECT id FROM packs"))) == 1 and not rebuilt:
                     rebuilt.append(rebuild.rebuild(writer.index, writer.objects))
 
         monkeypatch.setattr(compaction, "Turns", Meanwhile)

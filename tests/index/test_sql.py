@@ -80,7 +80,7 @@ def test_the_look_passes_over_what_is_no_sql(source: str) -> None:
 def test_the_look_sees_the_sql_of_the_index() -> None:
     holding = {path.name for path in (ROOT / "castore/index").glob("*.py") if any(sql_in(path.read_text()))}
     assert {
-        "queries.py",
+        "database.py",
         "transaction.py",
         "statements.py",
         "schema.py",

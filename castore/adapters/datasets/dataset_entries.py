@@ -34,9 +34,8 @@ from castore.adapters.datasets.tables import (
 )  # fmt: skip
 from castore.adapters.mapped_check import note_new
 from castore.errors import FullError, NotFoundError
-from castore.index.queries import Found
 from castore.names import check_name
-from castore.records import Blob, Pointing
+from castore.records import Blob, Found, Pointing
 from castore.store import Store
 from castore.system.sql_errors import is_full
 from castore.write.open_pack import Vanished

@@ -23,8 +23,7 @@ from castore.adapters.embeddings.outputs import dtype_of
 from castore.adapters.embeddings.region import PAGE, Region
 from castore.adapters.mapped_check import read_whole, unchecked
 from castore.errors import CorruptError
-from castore.index.queries import Found
-from castore.records import LOOSE, LOST, Blob
+from castore.records import LOOSE, LOST, Blob, Found
 from castore.store import Store
 from castore.system.temporary import open_regular
 
