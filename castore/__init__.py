@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         UnhashableError,
     )
     from castore.keys.encoder import key
+    from castore.read.open_blob import OpenBlob
     from castore.records import Entry, Mount
     from castore.serialize.kinds import register_type
     from castore.store import Store
@@ -65,6 +66,7 @@ __all__ = [
     "Mount",
     "NameConflictError",
     "NotFoundError",
+    "OpenBlob",
     "SerializationError",
     "Store",
     "StoreError",
@@ -78,6 +80,7 @@ __all__ = [
 _MODULES = {
     "Entry": "records",
     "Mount": "records",
+    "OpenBlob": "read.open_blob",
     "Store": "store",
     "key": "keys.encoder",
     "register_type": "serialize.kinds",

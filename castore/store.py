@@ -25,6 +25,7 @@ from castore.objects.codecs import Buffer
 from castore.objects.decode import BlobReader
 from castore.parts import open_folder, open_parts, share_frames
 from castore.read.blob_file import open_blob
+from castore.read.open_blob import OpenBlob
 from castore.read.source import ATTEMPTS
 from castore.records import LOST, Blob, Entry, Mount
 from castore.repair import verify
@@ -314,6 +315,35 @@ class Store:
 
     def _not_found(self, name: str) -> NotFoundError:
         return NotFoundError(f"there is no entry {name!r} in {self.path}; `castore ls` lists what there is")
+
+    def open_blob(self, digest: bytes | str) -> OpenBlob:
+        """A blob by its digest, held open: any range of its bytes, or all of them in order, whatever names it has.
+
+        Args:
+            digest: BLAKE3-256 of the bytes, 64 hex characters as in `Entry.digest`, or 32 raw bytes.
+
+        Raises:
+            NotFoundError: there is no such blob, or its bytes were found damaged or are gone.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> entry = store.put("greeting", b"hello world")
+        >>> with store.open_blob(entry.digest) as blob:
+        ...     blob.size, blob.read(6, 5), b"".join(blob.pieces())
+        (11, b'world', b'hello world')
+        """
+        raw = bytes.fromhex(digest) if isinstance(digest, str) else digest
+        blob = self.index.blob(raw)
+        gone: FileNotFoundError | None = None
+        if blob is not None and blob.pack != LOST:
+            try:
+                reader = self.source.open(blob)
+                return OpenBlob(reader.share(self.source.shared), self.source.quarantine)
+            except FileNotFoundError as error:
+                gone = error
+        raise NotFoundError(
+            f"the bytes of blob {raw.hex()} are not in {self.path}, or were damaged"
+        ) from gone
 
     # Objects
 

@@ -5,7 +5,6 @@ kept.py says how a dataset lies in the store, mapping.py how it is mapped; this 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 from collections.abc import Iterator
@@ -181,15 +180,6 @@ def streamed(store: Store, name: str) -> datasets.IterableDataset:
 
 def _batches(store: Store, digests: list[str]) -> Iterator[tuple[int, pa.Table]]:
     for digest in digests:
-        blob = store.index.blob(bytes.fromhex(digest))
-        if blob is None:
-            raise NotFoundError(
-                f"blob {digest} has been removed from {store.path} while its dataset was read"
-            )
-        with contextlib.closing(store.source.open(blob)) as reader:
-            try:
-                for number, batch in enumerate(batches_of(reader)):
-                    yield number, pa.Table.from_batches([batch])
-            except CorruptError as error:
-                store.source.quarantine(blob, error)
-                raise
+        with store.open_blob(digest) as opened:
+            for number, batch in enumerate(batches_of(opened)):
+                yield number, pa.Table.from_batches([batch])

@@ -23,10 +23,10 @@ import datasets
 from blake3 import blake3
 
 from castore.adapters import mapped_check
-from castore.adapters.mapped_check import check, frames_of, note_new
-from castore.errors import CorruptError
-from castore.objects.decode import BlobReader
+from castore.adapters.mapped_check import check, note_new
+from castore.errors import CorruptError, NotFoundError
 from castore.objects.encode import encode
+from castore.read.open_blob import OpenBlob
 from castore.records import LOOSE, Blob, Pointing
 from castore.store import Store
 from castore.system.single_flight import ComputeLocks
@@ -52,20 +52,20 @@ def store_locks(store: Store) -> ComputeLocks:
     return locks_of(store.path, store.settings.file_mode)
 
 
-def mappable(store: Store, blob: Blob, reader: BlobReader | None = None) -> str:
+def mappable(store: Store, blob: Blob, opened: OpenBlob | None = None) -> str:
     """A path under which the bytes of a loose blob, and at most a few more, can be mapped.
 
     Args:
         store, blob: where it is.
-        reader: of the blob, if it is open already: then its object may be gone.
+        opened: the blob, if it is open already: then its object may be gone.
 
     Raises:
-        FileNotFoundError: the bytes are gone.
+        FileNotFoundError, NotFoundError: the bytes are gone.
         CorruptError: the bytes are damaged; they have been set aside.
         FullError, TooLargeError: materialised they would not fit into the store's budget, or onto its disk.
     """
     for _ in range(_ATTEMPTS):
-        target = _target(store, blob, reader)
+        target = _target(store, blob, opened)
         path = _link(blob, target)
         if os.path.exists(path):
             return path
@@ -80,7 +80,7 @@ def mapped_before(store: Store, blob: Blob) -> str | None:
     return _link(blob, store.objects.loose.path(found.blob.digest, "none"))
 
 
-def _target(store: Store, blob: Blob, reader: BlobReader | None) -> str:
+def _target(store: Store, blob: Blob, opened: OpenBlob | None) -> str:
     if blob.codec == "none":
         check(store, blob)
         return store.objects.loose.path(blob.digest, "none")
@@ -88,7 +88,7 @@ def _target(store: Store, blob: Blob, reader: BlobReader | None) -> str:
     if mounted is not None:
         check(store, blob)
         return mounted
-    raw = _materialised(store, blob, reader)
+    raw = _materialised(store, blob, opened)
     return store.objects.loose.path(raw.digest, "none")
 
 
@@ -140,7 +140,7 @@ def _in_mount(store: Store, blob: Blob) -> str | None:
     return None
 
 
-def _materialised(store: Store, blob: Blob, reader: BlobReader | None) -> Blob:
+def _materialised(store: Store, blob: Blob, opened: OpenBlob | None) -> Blob:
     name = f"{MAPS}/{blob.digest.hex()}"
     with store_locks(store).hold(name):
         found = store.index.find(name)
@@ -149,30 +149,26 @@ def _materialised(store: Store, blob: Blob, reader: BlobReader | None) -> Blob:
                 check(store, found.blob)
                 store.source.count_use(name)
                 return found.blob
-            except (FileNotFoundError, CorruptError):
+            except (NotFoundError, CorruptError):
                 store.delete(name)  # made again from the compressed bytes
-        if reader is not None:
-            return _materialise(store, blob, name, reader)
-        with contextlib.closing(store.source.open(blob)) as own:
+        if opened is not None:
+            return _materialise(store, blob, name, opened)
+        with store.open_blob(blob.digest) as own:
             return _materialise(store, blob, name, own)
 
 
-def _materialise(store: Store, blob: Blob, name: str, reader: BlobReader) -> Blob:
+def _materialise(store: Store, blob: Blob, name: str, opened: OpenBlob) -> Blob:
     started = time.time()
+    fd, temporary = store.objects.loose.create()
     try:
-        fd, temporary = store.objects.loose.create()
-        try:
-            frames = _Recut(frames_of(reader), blob)
-            encoded = encode(frames, frames.size, "none", None, lambda piece: _write_all(fd, piece))
-            store.objects.loose.seal(fd, durable=False)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
-    except CorruptError as error:
-        store.source.quarantine(blob, error)
+        frames = _Recut(opened.pieces(), blob)
+        encoded = encode(frames, frames.size, "none", None, lambda piece: _write_all(fd, piece))
+        store.objects.loose.seal(fd, durable=False)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(fd)
     raw = Blob(frames.digest(), frames.size, encoded.stored, "none", LOOSE, 0)
     metadata = f'{{"of": "{blob.digest.hex()}"}}'
     store.flush()  # what is in use must not look forgotten when room is made
@@ -184,11 +180,10 @@ def _materialise(store: Store, blob: Blob, name: str, reader: BlobReader) -> Blo
 
 
 class _Recut:
-    """The frames of a blob with the tail behind the last one, checked against the blob's digest at the end."""
+    """The frames of a blob with the tail behind the last one."""
 
     def __init__(self, frames: Iterator[bytes], blob: Blob) -> None:
         self._frames = frames
-        self._blob = blob
         self._with_tail = blake3()
         self.size = blob.size + len(TAIL)
 
@@ -199,17 +194,13 @@ class _Recut:
     def __iter__(self) -> Iterator[bytes]:
         from castore.objects.codecs import FRAME_SIZE
 
-        plain, last = blake3(), b""
+        last = b""
         for frame in self._frames:
-            plain.update(frame)
             if len(frame) == FRAME_SIZE:
                 self._with_tail.update(frame)
                 yield frame
             else:
                 last = frame
-        if plain.digest() != self._blob.digest:
-            digest = self._blob.digest.hex()
-            raise CorruptError(f"blob {digest} does not have its digest", digest=digest)
         last += TAIL
         self._with_tail.update(last)
         for start in range(0, len(last), FRAME_SIZE):

@@ -22,7 +22,7 @@ from castore.adapters.embeddings.layout import SORTED_KEYS, Column, Manifest, Sh
 from castore.adapters.embeddings.outputs import dtype_of
 from castore.adapters.embeddings.region import PAGE, Region
 from castore.adapters.mapped_check import read_whole, unchecked
-from castore.errors import CorruptError
+from castore.errors import CorruptError, NotFoundError
 from castore.records import LOOSE, LOST, Blob, Found
 from castore.store import Store
 from castore.system.temporary import open_regular
@@ -164,7 +164,7 @@ class Table:
         for blob in unchecked(self._store, [blob for blob in wanted.values() if _can_be_mapped(blob)]):
             try:
                 read_whole(self._store, blob)
-            except FileNotFoundError:  # gc was faster
+            except NotFoundError:  # gc was faster
                 good.discard(blob.digest.hex())
             except CorruptError as error:
                 _warn(f"{self._prefix}: {error}; its rows will be computed again")
