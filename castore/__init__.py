@@ -51,10 +51,12 @@ if TYPE_CHECKING:
     from castore.records import Entry, Mount
     from castore.serialize.kinds import register_type
     from castore.store import Store
+    from castore.write.batch import Batch
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batch",
     "CastoreError",
     "CorruptError",
     "DictionaryError",
@@ -78,6 +80,7 @@ __all__ = [
 
 #: Public names that are not in `castore.errors`, and the module of each.
 _MODULES = {
+    "Batch": "write.batch",
     "Entry": "records",
     "Mount": "records",
     "OpenBlob": "read.open_blob",

@@ -34,7 +34,7 @@ from castore.settings import default_path
 from castore.system.ballast import Ballast, is_short
 from castore.system.single_flight import ComputeLocks
 from castore.units import parse_duration, parse_size
-from castore.write.batch import Putter, unchanging
+from castore.write.batch import Batch, Putter, unchanging
 
 if TYPE_CHECKING:
     from castore.shm.shared_frames import SharedFrames
@@ -272,6 +272,28 @@ class Store:
         if serializer == "bytes":
             return value  # type: ignore[no-any-return]  # what is no bytes is refused with the others
         return serializers.dump(value, serializer, allow_pickle=self.allow_pickle)[1]
+
+    def batch(
+        self, *, codec: str | None = None, level: int | None = None, ttl: float | str | None = None
+    ) -> Batch:
+        """A block of puts and deletes that are all seen at its end, or not at all.
+
+        Args:
+            codec, level: as for `put`, for all of them; each put may say otherwise.
+            ttl: the same; `math.inf` for never.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> with store.batch() as batch:
+        ...     _ = batch.put("run/weights", b"1 2 3")
+        ...     _ = batch.put("run/config", b"{}")
+        ...     batch.delete("run/old")
+        ...     store.get("run/weights") is None
+        True
+        >>> [entry.name for entry in batch.entries], store.get("run/config")
+        (['run/weights', 'run/config'], b'{}')
+        """
+        return Batch(self._putter, codec, level, ttl)
 
     # Getting
 

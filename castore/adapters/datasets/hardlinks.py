@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+from functools import partial
 from typing import Any
 
 import datasets
@@ -66,32 +68,30 @@ def put(
     if blocks is None or not all(_may_link(store, block.path) for block in blocks):
         return None
     files = [data_file(at, len(blocks)) for at in range(len(blocks))]
-    staged: list[tuple[Pointing, Staged]] = []
-
-    def stage(file: str, item: Staged, told: str | None = None) -> None:
-        staged.append((Pointing(check_name(f"{name}/{file}"), "bytes", told, None, True), item))
-
-    def stage_bytes(file: str, data: bytes | pa.Buffer, told: str | None = None) -> None:
-        stage(file, store.writer.stage(data, "zstd", None, known=False), told)
-
+    digests = []
+    batch = store.batch(codec="zstd", ttl=math.inf)
     try:
         for file, block in zip(files, blocks, strict=True):
-            stage(file, _linked(store, block.path))
-        state, info = part_of(dataset).describe([item.digest for _, item in staged])
+            pointing = Pointing(check_name(f"{name}/{file}"), "bytes", None, None, True)
+            digests.append(batch.add(partial(_named, store, block.path, pointing)))
+        state, info = part_of(dataset).describe([bytes.fromhex(digest) for digest in digests])
         if dataset._indices is not None or table_files(dataset._data) is None:
             state = _with_parts(
                 state, [[file, *_slice(block)] for file, block in zip(files, blocks, strict=True)]
             )
-            stage_bytes(_INDICES, _stream(dataset._indices))
-        stage_bytes(INFO, info)
-        stage_bytes(STATE, state, json.dumps(metadata))
-        entries = store.writer.commit(staged)
+            batch.put(f"{name}/{_INDICES}", memoryview(_stream(dataset._indices)), pin=True)
+        batch.put(f"{name}/{INFO}", info, pin=True)
+        batch.put(f"{name}/{STATE}", state, metadata=metadata, pin=True)
+        entries = batch.commit()
     except _Unlinkable:
         return None
     finally:
-        for _, item in staged:
-            item.discard()
+        batch.discard()
     return dataset_entries.Size(sum(entry.size for entry in entries), sum(entry.stored for entry in entries))
+
+
+def _named(store: Store, path: str, pointing: Pointing, known: bool) -> tuple[Pointing, Staged]:
+    return pointing, _linked(store, path)
 
 
 def _may_link(store: Store, path: str) -> bool:

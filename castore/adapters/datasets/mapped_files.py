@@ -174,7 +174,8 @@ def _materialise(store: Store, blob: Blob, name: str, opened: OpenBlob) -> Blob:
     store.flush()  # what is in use must not look forgotten when room is made
     staged = Large(store.objects, raw, temporary, encoded.checksums)
     expires = time.time() + MAPS_SECONDS
-    store.writer.commit([(Pointing(name, "bytes", metadata, expires, False), staged)])
+    with store.batch() as batch:
+        batch.add(lambda _: (Pointing(name, "bytes", metadata, expires, False), staged))
     note_new(store, [raw], started)
     return raw
 
