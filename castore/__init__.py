@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     )
     from castore.keys.encoder import key
     from castore.read.open_blob import OpenBlob
-    from castore.records import Entry, Mount
+    from castore.records import Blob, Entry, Found, Mount, Totals
     from castore.serialize.kinds import register_type
     from castore.store import Store
     from castore.write.batch import Batch
@@ -57,10 +57,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Batch",
+    "Blob",
     "CastoreError",
     "CorruptError",
     "DictionaryError",
     "Entry",
+    "Found",
     "FullError",
     "InvalidNameError",
     "InvalidValueError",
@@ -73,6 +75,7 @@ __all__ = [
     "Store",
     "StoreError",
     "TooLargeError",
+    "Totals",
     "UnhashableError",
     "key",
     "register_type",
@@ -81,10 +84,13 @@ __all__ = [
 #: Public names that are not in `castore.errors`, and the module of each.
 _MODULES = {
     "Batch": "write.batch",
+    "Blob": "records",
     "Entry": "records",
+    "Found": "records",
     "Mount": "records",
     "OpenBlob": "read.open_blob",
     "Store": "store",
+    "Totals": "records",
     "key": "keys.encoder",
     "register_type": "serialize.kinds",
 }

@@ -1,7 +1,7 @@
 """What the index knows of a blob and of an entry, as plain immutable values.
 
-These cross every boundary inside castore (index, object directory, store, view), so they carry no behaviour and
-no handles: nothing here opens or reads anything.
+These cross every boundary inside castore (index, object directory, store, view), so they carry no behaviour
+and no handles: nothing here opens or reads anything.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Found(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sums over all rows. ``logical`` counts a blob once a name, ``unique`` once; all in bytes but the counts.
+    """Sums over all rows: ``logical`` counts a blob once a name, ``unique`` once. In bytes but for the counts.
 
     ``packed`` is what the records of blobs take in packs, heads included.
     """

@@ -27,7 +27,7 @@ from castore.parts import open_folder, open_parts, share_frames
 from castore.read.blob_file import open_blob
 from castore.read.open_blob import OpenBlob
 from castore.read.source import ATTEMPTS
-from castore.records import LOST, Blob, Entry, Mount
+from castore.records import LOST, Blob, Entry, Found, Mount, Totals
 from castore.repair import verify
 from castore.serialize import serializers
 from castore.settings import default_path
@@ -338,8 +338,42 @@ class Store:
     def _not_found(self, name: str) -> NotFoundError:
         return NotFoundError(f"there is no entry {name!r} in {self.path}; `castore ls` lists what there is")
 
+    # Blobs
+
+    def find(self, name: str) -> Found | None:
+        """The blob that a name points to, expired or not, with the name's expiry and serializer, or None."""
+        return self.index.find(check_name(name))
+
+    def find_many(self, names: Iterable[str]) -> dict[str, Found]:
+        """`find` for many names with one question to the index; those that are not there are left out."""
+        return self.index.find_many([check_name(name) for name in names])
+
+    def blob(self, digest: bytes | str) -> Blob | None:
+        """What is known of a blob: its sizes, its codec and where it lies. None if nothing has that digest.
+
+        Args:
+            digest: 64 hex characters as in `Entry.digest`, or 32 raw bytes.
+        """
+        return self.index.blob(bytes.fromhex(digest) if isinstance(digest, str) else digest)
+
+    def get_blob(self, blob: Blob) -> bytes | None:
+        """All bytes of a blob, verified, as `get` gives those of a name; None if they are damaged or gone."""
+        return self.source.fetch(blob)
+
+    def path_of(self, blob: Blob) -> str:
+        """The file that a blob's stored bytes lie in: an object of its own, or a pack. Nobody may write to it.
+
+        Raises:
+            NotFoundError: the bytes were found damaged or missing.
+        """
+        if blob.pack == LOST:
+            raise NotFoundError(
+                f"the bytes of blob {blob.digest.hex()} in {self.path} are damaged or missing"
+            )
+        return self.objects.path(blob)
+
     def open_blob(self, digest: bytes | str) -> OpenBlob:
-        """A blob by its digest, held open: any range of its bytes, or all of them in order, whatever names it has.
+        """A blob by its digest, held open: any range of its bytes, or all of them in order.
 
         Args:
             digest: BLAKE3-256 of the bytes, 64 hex characters as in `Entry.digest`, or 32 raw bytes.
@@ -354,8 +388,7 @@ class Store:
         ...     blob.size, blob.read(6, 5), b"".join(blob.pieces())
         (11, b'world', b'hello world')
         """
-        raw = bytes.fromhex(digest) if isinstance(digest, str) else digest
-        blob = self.index.blob(raw)
+        blob = self.blob(digest)
         gone: FileNotFoundError | None = None
         if blob is not None and blob.pack != LOST:
             try:
@@ -363,9 +396,20 @@ class Store:
                 return OpenBlob(reader.share(self.source.shared), self.source.quarantine)
             except FileNotFoundError as error:
                 gone = error
-        raise NotFoundError(
-            f"the bytes of blob {raw.hex()} are not in {self.path}, or were damaged"
-        ) from gone
+        shown = digest if isinstance(digest, str) else digest.hex()
+        raise NotFoundError(f"the bytes of blob {shown} are not in {self.path}, or were damaged") from gone
+
+    def remove_blobs(self, digests: Iterable[bytes]) -> None:
+        """Remove now those of some blobs that nobody names; gc would keep them for its grace period.
+
+        Raises:
+            StoreError: a live mount does not answer.
+        """
+        collect.remove_blobs(self.parts, list(digests))
+
+    def count_use(self, name: str) -> None:
+        """Have a name count as read now, for gc and `stat`: for whoever reads its bytes past `get`."""
+        self.source.count_use(name)
 
     # Objects
 
@@ -466,12 +510,16 @@ class Store:
 
     # Names
 
-    def entry(self, name: str) -> Entry | None:
-        """What is known of a name, or None if there is no such entry or it has expired."""
+    def entry(self, name: str, *, expired: bool = False) -> Entry | None:
+        """What is known of a name, or None if there is no such entry or it has expired.
+
+        Args:
+            expired: return an entry that has expired and that gc has not removed yet, too.
+        """
         entry = self.index.entry(check_name(name))
-        return (
-            None if entry is None or (entry.expires is not None and entry.expires <= time.time()) else entry
-        )
+        if entry is None or expired or entry.expires is None or entry.expires > time.time():
+            return entry
+        return None
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
         """Entries at or below a prefix (whole parts: ``a`` covers ``a/b``, not ``ab``), in the order of names."""
@@ -567,8 +615,8 @@ class Store:
     def mounts(self) -> list[Mount]:
         """The live mounts of the store, the oldest first: those whose process runs.
 
-        A mount of another container counts as live for an hour after its last sign of life. Whether a mountpoint can be
-        reached from this process is another question: another container or another user may have it.
+        A mount of another container counts as live for an hour after its last sign of life. Whether a mountpoint
+        can be reached from this process is another question: another container or another user may have it.
 
         >>> import tempfile
         >>> Store(tempfile.mkdtemp() + "/cache").mounts()
@@ -593,6 +641,10 @@ class Store:
     def flush(self) -> None:
         """Write hit counts and last accesses to the index now instead of within seconds."""
         self._usage.flush()
+
+    def totals(self) -> Totals:
+        """How many entries and blobs there are, and their bytes. As quick at ten million as at ten."""
+        return self.index.totals()
 
     def stat(self) -> stats.Stat:
         """What the store holds and how well it does."""

@@ -75,7 +75,7 @@ def _note(blob: Blob) -> str:
 def _status(store: Store, blob: Blob) -> os.stat_result | None:
     """Of a loose object; None if there is none."""
     try:
-        return os.stat(store.objects.loose.path(blob.digest, blob.codec)) if blob.pack == LOOSE else None
+        return os.stat(store.path_of(blob)) if blob.pack == LOOSE else None
     except FileNotFoundError:
         return None
 

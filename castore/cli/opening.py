@@ -94,7 +94,7 @@ def find_entry(store: Store, name: str) -> Entry | None:
         if find_entry(store, check_prefix(folder)) is not None:
             raise NotFoundError(f"{folder!r} is a file; leave out the '/' behind it")
         raise not_found(store, folder, hint=lists(folder))
-    entry = store.index.entry(check_name(name))
+    entry = store.entry(name, expired=True)
     return None if entry is None or (entry.expires is not None and entry.expires <= time.time()) else entry
 
 
@@ -107,7 +107,7 @@ def find_blob(store: Store, name: str) -> Blob:
     """
     entry = find_entry(store, name)
     if entry is not None:
-        blob = store.index.blob(bytes.fromhex(entry.digest))
+        blob = store.blob(entry.digest)
         if blob is None or blob.pack == LOST:
             raise NotFoundError(
                 f"the bytes of {name!r} were found damaged or missing; add it again, or `castore verify --repair`"

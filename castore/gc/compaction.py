@@ -1,8 +1,8 @@
 """Compaction: moving the live records of packs that are mostly dead into this process's pack, and dropping the rest.
 
-Records move as they are, a few at a time under the write lock, so nobody waits long. A pack is retired in the same
-transaction that moves its last live record: a writer that still appends to it finds out when it commits, and starts
-another. Readers that hold the old file go on reading it.
+Records move as they are, a few at a time under the write lock, so nobody waits long. A pack is retired in the
+same transaction that moves its last live record: a writer that still appends to it finds out when it commits,
+and starts another. Readers that hold the old file go on reading it.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _held(objects: ObjectDirectory, pack: int) -> int:
 def _dead_bytes(index: Index, held: dict[int, int]) -> dict[int, int]:
     """Bytes of each pack's records that are dead: what was noted as they died, or counted where that can't be all.
 
-    Nobody notes what a writer appends who dies before he commits, so all that packs hold is compared with what is known.
-    What was counted is written down for the next gc, in a dry run too.
+    Nobody notes what a writer appends who dies before he commits, so all that packs hold is compared with
+    what is known. What was counted is written down for the next gc, in a dry run too.
     """
     noted = pack_rows.noted_dead(index)
     dead = {pack: noted.get(pack, 0) for pack in held}
@@ -120,7 +120,8 @@ def _move_some(parts: Parts, txn: Write, fd: int, found: list[PackRecord | Damag
             position = item.offset + item.length
             continue
         position = item.blob.offset + item.blob.stored
-        # One that has no row is dead, and so is one whose bytes lie elsewhere. A row that means no bytes was damaged.
+        # One that has no row is dead, and so is one whose bytes lie elsewhere. A row that means no bytes was
+        # damaged.
         row = rows.get(item.blob.digest)
         if row == item.blob:
             _move(parts, txn, fd, item.blob)
@@ -153,7 +154,7 @@ def _mend(parts: Parts, txn: Write, fd: int, blob: Blob) -> bool:
 
 
 def _move_rest(parts: Parts, txn: Write, fd: int, pack: int) -> None:
-    """Move what damaged stretches held if its bytes are right, and only the record's head is not; else it is lost."""
+    """Move what damaged stretches held if its bytes are right, and only its head is not; else it is lost."""
     for digest in pack_rows.digests_in(txn, pack):
         blob = txn.blob(digest)
         if blob is None:

@@ -1,11 +1,11 @@
 """The index: what is known of names and blobs, and write transactions on it.
 
-Reads are methods of `Index`; every change is a method of `transaction.Write`, for which reads never wait. Statements run on
-the calling thread's connection, which `index_file.IndexFile` keeps. They are plain sqlite3; sqlite-utils makes and migrates
-the schema (schema.py).
+Reads are methods of `Index`; every change is a method of `transaction.Write`, for which reads never wait.
+Statements run on the calling thread's connection, which `index_file.IndexFile` keeps. They are plain sqlite3;
+sqlite-utils makes and migrates the schema (schema.py).
 
-Digests are raw bytes here, names are already checked, times are seconds since the epoch. A row may be damaged: what comes
-of it has the types that it should have, and what it says may be anything.
+Digests are raw bytes here, names are already checked, times are seconds since the epoch. A row may be
+damaged: what comes of it has the types that it should have, and what it says may be anything.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ log = logging.getLogger("castore")
 #: A time that lies further ahead than this, in seconds, was written by a clock that has been set back since.
 CLOCK_SLACK = 60.0
 
-# Numbers come as numbers whatever a damaged row holds: a time that is none is 0, long ago, so that name is a miss.
+# Numbers come as numbers whatever a damaged row holds. A time that is none is 0: the name is a miss.
 _ENTRY_COLUMNS = (
-    "e.name, coalesce(CAST(e.digest AS BLOB), x''), coalesce(CAST(e.size AS INTEGER), 0), coalesce(b.stored, 0),"
-    " coalesce(b.codec, 'none'), coalesce(e.created + 0.0, 0.0), e.expires + 0.0, coalesce(e.accessed + 0.0, 0.0),"
-    " coalesce(CAST(e.serializer AS TEXT), ''), e.metadata, e.pinned"
+    "e.name, coalesce(CAST(e.digest AS BLOB), x''), coalesce(CAST(e.size AS INTEGER), 0),"
+    " coalesce(b.stored, 0), coalesce(b.codec, 'none'), coalesce(e.created + 0.0, 0.0), e.expires + 0.0,"
+    " coalesce(e.accessed + 0.0, 0.0), coalesce(CAST(e.serializer AS TEXT), ''), e.metadata, e.pinned"
 )
 _ENTRY = f"SELECT {_ENTRY_COLUMNS} FROM entries e LEFT JOIN blobs b ON b.digest = e.digest"
 _CHECKED_ENTRY = _ENTRY.replace(" FROM ", ", e.checked FROM ")
@@ -74,7 +74,7 @@ def _to_entry(row: tuple[Any, ...]) -> Entry:
 
 
 def parse_metadata(text: Any) -> dict[str, Any]:
-    """The metadata that a row's text stands for. That of a damaged row is given as it is: `doctor` tells what to do."""
+    """The metadata that a row's text stands for; of a damaged row the text as it is, under ``damaged``."""
     try:
         found = json.loads(text) if text else {}
     except (TypeError, ValueError):
@@ -262,8 +262,8 @@ class Index:
     def is_folder(self, folder: str) -> bool:
         """Whether this process saw, since names last changed, that no part of ``folder`` is a file.
 
-        The caller holds the write lock. Adding names under a folder cannot make it a file, and what can (removing
-        or re-pointing) is announced before it is committed.
+        The caller holds the write lock. Adding names under a folder cannot make it a file, and what can
+        (removing or re-pointing) is announced before it is committed.
         """
         changed = self._words[CHANGED]
         if changed != self._folders_seen:
@@ -299,8 +299,8 @@ class Index:
             if not fork_gate.acquire(blocking=False):
                 raise sqlite3.OperationalError("database is locked by another thread")
             fork_gate.release()
-        # Everything behind the `with` is inside the `try`: a Ctrl-C can strike between any two instructions, and must
-        # leave neither the gate closed nor the transaction open.
+        # Everything behind the `with` is inside the `try`: a Ctrl-C can strike between any two instructions,
+        # and must leave neither the gate closed nor the transaction open.
         until = time.monotonic() + patience
         while True:
             with fork_gate:
@@ -358,7 +358,7 @@ class Index:
             checkpoint_at(db, CHECKPOINT_PAGES)
 
     def shrink_log(self) -> None:
-        """Bring what the log holds into the index and give its room back to the disk, unless a reader needs it."""
+        """Bring what the log holds into the index and free its room on the disk, unless a reader needs it."""
         until = time.monotonic() + BUSY_SECONDS
         while self.file.one("PRAGMA wal_checkpoint(TRUNCATE)")[0] and time.monotonic() < until:
             time.sleep(PAUSE_SECONDS)

@@ -67,7 +67,7 @@ class Orphan(NamedTuple):
 
 
 def by_last_use(index: Index, ahead: float) -> Generator[Candidate]:
-    """Free entries, least recently used first, and before them those last used after ``ahead``, a time to come.
+    """Free entries, least recently used first; before them those last used after ``ahead``, a time to come.
 
     A stream: no fork happens until its end, so the caller closes it soon.
     """
@@ -76,7 +76,7 @@ def by_last_use(index: Index, ahead: float) -> Generator[Candidate]:
 
 
 def expired(index: Index, now: float) -> Iterator[Candidate]:
-    """Free entries whose time is over, in the order of digests: the blobs' tree is then walked once, in order."""
+    """Free entries whose time is over, in the order of digests, which is that of the blobs' tree."""
     rows = iter(sorted(index.file.rows(_EXPIRED, (now,)), key=itemgetter(1)))
     while some := list(islice(rows, _BATCH)):
         digests = [digest for _, digest, _ in some]
@@ -92,6 +92,6 @@ def orphans(index: Index) -> Iterator[Orphan]:
 
 
 def is_work(index: Index, now: float, orphaned_before: float) -> bool:
-    """Whether an entry that is not pinned has expired, or a blob has been without a name since before that time."""
+    """Whether an entry that is not pinned has expired, or a blob lost its last name before that time."""
     ((work,),) = index.file.all(_WORK, (now, orphaned_before))
     return bool(work)

@@ -1,4 +1,4 @@
-"""Figures of the index for reports: what has expired or will, the largest prefixes, what is lost. Changes nothing."""
+"""Figures for reports: entries that expire, the largest prefixes, lost blobs. Changes nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The file of the index: opened by each thread on a connection of its own, asked, and given up when it is replaced.
+"""The file of the index: each thread has its own connection to it, and opens another when it is replaced.
 
-Knows no table. Statements and what their rows mean are the other modules'. A question that finds others' lock on the file
-asks again. An error of SQLite's becomes what the user should see.
+Knows no table. Statements and what their rows mean are the other modules'. A question that finds others' lock
+on the file asks again. An error of SQLite's becomes what the user should see.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class IndexFile:
         read_only: nothing can be written where the file lies.
 
     Attributes:
-        has_written: whether more than usage counters was written through this object. A connection that wrote no more than
-            those leaves a small log to the next writer when it is closed.
+        has_written: whether more than usage counters was written through this object. A connection that wrote
+            no more than those leaves a small log to the next writer when it is closed.
 
     Raises:
         StoreError: the file is damaged or of another version.
@@ -80,8 +80,8 @@ class IndexFile:
         self._connections = Connections(path, durable, read_only=read_only)
         self._after_fork()
         reset_after_fork(self)
-        # Never opened and closed if it is there: closing any descriptor of the file would drop the locks that SQLite
-        # holds on it in this process, for another `Store` of the same folder.
+        # Never opened and closed if it is there: closing any descriptor of the file would drop the locks that
+        # SQLite holds on it in this process, for another `Store` of the same folder.
         for suffix in ("", "-wal", "-shm", "-journal"):
             check_regular(f"{path}{suffix}")
         if not path.exists():
@@ -105,15 +105,16 @@ class IndexFile:
             self.fail(error)
         if version > SCHEMA_VERSION:
             raise StoreError(
-                f"{self.path} was written by a newer castore (schema {version}, this one knows {SCHEMA_VERSION});"
-                " upgrade castore"
+                f"{self.path} was written by a newer castore"
+                f" (schema {version}, this one knows {SCHEMA_VERSION}); upgrade castore"
             )
         # Looked at again if there are objects: another process may have made the index and put them just now.
         if version == 0 and not is_empty() and patiently(partial(_version, db)) == 0:
             raise self._no_index()
         if version < SCHEMA_VERSION and self.read_only:
             raise StoreError(
-                f"{self.path} was written by an older castore (schema {version}, this one knows {SCHEMA_VERSION});"
+                f"{self.path} was written by an older castore"
+                f" (schema {version}, this one knows {SCHEMA_VERSION});"
                 " open the store once where it can be written to, which brings it up to date"
             )
         try:
@@ -127,8 +128,8 @@ class IndexFile:
 
     def _no_index(self) -> StoreError:
         return StoreError(
-            f"the index {self.path} is missing or being rebuilt, and to an empty one all objects would be garbage;"
-            " `castore doctor --rebuild-index` makes a new one from them"
+            f"the index {self.path} is missing or being rebuilt, and to an empty one all objects would be"
+            " garbage; `castore doctor --rebuild-index` makes a new one from them"
         )
 
     def connection(self) -> sqlite3.Connection:
@@ -159,7 +160,7 @@ class IndexFile:
         return (epoch, self._connections.frozen()) if self.read_only else epoch
 
     def is_whole(self) -> bool:
-        """Whether a rebuild has committed its transaction, or the index was whole before it. Raises nothing."""
+        """Whether a rebuild has committed, or the index was whole before it. Raises nothing."""
         try:
             return _version(self.connection()) == SCHEMA_VERSION
         except (StoreError, OSError, *SQL_ERRORS):
@@ -179,8 +180,8 @@ class IndexFile:
         """Raise what the user should see of an error."""
         if self.read_only and "unable to open" in str(error):
             raise StoreError(
-                f"{self.path} has a log, which cannot be read without {self.path.name}-shm where nothing can be written;"
-                " open the store once where it can be written to (`castore stat`)"
+                f"{self.path} has a log, which cannot be read without {self.path.name}-shm where"
+                " nothing can be written; open the store once where it can be written to (`castore stat`)"
             ) from error
         if (no_room := full(self.path.parent, error)) is not None:
             raise no_room from error
@@ -198,7 +199,8 @@ class IndexFile:
     def all(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
         """The rows of a question, or of a statement that changes no table of the index.
 
-        All at once: between two rows this process might fork, and the child would take the open read for its own.
+        All at once: between two rows this process might fork, and the child would take the open read for its
+            own.
 
         Raises:
             StoreError: the index is damaged.
@@ -226,7 +228,7 @@ class IndexFile:
         return iter(self.all(sql, parameters))
 
     def stream(self, sql: str, parameters: Sequence[Any] = ()) -> Generator[Any]:
-        """`rows` for more of them than memory should hold. Until its end no fork happens: the caller closes it soon."""
+        """`rows` for more than memory should hold. No fork happens until its end: close it soon."""
         db = self.connection()
         with unforked(), closing(db.cursor()) as cursor:
             try:
@@ -238,12 +240,14 @@ class IndexFile:
         """The rows of a question in pages, so that no long read holds up the WAL.
 
         Args:
-            sql: a page of rows in the order of their first column, which is to be greater than the first parameter.
+            sql: a page of rows in the order of their first column, which is to be greater than the first
+                parameter.
             after: the first parameter of the first page.
             parameters: the others.
 
         Raises:
-            StoreError: the rows are in another order: the index is damaged, and there might be no end to them.
+            StoreError: the rows are in another order: the index is damaged, and there might be no end to
+                them.
         """
         while page := self.all(sql, (after, *parameters)):
             yield page

@@ -1,7 +1,8 @@
 """The index's list of mounts: who serves one, and what pinned ones hold.
 
-A pinned mount keeps gc away from everything under its prefix. A mount whose daemon died holds nothing: its row goes at the
-next gc. What gc removes although the kernel may still read it through a mount, pinned or not, is the matter of gc/mount_barrier.py.
+A pinned mount keeps gc away from everything under its prefix. A mount whose daemon died holds nothing: its
+row goes at the next gc. What gc removes although the kernel may still read it through a mount, pinned or not,
+is the matter of gc/mount_barrier.py.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Registration:
     def still_here(self) -> None:
         """Say that the mount is alive, for those who cannot look up its process. Call it every few minutes.
 
-        It is on the list again if somebody took it for dead, by a clock that was set wrong or after a long sleep.
+        It is on the list again if somebody took it for dead, by a clock that was set wrong or after a long
+        sleep.
         """
         with self._index.write() as txn:
             txn.execute(_REMOVE, self._who)
@@ -61,15 +63,15 @@ class Registration:
 def alive(index: Index) -> list[Mount]:
     """The mounts whose daemon runs, the oldest first: the one rule for which mounts count as alive.
 
-    A daemon in this PID namespace is looked up. One of another (a container's, say) counts as alive for an hour after its
-    last sign of life. That a mount is alive does not say that it can be reached from here: another container may have
-    the mountpoint, or another user.
+    A daemon in this PID namespace is looked up. One of another (a container's, say) counts as alive for an
+    hour after its last sign of life. That a mount is alive does not say that it can be reached from here:
+    another container may have the mountpoint, or another user.
     """
     return [row.mount for row in _rows(index) if row.is_alive()]
 
 
 def forget_dead(index: Index) -> list[str]:
-    """Take mounts that are not `alive` off the list, unless the store is read-only; returns their mountpoints."""
+    """Take mounts off the list that are not `alive`, unless the store is read-only; returns mountpoints."""
     dead = [row for row in _rows(index) if not row.is_alive()]
     if dead and not index.read_only:
         with index.write() as txn:

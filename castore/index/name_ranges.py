@@ -1,7 +1,7 @@
-"""Entries by the order of their names: files and folders, what a prefix covers, names that begin with some letters.
+"""Entries by the order of their names: files, folders, prefixes, names that begin with some letters.
 
-Folders are not in the index: one exists as long as a name lies in it. Changes nothing. Names are already checked, times
-are seconds since the epoch. A row may be damaged: what it says may be anything.
+Folders are not in the index: one exists as long as a name lies in it. Changes nothing. Names are already
+checked, times are seconds since the epoch. A row may be damaged: what it says may be anything.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ LAST = "\U0010ffff" * 64
 #: Behind all text: SQLite sorts every blob there, even the empty one.
 BEHIND_TEXT = b""
 
-#: Name, digest, size, creation, expiry and check of an entry. A plain tuple, since a listing has millions of them.
+#: Name, digest, size, creation, expiry and check of an entry. A plain tuple, since a listing has millions of
+#: them.
 FileRow = tuple[str, bytes, int, float, float | None, int]
 
 
@@ -78,7 +79,7 @@ def names_beginning(index: Index, text: str, limit: int) -> list[str]:
 
 
 def sized_pages(index: Index, prefix: str, page: int) -> Iterator[list[Sized]]:
-    """Entries at or below a prefix, expired or not, by name, at most ``page`` at a time; "" is the prefix of all."""
+    """Entries at or below a prefix ("" for all), expired or not, by name, at most ``page`` at a time."""
     low, high = below(prefix) if prefix else ("", LAST)
     if prefix and (own := index.file.all(_SIZED_ONE, (prefix,))):
         yield [Sized(*row) for row in own]
@@ -87,7 +88,7 @@ def sized_pages(index: Index, prefix: str, page: int) -> Iterator[list[Sized]]:
 
 
 def small_digests(index: Index, prefix: str, largest: int, limit: int) -> list[bytes]:
-    """The first digests, in their own order, of entries at or below a prefix that have 1 to ``largest`` bytes.
+    """The first digests, in their own order, of entries of 1 to ``largest`` bytes at or below a prefix.
 
     One that several entries have is there several times.
     """

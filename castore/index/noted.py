@@ -1,6 +1,6 @@
-"""Entries by a word that their metadata has: those with a link in the place of their file, those computed from files.
+"""Entries by a key in their metadata: those with a link for their file, those computed from files.
 
-Metadata is JSON text to SQLite, so this reads every entry's row; rows without the word are not taken apart.
+Metadata is JSON text to SQLite, so this reads every entry's row; rows without the key are not taken apart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Noted(NamedTuple):
 
 
 def noted(index: Index, key: str, prefix: str = "") -> Iterator[Noted]:
-    """Entries below a prefix, expired or not, whose metadata has a key of that name, be it at the top or deeper.
+    """Entries below a prefix, expired or not, whose metadata has a key of that name, at the top or deeper.
 
     Read in pages by name. What a value quotes may look like the key: callers look at the metadata again.
     """

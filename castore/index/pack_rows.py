@@ -7,7 +7,8 @@ from castore.index.transaction import Write
 from castore.records import DIGEST_SIZE, HEAD_SIZE
 
 _COUNT_LIVE = (
-    f"INSERT INTO temp.live SELECT pack, stored + {HEAD_SIZE} FROM blobs WHERE pack > 0 AND digest BETWEEN ? AND ?"
+    f"INSERT INTO temp.live SELECT pack, stored + {HEAD_SIZE} FROM blobs"
+    " WHERE pack > 0 AND digest BETWEEN ? AND ?"
     " ON CONFLICT (pack) DO UPDATE SET bytes = bytes + excluded.bytes"
 )
 
@@ -36,5 +37,5 @@ def live_bytes(index: Index) -> dict[int, int]:
 
 
 def digests_in(txn: Write, pack: int) -> list[bytes]:
-    """Digests of the blobs that lie in a pack. No index leads from packs to blobs: this reads every blob's row."""
+    """Digests of the blobs in a pack. No index leads from packs to blobs: this reads every blob's row."""
     return [row[0] for row in txn.execute("SELECT digest FROM blobs WHERE pack = ?", (pack,)).fetchall()]

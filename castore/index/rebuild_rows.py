@@ -1,7 +1,7 @@
-"""Writing every row anew, and checking that what is kept beside the rows follows from them. For `castore.repair` alone.
+"""Writing every row anew, and counting anew what follows from rows. For `castore.repair` alone.
 
-`transaction.Write` keeps sizes, references and totals in step with each change. A rebuild leaves them out, and has
-`recount` work them out once at its end.
+`transaction.Write` keeps sizes, references and totals in step with each change. A rebuild leaves them out,
+and has `recount` work them out once at its end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _SUMS = (
     f" coalesce(sum(size), 0), coalesce(sum(stored), 0), {_PACKED}, coalesce(sum(refs), 0),"
     " (SELECT coalesce(sum(length(digests) / 32), 0) FROM released) FROM blobs"
 )
-# A digest for each name that its blob counts: of the entries, and of those that gc has removed but not taken off yet.
+# A digest for each name that its blob counts: of the entries, and of those that gc has removed but not taken
+# off yet.
 _NAMED = (
     "SELECT digest FROM entries UNION ALL SELECT digest FROM (WITH RECURSIVE cut (digest, rest) AS ("
     "SELECT substr(digests, 1, 32), substr(digests, 33) FROM released UNION ALL"
@@ -79,7 +80,7 @@ def add_blob(txn: Write, blob: Blob, checksums: bytes | None) -> None:
 
 
 def skip_pack_ids(txn: Write) -> None:
-    """Have new packs take ids that no pack ever had: a process may still hold one open that was removed before."""
+    """Have new packs take ids that no pack ever had: a process may hold a removed one open."""
     txn.execute(_SKIP_IDS, (int(time.time()),))
     txn.execute("DELETE FROM packs WHERE created = 0")
 

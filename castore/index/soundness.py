@@ -1,4 +1,4 @@
-"""Whether a file is an index that castore can have written: what SQLite finds wrong with it, and rows that cannot be.
+"""Whether a file is an index that castore can have written: what SQLite finds, and rows that cannot be.
 
 Looks at the file through a connection of its own, for an index that does not open otherwise.
 """
@@ -22,7 +22,8 @@ from castore.system.sql_errors import SQL_ERRORS, is_locked
 #: Seconds to wait for others who hold the file.
 _PATIENCE = 120.0
 
-# Rows that castore never writes. SQLite keeps no checksums of its pages: a flipped bit within a value looks like one.
+# Rows that castore never writes. SQLite keeps no checksums of its pages: a flipped bit within a value looks
+# like one.
 _SENSELESS_BLOB = (
     "SELECT 1 FROM blobs WHERE typeof(digest) != 'blob' OR length(digest) != 32"
     " OR typeof(size) != 'integer' OR size NOT BETWEEN 0 AND 1 << 50"
@@ -31,8 +32,9 @@ _SENSELESS_BLOB = (
     " OR typeof(refs) != 'integer' OR refs < 0 OR codec NOT IN ('zstd', 'lz4', 'gzip', 'none') LIMIT 1"
 )
 _SENSELESS_ENTRY = (
-    "SELECT 1 FROM entries WHERE typeof(digest) != 'blob' OR length(digest) != 32 OR typeof(size) != 'integer'"
-    " OR typeof(created) != 'real' OR typeof(accessed) != 'real' OR typeof(expires) NOT IN ('real', 'null')"
+    "SELECT 1 FROM entries WHERE typeof(digest) != 'blob' OR length(digest) != 32"
+    " OR typeof(size) != 'integer' OR typeof(created) != 'real' OR typeof(accessed) != 'real'"
+    " OR typeof(expires) NOT IN ('real', 'null')"
     " OR abs(created) > 1e12 OR typeof(pinned) != 'integer'"
     " OR NOT EXISTS (SELECT 1 FROM blobs b WHERE b.digest = entries.digest) LIMIT 1"
 )
@@ -49,7 +51,8 @@ def damage(file: Path, frame_size: int, serializers: Container[str]) -> str | No
     """What SQLite itself finds wrong with the index, or what its rows say that cannot be, or None.
 
     Args:
-        file: of the index. One that an older castore wrote is brought up to date first, as opening the store would.
+        file: of the index. One that an older castore wrote is brought up to date first, as opening the store
+            would.
         frame_size: bytes of a frame: a loose raw blob of more has checksums.
         serializers: names of those that there are.
 

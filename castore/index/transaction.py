@@ -1,8 +1,9 @@
 """Write transactions: everything that changes a row of the index is a method of `Write`.
 
-A transaction is BEGIN IMMEDIATE, so there is one at a time on a machine; while it runs its caller also moves files into
-place, and before it commits it appends to the names journal: the write lock orders index, journal and object directory
-alike. What is kept beside the rows (how many entries name a blob, the totals) is kept here, in the same transaction.
+A transaction is BEGIN IMMEDIATE, so there is one at a time on a machine; while it runs its caller also moves
+files into place, and before it commits it appends to the names journal: the write lock orders index, journal
+and object directory alike. What is kept beside the rows (how many entries name a blob, the totals) is kept
+here, in the same transaction.
 
 Digests are raw bytes, names are already checked, times are seconds since the epoch.
 """
@@ -143,13 +144,14 @@ class Write:
             index.beacon.settle(self._announced)
 
     def abandon(self, error: BaseException) -> None:
-        """Take everything back, wherever an error or a Ctrl-C has struck. After the COMMIT there is nothing to."""
+        """Take everything back, wherever an error or a Ctrl-C has struck. Nothing, after the COMMIT."""
         db: sqlite3.Connection | None = getattr(self, "db", None)
         if db is None:
             return
         self._index.forget_folders()
         if not db.in_transaction and isinstance(error, sqlite3.Error) and self._appended:
-            # On a full disk SQLite may have rolled back by itself, and let go of the lock that the journal needs.
+            # On a full disk SQLite may have rolled back by itself, and let go of the lock that the journal
+            # needs.
             patiently(lambda: db.execute("BEGIN IMMEDIATE"))
         if db.in_transaction:
             if self._appended:
@@ -205,7 +207,7 @@ class Write:
     def set_entries(
         self, pointings: Sequence[Pointing], placed: Sequence[tuple[Blob, bool]], now: float
     ) -> list[tuple[float, bool]]:
-        """`set_entry` for many, each with its blob and whether that was added; quicker where the names are new."""
+        """`set_entry` for many, each with its blob and whether that was added; quicker for new names."""
         names = {pointing.name for pointing in pointings}
         alone = self._nothing_between(min(names), max(name + "0" for name in names))
         taken = (
@@ -252,7 +254,8 @@ class Write:
         child = self._standing_in_the_way("name > ?1 || '/' AND name < ?1 || '0'", [name], now)
         if child is not None:
             raise NameConflictError(
-                f"{name!r} cannot be a file: it is the folder of {child!r}; choose another name or delete that one"
+                f"{name!r} cannot be a file: it is the folder of {child!r};"
+                " choose another name or delete that one"
             )
 
     def _check_parents(self, name: str, now: float) -> None:
@@ -264,12 +267,13 @@ class Write:
         file = self._standing_in_the_way(f"name IN ({marks})", parents, now)
         if file is not None:
             raise NameConflictError(
-                f"{name!r} cannot lie inside {file!r}, which is a file; choose another name or delete that one"
+                f"{name!r} cannot lie inside {file!r}, which is a file;"
+                " choose another name or delete that one"
             )
         self._new_folders.append(folder)
 
     def _standing_in_the_way(self, condition: str, parameters: list[str], now: float) -> str | None:
-        """One of the names that match and still stand; those that have expired are in nobody's way, and go."""
+        """One of the names that match and still stand. Those that have expired are removed."""
         expired = []
         sql = f"SELECT name, expires + 0.0, pinned FROM entries WHERE {condition}"
         for name, expires, pinned in self.db.execute(sql, parameters):
@@ -309,19 +313,24 @@ class Write:
         return self.delete_entry(name)
 
     def evict_entries(self, chosen: Sequence[tuple[str, bytes, float | None]], now: float) -> list[bytes]:
-        """Remove the entries that gc chose, but those that changed since: were touched, pinned, or point elsewhere.
+        """Remove the entries that gc chose, but for those touched, pinned or pointed elsewhere since.
 
-        Their blobs still count them: the caller sees to it, in this transaction, that somebody will `uncount` them.
+        Their blobs still count them: the caller sees to it, in this transaction, that somebody will `uncount`
+            them.
 
         Args:
-            chosen: names; the digest that gc saw each point to; and the last access that it saw, for an entry chosen as
-                least recently used, or None for an expired one, which must still be expired at ``now``.
+            chosen: names; the digest that gc saw each point to; and the last access that it saw, for an entry
+                chosen as least recently used, or None for an expired one, which must still be expired at
+                ``now``.
             now: when gc looked.
 
         Returns:
             What they pointed to, a digest for each entry that was removed.
         """
-        free = "SELECT name, CAST(digest AS BLOB), CAST(size AS INTEGER), accessed, expires FROM entries WHERE pinned = 0 AND name"
+        free = (
+            "SELECT name, CAST(digest AS BLOB), CAST(size AS INTEGER), accessed, expires FROM entries"
+            " WHERE pinned = 0 AND name"
+        )
         rows = {row[0]: row[1:] for row in self._among(free, [name for name, _, _ in chosen])}
         leaving = []
         for name, digest, used in chosen:
@@ -363,7 +372,8 @@ class Write:
 
         Args:
             touched: names and times in seconds since the epoch.
-            slack: a use that lies more seconds ahead than this is one by a clock that has been set back since: replaced.
+            slack: a use that lies more seconds ahead than this is one by a clock that has been set back
+                since: replaced.
         """
         self.db.executemany(TOUCH_OLDER, [(when, name, slack) for name, when in touched])
 
@@ -410,8 +420,11 @@ class Write:
         self._packed += stored + HEAD_SIZE * len(blobs)
 
     def move_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
-        """Record where a known blob's bytes lie now; False if the pack they were moved to has been retired."""
-        sql = "SELECT CAST(size AS INTEGER), CAST(stored AS INTEGER), CAST(pack AS INTEGER) FROM blobs WHERE digest = ?"
+        """Record where a known blob's bytes lie now; False if the pack that has them now was retired."""
+        sql = (
+            "SELECT CAST(size AS INTEGER), CAST(stored AS INTEGER), CAST(pack AS INTEGER) FROM blobs"
+            " WHERE digest = ?"
+        )
         before = self.db.execute(sql, (blob.digest,)).fetchone()
         moved = self.db.execute(
             "UPDATE blobs SET size = ?2, stored = ?3, codec = ?4, pack = ?5, offset = ?6 WHERE digest = ?1"
@@ -451,7 +464,7 @@ class Write:
         return [row[0] for row in self._among("SELECT digest FROM blobs WHERE refs = 0 AND digest", digests)]
 
     def uncount(self, names: Counter[bytes], going: Container[bytes]) -> list[Blob]:
-        """Take off each blob as many names as it has lost to gc, and forget those of ``going`` that have none left.
+        """Take off each blob the names that it lost to gc, and forget those of ``going`` that have none left.
 
         Returns:
             The blobs that were forgotten.
@@ -463,8 +476,8 @@ class Write:
         self.db.executemany("DELETE FROM blobs WHERE digest = ?", [(blob.digest,) for blob in last])
         for blob in last:
             self._blob_gone(blob)
-        # It was gc that let go of the others: nobody is about to name them, so no grace is owed, and an orphan is as old
-        # as time.
+        # It was gc that let go of the others: nobody is about to name them, so no grace is owed, and an
+        # orphan is as old as time.
         dropped = {blob.digest for blob in last}
         kept = [(digest, 0.0, count) for digest, count in names.items() if digest not in dropped]
         self.db.executemany(UNCOUNT_REFS, kept)
@@ -500,14 +513,14 @@ class Write:
         """Forget a pack that holds no live blob; whoever still writes to it has to start another."""
         self.db.execute("DELETE FROM packs WHERE id = ?", (pack,))
 
-    # Others' tables
+    # Everything else
 
     def announce(self) -> None:
         """Have every RAM tier ask the index again once this is committed."""
         self._announce = True
 
     def execute(self, sql: str, parameters: Iterable[Any] = ()) -> sqlite3.Cursor:
-        """A statement of a caller that keeps its own tables here (counters, mounts, rebuilding)."""
+        """A statement of another module of this room (mounts, released rows, rebuilding)."""
         return self.db.execute(sql, tuple(parameters))
 
     def executemany(self, sql: str, rows: Iterable[Iterable[Any]]) -> None:

@@ -1,8 +1,8 @@
 """Reading a stored object: any range from the frames it touches, or all of it on every core. Nothing unchecked.
 
-A range read checks each frame it uses: the checksum inside the frame (zstd, LZ4, gzip), the one the index keeps
-(raw), or the digest itself (blobs of one frame). A whole read checks the digest over all the bytes. A reader owns an
-open file descriptor, which is what keeps the bytes alive when gc unlinks the object.
+A range read checks each frame it uses: the checksum inside the frame (zstd, LZ4, gzip), the one the index
+keeps (raw), or the digest itself (blobs of one frame). A whole read checks the digest over all the bytes. A
+reader owns an open file descriptor, which is what keeps the bytes alive when gc unlinks the object.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ _libc = ctypes.CDLL(None)
 _HUGE_PAGE = 2 * 1024 * 1024
 # Frames that a worker decodes in a row, at most, for a reader that takes them in order.
 _RUN = 8
-# One for all readers, which hold it for less than a microsecond: a lock each would have to be made anew after a fork.
+# One for all readers, which hold it for less than a microsecond: a lock each would have to be made anew after
+# a fork.
 _counting = Guard()
 
 
 def _writable_bytes(size: int) -> tuple[bytes, memoryview]:
     """A new bytes object and a writable view of it, to be filled before anyone else sees it.
 
-    This is what ``PyBytes_FromStringAndSize(NULL, n)`` is documented for; it saves copying a large blob once more.
+    This is what ``PyBytes_FromStringAndSize(NULL, n)`` is documented for; it saves copying a large blob once
+    more.
     """
     data: bytes = _new_bytes(None, size)
     if size >= 2 * _HUGE_PAGE:
@@ -102,7 +104,8 @@ class BlobReader:
     def share(self, frames: SharedFrames | None) -> BlobReader:
         """Take frames from memory that processes share, and leave there what is decoded; returns this reader.
 
-        Only of compressed objects of several frames: small ones decode in no time, and raw ones are shared by the kernel.
+        Only of compressed objects of several frames: small ones decode in no time, and raw ones are shared by
+        the kernel.
         """
         if frames is not None and self.frames > 1 and self.blob.codec != "none":
             self._shared = frames.of(self.blob.digest, self._fd)
@@ -127,7 +130,8 @@ class BlobReader:
 
     def unhold(self) -> None:
         """Undo `hold`, or the hold that a new reader is born with."""
-        # The descriptor's number may be another file's a moment after it is closed, so whoever still reads keeps it.
+        # The descriptor's number may be another file's a moment after it is closed, so whoever still reads
+        # keeps it.
         with _counting.lock:
             self._holds -= 1
             if self._holds:
@@ -245,12 +249,14 @@ class BlobReader:
         """Have workers put those frames into the shared cache, if there is one, as far as they are missing and exist."""
         if self._cache is None:
             return
-        # Each worker takes a few frames in a row: handing over one costs a good part of what decoding it does.
+        # Each worker takes a few frames in a row: handing over one costs a good part of what decoding it
+        # does.
         step = max(1, len(indices) // cores())
         for start in range(indices.start, min(indices.stop, self.frames), step):
             if self.hold():
                 run = range(start, min(start + step, indices.stop, self.frames))
-                # A damaged frame is reported by the read that needs it, not by the guess that it would be needed.
+                # A damaged frame is reported by the read that needs it, not by the guess that it would be
+                # needed.
                 workers.pool().submit(self._load_run, run).add_done_callback(self._prefetched)
 
     def _load_run(self, indices: range) -> None:
@@ -319,7 +325,8 @@ class BlobReader:
     def in_order(self, *, whole: bool = True) -> Generator[bytes]:
         """All frames in order, checked, decoded on all cores a few ahead of whoever takes them.
 
-        Looks ahead the further the more was taken, so the first frames alone cost little more than themselves.
+        Looks ahead the further the more was taken, so the first frames alone cost little more than
+        themselves.
 
         Args:
             whole: compare the digest of all bytes at the end, behind the last frame.
@@ -363,8 +370,8 @@ class BlobReader:
     def _fill(self, view: memoryview) -> None:
         hasher = blake3.blake3()
         pool = workers.pool()
-        # Frames are handed out in small runs, so that the queue's cost is shared, and hashed in order behind the
-        # workers while the bytes are still in the cache.
+        # Frames are handed out in small runs, so that the queue's cost is shared, and hashed in order behind
+        # the workers while the bytes are still in the cache.
         run = max(1, min(16, self.frames // (4 * cores())))
         starts = range(0, self.frames, run)
         futures = [

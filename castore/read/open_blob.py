@@ -1,4 +1,4 @@
-"""A blob that is held open: any range of its bytes, or all of them in order, checked. What `Store.open_blob` gives."""
+"""A blob that is held open: any range of its bytes, or all of them in order, checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from castore.records import Blob
 class OpenBlob:
     """The bytes of a blob, held until `close` whatever gc does. Threads may share it.
 
-    Bytes that fail their check are set aside in the store and are never given out: the blob is missing from then on.
+    Bytes that fail their check are set aside in the store and are never given out: the blob is missing from
+    then on.
 
     Attributes:
         blob: what is known of it: its digest, its sizes in bytes, its codec and where it lies.

@@ -59,7 +59,7 @@ def is_current(store: Store, entry: Entry | None, path: str, size: int, mtime_ns
         return False
     if (source.get("path"), source.get("mtime_ns"), entry.size) != (path, mtime_ns, size):
         return False
-    found = store.index.find(entry.name)
+    found = store.find(entry.name)
     return found is not None and found.blob.pack != LOST
 
 

@@ -56,14 +56,14 @@ def bind(store: Store, bindings: Sequence[Binding]) -> list[Entry | None]:
     with store.index.write() as txn:
         there = [_bind(store, txn, binding) for binding in bindings]
     return [
-        store.index.entry(binding.entry.name) if bound else None
+        store.entry(binding.entry.name, expired=True) if bound else None
         for binding, bound in zip(bindings, there, strict=True)
     ]
 
 
 def _bind(store: Store, txn: Write, binding: Binding) -> bool:
     entry, source, link, mode, was = binding
-    before = store.index.entry(entry.name)
+    before = store.entry(entry.name, expired=True)
     noted = source | {"link": link, "mode": mode}
     if before is not None and before.pinned and (target_of(before) is None or was_pinned(before)):
         noted["pinned"] = True
@@ -113,7 +113,7 @@ def bound(store: Store, prefix: str, name: str, link: str) -> Entry | None:
     endings = ("/".join(parts[start:]) for start in range(1, len(parts)))
     names = [name] + [f"{prefix}/{ending}" if prefix else ending for ending in endings if ending]
     for one in names:
-        entry = store.index.entry(one)
+        entry = store.entry(one, expired=True)
         if entry is not None and target_of(entry) is not None:
             source = entry.metadata["source"]
             if link in (source["link"], source.get("was")):

@@ -1,4 +1,4 @@
-"""What stands between `Store.put` and the writer: checking arguments, cutting batches, saying what went wrong.
+"""Between `Store.put` and the writer: arguments are checked, batches cut, and errors put into words.
 
 Knows the store's defaults; reads and writes nothing itself.
 """
@@ -80,6 +80,10 @@ class Putter:
     def _seconds(self, ttl: float | str | None) -> float | None:
         return self._settings.ttl if ttl is None else parse_duration(ttl)
 
+    def life(self, ttl: float | str | None) -> float | None:
+        """Seconds that an entry lives for; None for ever, which may be the store's default."""
+        return self._seconds(ttl)
+
     def codec(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
         """Codec and level of a put, checked."""
         if codec is None and level is None:
@@ -139,7 +143,8 @@ class Putter:
         entries: list[Entry] = []
         batch: list[tuple[Pointing, Buffer]] = []
         size = 0
-        # A batch has to fit into the budget beside something else, or it would evict everything and still fail.
+        # A batch has to fit into the budget beside something else, or it would evict everything and still
+        # fail.
         limit = min(_BATCH_BYTES, (self._settings.max_size or _BATCH_BYTES) // 2)
         for pointing, data in items:
             plain = _plain(data)
@@ -201,7 +206,8 @@ class Putter:
         """Commit what ``stage`` gives, after ``first`` in the same transaction; see `BlobWriter.commit`.
 
         Args:
-            stage: called with True, and again with False if a blob that was known has vanished: it compresses then.
+            stage: called with True, and again with False if a blob that was known has vanished: it compresses
+                then.
             first: see `BlobWriter.commit`.
         """
         with self.saying_full():
@@ -235,8 +241,9 @@ class _Item(NamedTuple):
 class Batch:
     """Puts and deletes that are seen together at the end of the block, or not at all. Made by `Store.batch`.
 
-    Bytes are hashed and compressed as they are put. Small ones wait in memory and large ones in files, so a batch may be
-    larger than memory. An exception in the block keeps nothing. One thread uses a batch at a time.
+    Bytes are hashed and compressed as they are put. A batch holds them until its end, for it may have to put
+    them once more: large ones are better put as files, or by `run`, which holds nothing. An exception in the
+    block keeps nothing. One thread uses a batch at a time.
 
     Attributes:
         entries: what was put, in its order, once the block has ended; empty before.
@@ -249,6 +256,7 @@ class Batch:
         self._ttl = ttl
         self._items: list[_Item] = []
         self._dropped: dict[str, None] = {}
+        self._lives: dict[str, float] = {}  # seconds that names live for, from the commit on
         self._known, self._is_run = True, False
         self.stored = 0
         self.entries: list[Entry] = []
@@ -265,7 +273,7 @@ class Batch:
         pin: bool = False,
         serializer: str = "bytes",
     ) -> str:
-        """Stage bytes to be kept under ``name``; the arguments are those of `Store.put`, defaults the batch's.
+        """Stage bytes to be kept under ``name``. Arguments are those of `Store.put`, defaults the batch's.
 
         Returns:
             The digest of the bytes, 64 hex characters.
@@ -318,7 +326,7 @@ class Batch:
         return self.add(make)
 
     def delete(self, name: str) -> None:
-        """Have a name removed, with what was put under it in this block so far. A name that is not there is passed over.
+        """Have a name removed, with what was put under it in this block. A missing one is passed over.
 
         Raises:
             InvalidNameError: nothing can have that name.
@@ -355,8 +363,8 @@ class Batch:
         """`put` for a caller that stages bytes in a way of its own.
 
         Args:
-            make: stages them, and says what their name is to be. It is called again, with False, if a blob that was
-                known has vanished before the end of the block.
+            make: stages them, and says what their name is to be. It is called again, with False, if a blob
+                that was known has vanished before the end of the block.
 
         Returns:
             The digest of the bytes, 64 hex characters.
@@ -368,13 +376,15 @@ class Batch:
         return staged.digest.hex()
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Have what was put in this block under some names be under others: for names that tell how many there are.
+        """Move what was put in this block to other names: for names that tell how many there are.
 
         Raises:
             InvalidNameError: nothing can have one of the new names.
         """
-        for new in names.values():
+        for name, new in names.items():
             check_name(new)
+            if name in self._lives:
+                self._lives[new] = self._lives.pop(name)
         self._items = [
             item._replace(
                 pointing=item.pointing._replace(name=names.get(item.pointing.name, item.pointing.name))
@@ -383,7 +393,7 @@ class Batch:
         ]
 
     def run(self, work: Callable[[], object]) -> list[Entry]:
-        """Call ``work``, which puts into this batch and deletes, and commit. For streams, of which nothing is kept.
+        """Call ``work``, which puts into this batch and deletes, and commit: for streams, which are not kept.
 
         If a blob that was known has vanished before the commit, ``work`` is called once more, from the start.
 
@@ -405,14 +415,26 @@ class Batch:
                 raise
             staged = [(item.pointing, item.staged) for item in self._items]
             self._items, self.stored = [], 0
-            return staged
+            return self._from_now(staged)
 
         try:
             entries = self._putter.commit(stage, self._delete)
         finally:
-            self._dropped = {}
+            self._known, self._is_run = True, False
+            self.discard()
         self.entries += entries
         return entries
+
+    def _from_now(self, staged: list[tuple[Pointing, Staged]]) -> list[tuple[Pointing, Staged]]:
+        """All lifetimes begin at once, however long staging took: what belongs together expires together."""
+        now, lives = time.time(), self._lives
+        return [
+            (
+                pointing._replace(expires=now + lives[pointing.name]) if pointing.name in lives else pointing,
+                item,
+            )
+            for pointing, item in staged
+        ]
 
     def _delete(self, txn: Write) -> None:
         for name in self._dropped:
@@ -427,7 +449,8 @@ class Batch:
             What was put, in its order.
 
         Raises:
-            NameConflictError, TooLargeError, FullError: as for `Store.put`. Nothing was put and nothing was deleted then.
+            NameConflictError, TooLargeError, FullError: as for `Store.put`. Nothing was put and nothing was
+            deleted then.
         """
         items, self._items, self.stored = self._items, [], 0
         if not items and not self._dropped:
@@ -435,7 +458,7 @@ class Batch:
 
         def stage(known: bool) -> list[tuple[Pointing, Staged]]:
             if known:
-                return [(item.pointing, item.staged) for item in items]
+                return self._from_now([(item.pointing, item.staged) for item in items])
             again: list[tuple[Pointing, Staged]] = []
             try:
                 for item in items:
@@ -450,19 +473,19 @@ class Batch:
                 for _, staged in again:
                     staged.discard()
                 raise
-            return again
+            return self._from_now(again)
 
         try:
             entries = self._putter.commit(stage, self._delete)
         finally:
-            self._dropped = {}
+            self.discard()
         self.entries += entries
         return entries
 
     def discard(self) -> None:
         """Forget what was staged."""
         items, self._items, self.stored = self._items, [], 0
-        self._dropped = {}
+        self._dropped, self._lives = {}, {}
         for item in items:
             item.staged.discard()
 
@@ -480,10 +503,14 @@ class Batch:
     def _pointing(
         self, name: str, ttl: float | str | None, metadata: dict[str, Any] | None, pin: bool, serializer: str
     ) -> Pointing:
+        pointing = self._putter.pointing(name, None, metadata, pin, serializer)._replace(expires=None)
         given = self._ttl if ttl is None else ttl
-        if given != math.inf:
-            return self._putter.pointing(name, given, metadata, pin, serializer)
-        return self._putter.pointing(name, None, metadata, pin, serializer)._replace(expires=None)
+        life = None if given == math.inf else self._putter.life(given)
+        if life is None:
+            self._lives.pop(name, None)
+        else:
+            self._lives[name] = life
+        return pointing
 
     def _used(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
         return self._codec if codec is None and level is None else self._putter.codec(codec, level)

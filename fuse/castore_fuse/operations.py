@@ -168,7 +168,7 @@ class Operations(LowLevel):
 
     def _why_gone(self, file: File) -> int:
         """The error for a file whose bytes cannot be opened."""
-        known = self.view.store.index.blob(file.digest) is not None
+        known = self.view.store.blob(file.digest) is not None
         return errno.EIO if known else errno.ENOENT  # known and not readable: damage
 
     def hold(self, node: Node) -> None:

@@ -205,7 +205,7 @@ class View:
         if parts == ["stat.json"]:
             return self._stat_file()
         if len(parts) == 3 and parts[0] == "objects" and _is_hex(parts[2], 64) and parts[2][:2] == parts[1]:
-            blob = self.store.index.blob(bytes.fromhex(parts[2]))
+            blob = self.store.blob(parts[2])
             return File("", blob.digest, blob.size, self.since) if blob is not None else None
         return None
 
@@ -223,14 +223,14 @@ class View:
         Raises:
             FileNotFoundError: the bytes are gone.
         """
-        blob = self.store.index.blob(file.digest)
+        blob = self.store.blob(file.digest)
         if blob is None:
             raise FileNotFoundError(file.name)
         return self.store.source.open(blob, self.cache)
 
     def read_small(self, file: File) -> bytes | None:
         """All of a small file, the short way; None if it is none, or that fails: `open` says what it is."""
-        blob = self.store.index.blob(file.digest)
+        blob = self.store.blob(file.digest)
         try:
             if blob is None or blob.pack == LOST or blob.size > FRAME_SIZE:
                 return None
@@ -246,7 +246,7 @@ class View:
     def count_use(self, file: File) -> None:
         """Tell gc, which takes the least recently used first."""
         if file.name:
-            self.store.source.count_use(file.name)
+            self.store.count_use(file.name)
 
     def damaged(self, reader: BlobReader, error: CorruptError) -> None:
         """Set aside what failed its check while it was read."""
@@ -256,7 +256,7 @@ class View:
         """Extended attributes of a file: what is known of its entry and its blob."""
         entry = self.store.entry(file.name) if file.name else None
         found = {"digest": file.digest.hex(), "size": str(file.size)}
-        blob = self.store.index.blob(file.digest)
+        blob = self.store.blob(file.digest)
         if blob is not None:
             found |= {"codec": blob.codec, "stored": str(blob.stored)}
         if entry is not None and entry.digest == found["digest"]:
@@ -271,7 +271,7 @@ class View:
         """How full the store is: against its budget, or against its disk if it has none."""
         import shutil
 
-        totals = self.store.index.totals()
+        totals = self.store.totals()
         budget = self.store.settings.max_size
         disk = shutil.disk_usage(self.store.path).free
         free = disk if budget is None else max(0, min(disk, budget - totals.stored))

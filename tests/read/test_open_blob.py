@@ -1,4 +1,4 @@
-"""A blob held open by its digest: ranges, and all of it in order, checked, whatever happens to the store meanwhile."""
+"""A blob held open by its digest: ranges, and all of it in order, whatever happens to the store."""
 
 from __future__ import annotations
 

@@ -120,6 +120,11 @@ def test_arguments_are_those_of_put_and_defaults_those_of_the_batch(tmp_path: Pa
             name: None if entry.expires is None else round(entry.expires - entry.created)
             for name, entry in found.items()
         }
+        with store.batch(ttl=50) as together:
+            for number in range(3):
+                together.put(f"{number}", b"x" * number)
+        # What belongs together expires together, however long staging takes.
+        assert len({entry.expires for entry in together.entries}) == 1
         assert lives == {"defaults": 50, "own": 500, "never": None, "file": 50, "store's": 3600}
         assert [found[name].codec for name in ("defaults", "own", "file")] == ["lz4", "none", "lz4"]
         assert (found["own"].metadata, found["own"].pinned) == ({"a": 1}, True)

@@ -173,7 +173,7 @@ def streamed(store: Store, name: str) -> datasets.IterableDataset:
     """
     files = dataset_entries.files_of(store, name)
     for part in files.blobs:
-        store.source.count_use(part)
+        store.count_use(part)
     digests = [blob.digest.hex() for _, blob in files.data]
     return assemble_stream(files.state, files.info, _batches, {"store": store, "digests": digests})
 

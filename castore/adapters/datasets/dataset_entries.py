@@ -107,7 +107,7 @@ def put_parts(
 
     entries = batch.run(put)
     for entry in entries:
-        found = store.index.find(entry.name) if entry.size > SMALL else None
+        found = store.find(entry.name) if entry.size > SMALL else None
         if found is not None:
             note_new(store, [found.blob], started)
     return Size(sum(entry.size for entry in entries), sum(entry.stored for entry in entries))
@@ -195,7 +195,7 @@ def files_of(store: Store, name: str) -> Files:
         state = file_of(store, f"{name}/{STATE}")
         names = [f"{name}/{STATE}", f"{name}/{INFO}"]
         names += [f"{name}/{item['filename']}" for item in json.loads(state)["_data_files"]]
-        found = store.index.find_many(names)
+        found = store.find_many(names)
         blobs = {part: found[part].blob for part in names if _is_there(found.get(part))}
         if len(blobs) < len(names):
             missing = next(part for part in names if part not in blobs)
@@ -203,7 +203,7 @@ def files_of(store: Store, name: str) -> Files:
                 f"there is no {missing!r} in {store.path}, which is a part of the dataset {name!r}"
             )
         if found[names[0]].blob.digest == blake3(state).digest():
-            info = store.source.fetch(blobs[names[1]])
+            info = store.get_blob(blobs[names[1]])
             if info is None:
                 raise damaged(names[1])
             return Files(blobs, state, info)
@@ -239,7 +239,7 @@ def load(store: Store, name: str) -> datasets.Dataset:
     files = files_of(store, name)
     tables = _late(store, files) or [table_of(store, part, blob) for part, blob in files.data]
     for part in files.blobs:
-        store.source.count_use(part)
+        store.count_use(part)
     store.flush_if_due()
     return assemble(files.state, files.info, tables)
 
@@ -260,5 +260,5 @@ def size_of(store: Store, name: str) -> Size:
 def drop(store: Store, name: str) -> bool:
     """Remove a dataset, or a dictionary of some, and what was materialised of it; False if there was none."""
     names = _kept_names(store, name)
-    forget(store, [found.blob for found in store.index.find_many(names).values() if found.blob.size > SMALL])
+    forget(store, [found.blob for found in store.find_many(names).values() if found.blob.size > SMALL])
     return store.delete_many(names) > 0

@@ -166,7 +166,7 @@ def load(store: Store, name: str) -> datasets.Dataset:
 
 
 def _table(store: Store, name: str) -> Table:
-    found = store.index.find(name)
+    found = store.find(name)
     if found is None:
         raise NotFoundError(f"there is no {name!r} in {store.path}, which is a part of a dataset")
     return table_of(store, name, found.blob)
@@ -188,13 +188,13 @@ def names(store: Store, name: str) -> set[str]:
 def compress(store: Store, name: str, codec: str) -> None:
     """Compress what of the dataset below ``name`` lies uncompressed: a store has one object of each blob."""
     for file in sorted(names(store, name)) if codec != "none" else ():
-        found = store.index.find(file)
+        found = store.find(file)
         if found is not None and found.blob.codec == "none" and found.blob.pack == LOOSE:
             _recode(store, found.blob, codec)
 
 
 def _recode(store: Store, blob: Blob, codec: str) -> None:
-    raw = store.objects.loose.path(blob.digest, "none")
+    raw = store.path_of(blob)
     fd = open_source(raw)
     try:
         staged = store.writer.stage_file(fd, codec, None, known=False)

@@ -74,22 +74,22 @@ def mappable(store: Store, blob: Blob, opened: OpenBlob | None = None) -> str:
 
 def mapped_before(store: Store, blob: Blob) -> str | None:
     """As `mappable`, but only if the blob is materialised already, and known to be good."""
-    found = store.index.find(f"{MAPS}/{blob.digest.hex()}")
+    found = store.find(f"{MAPS}/{blob.digest.hex()}")
     if found is None or found.blob.pack != LOOSE or mapped_check.unchecked(store, [found.blob]):
         return None
-    return _link(blob, store.objects.loose.path(found.blob.digest, "none"))
+    return _link(blob, store.path_of(found.blob))
 
 
 def _target(store: Store, blob: Blob, opened: OpenBlob | None) -> str:
     if blob.codec == "none":
         check(store, blob)
-        return store.objects.loose.path(blob.digest, "none")
+        return store.path_of(blob)
     mounted = _in_mount(store, blob)
     if mounted is not None:
         check(store, blob)
         return mounted
     raw = _materialised(store, blob, opened)
-    return store.objects.loose.path(raw.digest, "none")
+    return store.path_of(raw)
 
 
 def _link(blob: Blob, target: str) -> str:
@@ -143,11 +143,11 @@ def _in_mount(store: Store, blob: Blob) -> str | None:
 def _materialised(store: Store, blob: Blob, opened: OpenBlob | None) -> Blob:
     name = f"{MAPS}/{blob.digest.hex()}"
     with store_locks(store).hold(name):
-        found = store.index.find(name)
+        found = store.find(name)
         if found is not None and found.blob.pack == LOOSE:
             try:
                 check(store, found.blob)
-                store.source.count_use(name)
+                store.count_use(name)
                 return found.blob
             except (NotFoundError, CorruptError):
                 store.delete(name)  # made again from the compressed bytes

@@ -51,7 +51,7 @@ def table_of(store: Store, name: str, blob: Blob, opened: OpenBlob | None = None
     """
     try:
         if blob.size <= SMALL or blob.pack != LOOSE:
-            data = None if blob.pack == LOST else store.source.fetch(blob)
+            data = None if blob.pack == LOST else store.get_blob(blob)
             if data is None:
                 raise damaged(name)
             return table_in_memory(data)
@@ -130,7 +130,7 @@ class _StoredRows:
         if len(paths) < len(self._files):
             return None
         for _, blob in self._files:
-            self._store.source.count_use(f"{MAPS}/{blob.digest.hex()}")
+            self._store.count_use(f"{MAPS}/{blob.digest.hex()}")
         with contextlib.suppress(FileNotFoundError):  # gc took it meanwhile
             return concat_tables([table_mapped(path) for path in paths])
         return None

@@ -98,7 +98,7 @@ class Table:
             if self._mapped.get(shard.extents[0]) != shard and shard not in self._missing
         ]
         names = [self._name(shard, column) for shard in fresh for column in self.columns]
-        found = self._store.index.find_many([*names, self._below(SORTED_KEYS)])
+        found = self._store.find_many([*names, self._below(SORTED_KEYS)])
         good = self._good(fresh, found)
         self._reserve(manifest.ends)
         self._missing.update(
@@ -114,7 +114,7 @@ class Table:
         before, self.view = self.view, self._view(manifest.ends)
         self._update_keys(found.get(self._below(SORTED_KEYS)), fresh, before)
         for name in found:
-            self._store.source.count_use(name)
+            self._store.count_use(name)
         if self._resident:
             self._populate(fresh)
 
@@ -204,9 +204,9 @@ class Table:
                     continue
             except FileNotFoundError:
                 return False
-            data = self._store.source.fetch(blob)
+            data = self._store.get_blob(blob)
             if data is None:
-                now = self._store.index.blob(blob.digest)
+                now = self._store.blob(blob.digest)
                 if now is not None and now.pack == LOST:  # else gc was faster
                     name = self._name(shard, column)
                     _warn(f"{self._prefix}: {name} is damaged; its rows will be computed again")
@@ -215,7 +215,7 @@ class Table:
         return True
 
     def _map_file(self, region: Region, at: int, blob: Blob) -> None:
-        fd = open_regular(self._store.objects.loose.path(blob.digest, "none"))
+        fd = open_regular(self._store.path_of(blob))
         try:
             if os.fstat(fd).st_size != blob.size:  # a page beyond the end would end the process
                 raise FileNotFoundError
@@ -323,7 +323,7 @@ class Table:
                 return None
             data = region.tensor(torch.int64, (3, size // 24))
         else:
-            read = self._store.source.fetch(found.blob)
+            read = self._store.get_blob(found.blob)
             if read is None:
                 return None
             data = torch.frombuffer(bytearray(read), dtype=torch.int64, offset=PAGE).view(3, -1)

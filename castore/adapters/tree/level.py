@@ -104,10 +104,10 @@ class DiskLevel:
         for _ in range(_ATTEMPTS):
             entry = self.entry(name)
             if entry is not None:
-                blob = store.index.blob(bytes.fromhex(entry.digest))
-                data = None if blob is None else store.source.fetch(blob)
+                blob = store.blob(entry.digest)
+                data = None if blob is None else store.get_blob(blob)
                 if data is not None:
-                    store.source.count_use(name)
+                    store.count_use(name)
                     store.flush_if_due()
                     return entry, Packed(entry.serializer, data, to_text(entry.metadata))
             # The store's own read counts the miss, and finds what somebody may have put just now.
@@ -125,7 +125,7 @@ class DiskLevel:
     def holds(self, name: str) -> bool:
         """Whether `read` would find something, but for damage nobody has met yet."""
         entry = self.entry(name)
-        blob = None if entry is None else self.store.index.blob(bytes.fromhex(entry.digest))
+        blob = None if entry is None else self.store.blob(entry.digest)
         return blob is not None and blob.pack != LOST
 
     def close(self) -> None:
@@ -140,13 +140,12 @@ class DiskLevel:
 
     def figures(self) -> dict[str, int | None]:
         """Entries, and the bytes and evictions of the whole store."""
-        index = self.store.index
         return {
-            "size": count_inside(index, FOLDER, time.time()),
+            "size": count_inside(self.store.index, FOLDER, time.time()),
             "max_size": None,
-            "bytes": index.totals().stored,
+            "bytes": self.store.totals().stored,
             "max_bytes": self.store.settings.max_size,
-            "evictions": index.counters().get("evictions", 0),
+            "evictions": self.store.index.counters().get("evictions", 0),
         }
 
     def _sweep_if_due(self) -> None:
