@@ -80,10 +80,6 @@ class Putter:
     def _seconds(self, ttl: float | str | None) -> float | None:
         return self._settings.ttl if ttl is None else parse_duration(ttl)
 
-    def life(self, ttl: float | str | None) -> float | None:
-        """Seconds that an entry lives for; None for ever, which may be the store's default."""
-        return self._seconds(ttl)
-
     def codec(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
         """Codec and level of a put, checked."""
         if codec is None and level is None:
@@ -93,10 +89,9 @@ class Putter:
     def put(self, pointing: Pointing, data: Buffer, codec: str, level: int | None) -> Entry:
         """See `Store.put`."""
         plain = _plain(data)
-        return self.commit(lambda known: [(pointing, self.stage(pointing, plain, codec, level, known))])[0]
+        return self._commit(lambda known: [(pointing, self._stage(pointing, plain, codec, level, known))])[0]
 
-    def stage(self, pointing: Pointing, data: Buffer, codec: str, level: int | None, known: bool) -> Staged:
-        """See `BlobWriter.stage`; with the dictionary of the name."""
+    def _stage(self, pointing: Pointing, data: Buffer, codec: str, level: int | None, known: bool) -> Staged:
         dictionary = self._dictionary(pointing.name)
         return self._writer.stage(data, codec, level, known=known, dictionary=dictionary)
 
@@ -112,29 +107,12 @@ class Putter:
         fd = open_source(path)
 
         def stage(known: bool) -> list[tuple[Pointing, Staged]]:
-            return [(pointing, self.stage_file(pointing, fd, path, codec, level, progress, known))]
+            return [(pointing, self._stage_file(pointing, fd, path, codec, level, progress, known))]
 
         try:
-            return self.commit(stage)[0]
+            return self._commit(stage)[0]
         finally:
             os.close(fd)
-
-    def stage_file(
-        self,
-        pointing: Pointing,
-        fd: int,
-        path: str | os.PathLike[str],
-        codec: str,
-        level: int | None,
-        progress: Callable[[int], object] | None,
-        known: bool,
-    ) -> Staged:
-        """See `BlobWriter.stage_file`; with the dictionary of the name, and errors that name the file."""
-        dictionary = self._dictionary(pointing.name)
-        with naming(path):
-            return self._writer.stage_file(
-                fd, codec, level, known=known, progress=progress, dictionary=dictionary
-            )
 
     def put_many(
         self, items: Iterable[tuple[Pointing, Buffer]], codec: str, level: int | None
@@ -168,7 +146,7 @@ class Putter:
             )
             return list(zip((pointing for pointing, _ in batch), staged, strict=True))
 
-        return self.commit(stage)
+        return self._commit(stage)
 
     def put_if(
         self,
@@ -182,7 +160,7 @@ class Putter:
 
         def stage(known: bool) -> list[tuple[Pointing, Staged]]:
             return [
-                (pointing, self.stage(pointing, _plain(data), codec, level, known))
+                (pointing, self._stage(pointing, _plain(data), codec, level, known))
                 for pointing, data in items
             ]
 
@@ -194,31 +172,24 @@ class Putter:
                 txn.delete_entry(name)
 
         try:
-            return self.commit(stage, first)
+            return self._commit(stage, first)
         except _Changed:
             return None
 
-    def commit(
+    def _commit(
         self,
         stage: Callable[[bool], list[tuple[Pointing, Staged]]],
         first: Callable[[Write], object] | None = None,
     ) -> list[Entry]:
-        """Commit what ``stage`` gives, after ``first`` in the same transaction; see `BlobWriter.commit`.
-
-        Args:
-            stage: called with True, and again with False if a blob that was known has vanished: it compresses
-                then.
-            first: see `BlobWriter.commit`.
-        """
-        with self.saying_full():
+        with self._telling_full():
             try:
                 return self._writer.commit(stage(True), first)
             except Vanished:
                 return self._writer.commit(stage(False), first)
 
     @contextmanager
-    def saying_full(self) -> Iterator[None]:
-        """Have an error of a full disk say what to do about it."""
+    def _telling_full(self) -> Iterator[None]:
+        """Have an error that says the disk is full say what to do about it."""
         try:
             yield
         except OSError as error:
@@ -228,6 +199,23 @@ class Putter:
                 f"the disk of {self._path} is full; free some space, or lower the budget:"
                 " `castore gc --max-size SIZE`"
             ) from error
+
+    def _stage_file(
+        self,
+        pointing: Pointing,
+        fd: int,
+        path: str | os.PathLike[str],
+        codec: str,
+        level: int | None,
+        progress: Callable[[int], object] | None,
+        known: bool,
+    ) -> Staged:
+        """See `BlobWriter.stage_file`; with the dictionary of the name, and errors that name the file."""
+        dictionary = self._dictionary(pointing.name)
+        with naming(path):
+            return self._writer.stage_file(
+                fd, codec, level, known=known, progress=progress, dictionary=dictionary
+            )
 
 
 class _Item(NamedTuple):
@@ -288,7 +276,7 @@ class Batch:
         is_fixed = self._is_run or (isinstance(plain, memoryview) and plain.readonly)
         kept = plain if is_fixed else unchanging(plain)
         used = self._used(codec, level)
-        return self.add(lambda known: (pointing, self._putter.stage(pointing, kept, *used, known)))
+        return self.add(lambda known: (pointing, self._putter._stage(pointing, kept, *used, known)))
 
     def put_file(
         self,
@@ -319,7 +307,7 @@ class Batch:
         def make(known: bool) -> tuple[Pointing, Staged]:
             fd = open_source(path)
             try:
-                return pointing, self._putter.stage_file(pointing, fd, path, *used, progress, known)
+                return pointing, self._putter._stage_file(pointing, fd, path, *used, progress, known)
             finally:
                 os.close(fd)
 
@@ -357,7 +345,7 @@ class Batch:
             known: what `add` says.
         """
         pointing = self._pointing(name, None, metadata, False, "bytes")
-        return pointing, self._putter.stage_file(pointing, fd, path, *self._codec, progress, known)
+        return pointing, self._putter._stage_file(pointing, fd, path, *self._codec, progress, known)
 
     def add(self, make: Make) -> str:
         """`put` for a caller that stages bytes in a way of its own.
@@ -369,7 +357,7 @@ class Batch:
         Returns:
             The digest of the bytes, 64 hex characters.
         """
-        with self._putter.saying_full():
+        with self._putter._telling_full():
             pointing, staged = make(self._known)
         self._items.append(_Item(pointing, staged, None if self._is_run else make))
         self.stored += staged.stored
@@ -418,7 +406,7 @@ class Batch:
             return self._from_now(staged)
 
         try:
-            entries = self._putter.commit(stage, self._delete)
+            entries = self._putter._commit(stage, self._delete)
         finally:
             self._known, self._is_run = True, False
             self.discard()
@@ -476,7 +464,7 @@ class Batch:
             return self._from_now(again)
 
         try:
-            entries = self._putter.commit(stage, self._delete)
+            entries = self._putter._commit(stage, self._delete)
         finally:
             self.discard()
         self.entries += entries
@@ -505,7 +493,7 @@ class Batch:
     ) -> Pointing:
         pointing = self._putter.pointing(name, None, metadata, pin, serializer)._replace(expires=None)
         given = self._ttl if ttl is None else ttl
-        life = None if given == math.inf else self._putter.life(given)
+        life = None if given == math.inf else self._putter._seconds(given)
         if life is None:
             self._lives.pop(name, None)
         else:
