@@ -52,17 +52,19 @@ if TYPE_CHECKING:
         UnhashableError,
     )
     from castore.gc.collect import Collected, Plan
+    from castore.index.figures import PrefixSize
     from castore.keys.encoder import key
-    from castore.records import Entry
+    from castore.read.open_blob import OpenBlob
+    from castore.records import Blob, Entry, Found, Mount, Totals
     from castore.repair.verify import Finding, Report
     from castore.serialize.kinds import register_type
     from castore.settings import Settings
     from castore.shm.shared_frames import SharedFrames
-    from castore.stats import PrefixDictionary, PrefixSize, Stat
+    from castore.stats import PrefixDictionary, Stat
     from castore.store import Store
     from castore.training import Rewritten, Trained
     from castore.units import NEVER, UNLIMITED
-    from castore.write.batch import SupportsRead
+    from castore.write.batch import Batch, SupportsRead
     from castore.write.incoming import NewFile
 
 __version__ = "0.1.0"
@@ -70,21 +72,26 @@ __version__ = "0.1.0"
 __all__ = [
     "NEVER",
     "UNLIMITED",
+    "Batch",
+    "Blob",
     "CastoreError",
     "Collected",
     "CorruptError",
     "DictionaryError",
     "Entry",
     "Finding",
+    "Found",
     "FullError",
     "InvalidNameError",
     "InvalidValueError",
     "LostSettingsWarning",
     "MissingDependencyError",
+    "Mount",
     "NameConflictError",
     "NestedStoreWarning",
     "NewFile",
     "NotFoundError",
+    "OpenBlob",
     "OutOfRangeError",
     "Plan",
     "PrefixDictionary",
@@ -101,6 +108,7 @@ __all__ = [
     "StoreError",
     "SupportsRead",
     "TooLargeError",
+    "Totals",
     "Trained",
     "UnhashableError",
     "key",
@@ -109,15 +117,19 @@ __all__ = [
 
 #: Public names that are not in `castore.errors`, and the module of each.
 _MODULES = {
-    "NEVER": "units",
-    "UNLIMITED": "units",
+    "Batch": "write.batch",
+    "Blob": "records",
     "Collected": "gc.collect",
     "Entry": "records",
     "Finding": "repair.verify",
+    "Found": "records",
+    "Mount": "records",
+    "NEVER": "units",
     "NewFile": "write.incoming",
+    "OpenBlob": "read.open_blob",
     "Plan": "gc.collect",
     "PrefixDictionary": "stats",
-    "PrefixSize": "stats",
+    "PrefixSize": "index.figures",
     "Report": "repair.verify",
     "Rewritten": "training",
     "Settings": "settings",
@@ -125,7 +137,9 @@ _MODULES = {
     "Stat": "stats",
     "Store": "store",
     "SupportsRead": "write.batch",
+    "Totals": "records",
     "Trained": "training",
+    "UNLIMITED": "units",
     "key": "keys.encoder",
     "register_type": "serialize.kinds",
 }

@@ -164,13 +164,7 @@ def _connect(
             f"cannot use the store {path}: {error.strerror}: {error.filename}; `castore doctor` tells more"
         ) from error
     journal = Journal(path / "objects" / "names", path / "tmp", beacon, mode, read_only=read_only)
-    objects = ObjectDirectory(
-        path,
-        object_mode=kept.object_mode,
-        file_mode=mode,
-        folder_mode=kept.folder_mode,
-        durable=durable,
-    )
+    objects = object_directory(path, kept, durable=durable)
     index = Index(
         path / "index.sqlite",
         beacon,
@@ -196,6 +190,17 @@ def _connect(
         ballast,
     )
     return parts
+
+
+def object_directory(path: Path, kept: Settings, *, durable: bool) -> ObjectDirectory:
+    """The object directory of the store at ``path``, with the permission bits that its settings give."""
+    return ObjectDirectory(
+        path,
+        object_mode=kept.object_mode,
+        file_mode=kept.file_mode,
+        folder_mode=kept.folder_mode,
+        durable=durable,
+    )
 
 
 def share_frames(parts: Parts, size: int) -> None:

@@ -19,21 +19,23 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from castore import stats, training
 from castore.errors import InvalidValueError, NotFoundError
 from castore.gc import collect
+from castore.index import mounts
 from castore.index.transaction import Write
 from castore.names import check_name, check_prefix
 from castore.objects.codecs import Buffer
 from castore.objects.decode import BlobReader
 from castore.parts import open_folder, open_parts, share_frames
 from castore.read.blob_file import open_blob
+from castore.read.open_blob import OpenBlob
 from castore.read.source import ATTEMPTS
-from castore.records import LOST, Blob, Entry
+from castore.records import LOST, Blob, Entry, Found, Mount, Totals
 from castore.repair import verify
 from castore.serialize import serializers
 from castore.settings import default_path
 from castore.system.ballast import Ballast, is_short
 from castore.system.single_flight import ComputeLocks
 from castore.units import parse_budget, parse_duration, parse_size
-from castore.write.batch import Putter, SupportsRead, parse_item, unchanging
+from castore.write.batch import Batch, Putter, SupportsRead, parse_item, unchanging
 from castore.write.incoming import NewFile
 
 if TYPE_CHECKING:
@@ -359,6 +361,28 @@ class Store:
             return value  # type: ignore[no-any-return]  # what is no bytes is refused with the others
         return serializers.dump(value, serializer, allow_pickle=self.allow_pickle)[1]
 
+    def batch(
+        self, *, codec: str | None = None, level: int | None = None, ttl: float | str | None = None
+    ) -> Batch:
+        """A block of puts and deletes that are all seen at its end, or not at all.
+
+        Args:
+            codec, level: as for `put`, for all of them; each put may say otherwise.
+            ttl: the same; `math.inf` for never.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> with store.batch() as batch:
+        ...     _ = batch.put("run/weights", b"1 2 3")
+        ...     _ = batch.put("run/config", b"{}")
+        ...     batch.delete("run/old")
+        ...     store.get("run/weights") is None
+        True
+        >>> [entry.name for entry in batch.entries], store.get("run/config")
+        (['run/weights', 'run/config'], b'{}')
+        """
+        return Batch(self._putter, codec, level, ttl)
+
     # Getting
 
     @overload
@@ -427,6 +451,79 @@ class Store:
 
     def _not_found(self, name: str) -> NotFoundError:
         return NotFoundError(f"there is no entry {name!r} in {self.path}; `castore ls` lists what there is")
+
+    # Blobs
+
+    def find(self, name: str) -> Found | None:
+        """The blob that a name points to, expired or not, with the name's expiry and serializer, or None."""
+        return self.index.find(check_name(name))
+
+    def find_many(self, names: Iterable[str]) -> dict[str, Found]:
+        """`find` for many names with one question to the index; those that are not there are left out."""
+        return self.index.find_many([check_name(name) for name in names])
+
+    def blob(self, digest: bytes | str) -> Blob | None:
+        """What is known of a blob: its sizes, its codec and where it lies. None if nothing has that digest.
+
+        Args:
+            digest: 64 hex characters as in `Entry.digest`, or 32 raw bytes.
+        """
+        return self.index.blob(bytes.fromhex(digest) if isinstance(digest, str) else digest)
+
+    def get_blob(self, blob: Blob) -> bytes | None:
+        """All bytes of a blob, verified, as `get` gives those of a name; None if they are damaged or gone."""
+        return self.source.fetch(blob)
+
+    def path_of(self, blob: Blob) -> str:
+        """The file that a blob's stored bytes lie in: an object of its own, or a pack. Nobody may write to it.
+
+        Raises:
+            NotFoundError: the bytes were found damaged or missing.
+        """
+        if blob.pack == LOST:
+            raise NotFoundError(
+                f"the bytes of blob {blob.digest.hex()} in {self.path} are damaged or missing"
+            )
+        return self.objects.path(blob)
+
+    def open_blob(self, digest: bytes | str) -> OpenBlob:
+        """A blob by its digest, held open: any range of its bytes, or all of them in order.
+
+        Args:
+            digest: BLAKE3-256 of the bytes, 64 hex characters as in `Entry.digest`, or 32 raw bytes.
+
+        Raises:
+            NotFoundError: there is no such blob, or its bytes were found damaged or are gone.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> entry = store.put("greeting", b"hello world")
+        >>> with store.open_blob(entry.digest) as blob:
+        ...     blob.size, blob.read(6, 5), b"".join(blob.pieces())
+        (11, b'world', b'hello world')
+        """
+        blob = self.blob(digest)
+        gone: FileNotFoundError | None = None
+        if blob is not None and blob.pack != LOST:
+            try:
+                reader = self.source.open(blob)
+                return OpenBlob(reader.share(self.source.shared), self.source.quarantine)
+            except FileNotFoundError as error:
+                gone = error
+        shown = digest if isinstance(digest, str) else digest.hex()
+        raise NotFoundError(f"the bytes of blob {shown} are not in {self.path}, or were damaged") from gone
+
+    def remove_blobs(self, digests: Iterable[bytes]) -> None:
+        """Remove now those of some blobs that nobody names; gc would keep them for its grace period.
+
+        Raises:
+            StoreError: a live mount does not answer.
+        """
+        collect.remove_blobs(self.parts, list(digests))
+
+    def count_use(self, name: str) -> None:
+        """Have a name count as read now, for gc and `stat`: for whoever reads its bytes past `get`."""
+        self.source.count_use(name)
 
     # Objects
 
@@ -565,12 +662,16 @@ class Store:
         """True, for an empty store too: ``if store`` asks whether there is one."""
         return True
 
-    def entry(self, name: str) -> Entry | None:
-        """What is known of a name, or None if there is no such entry or it has expired."""
+    def entry(self, name: str, *, expired: bool = False) -> Entry | None:
+        """What is known of a name, or None if there is no such entry or it has expired.
+
+        Args:
+            expired: return an entry that has expired and that gc has not removed yet, too.
+        """
         entry = self.index.entry(check_name(name))
-        return (
-            None if entry is None or (entry.expires is not None and entry.expires <= time.time()) else entry
-        )
+        if entry is None or expired or entry.expires is None or entry.expires > time.time():
+            return entry
+        return None
 
     def entries(self, prefix: str = "", *, damaged: bool = True) -> Iterator[Entry]:
         """Entries at or below a prefix (whole parts: ``a`` covers ``a/b``, not ``ab``), in the order of
@@ -718,11 +819,29 @@ class Store:
         """
         return training.recompress(self.parts, prefix, progress)
 
+    # Mounts
+
+    def mounts(self) -> list[Mount]:
+        """The live mounts of the store, the oldest first: those whose process runs.
+
+        A mount of another container counts as live for an hour after its last sign of life. Whether a mountpoint
+        can be reached from this process is another question: another container or another user may have it.
+
+        >>> import tempfile
+        >>> Store(tempfile.mkdtemp() + "/cache").mounts()
+        []
+        """
+        return mounts.alive(self.index)
+
     # Upkeep
 
     def flush(self) -> None:
         """Write hit counts and last accesses to the index now instead of within seconds."""
         self._usage.flush()
+
+    def totals(self) -> Totals:
+        """How many entries and blobs there are, and their bytes. As quick at ten million as at ten."""
+        return self.index.totals()
 
     def stat(self) -> stats.Stat:
         """What the store holds and how well it does."""

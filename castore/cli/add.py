@@ -96,7 +96,7 @@ def add(
     started = time.monotonic()
     with Store(store_path(context), memory=0) as store:
         folder = str(store.path)
-        before, evictions = store.index.totals(), store.index.counters().get("evictions", 0)
+        before, evictions = store.totals(), store.index.counters().get("evictions", 0)
         empty = _Empty()
         search = partial(find, store=folder, skip=failures.add, empty=empty.add, cross_mounts=cross_mounts)
         quietly = partial(search, skip=str, empty=str)
@@ -111,7 +111,7 @@ def add(
                 into.append(named[INPUT])
             else:
                 end = _put_all(putter, named, search, failures, into)
-        after = store.index.totals()
+        after = store.totals()
         report = {
             "store": folder,
             "files": putter.files,

@@ -34,7 +34,7 @@ def cat(
         for one in name:
             try:
                 copy(store, find_blob(store, one), sys.stdout.buffer.write)
-                store.source.count_use(one)
+                store.count_use(one)
             except CastoreError as error:
                 failures.add(describe(error))
         sys.stdout.buffer.flush()

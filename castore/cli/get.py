@@ -41,7 +41,7 @@ def get(
         need_output()
     with open_store(context) as store:
         blob = find_blob(store, name)
-        store.source.count_use(name)
+        store.count_use(name)
         if output == "-":
             _write(store, blob, sys.stdout.buffer, name)
             sys.stdout.buffer.flush()

@@ -95,7 +95,7 @@ def find_entry(store: Store, name: str) -> Entry | None:
         if find_entry(store, check_prefix(folder)) is not None:
             raise NotFoundError(f"{folder!r} is a file; leave out the '/' behind it")
         raise not_found(store, folder, hint=lists(folder))
-    entry = store.index.entry(check_name(name))
+    entry = store.entry(name, expired=True)
     return None if entry is None or (entry.expires is not None and entry.expires <= time.time()) else entry
 
 
@@ -108,7 +108,7 @@ def find_blob(store: Store, name: str) -> Blob:
     """
     entry = find_entry(store, name)
     if entry is not None:
-        blob = store.index.blob(bytes.fromhex(entry.digest))
+        blob = store.blob(entry.digest)
         if blob is None or blob.pack == LOST:
             raise NotFoundError(
                 f"the bytes of {name!r} were found damaged or missing; add it again, or `castore verify --repair`"
@@ -136,9 +136,4 @@ def lists(folder: str) -> str:
 
 def _blobs_beginning(store: Store, digits: str) -> list[Blob]:
     low, high = (bytes.fromhex(digits.ljust(64, fill)) for fill in "0f")
-    rows = store.index.rows(
-        "SELECT digest, size, stored, codec, pack, offset FROM blobs"
-        f" WHERE digest BETWEEN ? AND ? AND pack != {LOST} LIMIT 2",
-        (low, high),
-    )
-    return [Blob(*row) for row in rows]
+    return store.index.blobs_between(low, high, 2)

@@ -46,7 +46,7 @@ def unpin(context: typer.Context, name: _Names, as_json: AsJson = False) -> None
 def _tell_of_link(store: Store, name: str) -> None:
     from castore.watch.dangling_links import link_of
 
-    entry = store.index.entry(name)
+    entry = store.entry(name, expired=True)
     path = None if entry is None else link_of(entry)
     if path is not None:
         complain(

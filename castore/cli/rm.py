@@ -59,7 +59,7 @@ _Note = Callable[[tuple[str, Entry]], object]
 def _remove(store: Store, name: str, note: _Note) -> int:
     if name.endswith("/"):
         find_entry(store, name)  # says what it is
-    entry = store.index.entry(name)
+    entry = store.entry(name, expired=True)
     if entry is not None:
         next(_noted(iter([entry]), note))
     return int(store.delete(name))

@@ -31,7 +31,7 @@ def verify(
     """
     part = _part(sample)
     with open_store(context) as store:
-        total = round(store.index.totals().stored * part)
+        total = round(store.totals().stored * part)
         with progress("verifying", total) as done:
             report = store.verify(repair=repair, sample=part, progress=done)
     if as_json:

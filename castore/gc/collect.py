@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from castore.errors import FullError
 from castore.gc import compaction, leftovers
 from castore.gc.mount_barrier import Clearance
-from castore.index import deferred_refs, mounts
+from castore.index import deferred_refs, eviction, mounts
 from castore.index.database import CLOCK_SLACK, Index
+from castore.index.eviction import Candidate, Orphan
 from castore.index.lock_yield import Turns
 from castore.records import LOOSE, Blob
 from castore.system.ballast import free_bytes, is_short
@@ -49,42 +50,6 @@ _BATCH, _SMALL_BATCH = 500, 50
 _PART = 250_000
 #: What the index's log takes while a pack is rewritten, roughly.
 _LOG_ROOM = 512 * 1024
-
-# An entry that no pin and no live pinned mount holds.
-_FREE = (
-    "e.pinned = 0 AND NOT EXISTS (SELECT 1 FROM mounts m WHERE m.pinned AND"
-    " (m.prefix = '' OR e.name = m.prefix OR (e.name > m.prefix || '/' AND e.name < m.prefix || '0')))"
-)
-# Numbers, whatever a damaged row holds.
-_STORED, _REFS, _PACK = (f"CAST(b.{column} AS INTEGER)" for column in ("stored", "refs", "pack"))
-_BY_LAST_USE = (
-    f"SELECT e.name, CAST(e.digest AS BLOB), e.accessed, coalesce({_STORED}, 0), coalesce({_REFS}, 1), coalesce({_PACK}, 0)"
-    f" FROM entries e LEFT JOIN blobs b ON b.digest = e.digest WHERE {_FREE} ORDER BY e.accessed <= ?, e.accessed"
-)
-_EXPIRED = f"SELECT name, CAST(digest AS BLOB), accessed FROM entries e WHERE {_FREE} AND expires <= ?"
-_BLOBS = f"SELECT digest, {_STORED}, {_REFS}, {_PACK} FROM blobs b WHERE digest IN (%s)"
-_ORPHANS = f"SELECT digest, {_STORED}, {_PACK}, CAST(orphaned AS REAL) FROM blobs b WHERE orphaned IS NOT NULL AND refs = 0"
-_NO_BLOB = (0, 1, 0)
-
-
-class Candidate(NamedTuple):
-    """An entry that may go."""
-
-    name: str
-    digest: bytes
-    accessed: float
-    stored: int
-    refs: int
-    pack: int
-
-
-class Orphan(NamedTuple):
-    """A blob that no entry names, and since when."""
-
-    digest: bytes
-    stored: int
-    pack: int
-    since: float
 
 
 class Selection(NamedTuple):
@@ -233,30 +198,17 @@ def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selec
     # have not been read since then, or they had another time, so they come first.
     ahead = now + CLOCK_SLACK
     aged = (
-        Orphan(digest, size, pack, when if when <= ahead else 0.0)
-        for digest, size, pack, when in index.rows(_ORPHANS)
+        orphan if orphan.since <= ahead else orphan._replace(since=0.0) for orphan in eviction.orphans(index)
     )
-    by_last_use = index.stream(_BY_LAST_USE, (ahead,))
-    with closing(by_last_use):
+    with closing(eviction.by_last_use(index, ahead)) as by_last_use:
         return select(
-            _expired(index, now),
+            eviction.expired(index, now),
             aged,
-            (Candidate(*row) for row in by_last_use),
+            by_last_use,
             stored=index.totals().stored,
             budget=budget,
             orphaned_before=now - grace,
         )
-
-
-def _expired(index: Index, now: float) -> Iterator[Candidate]:
-    """Free entries whose time is over, in the order of digests: a look at each blob goes once through their tree."""
-    rows = iter(sorted(index.rows(_EXPIRED, (now,)), key=itemgetter(1)))
-    while some := list(islice(rows, _BATCH)):
-        digests = [digest for _, digest, _ in some]
-        found = index.rows(_BLOBS % ",".join("?" * len(digests)), digests)
-        blobs = {digest: known for digest, *known in found}
-        for name, digest, accessed in some:
-            yield Candidate(name, digest, accessed, *blobs.get(digest, _NO_BLOB))
 
 
 def plan(parts: Parts, budget: int | None, grace: float) -> Plan:
@@ -353,10 +305,7 @@ def _remove(parts: Parts, chosen: Selection, now: float) -> _Removed:
         deferred_refs.sort(parts.index)
         _uncount(parts, going, removed)
     with parts.index.write() as txn:
-        txn.execute(
-            "INSERT INTO counters VALUES ('evictions', ?1) ON CONFLICT (name) DO UPDATE SET value = value + ?1",
-            (evicted,),
-        )
+        txn.count({"evictions": evicted})
     return removed
 
 

@@ -20,7 +20,7 @@ _ROW = 500
 
 def are_there(index: Index) -> bool:
     """Whether any blob counts names that are gone."""
-    return next(index.rows("SELECT 1 FROM released LIMIT 1"), None) is not None
+    return next(index.file.rows("SELECT 1 FROM released LIMIT 1"), None) is not None
 
 
 def note(txn: Write, digests: list[bytes]) -> None:
@@ -42,7 +42,7 @@ def take(txn: Write) -> list[bytes]:
 
 def sort(index: Index) -> None:
     """Put all of them in order. Left as it is if another gc takes some out, or notes some, meanwhile."""
-    rows = list(index.rows("SELECT id, CAST(digests AS BLOB) FROM released"))
+    rows = list(index.file.rows("SELECT id, CAST(digests AS BLOB) FROM released"))
     if len(rows) < 2:
         return
     digests = sorted(digest for row in rows for digest in _split(row[1]))  # before the lock is taken

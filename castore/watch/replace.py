@@ -26,7 +26,7 @@ import blake3
 
 from castore import Store
 from castore.errors import CastoreError
-from castore.records import LOOSE, Entry
+from castore.records import LOOSE, LOST, Entry, Mount
 from castore.system.temporary import is_running, pid_namespace, process_started
 from castore.watch import link_registry, sources
 from castore.watch.file_lease import (
@@ -37,7 +37,6 @@ from castore.watch.file_lease import (
     lease,
     same,
 )
-from castore.watch.find_mount import Mount
 from castore.watch.folder import PART, SWAP, Folder
 
 #: How long a mount may go on showing what a name pointed to before.
@@ -141,14 +140,10 @@ def _refuse(file: Snapshot) -> None:
 
 def _sync(store: Store, entry: Entry, synced: set[Path]) -> None:
     """Have the bytes on the disk, whoever put them: the index, durable, is there already."""
-    blob = store.index.blob(bytes.fromhex(entry.digest))
-    if blob is None:
+    blob = store.blob(entry.digest)
+    if blob is None or blob.pack == LOST:
         raise BusyError(entry.name)
-    path = (
-        Path(store.objects.loose.path(blob.digest, blob.codec))
-        if blob.pack == LOOSE
-        else store.objects.packs.path(blob.pack)
-    )
+    path = Path(store.path_of(blob))
     for one in {path, path.parent} - synced:
         try:
             fd = os.open(one, os.O_RDONLY | os.O_CLOEXEC)

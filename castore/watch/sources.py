@@ -9,7 +9,6 @@ A look costs one ``stat`` a file as long as size and mtime are as remembered; on
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import time
@@ -20,12 +19,11 @@ import blake3
 
 from castore import Store
 from castore.errors import InvalidValueError
-from castore.index.queries import to_entry
+from castore.index.noted import Noted, noted
 from castore.records import Entry
 
 #: A file that was written this short a while ago may be written again within the same tick of its clock.
 _TICK_NS = 50_000_000
-_PAGE = 1000
 
 
 def remember(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
@@ -97,7 +95,7 @@ def digest_of(path: str) -> str:
     return hasher.hexdigest()
 
 
-def changed(entry: Entry) -> list[str]:
+def changed(entry: Entry | Noted) -> list[str]:
     """Why an entry no longer stands for the files it was made from: a sentence each; empty if it does.
 
     Size is compared first, then mtime, and where that differs the content.
@@ -105,7 +103,7 @@ def changed(entry: Entry) -> list[str]:
     return [reason for reason in map(_difference, of(entry)) if reason is not None]
 
 
-def of(entry: Entry) -> list[dict[str, Any]]:
+def of(entry: Entry | Noted) -> list[dict[str, Any]]:
     """All files that an entry remembers, each with its digest."""
     source = entry.metadata.get("source")
     listed = entry.metadata.get("sources")
@@ -161,25 +159,12 @@ def drop_stale(store: Store, concerns: Callable[[str], bool]) -> Iterator[Stale]
         store: where they are.
         concerns: whether to look at a file, by its path.
     """
-    for entry in _derived(store):
+    for entry in noted(store.index, "sources"):
         if any(concerns(source["path"]) for source in of(entry)) and (reasons := changed(entry)):
             yield Stale(entry.name, reasons, not entry.pinned and drop(store, entry))
 
 
-def _derived(store: Store) -> Iterator[Entry]:
-    sql = (
-        "SELECT name, digest, size, 0, 'none', created, expires, accessed, serializer, metadata, pinned FROM entries"
-        " WHERE name > ? AND metadata LIKE '%\"sources\": [%' ORDER BY name LIMIT ?"
-    )
-    for page in store.index.pages(sql, "", _PAGE):
-        yield from map(to_entry, page)
-
-
-def drop(store: Store, entry: Entry) -> bool:
+def drop(store: Store, entry: Entry | Noted) -> bool:
     """Delete an entry, unless it was put again since it was looked at; whether it went."""
     with store.index.write() as txn:
-        sql = "SELECT digest, metadata FROM entries WHERE name = ?"
-        row = txn.execute(sql, (entry.name,)).fetchone()
-        if row is None or row[0].hex() != entry.digest or json.loads(row[1] or "{}") != entry.metadata:
-            return False
-        return txn.delete_entry(entry.name)
+        return txn.delete_unchanged(entry.name, bytes.fromhex(entry.digest), entry.metadata)

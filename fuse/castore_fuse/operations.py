@@ -170,7 +170,7 @@ class Operations(LowLevel):
 
     def _why_gone(self, file: File) -> int:
         """The errno for a file whose bytes cannot be opened."""
-        known = self.view.store.index.blob(file.digest) is not None
+        known = self.view.store.blob(file.digest) is not None
         return errno.EIO if known else errno.ENOENT  # a row without readable bytes is damage
 
     def hold(self, node: Node) -> None:

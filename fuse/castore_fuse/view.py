@@ -15,28 +15,21 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
 from castore import Store
 from castore.errors import CorruptError
-from castore.index.queries import below
-from castore.names import PART_BYTES, RESERVED
+from castore.index import name_ranges
+from castore.index.name_ranges import FileRow
+from castore.names import PART_BYTES, RESERVED, below
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
 from castore.objects.directory import check_row
 from castore.records import DIGEST_SIZE, LOST, entry_check
 from castore.system.ram_cache import MemoryLRU
 
-_CHILD = (
-    "SELECT digest, size, created, expires, checked FROM entries WHERE "
-    "name = ? AND (expires IS NULL OR expires > ?)"
-)
-_INSIDE = (
-    "SELECT name, digest, size, created, expires, checked FROM entries"
-    " WHERE name >= ? AND name < ? AND (expires IS NULL OR expires > ?) ORDER BY name LIMIT ?"
-)
 #: Rows per query: few behind a folder, whose other names are skipped; many among files.
 _FEW, _MANY = 8, 1000
 _INODE_MASK = (1 << 63) - 1
@@ -117,7 +110,7 @@ class Page(NamedTuple):
     """
 
     parts: list[str]
-    rows: list[tuple[str, bytes, int, float, float | None, int]]
+    rows: list[FileRow]
     folder: Folder | None
 
     def items(self, start: int = 0) -> Iterator[tuple[str, File | Folder]]:
@@ -173,9 +166,9 @@ class View:
         if path == RESERVED or path.startswith(RESERVED + "/"):
             return self._reserved(path)
         name, now = self._full(path), time.time()
-        row = next(self.store.index.rows(_CHILD, (name, now)), None)
+        row = name_ranges.file(self.store.index, name, now)
         if row is not None:
-            file = _file(name, *row)
+            file = _file(*row)
             if not file.is_sound:
                 raise CorruptError(
                     f"the index has a row for {name!r} that cannot be; `castore doctor` tells more"
@@ -185,8 +178,7 @@ class View:
 
     def folder_exists(self, path: str) -> bool:
         """Whether a name lies below that path."""
-        bounds = below(self._full(path))
-        return bool(self.store.index.all(_INSIDE, (*bounds, time.time(), 1)))
+        return name_ranges.is_folder(self.store.index, self._full(path), time.time())
 
     def listing(self, folder: str) -> Iterator[tuple[str, File | Folder]]:
         """The parts of names directly inside a folder, in the order of bytes."""
@@ -198,17 +190,16 @@ class View:
         if folder == RESERVED or folder.startswith(RESERVED + "/"):
             return
         base = self._full(folder)
-        # SQLite sorts every blob, even the empty one, behind all text.
-        low, high = below(base) if base else ("", b"")
+        low, high = below(base) if base else ("", name_ranges.BEHIND_TEXT)
         skip, limit = len(low), _MANY
         now = time.time()
         while True:
-            rows = self.store.index.all(_INSIDE, (low, high, now, limit))
+            rows = name_ranges.files(self.store.index, low, high, now, limit)
             page, more = _page(folder, rows, skip)
             yield page
             if page.folder is None and len(rows) < limit:
                 return
-            low = self.store.index.behind(low, more)
+            low = name_ranges.behind(self.store.index, low, more)
             limit = _FEW if page.folder is not None else _MANY
 
     def _reserved(self, path: str) -> File | Folder | None:
@@ -218,7 +209,7 @@ class View:
         if parts == ["stat.json"]:
             return self._stat_file()
         if len(parts) == 3 and parts[0] == "objects" and _is_hex(parts[2], 64) and parts[2][:2] == parts[1]:
-            blob = self.store.index.blob(bytes.fromhex(parts[2]))
+            blob = self.store.blob(parts[2])
             return File("", blob.digest, blob.size, self.since) if blob is not None else None
         return None
 
@@ -236,7 +227,7 @@ class View:
         Raises:
             FileNotFoundError: the bytes are gone.
         """
-        blob = self.store.index.blob(file.digest)
+        blob = self.store.blob(file.digest)
         if blob is None:
             raise FileNotFoundError(file.name)
         return self.store.source.open(blob, self.cache)
@@ -246,7 +237,7 @@ class View:
 
         None if it is large or unreadable: `open` gives the error.
         """
-        blob = self.store.index.blob(file.digest)
+        blob = self.store.blob(file.digest)
         try:
             if blob is None or blob.pack == LOST or blob.size > FRAME_SIZE:
                 return None
@@ -257,13 +248,12 @@ class View:
 
     def is_unnamed(self, digest: bytes) -> bool:
         """Whether no name points to those bytes, so that gc may remove them."""
-        row = next(self.store.index.rows("SELECT refs FROM blobs WHERE digest = ?", (digest,)), None)
-        return row is None or row[0] == 0
+        return not self.store.index.is_named(digest)
 
     def count_use(self, file: File) -> None:
         """Count a use of the file: gc removes the least recently used files first."""
         if file.name:
-            self.store.source.count_use(file.name)
+            self.store.count_use(file.name)
 
     def damaged(self, reader: BlobReader, error: CorruptError) -> None:
         """Quarantine an object that failed its check while it was read."""
@@ -273,7 +263,7 @@ class View:
         """Extended attributes of a file: facts of its entry and its blob."""
         entry = self.store.entry(file.name) if file.name else None
         found = {"digest": file.digest.hex(), "size": str(file.size)}
-        blob = self.store.index.blob(file.digest)
+        blob = self.store.blob(file.digest)
         if blob is not None:
             found |= {"codec": blob.codec, "stored": str(blob.stored)}
         if entry is not None and entry.digest == found["digest"]:
@@ -288,14 +278,14 @@ class View:
         """Used and free space of the store: against its budget, or against its disk if it has no budget."""
         import shutil
 
-        totals = self.store.index.totals()
+        totals = self.store.totals()
         budget = self.store.settings.max_size
         disk = shutil.disk_usage(self.store.path).free
         free = disk if budget is None else max(0, min(disk, budget - totals.stored))
         return Space(totals.stored + free, free, totals.entries)
 
 
-def _page(folder: str, rows: list[tuple[Any, ...]], skip: int) -> tuple[Page, str]:
+def _page(folder: str, rows: list[FileRow], skip: int) -> tuple[Page, str]:
     """The page that begins with those rows, and the name at which the next query begins.
 
     The first ``skip`` characters of each name are those of the folder.

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castore import Store
-from castore.gc import collect, compaction
+from castore.gc import collect
+from castore.index import pack_rows
 from castore.index.database import Index
 from castore.index.journal import Journal
 from castore.objects.packs import FILE_HEAD
@@ -30,17 +31,17 @@ def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(index: Index) -> dict[int, int]:
         raise AssertionError("gc counted what lives in packs")
 
-    monkeypatch.setattr(compaction, "_live_bytes", refuse)
+    monkeypatch.setattr(pack_rows, "live_bytes", refuse)
 
 
 def noted(store: Store) -> dict[int, int]:
-    return dict(store.index.rows("SELECT id, dead FROM packs"))
+    return dict(store.index.file.rows("SELECT id, dead FROM packs"))
 
 
 def found(store: Store) -> dict[int, int]:
     """Dead bytes of each pack, computed from its size and the rows that point into it."""
     live = Counter[int]()
-    for pack, stored in store.index.rows("SELECT pack, stored FROM blobs WHERE pack > 0"):
+    for pack, stored in store.index.file.rows("SELECT pack, stored FROM blobs WHERE pack > 0"):
         live[pack] += stored + HEAD_SIZE
     sizes = {pack: store.objects.packs.path(pack).stat().st_size for pack in noted(store)}
     return {pack: size - len(FILE_HEAD) - live[pack] for pack, size in sizes.items()}
@@ -111,13 +112,13 @@ def test_a_rebuilt_index_counts_once(store: Store, monkeypatch: pytest.MonkeyPat
     with store.index.write() as txn:
         txn.execute("UPDATE packs SET dead = 0")
     assert doctor.examine(store.path) == []  # a wrong estimate is not damage
-    times, count = [0], compaction._live_bytes
+    times, count = [0], pack_rows.live_bytes
 
     def counted(index: Index) -> dict[int, int]:
         times[0] += 1
         return count(index)
 
-    monkeypatch.setattr(compaction, "_live_bytes", counted)
+    monkeypatch.setattr(pack_rows, "live_bytes", counted)
     for _ in range(2):
         assert store.gc(grace=0).packs == []
         assert noted(store) == dead

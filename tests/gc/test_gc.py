@@ -15,7 +15,8 @@ import pytest
 
 from castore import Collected, FullError, Plan, Store, TooLargeError
 from castore.gc import collect, compaction, leftovers
-from castore.gc.collect import Candidate, Orphan, select
+from castore.gc.collect import select
+from castore.index.eviction import Candidate, Orphan
 from castore.index.lock_yield import Turns
 from castore.objects.codecs import FRAME_SIZE
 from castore.parts import Parts
@@ -275,7 +276,7 @@ def test_a_pack_that_a_rebuild_finds_before_it_is_unlinked_stays(
 
         class Meanwhile(Turns):
             def give(self) -> None:
-                if len(list(writer.index.rows("SELECT id FROM packs"))) == 1 and not rebuilt:
+                if len(list(writer.index.file.rows("SELECT id FROM packs"))) == 1 and not rebuilt:
                     rebuilt.append(rebuild.rebuild(writer.index, writer.objects))
 
         monkeypatch.setattr(compaction, "Turns", Meanwhile)

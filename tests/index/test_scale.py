@@ -18,7 +18,6 @@ import pytest
 from castore import Store
 from castore.gc import compaction
 from castore.index.database import Index
-from castore.index.queries import Questions
 from castore.objects import packs
 from castore.repair import doctor
 from tests.helpers import noise
@@ -98,7 +97,7 @@ def test_gc_asks_only_for_the_rows_of_objects_that_are_files(
         return blobs_of(index, digests)
 
     monkeypatch.setattr(Index, "blobs_of", counted)
-    monkeypatch.delattr(Questions, "blobs")
+    monkeypatch.delattr(Index, "blobs")
     assert store.gc().leftovers == [str(left)]
     assert asked == [2]
     assert store.get("large") == noise(100_000, 1)

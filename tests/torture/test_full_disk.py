@@ -61,6 +61,12 @@ def whole(store: Store, kept: dict[str, bytes]) -> None:
     recount(store)
 
 
+def in_a_batch(store: Store, source: Path) -> None:
+    with store.batch() as batch:
+        batch.put("batch/small", noise(3_000))
+        batch.put_file("batch/file", source)
+
+
 def test_on_a_full_disk_every_write_is_a_clear_error_and_tears_nothing(disk: Path, figure: Figure) -> None:
     kept = {f"old/{number}": mixed(500 + 40_000 * (number % 2), number) for number in range(100)}
     with Store(disk / "store", memory=0) as store:
@@ -73,6 +79,7 @@ def test_on_a_full_disk_every_write_is_a_clear_error_and_tears_nothing(disk: Pat
             "put of a small blob": lambda: [store.put(f"new/{n}", noise(3_000, n)) for n in range(2_000)],
             "put_many": lambda: store.put_many((f"many/{n}", noise(3_000, n)) for n in range(2_000)),
             "put_file": lambda: store.put_file("file", source),
+            "batch": lambda: in_a_batch(store, source),
             "replace": lambda: [store.put("old/1", noise(3_000, n)) for n in range(2_000)],
             "save": lambda: store.save("saved", {"x": list(range(100_000))}),
             "get_or_compute": lambda: store.get_or_compute("computed", lambda: noise(300_000, 5)),

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import castore_fuse
-from castore import Store, StoreError
+from castore import Batch, Store, StoreError
 from castore.errors import CastoreError
 from castore.repair import doctor
 from castore_fuse.lifecycle import check_fuse
@@ -97,6 +97,11 @@ def test_everything_can_be_read(shown: Path) -> None:
     assert _files(shown) == before
 
 
+def in_a_batch(store: Store, change: Callable[[Batch], object]) -> None:
+    with store.batch() as batch:
+        change(batch)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -106,6 +111,9 @@ def test_everything_can_be_read(shown: Path) -> None:
         lambda store: store.put_many([("new", b"new")]),
         lambda store: store.put_file("new", __file__),
         lambda store: store.put_if(("new", None), [("new", b"new", None)]),
+        lambda store: in_a_batch(store, lambda batch: batch.put("new", b"new")),
+        lambda store: in_a_batch(store, lambda batch: batch.put("new", noise(500_000))),
+        lambda store: in_a_batch(store, lambda batch: batch.delete("data/a.txt")),
         lambda store: store.save("new", {"a": 1}),
         lambda store: store.get_or_compute("new", lambda: b"new"),
         lambda store: store.delete("data/a.txt"),

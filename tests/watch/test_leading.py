@@ -22,7 +22,7 @@ from tests.watch.conftest import Watch, run, settled
 
 def kill_mount(store: Store) -> None:
     """Kill the daemon, as the kernel does when memory is short: the mountpoint stays, without answers."""
-    ((pid, started),) = list(store.index.rows("SELECT pid, started FROM mounts"))
+    ((pid, started),) = list(store.index.file.rows("SELECT pid, started FROM mounts"))
     os.kill(pid, signal.SIGKILL)
     while is_running(pid, started):  # a busy machine takes a moment
         time.sleep(0.001)

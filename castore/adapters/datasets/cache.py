@@ -6,7 +6,6 @@ module.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 from collections.abc import Iterator
@@ -177,22 +176,13 @@ def streamed(store: Store, name: str) -> datasets.IterableDataset:
     """
     files = dataset_entries.files_of(store, name)
     for part in files.blobs:
-        store.source.count_use(part)
+        store.count_use(part)
     digests = [blob.digest.hex() for _, blob in files.data]
     return assemble_stream(files.state, files.info, _batches, {"store": store, "digests": digests})
 
 
 def _batches(store: Store, digests: list[str]) -> Iterator[tuple[int, pa.Table]]:
     for digest in digests:
-        blob = store.index.blob(bytes.fromhex(digest))
-        if blob is None:
-            raise NotFoundError(
-                f"blob {digest} has been removed from {store.path} while its dataset was read"
-            )
-        with contextlib.closing(store.source.open(blob)) as reader:
-            try:
-                for number, batch in enumerate(batches_of(reader)):
-                    yield number, pa.Table.from_batches([batch])
-            except CorruptError as error:
-                store.source.quarantine(blob, error)
-                raise
+        with store.open_blob(digest) as opened:
+            for number, batch in enumerate(batches_of(opened)):
+                yield number, pa.Table.from_batches([batch])

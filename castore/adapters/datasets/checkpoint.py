@@ -26,7 +26,6 @@ from castore.adapters.datasets import dataset_entries, hardlinks, mapped_files
 from castore.adapters.datasets.dataset_entries import Options, Size
 from castore.adapters.datasets.tables import part_of
 from castore.errors import CorruptError, FullError, NotFoundError, TooLargeError
-from castore.gc.collect import remove_blobs
 from castore.names import check_name
 from castore.store import Store
 
@@ -214,12 +213,11 @@ class Checkpoint:
         }
 
     def _forget(self, digests: set[bytes]) -> None:
-        # At once and not with the next gc: "constant space" means now. Blobs of other entries stay.
-        index = self._store.index
-        blobs = [blob for digest in digests if (blob := index.blob(digest)) is not None]
-        copies = index.find_many([f"{mapped_files.MAPS}/{blob.digest.hex()}" for blob in blobs])
+        # At once and not with the next gc: "constant space" means now. What another entry names stays.
+        blobs = [blob for digest in digests if (blob := self._store.blob(digest)) is not None]
+        copies = self._store.find_many([f"{mapped_files.MAPS}/{blob.digest.hex()}" for blob in blobs])
         mapped_files.forget(self._store, blobs)
-        remove_blobs(self._store.parts, sorted(digests | {found.blob.digest for found in copies.values()}))
+        self._store.remove_blobs(sorted(digests | {found.blob.digest for found in copies.values()}))
 
 
 def _between(old: Mapping[str, Any], new: Mark) -> str:

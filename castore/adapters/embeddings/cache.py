@@ -125,7 +125,7 @@ class EmbeddingCache:
 
     def _found(self) -> tuple[Blob | None, str | None]:
         """The manifest's blob and its digest in hex; None for both if the entry is missing or expired."""
-        found = self.store.index.find(self._manifest)
+        found = self.store.find(self._manifest)
         if found is None or (found.expires is not None and found.expires <= time.time()):
             return None, None
         return found.blob, found.blob.digest.hex()
@@ -136,11 +136,11 @@ class EmbeddingCache:
         if digest == self._digest and self._is_there == (blob is not None):
             return False
         self._digest, self._is_there = digest, False
-        data = None if blob is None else self.store.source.fetch(blob)
+        data = None if blob is None else self.store.get_blob(blob)
         if data is not None:
             self._adopt(Manifest.load(data, self._manifest))
             self._is_there = True
-            self.store.source.count_use(self._manifest)
+            self.store.count_use(self._manifest)
         return True
 
     def _adopt(self, manifest: Manifest) -> None:

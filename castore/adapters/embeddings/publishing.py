@@ -37,7 +37,6 @@ from castore.adapters.embeddings.outputs import Part, Schema, check_alike
 from castore.adapters.embeddings.table import Table
 from castore.adapters.mapped_check import forget, note_new
 from castore.errors import FullError, StoreError
-from castore.gc.collect import remove_blobs
 from castore.objects.codecs import Buffer
 from castore.store import Store
 from castore.units import format_size
@@ -173,17 +172,17 @@ class Publisher:
         named = [(f"{self._prefix}/{name}", data, about) for name, data, about in files]
         place = f"{self._prefix}/{MANIFEST}"
         items: list[tuple[str, Buffer, dict[str, Any] | None]] = [*named, (place, manifest.dump(), None)]
-        before = store.index.find_many([*drop, *(name for name, _, _ in items)])
+        before = store.find_many([*drop, *(name for name, _, _ in items)])
         entries = store.put_if((place, expected), items, drop=drop, codec="none")
         if entries is None:
             return False
-        after = {found.blob for found in store.index.find_many([entry.name for entry in entries]).values()}
+        after = {found.blob for found in store.find_many([entry.name for entry in entries]).values()}
         note_new(store, after, started)
         # Removed at once and not by the next gc: a table filled in small steps would leave many times its
         # size.
         gone = {found.blob for found in before.values()} - after
         forget(store, gone)
-        remove_blobs(store.parts, [blob.digest for blob in gone])
+        store.remove_blobs([blob.digest for blob in gone])
         return True
 
 

@@ -22,9 +22,8 @@ from castore.adapters.embeddings.layout import SORTED_KEYS, Column, Manifest, Sh
 from castore.adapters.embeddings.outputs import dtype_of
 from castore.adapters.embeddings.region import PAGE, Region
 from castore.adapters.mapped_check import read_whole, unchecked
-from castore.errors import CorruptError
-from castore.index.queries import Found
-from castore.records import LOOSE, LOST, Blob
+from castore.errors import CorruptError, NotFoundError
+from castore.records import LOOSE, LOST, Blob, Found
 from castore.store import Store
 from castore.system.temporary import open_regular
 
@@ -101,7 +100,7 @@ class Table:
             if self._mapped.get(shard.extents[0]) != shard and shard not in self._missing
         ]
         names = [self._name(shard, column) for shard in fresh for column in self.columns]
-        found = self._store.index.find_many([*names, self._below(SORTED_KEYS)])
+        found = self._store.find_many([*names, self._below(SORTED_KEYS)])
         good = self._good(fresh, found)
         self._reserve(manifest.ends)
         self._missing.update(
@@ -117,7 +116,7 @@ class Table:
         before, self.view = self.view, self._view(manifest.ends)
         self._update_keys(found.get(self._below(SORTED_KEYS)), fresh, before)
         for name in found:
-            self._store.source.count_use(name)
+            self._store.count_use(name)
         if self._resident:
             self._populate(fresh)
 
@@ -167,7 +166,7 @@ class Table:
         for blob in unchecked(self._store, [blob for blob in wanted.values() if _can_be_mapped(blob)]):
             try:
                 read_whole(self._store, blob)
-            except FileNotFoundError:  # gc was faster
+            except NotFoundError:  # gc was faster
                 good.discard(blob.digest.hex())
             except CorruptError as error:
                 _warn(f"{self._prefix}: {error}; its rows will be computed again")
@@ -207,9 +206,9 @@ class Table:
                     continue
             except FileNotFoundError:
                 return False
-            data = self._store.source.fetch(blob)
+            data = self._store.get_blob(blob)
             if data is None:
-                now = self._store.index.blob(blob.digest)
+                now = self._store.blob(blob.digest)
                 if now is not None and now.pack == LOST:  # otherwise gc was faster
                     name = self._name(shard, column)
                     _warn(f"{self._prefix}: {name} is damaged; its rows will be computed again")
@@ -218,7 +217,7 @@ class Table:
         return True
 
     def _map_file(self, region: Region, at: int, blob: Blob) -> None:
-        fd = open_regular(self._store.objects.loose.path(blob.digest, "none"))
+        fd = open_regular(self._store.path_of(blob))
         try:
             if os.fstat(fd).st_size != blob.size:  # touching a page beyond the end would end the process
                 raise FileNotFoundError
@@ -326,7 +325,7 @@ class Table:
                 return None
             data = region.tensor(torch.int64, (3, size // 24))
         else:
-            read = self._store.source.fetch(found.blob)
+            read = self._store.get_blob(found.blob)
             if read is None:
                 return None
             data = torch.frombuffer(bytearray(read), dtype=torch.int64, offset=PAGE).view(3, -1)

@@ -18,7 +18,8 @@ from castore.adapters.tree.naming import FOLDER
 from castore.adapters.tree.packing import Packed
 from castore.errors import InvalidValueError
 from castore.gc import collect
-from castore.index.queries import below
+from castore.index.eviction import is_work
+from castore.index.name_ranges import count_inside
 from castore.read.usage import Usage
 from castore.records import LOST, Entry
 from castore.store import Store
@@ -29,11 +30,6 @@ COMPRESSIONS = ("none", "gzip", "lz4", "zstd")
 #: Seconds between two sweeps for expired and orphaned bytes by a process that puts.
 SWEEP_SECONDS = 300.0
 _ATTEMPTS = 5
-_DEAD = (
-    "SELECT EXISTS (SELECT 1 FROM entries WHERE expires <= ?1 AND pinned = 0)"
-    " OR EXISTS (SELECT 1 FROM blobs WHERE orphaned <= ?2)"
-)
-_COUNT = "SELECT count(*) FROM entries WHERE name > ?1 AND name < ?2 AND (expires IS NULL OR expires > ?3)"
 
 Self = TypeVar("Self", bound="OverDisk")
 
@@ -112,10 +108,10 @@ class DiskLevel:
         for _ in range(_ATTEMPTS):
             entry = self.entry(name)
             if entry is not None:
-                blob = store.index.blob(bytes.fromhex(entry.digest))
-                data = None if blob is None else store.source.fetch(blob)
+                blob = store.blob(entry.digest)
+                data = None if blob is None else store.get_blob(blob)
                 if data is not None:
-                    store.source.count_use(name)
+                    store.count_use(name)
                     store.parts.usage.flush_if_due()
                     return entry, Packed(entry.serializer, data, to_text(entry.metadata))
             # The store's own read counts the miss, and finds a value that another process has just put.
@@ -133,7 +129,7 @@ class DiskLevel:
     def holds(self, name: str) -> bool:
         """Whether `read` would find a value, if its bytes have no undiscovered damage."""
         entry = self.entry(name)
-        blob = None if entry is None else self.store.index.blob(bytes.fromhex(entry.digest))
+        blob = None if entry is None else self.store.blob(entry.digest)
         return blob is not None and blob.pack != LOST
 
     def close(self) -> None:
@@ -148,14 +144,12 @@ class DiskLevel:
 
     def figures(self) -> dict[str, int | None]:
         """Entries, and the bytes and evictions of the whole store."""
-        index = self.store.index
-        ((size,),) = index.all(_COUNT, (*below(FOLDER), time.time()))
         return {
-            "size": size,
+            "size": count_inside(self.store.index, FOLDER, time.time()),
             "max_size": None,
-            "bytes": index.totals().stored,
+            "bytes": self.store.totals().stored,
             "max_bytes": self.store.settings.max_size,
-            "evictions": index.counters().get("evictions", 0),
+            "evictions": self.store.index.counters().get("evictions", 0),
         }
 
     def _sweep_if_due(self) -> None:
@@ -167,8 +161,7 @@ class DiskLevel:
             return
         self._sweep_due = time.monotonic() + SWEEP_SECONDS
         now = time.time()
-        ((dead,),) = self.store.index.all(_DEAD, (now, now - collect.GRACE_SECONDS))
-        if dead:
+        if is_work(self.store.index, now, now - collect.GRACE_SECONDS):
             self.store.gc(grace=collect.GRACE_SECONDS)
 
 
