@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from castore.cli.completion import codecs
-from castore.cli.opening import store_path
 from castore.cli.output import (
     LISTED,
     AsJson,
@@ -29,13 +28,14 @@ from castore.cli.output import (
     progress,
     spinner,
 )
+from castore.cli.store_access import store_path
 from castore.cli.walk import Source, destinations, find
 from castore.errors import CastoreError, InvalidValueError
 from castore.units import format_size
 
 if TYPE_CHECKING:
     from castore import Store
-    from castore.cli.putting import Putter
+    from castore.cli.add_batches import Putter
 
 Search = Callable[[str, str], Iterator[Source]]
 
@@ -75,7 +75,7 @@ def add(
     castore add records/ --dict             small files that are alike take much less together
     """
     from castore import Store
-    from castore.cli.putting import Options, Putter
+    from castore.cli.add_batches import Options, Putter
 
     named = destinations(path, prefix)
     options = Options(codec, ttl, _metadata(meta or []), pin)
@@ -170,7 +170,7 @@ def _put_all(
 
 
 def _learn(store: Store, named: dict[str, str], search: Search) -> list[dict[str, Any]]:
-    from castore.cli.learning import learn
+    from castore.cli.dictionary_sample import learn
 
     with spinner("training a dictionary"):
         return learn(store, named, search)

@@ -27,7 +27,7 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from castore import InvalidNameError, UnhashableError, key
-from castore.adapters.torch.identity import dataset_key
+from castore.adapters.torch.dataset_identity import dataset_key
 
 ROOT = Path(__file__).parents[3]
 
