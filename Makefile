@@ -1,7 +1,9 @@
 # The commands of this project. Each sets up all it needs by itself: `make demo` is a fine first one.
 # PYTHON=python3.12 chooses the interpreter that the environment is made with.
+# WORKERS=0 runs the tests in one process, as a debugger needs; by default there is one for each core.
 
 PYTHON ?= python3
+WORKERS ?= auto
 BIN := .venv/bin
 export PYTHON
 # Nothing here fetches data: a loader that tries to reach a hub is a mistake worth an error.
@@ -20,7 +22,7 @@ demo:  ## stores, mounts and reads real files with unmodified loaders (set-up in
 	@$(BIN)/python -m tools.demo
 
 test: lint  ## the whole test suite, real mounts included (ARGS="-k name" narrows it)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 lint:  ## ruff, mypy and the import rules
 	@tools/setup.sh test

@@ -1,4 +1,4 @@
-"""`castore add`: which files are taken, what they are named, and what is said of those that are not."""
+"""`castore add`: the files that it takes, their names, and its messages about other files."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ def test_links_are_followed_and_loops_and_strange_things_are_named(
     complaints = ran.err.splitlines()
     assert len(complaints) == 5
     for name, why in {
-        "sub/up": "links to a folder that it lies in", "nowhere": "links to nothing", "itself": "symbolic links",
+        "sub/up": (
+            "links to a folder that it lies in"
+        ), "nowhere": "links to nothing", "itself": "symbolic links",
         "pipe": "neither a file nor a folder", "socket": "neither a file nor a folder",
     }.items():  # fmt: skip
         assert any(f"data/{name}" in line and why in line for line in complaints), name
@@ -155,7 +157,7 @@ def test_one_bad_file_spoils_nothing_for_the_others(cli: Cli, data: Path, folder
     (data / "line\nbreak").write_bytes(b"x")
     ran = cli("add", "data", "nosuch", "--as", "d")
     assert ran.code == 1
-    assert len(ran.err.splitlines()) == 3  # however strange the names
+    assert len(ran.err.splitlines()) == 3  # however strange the names are
     assert "added 4 files" in ran.out
     assert len(names(folder)) == 4
 
@@ -206,7 +208,7 @@ def test_thousands_of_small_files_are_all_there(cli: Cli, folder: Path, tmp_path
 
 @pytest.fixture
 def deep(tmp_path: Path) -> Iterator[Path]:
-    """A file below more folders than Python may call functions, which pytest could not remove either."""
+    """A file below more folders than Python may nest calls, which pytest could not remove either."""
     place = tmp_path / "deep"
     for _ in range(1200):
         place.mkdir()

@@ -1,4 +1,4 @@
-"""Which packs gc rewrites: what has died in each is noted as it dies, and counted only where that can't be all."""
+"""The packs that gc rewrites: dead bytes are noted as they die, and counted only if notes may be missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KB = 1_000
 
 @pytest.fixture
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a gc fail that reads every blob's row."""
+    """Make a gc fail that reads every blob's row."""
 
     def refuse(index: Index) -> dict[int, int]:
         raise AssertionError("gc counted what lives in packs")
@@ -38,7 +38,7 @@ def noted(store: Store) -> dict[int, int]:
 
 
 def found(store: Store) -> dict[int, int]:
-    """Dead bytes of each pack, by its size and the rows that mean it."""
+    """Dead bytes of each pack, computed from its size and the rows that point into it."""
     live = Counter[int]()
     for pack, stored in store.index.rows("SELECT pack, stored FROM blobs WHERE pack > 0"):
         live[pack] += stored + HEAD_SIZE
@@ -86,7 +86,9 @@ def test_what_a_killed_writer_left_is_counted(store: Store) -> None:
     def die() -> None:
         with Store(store.path, memory=0) as own:
             own.put("first", b"in a pack that is registered")
-            Journal.append = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+            Journal.append = (  # type: ignore[method-assign]
+                lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+            )
             own.put_many((f"late/{number}", noise(2 * KB, number)) for number in range(200, 300))
 
     writer = multiprocessing.get_context("fork").Process(target=die)
@@ -108,7 +110,7 @@ def test_a_rebuilt_index_counts_once(store: Store, monkeypatch: pytest.MonkeyPat
     assert list(dead.values()) == [40 * (2 * KB + HEAD_SIZE)]
     with store.index.write() as txn:
         txn.execute("UPDATE packs SET dead = 0")
-    assert doctor.examine(store.path) == []  # a guess that is off is not damage
+    assert doctor.examine(store.path) == []  # a wrong estimate is not damage
     times, count = [0], compaction._live_bytes
 
     def counted(index: Index) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Garbage collection: what goes and in which order, what never goes, and what readers notice of it: nothing."""
+"""Garbage collection: what is removed and in which order, what never is, and that readers notice nothing."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_a_blob_larger_than_the_whole_budget_is_refused_and_evicts_nothing(tmp_p
             store.put_file("e", source)
         assert names(store) == ["a"]
         assert len(object_files(store)) == 1
-        store.put("f", text(1_000 * KB))  # what counts is what it takes, not what it is
+        store.put("f", text(1_000 * KB))  # the stored size counts, not the blob's size
 
 
 def test_a_budget_full_of_pins_is_an_error_that_says_so(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_compaction_keeps_data_and_readers(store: Store) -> None:
 def test_a_pack_that_a_rebuild_finds_before_it_is_unlinked_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rebuild takes what lies in packs; of two records of a blob it may mean the one that was to go."""
+    """A rebuild maps the records in packs; of two records of a blob it may choose the one that was to go."""
     with Store(tmp_path / "store", memory=0) as keeper, Store(tmp_path / "store", memory=0) as writer:
         keeper.put("kept", noise(5 * KB))  # the live records move into this pack, which a rebuild reads first
         writer.put_many((f"n/{i}", noise(2 * KB, i)) for i in range(100))
@@ -299,7 +299,10 @@ def test_a_writer_whose_pack_was_compacted_starts_another(tmp_path: Path) -> Non
 
 def test_packs_of_many_short_lived_writers_are_merged(store: Store) -> None:
     for turn in range(5):
-        in_processes(4, lambda i, turn=turn: store.put(f"n/{turn}/{i}", b"%d %d" % (turn, i)))  # type: ignore[misc]
+        in_processes(
+            4,
+            lambda i, turn=turn: store.put(f"n/{turn}/{i}", b"%d %d" % (turn, i)),  # type: ignore[misc]
+        )
     assert len(store.objects.packs.ids()) == 20
     store.gc()
     assert len(store.objects.packs.ids()) == 1
@@ -308,7 +311,7 @@ def test_packs_of_many_short_lived_writers_are_merged(store: Store) -> None:
     ]
 
 
-# What dead writers leave
+# Leftovers of dead writers
 
 
 def test_leftovers_of_a_killed_writer_go_with_the_next_gc(store: Store) -> None:
@@ -378,7 +381,7 @@ def test_packs_that_another_gc_removes_meanwhile_are_no_error(
     monkeypatch.setattr(leftovers, "_size", measure_and_remove)
     assert store.gc().leftovers == []
     assert not pack.exists()
-    listed = [*store.objects.packs.ids(), 99]  # as it was a moment ago
+    listed = [*store.objects.packs.ids(), 99]  # the listing of a moment ago
     monkeypatch.setattr(store.objects.packs, "ids", lambda: listed)
     assert store.objects.digests() == {bytes.fromhex(store.put("a", b"x").digest)}
 

@@ -1,4 +1,4 @@
-"""Entries that gc has removed and whose blobs still count them: nothing is lost or counted twice, whoever goes on."""
+"""Entries that gc has removed and their blobs still count: nothing is lost, nothing is counted twice."""
 
 from __future__ import annotations
 

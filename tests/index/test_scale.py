@@ -1,6 +1,6 @@
-"""What must hold in stores of any size, tried on small ones: that nothing takes longer for what is not its business.
+"""Promises for stores of any size, tested on small ones: no operation takes longer for unrelated entries.
 
-How long things take in large ones, `make bench ARGS="--suite scale"` measures, in stores whose making is tested here.
+`make bench ARGS="--suite scale"` measures times in large stores, whose making is tested here.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_long_gc_leaves_others_a_turn(store: Store, monkeypatch: pytest.MonkeyPa
     clock, turns = itertools.count(), []
 
     def let_another_write(seconds: float) -> None:
-        assert seconds > 0.1  # what SQLite lets a writer sleep before he looks again
+        assert seconds > 0.1  # the longest that SQLite lets a writer sleep before it retries
         with ThreadPoolExecutor() as other, store.index.write(0.0):
             turns.append(other.submit(store.index.totals).result().entries)
 

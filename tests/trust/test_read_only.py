@@ -1,6 +1,7 @@
-"""A store where nothing can be written (read-only media, another user's) is read as any other, and refuses to be changed.
+"""A store that cannot be written (read-only media, another user's) is read as any other, and refuses changes.
 
-As root the store lies on a read-only bind mount; as an ordinary user its folders and files may not be written to.
+As root the store lies on a read-only bind mount; as an ordinary user its folders and files have no write
+permission.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _chmod(folder: Path, remove: int, add: int) -> None:
 
 @pytest.fixture
 def freeze(tmp_path: Path) -> Iterator[Freeze]:
-    """Make the store at ``tmp_path/store`` read-only, and give the path at which it is."""
+    """Make the store at ``tmp_path/store`` read-only, and return its path."""
     there, shown = tmp_path / "store", tmp_path / "shown"
     mounted = []
 
@@ -59,12 +60,12 @@ def freeze(tmp_path: Path) -> Iterator[Freeze]:
         _chmod(there, 0, 0o200)
     else:
         for _ in mounted:
-            subprocess.run(["umount", "--lazy", shown], check=True)  # its words stay mapped
+            subprocess.run(["umount", "--lazy", shown], check=True)  # its mappings keep the mount in use
 
 
 @pytest.fixture
 def shown(tmp_path: Path, freeze: Freeze) -> Path:
-    """A filled store that nobody can write to."""
+    """A filled store that cannot be written."""
     _fill(tmp_path / "store")
     return freeze()
 
@@ -126,7 +127,7 @@ def test_an_index_with_a_log_is_read_whole(tmp_path: Path, freeze: Freeze) -> No
         writer.put("late", b"in the log")
         with Store(freeze()) as store:
             assert store.get("late") == b"in the log"
-            if os.geteuid() == 0:  # the writer has another way in
+            if os.geteuid() == 0:  # the writer uses another path
                 writer.put("later", b"while it is read")
                 writer.delete("data/a.txt")
                 assert store.get("later") == b"while it is read"

@@ -1,4 +1,4 @@
-"""Entries remember the files they were made from, and tell when those have changed."""
+"""Entries remember the files they were made from, and report when those have changed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_content_written_within_the_same_tick_of_the_clock_is_a_change(store: St
 
 
 def test_content_is_not_read_while_size_and_mtime_are_as_they_were(store: Store, raw: Path) -> None:
-    """A look at thousands of sources must cost no more than a stat each."""
+    """A check of thousands of sources must cost no more than a stat each."""
     derive(store, raw)
     before = raw.stat()
     raw.write_text("HELLO")

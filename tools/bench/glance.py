@@ -1,7 +1,8 @@
-"""All goals in one table: what castore should reach, what it reached, and what was not measured.
+"""All goals in one table: what castore should reach, what it reached, and which goals were not measured.
 
-Made from the kept results of all suites, so it says what the last run of each gave. The suites that put castore beside
-what a user might pick instead come goal by goal; the others as counts, for their own sections tell more.
+The table is made from the kept results of all suites, so it shows the last run of each. The suites that put
+castore beside its alternatives are shown goal by goal. The others are shown as counts; their own sections
+have the details.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class Line(NamedTuple):
     """One goal.
 
     Attributes:
-        suite: the goal is of.
+        suite: name of the goal's suite.
         goal: what was asked, in words.
-        found: the figure; why there is none, where the verdict says so.
+        found: the figure, or the reason why there is none.
         verdict: one of the three words of `harness`.
     """
 
@@ -50,12 +51,12 @@ def _line(suite: str, sentence: str) -> Line:
 
 
 def lines(runs: Runs) -> list[Line]:
-    """The table: one line a goal of the suites that come in full."""
+    """The table: one line for each goal of the suites that are shown in full."""
     return [line for name in IN_FULL if name in runs for line in of_run(runs[name])]
 
 
 def others(runs: Runs) -> list[tuple[str, int, int, list[str]]]:
-    """Of each other suite with goals: its name, how many it reached, how many it has, and those that it missed."""
+    """For each other suite with goals: its name, goals reached, goals in all, and the missed ones."""
     found = []
     for name in sorted(set(runs) - set(IN_FULL)):
         if goals := of_run(runs[name]):
@@ -66,7 +67,7 @@ def others(runs: Runs) -> list[tuple[str, int, int, list[str]]]:
 
 
 def summary(runs: Runs) -> str:
-    """One sentence."""
+    """The goals reached and missed, in one sentence."""
     verdicts = [line.verdict for run in runs.values() for line in of_run(run)]
     reached, missed, without = (verdicts.count(word) for word in (REACHED, MISSED, NOT_MEASURED))
     return f"{len(verdicts)} goals: {reached} reached, {missed} missed, {without} not measured."

@@ -1,7 +1,7 @@
 """Results and studies as Markdown, between markers in `docs/benchmarks.md`.
 
-Renders only from the JSON of a run, so the page can be made again without measuring. States goals missed and
-peers ahead as plainly as the rest.
+Renders only from the JSON of a run, so the page can be made again without measuring. Reports missed goals,
+and rows with peers ahead, as plainly as the rest.
 """
 
 from __future__ import annotations
@@ -16,25 +16,30 @@ from tools.bench.harness import NOT_MEASURED, Goal, Result, Study, verdict
 _INTRODUCTION = """\
 # Benchmarks
 
-Figures from `make bench`, written here by it. Contestants of a row run in turn (A B C A B C …), each in every
-round; a figure is the median of its rounds, with the least and the greatest beside it. The ratio says how many times as
+Figures from `make bench`, written here by it. Contestants of a row run in turn (A B C A B C …), each in \
+every
+round; a figure is the median of its rounds, with the least and the greatest beside it. The ratio says how \
+many times as
 good a contestant is as the row's reference: above 1 is better, for rates and for times alike. Ratios travel
-between machines; absolute figures do not. Cold rows start with the kernel's caches dropped, and mounts put up anew.
+between machines; absolute figures do not. Cold rows start with the kernel's caches dropped, and mounts put \
+up anew.
 
-`make bench` runs all suites, which takes the better part of an hour; `make bench ARGS="--suite kv --suite mount"` runs some, `--quick` shows small
-ones and leaves this page alone, and `--json` prints all figures on file. Each run ends with every goal, reached or missed.
+`make bench` runs all suites, which takes the better part of an hour; `make bench ARGS="--suite kv --suite \
+mount"` runs some, `--quick` shows small
+ones and leaves this page alone, and `--json` prints all figures on file. Each run ends with every goal, \
+reached or missed.
 """
 
 
 def write(page: Path, suite: str, run: dict[str, Any]) -> None:
-    """Puts the report of one suite between its markers; where they are missing, below those of the other suites."""
+    """Put the report of one suite between its markers. If they are missing, it goes below the others."""
     text = page.read_text() if page.exists() else _INTRODUCTION
     others = [found.end() for found in re.finditer("<!-- /bench:[a-z]+ -->", text)]
     _put(page, text, suite, render(run), max(others, default=len(text)))
 
 
 def write_first(page: Path, name: str, section: str) -> None:
-    """Puts a section between its markers; where they are missing, above those of all suites."""
+    """Put a section between its markers; if they are missing, above those of all suites."""
     text = page.read_text()
     first = re.search("<!-- bench:[a-z]+ -->", text)
     _put(page, text, name, section, first.start() if first else len(text))
@@ -82,7 +87,9 @@ def _table(results: list[Result]) -> Iterator[str]:
         for number, timing in enumerate(result.timings):
             name = f"**{timing.name}**" if timing.ours else timing.name
             if timing.skipped:
-                yield f"| {result.name if number == 0 else ''} | {name} | not measured: {timing.skipped} | | |"
+                yield (
+                    f"| {result.name if number == 0 else ''} | {name} | not measured: {timing.skipped} | | |"
+                )
                 continue
             spread = f"{figure(min(timing.figures))} – {figure(max(timing.figures))}"
             ratio = "1 (reference)" if timing.name == result.reference else times(result, timing.name)
@@ -179,7 +186,7 @@ def figure(value: float) -> str:
 
 
 def times(result: Result, name: str) -> str:
-    """The ratio against the row's reference; nothing where there is none."""
+    """The ratio against the row's reference; empty if there is none."""
     if result.reference is None or result.why_not(name) or result.why_not(result.reference):
         return ""
     return f"{result.ratio(name, result.reference):.2f}"

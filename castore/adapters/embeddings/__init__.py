@@ -1,6 +1,6 @@
 """Frozen encoders: embeddings computed once and kept in a store, for any PyTorch code.
 
-The options are those of Quaterion's cache; none of its limitations is.
+The options are those of Quaterion's cache, without its limitations.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Batches taken apart and put together: places in them, what of them belongs to single items, and the rest.
+"""Batches taken apart and put together: places in a batch, the parts of single items, and the rest.
 
-A place is a path of indices and names: (0, "image") is ``batch[0]["image"]``. What a collate function makes of samples is
-learnt from two batches of different sizes that share samples (`learn`): what is as long as its batch holds one element
-an item, what is the same in both is a constant, and what is neither cannot be cached. Knows no encoder and no store;
-must never change a batch that it is given.
+A place is a path of indices and names: (0, "image") is ``batch[0]["image"]``. `learn` finds how a collate
+function lays out samples, from two batches of different sizes that share samples. A leaf as long as its batch
+has one element an item, a leaf that is the same in both is a constant, and any other leaf cannot be cached.
+Knows no encoder and no store. Must never change a batch that it is given.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PerItem:
     """Stands in a layout for a leaf with an element for each item.
 
     Attributes:
-        form: how the leaf comes: "tensor", "numpy", or a "list" or "tuple" of elements.
+        form: type of the leaf: "tensor", "numpy", or a "list" or "tuple" of elements.
         kind: the type of the elements of a list.
     """
 
@@ -37,16 +37,19 @@ class PerItem:
 
 @dataclass(frozen=True)
 class Varying:
-    """Stands in a layout for a leaf that has no element for each item and yet differs: where it is, and why."""
+    """Stands in a layout for a leaf that differs without an element for each item.
+
+    `problem` has the place and the reason.
+    """
 
     problem: str
 
 
-# --- places -----------------------------------------------------------------------------------------------------
+# --- places -------------------------------------------------------------------------------------------------
 
 
 def as_path(where: Any) -> Path:
-    """The path that an int, a text, or a tuple of these means."""
+    """The path that an int, a text, or a tuple of these stands for."""
     path = where if isinstance(where, tuple) else (where,)
     if not all(isinstance(step, int | str) for step in path):
         raise InvalidValueError(f"{where!r} is no place in a batch; give an int, a text, or a tuple of these")
@@ -54,7 +57,7 @@ def as_path(where: Any) -> Path:
 
 
 def shown(path: Path) -> str:
-    """A path as one writes it in Python.
+    """A path in Python's syntax.
 
     >>> shown((0, "image"))
     "batch[0]['image']"
@@ -63,10 +66,10 @@ def shown(path: Path) -> str:
 
 
 def look(batch: Any, path: Path) -> Any:
-    """What is at a place.
+    """The value at a place.
 
     Raises:
-        InvalidValueError: there is no such place; the message says what is there.
+        InvalidValueError: there is no such place; the message lists what is there.
     """
     value = batch
     for at, step in enumerate(path):
@@ -74,14 +77,14 @@ def look(batch: Any, path: Path) -> Any:
             value = value[step]
         except (KeyError, IndexError, TypeError):
             raise InvalidValueError(
-                f"there is no {shown(path[: at + 1])}: {shown(path[:at])} is {_described(value)}; say with encoders=... where"
-                " the encoder's input is"
+                f"there is no {shown(path[: at + 1])}: {shown(path[:at])} is {_described(value)}; "
+                "say with encoders=... where the encoder's input is"
             ) from None
     return value
 
 
 def put(batch: Any, path: Path, value: Any) -> Any:
-    """A copy of a batch with ``value`` at a place; all else is shared with the batch."""
+    """A copy of a batch with ``value`` at a place; everything else is shared with the batch."""
     if not path:
         return value
     inner = put(batch[path[0]], path[1:], value)
@@ -95,7 +98,7 @@ def put(batch: Any, path: Path, value: Any) -> Any:
 
 
 def place_of(batch: Any, value: Any) -> Path | None:
-    """Where in a batch this very object is."""
+    """The place of this very object in a batch."""
     if batch is value:
         return ()
     for step, inner in _children(batch):
@@ -106,7 +109,7 @@ def place_of(batch: Any, value: Any) -> Path | None:
 
 
 def is_covered(value: Any, path: Path, places: Sequence[Path]) -> bool:
-    """Whether all of what is at ``path`` is at one of the places.
+    """Whether every part of ``value``, which is at ``path``, is at one of the places.
 
     >>> is_covered({"text": 1, "image": 2}, (0,), [(0, "text"), (0, "image")])
     True
@@ -131,18 +134,20 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def like(example: Any, items: list[Any]) -> Any:
-    """Items as a list, or as a tuple of the kind that ``example`` is."""
+    """Items as a list, or as a tuple of the type of ``example``."""
     if isinstance(example, tuple):
         return type(example)(*items) if hasattr(example, "_fields") else tuple(items)
     return items
 
 
 def over(layout: Any, replace: Callable[[Any, Any], Any], value: Any = None) -> Any:
-    """A structure like ``layout``: ``replace(leaf, value's leaf)`` in the place of each leaf."""
+    """A structure like ``layout``, with ``replace(leaf, value's leaf)`` in the place of each leaf."""
     if isinstance(layout, Mapping):
         changed = copy.copy(layout)
         for name, inner in layout.items():
-            changed[name] = over(inner, replace, None if value is None else value[name])  # type: ignore[index]
+            changed[name] = over(  # type: ignore[index]
+                inner, replace, None if value is None else value[name]
+            )
         return changed
     if isinstance(layout, list | tuple):
         values = [None] * len(layout) if value is None else value
@@ -150,16 +155,16 @@ def over(layout: Any, replace: Callable[[Any, Any], Any], value: Any = None) -> 
     return replace(layout, value)
 
 
-# --- what belongs to single items ---------------------------------------------------------------------------------
+# --- what belongs to single items ---------------------------------------------------------------------------
 
 
 def learn(one: Any, others: Sequence[Any], sizes: tuple[int, int], path: Path = ()) -> Any:
-    """What of a batch belongs to single items.
+    """The layout of a batch: which leaves belong to single items.
 
     Args:
         one: a batch.
         others: batches of the same collate function, of some of its samples.
-        sizes: how many samples the one holds, and each of the others; two numbers that differ.
+        sizes: number of samples in ``one``, and in each of ``others``; the two differ.
 
     Returns:
         the batch's structure, with PerItem, a constant, or Varying in the place of each leaf.
@@ -183,7 +188,8 @@ def learn(one: Any, others: Sequence[Any], sizes: tuple[int, int], path: Path = 
     if all(same(one, other) for other in others):
         return one
     return Varying(
-        f"{shown(path)} is {_described(one)} that has no element for each item and is not the same in every batch"
+        f"{shown(path)} is {_described(one)} that has no element for each "
+        "item and is not the same in every batch"
     )
 
 
@@ -206,7 +212,7 @@ def select(layout: Any, value: Any, positions: Sequence[int]) -> Any:
     """The part of ``value``, laid out as ``layout``, that belongs to the items at ``positions``.
 
     Raises:
-        InvalidValueError: a part of it belongs to no single items.
+        InvalidValueError: a leaf of it does not belong to single items.
     """
 
     def pick(leaf: Any, whole: Any) -> Any:
@@ -222,7 +228,10 @@ def select(layout: Any, value: Any, positions: Sequence[int]) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are the same, as far as one can tell: objects of unknown kinds pass for the same."""
+    """Whether two values are the same, as far as can be found out.
+
+    Objects whose type defines no `__eq__` count as the same.
+    """
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -240,18 +249,18 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) or one != one
 
 
-# --- the rest of a batch as leaves of a table -----------------------------------------------------------------------
+# --- the rest of a batch as leaves of a table ---------------------------------------------------------------
 
 
 class Rest:
-    """What a batch holds besides the inputs of cached encoders, as values by number, and back.
+    """The parts of a batch besides the inputs of cached encoders, as numbered values, and joined again.
 
     Args:
-        layout: what `learn` found.
+        layout: result of `learn`.
         holes: places that hold something else.
 
     Raises:
-        InvalidValueError: something cannot be kept for single items; the message names its place.
+        InvalidValueError: a part cannot be kept for single items; the message names its place.
     """
 
     def __init__(self, layout: Any, holes: Sequence[Path]) -> None:
@@ -268,8 +277,8 @@ class Rest:
         if isinstance(leaf, PerItem):
             if leaf.kind not in _KEPT:
                 raise InvalidValueError(
-                    f"the labels cannot be kept: a {leaf.form} of {leaf.kind} is among them, and only tensors, arrays,"
-                    f" numbers, texts and bytes are kept; {_WAYS_OUT}"
+                    f"the labels cannot be kept: a {leaf.form} of {leaf.kind} is among them, and only "
+                    f"tensors, arrays, numbers, texts and bytes are kept; {_WAYS_OUT}"
                 )
             self.leaves.append(leaf)
 
@@ -277,7 +286,7 @@ class Rest:
         """The values of a batch's items: tensors (B, ...), and lists of texts, bytes, numbers or tensors.
 
         Raises:
-            InvalidValueError: the tensors of an item have other sides than in the batches before.
+            InvalidValueError: the tensors of an item have other sizes than in the batches before.
         """
         values: list[Any] = []
 
@@ -295,10 +304,12 @@ class Rest:
         return {str(number): value for number, value in enumerate(values)}
 
     def check(self, one: Any, others: Sequence[Any]) -> None:
-        """See that a label is the same whatever batch it comes in: of ``others``, number i has all items of ``one`` but i.
+        """Check that a label is the same in every batch.
+
+        Number i of ``others`` has all items of ``one`` but i.
 
         Raises:
-            InvalidValueError: one depends on its batch, as when texts are padded to the longest.
+            InvalidValueError: a label depends on its batch, as when texts are padded to the longest.
         """
         whole = self.take(one).values()
         for place, other in enumerate(others):
@@ -334,8 +345,8 @@ _WAYS_OUT = (
 def _differs(label: Any) -> InvalidValueError:
     sides = f" of {tuple(label.shape)}" if isinstance(label, torch.Tensor) else ""
     return InvalidValueError(
-        f"the labels cannot be kept: the same item has another one in another batch, as when a batch is padded to its"
-        f" longest item ({_described(label)}{sides}); {_WAYS_OUT}"
+        "the labels cannot be kept: the same item has another one in another batch, as when a batch is "
+        f"padded to its longest item ({_described(label)}{sides}); {_WAYS_OUT}"
     )
 
 

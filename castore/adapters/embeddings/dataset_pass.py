@@ -1,8 +1,8 @@
 """One pass over a dataset, which fills the tables of all its encoders and of its labels at once.
 
-Reads only the samples of which something is missing. Ranks of a node that fill at the same time begin at different places,
-and share the work by the tables' claims. Must leave the training run's random numbers as they were (see `frozen_encoders`), and
-never touch its loader: the pass has one of its own.
+The pass reads only samples of which something is missing. Ranks of a node that fill at the same time begin at
+different places, and share the work through the tables' claims. Must leave the random numbers of the training
+run as they were (see `frozen_encoders`), and never touch its loader: the pass has one of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Part:
 
 
 class Pass:
-    """What is needed for a pass over one loader's dataset.
+    """A pass over one loader's dataset, and its tables.
 
     Args:
         loader: the loader of the training run.
@@ -46,8 +46,8 @@ class Pass:
         extractors: key extractors, by the encoder's number.
         tables: of the encoders, by number.
         index: the table of labels and extracted keys, by sample; None if there is nothing to keep in it.
-        rest: what of a batch the labels are; None if they are not kept.
-        layout: what of a batch belongs to single items.
+        rest: the labels' part of a batch; None if labels are not kept.
+        layout: of a batch, from `learn`.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Pass:
         self.rest = rest
         self._layout = layout
 
-    # What is there
+    # Contents
 
     def rows(self) -> torch.Tensor:
-        """Where the embeddings of each sample lie: int64 (n, calls of all encoders); -1 where there is none."""
+        """The rows of each sample's embeddings: int64 (n, calls of all encoders); -1 for missing ones."""
         count = len(self.loader.dataset)  # type: ignore[arg-type]
         columns = []
         kept = None if self.index is None else self.index.find(range(count))
@@ -105,17 +105,17 @@ class Pass:
         label: str,
         progress: bool | None,
     ) -> list[list[Any]]:
-        """Encode what is missing.
+        """Encode the samples of which something is missing.
 
         Args:
-            encode: runs an encoder on arguments; one each.
+            encode: for each encoder, a function that runs it on arguments.
             batch_size, num_workers: of the pass's loader.
-            start: at which part of the samples to begin, from 0 to 1.
+            start: the part of the samples at which to begin, from 0 to 1.
             label: of the bar.
             progress: show it; None: on a terminal.
 
         Returns:
-            The keys of each encoder's items that were seen; of an iterable dataset these are all there are.
+            The keys of each encoder's items that were seen; for an iterable dataset these are all its keys.
         """
         dataset = self.loader.dataset
         total, todo = None, None
@@ -127,7 +127,7 @@ class Pass:
             if not todo:
                 return []
         seen: list[dict[Any, None]] = [{} for _ in self.encoders]
-        # tqdm's None: a bar where somebody looks at a terminal.
+        # None for tqdm's `disable` shows the bar on a terminal only.
         with (
             ExitStack() as stack,
             tqdm(
@@ -151,7 +151,8 @@ class Pass:
                 size = len(numbers)
                 for source, filling in zip(self.encoders, fillings, strict=True):
                     for call in range(len(source.calls)):
-                        # Plain indices are keys of their own; several calls share the numbers.
+                        # Without a key extractor, indices are the keys; an encoder with several calls has a
+                        # number for each call.
                         own = keys.get((source.number, call)) or [
                             n * len(source.calls) + call for n in numbers
                         ]
@@ -179,7 +180,7 @@ class Pass:
                 "worker_init_fn": loader.worker_init_fn,
                 "multiprocessing_context": loader.multiprocessing_context,
             }
-        # A generator of its own, so that the start of workers draws nothing from the training run's.
+        # A generator of its own, so that starting workers draws nothing from that of the training run.
         options["generator"] = torch.Generator()
         if todo is None:
             return iter(DataLoader(loader.dataset, **options))
@@ -212,7 +213,7 @@ class Numbered(Dataset[Any]):
 
 
 class Gather:
-    """Collates samples where the loader's worker is, and tells their indices and keys.
+    """Collates samples in the loader's worker, and returns their indices and keys too.
 
     Samples of map-style datasets come with their indices; those of others are known by their keys.
     """
@@ -247,7 +248,7 @@ class Gather:
 
 
 class _Encoding:
-    """Runs an encoder on items that come one by one, a whole batch at once where they are one."""
+    """Runs an encoder on single items; a whole batch is run at once if its items come together."""
 
     def __init__(self, source: Source, run: Encode, layout: Any) -> None:
         self._source = source
@@ -266,12 +267,13 @@ class _Encoding:
             )
             try:
                 outputs.append(self._run(args, kwargs))
-            except torch.OutOfMemoryError:  # a RuntimeError, and no word on where the input is
+            except torch.OutOfMemoryError:  # a RuntimeError that does not depend on the place of the input
                 raise
             except (TypeError, AttributeError, LookupError, RuntimeError) as error:
                 raise InvalidValueError(
-                    f"the encoder {self._source.name!r} failed on what it is fed, {_described(args, kwargs)}"
-                    f" ({type(error).__name__}: {error}); say with encoders={{{self._source.name!r}: ...}} where its input is"
+                    f"the encoder {self._source.name!r} failed on what it is fed, "
+                    f"{_described(args, kwargs)} ({type(error).__name__}: {error}); say with "
+                    f"encoders={{{self._source.name!r}: ...}} where its input is"
                 ) from error
         return joined(outputs) if len(outputs) > 1 else outputs[0]
 

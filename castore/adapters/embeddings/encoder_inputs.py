@@ -1,7 +1,7 @@
-"""What encoders are fed of a batch: which encoders of a model are cached, and where in a batch their inputs are.
+"""The inputs of encoders: which encoders of a model are cached, and where in a batch their inputs are.
 
-Knows models and batches, no tables. An encoder has one call or several (one for the query, one for the document), a
-call has one input or several by keyword.
+Knows models and batches, no tables. An encoder has one call or several (one for the query, one for the
+document). A call has one input, or several by keyword.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from castore.errors import InvalidValueError
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an encoder: the places of its inputs; by keyword, or one alone."""
+    """One call of an encoder: the places of its inputs, by keyword, or a single one."""
 
     places: tuple[Path, ...]
     keywords: tuple[str, ...] = ()
@@ -38,12 +38,12 @@ class Call:
         return ([], dict(zip(self.keywords, values, strict=True))) if self.keywords else (values, {})
 
     def read_some(self, batch: Any, layout: Any, positions: list[int]) -> tuple[list[Any], dict[str, Any]]:
-        """The same, for some items of the batch."""
+        """The same for some items of the batch."""
         values = [select(look(layout, place), look(batch, place), positions) for place in self.places]
         return ([], dict(zip(self.keywords, values, strict=True))) if self.keywords else (values, {})
 
     def feature(self, sample: Any) -> Any:
-        """What a key extractor is shown: the same places in a sample, or the sample where the collate makes the input."""
+        """A key extractor's argument: the same places in a sample, or the sample if it lacks them."""
         try:
             values = [look(sample, place) for place in self.places]
         except InvalidValueError:
@@ -53,13 +53,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Source:
-    """An encoder of a model, and how it is called.
+    """An encoder of a model, and its calls.
 
     Attributes:
         name: in the model, with dots.
         encoder: the module or function, without a CachedEncoder around it.
         calls: its calls.
-        number: its place among those that are cached.
+        number: its index among the cached encoders.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Source:
 
 
 def encoder_names(model: nn.Module, encoders: Any) -> list[str]:
-    """The encoders that the user means; by default every child whose parameters are all frozen.
+    """The names of the encoders that the user gives; by default every child whose parameters are all frozen.
 
     Raises:
         InvalidValueError: there is none of that name, or none at all.
@@ -95,7 +95,8 @@ def encoder_names(model: nn.Module, encoders: Any) -> list[str]:
             reasons.append(f"{name!r} ({trainable(child) or 'it has no parameters'})")
     if not found:
         raise InvalidValueError(
-            f"no child of the model is frozen: {', '.join(reasons) or 'it has none'}; or name the encoders with encoders=..."
+            f"no child of the model is frozen: {', '.join(reasons) or 'it has none'}; or name the encoders "
+            "with encoders=..."
         )
     return found
 
@@ -103,15 +104,16 @@ def encoder_names(model: nn.Module, encoders: Any) -> list[str]:
 def sources(
     cached: Mapping[str, CachedEncoder], encoders: Any, batch: Any
 ) -> tuple[list[Source], list[Path]]:
-    """How the encoders to cache are called, and the places of inputs of those that are left alone.
+    """The calls of the encoders to cache, and the places of inputs of the other encoders.
 
     Args:
         cached: the encoders to cache, by name.
-        encoders: what the user said of them and of others.
+        encoders: the user's argument, which may name others too.
         batch: one, as the loader makes it.
 
     Raises:
-        InvalidValueError: an input is not where it was said to be, or two encoders share one and one is not cached.
+        InvalidValueError: an input is not at its place, or a cached encoder shares one with an encoder that
+            is not cached.
     """
     places = encoders if isinstance(encoders, Mapping) else {}
     found = [
@@ -125,13 +127,13 @@ def sources(
 
 
 def set_encoder(model: nn.Module, name: str, value: Any) -> None:
-    """Put something in the place of an encoder."""
+    """Put a value in the place of an encoder."""
     parent, _, last = name.rpartition(".")
     setattr(_get(model, parent) if parent else model, last, value)
 
 
 def get_encoder(model: nn.Module, name: str) -> Any:
-    """What is in the place of an encoder, a CachedEncoder perhaps."""
+    """The value in the place of an encoder, which may be a CachedEncoder."""
     return _get(model, name)
 
 
@@ -147,7 +149,7 @@ def _calls(name: str, where: Any, batch: Any) -> tuple[Call, ...]:
         raise InvalidValueError(f"encoders[{name!r}] is an empty list; say where its input is")
     calls = tuple(_call(name, one, batch) for one in given)
     for call in calls:
-        call.read(batch)  # or an error that says what is there
+        call.read(batch)  # raises an error that lists what is there
     return calls
 
 
@@ -165,8 +167,9 @@ def _place(name: str, where: Any, batch: Any) -> Path:
     found = place_of(batch, where(batch))
     if found is None:
         raise InvalidValueError(
-            f"the input of the encoder {name!r} is no part of the batch, but made from it; say where it is made from, with a"
-            " path such as (0, 'image'), and let the encoder or the collate function make it"
+            f"the input of the encoder {name!r} is no part of the batch, but made from "
+            "it; say where it is made from, with a path such as (0, 'image'), and let "
+            "the encoder or the collate function make it"
         )
     return found
 
@@ -174,7 +177,8 @@ def _place(name: str, where: Any, batch: Any) -> Path:
 def _first_of(name: str, batch: Any) -> Path:
     if isinstance(batch, Mapping):
         raise InvalidValueError(
-            f"a batch has names ({', '.join(map(repr, batch))}), so say which feeds the encoder: encoders={{{name!r}: ...}}"
+            f"a batch has names ({', '.join(map(repr, batch))}), so say which "
+            f"feeds the encoder: encoders={{{name!r}: ...}}"
         )
     # A list of items is a batch of samples that are features alone.
     structured = isinstance(batch, tuple) or (
@@ -184,21 +188,21 @@ def _first_of(name: str, batch: Any) -> Path:
 
 
 def _check_apart(cached: list[Source], others: list[Path]) -> None:
-    """See that no input lies inside another, and that none also feeds an encoder that is not cached."""
+    """Check that no input lies inside another, and that none also feeds an encoder that is not cached."""
     owners: dict[Path, str] = {}
     for source in cached:
         for place in (place for call in source.calls for place in call.places):
             for other, owner in owners.items():
                 if other != place and (other[: len(place)] == place or place[: len(other)] == other):
                     raise InvalidValueError(
-                        f"the encoder {source.name!r} is fed {shown(place)} and {owner!r} is fed {shown(other)}, one a part of"
-                        " the other; give both the same place, or places apart"
+                        f"the encoder {source.name!r} is fed {shown(place)} and {owner!r} is fed "
+                        f"{shown(other)}, one a part of the other; give both the same place, or places apart"
                     )
             owners[place] = source.name
     for place in others:
         for other, owner in owners.items():
             if other[: len(place)] == place or place[: len(other)] == other:
                 raise InvalidValueError(
-                    f"{shown(place)} feeds the encoder {owner!r}, which is cached, and one that is not (CacheType.NONE); give"
-                    " the other its features in a place of its own, or cache both"
+                    f"{shown(place)} feeds the encoder {owner!r}, which is cached, and one that is not "
+                    "(CacheType.NONE); give the other its features in a place of its own, or cache both"
                 )

@@ -1,8 +1,9 @@
-"""What an encoder returns, as columns of a table: tensors, arrays, tuples and dicts of them, ragged lists, text and numbers.
+"""The outputs of an encoder as columns of a table: tensors, arrays, tuples, dicts, lists, text, numbers.
 
-A batch of outputs is taken apart into leaves, each of which becomes arrays with one row an item; what `take` finds is put
-together again by the same description. Knows nothing of files or stores. Must never give back another dtype, shape or
-value than was put in, but for floats whose storage was asked to be narrower.
+`split` takes a batch of outputs apart into leaves, each of which becomes arrays with one row an item. The
+same description puts the rows that `take` finds together again. Knows nothing of files or stores. Must never
+give back another dtype, shape or value than was put in, except for floats whose storage was asked to be
+narrower.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import torch
 
 from castore.errors import InvalidValueError, OutOfRangeError, SerializationError
 
-#: Kinds of leaves whose items differ in length: their elements lie one after the other in an array of their own.
+#: Kinds of leaves whose items differ in length: their elements lie one after the other in an array of their
+#: own.
 RAGGED = ("ragged", "str", "bytes")
 #: All kinds of leaves.
 KINDS = ("tensor", "array", "int", "float", "bool", *RAGGED)
-#: What to do about outputs of which one batch is longer than another.
+#: Advice for outputs of which one batch is longer than another.
 DIFFERENT_LENGTHS = (
-    "where batches are padded to their longest item, CacheConfig(masks=...) keeps states without the padding; else return a"
-    " list of one tensor an item, or only what the model uses"
+    "where batches are padded to their longest item, CacheConfig(masks=...) keeps states without the "
+    "padding; else return a list of one tensor an item, or only what the model uses"
 )
 _NUMBERS: dict[type, tuple[str, torch.dtype]] = {
     bool: ("bool", torch.bool), int: ("int", torch.int64), float: ("float", torch.float64),
@@ -36,9 +38,9 @@ _DTYPES = {
 
 
 class Output(dict[str, Any]):
-    """What stands for a dict whose values are attributes too, as the ModelOutput of transformers is.
+    """A dict whose values are attributes too, as the ModelOutput of transformers is.
 
-    A field that the encoder left out is an attribute of None, and a number or a slice asks for values by place.
+    A field that the encoder left out is an attribute of None. A number or a slice selects values by position.
 
     >>> out = Output({"logits": 1, "states": 2}, fields=("loss", "logits", "states"))
     >>> out.logits, out["states"], out[0], out[1:], out.loss
@@ -68,14 +70,14 @@ class Output(dict[str, Any]):
 
 
 class Leaf(NamedTuple):
-    """One array of what an encoder returns.
+    """One array of an encoder's outputs.
 
     Attributes:
         name: the folder it lies in.
-        kind: ``tensor``, ``array`` (of NumPy), ``ragged`` (a list of tensors), ``str`` or ``bytes`` (lists of them), ``int``, ``float`` or
-            ``bool`` (lists of numbers).
-        dtype: as torch calls it, of what is given back.
-        stored: of what is stored; differs only for floats that are kept narrower.
+        kind: ``tensor``, ``array`` (of NumPy), ``ragged`` (a list of tensors), ``str`` or ``bytes`` (lists of
+            them), ``int``, ``float`` or ``bool`` (lists of numbers).
+        dtype: of the returned values, by torch's name.
+        stored: of the stored values; differs only for floats that are kept narrower.
         shape: of one item; for a ragged one, of one element.
     """
 
@@ -92,18 +94,18 @@ class Leaf(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The rows of one leaf for some items: ``values``, and for a ragged leaf how many of them each item has."""
+    """The rows of one leaf for some items; for a ragged leaf also how many of the rows each item has."""
 
     values: torch.Tensor
     lengths: torch.Tensor | None
 
 
 class Schema(NamedTuple):
-    """What every batch of a table looks like.
+    """The structure of every batch of a table.
 
     Attributes:
-        structure: the number of a leaf, None, or ``{"tuple": [...]}``, or ``{"dict": [[name, ...], ...]}`` of such, with
-            ``"fields": [name, ...]`` if its parts are attributes too.
+        structure: the number of a leaf, None, or ``{"tuple": [...]}``, or ``{"dict": [[name, ...], ...]}`` of
+            such, with ``"fields": [name, ...]`` if its parts are attributes too.
         leaves: in the order of their numbers.
     """
 
@@ -111,7 +113,7 @@ class Schema(NamedTuple):
     leaves: tuple[Leaf, ...]
 
     def rebuild(self, values: Sequence[Any]) -> Any:
-        """Put what was found for each leaf together as the encoder returned it."""
+        """Put the values of the leaves together as the encoder returned them."""
         return _rebuild(self.structure, values)
 
 
@@ -130,10 +132,11 @@ def split(outputs: Any, count: int, dtype: torch.dtype | None) -> tuple[Schema, 
     """Take the outputs for ``count`` items apart.
 
     Args:
-        outputs: a tensor or a NumPy array (count, ...); a list of count tensors of one dtype that differ in their first dimension; a list
-            of count str, bytes, int, float or bool; a tuple, or a dict with str keys, of such and of None.
+        outputs: a tensor or a NumPy array (count, ...); a list of count tensors of one dtype that differ in
+            their first dimension; a list of count str, bytes, int, float or bool; a tuple, or a dict with str
+            keys, of such and of None.
         count: number of items.
-        dtype: what floating leaves are stored as; None for as they are.
+        dtype: the dtype that floating leaves are stored as; None for their own.
 
     Raises:
         SerializationError: the outputs are of another kind, or not one for each item.
@@ -159,7 +162,8 @@ def split(outputs: Any, count: int, dtype: torch.dtype | None) -> tuple[Schema, 
         kind, logical, part = _part(value, name, count)
         stored = logical if dtype is None or not logical.is_floating_point or kind == "float" else dtype
         values = _narrowed(part.values, stored, name)
-        # Batches wait for their shard, and encoders write the next one into the same memory: CUDA graphs do.
+        # Batches wait until their shard is put, and encoders may write the next batch into the same memory,
+        # as CUDA graphs do.
         parts.append(part._replace(values=values.clone() if _is_of(values, value) else values))
         folder = _folder(name, {leaf.name for leaf in leaves})
         leaves.append(Leaf(folder, kind, _name(logical), _name(stored), tuple(part.values.shape[1:])))
@@ -174,7 +178,7 @@ def split(outputs: Any, count: int, dtype: torch.dtype | None) -> tuple[Schema, 
 
 
 def check_alike(kept: Schema, new: Schema, where: str) -> None:
-    """See that a batch looks like those before it.
+    """Check that a batch has the structure of those before it.
 
     Raises:
         SerializationError: it does not; the message names the first leaf that differs.
@@ -189,7 +193,7 @@ def check_alike(kept: Schema, new: Schema, where: str) -> None:
 
 
 def restore(leaf: Leaf, values: torch.Tensor, lengths: torch.Tensor | None) -> Any:
-    """What `take` gives for one leaf, from its gathered rows: a tensor, or a list with one object an item."""
+    """The value of one leaf, from its gathered rows: a tensor, or a list with one object an item."""
     logical = dtype_of(leaf.dtype)
     if leaf.kind == "tensor":
         return values if values.dtype == logical else values.to(logical)
@@ -206,7 +210,7 @@ def restore(leaf: Leaf, values: torch.Tensor, lengths: torch.Tensor | None) -> A
 
 
 def check_rows(rows: torch.Tensor) -> None:
-    """See that ``rows`` is what `take` looks up.
+    """Check that `take` can look up ``rows``.
 
     Raises:
         InvalidValueError: it is no one-dimensional int64 tensor on the CPU.
@@ -230,7 +234,7 @@ def _rebuild(structure: Any, values: Sequence[Any]) -> Any:
 
 
 def _fields(value: Any) -> dict[str, list[str]]:
-    """The names by which the parts of a tuple or dict can be asked for as attributes, if there are any."""
+    """The attribute names of the parts of a tuple or dict, if there are any."""
     if isinstance(value, Output):
         return {"fields": [*value._names]}
     if is_dataclass(type(value)):
@@ -240,7 +244,7 @@ def _fields(value: Any) -> dict[str, list[str]]:
 
 @cache
 def _named(names: tuple[str, ...]) -> Any:
-    """A named tuple; no class is looked up by what a file says."""
+    """A named tuple. Never looks up a class by a name in a file."""
     return namedtuple("Output", names, rename=True)
 
 
@@ -262,8 +266,8 @@ def _part(value: Any, name: str, count: int) -> tuple[str, torch.dtype, Part]:
     if not isinstance(value, list) or len(value) != count:
         length = f" of {len(value)}" if isinstance(value, list) else ""
         raise SerializationError(
-            f"{name}: {type(value).__name__}{length} is no tensor or array, and no list of one for each of {count} items;"
-            " tuples and dicts of these are kept too"
+            f"{name}: {type(value).__name__}{length} is no tensor or array, and no list of one for each "
+            f"of {count} items; tuples and dicts of these are kept too"
         )
     kinds = {type(item) for item in value}
     if all(isinstance(item, torch.Tensor) for item in value):
@@ -274,27 +278,29 @@ def _part(value: Any, name: str, count: int) -> tuple[str, torch.dtype, Part]:
     if len(kinds) == 1 and (known := _NUMBERS.get(*kinds)):
         return known[0], known[1], Part(_numbers(value, known[1], name), None)
     raise SerializationError(
-        f"{name}: a list of {', '.join(sorted(kind.__name__ for kind in kinds))} cannot be kept; lists of tensors can,"
-        " and of text, bytes and numbers, each alone; of arrays, make tensors with torch.from_numpy(...), or stack them"
+        f"{name}: a list of {', '.join(sorted(kind.__name__ for kind in kinds))} cannot be "
+        "kept; lists of tensors can, and of text, bytes and numbers, each alone; of arrays, "
+        "make tensors with torch.from_numpy(...), or stack them"
     )
 
 
 def _from_numpy(value: np.ndarray[Any, Any], name: str) -> torch.Tensor:
-    """A tensor with memory of its own, since encoders may write their next batch into an array."""
+    """A tensor with memory of its own, because encoders may write their next batch into an array."""
     try:
         return torch.from_numpy(value.copy())
     except (TypeError, ValueError) as error:
         raise SerializationError(
-            f"{name}: an array of {value.dtype} cannot be kept, since torch has no such dtype; return numbers that"
-            " torch.from_numpy(...) takes, or a list of text"
+            f"{name}: an array of {value.dtype} cannot be kept, since torch has no such dtype; return "
+            "numbers that torch.from_numpy(...) takes, or a list of text"
         ) from error
 
 
 def _plain(value: torch.Tensor, name: str) -> torch.Tensor:
-    """A dense tensor on the CPU, out of the graph."""
+    """A dense tensor on the CPU, without the graph."""
     if value.is_nested or value.layout is not torch.strided or value.is_quantized:
         raise SerializationError(
-            f"{name}: a tensor that is nested, sparse or quantised cannot be kept; return a dense one, or a list of them"
+            f"{name}: a tensor that is nested, sparse or quantised cannot be "
+            "kept; return a dense one, or a list of them"
         )
     return value.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
@@ -314,8 +320,8 @@ def _ragged(items: list[torch.Tensor], name: str) -> Part:
     for item in items:
         if item.shape[1:] != first.shape[1:] or item.dtype != first.dtype:
             raise SerializationError(
-                f"{name}: a list of {item.dtype} {tuple(item.shape)} and {first.dtype} {tuple(first.shape)}; the tensors"
-                " may differ in their first dimension only"
+                f"{name}: a list of {item.dtype} {tuple(item.shape)} and {first.dtype} "
+                f"{tuple(first.shape)}; the tensors may differ in their first dimension only"
             )
     if first.shape[1:].numel() == 0:
         raise SerializationError(
@@ -347,7 +353,8 @@ def _narrowed(values: torch.Tensor, stored: torch.dtype, name: str) -> torch.Ten
     narrow = values.to(stored)
     if not torch.equal(narrow.isfinite(), values.isfinite()):
         raise SerializationError(
-            f"{name}: a value does not fit into {stored}; keep bfloat16, or the encoder's own dtype (dtype=None)"
+            f"{name}: a value does not fit into {stored}; keep bfloat16, "
+            "or the encoder's own dtype (dtype=None)"
         )
     return narrow
 

@@ -1,7 +1,9 @@
-"""Which encoders may be cached: those that answer alike for ever. A trainable or a random one is refused, by name.
+"""The check that an encoder gives the same answer for ever.
 
-Looks at parameters and at modules that behave otherwise in training. What cannot be seen so (dropout as a function)
-is noticed when it draws random numbers: see `no_random_numbers`.
+A trainable or random encoder is refused, by name.
+
+The check reads parameters, and modules that behave differently in training. It cannot see dropout that is
+called as a function: `no_random_numbers` notices that when it draws random numbers.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from castore.keys.bytecode import steps
 
 
 def trainable(encoder: Any) -> str | None:
-    """What makes a module, or one that a function uses, trainable or random, in words; None if it is frozen.
+    """Why a module, or one that a function uses, is trainable or random, in words; None if it is frozen.
 
     >>> trainable(nn.Linear(2, 2))
     "its parameter 'weight' requires grad; freeze it with requires_grad_(False)"
     >>> trainable(nn.Sequential(nn.Dropout(0.1)))
-    "its module '0' (Dropout) is in train mode, and gives another answer every time; call eval() on the encoder"
+    "its module '0' (Dropout) is in train mode, and gives another answer every time; call eval() on the
+    encoder"
     >>> trainable(nn.Sequential(nn.Dropout(0.1)).eval())
     >>> trainable(nn.Linear(2, 2).forward)
     "its parameter 'self.weight' requires grad; freeze it with requires_grad_(False)"
@@ -42,17 +45,17 @@ def trainable(encoder: Any) -> str | None:
         for name, module in held.named_modules(prefix=prefix):
             if module.training and _differs_in_training(module):
                 return (
-                    f"its module {name or 'itself'!r} ({type(module).__name__}) is in train mode, and gives another answer"
-                    " every time; call eval() on the encoder"
+                    f"its module {name or 'itself'!r} ({type(module).__name__}) is in train mode, and gives "
+                    "another answer every time; call eval() on the encoder"
                 )
     return None
 
 
 def check_frozen(encoder: Any, name: str) -> None:
-    """See that an encoder may be cached.
+    """Check that an encoder may be cached.
 
     Raises:
-        InvalidValueError: it may change; the message says which parameter or module does it.
+        InvalidValueError: it may change; the message names the parameter or module.
     """
     problem = trainable(encoder)
     if problem:
@@ -60,7 +63,10 @@ def check_frozen(encoder: Any, name: str) -> None:
 
 
 def _modules(encoder: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules that an encoder is, or uses: a method's object, what a function finds outside of it, a partial's arguments."""
+    """The modules that an encoder is or uses.
+
+    It uses a method's object, a function's globals and enclosing names, a partial's arguments.
+    """
     if isinstance(encoder, nn.Module):
         yield name, encoder
     elif isinstance(encoder, functools.partial):
@@ -76,19 +82,20 @@ def _modules(encoder: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 
 def _outside(function: types.FunctionType) -> dict[str, Any]:
-    """What a function's names mean that it does not define itself."""
+    """The values of a function's global and enclosing names."""
     code, cells = function.__code__, function.__closure__ or ()
     names = [argument for opname, argument in steps(code) if opname == "LOAD_GLOBAL"]
     found = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for name, cell in zip(code.co_freevars, cells, strict=True):
-        with suppress(ValueError):  # the enclosing function has not come to it yet
+        with suppress(ValueError):  # the enclosing function has not assigned it yet
             found[name] = cell.cell_contents
     return found
 
 
 class Noted:
-    """What tells at little cost that an encoder may be another one: where its weights lie, how often they were written to, and
-    what a function refers to. Settings of its modules do not show, nor what a function refers to through others.
+    """Cheap signs of a changed encoder: its weights' addresses and versions, a function's outer names.
+
+    Settings of its modules are not noticed, nor objects that a function reaches through other objects.
     """
 
     def __init__(self, encoder: Any) -> None:
@@ -96,16 +103,17 @@ class Noted:
         self.note()
 
     def note(self) -> None:
-        """Take what is there now for good."""
+        """Take the present state as the one to compare with."""
         self._outside = _referred(self._encoder)
         self._weights = _weights(self._encoder)
         self._told = [*map(_written, self._weights)]
 
     def may_have_changed(self, *, all_of_it: bool = False) -> bool:
-        """Whether it looks different by now.
+        """Whether the encoder looks different from the noted state.
 
         Args:
-            all_of_it: look for other weights in the place of these too, and take what has none for changed.
+            all_of_it: also notice other weights in the place of these, and take an encoder without weights as
+                changed.
         """
         outside = _referred(self._encoder)
         if any(outside.get(name) is not value for name, value in self._outside.items()):
@@ -114,7 +122,7 @@ class Noted:
         return (all_of_it and not weights) or [*map(_written, weights)] != self._told
 
     def __getstate__(self) -> dict[str, Any]:
-        # Elsewhere all lies in other places.
+        # In another process everything has another address.
         return {"_encoder": self._encoder, "_outside": {}, "_weights": [], "_told": []}
 
 
@@ -128,7 +136,7 @@ def _weights(encoder: Any) -> list[torch.Tensor]:
 
 
 def _written(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor lies, and how often it was written to, as far as torch counts that."""
+    """A tensor's address, and the number of writes to it, as far as torch counts them."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     return tensor.data_ptr() if plain else id(tensor), 0 if tensor.is_inference() else tensor._version
 
@@ -144,9 +152,13 @@ def _differs_in_training(module: nn.Module) -> bool:
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """Leave the sources of random numbers as they were, so that training goes as it would have without us."""
+    """Restore the states of the random number generators, so that training draws what it would have drawn."""
     states = _random_states()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    devices = (
+        list(range(torch.cuda.device_count()))
+        if torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        else []
+    )
     with torch.random.fork_rng(devices):
         try:
             yield
@@ -157,10 +169,10 @@ def same_random_numbers() -> Iterator[None]:
 
 @contextmanager
 def no_random_numbers(what: str, advice: str) -> Iterator[None]:
-    """See that nobody draws from a global source of random numbers inside the block.
+    """Check that nothing draws from a global random number generator inside the block.
 
     Raises:
-        InvalidValueError: somebody did: ``what`` is random; ``advice`` says what to do.
+        InvalidValueError: something did: ``what`` is random; ``advice`` is the remedy.
     """
     before = _random_states()
     yield
@@ -177,5 +189,9 @@ def no_random_numbers(what: str, advice: str) -> Iterator[None]:
 
 
 def _random_states() -> tuple[torch.Tensor, Any, Any, list[torch.Tensor]]:
-    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    on_devices = (
+        torch.cuda.get_rng_state_all()
+        if torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        else []
+    )
     return torch.get_rng_state(), random.getstate(), np.random.get_state(), on_devices  # noqa: NPY002

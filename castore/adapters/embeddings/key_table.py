@@ -1,8 +1,9 @@
 """Keys to rows, a batch at once: 128-bit digests in sorted arrays, which may lie in a mapped file.
 
-A key is 16 bytes. An int of 64 bits is itself, beside a mark that no digest bears but by a chance of 2 to the -128; anything
-else is the BLAKE3 of its canonical encoding (keys.py). Looking up is a binary search for the first half and a comparison of
-both. There is a large table that was sorted once, and a small one of what came since.
+A key is 16 bytes. A 64-bit int is stored as itself, beside a mark that a digest has only with a chance of 2
+to the -128. Anything else is the BLAKE3 of its canonical encoding (keys.py). A look-up is a binary search for
+the first half and a comparison of both halves. There is a large table that was sorted once, and a small one
+of later keys.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from castore.keys.encoder import Encoder
 
 #: Second half of an int's key.
 _INT = int.from_bytes(blake3(b"castore embeddings: an integer key").digest(8), "little")
-#: Key of a row that nobody has.
+#: Key of a row without an item.
 NO_KEY = np.zeros(2, np.uint64)
 _MASK = (1 << 64) - 1
 _WORD = range(-(1 << 63), 1 << 63)
@@ -87,12 +88,12 @@ class Sorted(NamedTuple):
 
     @classmethod
     def of(cls, keys: Digests, rows: Rows) -> Sorted:
-        """Sort keys; of equal ones the first stays first."""
+        """Sort keys; of equal keys the first one stays first."""
         order = np.argsort(keys[:, 0], kind="stable")
         return cls(keys[order, 0], keys[order, 1], rows[order])
 
     def with_more(self, keys: Digests, rows: Rows) -> Sorted:
-        """This with a few more, at the price of a copy."""
+        """A copy of this table with a few more keys."""
         more = Sorted.of(keys, rows)
         places = np.searchsorted(self.first, more.first, side="right")
         return Sorted(*(np.insert(old, places, new) for old, new in zip(self, more, strict=True)))
@@ -107,7 +108,7 @@ class Sorted(NamedTuple):
         places = np.searchsorted(self.first, first)
         asking = np.arange(len(keys))
         while len(asking):
-            # Keys that share their first half lie side by side: one after the other is looked at.
+            # Keys with the same first half lie side by side, and are compared one after the other.
             inside = places < size
             asking, places = asking[inside], places[inside]
             near = self.first[places] == first[asking]

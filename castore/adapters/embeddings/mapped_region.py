@@ -1,8 +1,8 @@
 """A run of addresses in which files are mapped side by side, so that one tensor covers them all.
 
-Addresses are reserved first, which costs no memory; what nothing is mapped to reads as zeros. Files are mapped shared and
-read-only: all processes of a machine use the same pages of the page cache. Must never be written through. The addresses are
-let go of when the last tensor over them goes.
+Addresses are reserved first, which costs no memory; unmapped parts read as zeros. Files are mapped shared and
+read-only: all processes of a machine use the same pages of the page cache. Must never be written through. The
+addresses are unmapped when the last tensor over them is freed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from castore.errors import StoreError
 PAGE = mmap.PAGESIZE
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
-_MOST = 1 << 46  # half of what a process has on x86-64
-_MREMAP_TO = 3  # MAYMOVE and FIXED
+_MOST = 1 << 46  # half of a process's address space on x86-64
+_MREMAP_TO = 3  # MREMAP_MAYMOVE and MREMAP_FIXED
 _MADV_POPULATE_READ = 22
 # Populated in pieces, so that a process that ends does not wait for the whole.
 _PIECE = 64 * 1024 * 1024
@@ -45,7 +45,7 @@ class Region:
 
     Args:
         size: in bytes.
-        random: tell the kernel of each file that reading ahead is in vain.
+        random: advise the kernel not to read ahead in the mapped files.
 
     Raises:
         StoreError: the process may not have so many addresses.
@@ -61,17 +61,18 @@ class Region:
         anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self._base = _mmap(None, self.size, mmap.PROT_READ, anonymous, -1, 0)
         self._buffer = (ctypes.c_char * self.size).from_address(self._base)
-        # Tensors keep the buffer, and the buffer the addresses; at exit the kernel is quicker.
+        # A tensor keeps the buffer, and the buffer keeps the addresses. At exit the kernel unmaps them
+        # faster.
         weakref.finalize(self._buffer, _libc.munmap, self._base, self.size).atexit = False
 
     def map(self, at: int, fd: int, offset: int, size: int) -> None:
-        """Map ``size`` bytes of a file from ``offset`` on; both ``at`` and ``offset`` are whole pages."""
+        """Map ``size`` bytes of a file from ``offset`` on; ``at`` and ``offset`` are page boundaries."""
         _mmap(self._base + at, pages(size), mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
         if self._random:
             _libc.madvise(self._base + at, pages(size), mmap.MADV_RANDOM)
 
     def copy(self, at: int, data: memoryview) -> None:
-        """Put bytes that no file holds as they are at ``at``, a whole page, in memory of this process."""
+        """Copy bytes without a mappable file to ``at``, a page boundary, in this process's memory."""
         size = pages(data.nbytes)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
         _mmap(self._base + at, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
@@ -81,24 +82,24 @@ class Region:
             raise _failed("protect")
 
     def take_over(self, other: Region, start: int, end: int) -> None:
-        """Map what is mapped in another region at ``start``, a whole page, here too, whether its file has a name or not."""
+        """Map another region's range here too, from page boundary ``start``; its files may be unlinked."""
         old, new, size = other._base + start, self._base + start, pages(end - start)
         # An old size of 0 asks for a second mapping of the same shared pages: see mremap(2).
         if size and _libc.mremap(old, 0, size, _MREMAP_TO, new) == ctypes.c_void_p(-1).value:
             self.copy(start, memoryview((ctypes.c_char * (end - start)).from_address(old)).cast("B"))
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """The first bytes as a tensor; it must not be written to, which would end the process."""
+        """The first bytes as a tensor. It must not be written to, which would end the process."""
         count = torch.Size(shape).numel()
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._buffer, dtype=dtype, count=count).view(shape)
 
     def populate(self, start: int, end: int) -> None:
-        """Bring a range into memory, and into this process's page table."""
+        """Read a range into memory, and into this process's page table."""
         for at in range(start // PAGE * PAGE, end, _PIECE):
             size = pages(min(_PIECE, end - at))
-            if _libc.madvise(self._base + at, size, _MADV_POPULATE_READ):  # before Linux 5.14
+            if _libc.madvise(self._base + at, size, _MADV_POPULATE_READ):  # fails before Linux 5.14
                 _libc.madvise(self._base + at, size, mmap.MADV_WILLNEED)
 
 

@@ -1,7 +1,7 @@
-"""cache_embeddings: fills the tables of a model's frozen encoders, and has the model and its loaders use them.
+"""cache_embeddings: fills the tables of a model's frozen encoders, and has model and loaders use them.
 
-Puts the other modules together, in this order: what is meant is checked, tables are filled, and only then the model and
-the loaders change; so an error leaves both as they were.
+The order is: check the arguments, fill the tables, and only then change the model and make the loaders. So an
+error leaves both as they were.
 """
 
 from __future__ import annotations
@@ -56,19 +56,21 @@ def cache_embeddings(
 ) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
     """Run the frozen encoders of a model once over the data, and train on their embeddings from then on.
 
-    Each encoder's place in the model is taken by a `CachedEncoder`, and batches of the loaders that are returned hold
-    Keys where its features were, so the training loop and ``model(x)`` stay as they are. What was encoded before, by
-    whatever process or run, is not encoded again.
+    A `CachedEncoder` takes each encoder's place in the model. Batches of the returned loaders hold Keys in
+    the place of its features, so the training loop and ``model(x)`` stay as they are. Items that any process
+    or run encoded before are not encoded again.
 
     Args:
-        model: holds the encoders. They must be frozen: no parameter requires grad, no dropout or batch norm in train mode.
-        train_loader, val_loader: of map-style datasets that give the same sample for an index every time, or of iterable
-            ones, which need a key extractor. Not changed.
+        model: holds the encoders. They must be frozen: no parameter requires grad, no dropout or batch norm
+            in train mode.
+        train_loader, val_loader: of map-style datasets that give the same sample for an index every time, or
+            of iterable ones, which need a key extractor. Not changed.
         config: see `CacheConfig`.
-        encoders: names of submodules ("text", "backbone.image"), or a dict from such a name to where in a batch its input
-            is: a path as 1, "image" or (0, "image"); a function that picks it from a batch; a dict of paths by keyword, for
-            an encoder of several inputs; a list of such, for one that is called several times. By default every direct
-            child whose parameters are all frozen, fed with the batch's first element.
+        encoders: names of submodules ("text", "backbone.image"), or a dict from such a name to the place of
+            its input in a batch. A place is a path as 1, "image" or (0, "image"); a function that picks it
+            from a batch; a dict of paths by keyword, for an encoder of several inputs; or a list of such, for
+            an encoder that is called several times. By default every direct child whose parameters are all
+            frozen, fed with the batch's first element.
         store: a `castore.Store`, or the folder of one, in place of ``config.save_dir``.
         progress: show a bar; None: on a terminal.
 
@@ -76,9 +78,10 @@ def cache_embeddings(
         the loaders to train with.
 
     Raises:
-        InvalidValueError: an encoder is not frozen, a name or a place does not exist, the data is random, or labels
-            cannot be kept; the message names it.
-        UnhashableError: an encoder, a dataset or the collate function has no fingerprint; the message says which part.
+        InvalidValueError: an encoder is not frozen, a name or a place does not exist, the data is random, or
+            labels cannot be kept; the message names it.
+        UnhashableError: an encoder, a dataset or the collate function has no fingerprint; the message names
+            it.
     """
     loaders = {"train": train_loader, "val": val_loader}
     cached = cache_loaders(
@@ -101,7 +104,7 @@ def cache_loaders(
     *,
     progress: bool | None = None,
 ) -> dict[str, DataLoader[Any]]:
-    """As `cache_embeddings`, for any number of loaders by their role."""
+    """`cache_embeddings` for any number of loaders, by their role."""
     _check_kinds(loaders, config)
     names = encoder_names(model, encoders)
     config.check_names(names)
@@ -131,7 +134,7 @@ def _check_kinds(loaders: Mapping[str, object], config: object) -> None:
 
 
 def _check_named_apart(loaders: Mapping[str, DataLoader[Any]], config: CacheConfig) -> None:
-    """See that no two datasets were given one name while their items are known by index alone."""
+    """Check that no two datasets have one given name while their items are known by index alone."""
     named: dict[str, Any] = {}
     for role, loader in loaders.items():
         if role not in config.fingerprints or config.key_extractors is not None:
@@ -139,15 +142,15 @@ def _check_named_apart(loaders: Mapping[str, DataLoader[Any]], config: CacheConf
         name = repr(config.fingerprints[role])
         if named.setdefault(name, loader.dataset) is not loader.dataset:
             raise InvalidValueError(
-                f"fingerprints gives two datasets the name {name}, so that items of one index would be one item; name them"
-                " apart, or give a key extractor"
+                f"fingerprints gives two datasets the name {name}, so that items of one index would be "
+                "one item; name them apart, or give a key extractor"
             )
 
 
 def _stand_ins(
     model: nn.Module, names: list[str], config: CacheConfig, store: Store
 ) -> dict[str, CachedEncoder]:
-    """What takes the place of each encoder; one that is there already keeps its tables, and its column of Keys."""
+    """The CachedEncoder for each encoder; an existing one keeps its tables, and its column of Keys."""
     made = {}
     taken = [module.column for module in model.modules() if isinstance(module, CachedEncoder)]
     for name in names:
@@ -170,17 +173,18 @@ def _without_folder(config: CacheConfig) -> CacheConfig:
 
 @dataclass
 class _Plan:
-    """What is to be done for one loader.
+    """The work for one loader.
 
     Attributes:
-        role: what the loader is for: "train", "val".
-        raw: the loader as it is.
-        encoders: what is cached.
-        places: of inputs that give way to Keys.
-        columns: which column of which place's Keys comes from where; keys of the first table.
+        role: "train" or "val", for example.
+        raw: the original loader.
+        encoders: the cached ones.
+        places: of inputs that Keys replace.
+        columns: for each column of Keys: number of its place, number of its encoder, number of its call among
+            all.
         work: the pass that fills.
         has_labels: whether labels are kept.
-        seen: keys of each encoder's items, of a stream.
+        seen: for a stream, the keys of each encoder's items.
     """
 
     role: str
@@ -202,7 +206,7 @@ class _Plan:
         role: str,
         loader: DataLoader[Any],
     ) -> _Plan:
-        """Look at the first samples, and name the tables."""
+        """Read the first samples, and name the tables."""
         one, others, sizes = first_batches(loader, role)
         found, left_alone = sources(stand_ins, encoders, one)
         layout = learn(one, others, sizes)
@@ -213,8 +217,8 @@ class _Plan:
         for source in found if is_stream else ():
             if source.number not in extractors:
                 raise InvalidValueError(
-                    f"the {role} loader's dataset is iterable, so its items have no index: give a key extractor for the"
-                    f" encoder {source.name!r} with CacheConfig(key_extractors=...)"
+                    f"the {role} loader's dataset is iterable, so its items have no index: give a key "
+                    f"extractor for the encoder {source.name!r} with CacheConfig(key_extractors=...)"
                 )
         places, columns = _columns(found, config)
         has_labels = not is_stream and _keep_labels(config, one, places, left_alone)
@@ -255,8 +259,8 @@ class _Plan:
             rows = self.work.rows()
             if bool((rows < 0).any()):
                 raise StoreError(
-                    "embeddings are gone again right after they were stored: the store is too small for them (max_size),"
-                    " or somebody deletes from it"
+                    "embeddings are gone again right after they were stored: the store is too small "
+                    "for them (max_size), or somebody deletes from it"
                 )
             by_encoder = [rows[:, numbers].flatten() for numbers in _numbers(self.encoders)]
         first_keys = [
@@ -282,7 +286,7 @@ class _Plan:
 def _identity(
     config: CacheConfig, role: str, loader: DataLoader[Any], extractors: Extractors, store: Store
 ) -> dict[str, object]:
-    """What all tables of a loader's data depend on."""
+    """Fingerprints of everything that all tables of a loader's data depend on."""
     given = config.fingerprints
     named = {
         number: code_digest(extractor, "key_extractors", given.get("key_extractors"), store)
@@ -322,14 +326,15 @@ def _keep_labels(config: CacheConfig, batch: Any, places: list[Path], left_alone
         return config.labels
     if left_alone:
         return False
-    # The first element is the features; labels are what stands beside them.
+    # The first element is the features; the others are labels.
     return isinstance(batch, Mapping) or () in places or is_covered(batch[0], (0,), places)
 
 
 def _columns(encoders: list[Source], config: CacheConfig) -> tuple[list[Path], list[tuple[int, int, int]]]:
-    """All places that give way to Keys, and for each of an encoder's: the place's number, the encoder's, the call's among all.
+    """All places that Keys replace, and a column for each of an encoder's places.
 
-    Masks stay, for the encoder's outputs to be padded as they say.
+    A column is the number of the place, the number of the encoder, and the number of the call among all.
+    Masks are not replaced: they are needed to pad the encoder's outputs.
     """
     places: list[Path] = []
     columns = []
@@ -346,7 +351,7 @@ def _columns(encoders: list[Source], config: CacheConfig) -> tuple[list[Path], l
 
 
 def _numbers(encoders: list[Source]) -> list[list[int]]:
-    """The numbers of each encoder's calls among all."""
+    """The numbers of each encoder's calls among all calls."""
     numbers, calls = [], 0
     for source in encoders:
         numbers.append(list(range(calls, calls + len(source.calls))))
@@ -367,6 +372,9 @@ def _placed(
 
 
 def _start() -> float:
-    """Where among the samples this rank begins to fill, from 0 to 1: ranks of a node each at another place."""
+    """The part of the samples, from 0 to 1, at which this rank begins.
+
+    Each rank of a node has another one.
+    """
     rank, size = int(os.environ.get("LOCAL_RANK") or 0), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return rank / max(size, 1)

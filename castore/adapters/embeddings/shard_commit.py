@@ -1,10 +1,11 @@
-"""Putting a shard: its rows get their numbers, its files and the manifest are put with one commit.
+"""Put a shard: number its rows, and put its files and the manifest with one commit.
 
-The manifest that a shard was worked out from must still be the one that the transaction finds; else another process was
-faster, and the shard is worked out again. A lock saves most of those repetitions; nothing relies on it.
+A shard is planned from a manifest. If the transaction finds another manifest, another process was faster, and
+the shard is planned again. A lock saves most of those repetitions; nothing relies on it.
 
-Small shards do not pile up: a new one takes in those before it that are no larger than itself, as carries do in a binary
-counter, so there are as many small ones as the logarithm of their rows. Rows keep their numbers.
+Small shards do not pile up: a new one absorbs the shards before it that are no larger than itself, like
+carries in a binary counter. So the number of small shards is the logarithm of their rows. Rows keep their
+numbers.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ from castore.objects.codecs import Buffer
 from castore.store import Store
 from castore.units import format_size
 
-#: A shard is put once it holds so many bytes: enough for few files, and little to lose.
+#: Bytes at which a shard is put: large enough for few files, small enough to lose little.
 SHARD_BYTES = 32 * 1024 * 1024
-# Shards up to so many bytes are taken in by the next, whatever its size: each costs a gap of rows.
+# The next shard absorbs shards up to this size, whatever its own size: each costs a gap of rows.
 _SMALL = 256 * 1024
-#: Keys that are not in the file of sorted keys before it is written anew, at least; and this part of all.
+#: The sorted keys are written anew when this many keys, and this part of all keys, are missing from the file.
 _UNSORTED, _UNSORTED_PART = 4096, 8
 _ATTEMPTS = 100
 
 
 class Current(NamedTuple):
-    """What a shard is worked out from.
+    """The state from which a shard is planned.
 
     Attributes:
         digest: of the manifest's entry, in hex, or None if there is none.
-        is_there: whether that could be read.
-        table: what this process has; it outlives the manifest.
+        is_there: whether the manifest could be read.
+        table: as this process has it; it outlives the manifest.
     """
 
     digest: str | None
@@ -65,7 +66,7 @@ class Current(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Items on their way: keys (n, 2), and the rows of each leaf."""
+    """Items to be put: keys (n, 2), and the rows of each leaf."""
 
     keys: Digests
     schema: Schema
@@ -78,7 +79,7 @@ class Rows(NamedTuple):
 
 
 def joined(batches: Sequence[Rows]) -> Rows:
-    """Batches as one."""
+    """Several batches as one."""
     parts = []
     for pieces in zip(*(batch.parts for batch in batches), strict=True):
         lengths = [piece.lengths for piece in pieces if piece.lengths is not None]
@@ -92,8 +93,8 @@ class Publisher:
     """Puts rows into the table under ``prefix``.
 
     Args:
-        store, prefix: where.
-        current: the table as it is now, read anew.
+        store, prefix: the table's place.
+        current: reads the table's present state.
     """
 
     def __init__(self, store: Store, prefix: str, current: Callable[[], Current]) -> None:
@@ -120,7 +121,7 @@ class Publisher:
             kept = tuple(old for old in manifest.shards if old not in gone)
             self._check_room(shard, kept, manifest.schema)
             new = manifest._replace(shards=(*kept, shard), ends=tuple(end for _, end in shard.extents))
-            if not is_there:  # nothing of what an earlier table left belongs to this one
+            if not is_there:  # an earlier table's files do not belong to this one
                 new = new._replace(shards=(shard,), sorted_keys=None)
                 drop = [entry.name for entry in self._store.entries(self._prefix)]
             else:
@@ -136,17 +137,20 @@ class Publisher:
         )
 
     def _check_room(self, shard: Shard, kept: tuple[Shard, ...], schema: Schema) -> None:
-        """A put over the budget evicts the least recently used, which must not be this table's own rows."""
+        """Check the budget.
+
+        A put over it evicts least recently used entries, perhaps this table's own rows.
+        """
         budget, columns = self._store.settings.max_size, columns_of(schema)
         need = sum(_bytes(each, columns) for each in (*kept, shard))
         if budget is not None and need > budget:
             raise FullError(
-                f"{self._prefix} takes {format_size(need)} by now, more than its store may hold"
-                f" ({format_size(budget)}); raise it with `castore init --max-size`, or store a narrower dtype"
+                f"{self._prefix} takes {format_size(need)} by now, more than its store may hold "
+                f"({format_size(budget)}); raise it with `castore init --max-size`, or store a narrower dtype"
             )
 
     def sort_keys(self) -> None:
-        """Write the file of sorted keys anew, if many came since."""
+        """Write the file of sorted keys anew, if many keys came since."""
         expected, is_there, table = self._current()
         if table is None or not is_there or table.unsorted < max(_UNSORTED, len(table) // _UNSORTED_PART):
             return
@@ -155,7 +159,7 @@ class Publisher:
         file = npy_file(np.stack(words))
         manifest = table.manifest
         sorted_keys = SortedKeys(blake3(file).hexdigest(), manifest.ends[0])
-        # If somebody was faster, the next fill sorts.
+        # If another process was faster, the next fill sorts.
         self._put(expected, manifest._replace(sorted_keys=sorted_keys), [(SORTED_KEYS, file, None)], [])
 
     def _put(
@@ -175,7 +179,8 @@ class Publisher:
             return False
         after = {found.blob for found in store.index.find_many([entry.name for entry in entries]).values()}
         note_new(store, after, started)
-        # At once and not with the next gc: a table filled a little at a time would leave many times its size.
+        # Removed at once and not by the next gc: a table filled in small steps would leave many times its
+        # size.
         gone = {found.blob for found in before.values()} - after
         forget(store, gone)
         remove_blobs(store.parts, [blob.digest for blob in gone])
@@ -185,7 +190,7 @@ class Publisher:
 def _plan(
     rows: Rows, manifest: Manifest, table: Table | None
 ) -> tuple[Shard, list[tuple[str, bytearray, dict[str, Any] | None]], list[Shard]]:
-    """The shard, its files with what is said of them, and the shards that it takes in."""
+    """The shard, its files with their metadata, and the shards that it absorbs."""
     if table is None:
         columns = columns_of(manifest.schema)
         steps = alignments(columns)
@@ -214,13 +219,13 @@ def _plan(
 
 
 def _absorbed(rows: Rows, table: Table) -> list[Shard]:
-    """The last shards, as far as each is small, or no larger than what comes after it, and all are no more than a shard."""
+    """The last shards to absorb: each small, or no larger than the rows after it; at most one full shard."""
     shards, taken = table.manifest.shards, len(table.manifest.shards)
     after, count, room = table.manifest.ends, len(rows.keys), SHARD_BYTES - rows.size
     while taken:
         last = shards[taken - 1]
         size = _bytes(last, table.columns)
-        # Rows of one that was lost in between must not be taken for rows that are here.
+        # Row numbers of a lost shard in between must not become those of rows that are here.
         gaps = [start - end for start, (_, end) in zip(after, last.extents, strict=True)]
         adjacent = all(gap < step for gap, step in zip(gaps, table.alignments, strict=True))
         if not adjacent or not table.is_here(last) or size > room or (last.keys > count and size > _SMALL):
@@ -238,7 +243,7 @@ def _bytes(shard: Shard, columns: list[Column]) -> int:
 
 
 def _data(rows: Rows, columns: list[Column], firsts: list[int]) -> list[torch.Tensor]:
-    """The new rows of each column; those of ragged leaves are told by where their elements will be."""
+    """The new rows of each column; a row of a ragged leaf is the place and the number of its elements."""
     data = []
     for column in columns:
         if column.leaf < 0:
@@ -265,7 +270,7 @@ def _extents(
 
 
 def _about(column: Column, schema: Schema, extents: tuple[tuple[int, int], ...]) -> dict[str, Any]:
-    """What `castore stat` says of a file."""
+    """A file's metadata, which `castore stat` shows."""
     start, end = extents[column.space]
     about: dict[str, Any] = {"rows": f"{start}-{end}"}
     if column.leaf < 0:

@@ -1,8 +1,9 @@
 """One fill: which items have to be encoded, in what batches, and when they are put.
 
-Goes through keys and items once, a window at a time: what is known is passed over, what is free is claimed and encoded, what
-another process has claimed is put off. Shards are put when they are large enough, or old enough that a kill would cost too
-much. Must never hold claims while it waits for others, so that no two fillers wait for each other.
+A fill goes once through keys and items, a window at a time: it skips known items, claims and encodes free
+ones, and defers those that another process has claimed. A shard is put when it is large enough, or so old
+that a kill would lose too much work. Must never hold claims while it waits for others, so that no two fillers
+wait for each other.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from castore.errors import InvalidValueError
 
 #: Batches that are looked up and claimed together.
 WINDOW = 8
-#: A shard is put after so many seconds, full or not: a kill loses no more.
+#: Seconds after which a shard is put, full or not: a kill loses no more work than that.
 PUT_SECONDS = 30.0
-# Looks at what others have claimed begin with so many seconds in between, and grow rarer.
+# Seconds between checks of the keys that others have claimed: the first pause, and the longest.
 _WAIT, _LONGEST_WAIT = 0.01, 0.5
 
 Encode = Callable[[list[Any]], Any]
 
 
 class Known(Protocol):
-    """What a fill asks of the cache."""
+    """The part of the cache that a fill uses."""
 
     def refresh(self) -> int:
-        """See what others appended."""
+        """Read the rows that others appended."""
         ...
 
     def find_digests(self, keys: Digests) -> RowNumbers:
@@ -46,7 +47,7 @@ class Known(Protocol):
 
     @property
     def schema(self) -> Schema | None:
-        """What the outputs look like, once there are some."""
+        """The structure of the outputs; None while the cache is empty."""
         ...
 
 
@@ -54,12 +55,12 @@ class Filling:
     """One fill.
 
     Args:
-        cache: what is known.
-        publisher: where shards go.
+        cache: the known keys.
+        publisher: puts the shards.
         claims: of this fill.
-        encode: a list of items to their outputs.
+        encode: turns a list of items into their outputs.
         batch_size: items to encode at a time.
-        dtype: what floating outputs are stored as, or None.
+        dtype: the dtype that floating outputs are stored as, or None.
         where: the table's name, for messages.
     """
 
@@ -90,11 +91,11 @@ class Filling:
         self.count = 0
 
     def run(self, keys: Iterable[Any], items: Iterable[Any]) -> None:
-        """Take all of these into the fill.
+        """Fill with all of these.
 
         Raises:
             InvalidValueError: there are more keys than items, or fewer.
-            SerializationError: outputs differ from those before, or cannot be kept.
+            SerializationError: outputs differ in structure from those before, or cannot be kept.
         """
         keys, items = iter(keys), iter(items)
         while some := list(islice(keys, WINDOW * self._batch_size)):
@@ -106,7 +107,7 @@ class Filling:
             raise InvalidValueError(f"{self._where}: there must be as many items as keys")
 
     def add(self, keys: Sequence[Any], items: Sequence[Any]) -> None:
-        """Take these into the fill; whole batches are encoded at once, the rest with what comes later."""
+        """Add items to the fill. Whole batches are encoded at once, the rest together with later items."""
         self._window(digests(keys), items)
         self._encode_queue(self._batch_size)
 
@@ -122,10 +123,10 @@ class Filling:
                 self.put()
                 self._wait_for_others()
         finally:
-            self.put()  # what is encoded is right, whatever went wrong with the next
+            self.put()  # encoded items are right, even if a later one failed
 
     def _window(self, keys: Digests, items: Sequence[Any]) -> None:
-        """Queue those items that are neither known nor claimed; put off what others have claimed."""
+        """Queue the items that are neither known nor claimed; defer those that others have claimed."""
         wanted: dict[bytes, Any] = dict(self._put_off)
         for number in np.flatnonzero(self._cache.find_digests(keys) < 0).tolist():
             key = keys[number].tobytes()
@@ -136,7 +137,7 @@ class Filling:
             return
         asked = np.frombuffer(b"".join(wanted), np.uint64).reshape(-1, 2)
         free = self._claims.take(asked)
-        # What was let go before we looked has been put before: so it is known now.
+        # Keys released before `take` were put before that, so after this refresh they are known.
         self._cache.refresh()
         known = self._cache.find_digests(asked) >= 0
         for (key, item), is_free, is_known in zip(wanted.items(), free, known, strict=True):
@@ -164,7 +165,7 @@ class Filling:
                 self.put()
 
     def put(self) -> None:
-        """Put what was encoded, and let go of its keys; those still in the queue are claimed again."""
+        """Put the encoded items, and release their keys; items still in the queue stay claimed."""
         encoded, self._encoded = self._encoded, []
         if not encoded:
             return

@@ -1,10 +1,10 @@
-"""Which embeddings a table holds: names that change when an embedding may have changed, and at no other time.
+"""Names of tables: they change when an embedding may have changed, and at no other time.
 
-An encoder counts by its weights and buffers, by the code of its classes (followed through the user's own modules) and by
-its attributes; a tokenizer by its rules. What its use leaves behind does not count: attributes that ``forward`` itself
-assigns, such as a counter, and the notes of libraries. Neither does whether it is in train mode, since an encoder that
-behaves otherwise in training is refused. Must never give a random answer: what has no stable hash is an UnhashableError
-that says what to do.
+An encoder counts by its weights and buffers, by the code of its classes (followed through the user's own
+modules) and by its attributes; a tokenizer counts by its rules. Traces of use do not count: attributes that
+``forward`` itself assigns, such as a counter, and the bookkeeping of libraries. Train mode does not count
+either, because an encoder that behaves differently in training is refused. Must never give a random answer:
+anything without a stable hash is an UnhashableError with the remedy.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from castore.store import Store
 _VERSION = b"castore.encoder.1"
 _DIGITS = 40
 _KEY_BYTES = 16
-# What torch keeps in a module for other purposes than its answer.
+# Attributes of torch's modules that do not affect their output.
 _MODULE_NOISE = {
     "training", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook", "_state_dict_hooks",
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
     "_compiled_call_impl",
 }  # fmt: skip
-# What transformers and sentence_transformers note while they are used, and where a model was loaded from.
+# Bookkeeping of transformers and sentence_transformers, and the place from which a model was loaded.
 _LIBRARY_NOISE = {
-    "model_card_data", "_model_card_vars", "_model_card_text", "_method_signature_cache", "_prompt_length_mapping",
+    "model_card_data", "_model_card_vars", "_model_card_text", "_method_signature_cache",
+    "_prompt_length_mapping",
     "_chat_template_suffix_cache", "_modules_placed", "_device_map", "_target_device", "_is_hf_initialized",
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version",
 }  # fmt: skip
@@ -56,15 +57,15 @@ def encoder_digest(encoder: Any, name: str, given: object = None, store: Store |
 
     Args:
         encoder: a module or any callable.
-        name: what to call it in the message of an error.
-        given: a text or a config that stands for it; None to look at the encoder.
-        store: where it is remembered what of it looks random; None: nowhere.
+        name: its name in the message of an error.
+        given: a text or a config that stands for it; None to hash the encoder.
+        store: remembers which parts of it look random; None: they are not remembered.
 
     Raises:
         UnhashableError: a part of it has no stable hash; the message has the path to it.
 
     Warns:
-        RuntimeWarning: what looks random has changed since the last run, and nothing else has.
+        RuntimeWarning: the parts that look random have changed since the last run, and nothing else has.
 
     >>> first, again = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> encoder_digest(first, "encoder") == encoder_digest(again, "encoder")
@@ -79,15 +80,20 @@ def encoder_digest(encoder: Any, name: str, given: object = None, store: Store |
 def code_digest(
     function: Callable[..., Any] | None, what: str, given: object = None, store: Store | None = None
 ) -> str:
-    """40 hexadecimal digits that identify a function of the user's, such as a collate function; see `encoder_digest`."""
+    """40 hexadecimal digits that identify a user's function, such as a collate function.
+
+    See `encoder_digest`.
+    """
     return _digest(function, what, what, given, store)
 
 
 def data_digest(dataset: Any, role: str, given: object = None, store: Store | None = None) -> str:
-    """40 hexadecimal digits that identify a dataset, by `castore.adapters.torch.dataset_key`; see `encoder_digest`.
+    """40 hexadecimal digits that identify a dataset, by `castore.adapters.torch.dataset_key`.
+
+    See `encoder_digest`.
 
     Raises:
-        UnhashableError: the dataset has no fingerprint; the message says which part of it, and what to do.
+        UnhashableError: the dataset has no fingerprint; the message names the part and the remedy.
     """
     if given is not None:
         return key_of_config(given)
@@ -102,13 +108,13 @@ def data_digest(dataset: Any, role: str, given: object = None, store: Store | No
 
 
 def table_name(label: str, parts: Mapping[str, object]) -> str:
-    """The name of a table: a label for people, and a digest of ``parts``."""
+    """The name of a table: a readable label, and a digest of ``parts``."""
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "_", label).strip("._-")[:40] or "encoder"
     return f"{plain}-{key_of_config(dict(parts))}"
 
 
 def item_key(key: object, what: str = "the key of an item") -> bytes:
-    """16 bytes that stand for what a key extractor returned, or for the content of an item.
+    """16 bytes that stand for a key extractor's result, or for the content of an item.
 
     Raises:
         UnhashableError: it has no stable hash.
@@ -139,17 +145,17 @@ def _random_advice(option: str) -> str:
 
 
 class ModelEncoder(InstanceEncoder):
-    """An InstanceEncoder that also takes what encoders are made of: modules and tensors."""
+    """An InstanceEncoder that also takes the parts of encoders: modules and tensors."""
 
     def other(self, value: Any) -> bytes:
-        """As in InstanceEncoder, with what encoders hold besides."""
+        """As in InstanceEncoder, with the types that encoders hold besides."""
         count = _KINDS.of(type(value))
         if count is not None and uncompiled(value) is value:
             return self.tagged(*count(self, value))
         return super().other(value)
 
     def state(self, state: Any) -> Iterator[Any]:
-        """As in InstanceEncoder, without the notes of libraries."""
+        """As in InstanceEncoder, without the bookkeeping of libraries."""
         if type(state) is dict:
             state = {name: item for name, item in state.items() if name not in _LIBRARY_NOISE}
         return super().state(state)
@@ -185,7 +191,7 @@ _KINDS = Kinds(
         ("torch.jit", ("ScriptModule",), _scripted),
         ("torch.nn", ("Module",), _module),
         ("torch", ("dtype", "layout", "memory_format"), _word),
-        # Where it computes is no part of what.
+        # The device does not affect the result.
         ("torch", ("device",), lambda encoder, value: iter(("device",))),
         *random_rows(_random),
     ]

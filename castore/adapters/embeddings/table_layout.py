@@ -1,9 +1,9 @@
-"""How a table of embeddings lies in a store: columns, shards, and the manifest that says which there are.
+"""The layout of a table of embeddings in a store: columns, shards, and the manifest that lists the shards.
 
-A column is a long array whose rows are spread over files, one a shard, each a ``.npy`` whose elements begin at a whole page.
-Row numbers are addresses: a shard keeps its numbers for as long as the table lives, none is given out twice, and there may
-be gaps. Elements of ragged leaves have numbers of their own; a *space* is one such numbering, and space 0 is that of the
-items. The layout is specified in docs/format.md.
+A column is a long array. Its rows are spread over files, one a shard, each a ``.npy`` whose elements begin at
+a page boundary. Row numbers are addresses: a shard keeps its numbers as long as the table lives, no number is
+given out twice, and there may be gaps. Elements of ragged leaves have numbers of their own. A *space* is one
+such numbering, and space 0 is that of the items. The layout is specified in docs/format.md.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from castore.adapters.embeddings.encoder_outputs import KINDS, Leaf, Schema, dty
 from castore.adapters.embeddings.mapped_region import PAGE
 from castore.errors import CorruptError
 
-#: Where all tables are.
+#: The folder of all tables.
 PREFIX = "embeddings"
 #: The manifest's name below the table's.
 MANIFEST = "table.json"
 #: The name of the sorted keys below the table's.
 SORTED_KEYS = "sorted-keys.npy"
 _FORMAT = 1
-# What NumPy has no dtype for is kept as unsigned integers of the same width.
+# Types without a NumPy dtype are kept as unsigned integers of the same width.
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -38,10 +38,10 @@ class Column(NamedTuple):
 
     Attributes:
         name: the folder of its files.
-        dtype: of its elements, as torch calls it.
+        dtype: of its elements, by torch's name.
         shape: of a row.
-        space: which numbering its rows have.
-        leaf: number of the leaf it is of, or -1 for the keys.
+        space: number of the numbering of its rows.
+        leaf: number of its leaf, or -1 for the keys.
     """
 
     name: str
@@ -76,17 +76,17 @@ class Shard(NamedTuple):
 
 
 class SortedKeys(NamedTuple):
-    """The file of sorted keys: its digest in hex, and before which row it knows all that lived."""
+    """The file of sorted keys: its digest in hex, and the row before which it has all keys."""
 
     digest: str
     until: int
 
 
 class Manifest(NamedTuple):
-    """What a table is at one moment.
+    """The state of a table at one moment.
 
     Attributes:
-        generation: tells a table from another of the same name that was made after this one was lost.
+        generation: differs for tables of one name of which the earlier was lost.
         schema: of its outputs.
         shards: in the order of their rows.
         ends: for each space the first number that was never given out.
@@ -120,7 +120,7 @@ class Manifest(NamedTuple):
 
     @classmethod
     def load(cls, data: bytes, where: str) -> Manifest:
-        """What `dump` wrote.
+        """Parse the bytes that `dump` wrote.
 
         Raises:
             CorruptError: it is something else, or of a newer castore.
@@ -163,7 +163,7 @@ def _extents(pairs: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _check(manifest: Manifest) -> None:
-    """See that nothing would be mapped where it does not belong."""
+    """Check that no file would be mapped outside its rows."""
     leaves, ends = manifest.schema.leaves, manifest.ends
     if any(leaf.kind not in KINDS or 0 in leaf.shape for leaf in leaves):
         raise ValueError("a leaf is of no kind there is")
@@ -197,7 +197,7 @@ def columns_of(schema: Schema) -> list[Column]:
 
 
 def alignments(columns: list[Column]) -> list[int]:
-    """For each space the number of rows that a shard's first must be a multiple of, for its bytes to begin a page."""
+    """For each space, the multiple at which a shard's first row must be for all bytes to begin at a page."""
     spaces = 1 + max(column.space for column in columns)
     steps = [1] * spaces
     for column in columns:
@@ -206,7 +206,7 @@ def alignments(columns: list[Column]) -> list[int]:
 
 
 def npy_file(array: np.ndarray[Any, Any]) -> bytearray:
-    """A ``.npy`` file whose elements begin at the second page: format version 1.0 lets the header be padded."""
+    """A ``.npy`` file whose elements begin at the second page. Format version 1.0 allows a padded header."""
     header = io.BytesIO()
     npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(array))
     told = header.getvalue()[10:].rstrip()
@@ -229,5 +229,5 @@ def numpy_view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def numpy_name(dtype: str) -> str:
-    """What NumPy calls the elements of a file that holds a torch dtype."""
+    """NumPy's name for the elements of a file that holds a torch dtype."""
     return str(numpy_view(torch.empty(0, dtype=dtype_of(dtype))).dtype.name)

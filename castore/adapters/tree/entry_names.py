@@ -1,8 +1,9 @@
 """Keys of the cache: computed from a config, and turned into names of entries.
 
-Any text is a key. Names are more particular (no "..", no NUL, 255 bytes a part, never both file and folder), so each key
-becomes one part below one folder: itself where it can be, else with what cannot stand escaped as in a URL, and
-what is too long cut and told apart by its digest. Must never map two keys to one name.
+Any text is a key. A name has more rules (no "..", no NUL, 255 bytes a part, never both file and folder), so
+each key becomes one part below one folder. A key that is a valid part stays as it is. In any other key,
+forbidden characters are escaped as in a URL, and a part that is too long is cut and gets its digest. Must
+never map two keys to one name.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from castore.errors import InvalidValueError
 from castore.keys import encoder
 from castore.names import PART_BYTES
 
-#: Folder of the store that holds the entries of these caches; what else is in the store is none of their business.
+#: Folder of the store that holds the entries of these caches, which never touch any other entry.
 FOLDER = "tree"
-# '%' itself is escaped, so that nothing else can look like an escape. A slash would make a folder of another key.
+# '%' itself is escaped, so that no other text resembles an escape. A slash would make a folder of another
+# key.
 _UNSAFE = re.compile("[%/\x00-\x1f\x7f\ud800-\udfff]")
 _PLAIN = re.compile(r"(?!\.)[A-Za-z0-9_.\- ]{1,200}").fullmatch
 # No key's escape is '%' alone or begins with '%~': these mark the empty key and a digest.
@@ -40,7 +42,7 @@ def name_of(key: str) -> str:
 
 
 def check_key(key: str) -> str:
-    """``key`` as a plain str, whatever subclass it is of.
+    """``key`` as a plain str, if it is of a subclass.
 
     Raises:
         InvalidValueError: it is no str.

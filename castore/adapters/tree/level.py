@@ -1,8 +1,8 @@
 """The level on disk: packed values as entries of a store, below one folder of names.
 
-Knows the store and nothing of objects: what is read and written here are bytes with their metadata, from one row of
-the index, so that value and metadata always belong together. Codec and expiry are said with each put; whoever
-opens a folder later reads what is there, whatever it was put with.
+Knows the store and nothing of objects: it reads and writes bytes with their metadata, from one row of the
+index, so that value and metadata always belong together. Codec and expiry are given with each put; a later
+process reads any value, whatever codec and expiry it was put with.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from castore.records import LOST, Entry
 from castore.store import Store
 from castore.units import parse_duration
 
-#: What users may ask for; `Store` has ``auto`` besides.
+#: The codecs that users may choose; `Store` has ``auto`` besides.
 COMPRESSIONS = ("none", "gzip", "lz4", "zstd")
-#: Seconds between two looks for expired and orphaned bytes by a process that puts.
+#: Seconds between two sweeps for expired and orphaned bytes by a process that puts.
 SWEEP_SECONDS = 300.0
 _ATTEMPTS = 5
 _DEAD = (
@@ -42,13 +42,13 @@ class DiskLevel:
     """Packed values in a store.
 
     Args:
-        folder: of the store, made if it is not there.
+        folder: of the store; created if it is missing.
         compression: one of `COMPRESSIONS`.
         expiry: seconds or a text; None for never.
-        max_size: budget in stored bytes; None for what the store was made with.
+        max_size: budget in stored bytes; None for that of the existing store.
 
     Raises:
-        InvalidValueError: an argument is not understood; no folder is made then.
+        InvalidValueError: an argument is invalid; no folder is created then.
         StoreError: the folder cannot be a store.
     """
 
@@ -65,9 +65,9 @@ class DiskLevel:
             )
         self._compression = compression
         self._expiry = None if expiry is None else parse_duration(expiry)
-        # Without a RAM tier: the caches have one of their own, which can be bounded in items.
+        # The store has no RAM tier: the caches have one of their own, which can be bounded in items.
         self.store = Store(folder, max_size=max_size, memory=0)
-        # What the level above answers is counted apart: the store does not see it.
+        # Hits of the level above are counted here: the store does not see them.
         self._usage = Usage(self.store.index)
         self._sweep_due = time.monotonic()
 
@@ -79,7 +79,7 @@ class DiskLevel:
         """
         self._sweep_if_due()
         if self.store.settings.max_size is not None:
-            self._usage.flush_if_possible()  # so that the budget takes what was not just used
+            self._usage.flush_if_possible()  # so that the budget evicts values that were not used just now
         return self.store.put(
             name,
             packed.data,
@@ -90,12 +90,12 @@ class DiskLevel:
         )
 
     def entry(self, name: str) -> Entry | None:
-        """The entry of a name that has not expired, be it as it was put or by this level's expiry."""
+        """The entry of a name, unless it has expired by its own expiry or by this level's."""
         entry = self.store.entry(name)
         return None if entry is None or self.remaining(entry) <= 0 else entry
 
     def remaining(self, entry: Entry) -> float:
-        """Seconds until an entry expires. Measured by the date: entries outlive the clock of a running machine."""
+        """Seconds until an entry expires, by the date: entries outlive the clock of a running machine."""
         now = time.time()
         left = float("inf") if entry.expires is None else entry.expires - now
         if self._expiry is not None:
@@ -114,31 +114,31 @@ class DiskLevel:
                     store.source.count_use(name)
                     store.flush_if_due()
                     return entry, Packed(entry.serializer, data, to_text(entry.metadata))
-            # The store's own read counts the miss, and finds what somebody may have put just now.
+            # The store's own read counts the miss, and finds a value that another process has just put.
             if (entry is None and store.entry(name) is not None) or store.source.read(name) is None:
                 return None
         return None
 
     def count_memory_hit(self, name: str) -> None:
-        """Have an answer from RAM count as a use, so that the budget takes other entries first."""
+        """Count a hit in RAM as a use, so that the budget evicts other entries first."""
         usage = self._usage
         usage.touched[name] = time.time()
         usage.counts["memory_hits"] += 1
         usage.flush_if_due()
 
     def holds(self, name: str) -> bool:
-        """Whether `read` would find something, but for damage nobody has met yet."""
+        """Whether `read` would find a value, if its bytes have no undiscovered damage."""
         entry = self.entry(name)
         blob = None if entry is None else self.store.index.blob(bytes.fromhex(entry.digest))
         return blob is not None and blob.pack != LOST
 
     def close(self) -> None:
-        """Let go of files and connections, after writing what has been counted."""
+        """Write the counted uses, then close files and connections."""
         self._usage.flush_if_possible()
         self.store.close()
 
     def clear(self) -> None:
-        """Remove every entry of these caches, and what the store then holds for nobody."""
+        """Remove every entry of these caches, and the bytes that no entry needs then."""
         self.store.delete_many(entry.name for entry in self.store.entries(FOLDER))
         self.store.gc(grace=0)
 
@@ -155,7 +155,10 @@ class DiskLevel:
         }
 
     def _sweep_if_due(self) -> None:
-        """Take away what has expired or was replaced. Without a budget nothing else would, and the disk would fill."""
+        """Run gc for expired and replaced values, if it is due.
+
+        Without a budget nothing else would free the disk.
+        """
         if time.monotonic() < self._sweep_due:
             return
         self._sweep_due = time.monotonic() + SWEEP_SECONDS
@@ -166,11 +169,13 @@ class DiskLevel:
 
 
 class OverDisk:
-    """What every cache over a `DiskLevel` is: a context manager that pickles as its arguments, never with open files.
+    """The common part of caches over a `DiskLevel`: a context manager that pickles as its arguments.
+
+    Open files are never pickled.
 
     Attributes:
         _disk: the level, made by the subclass.
-        _again: makes an equal cache, in whatever process the pickle comes to.
+        _again: makes an equal cache, in the process that loads the pickle.
     """
 
     _disk: DiskLevel
@@ -187,11 +192,11 @@ class OverDisk:
 
     @property
     def store(self) -> Store:
-        """The store underneath, for upkeep; the entries are below ``tree/``."""
+        """The store underneath, for maintenance; the entries are below ``tree/``."""
         return self._disk.store
 
     def close(self) -> None:
-        """Let go of files and connections."""
+        """Close files and connections."""
         self._disk.close()
 
 

@@ -1,8 +1,8 @@
-"""A cached value as bytes with its metadata as text: what both levels hold, and what every `get` decodes anew.
+"""A cached value as bytes with its metadata as text: the form that both levels hold, decoded by every `get`.
 
-That is why nothing that comes out of a cache is a door into it: each caller gets an object of his own. Decoding
-was measured at a tenth of `copy.deepcopy` for lists of token ids, at about the same for arrays and small dicts, and bytes have
-a size that can be bounded, which objects have not.
+So no caller can change the cache through a value: each gets an object of its own. Decoding was measured at a
+tenth of `copy.deepcopy` for lists of token ids, and at about the same for arrays and small dicts. Bytes also
+have a size that can be bounded, which objects do not have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Packed(NamedTuple):
     """A value and its metadata.
 
     Attributes:
-        serializer: how `data` becomes an object.
+        serializer: name of the format of `data`.
         data: the value's bytes.
         about: the metadata's fields as JSON text.
     """
@@ -29,10 +29,10 @@ class Packed(NamedTuple):
 
 
 def pack(data: object, metadata: CacheMetadata | None, *, allow_pickle: bool) -> Packed:
-    """The value as it is kept.
+    """The value in the form that is kept.
 
     Raises:
-        SerializationError: no serializer that is allowed takes it; the message has the path to the part.
+        SerializationError: no allowed serializer takes it; the message has the path to the part.
     """
     about = to_text(to_fields(metadata))
     return Packed(*serializers.dump(data, allow_pickle=allow_pickle), about)
@@ -42,13 +42,13 @@ def unpack(packed: Packed, *, allow_pickle: bool) -> tuple[Any, CacheMetadata]:
     """A new object of the value, and its metadata.
 
     Raises:
-        CorruptError: the bytes are not what that serializer writes.
-        SerializationError: it is a pickle and those are not allowed.
+        CorruptError: that serializer does not write such bytes.
+        SerializationError: the value is a pickle, and pickles are not allowed.
     """
     value = serializers.load(packed.data, packed.serializer, allow_pickle=allow_pickle)
     return value, from_text(packed.about)
 
 
 def held(packed: Packed) -> int:
-    """Bytes that it occupies in RAM."""
+    """Bytes of RAM that a packed value takes."""
     return sys.getsizeof(packed.data) + sys.getsizeof(packed.about)
