@@ -158,7 +158,7 @@ def test_keys_are_the_same_in_other_processes() -> None:
     """Whatever the order of sets, and however the dataset came there."""
     program = (
         "import datasets\n"
-        "from tests.adapters.torch.test_identity import *\n"
+        "from tests.adapters.torch.test_dataset_identity import *\n"
         "print(*(dataset_key(make()) for pair in PAIRS.values() for make in pair), sep='\\n')"
     )
     answers = [
