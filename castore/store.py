@@ -632,7 +632,7 @@ class Store:
             InvalidValueError: what is decorated cannot be called, or Python cannot tell its arguments.
             UnhashableError: (when called) an argument, or something the function refers to, has no stable hash.
         """
-        from castore.keys.cached import cached
+        from castore.keys.cached_function import cached
 
         decorate: Callable[[Any], Any] = cached(self, ttl=ttl, prefix=prefix)
         return decorate if function is None else decorate(function)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from castore.cli.completion import codecs
-from castore.cli.opening import store_path
 from castore.cli.output import (
     LISTED,
     AsJson,
@@ -29,7 +28,8 @@ from castore.cli.output import (
     progress,
     spinner,
 )
-from castore.cli.standard import standard_input
+from castore.cli.std_streams import standard_input
+from castore.cli.store_access import store_path
 from castore.cli.walk import Source, destinations, find
 from castore.errors import CastoreError, InvalidValueError
 from castore.names import check_name
@@ -37,7 +37,7 @@ from castore.units import format_size
 
 if TYPE_CHECKING:
     from castore import Store
-    from castore.cli.putting import Putter
+    from castore.cli.add_batches import Putter
 
 #: The PATH that means standard input.
 INPUT = "-"
@@ -82,7 +82,7 @@ def add(
     tar c photos | castore add - --as photos.tar
     """
     from castore import Store
-    from castore.cli.putting import Options, Putter
+    from castore.cli.add_batches import Options, Putter
 
     is_input = INPUT in path
     named = {INPUT: _input_name(path, prefix)} if is_input else destinations(path, prefix)
@@ -202,7 +202,7 @@ def _put_all(
 
 
 def _learn(store: Store, named: dict[str, str], search: Search) -> list[dict[str, Any]]:
-    from castore.cli.learning import learn
+    from castore.cli.dictionary_sample import learn
 
     with spinner("training a dictionary"):
         return learn(store, named, search)

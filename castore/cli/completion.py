@@ -10,7 +10,7 @@ import sqlite3
 import typer
 
 from castore import settings
-from castore.cli.opening import open_store, store_path
+from castore.cli.store_access import open_store, store_path
 from castore.errors import CastoreError
 from castore.index.name_ranges import names_beginning
 from castore.objects.codecs import CODECS

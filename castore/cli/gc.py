@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from castore.cli.opening import open_store
 from castore.cli.output import AsJson, complain, listed, plural, print_json, spinner
+from castore.cli.store_access import open_store
 from castore.gc.collect import GRACE_SECONDS, Collected, Plan
 from castore.units import format_duration, format_size, parse_budget
 

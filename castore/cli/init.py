@@ -11,8 +11,8 @@ import typer
 
 from castore import settings
 from castore.cli.completion import codecs
-from castore.cli.opening import check_ttl, store_path
 from castore.cli.output import AsJson, print_json
+from castore.cli.store_access import check_ttl, store_path
 from castore.errors import InvalidValueError, StoreError
 from castore.settings import Settings
 from castore.units import format_duration, format_size, parse_budget

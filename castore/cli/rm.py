@@ -9,8 +9,8 @@ import typer
 
 from castore import Store
 from castore.cli.completion import names
-from castore.cli.opening import find_entry, not_found, open_store, see_names
 from castore.cli.output import AsJson, Failures, complain, describe, print_json, printable, typed
+from castore.cli.store_access import find_entry, not_found, open_store, see_names
 from castore.errors import CastoreError, InvalidValueError
 from castore.records import Entry
 

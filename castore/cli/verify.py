@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from castore.cli.opening import open_store
 from castore.cli.output import AsJson, listed, plural, print_json, progress
+from castore.cli.store_access import open_store
 from castore.errors import InvalidValueError
 from castore.repair.verify import Report
 from castore.units import format_size

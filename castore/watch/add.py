@@ -14,7 +14,7 @@ from castore import Store
 from castore.errors import CastoreError, FullError, StoreError
 from castore.objects.packs import PACK_LIMIT
 from castore.records import LOST, Entry, Pointing
-from castore.watch import sources
+from castore.watch import entry_sources
 from castore.watch.file_lease import BusyError, Snapshot
 from castore.write.batch import Batch
 from castore.write.staging import Staged
@@ -129,7 +129,7 @@ class Adder:
             if not file.is_regular:
                 raise CastoreError(f"{path} is neither a file nor a folder")
             file.check()
-            source = sources.own(path, file.status)
+            source = entry_sources.own(path, file.status)
             if source is not None and through is not None:
                 source["through"] = through
             metadata = {} if source is None else {"source": source}

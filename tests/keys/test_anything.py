@@ -57,7 +57,7 @@ from PIL import Image
 
 from castore import UnhashableError
 from castore.adapters.datasets import operator_fingerprint
-from castore.adapters.embeddings.identity import encoder_digest
+from castore.adapters.embeddings.table_identity import encoder_digest
 from castore.adapters.torch import dataset_key
 from castore.keys.objects import InstanceEncoder, function_fingerprint
 from tests.keys.fingerprinted import numba, regex

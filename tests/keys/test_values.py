@@ -30,7 +30,7 @@ import torch
 
 from castore import Store, UnhashableError, key
 from castore.adapters.datasets import operator_fingerprint
-from castore.adapters.embeddings.identity import encoder_digest
+from castore.adapters.embeddings.table_identity import encoder_digest
 from castore.adapters.torch import dataset_key
 from castore.keys.objects import function_fingerprint
 from tests.keys import fingerprinted

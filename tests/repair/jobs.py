@@ -101,9 +101,9 @@ def fill(store: Path, place: Path) -> None:
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from castore.adapters.embeddings import CacheConfig, cache_embeddings, filling
+    from castore.adapters.embeddings import CacheConfig, cache_embeddings, table_fill
 
-    filling.PUT_SECONDS = 0.1
+    table_fill.PUT_SECONDS = 0.1
 
     class Squares(nn.Module):
         def __init__(self) -> None:

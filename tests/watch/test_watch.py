@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from castore import Store
+from castore.watch.entry_sources import remember
 from castore.watch.folder import Folder, is_temporary
-from castore.watch.sources import remember
 from tests.watch.conftest import (
     ENVIRONMENT,
     Watch,

@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from castore.adapters.datasets import dataset_entries
 from castore.adapters.datasets.reports import CacheWarning
+from castore.adapters.datasets.row_stream import part_of_stream
 from castore.adapters.datasets.stored_table import batches_of
-from castore.adapters.datasets.streams import part_of_stream
 from castore.adapters.datasets.tables import (
     SPLITS,
     STATE,

@@ -29,7 +29,7 @@ from castore.adapters.datasets.lazy_dataset import LateDataset
 from castore.adapters.datasets.lazy_table import LateTable
 from castore.adapters.datasets.mapped_files import TAIL
 from castore.adapters.datasets.operator_keys import HELD, OperatorEncoder, operator_fingerprint
-from castore.adapters.datasets.replaced import gone
+from castore.adapters.datasets.replaced_files import gone
 from castore.adapters.datasets.table_digest import table_digest
 from castore.adapters.datasets.tables import row_blocks, table_files
 from castore.errors import InvalidValueError

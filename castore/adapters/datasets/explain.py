@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from castore.adapters.datasets import dataset_entries
-from castore.adapters.datasets.plans import Planned
+from castore.adapters.datasets.step_plan import Planned
 from castore.adapters.datasets.step_runner import FOLDER
 from castore.adapters.datasets.tables import STATE, our_fingerprint
 from castore.store import Store

@@ -18,18 +18,18 @@ from typing import Any
 
 import datasets
 
-from castore.adapters.datasets import dataset_entries, scratch, space, step_runner
+from castore.adapters.datasets import dataset_entries, disk_space, scratch, step_runner
 from castore.adapters.datasets.background import background
 from castore.adapters.datasets.checkpoint import Checkpoint
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
 from castore.adapters.datasets.explain import Explanation, explain, explained
 from castore.adapters.datasets.lazy_dataset import LateDataset
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE
-from castore.adapters.datasets.owned import own
-from castore.adapters.datasets.plans import Planned, plan
-from castore.adapters.datasets.progress import Teller
+from castore.adapters.datasets.private_copies import own
+from castore.adapters.datasets.progress_meter import Teller
 from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Progress, StepReport
 from castore.adapters.datasets.retention import drop_intermediate
+from castore.adapters.datasets.step_plan import Planned, plan
 from castore.adapters.datasets.steps import RunOptions, Step, steps_of
 from castore.adapters.datasets.tables import our_fingerprint
 from castore.errors import InvalidValueError
@@ -149,18 +149,18 @@ class Pipeline:
             done, reason = checkpoint.done(_source(planned), [step.mark() for step in planned])
         return [explained(step, [] if step.number < done else [reason]) for step in planned]
 
-    def estimate_space(self, dataset: datasets.Dataset) -> space.Estimate:
+    def estimate_space(self, dataset: datasets.Dataset) -> disk_space.Estimate:
         """The disk space of a run over that dataset: by Data-Juicer's formula, and by measured sizes."""
         return self._estimate(dataset, self.plan(dataset) if self.use_cache else [])
 
-    def _estimate(self, dataset: datasets.Dataset, planned: Sequence[Planned]) -> space.Estimate:
+    def _estimate(self, dataset: datasets.Dataset, planned: Sequence[Planned]) -> disk_space.Estimate:
         known = [_known(self.store, step) for step in planned] or [
-            space.Known(step.kind) for step in self.steps
+            disk_space.Known(step.kind) for step in self.steps
         ]
-        return space.estimate(
-            space.logical_size(dataset),
+        return disk_space.estimate(
+            disk_space.logical_size(dataset),
             known,
-            ratio=space.measure_ratio(dataset, self.codec),
+            ratio=disk_space.measure_ratio(dataset, self.codec),
             mode=self.mode,
             store=self.store.path,
             settings=self.store.settings,
@@ -214,12 +214,12 @@ def _is_unread(dataset: datasets.Dataset) -> bool:
     return isinstance(dataset, LateDataset) and not dataset.is_read
 
 
-def _known(store: Store, step: Planned) -> space.Known:
+def _known(store: Store, step: Planned) -> disk_space.Known:
     """The sizes of a step's kept result. A run with other parameters or on other rows tells nothing."""
     if dataset_entries.metadata_of(store, step.name) is None:
-        return space.Known(step.step.kind)
+        return disk_space.Known(step.step.kind)
     size = dataset_entries.size_of(store, step.name)
-    return space.Known(step.step.kind, size.logical, size.stored, True)
+    return disk_space.Known(step.step.kind, size.logical, size.stored, True)
 
 
 class _Run:

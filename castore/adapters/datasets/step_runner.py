@@ -6,7 +6,7 @@ stored, so that another process, which finds nothing yet, waits and then finds i
 that do not see each other's both run the step, and put the same.
 
 The store gets a private snapshot, taken when the step ends; every caller gets a dataset of its own
-(`owned`).
+(`private_copies`).
 
 Must never hand out a damaged result, nor keep one of a step that failed, nor one that a caller has changed.
 """
@@ -31,7 +31,7 @@ from castore.adapters.datasets import dataset_entries, scratch
 from castore.adapters.datasets.background import OnItsWay, background
 from castore.adapters.datasets.dataset_fingerprint import check_files, note_files
 from castore.adapters.datasets.mapped_files import store_locks
-from castore.adapters.datasets.owned import own, private
+from castore.adapters.datasets.private_copies import own, private
 from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.tables import Part, our_fingerprint, part_of
 from castore.errors import CorruptError, FullError, InvalidValueError, NotFoundError

@@ -25,7 +25,7 @@ from datasets.table import ConcatenationTable, InMemoryTable, MemoryMappedTable,
 from datasets.utils.py_utils import asdict
 
 from castore.adapters.datasets.lazy_table import LateTable
-from castore.adapters.datasets.replaced import gone, lies_in
+from castore.adapters.datasets.replaced_files import gone, lies_in
 from castore.errors import SerializationError
 
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"

@@ -1,6 +1,6 @@
 """EmbeddingCache: an encoder's outputs by key, computed once, kept in a store and mapped by all processes.
 
-This module is the interface of the storage: table.py reads, filling.py and publishing.py write. Knows no
+This module is the interface of the storage: `table` reads, `table_fill` and `shard_commit` write. Knows no
 models, no datasets and no device but the CPU.
 """
 
@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from castore.adapters.embeddings.claims import Claims
-from castore.adapters.embeddings.filling import Filling
-from castore.adapters.embeddings.keytable import Digests, Rows, digests
-from castore.adapters.embeddings.layout import MANIFEST, PREFIX, Manifest
-from castore.adapters.embeddings.outputs import Schema, check_rows, restore
-from castore.adapters.embeddings.publishing import Current, Publisher
+from castore.adapters.embeddings.encoder_outputs import Schema, check_rows, restore
+from castore.adapters.embeddings.key_table import Digests, Rows, digests
+from castore.adapters.embeddings.shard_commit import Current, Publisher
 from castore.adapters.embeddings.table import Table, View
+from castore.adapters.embeddings.table_fill import Filling
+from castore.adapters.embeddings.table_layout import MANIFEST, PREFIX, Manifest
 from castore.errors import InvalidValueError, NotFoundError, OutOfRangeError, StoreError
 from castore.names import check_name
 from castore.records import Blob

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from castore.adapters.embeddings.keytable import Digests
+from castore.adapters.embeddings.key_table import Digests
 from castore.store import Store
 from castore.system.file_locks import is_locked, lock_byte
 from castore.system.forks import reset_after_fork

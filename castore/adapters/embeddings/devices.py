@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from castore.adapters.embeddings.batches import like, over
+from castore.adapters.embeddings.batch_places import like, over
 from castore.adapters.embeddings.cache import EmbeddingCache
-from castore.adapters.embeddings.outputs import DIFFERENT_LENGTHS
+from castore.adapters.embeddings.encoder_outputs import DIFFERENT_LENGTHS
 from castore.errors import InvalidValueError, SerializationError
 
 #: Rows that are copied to a device at a time.

@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from castore import Store
-from castore.adapters.embeddings.batches import PerItem, like, over, select
+from castore.adapters.embeddings.batch_places import PerItem, like, over, select
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.config import CacheConfig, CacheType
 from castore.adapters.embeddings.devices import Placed, over_tensors, tensors_of
-from castore.adapters.embeddings.frozen import Noted, check_frozen, no_random_numbers
-from castore.adapters.embeddings.identity import code_digest, encoder_digest, item_key, table_name
+from castore.adapters.embeddings.frozen_encoders import Noted, check_frozen, no_random_numbers
 from castore.adapters.embeddings.keys import ABSENT, ROWS_PER_TABLE, Keys
 from castore.adapters.embeddings.masks import mask_in, padded, unpadded
 from castore.adapters.embeddings.table import CacheWarning
+from castore.adapters.embeddings.table_identity import code_digest, encoder_digest, item_key, table_name
 from castore.errors import InvalidValueError
 
 _CPU = torch.device("cpu")

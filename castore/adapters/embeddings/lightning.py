@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from castore import Store
-from castore.adapters.embeddings.caching import cache_loaders
+from castore.adapters.embeddings.model_cache import cache_loaders
 from castore.errors import InvalidValueError, MissingDependencyError
 
 try:

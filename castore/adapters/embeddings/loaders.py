@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from castore.adapters.embeddings.batches import Path, Rest, put, same
+from castore.adapters.embeddings.batch_places import Path, Rest, put, same
 from castore.adapters.embeddings.cache import EmbeddingCache
-from castore.adapters.embeddings.frozen import no_random_numbers
+from castore.adapters.embeddings.dataset_pass import Gather, Numbered, Sample
+from castore.adapters.embeddings.frozen_encoders import no_random_numbers
 from castore.adapters.embeddings.keys import ABSENT, Keys
-from castore.adapters.embeddings.passes import Gather, Numbered, Sample
 from castore.errors import InvalidValueError, NotFoundError
 
 # Number of samples that are read and collated twice, to learn the layout of a batch.

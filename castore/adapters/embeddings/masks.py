@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from castore.adapters.embeddings.batches import like, over
+from castore.adapters.embeddings.batch_places import like, over
 from castore.errors import InvalidValueError
 
 

@@ -17,10 +17,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from castore.adapters.embeddings.keytable import EMPTY, NO_KEY, Digests, Rows, Sorted
-from castore.adapters.embeddings.layout import SORTED_KEYS, Column, Manifest, Shard, alignments, columns_of
-from castore.adapters.embeddings.outputs import dtype_of
-from castore.adapters.embeddings.region import PAGE, Region
+from castore.adapters.embeddings.encoder_outputs import dtype_of
+from castore.adapters.embeddings.key_table import EMPTY, NO_KEY, Digests, Rows, Sorted
+from castore.adapters.embeddings.mapped_region import PAGE, Region
+from castore.adapters.embeddings.table_layout import (
+    SORTED_KEYS,
+    Column,
+    Manifest,
+    Shard,
+    alignments,
+    columns_of,
+)
 from castore.adapters.mapped_check import read_whole, unchecked
 from castore.errors import CorruptError, NotFoundError
 from castore.records import LOOSE, LOST, Blob, Found

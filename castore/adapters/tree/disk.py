@@ -9,10 +9,10 @@ import os
 from functools import partial
 from typing import Any
 
+from castore.adapters.tree.entry_names import name_of
 from castore.adapters.tree.level import DiskLevel, OverDisk
 from castore.adapters.tree.metadata import CacheMetadata
-from castore.adapters.tree.naming import name_of
-from castore.adapters.tree.packing import pack, unpack
+from castore.adapters.tree.packed_value import pack, unpack
 from castore.adapters.tree.tally import Tally
 from castore.errors import CorruptError
 

@@ -13,9 +13,9 @@ import time
 from functools import partial
 from typing import Any, TypeVar
 
+from castore.adapters.tree.entry_names import FOLDER
 from castore.adapters.tree.metadata import to_text
-from castore.adapters.tree.naming import FOLDER
-from castore.adapters.tree.packing import Packed
+from castore.adapters.tree.packed_value import Packed
 from castore.errors import InvalidValueError
 from castore.gc import collect
 from castore.index.eviction import is_work

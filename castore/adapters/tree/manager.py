@@ -14,11 +14,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from castore.adapters.tree.entry_names import compute_key, name_of
 from castore.adapters.tree.level import DiskLevel, OverDisk
 from castore.adapters.tree.memory import parse_bounds
 from castore.adapters.tree.metadata import CacheMetadata, to_text
-from castore.adapters.tree.naming import compute_key, name_of
-from castore.adapters.tree.packing import Packed, held, pack, unpack
+from castore.adapters.tree.packed_value import Packed, held, pack, unpack
 from castore.adapters.tree.tally import Tally
 from castore.errors import CorruptError
 from castore.index.beacon import CHANGED

@@ -1,6 +1,6 @@
 """The level in RAM: its bounds in items and in bytes, and `MemoryCache`, which is that level alone.
 
-Values are held encoded (see packing.py) and expire by the monotonic clock, which no correction of the date
+Values are held encoded (see `packed_value`) and expire by the monotonic clock, which no correction of the date
 moves. Each process has its own; nothing here is shared or written to disk.
 """
 
@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from castore.adapters.tree.entry_names import check_key
 from castore.adapters.tree.metadata import CacheMetadata
-from castore.adapters.tree.naming import check_key
-from castore.adapters.tree.packing import Packed, held, pack, unpack
+from castore.adapters.tree.packed_value import Packed, held, pack, unpack
 from castore.adapters.tree.tally import Tally
 from castore.errors import InvalidValueError
 from castore.system.ram_cache import MemoryLRU

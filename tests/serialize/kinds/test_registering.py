@@ -28,7 +28,7 @@ import castore
 from castore import InvalidValueError, SerializationError, Store, register_type
 from castore.adapters.torch import CachedDataset
 from castore.adapters.torch.samples import pack, unpack
-from castore.serialize.kinds import classes, registry
+from castore.serialize.kinds import kind_registry, user_classes
 from castore.serialize.serializers import dump, load
 from tests.serialize.kinds.values import Image as Plane
 from tests.serialize.kinds.values import Typed
@@ -37,7 +37,7 @@ from tests.serialize.kinds.values import Typed
 @pytest.fixture(autouse=True)
 def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test's registrations end with it."""
-    for owner, name in ((classes, "registered"), (classes, "names"), (registry, "_explained")):
+    for owner, name in ((user_classes, "registered"), (user_classes, "names"), (kind_registry, "_explained")):
         monkeypatch.setattr(owner, name, dict(getattr(owner, name)))
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
+from castore.adapters.torch.level_sizes import Size, disk_bytes, is_off, memory_bytes
 from castore.adapters.torch.ranks import common_name, read_ranks
-from castore.adapters.torch.sizing import Size, disk_bytes, is_off, memory_bytes
 from castore.shm.segments import Segment
 
 _READY, _MEMORY, _DISK, _WORDS = range(4)

@@ -13,14 +13,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from castore import Store
-from castore.cli.opening import check_ttl
 from castore.cli.output import Failures, describe, printable
+from castore.cli.store_access import check_ttl
 from castore.cli.walk import Source
 from castore.errors import CastoreError, FullError, StoreError, naming
 from castore.objects.codecs import check_codec
 from castore.objects.workers import cores
 from castore.records import Pointing
-from castore.watch import sources
+from castore.watch import entry_sources
 from castore.write import batch
 from castore.write.batch import SupportsRead
 
@@ -157,7 +157,7 @@ class Putter:
 
     def _metadata(self, path: str, status: os.stat_result) -> dict[str, Any]:
         """The user's, and the file that the entry is made from."""
-        source = sources.own(os.path.abspath(path), status)
+        source = entry_sources.own(os.path.abspath(path), status)
         return ({} if source is None else {"source": source}) | (self._options.metadata or {})
 
     def _put_items(self, items: list[tuple[str, Pointing, bytes]]) -> _Outcome:

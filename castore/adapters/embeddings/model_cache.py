@@ -16,14 +16,20 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from castore import Store
-from castore.adapters.embeddings.batches import Path, Rest, is_covered, learn
+from castore.adapters.embeddings.batch_places import Path, Rest, is_covered, learn
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.config import CacheConfig, CacheType
+from castore.adapters.embeddings.dataset_pass import Extractors, Gather, Pass
 from castore.adapters.embeddings.devices import Mapped, OnDevice, Placed, SplitOverRanks, fits
 from castore.adapters.embeddings.encoder import CachedEncoder, opened
-from castore.adapters.embeddings.frozen import same_random_numbers
-from castore.adapters.embeddings.identity import code_digest, data_digest, table_name
-from castore.adapters.embeddings.inputs import Source, encoder_names, get_encoder, set_encoder, sources
+from castore.adapters.embeddings.encoder_inputs import (
+    Source,
+    encoder_names,
+    get_encoder,
+    set_encoder,
+    sources,
+)
+from castore.adapters.embeddings.frozen_encoders import same_random_numbers
 from castore.adapters.embeddings.loaders import (
     Column,
     JoinedDataset,
@@ -34,7 +40,7 @@ from castore.adapters.embeddings.loaders import (
     replaced_loader,
     streaming_loader,
 )
-from castore.adapters.embeddings.passes import Extractors, Gather, Pass
+from castore.adapters.embeddings.table_identity import code_digest, data_digest, table_name
 from castore.errors import InvalidValueError, StoreError
 
 

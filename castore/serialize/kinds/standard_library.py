@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from castore.errors import SerializationError
-from castore.serialize.kinds.parts import Kind, MisfitError, expect, listed
+from castore.serialize.kinds.forms import Kind, MisfitError, expect, listed
 
 #: Factories that a loaded defaultdict may have: these return empty values and run no other code.
 _FACTORIES: dict[str, type] = {

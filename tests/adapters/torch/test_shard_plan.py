@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from castore import CastoreError
-from castore.adapters.torch.sharding import (
+from castore.adapters.torch.shard_plan import (
     Step,
     epoch_order,
     permutation,
@@ -54,7 +54,9 @@ def test_permutation_is_the_same_on_every_machine_and_in_every_version() -> None
 
 
 def test_permutation_is_the_same_in_another_process() -> None:
-    code = "from castore.adapters.torch.sharding import permutation; print(permutation(50, 13, 'x').tolist())"
+    code = (
+        "from castore.adapters.torch.shard_plan import permutation; print(permutation(50, 13, 'x').tolist())"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.strip() == str(permutation(50, 13, "x").tolist())
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.lib import format as npy
 
-from castore.adapters.embeddings.outputs import KINDS, Leaf, Schema, dtype_of
-from castore.adapters.embeddings.region import PAGE
+from castore.adapters.embeddings.encoder_outputs import KINDS, Leaf, Schema, dtype_of
+from castore.adapters.embeddings.mapped_region import PAGE
 from castore.errors import CorruptError
 
 #: The folder of all tables.

@@ -11,7 +11,7 @@ import pytest
 
 from castore import Store
 from castore.adapters.datasets import Pipeline
-from castore.adapters.datasets.measuring import without_unread
+from castore.adapters.datasets.stats_parameters import without_unread
 from castore.recipes import registry
 
 STATS = "__dj__stats__"

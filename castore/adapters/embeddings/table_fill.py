@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from castore.adapters.embeddings.claims import Claims
-from castore.adapters.embeddings.keytable import Digests, digests
-from castore.adapters.embeddings.keytable import Rows as RowNumbers
-from castore.adapters.embeddings.outputs import Schema, check_alike, split
-from castore.adapters.embeddings.publishing import SHARD_BYTES, Publisher, Rows, joined
+from castore.adapters.embeddings.encoder_outputs import Schema, check_alike, split
+from castore.adapters.embeddings.key_table import Digests, digests
+from castore.adapters.embeddings.key_table import Rows as RowNumbers
+from castore.adapters.embeddings.shard_commit import SHARD_BYTES, Publisher, Rows, joined
 from castore.errors import InvalidValueError
 
 #: Batches that are looked up and claimed together.

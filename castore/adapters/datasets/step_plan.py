@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from castore.adapters.datasets.checkpoint import Mark
-from castore.adapters.datasets.measuring import without_unread
 from castore.adapters.datasets.operator_description import Description, describe
+from castore.adapters.datasets.stats_parameters import without_unread
 from castore.adapters.datasets.step_runner import step_key, step_name
 from castore.adapters.datasets.steps import Step
 from castore.adapters.datasets.tables import our_fingerprint

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from castore.adapters.embeddings.batches import Path, as_path, look, place_of, select, shown
+from castore.adapters.embeddings.batch_places import Path, as_path, look, place_of, select, shown
 from castore.adapters.embeddings.config import check_name_among
 from castore.adapters.embeddings.encoder import CachedEncoder
-from castore.adapters.embeddings.frozen import trainable
+from castore.adapters.embeddings.frozen_encoders import trainable
 from castore.errors import InvalidValueError
 
 

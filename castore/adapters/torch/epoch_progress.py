@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from castore.adapters.torch.sharding import Step
+from castore.adapters.torch.shard_plan import Step
 from castore.errors import InvalidValueError
 from castore.shm.segments import Segment
 

@@ -27,7 +27,7 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from castore import InvalidNameError, UnhashableError, key
-from castore.adapters.torch.identity import dataset_key
+from castore.adapters.torch.dataset_identity import dataset_key
 
 ROOT = Path(__file__).parents[3]
 
@@ -158,7 +158,7 @@ def test_keys_are_the_same_in_other_processes() -> None:
     """Whatever the order of sets, and however the dataset came there."""
     program = (
         "import datasets\n"
-        "from tests.adapters.torch.test_identity import *\n"
+        "from tests.adapters.torch.test_dataset_identity import *\n"
         "print(*(dataset_key(make()) for pair in PAIRS.values() for make in pair), sep='\\n')"
     )
     answers = [

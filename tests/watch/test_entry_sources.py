@@ -9,8 +9,8 @@ import pytest
 
 from castore import Store
 from castore.errors import InvalidValueError
-from castore.watch import sources
-from castore.watch.sources import Stale, changed, fresh, remember
+from castore.watch import entry_sources
+from castore.watch.entry_sources import Stale, changed, fresh, remember
 from tests.watch.conftest import age, run
 
 
@@ -98,18 +98,18 @@ def test_users_own_metadata_of_that_name_is_left_alone(store: Store) -> None:
     for value in ["train", ["a", "b"], {"path": 3, "size": 1, "mtime_ns": 2}, None]:
         store.put("x", b"x", metadata={"source": value, "sources": value})
         assert fresh(store, "x")
-        assert list(sources.drop_stale(store, lambda path: True)) == []
+        assert list(entry_sources.drop_stale(store, lambda path: True)) == []
 
 
 def test_stale_entries_are_dropped_and_pinned_ones_only_told(store: Store, raw: Path) -> None:
     derive(store, raw)
     store.put("pinned", b"p", metadata={"sources": remember([raw])}, pin=True)
     store.put("other", b"o")
-    assert list(sources.drop_stale(store, lambda path: True)) == []
+    assert list(entry_sources.drop_stale(store, lambda path: True)) == []
     raw.write_text("changed")
-    assert list(sources.drop_stale(store, lambda path: path == "elsewhere")) == []
+    assert list(entry_sources.drop_stale(store, lambda path: path == "elsewhere")) == []
     reasons = [f"{raw} has 7 bytes, and had 5"]
-    assert list(sources.drop_stale(store, lambda path: path == str(raw))) == [
+    assert list(entry_sources.drop_stale(store, lambda path: path == str(raw))) == [
         Stale("derived", reasons, True),
         Stale("pinned", reasons, False),
     ]
@@ -122,7 +122,7 @@ def test_an_entry_that_was_put_again_since_is_not_dropped(store: Store, raw: Pat
     assert seen is not None
     raw.write_text("changed")
     derive(store, raw)
-    assert not sources.drop(store, seen)
+    assert not entry_sources.drop(store, seen)
     assert fresh(store, "derived")
 
 

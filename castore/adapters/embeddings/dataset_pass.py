@@ -2,7 +2,7 @@
 
 The pass reads only samples of which something is missing. Ranks of a node that fill at the same time begin at
 different places, and share the work through the tables' claims. Must leave the random numbers of the training
-run as they were (see `frozen`), and never touch its loader: the pass has one of its own.
+run as they were (see `frozen_encoders`), and never touch its loader: the pass has one of its own.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm.auto import tqdm
 
-from castore.adapters.embeddings.batches import Rest
+from castore.adapters.embeddings.batch_places import Rest
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.devices import joined
-from castore.adapters.embeddings.identity import item_key
-from castore.adapters.embeddings.inputs import Call, Source
+from castore.adapters.embeddings.encoder_inputs import Call, Source
+from castore.adapters.embeddings.table_identity import item_key
 from castore.errors import InvalidValueError
 
 Extractors = Mapping[int, Callable[[Any], Any]]

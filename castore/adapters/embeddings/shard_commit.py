@@ -19,8 +19,10 @@ import torch
 from blake3 import blake3
 
 from castore.adapters.embeddings.claims import locks_of
-from castore.adapters.embeddings.keytable import Digests
-from castore.adapters.embeddings.layout import (
+from castore.adapters.embeddings.encoder_outputs import Part, Schema, check_alike
+from castore.adapters.embeddings.key_table import Digests
+from castore.adapters.embeddings.table import Table
+from castore.adapters.embeddings.table_layout import (
     MANIFEST,
     SORTED_KEYS,
     Column,
@@ -33,8 +35,6 @@ from castore.adapters.embeddings.layout import (
     numpy_name,
     numpy_view,
 )  # fmt: skip
-from castore.adapters.embeddings.outputs import Part, Schema, check_alike
-from castore.adapters.embeddings.table import Table
 from castore.adapters.mapped_check import forget, note_new
 from castore.errors import FullError, StoreError
 from castore.objects.codecs import Buffer

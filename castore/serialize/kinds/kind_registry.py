@@ -13,17 +13,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from castore.errors import InvalidValueError, SerializationError
-from castore.serialize.kinds import classes, images
+from castore.serialize.kinds import images, user_classes
+from castore.serialize.kinds.arrow_tables import TABLES
+from castore.serialize.kinds.forms import Form, Kind
 from castore.serialize.kinds.numeric import NUMERIC
-from castore.serialize.kinds.parts import Form, Kind
-from castore.serialize.kinds.standard import STANDARD
-from castore.serialize.kinds.tables import TABLES
+from castore.serialize.kinds.standard_library import STANDARD
 
 T = TypeVar("T")
 
 _OWN = "registered"
 _FIXED: dict[str, Kind] = {kind.name: kind for kind in (*STANDARD, *NUMERIC, *TABLES)}
-_KNOWN = {*_FIXED, *classes.KINDS, images.KIND}
+_KNOWN = {*_FIXED, *user_classes.KINDS, images.KIND}
 #: Kinds whose class was not imported at the last search.
 _waiting: list[Kind] = [*STANDARD, *NUMERIC, *TABLES]
 _by_class: dict[type, Kind] = {}
@@ -81,18 +81,22 @@ def register_type(
         raise InvalidValueError(f"{cls} is kept as it is; register classes of your own")
     if (encode is None) is not (decode is None):
         raise InvalidValueError(f"{cls} needs encode and decode, or neither")
-    if encode is None and classes.kind_of(cls) is None:
+    if encode is None and user_classes.kind_of(cls) is None:
         raise InvalidValueError(
             f"{cls} is no named tuple, dataclass, enum or tensor subclass whose fields are all there is; "
             "give encode= and decode="
         )
-    chosen = classes.natural_name(cls) if name is None else name
-    there = classes.registered.get(chosen)
+    chosen = user_classes.natural_name(cls) if name is None else name
+    there = user_classes.registered.get(chosen)
     # A reloaded module, or a notebook cell that runs again, defines the class again.
-    if there is not None and there is not cls and classes.natural_name(there) != classes.natural_name(cls):
+    if (
+        there is not None
+        and there is not cls
+        and user_classes.natural_name(there) != user_classes.natural_name(cls)
+    ):
         raise InvalidValueError(f"the name {chosen!r} is {there}'s; give {cls} another")
-    classes.registered[chosen] = cls
-    classes.names[cls] = chosen
+    user_classes.registered[chosen] = cls
+    user_classes.names[cls] = chosen
     _explained.pop(cls, None)
     if encode is not None and decode is not None:
         _explained[cls] = _Explained(encode, decode)
@@ -108,16 +112,16 @@ def take_apart(value: Any) -> Form | None:
     cls = type(value)
     own = _explained.get(cls)
     if own is not None:
-        return Form(_OWN, classes.names[cls], own.encode(value))
+        return Form(_OWN, user_classes.names[cls], own.encode(value))
     fixed = _fixed(cls)
     if fixed is not None:
         parts = fixed.take(value)
         return parts if type(parts) is Form else Form(fixed.name, None, parts)
     if images.is_image(value):
         return Form(images.KIND, None, images.take(value))
-    kind = classes.kind_of(cls)
-    name = None if kind is None else classes.name_of(cls)
-    return None if kind is None or name is None else Form(kind, name, classes.take(value, kind))
+    kind = user_classes.kind_of(cls)
+    name = None if kind is None else user_classes.name_of(cls)
+    return None if kind is None or name is None else Form(kind, name, user_classes.take(value, kind))
 
 
 def is_registered(cls: type) -> bool:
@@ -127,7 +131,7 @@ def is_registered(cls: type) -> bool:
 
 def is_found_by_name(form: Form) -> bool:
     """Whether the form's class is a user class that is not registered, and found in an imported module."""
-    return form.kind in classes.KINDS and form.detail not in classes.registered
+    return form.kind in user_classes.KINDS and form.detail not in user_classes.registered
 
 
 def _fixed(cls: type) -> Kind | None:
@@ -159,8 +163,8 @@ def put_together(kind: Any, detail: Any, parts: Any) -> Any:
     if kind == _OWN:
         return _decoded(detail, parts)
     try:
-        if kind in classes.KINDS:
-            return classes.make(classes.find(detail, kind), kind, parts)
+        if kind in user_classes.KINDS:
+            return user_classes.make(user_classes.find(detail, kind), kind, parts)
         return images.make(parts) if kind == images.KIND else _FIXED[kind].make(parts)
     except SerializationError:
         raise
@@ -170,7 +174,7 @@ def put_together(kind: Any, detail: Any, parts: Any) -> Any:
 
 
 def _decoded(name: Any, parts: Any) -> Any:
-    cls = classes.registered.get(name) if type(name) is str else None
+    cls = user_classes.registered.get(name) if type(name) is str else None
     own = None if cls is None else _explained.get(cls)
     if own is None:
         raise SerializationError(
@@ -189,7 +193,7 @@ def _decoded(name: Any, parts: Any) -> Any:
 def way_out(value: object) -> str:
     """Remedy for a value that has no form, as the end of an error message."""
     cls = type(value)
-    if classes.kind_of(cls) is not None:
+    if user_classes.kind_of(cls) is not None:
         return (
             "define its class at the top of a module, "
             f"or name it with castore.register_type({cls.__name__}, name=...)"

@@ -10,8 +10,8 @@ import datasets
 import pytest
 
 from castore import Store
-from castore.adapters.datasets import CacheWarning, Pipeline, space
-from castore.adapters.datasets.space import Known
+from castore.adapters.datasets import CacheWarning, Pipeline, disk_space
+from castore.adapters.datasets.disk_space import Known
 from castore.recipes import registry
 from castore.settings import Settings
 from tests.clocks import pass_time
@@ -19,9 +19,9 @@ from tests.clocks import pass_time
 GB = 10**9
 
 
-def estimate(steps: list[Known], tmp_path: Path, **given: Any) -> space.Estimate:
+def estimate(steps: list[Known], tmp_path: Path, **given: Any) -> disk_space.Estimate:
     options: dict[str, Any] = {"ratio": 0.2, "mode": "cache", "store": tmp_path, "settings": Settings()}
-    return space.estimate(given.pop("size", 10 * GB), steps, **(options | given))
+    return disk_space.estimate(given.pop("size", 10 * GB), steps, **(options | given))
 
 
 def test_the_seeds_example_needs_what_the_seed_says(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_the_seeds_example_needs_what_the_seed_says(tmp_path: Path) -> None:
 def test_the_first_filter_costs_a_copy_more(
     mappers: int, filters: int, deduplicators: int, times: int
 ) -> None:
-    assert space.formula(7, mappers, filters, deduplicators) == 7 * times
+    assert disk_space.formula(7, mappers, filters, deduplicators) == 7 * times
 
 
 def test_measured_sizes_take_the_place_of_guesses(tmp_path: Path) -> None:
@@ -81,15 +81,15 @@ def test_what_does_not_fit_is_told_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_the_ratio_is_what_the_store_then_shows(store: Store, texts: datasets.Dataset) -> None:
-    ratio = space.measure_ratio(texts, "zstd")
+    ratio = disk_space.measure_ratio(texts, "zstd")
     pipeline = Pipeline([registry.make("whitespace_normalization_mapper")], store=store)
     (report,) = pipeline.run(texts).steps
     assert ratio == pytest.approx(report.stored / report.logical, rel=0.35)
-    assert space.logical_size(texts) == pytest.approx(report.logical, rel=0.05)
-    assert space.logical_size(texts.select(range(len(texts) // 2))) < space.logical_size(texts)
-    assert space.measure_ratio(texts.select([]), "zstd") == 1.0
+    assert disk_space.logical_size(texts) == pytest.approx(report.logical, rel=0.05)
+    assert disk_space.logical_size(texts.select(range(len(texts) // 2))) < disk_space.logical_size(texts)
+    assert disk_space.measure_ratio(texts.select([]), "zstd") == 1.0
     noise = datasets.Dataset.from_dict({"data": [os.urandom(5000) for _ in range(50)]})
-    assert space.measure_ratio(noise, "auto") > 0.95
+    assert disk_space.measure_ratio(noise, "auto") > 0.95
 
 
 def test_estimates_hold_what_a_run_then_takes(store: Store, texts: datasets.Dataset) -> None:

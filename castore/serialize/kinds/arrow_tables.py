@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from castore.errors import MissingDependencyError
-from castore.serialize.kinds.parts import Kind, MisfitError, expect
+from castore.serialize.kinds.forms import Kind, MisfitError, expect
 
 
 def _take(value: Any) -> bytes:

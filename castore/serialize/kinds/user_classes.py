@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from castore.errors import SerializationError
-from castore.serialize.kinds.parts import MisfitError, expect, listed
+from castore.serialize.kinds.forms import MisfitError, expect, listed
 
 #: Classes by the names under which users registered them, and names by class.
 registered: dict[str, type] = {}
