@@ -111,15 +111,6 @@ class BlobReader:
             self._shared = frames.of(self.blob.digest, self._fd)
         return self
 
-    def keep_frames(self, max_bytes: int) -> None:
-        """Keep decoded frames from now on, so that `prefetch` has a place for them, unless they are kept
-        already.
-
-        Raw objects need none of this: the kernel reads them ahead.
-        """
-        if self._cache is None and self._shared is None and self.blob.codec != "none":
-            self._cache = MemoryLRU(max_bytes)
-
     @property
     def is_sharing(self) -> bool:
         """Whether this reader looks for frames in shared memory first."""

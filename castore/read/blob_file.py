@@ -1,4 +1,9 @@
-"""A blob as a seekable, read-only Python file. It decodes only the frames that its caller reads."""
+"""A blob as a seekable, read-only Python file. It decodes only the frames that its caller reads.
+
+Frames are not decoded ahead. Handing frames to other threads was measured with zstd and lz4, with readers that
+only read, that hash and that split text: reading in order took 1.1 to 1.6 times as long on two busy cores, and
+half as much CPU time again. `OpenBlob.pieces` decodes whole blobs in order on all cores.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +19,6 @@ from castore.objects.decode import BlobReader
 from castore.records import Blob
 
 Damaged = Callable[[Blob, CorruptError], object]
-
-#: Frames that are decoded ahead of one who reads on, and the room for them and those that are read.
-AHEAD_FRAMES = 8
-AHEAD_BYTES = 2 * AHEAD_FRAMES * (FRAME_SIZE + 1024)
 
 #: Buffer in bytes for frames in shared memory. Measured against a buffer of one frame: random reads of 64 KiB
 #: take 13 µs instead of 21, and random reads of 4 KiB take 10 µs instead of 18.
@@ -42,9 +43,6 @@ class BlobFile(io.RawIOBase):
         self._damaged = damaged
         self._position = 0
         self._lock = threading.Lock()
-        self._next = -1  # the frame that who reads on comes to next
-        self._in_order = 0  # frames that were read one behind the other
-        self._begun = 0  # frames before this one are being read ahead
         self.name = name
 
     def readable(self) -> bool:
@@ -75,26 +73,10 @@ class BlobFile(io.RawIOBase):
         with self._lock, self._reporting():
             # At most to the end of the frame, so that filling a small buffer never decodes two frames.
             room = FRAME_SIZE - self._position % FRAME_SIZE
-            self._look_ahead(self._position // FRAME_SIZE)
             data = self._reader.read(self._position, min(len(view), room))
             self._position += len(data)
         view[: len(data)] = data
         return len(data)
-
-    def _look_ahead(self, index: int) -> None:
-        """Have other cores decode what comes next, if three frames have been read in their order."""
-        if index + 1 == self._next:
-            return  # still the same frame
-        self._in_order = self._in_order + 1 if index == self._next else 0
-        self._next = index + 1
-        if self._in_order == 2:
-            self._begun = index
-            self._reader.keep_frames(AHEAD_BYTES)
-        if (
-            self._in_order >= 2 and index + AHEAD_FRAMES // 2 >= self._begun
-        ):  # several at a time: each handing over costs
-            begin, self._begun = max(index + 1, self._begun), index + 1 + AHEAD_FRAMES
-            self._reader.prefetch(range(begin, self._begun))
 
     def readall(self) -> bytes:
         if self.closed:

@@ -1,6 +1,4 @@
-"""Open files: a reader decodes only what is read, and frames ahead of one who reads on; a writer is seen
-whole at its end.
-"""
+"""Open files: a reader decodes only the frames that are read, and a written file is seen whole at its end."""
 
 from __future__ import annotations
 
