@@ -195,7 +195,9 @@ class Connections:
             if os.stat(f"{self._path}-wal").st_size <= _LOG_LEFT:
                 db = sqlite3.connect(f"{self._path.as_uri()}?mode=ro", uri=True, check_same_thread=False)
                 try:
-                    db.execute("PRAGMA user_version").fetchone()  # only now is the file open, with a lock on it
+                    db.execute(
+                        "PRAGMA user_version"
+                    ).fetchone()  # only now is the file open, with a lock on it
                 except BaseException:
                     db.close()
                     raise

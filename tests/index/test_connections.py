@@ -45,10 +45,14 @@ def test_a_store_that_nobody_closes_closes_its_connections_when_it_is_collected(
     told: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", ResourceWarning)  # since 3.13 Python's own finaliser of a connection warns
+        warnings.simplefilter(
+            "error", ResourceWarning
+        )  # since 3.13 Python's own finaliser of a connection warns
         for _ in range(5):
             leave(tmp_path / "store")
-            with forks._gathering if forking else nullcontext():  # what a fork holds: the connections are closed after it
+            with (
+                forks._gathering if forking else nullcontext()
+            ):  # what a fork holds: the connections are closed after it
                 gc.collect()
     forks.finalise(lambda: None)
     assert [str(one.exc_value) for one in told] == []
