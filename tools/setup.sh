@@ -112,38 +112,17 @@ pip_install() {
   fi
 }
 
-# What pip would install as torch, with the options given: "cpu", or in words why it is not the CPU build.
-torch_build() {
-  "$venv/bin/python" - "$@" <<'EOF'
-import json, re, subprocess, sys
-from pip._vendor.packaging.requirements import Requirement
-
-pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--quiet", "--report", "-", "-c", "constraints.txt"]
-done = subprocess.run([*pip, *sys.argv[1:], "torch"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-if done.returncode != 0:
-    print("pip finds no torch for Python %d.%d" % sys.version_info[:2])
-    sys.exit()
-chosen = json.loads(done.stdout)["install"]  # nothing where it is installed already
-about = chosen[0]["metadata"] if chosen else {}
-version, _, local = about.get("version", "").partition("+")
-wanted = [Requirement(line) for line in about.get("requires_dist", [])]
-needed = [one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
-gpu = any(re.match("nvidia|cuda|triton|pytorch-triton", name) for name in needed)
-print("cpu" if local == "cpu" or not (local or gpu) else f"pip would bring torch {about['version']} for a GPU, of gigabytes")
-EOF
-}
-
 # Options with which pip chooses torch's CPU build, into `torch_options`; without such options, why, into `no_torch`.
 find_torch() {
   torch_options=() no_torch=
   [ "$torch" = cpu ] || return 0
-  no_torch=$(torch_build)
+  no_torch=$("$venv/bin/python" tools/torch_build.py)
   if [ "$no_torch" != cpu ]; then
     # A machine without internet must not wait for it. On the command line an index is added to those of pip's
     # configuration; PIP_EXTRA_INDEX_URL would replace them.
     torch_options=(--extra-index-url "$torch_index" --retries 0 --timeout 5)
     timeout 10 "$venv/bin/python" -m pip index versions torch --index-url "$torch_index" --retries 0 --timeout 4 \
-      </dev/null >/dev/null 2>&1 && no_torch=$(torch_build "${torch_options[@]}")
+      </dev/null >/dev/null 2>&1 && no_torch=$("$venv/bin/python" tools/torch_build.py "${torch_options[@]}")
   fi
   [ "$no_torch" != cpu ] || no_torch=
 }

@@ -19,7 +19,8 @@ from castore.system.forks import reset_after_fork
 V = TypeVar("V")
 
 #: What a slot costs besides its value: the key, the tuple and the dictionary's share, as measured with tracemalloc.
-SLOT_BYTES = 300
+#: Before Python 3.11 every object with attributes has a dictionary of its own.
+SLOT_BYTES = 300 if sys.version_info >= (3, 11) else 460
 
 
 #: How many slots that were read in passing `put` passes over, before it lets one of them go all the same: it holds a lock.

@@ -92,7 +92,7 @@ def test_what_comes_out_is_no_door_into_the_cache(make: Make) -> None:
     given = {"ids": [1, 2], "array": numpy.zeros(3), "tensor": torch.zeros(3), "tensors": [torch.zeros(1)]}
     extra = {"list": [1]}
     cache.put("key", given, CacheMetadata(extra=extra))
-    given["ids"].append(3)  # type: ignore[attr-defined]
+    given["ids"].append(3)
     extra["list"].append(2)
     for _ in range(3):
         data, metadata = got(cache, "key")
