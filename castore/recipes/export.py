@@ -244,7 +244,8 @@ def _write_csv(dataset: datasets.Dataset, path: Path, done: Callable[[int], obje
                 ".jsonl, .parquet or a"
                 " folder, or have a step make text of it"
             )
-    with pyarrow.csv.CSVWriter(str(path), dataset.features.arrow_schema) as writer:
+    # A file of Python's: that of a CSVWriter stays open where closing it has failed, as on a full disk.
+    with open(path, "wb") as file, pyarrow.csv.CSVWriter(file, dataset.features.arrow_schema) as writer:
         if len(dataset):
             for table in dataset.with_format("arrow").iter(batch_size=_ROWS):
                 writer.write_table(table)

@@ -20,8 +20,9 @@ from castore.system.forks import reset_after_fork
 
 V = TypeVar("V")
 
-#: Bytes of a slot besides its value: key, slot and dictionary entry, measured with tracemalloc.
-SLOT_BYTES = 300
+#: Bytes of a slot besides its value: key, slot and dictionary entry, measured with tracemalloc. Before Python
+#: 3.11 every object with attributes has a dictionary of its own.
+SLOT_BYTES = 300 if sys.version_info >= (3, 11) else 460
 
 
 #: Marked slots that `put` skips at most before it evicts one of them: `put` holds the lock meanwhile.

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib
 import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from castore.errors import CastoreError, MissingDependencyError
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 LIMIT = 100_000
 _IN_DELETE_SELF = 0x400
+_IN_Q_OVERFLOW = 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -70,6 +73,8 @@ class Events(logging.Handler):
         ]  # fmt: skip
         handler = events.FileSystemEventHandler()
         handler.on_any_event = self._on_event  # type: ignore[method-assign]
+        if sys.version_info < (3, 11):
+            _have_dropped_events_told()
         # watchdog tells of dropped events in its log only.
         logging.getLogger("watchdog").addHandler(self)
         self._observer = Observer()
@@ -163,3 +168,19 @@ def _limit(error: OSError, root: str) -> WatchError:
         f"cannot watch all folders below {root}: inotify's {what} ({limit:,}) is reached;"
         f" raise it: sysctl fs.inotify.{what}={max(4 * limit, 524_288 if what == 'max_user_watches' else 1024)}"
     )
+
+
+def _have_dropped_events_told() -> None:
+    """Have watchdog 6, the last release for Python 3.10, log dropped events as watchdog 7 does: it passes over them."""
+    inotify: Any = importlib.import_module("watchdog.observers.inotify_c").Inotify
+    parse = inotify._parse_event_buffer
+    if parse.__module__ == __name__:  # done by another watcher
+        return
+
+    def telling(buffer: bytes) -> Iterator[tuple[int, int, int, bytes]]:
+        for event in parse(buffer):
+            if event[1] & _IN_Q_OVERFLOW:
+                logging.getLogger("watchdog").warning("the queue of inotify has overflowed")
+            yield event
+
+    inotify._parse_event_buffer = staticmethod(telling)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
 # In place of the second that a mount may take to follow, which on a busy machine is not always enough.
 UNTIL_IT_SHOWS = (
@@ -16,6 +18,7 @@ UNTIL_IT_SHOWS = (
 
 
 def test_the_tutorial_runs_as_it_is_printed(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     blocks = re.findall(r"^```sh\n(.*?)^```", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL)
     place = tmp_path / "tutorial"
     script = "".join(blocks).replace("/tmp/castore-tutorial", str(place))

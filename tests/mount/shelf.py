@@ -10,6 +10,7 @@ import json
 import random
 import sqlite3
 import tarfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ def _arrays(folder: Path) -> None:
 
 
 def _tensors(folder: Path) -> None:
+    if find_spec("torch") is None:
+        return
     import torch
     from safetensors.torch import save_file
 
@@ -109,13 +112,15 @@ def _shards(folder: Path) -> None:
 
 def _chunks(folder: Path) -> None:
     import h5py
-    import zarr
 
     data = np.arange(120_000, dtype=np.float32).reshape(400, 300)
-    array = zarr.create_array(
-        str(folder / "array.zarr"), shape=data.shape, chunks=(100, 100), dtype=data.dtype
-    )
-    array[:] = data
+    if find_spec("zarr") is not None:  # not on Python 3.10
+        import zarr
+
+        array = zarr.create_array(
+            str(folder / "array.zarr"), shape=data.shape, chunks=(100, 100), dtype=data.dtype
+        )
+        array[:] = data
     with h5py.File(folder / "data.h5", "w") as file:
         file.create_dataset("x", data=data, chunks=(50, 50), compression="gzip")
         file.create_dataset("y", data=data[:, 0])

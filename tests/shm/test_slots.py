@@ -49,7 +49,7 @@ def test_only_the_transitions_written_down_happen(before: SlotState, after: Slot
 
 
 def test_the_docstring_lists_exactly_the_transitions_that_the_code_allows() -> None:
-    rows = re.findall(r"^    ([A-Z_]+) +([A-Z]+) +\w", SlotState.__doc__ or "", re.MULTILINE)
+    rows = re.findall(r"^ *([A-Z_]+) +([A-Z]+) +\w", SlotState.__doc__ or "", re.MULTILINE)
     written = {(SlotState[before], SlotState[after]) for before, after in rows}
     assert written == {(before, after) for before, following in _NEXT.items() for after in following}
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.demo import rates, sources
-from tools.demo.loaders import LOADERS
+from tools.demo.loaders import HAS_TORCH, LOADERS
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / ".demo"
 CASTORE = Path(sys.executable).with_name("castore")
@@ -108,6 +108,10 @@ def read(data: Path, mount: Path) -> None:
         console.print(f"  {name:<35} {got[0]:>6,} {items:<8} {elapsed:6.2f} s   {verdict}")
         if got != wanted:
             differing.append(name)
+    if not HAS_TORCH:
+        console.print(
+            "  [dim]torch's DataLoader is left out: torch is not installed here. With it: make demo TORCH=any[/]"
+        )
     if differing:
         sys.exit(f"demo: the mount gave other bytes than the plain files to: {', '.join(differing)}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from blake3 import blake3
 
 from tools.demo.sources import files_below
 
+#: tools/setup.sh leaves torch out where only a build of gigabytes is to be had.
+HAS_TORCH = find_spec("torch") is not None
 Seen = tuple[int, str]
 WINDOW = 2048
 
@@ -123,5 +126,5 @@ LOADERS: list[tuple[str, str, Callable[[Path], Seen]]] = [
     ("pyarrow Parquet, memory map", "rows", with_pyarrow),
     ("numpy.load(mmap_mode='r'), shuffled", "windows", with_numpy),
     ("datasets.load_from_disk", "rows", with_datasets),
-    ("torch DataLoader, 2 workers", "files", with_torch),
+    *([("torch DataLoader, 2 workers", "files", with_torch)] if HAS_TORCH else []),
 ]

@@ -12,10 +12,11 @@ read.
 from __future__ import annotations
 
 import dataclasses
-import dis
 import types
 from collections.abc import Iterator
 from typing import Any
+
+from castore.keys.bytecode import single
 
 _OWN_WAYS = (
     "__getattr__", "__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__", "__getnewargs__",
@@ -114,11 +115,11 @@ def _names_read(function: types.FunctionType) -> set[str]:
     itself, names = code.co_varnames[0], set()
     if itself in code.co_cellvars:
         raise _Unclear
-    steps = list(dis.get_instructions(function))
+    steps = list(single(code))
     for step, following in zip(steps, [*steps[1:], None], strict=True):
-        if step.argval != itself and not (isinstance(step.argval, tuple) and itself in step.argval):
+        if step.argval != itself:
             continue
-        reads = step.opname in ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
+        reads = step.opname in ("LOAD_FAST", "LOAD_FAST_CHECK")
         if not reads or following is None or following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
             raise _Unclear
         names.add(str(following.argval))

@@ -13,7 +13,6 @@ values, in order of depth.
 
 from __future__ import annotations
 
-import dis
 import functools
 import os
 import types
@@ -29,7 +28,7 @@ from torch import nn
 
 from castore.adapters.torch.dataset_identity import DatasetEncoder
 from castore.errors import InvalidValueError, UnhashableError
-from castore.keys.bytecode import codes, steps
+from castore.keys.bytecode import attributes_read, names_written
 from castore.keys.classes import has_member, per_class
 from castore.keys.libraries import library_of
 from castore.keys.objects import pickled_attributes
@@ -40,10 +39,6 @@ _MOST = 64  # values
 _MOST_TENSORS = 400  # of a module
 _ELEMENTS = 16
 _READING = ("__getitem__", "__getitems__", "__len__", "__iter__", "__call__", "__getattr__", "forward")
-_WRITING = frozenset({
-    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "move_to_end", "pop", "popitem", "popleft",
-    "remove", "setdefault", "update",
-})  # fmt: skip
 
 #: An object, and the name of one of its attributes.
 _Held: TypeAlias = "tuple[Any, str]"
@@ -314,7 +309,7 @@ def _function_parts(function: types.FunctionType) -> list[_Part]:
             values[name] = cell.cell_contents
         except ValueError:  # the enclosing function has not come to it yet
             continue
-    own = _names_written(code)
+    own = names_written(code)
     return [(f".{name}", item, ()) for name, item in values.items() if name not in own]
 
 
@@ -380,55 +375,13 @@ def _assigned(cls: type) -> frozenset[str]:
         member = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
         function = getattr(member, "__func__", getattr(member, "fget", getattr(member, "func", member)))
         if isinstance(function, types.FunctionType):
-            found |= {name[1:] for name in _names_written(function.__code__) if name.startswith(".")}
-            rows = [row for inner in codes(function.__code__) for row in steps(inner)]
-            loaded = {argument for opname, argument in rows if opname in ("LOAD_ATTR", "LOAD_METHOD")}
-            todo |= {name for name in loaded if isinstance(name, str)} - known
+            found |= {name[1:] for name in names_written(function.__code__) if name.startswith(".")}
+            todo |= attributes_read(function.__code__) - known
     return frozenset(found)
 
 
 def _is_cached(member: object) -> bool:
     return isinstance(member, functools.cached_property)
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_written(code: types.CodeType) -> frozenset[str]:
-    """Names of the variables that code assigns, or whose elements it sets, removes or adds to; of attributes with a dot."""
-    found: set[str] = set()
-    for inner in codes(code):
-        rows = [row for row in dis.get_instructions(inner) if row.opname != "EXTENDED_ARG"]
-        for at, row in enumerate(rows):
-            if row.opname == "STORE_ATTR":
-                found.add(f".{row.argval}")
-            elif row.opname == "STORE_DEREF":
-                found.add(row.argval)
-            elif row.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") or _is_in_place(rows, at):
-                found |= _name_at(rows, _before(rows, at))
-            elif row.opname in ("LOAD_ATTR", "LOAD_METHOD") and row.argval in _WRITING:
-                found |= _name_at(rows, at)
-    return frozenset(found)
-
-
-def _is_in_place(rows: list[dis.Instruction], at: int) -> bool:
-    """Whether ``values[key] += …`` begins here, once both are on the stack."""
-    copies = [(row.opname, row.arg) for row in rows[at : at + 2]]
-    return copies == [("COPY", 2), ("COPY", 2)] or copies[0][0] == "DUP_TOP_TWO"
-
-
-def _before(rows: list[dis.Instruction], at: int) -> int:
-    """Where the instructions begin that make the topmost value that the one at ``at`` takes from the stack."""
-    height = 0
-    while at > 0 and height < 1:
-        at -= 1
-        height += dis.stack_effect(rows[at].opcode, rows[at].arg, jump=False)
-    return at
-
-
-def _name_at(rows: list[dis.Instruction], at: int) -> set[str]:
-    """The name of the attribute or variable that the instruction in front of ``at`` loads."""
-    if at and rows[at - 1].opname == "LOAD_ATTR":
-        return {f".{rows[at - 1].argval}"}
-    return {rows[at - 1].argval} if at and rows[at - 1].opname in ("LOAD_DEREF", "LOAD_FAST") else set()
 
 
 def _alike(old: Any, new: Any) -> bool:

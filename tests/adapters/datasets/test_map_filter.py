@@ -157,7 +157,7 @@ _SAME: dict[str, Callable[[datasets.Dataset, Path], datasets.Dataset]] = {
     "cut elsewhere": lambda data, _: datasets.concatenate_datasets(
         [data.select(range(30)), data.select(range(30, len(data)))]
     ),
-    "formatted and back": lambda data, _: data.with_format("torch").with_format(None),
+    "formatted and back": lambda data, _: data.with_format("numpy").with_format(None),
 }
 
 

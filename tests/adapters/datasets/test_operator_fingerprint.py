@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from castore.adapters.datasets import operator_fingerprint
 from castore.adapters.datasets.operator_description import describe
@@ -88,6 +87,7 @@ def test_an_array_that_is_changed_in_place_is_another_one() -> None:
 
 
 def test_weights_that_are_changed_behind_autograd_are_others() -> None:
+    torch = pytest.importorskip("torch")
     model = torch.nn.Linear(100, 100)
     before = operator_fingerprint(Operator(model))
     model.weight.data[3, 4] += 1

@@ -105,7 +105,7 @@ def test_nothing_that_a_caller_does_to_a_result_is_kept(way: str, harm: str, sto
 
 def test_a_function_over_a_kept_step_sees_all_its_columns_whoever_set_a_format(store: Store) -> None:
     with store.index.write():
-        cached_map(texts(), tokens, store=store).set_format("torch", columns=["ids"])
+        cached_map(texts(), tokens, store=store).set_format("numpy", columns=["ids"])
     wait()
     kept = cached_map(texts(), tokens, store=store)
     assert cached_map(kept, first, store=store)["first"][:] == texts().map(tokens).map(first)["first"][:]

@@ -122,6 +122,8 @@ class HoldsItsMethod(Base):
 
 class Intercepts(Base):
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # before Python 3.11 pickle asks every object for __getstate__
+            raise AttributeError(name)
         return vars(self)["least"]
 
     def measure(self, text: str) -> int:

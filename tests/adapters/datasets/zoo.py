@@ -10,6 +10,7 @@ import importlib
 import json
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 KINDS: dict[str, str] = {
@@ -154,6 +155,8 @@ KINDS: dict[str, str] = {
         "    def process(self, s): return s['__dj__stats__']['len'] >= self.min_len\noperator = LengthFilter($X)"
     ),
 }
+if find_spec("torch") is None:
+    KINDS = {name: source for name, source in KINDS.items() if "import torch" not in source}
 _HELPER = "import base\ndef add(n): return base.step(n)\n"
 _BASE = "def step(n): return n + $X\n"
 

@@ -1,0 +1,64 @@
+"""Connections to the index are closed by castore, never by the collector."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from castore import Store
+from castore.system import forks
+
+
+def in_a_circle(path: Path) -> None:
+    store: Any = Store(path)
+    store.get("a")
+    store.itself = store
+
+
+def in_a_circle_with_threads(path: Path) -> None:
+    store: Any = Store(path)
+    threads = [threading.Thread(target=store.get, args=("a",)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    store.itself = [store, threads]
+
+
+def simply_dropped(path: Path) -> None:
+    Store(path).get("a")
+
+
+@pytest.mark.parametrize("forking", [False, True])
+@pytest.mark.parametrize("leave", [in_a_circle, in_a_circle_with_threads, simply_dropped])
+def test_a_store_that_nobody_closes_closes_its_connections_when_it_is_collected(
+    leave: Callable[[Path], None], forking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "error", ResourceWarning
+        )  # since 3.13 Python's own finaliser of a connection warns
+        for _ in range(5):
+            leave(tmp_path / "store")
+            with (
+                forks._gathering if forking else nullcontext()
+            ):  # what a fork holds: the connections are closed after it
+                gc.collect()
+    forks.finalise(lambda: None)
+    assert [str(one.exc_value) for one in told] == []
+    opened = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
+    assert not [path for path in opened if path.startswith(str(tmp_path / "store" / "index.sqlite"))]
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")

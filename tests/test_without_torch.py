@@ -1,0 +1,50 @@
+"""Where torch is not installed, all tests that need none run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.without_torch import ROOT, needs_torch
+
+_WITHOUT = """
+import sys
+sys.modules["torch"] = None  # an import of torch is the error that it is where torch is not installed
+import pytest
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"]))
+"""
+
+
+def test_without_torch_all_else_is_collected_and_what_is_left_out_is_told() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT], cwd=ROOT, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    assert "torch is not installed: " in done.stdout
+    assert "tests/adapters/torch (" in done.stdout
+    collected = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert {"tests/keys/test_encoder.py", "tests/mount/test_view.py", "castore/store.py"} <= collected
+    assert not any(needs_torch(ROOT / path) for path in collected)
+
+
+@pytest.mark.parametrize(
+    ("source", "needed"),
+    [
+        ("import torch.nn", True),
+        ("from torchdata import x", True),
+        ("try:\n    from safetensors import torch\nexcept ImportError:\n    raise", True),
+        ("from castore.adapters import torch", True),
+        ("from tests.adapters.torch import drawn", True),
+        ("def f():\n    import torch", False),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", False),
+        ("from castore.adapters import datasets, tree", False),
+    ],
+)
+def test_imports_at_the_top_tell_whether_torch_is_needed(source: str, needed: bool, tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(source)
+    assert needs_torch(file) is needed
