@@ -16,7 +16,7 @@ from castore.objects.packs import PACK_LIMIT
 from castore.records import LOST, Entry, Pointing
 from castore.watch import entry_sources
 from castore.watch.file_lease import BusyError, Snapshot
-from castore.write.batch import Batch
+from castore.write.batch import Batch, add_staged, staged_file
 from castore.write.staging import Staged
 
 _BATCH_FILES = 200
@@ -105,7 +105,7 @@ class Adder:
         """
         wanted = _Wanted(name, path, before, through)
         before_it = self._batch.stored
-        self._batch.add(partial(self._stage, self._batch, wanted))
+        add_staged(self._batch, partial(self._stage, self._batch, wanted))
         self._wanted.append(wanted)
         is_large = self._batch.stored - before_it > PACK_LIMIT
         if is_large or len(self._wanted) >= _BATCH_FILES or self._batch.stored > _BATCH_BYTES:
@@ -133,8 +133,8 @@ class Adder:
             if source is not None and through is not None:
                 source["through"] = through
             metadata = {} if source is None else {"source": source}
-            staged = batch.staged_file(
-                name, file.fd, path, metadata=metadata, progress=self._progress, known=known
+            staged = staged_file(
+                batch, name, file.fd, path, metadata=metadata, progress=self._progress, known=known
             )
             try:
                 file.check()
@@ -161,7 +161,7 @@ class Adder:
     def _alone(self, wanted: _Wanted) -> None:
         batch = self._store.batch(codec=self._codec)
         try:
-            batch.add(partial(self._stage, batch, wanted))
+            add_staged(batch, partial(self._stage, batch, wanted))
             self._commit(batch, [wanted])
         except (FullError, StoreError):
             raise

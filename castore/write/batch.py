@@ -360,7 +360,7 @@ class Batch:
         is_fixed = self._is_run or (isinstance(plain, memoryview) and plain.readonly)
         kept = plain if is_fixed else unchanging(plain)
         used = self._used(codec, level)
-        return self.add(lambda known: (pointing, self._putter._stage(pointing, kept, *used, known)))
+        return add_staged(self, lambda known: (pointing, self._putter._stage(pointing, kept, *used, known)))
 
     def put_file(
         self,
@@ -395,7 +395,7 @@ class Batch:
             finally:
                 os.close(fd)
 
-        return self.add(make)
+        return add_staged(self, make)
 
     def delete(self, name: str) -> None:
         """Have a name removed, with what was put under it in this block. A missing one is passed over.
@@ -409,43 +409,6 @@ class Batch:
                 item.staged.discard()
                 self.stored -= item.staged.stored
         self._items = [item for item in self._items if item.pointing.name != name]
-
-    def staged_file(
-        self,
-        name: str,
-        fd: int,
-        path: str,
-        *,
-        metadata: dict[str, Any] | None = None,
-        progress: Callable[[int], object] | None = None,
-        known: bool = True,
-    ) -> tuple[Pointing, Staged]:
-        """For `add`: an open file, staged. The arguments are those of `put_file`.
-
-        Args:
-            name, metadata, progress: as for `put_file`.
-            fd: of the file, which is left open.
-            path: of the file, for messages.
-            known: what `add` says.
-        """
-        pointing = self._pointing(name, None, metadata, False, "bytes")
-        return pointing, self._putter._stage_file(pointing, fd, path, *self._codec, progress, known)
-
-    def add(self, make: Make) -> str:
-        """`put` for a caller that stages bytes in a way of its own.
-
-        Args:
-            make: stages them, and says what their name is to be. It is called again, with False, if a blob
-                that was known has vanished before the end of the block.
-
-        Returns:
-            The digest of the bytes, 64 hex characters.
-        """
-        with self._putter._telling_full():
-            pointing, staged = make(self._known)
-        self._items.append(_Item(pointing, staged, None if self._is_run else make))
-        self.stored += staged.stored
-        return staged.digest.hex()
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Move what was put in this block to other names: for names that tell how many there are.
@@ -641,3 +604,44 @@ def _metadata_text(metadata: dict[str, Any] | None) -> str | None:
     except (TypeError, ValueError, RecursionError) as error:
         raise SerializationError(f"metadata must be JSON-like: {error}") from error
     return text
+
+
+def staged_file(
+    batch: Batch,
+    name: str,
+    fd: int,
+    path: str,
+    *,
+    metadata: dict[str, Any] | None = None,
+    progress: Callable[[int], object] | None = None,
+    known: bool = True,
+) -> tuple[Pointing, Staged]:
+    """Stage an open file, for `add_staged`.
+
+    Args:
+        batch: for which it is staged.
+        name, metadata, progress: as for `Batch.put_file`.
+        fd: of the file, which is left open.
+        path: of the file, for messages.
+        known: the argument that `add_staged` gives.
+    """
+    pointing = batch._pointing(name, None, metadata, False, "bytes")
+    return pointing, batch._putter._stage_file(pointing, fd, path, *batch._codec, progress, known)
+
+
+def add_staged(batch: Batch, make: Make) -> str:
+    """`Batch.put` for a room of castore that stages bytes in a way of its own.
+
+    Args:
+        batch: to add to.
+        make: stages them, and says what their name is to be. It is called again, with False, if a blob
+            that was known has vanished before the end of the block.
+
+    Returns:
+        The digest of the bytes, 64 hex characters.
+    """
+    with batch._putter._telling_full():
+        pointing, staged = make(batch._known)
+    batch._items.append(_Item(pointing, staged, None if batch._is_run else make))
+    batch.stored += staged.stored
+    return staged.digest.hex()

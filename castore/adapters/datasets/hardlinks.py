@@ -39,6 +39,7 @@ from castore.names import check_name
 from castore.objects.encode import HashingFrames, raw_checksums
 from castore.records import LOOSE, Blob, Pointing
 from castore.store import Store
+from castore.write.batch import add_staged
 from castore.write.staging import Large, Staged
 from castore.write.writer import open_source
 
@@ -75,7 +76,7 @@ def put(
     try:
         for file, block in zip(files, blocks, strict=True):
             pointing = Pointing(check_name(f"{name}/{file}"), "bytes", None, None, True)
-            digests.append(batch.add(partial(_named, store, block.path, pointing)))
+            digests.append(add_staged(batch, partial(_named, store, block.path, pointing)))
         state, info = part_of(dataset).describe([bytes.fromhex(digest) for digest in digests])
         if dataset._indices is not None or table_files(dataset._data) is None:
             state = _with_parts(

@@ -33,6 +33,7 @@ from castore.read.open_blob import OpenBlob
 from castore.records import LOOSE, Blob, Pointing
 from castore.store import Store
 from castore.system.single_flight import ComputeLocks
+from castore.write.batch import add_staged
 from castore.write.staging import Large
 
 #: Where materialised blobs are, by the digest of what they hold.
@@ -179,7 +180,7 @@ def _materialise(store: Store, blob: Blob, name: str, opened: OpenBlob) -> Blob:
     staged = Large(store.objects, raw, temporary, encoded.checksums)
     expires = time.time() + MAPS_SECONDS
     with store.batch() as batch:
-        batch.add(lambda _: (Pointing(name, "bytes", metadata, expires, False), staged))
+        add_staged(batch, lambda _: (Pointing(name, "bytes", metadata, expires, False), staged))
     note_new(store, [raw], started)
     return raw
 
