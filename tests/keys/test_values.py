@@ -6,6 +6,7 @@ import asyncio
 import copyreg
 import ctypes
 import datetime as dt
+import functools
 import json
 import logging
 import multiprocessing
@@ -544,6 +545,69 @@ def test_a_model_is_the_same_before_and_after_the_use_that_sets_it_to_eval() -> 
             before = ask(made)
             use()
             assert ask(made) == before
+
+
+class Bare(torch.nn.Module):
+    """Has no method that sets it to eval."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+class ReadInside(Bare):
+    """An inner function reads ``self`` too, as in sentence_transformers."""
+
+    def encode(self, x: Any) -> Any:
+        self.eval()
+        return [self(row) for row in x]
+
+
+class UnderNoGrad(Bare):
+    @torch.no_grad()
+    def encode(self, x: Any) -> Any:
+        self.eval()
+        return self(x)
+
+
+class UnderInferenceMode(Bare):
+    @torch.inference_mode()
+    @functools.lru_cache  # noqa: B019 - the test's objects are few
+    def encode(self, x: Any) -> Any:
+        self.eval()
+        return self(x)
+
+
+class KeepsOne:
+    """No module itself."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Dropout(0.5)
+
+    @torch.no_grad()
+    def encode(self, x: Any) -> Any:
+        return self.model.eval()(x)
+
+
+@pytest.mark.parametrize("kind", [ReadInside, UnderNoGrad, UnderInferenceMode, KeepsOne])
+def test_a_model_is_the_same_before_and_after_a_method_behind_a_wrapper_sets_it_to_eval(kind: Any) -> None:
+    made = kind()
+
+    def uses(x: Any) -> Any:
+        return made.encode(x)
+
+    for ask in (operator_fingerprint, function_fingerprint):
+        for module in (made, *vars(made).values()):
+            if isinstance(module, torch.nn.Module):
+                module.train()
+        before = ask(uses)
+        uses(torch.ones(1, 2))
+        assert ask(uses) == before
 
 
 def test_the_mode_of_a_model_that_nobody_sets_counts() -> None:
