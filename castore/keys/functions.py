@@ -185,7 +185,7 @@ class FunctionEncoder(Encoder):
 
     def _traced(self, value: Any, step: str) -> bytes:
         """As `part`, but what is sought is an error, which collects the path to it."""
-        if self.sought and type(value) in (int, str) and addresses.holds(value, self.sought):
+        if self.sought and addresses.holds(value, self.sought):
             error = UnencodableError(_ADDRESS)
             error.path.append(step)
             raise error

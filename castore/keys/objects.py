@@ -127,9 +127,10 @@ class InstanceEncoder(FunctionEncoder):
             return super()._traced(value, step)
         self._steps.append(step)
         try:
-            kind = kind_of(value)
-            if type(value) is int and value in self._suspects:
-                kind = "number that may be an address of this process"
+            kind = kind_of(value, (found for found, _ in self._doubts.values()))
+            if self._suspects and addresses.holds(value, self._suspects):
+                told = "number" if type(value) is int else "text with a number"
+                kind = f"{told} that may be an address of this process"
             if kind is None or id(value) in self._met:
                 return super()._traced(value, step)
             self._doubts["".join(self._steps)] = kind, blake3(type(self)().part(value)).hexdigest()[:32]

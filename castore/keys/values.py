@@ -342,6 +342,15 @@ def _quantized(encoder: Any, plain: Any) -> Iterator[Any]:
         yield from map(encoder.part, (plain.q_per_channel_scales(), plain.q_per_channel_zero_points()))
 
 
+def _storage(encoder: Any, value: Any) -> Iterator[Any]:
+    # Its pickled bytes have its address in them.
+    torch = sys.modules["torch"]
+    plain = value.untyped() if hasattr(value, "untyped") else value
+    flat = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(plain)
+    yield from ("storage", encoder.part(type(value)), encoder.part(getattr(value, "dtype", None)))
+    yield encoder.part(flat)
+
+
 def _word(encoder: Any, value: Any) -> Iterator[Any]:
     yield from ("torch", str(value))
 
@@ -450,6 +459,7 @@ SHARED = Kinds(
         ("numba.core.ccallback", ("CFunc",), _callback),
         ("numba.experimental.jitclass.base", ("JitClassType",), _jitted_class),
         ("numpy", ("ufunc",), _ufunc),
+        ("torch", ("UntypedStorage", "TypedStorage"), _storage),
         ("torch.jit", ("ScriptFunction",), _scripted),
         ("torch.jit", ("ScriptModule",), scripted_module),
         ("torch", ("Tensor",), tensor),
