@@ -390,6 +390,18 @@ def _with_sorted_sets(component: Any) -> dict[str, Any] | None:
     return {**told, **sets} if sets else None
 
 
+def _document(encoder: Any, value: Any) -> Iterator[Any]:
+    # Its pickled bytes have its strings in the order of a set.
+    told = value.to_dict(exclude=["vocab", "user_data"])
+    yield from ("spaCy", encoder.part(type(value)), encoder.part(value.vocab, ".vocab"))
+    yield encoder.part({**told, "strings": sorted(told["strings"])})
+    yield encoder.part(dict(value.user_data), ".user_data")
+    yield [
+        encoder.part(dict(hooks))
+        for hooks in (value.user_hooks, value.user_token_hooks, value.user_span_hooks)
+    ]
+
+
 def _rules(encoder: Any, value: Any) -> Iterator[Any]:
     yield from ("spaCy", encoder.part(type(value)), value.to_bytes(exclude=["vocab"]))
 
@@ -466,6 +478,7 @@ SHARED = Kinds(
         ("torch", ("device", "dtype", "layout", "memory_format"), _word),
         ("torch", ("Generator",), _torch_generator),
         ("spacy.language", ("Language",), _language),
+        ("spacy.tokens.doc", ("Doc",), _document),
         ("spacy.tokenizer", ("Tokenizer",), _rules),
         ("spacy.vocab", ("Vocab",), _vocabulary),
     ]
