@@ -22,7 +22,6 @@ import sys
 import time
 import uuid
 import warnings
-from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 from blake3 import blake3
@@ -169,12 +168,12 @@ def _own_number(process: int) -> tuple[tuple[bytes, ...], re.Pattern[bytes] | No
     return (b"\x03int:%d:%b" % (len(payload), payload),), re.compile(rb"(?<!\d)%d(?!\d)" % process)
 
 
-def kind_of(value: Any, found: Iterable[str] = ()) -> str | None:
+def kind_of(value: Any, large: int = 0) -> str | None:
     """Describe a value that may be another one in every run; None if there is no doubt about it.
 
     Args:
         value: the value.
-        found: descriptions of other parts of the same value.
+        large: number of parts of the same value that were `LARGE`. Default 0.
     """
     cls = type(value)
     if cls is str:
@@ -184,7 +183,7 @@ def kind_of(value: Any, found: Iterable[str] = ()) -> str | None:
             return "number of this process"
         if not _is_large(value):
             return None
-        return _TIME if _is_of_this_run(value / 1e9) else LARGE if _count(found) < _LARGE_ONES else None
+        return _TIME if _is_of_this_run(value / 1e9) else LARGE if large < _LARGE_ONES else None
     if cls is bytes:
         known = len(value) == 16 and uuid.UUID(bytes=value).version in (1, 4)
         return "random id" if known else None
@@ -200,10 +199,6 @@ def _is_large(value: int) -> bool:
     size = abs(value)
     regular = size & (size - 1) == 0 or size & (size + 1) == 0
     return not regular and any(size.bit_length() in bits for bits in _LARGE_BITS)
-
-
-def _count(found: Iterable[str]) -> int:
-    return sum(kind == LARGE for kind in found)
 
 
 def _kind_of_text(value: str) -> str | None:

@@ -16,7 +16,7 @@ import itertools
 import pickle
 import sys
 import types
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from castore.errors import InvalidValueError
 from castore.keys import addresses
 from castore.keys.bytecode import codes, steps
 from castore.keys.classes import has_member, per_class
-from castore.keys.doubts import Doubts, is_generator, kind_of
+from castore.keys.doubts import LARGE, Doubts, is_generator, kind_of
 from castore.keys.encoder import KEY_DIGITS, AnyOrder, UnencodableError
 from castore.keys.functions import FunctionEncoder, order_of_keys
 from castore.keys.libraries import library_of
@@ -100,6 +100,7 @@ class InstanceEncoder(FunctionEncoder):
         # The path of `doubts` and its findings; None in an encoder that does not trace doubts.
         self._steps: list[str] = []
         self._doubts: dict[str, tuple[str, str]] | None = None
+        self._kinds: Counter[str] = Counter()
         self._suspects: set[int] = set()
         # Ids of torch modules' tables. The tables live as long as their modules.
         self._unordered: set[int] = set()
@@ -127,12 +128,13 @@ class InstanceEncoder(FunctionEncoder):
             return super()._traced(value, step)
         self._steps.append(step)
         try:
-            kind = kind_of(value, (found for found, _ in self._doubts.values()))
+            kind = kind_of(value, self._kinds[LARGE])
             if self._suspects and addresses.holds(value, self._suspects):
                 told = "number" if type(value) is int else "text with a number"
                 kind = f"{told} that may be an address of this process"
             if kind is None or id(value) in self._met:
                 return super()._traced(value, step)
+            self._kinds[kind] += 1
             self._doubts["".join(self._steps)] = kind, blake3(type(self)().part(value)).hexdigest()[:32]
             return self.tagged("doubtful", kind)
         finally:
@@ -167,6 +169,7 @@ class InstanceEncoder(FunctionEncoder):
         alone = super()._beside()
         alone._around, alone._settled = self._around, self._settled
         alone._settled_behind = self._settled_behind
+        alone._kinds = self._kinds
         alone._steps, alone._doubts, alone._suspects = self._steps, self._doubts, self._suspects
         return alone
 

@@ -530,11 +530,14 @@ from castore.keys.objects import function_fingerprint
 print(function_fingerprint(lambda row: nlp(row)))
 nlp.pipeline[0][1].punct_chars.discard("!")
 print(function_fingerprint(lambda row: nlp(row)))
+if callable(nlp):
+    document = nlp("Words of a document, in a set.")
+    print(function_fingerprint(lambda row: document))
 """
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "like_it"])
-def test_a_sentencizer_of_spacy_counts_alike_in_every_process(kind: str) -> None:
+def test_a_sentencizer_and_a_document_of_spacy_count_alike_in_every_process(kind: str) -> None:
     if kind == "pipeline":
         pytest.importorskip("spacy")
     told = [
