@@ -38,43 +38,111 @@ if TYPE_CHECKING:
         FullError,
         InvalidNameError,
         InvalidValueError,
+        LostSettingsWarning,
         MissingDependencyError,
         NameConflictError,
+        NestedStoreWarning,
         NotFoundError,
+        OutOfRangeError,
+        SegmentError,
         SerializationError,
+        SlotError,
         StoreError,
         TooLargeError,
         UnhashableError,
     )
+    from castore.gc.collect import Collected, Plan
+    from castore.index.figures import PrefixSize
     from castore.keys.encoder import key
-    from castore.records import Entry
+    from castore.read.open_blob import OpenBlob
+    from castore.records import Blob, Entry, Found, Mount, Totals
+    from castore.repair.verify import Finding, Report
     from castore.serialize.kinds import register_type
+    from castore.settings import Settings
+    from castore.shm.shared_frames import SharedFrames
+    from castore.stats import PrefixDictionary, Stat
     from castore.store import Store
+    from castore.training import Rewritten, Trained
+    from castore.units import NEVER, UNLIMITED
+    from castore.write.batch import Batch, SupportsRead
+    from castore.write.incoming import NewFile
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "NEVER",
+    "UNLIMITED",
+    "Batch",
+    "Blob",
     "CastoreError",
+    "Collected",
     "CorruptError",
     "DictionaryError",
     "Entry",
+    "Finding",
+    "Found",
     "FullError",
     "InvalidNameError",
     "InvalidValueError",
+    "LostSettingsWarning",
     "MissingDependencyError",
+    "Mount",
     "NameConflictError",
+    "NestedStoreWarning",
+    "NewFile",
     "NotFoundError",
+    "OpenBlob",
+    "OutOfRangeError",
+    "Plan",
+    "PrefixDictionary",
+    "PrefixSize",
+    "Report",
+    "Rewritten",
+    "SegmentError",
     "SerializationError",
+    "Settings",
+    "SharedFrames",
+    "SlotError",
+    "Stat",
     "Store",
     "StoreError",
+    "SupportsRead",
     "TooLargeError",
+    "Totals",
+    "Trained",
     "UnhashableError",
     "key",
     "register_type",
 ]
 
 #: Public names that are not in `castore.errors`, and the module of each.
-_MODULES = {"Entry": "records", "Store": "store", "key": "keys.encoder", "register_type": "serialize.kinds"}
+_MODULES = {
+    "Batch": "write.batch",
+    "Blob": "records",
+    "Collected": "gc.collect",
+    "Entry": "records",
+    "Finding": "repair.verify",
+    "Found": "records",
+    "Mount": "records",
+    "NEVER": "units",
+    "NewFile": "write.incoming",
+    "OpenBlob": "read.open_blob",
+    "Plan": "gc.collect",
+    "PrefixDictionary": "stats",
+    "PrefixSize": "index.figures",
+    "Report": "repair.verify",
+    "Rewritten": "training",
+    "Settings": "settings",
+    "SharedFrames": "shm.shared_frames",
+    "Stat": "stats",
+    "Store": "store",
+    "SupportsRead": "write.batch",
+    "Totals": "records",
+    "Trained": "training",
+    "UNLIMITED": "units",
+    "key": "keys.encoder",
+    "register_type": "serialize.kinds",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -63,6 +63,15 @@ def check_prefix(prefix: str) -> str:
     return _check_slowly(bare, "prefix") if bare else ""
 
 
+def below(name: str) -> tuple[str, str]:
+    """Bounds of all names strictly inside the folder ``name``: ``0`` follows ``/`` in the order of bytes.
+
+    >>> below("a")
+    ('a/', 'a0')
+    """
+    return name + "/", name + "0"
+
+
 def _check_slowly(name: str, what: str) -> str:
     name = _plain(name, what)
     problem = _problem(name)

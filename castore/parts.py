@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from castore import settings
 from castore.errors import LostSettingsWarning, StoreError
@@ -25,6 +26,8 @@ from castore.system.ballast import Ballast
 from castore.write.prefixes import Prefixes
 from castore.write.writer import BlobWriter
 
+T = TypeVar("T")
+
 
 class Parts:
     """What acts on one store, in one process.
@@ -39,6 +42,7 @@ class Parts:
         source: reads blobs.
         writer: puts blobs.
         prefixes: which dictionary is for which names.
+        ballast: room that is held back for a full disk.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Parts:
         source: BlobSource,
         writer: BlobWriter,
         prefixes: Prefixes,
+        ballast: Ballast,
     ) -> None:
         self.path = path
         self.settings = settings
@@ -62,10 +67,21 @@ class Parts:
         self.source = source
         self.writer = writer
         self.prefixes = prefixes
+        self.ballast = ballast
+
+    def relieve(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns; on a full disk it gets the room of the ballast. For work that frees, or
+        takes little.
+        """
+        return self.ballast.relieve(work, self.index.shrink_log)
 
     def close(self) -> None:
         """Let go of files and connections, after writing what has been counted if there is room for it."""
         self.usage.flush_if_possible()
+        self.release()
+
+    def release(self) -> None:
+        """Let go of files and connections, and write nothing."""
         self.writer.close()
         self.objects.close()
         self.index.journal.close()
@@ -79,7 +95,7 @@ def open_folder(
     *,
     codec: str | None = None,
     level: int | None = None,
-    max_size: int | str | None = None,
+    max_size: float | str | None = None,
     ttl: float | str | None = None,
 ) -> tuple[Settings, bool]:
     """The settings of the store at ``path``, with the arguments in their place, and whether it can be read only.
@@ -128,12 +144,13 @@ def open_parts(
     Raises:
         StoreError: the store is damaged or not accessible.
     """
-    return ballast.relieve(partial(_connect, path, kept, make_room, read_only, memory, durable))
+    return ballast.relieve(partial(_connect, path, kept, ballast, make_room, read_only, memory, durable))
 
 
 def _connect(
     path: Path,
     kept: Settings,
+    ballast: Ballast,
     make_room: Callable[[Parts, int], None],
     read_only: bool,
     memory: int,
@@ -147,13 +164,7 @@ def _connect(
             f"cannot use the store {path}: {error.strerror}: {error.filename}; `castore doctor` tells more"
         ) from error
     journal = Journal(path / "objects" / "names", path / "tmp", beacon, mode, read_only=read_only)
-    objects = ObjectDirectory(
-        path,
-        object_mode=kept.object_mode,
-        file_mode=mode,
-        folder_mode=kept.folder_mode,
-        durable=durable,
-    )
+    objects = object_directory(path, kept, durable=durable)
     index = Index(
         path / "index.sqlite",
         beacon,
@@ -176,8 +187,20 @@ def _connect(
         BlobSource(index, objects, beacon, usage, memory),
         BlobWriter(index, objects, kept.max_size, lambda need: make_room(parts, need)),
         Prefixes(objects.dictionaries, path / "tmp", beacon, mode),
+        ballast,
     )
     return parts
+
+
+def object_directory(path: Path, kept: Settings, *, durable: bool) -> ObjectDirectory:
+    """The object directory of the store at ``path``, with the permission bits that its settings give."""
+    return ObjectDirectory(
+        path,
+        object_mode=kept.object_mode,
+        file_mode=kept.file_mode,
+        folder_mode=kept.folder_mode,
+        durable=durable,
+    )
 
 
 def share_frames(parts: Parts, size: int) -> None:

@@ -1,7 +1,7 @@
 """What the index knows of a blob and of an entry, as plain immutable values.
 
-These cross every boundary inside castore (index, object directory, store, view), so they carry no behaviour and
-no handles: nothing here opens or reads anything.
+These cross every boundary inside castore (index, object directory, store, view), so they carry no behaviour
+and no handles: nothing here opens or reads anything.
 """
 
 from __future__ import annotations
@@ -82,6 +82,28 @@ class Entry(NamedTuple):
     pinned: bool
 
 
+class Found(NamedTuple):
+    """What a read needs to know of a name."""
+
+    blob: Blob
+    expires: float | None
+    serializer: str
+
+
+class Totals(NamedTuple):
+    """Sums over all rows: ``logical`` counts a blob once a name, ``unique`` once. In bytes but for the counts.
+
+    ``packed`` is what the records of blobs take in packs, heads included.
+    """
+
+    entries: int
+    logical: int
+    blobs: int
+    unique: int
+    stored: int
+    packed: int
+
+
 class Pointing(NamedTuple):
     """What a put says of a name besides its bytes.
 
@@ -98,3 +120,38 @@ class Pointing(NamedTuple):
     metadata: str | None
     expires: float | None
     pinned: bool
+
+
+class Mount(NamedTuple):
+    """A live mount of a store, as `Store.mounts` lists it.
+
+    Attributes:
+        mountpoint: the folder where it is, as the process that serves it sees the file system.
+        prefix: only names at or below it are shown, without it; "" shows all.
+        pinned: whether gc leaves alone what it shows.
+        since: when it was mounted, seconds since the epoch.
+    """
+
+    mountpoint: str
+    prefix: str
+    pinned: bool
+    since: float
+
+    def shows(self, prefix: str) -> bool:
+        """Whether all names at or below a prefix are seen in it.
+
+        >>> Mount("/mnt", "a", False, 0.0).shows("a/b")
+        True
+        >>> Mount("/mnt", "a", False, 0.0).shows("ab")
+        False
+        """
+        return not self.prefix or prefix == self.prefix or prefix.startswith(f"{self.prefix}/")
+
+    def path(self, name: str) -> str:
+        """Where the entry of a name that it shows lies in it.
+
+        >>> Mount("/mnt", "a", False, 0.0).path("a/b")
+        '/mnt/b'
+        """
+        shown = name[len(self.prefix) + 1 :] if self.prefix else name
+        return f"{self.mountpoint.rstrip('/')}/{shown}"

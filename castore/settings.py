@@ -27,7 +27,7 @@ from castore.system.temporary import (
     open_with_mode,
     sync_folder,
 )
-from castore.units import format_duration, format_size, parse_duration, parse_size
+from castore.units import format_duration, format_size, parse_budget, parse_ttl
 
 FORMAT = 1
 FILE = layout.SETTINGS
@@ -104,12 +104,15 @@ def default_path() -> Path:
 
 
 def merge(base: Settings, **changes: Any) -> Settings:
-    """``base`` with every change that is not None, sizes and durations parsed and all values checked."""
+    """``base`` with every change that is not None, sizes and durations parsed and all values checked.
+
+    ``ttl=NEVER`` and ``max_size=UNLIMITED`` take the bounds of ``base`` away.
+    """
     given = {name: value for name, value in changes.items() if value is not None}
     if "max_size" in given:
-        given["max_size"] = parse_size(given["max_size"])
+        given["max_size"] = parse_budget(given["max_size"])
     if "ttl" in given:
-        given["ttl"] = parse_duration(given["ttl"])
+        given["ttl"] = parse_ttl(given["ttl"])
     if "codec" in given and "level" not in given and given["codec"] != base.codec:
         given["level"] = None  # another codec's level means nothing for this one
     merged = base._replace(**given)

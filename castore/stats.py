@@ -6,20 +6,14 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from castore.errors import CorruptError
+from castore.index import figures, mounts
+from castore.index.figures import PrefixSize
 
 if TYPE_CHECKING:
     from castore.parts import Parts
 
 #: Up to this many entries the largest prefixes are summed up; above, that scan would make `stat` slow.
 PREFIX_ENTRIES = 200_000
-
-
-class PrefixSize(NamedTuple):
-    """All entries that share the first part of their names."""
-
-    prefix: str
-    entries: int
-    logical: int
 
 
 class PrefixDictionary(NamedTuple):
@@ -100,12 +94,6 @@ def measure(parts: Parts) -> Stat:
     now = time.time()
     totals = index.totals()
     counters = index.counters()
-    (expired,) = next(index.rows("SELECT count(*) FROM entries WHERE expires <= ?", (now,)))
-    upcoming = index.rows(
-        "SELECT name, expires FROM entries WHERE expires > ? AND expires < 1e12 ORDER BY expires LIMIT 5",
-        (now,),
-    )
-    mounts = index.rows("SELECT mountpoint FROM mounts ORDER BY since")
     return Stat(
         path=str(parts.path),
         entries=totals.entries,
@@ -119,12 +107,12 @@ def measure(parts: Parts) -> Stat:
         misses=counters.get("misses", 0),
         corrupt=counters.get("corrupt", 0),
         evictions=counters.get("evictions", 0),
-        expired=expired,
-        next_expiries=[(name, when) for name, when in upcoming],
-        prefixes=_prefixes(parts) if totals.entries <= PREFIX_ENTRIES else None,
+        expired=figures.expired_count(index, now),
+        next_expiries=figures.next_expiries(index, now),
+        prefixes=figures.largest_prefixes(index) if totals.entries <= PREFIX_ENTRIES else None,
         memory_bytes=parts.source.memory.bytes,
         memory_max=parts.source.memory.max_bytes,
-        mounts=[row[0] for row in mounts],
+        mounts=[mount.mountpoint for mount in mounts.alive(index)],
         dictionaries=_dictionaries(parts),
     )
 
@@ -138,11 +126,3 @@ def _dictionaries(parts: Parts) -> list[PrefixDictionary]:
             size = 0
         found.append(PrefixDictionary(prefix, f"{number:08x}", size))
     return found
-
-
-def _prefixes(parts: Parts) -> list[PrefixSize]:
-    rows = parts.index.rows(
-        "SELECT substr(name, 1, instr(name || '/', '/') - 1) AS prefix, count(*), sum(size) FROM entries"
-        " GROUP BY prefix ORDER BY 3 DESC LIMIT 8"
-    )
-    return [PrefixSize(*row) for row in rows]

@@ -10,29 +10,33 @@ import io
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from castore import stats, training
 from castore.errors import InvalidValueError, NotFoundError
 from castore.gc import collect
+from castore.index import mounts
 from castore.index.transaction import Write
 from castore.names import check_name, check_prefix
 from castore.objects.codecs import Buffer
 from castore.objects.decode import BlobReader
 from castore.parts import open_folder, open_parts, share_frames
 from castore.read.blob_file import open_blob
+from castore.read.open_blob import OpenBlob
 from castore.read.source import ATTEMPTS
-from castore.records import LOST, Blob, Entry
+from castore.records import LOST, Blob, Entry, Found, Mount, Totals
 from castore.repair import verify
 from castore.serialize import serializers
 from castore.settings import default_path
 from castore.system.ballast import Ballast, is_short
 from castore.system.single_flight import ComputeLocks
-from castore.units import parse_duration, parse_size
-from castore.write.batch import Putter, unchanging
+from castore.units import parse_budget, parse_duration, parse_size
+from castore.write.batch import Batch, Putter, SupportsRead, parse_item, unchanging
+from castore.write.incoming import NewFile
 
 if TYPE_CHECKING:
     from castore.shm.shared_frames import SharedFrames
@@ -60,11 +64,12 @@ class Store:
             default what the store was made with.
         level: of the codec; default the codec's own.
         max_size: budget in stored bytes (an int, or ``"200GB"``); puts that would pass it evict the least recently
-            used first. Default what the store was made with.
+            used first. `castore.UNLIMITED` sets no bound. Default what the store was made with.
         memory: bound on the RAM tier of this process in bytes, 0 for none; default 128 MB.
         shared_memory: bytes of shared memory (or ``"4GB"``) in which all processes of this user and machine that open
             the store with the same bound keep frames of large compressed blobs decoded, once for all; default none.
-        ttl: seconds (or ``"30d"``) until a new entry expires; default what the store was made with.
+        ttl: seconds (or ``"30d"``) until a new entry expires; `castore.NEVER` for never. Default what the
+            store was made with.
         durable: whether a put that has returned survives a power cut, at the price of an fsync each.
         allow_pickle: let `save` and `load` use pickle where nothing else fits. Loading a pickle runs code.
 
@@ -90,7 +95,7 @@ class Store:
         *,
         codec: str | None = None,
         level: int | None = None,
-        max_size: int | str | None = None,
+        max_size: float | str | None = None,
         memory: int | str = DEFAULT_MEMORY,
         shared_memory: int | str | None = None,
         ttl: float | str | None = None,
@@ -174,7 +179,8 @@ class Store:
         Args:
             name: relative POSIX path.
             data: bytes, bytearray or memoryview.
-            codec, level, ttl: default the store's.
+            codec, level: default the store's.
+            ttl: seconds (or ``"30d"``) until the entry expires, or `castore.NEVER`; default the store's.
             metadata: JSON-like, kept with the entry.
             pin: have gc leave the entry alone.
             serializer: how `load` turns the bytes into an object.
@@ -210,9 +216,84 @@ class Store:
         pointing = self._putter.pointing(name, ttl, metadata, pin, "bytes")
         return self._putter.put_file(pointing, path, *self._putter.codec(codec, level), progress)
 
+    def put_stream(
+        self,
+        name: str,
+        file: SupportsRead,
+        *,
+        codec: str | None = None,
+        level: int | None = None,
+        ttl: float | str | None = None,
+        metadata: dict[str, Any] | None = None,
+        pin: bool = False,
+        progress: Callable[[int], object] | None = None,
+    ) -> Entry:
+        """Keep what can be read from a binary file, a pipe or a response, to its end, in constant memory.
+
+        Nothing is kept if reading fails. For a regular file `put_file` is quicker: it looks the file up
+        before it compresses it.
+
+        Args:
+            file: has a ``read(n)`` that gives bytes, and b"" at the end. It is left open.
+            codec, level, ttl, metadata, pin: as for `put`.
+            progress: called with the bytes of each piece read.
+
+        Raises:
+            InvalidValueError: the stream is non-blocking and had nothing to read.
+            SerializationError: the stream gives text.
+            Exception: what its ``read`` raised.
+
+        >>> import io, tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> store.put_stream("numbers", io.BytesIO(b"1 2 3")).size
+        5
+        """
+        pointing = self._putter.pointing(name, ttl, metadata, pin, "bytes")
+        return self._putter.put_stream(pointing, file, *self._putter.codec(codec, level), progress)
+
+    def create(
+        self,
+        name: str,
+        *,
+        codec: str | None = None,
+        level: int | None = None,
+        ttl: float | str | None = None,
+        metadata: dict[str, Any] | None = None,
+        pin: bool = False,
+        replace: bool = True,
+    ) -> AbstractContextManager[NewFile]:
+        """A block in which a binary file is written: the end of the block keeps its bytes, an exception keeps
+        nothing.
+
+        The file takes bytes in their order, of any number, in constant memory, and cannot seek. Until the
+        block ends, ``name`` is what it was before. Afterwards the file's ``entry`` is what was kept. Closing
+        the file inside the block ends the writing and keeps nothing yet, so an `io.TextIOWrapper` or an
+        archive may close it.
+
+        Args:
+            codec, level, ttl, metadata, pin: as for `put`.
+            replace: False raises a `NameConflictError` at the end of the block if the name is there by then.
+
+        Raises:
+            InvalidNameError, NameConflictError, TooLargeError, FullError: as for `put`; all but the first at
+                the end of the block.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> with store.create("digits") as file:
+        ...     for number in range(3):
+        ...         _ = file.write(str(number).encode())
+        ...     "digits" in store
+        False
+        >>> file.entry.size, store.get("digits")
+        (3, b'012')
+        """
+        pointing = self._putter.pointing(name, ttl, metadata, pin, "bytes")
+        return self._putter.create(pointing, *self._putter.codec(codec, level), replace=replace)
+
     def put_many(
         self,
-        items: Iterable[tuple[str, Buffer]],
+        items: Iterable[tuple[str, Buffer] | tuple[str, Buffer, dict[str, Any] | None]],
         *,
         codec: str | None = None,
         level: int | None = None,
@@ -220,6 +301,15 @@ class Store:
     ) -> list[Entry]:
         """Keep many small blobs with one commit for up to 2,000 of them (or 32 MiB): several times faster than
         as many `put`. Items are consumed lazily; each batch is seen whole or not at all.
+
+        Args:
+            items: ``(name, data)``, or ``(name, data, metadata)``.
+            codec, level, ttl: as for `put`, for all of them.
+
+        Raises:
+            InvalidValueError: an item has another shape.
+            InvalidNameError, NameConflictError, SerializationError, TooLargeError, FullError: as for `put`;
+                the batches before are kept.
         """
         pointed = self._putter.plain_pointings(items, ttl)
         return self._putter.put_many(pointed, *self._putter.codec(codec, level))
@@ -227,7 +317,7 @@ class Store:
     def put_if(
         self,
         expected: tuple[str, str | None],
-        items: Iterable[tuple[str, Any, dict[str, Any] | None]],
+        items: Iterable[tuple[str, Any] | tuple[str, Any, dict[str, Any] | None]],
         *,
         drop: Iterable[str] = (),
         codec: str | None = None,
@@ -240,8 +330,8 @@ class Store:
         Args:
             expected: a name and the digest in hex that it must still point to, or None if it must not be there: what
                 this put was worked out from. A name that has expired is not there, as for `get` and `entry`.
-            items: names, their objects, and metadata; of any size together, for they are seen whole or not at all. With
-                none of them, names are removed only.
+            items: ``(name, data)``, or ``(name, data, metadata)``; of any size together, for they are seen
+                whole or not at all. With none of them, names are removed only.
             drop: names to remove; those that are not there are passed over.
             codec, level, ttl: as for `put`, for all of them.
             serializer: what turns the objects of all items into bytes, as `save` does it, and `load` turns them back.
@@ -259,7 +349,7 @@ class Store:
                     self._putter.pointing(name, ttl, metadata, False, serializer),
                     self._dumped(data, serializer) if is_list else unchanging(self._dumped(data, serializer)),
                 )
-                for name, data, metadata in items
+                for name, data, metadata in map(parse_item, items)
             ],
             [check_name(name) for name in drop],
             *self._putter.codec(codec, level),
@@ -271,22 +361,70 @@ class Store:
             return value  # type: ignore[no-any-return]  # what is no bytes is refused with the others
         return serializers.dump(value, serializer, allow_pickle=self.allow_pickle)[1]
 
+    def batch(
+        self, *, codec: str | None = None, level: int | None = None, ttl: float | str | None = None
+    ) -> Batch:
+        """A block of puts and deletes that are all seen at its end, or not at all.
+
+        Args:
+            codec, level: as for `put`, for all of them; each put may say otherwise.
+            ttl: the same; `math.inf` for never.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> with store.batch() as batch:
+        ...     _ = batch.put("run/weights", b"1 2 3")
+        ...     _ = batch.put("run/config", b"{}")
+        ...     batch.delete("run/old")
+        ...     store.get("run/weights") is None
+        True
+        >>> [entry.name for entry in batch.entries], store.get("run/config")
+        (['run/weights', 'run/config'], b'{}')
+        """
+        return Batch(self._putter, codec, level, ttl)
+
     # Getting
 
-    def get(self, name: str) -> bytes | None:
-        """The bytes of ``name``, verified, or None if there are none (any more)."""
-        return self.source.get(name)
+    @overload
+    def get(self, name: str) -> bytes | None: ...
 
-    def get_many(self, names: Iterable[str]) -> list[bytes | None]:
+    @overload
+    def get(self, name: str, default: T) -> bytes | T: ...
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The bytes of ``name``, verified, or ``default`` if the name is missing.
+
+        A name is missing if it has no entry, if its entry has expired, or if its bytes were found damaged or
+        gone. Then `get` and `get_many` give the default, `load` and `open` raise `NotFoundError`, and ``name
+        in store`` is false. Putting the bytes again heals the name.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> store.get("no/such/name", b"")
+        b''
+        """
+        data = self.source.get(name)
+        return default if data is None else data
+
+    @overload
+    def get_many(self, names: Iterable[str]) -> list[bytes | None]: ...
+
+    @overload
+    def get_many(self, names: Iterable[str], default: T) -> list[bytes | T]: ...
+
+    def get_many(self, names: Iterable[str], default: Any = None) -> list[Any]:
         """`get` for many names, in their order, with one question to the index."""
-        return self.source.get_many(list(names))
+        found = self.source.get_many(list(names))
+        return found if default is None else [default if data is None else data for data in found]
 
     def open(self, name: str) -> io.BufferedReader:
         """A seekable file over the bytes of ``name`` that decodes only what is read, and keeps them until closed.
 
         Raises:
-            NotFoundError: there is no such entry.
-            CorruptError: (while reading) the bytes are damaged.
+            NotFoundError: the name is missing: it has no entry or an expired one, or its bytes are damaged or
+                gone.
+            CorruptError: (while reading) the bytes are damaged, which nobody had seen before. The name is
+                missing from then on.
         """
         reader = self._open(name, self._blob(name))
         self.source.count_use(name)
@@ -314,13 +452,97 @@ class Store:
     def _not_found(self, name: str) -> NotFoundError:
         return NotFoundError(f"there is no entry {name!r} in {self.path}; `castore ls` lists what there is")
 
+    # Blobs
+
+    def find(self, name: str) -> Found | None:
+        """The blob that a name points to, expired or not, with the name's expiry and serializer, or None."""
+        return self.index.find(check_name(name))
+
+    def find_many(self, names: Iterable[str]) -> dict[str, Found]:
+        """`find` for many names with one question to the index; those that are not there are left out."""
+        return self.index.find_many([check_name(name) for name in names])
+
+    def blob(self, digest: bytes | str) -> Blob | None:
+        """What is known of a blob: its sizes, its codec and where it lies. None if nothing has that digest.
+
+        Args:
+            digest: 64 hex characters as in `Entry.digest`, or 32 raw bytes.
+        """
+        return self.index.blob(bytes.fromhex(digest) if isinstance(digest, str) else digest)
+
+    def get_blob(self, blob: Blob) -> bytes | None:
+        """All bytes of a blob, verified, as `get` gives those of a name; None if they are damaged or gone."""
+        return self.source.fetch(blob)
+
+    def path_of(self, blob: Blob) -> str:
+        """The file that a blob's stored bytes lie in: an object of its own, or a pack. Nobody may write to it.
+
+        Raises:
+            NotFoundError: the bytes were found damaged or missing.
+        """
+        if blob.pack == LOST:
+            raise NotFoundError(
+                f"the bytes of blob {blob.digest.hex()} in {self.path} are damaged or missing"
+            )
+        return self.objects.path(blob)
+
+    def open_blob(self, digest: bytes | str) -> OpenBlob:
+        """A blob by its digest, held open: any range of its bytes, or all of them in order.
+
+        Args:
+            digest: BLAKE3-256 of the bytes, 64 hex characters as in `Entry.digest`, or 32 raw bytes.
+
+        Raises:
+            NotFoundError: there is no such blob, or its bytes were found damaged or are gone.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> entry = store.put("greeting", b"hello world")
+        >>> with store.open_blob(entry.digest) as blob:
+        ...     blob.size, blob.read(6, 5), b"".join(blob.pieces())
+        (11, b'world', b'hello world')
+        """
+        blob = self.blob(digest)
+        gone: FileNotFoundError | None = None
+        if blob is not None and blob.pack != LOST:
+            try:
+                reader = self.source.open(blob)
+                return OpenBlob(reader.share(self.source.shared), self.source.quarantine)
+            except FileNotFoundError as error:
+                gone = error
+        shown = digest if isinstance(digest, str) else digest.hex()
+        raise NotFoundError(f"the bytes of blob {shown} are not in {self.path}, or were damaged") from gone
+
+    def remove_blobs(self, digests: Iterable[bytes]) -> None:
+        """Remove now those of some blobs that nobody names; gc would keep them for its grace period.
+
+        Raises:
+            StoreError: a live mount does not answer.
+        """
+        collect.remove_blobs(self.parts, list(digests))
+
+    def count_use(self, name: str) -> None:
+        """Have a name count as read now, for gc and `stat`: for whoever reads its bytes past `get`."""
+        self.source.count_use(name)
+
     # Objects
 
-    def save(self, name: str, obj: Any, *, serializer: str | None = None, **options: Any) -> Entry:
+    def save(
+        self,
+        name: str,
+        obj: Any,
+        *,
+        serializer: str | None = None,
+        codec: str | None = None,
+        level: int | None = None,
+        ttl: float | str | None = None,
+        metadata: dict[str, Any] | None = None,
+        pin: bool = False,
+    ) -> Entry:
         """Keep a Python object: bytes, text, JSON-like values, sets, dates, dataclasses, arrays, tensors, Arrow tables.
 
         Args:
-            name, **options: as for `put`.
+            name, codec, level, ttl, metadata, pin: as for `put`.
             serializer: one of ``bytes bytearray text msgpack npy safetensors arrow pickle``; default what fits the
                 object.
 
@@ -328,13 +550,16 @@ class Store:
             SerializationError: nothing that is allowed fits; the message names the part.
         """
         used, data = serializers.dump(obj, serializer, allow_pickle=self.allow_pickle)
-        return self.put(name, data, serializer=used, **options)
+        return self.put(
+            name, data, serializer=used, codec=codec, level=level, ttl=ttl, metadata=metadata, pin=pin
+        )
 
     def load(self, name: str) -> Any:
         """The object that `save` kept.
 
         Raises:
-            NotFoundError: there is no such entry.
+            NotFoundError: the name is missing: it has no entry or an expired one, or its bytes are damaged or
+                gone.
             SerializationError: it is a pickle, and the store was not opened with ``allow_pickle=True``; or it holds
                 a type that this process has neither imported nor registered.
         """
@@ -358,6 +583,7 @@ class Store:
         Args:
             key: a name, such as `castore.key` gives.
             compute: takes nothing, returns what `save` takes.
+            ttl, metadata, serializer: as for `save`.
             validate: says of a kept object whether it still serves; if not, it is computed anew.
 
         Raises:
@@ -399,30 +625,114 @@ class Store:
         Args:
             function: a function, a partial, or an object that can be called; ``@store.cached`` and ``@store.cached()``
                 are the same.
-            ttl: default the store's.
+            ttl: seconds (or ``"30d"``), or `castore.NEVER`; default the store's.
             prefix: folder of the entries; default ``cached/<module>.<function>``.
 
         Raises:
             InvalidValueError: what is decorated cannot be called, or Python cannot tell its arguments.
             UnhashableError: (when called) an argument, or something the function refers to, has no stable hash.
         """
-        from castore.keys.cached import cached
+        from castore.keys.cached_function import cached
 
         decorate: Callable[[Any], Any] = cached(self, ttl=ttl, prefix=prefix)
         return decorate if function is None else decorate(function)
 
     # Names
 
-    def entry(self, name: str) -> Entry | None:
-        """What is known of a name, or None if there is no such entry or it has expired."""
-        entry = self.index.entry(check_name(name))
-        return (
-            None if entry is None or (entry.expires is not None and entry.expires <= time.time()) else entry
-        )
+    def __contains__(self, name: str) -> bool:
+        """Whether `get` finds bytes under ``name``, as far as is known without reading them. Counts as no
+        use.
+        """
+        try:
+            return self._blob(name).pack != LOST
+        except NotFoundError:
+            return False
 
-    def entries(self, prefix: str = "") -> Iterator[Entry]:
-        """Entries at or below a prefix (whole parts: ``a`` covers ``a/b``, not ``ab``), in the order of names."""
-        return self.index.entries(check_prefix(prefix), time.time())
+    def __iter__(self) -> Iterator[str]:
+        """The names of all entries that are not missing, in their order."""
+        return self.index.names(time.time())
+
+    def __len__(self) -> int:
+        """How many entries have not expired. Those whose bytes were found damaged count until they are put
+        again.
+        """
+        return self.index.count(time.time())
+
+    def __bool__(self) -> bool:
+        """True, for an empty store too: ``if store`` asks whether there is one."""
+        return True
+
+    def entry(self, name: str, *, expired: bool = False) -> Entry | None:
+        """What is known of a name, or None if there is no such entry or it has expired.
+
+        Args:
+            expired: return an entry that has expired and that gc has not removed yet, too.
+        """
+        entry = self.index.entry(check_name(name))
+        if entry is None or expired or entry.expires is None or entry.expires > time.time():
+            return entry
+        return None
+
+    def entries(self, prefix: str = "", *, damaged: bool = True) -> Iterator[Entry]:
+        """Entries at or below a prefix (whole parts: ``a`` covers ``a/b``, not ``ab``), in the order of
+        names.
+
+        Args:
+            prefix: "" for all.
+            damaged: also entries whose bytes were found damaged or gone.
+        """
+        return self.index.entries(check_prefix(prefix), time.time(), damaged=damaged)
+
+    def children(self, folder: str = "") -> Iterator[Entry | str]:
+        """The direct contents of a folder of names, in their order: entries that are not missing, and
+        folders' paths.
+
+        A folder is there as long as a name lies in it. The names below the folders inside are skipped.
+
+        Args:
+            folder: whole parts of names; "" for the top.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> _ = store.put_many([("a/b/c", b""), ("a/d", b"")])
+        >>> [child if isinstance(child, str) else child.name for child in store.children("a")]
+        ['a/b', 'a/d']
+        """
+        return self.index.children(check_prefix(folder), time.time())
+
+    def copy(self, name: str, to: str) -> Entry:
+        """Have a second name for the same bytes, in no time whatever their size.
+
+        The new entry has the serializer, the metadata and the expiry of the old one, and no pin. An entry
+        that ``to`` named before is replaced.
+
+        Raises:
+            NotFoundError: ``name`` is missing.
+            InvalidNameError, NameConflictError: ``to`` cannot be used.
+        """
+        return self._copy(name, to, move=False)
+
+    def rename(self, name: str, to: str) -> Entry:
+        """Give an entry another name, with all that is known of it; nobody sees it under both names or under
+        none.
+
+        An entry that ``to`` named before is replaced.
+
+        Raises:
+            NotFoundError: ``name`` is missing.
+            InvalidNameError, NameConflictError: ``to`` cannot be used.
+        """
+        return self._copy(name, to, move=True)
+
+    def _copy(self, name: str, to: str, *, move: bool) -> Entry:
+        check_name(to)
+        for _ in range(ATTEMPTS):
+            entry = self.entry(name)
+            if entry is None or name not in self:
+                break
+            if (copied := self._putter.copy(entry, to, move=move)) is not None:
+                return copied
+        raise self._not_found(name)
 
     def delete(self, name: str) -> bool:
         """Remove a name; gc removes its bytes once nothing names them. False if there was none.
@@ -443,7 +753,7 @@ class Store:
         def delete(txn: Write) -> int:
             return sum(txn.delete_entry(name) for name in names)
 
-        return self.relieve(lambda: self.index.transact(delete))
+        return self.parts.relieve(lambda: self.index.transact(delete))
 
     def pin(self, name: str) -> None:
         """Have gc leave an entry alone, expired or not.
@@ -509,53 +819,81 @@ class Store:
         """
         return training.recompress(self.parts, prefix, progress)
 
+    # Mounts
+
+    def mounts(self) -> list[Mount]:
+        """The live mounts of the store, the oldest first: those whose process runs.
+
+        A mount of another container counts as live for an hour after its last sign of life. Whether a mountpoint
+        can be reached from this process is another question: another container or another user may have it.
+
+        >>> import tempfile
+        >>> Store(tempfile.mkdtemp() + "/cache").mounts()
+        []
+        """
+        return mounts.alive(self.index)
+
     # Upkeep
-
-    def relieve(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns; on a full disk it gets the room of the ballast. For work that frees, or takes little."""
-        return self._ballast.relieve(work, self.index.shrink_log)
-
-    def flush_if_due(self) -> None:
-        """`flush`, if the last one is some seconds ago; for whoever reads past `get`."""
-        self._usage.flush_if_due()
-
-    def flush_for(self, seconds: float) -> None:
-        """`flush_if_due` of all that has been counted, as far as it gets in so many seconds; for who keeps no reader waiting."""
-        self._usage.flush_for(seconds)
 
     def flush(self) -> None:
         """Write hit counts and last accesses to the index now instead of within seconds."""
         self._usage.flush()
+
+    def totals(self) -> Totals:
+        """How many entries and blobs there are, and their bytes. As quick at ten million as at ten."""
+        return self.index.totals()
 
     def stat(self) -> stats.Stat:
         """What the store holds and how well it does."""
         self._usage.flush_if_possible()
         return stats.measure(self.parts)
 
+    @overload
     def gc(
         self,
-        max_size: int | str | None = None,
+        max_size: float | str | None = None,
+        *,
+        dry_run: Literal[False] = False,
+        grace: float | str = ...,
+    ) -> collect.Collected: ...
+
+    @overload
+    def gc(
+        self, max_size: float | str | None = None, *, dry_run: Literal[True], grace: float | str = ...
+    ) -> collect.Plan: ...
+
+    @overload
+    def gc(
+        self, max_size: float | str | None = None, *, dry_run: bool, grace: float | str = ...
+    ) -> collect.Collected | collect.Plan: ...
+
+    def gc(
+        self,
+        max_size: float | str | None = None,
         *,
         dry_run: bool = False,
         grace: float | str = collect.GRACE_SECONDS,
-    ) -> collect.Plan:
+    ) -> collect.Collected | collect.Plan:
         """Remove what has expired, what is over the budget, and what nobody names.
 
         Args:
-            max_size: budget in stored bytes for this run; default the store's.
+            max_size: budget in stored bytes for this run, or `castore.UNLIMITED`; default the store's.
             dry_run: only say what would go.
             grace: seconds for which bytes whose last name was deleted or replaced are kept.
 
         Returns:
-            What went, or would go.
+            `Collected`, what has gone; or with ``dry_run`` `Plan`, what would go.
+
+        Raises:
+            FullError: the disk has no room to rewrite a pack; all else is done.
         """
-        budget = self.settings.max_size if max_size is None else parse_size(max_size)
+        budget = self.settings.max_size if max_size is None else parse_budget(max_size)
         seconds = parse_duration(grace)
         if dry_run:
-            return collect.run(self.parts, budget, seconds, dry_run=True)
+            return collect.plan(self.parts, budget, seconds)
         self.index.see_writable()
         try:
-            return self.relieve(lambda: collect.run(self.parts, budget, seconds, dry_run=False))
+            return self.parts.relieve(lambda: collect.run(self.parts, budget, seconds))
         finally:
             self._ballast.keep()
 

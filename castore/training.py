@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import zstandard
 
 from castore.errors import CorruptError, DictionaryError, InvalidValueError
-from castore.index.queries import below
+from castore.index.name_ranges import sized_pages, small_digests
 from castore.names import check_prefix
 from castore.objects.codecs import AUTO_CODEC, CODECS, Buffer, check_codec
 from castore.objects.dictionaries import DICTIONARY_LIMIT, LARGEST, SMALLEST, Dictionary, numbered
@@ -37,8 +37,6 @@ _HELD_OUT = 5
 _PART = 20
 # Names that are looked at, and at most as many records that are written, at a time.
 _BATCH = 200
-# Behind all names.
-_LAST = "\U0010ffff" * 64
 
 
 class Trained(NamedTuple):
@@ -134,22 +132,12 @@ def _take(data: Iterable[bytes], samples: int) -> list[bytes]:
 def _stored(parts: Parts, prefix: str, samples: int) -> Iterator[bytes]:
     """Small blobs below a prefix. Digests have no order but their own, so the first of them are a fair sample."""
     # More than is asked for, since several names may have one blob, and some blobs may be lost.
-    where, bounds = _below(prefix)
-    sql = f"SELECT digest FROM entries WHERE {where} ORDER BY digest LIMIT ?"
-    found = [digest for (digest,) in parts.index.rows(sql, (*bounds, 2 * samples))]
+    found = small_digests(parts.index, prefix, DICTIONARY_LIMIT, 2 * samples)
     for digest in dict.fromkeys(found):
         blob = parts.index.blob(digest)
         data = None if blob is None else parts.source.fetch(blob)
         if data is not None:
             yield data
-
-
-def _below(prefix: str) -> tuple[str, tuple[str, ...]]:
-    """A condition for the small entries at or below a prefix, and its parameters."""
-    small = f"size BETWEEN 1 AND {DICTIONARY_LIMIT}"
-    if not prefix:
-        return small, ()
-    return f"{small} AND (name = ? OR (name >= ? AND name < ?))", (prefix, *below(prefix))
 
 
 def _make(prefix: str, samples: list[bytes], most: int, level: int) -> tuple[Trained, bytes]:
@@ -187,7 +175,7 @@ def recompress(parts: Parts, prefix: str, progress: Callable[[int], object] | No
     """Write small blobs anew with their prefix's dictionary. See `Store.recompress`."""
     prefix = check_prefix(prefix)
     done = Rewritten(0, 0, 0, 0)
-    for page in _pages(parts, prefix):
+    for page in sized_pages(parts.index, prefix, _BATCH):
         ready: dict[Blob, bytes] = {}
         used: dict[int, Dictionary] = {}
         for name, digest, _ in page:
@@ -203,15 +191,6 @@ def recompress(parts: Parts, prefix: str, progress: Callable[[int], object] | No
         if progress is not None:
             progress(sum(size for _, _, size in page))
     return done
-
-
-def _pages(parts: Parts, prefix: str) -> Iterator[list[tuple[str, bytes, int]]]:
-    sql = "SELECT name, digest, size FROM entries WHERE name > ? AND name < ? ORDER BY name LIMIT ?"
-    last, end = below(prefix) if prefix else ("", _LAST)
-    own = "SELECT name, digest, size FROM entries WHERE name = ?"
-    if prefix and (page := list(parts.index.rows(own, (prefix,)))):
-        yield page
-    yield from parts.index.pages(sql, last, end, _BATCH)
 
 
 def _may_be_rewritten(blob: Blob) -> bool:

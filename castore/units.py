@@ -15,6 +15,11 @@ import re
 
 from castore.errors import InvalidValueError
 
+#: A ``ttl`` of entries that never expire, also where the store has another default.
+NEVER = math.inf
+#: A ``max_size`` that sets no bound, also where the store has one.
+UNLIMITED = math.inf
+
 _PREFIXES = "KMGTP"
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate(_PREFIXES, start=1):
@@ -128,6 +133,52 @@ def parse_duration(duration: str | int | float) -> float:
     if not 0 <= seconds <= _LONGEST:
         raise InvalidValueError(f"{_shown(duration)} is not a duration; {_DURATION_HELP}")
     return seconds
+
+
+def parse_ttl(ttl: str | int | float) -> float | None:
+    """The seconds that an entry lives, or None if it never expires.
+
+    Args:
+        ttl: what `parse_duration` takes, or `NEVER`, or "never", or "none".
+
+    Raises:
+        InvalidValueError: it is not understood.
+
+    >>> parse_ttl("7d"), parse_ttl("never"), parse_ttl(NEVER)
+    (604800.0, None, None)
+    """
+    if _is_unbounded(ttl, "never"):
+        return None
+    try:
+        return parse_duration(ttl)
+    except InvalidValueError as error:
+        raise InvalidValueError(f'{error}, or "never"') from None
+
+
+def parse_budget(size: str | int | float) -> int | None:
+    """The stored bytes that a store may hold, or None for no bound.
+
+    Args:
+        size: what `parse_size` takes, or `UNLIMITED`, or "unlimited", or "none".
+
+    Raises:
+        InvalidValueError: it is not understood.
+
+    >>> parse_budget("200GB"), parse_budget("unlimited"), parse_budget(UNLIMITED)
+    (200000000000, None, None)
+    """
+    if _is_unbounded(size, "unlimited"):
+        return None
+    try:
+        return parse_size(size)
+    except InvalidValueError as error:
+        raise InvalidValueError(f'{error}, or "unlimited"') from None
+
+
+def _is_unbounded(value: object, word: str) -> bool:
+    if isinstance(value, str):
+        return value.strip().lower() in (word, "none")
+    return isinstance(value, numbers.Real) and value == math.inf
 
 
 def _seconds_of_number(number: object) -> float:

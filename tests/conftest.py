@@ -20,6 +20,22 @@ settings.register_profile("castore", deadline=None, suppress_health_check=[Healt
 settings.load_profile("castore")
 
 _ENVIRON = os.environ
+_LONG = os.environ.get("CASTORE_TORTURE") == "long"
+_LONG_TIMEOUT = 1800  # seconds
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the rest of each matrix to `make torture`, which also gives its tests more time."""
+    left_out = [] if _LONG else [item for item in items if item.get_closest_marker("matrix")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
+    for item in items:
+        if "torture" in item.path.parts:
+            item.add_marker(pytest.mark.torture)
+            if _LONG and item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(_LONG_TIMEOUT))
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +52,17 @@ def store(tmp_path: Path) -> Iterator[Store]:
     """A new store without a RAM tier, so that every read reaches the disk."""
     with Store(tmp_path / "store", memory=0) as opened:
         yield opened
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures of the torture tests. The hook is here because pytest-xdist's controller loads no deeper conftest."""
+    lines = [
+        (report.nodeid.rpartition("::")[2], value)
+        for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+        for name, value in report.user_properties
+        if name == "figure"
+    ]
+    if lines:
+        terminalreporter.section("figures of the torture tests")
+    for test, sentence in lines:
+        terminalreporter.line(f"{test}: {sentence}")

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from castore.errors import InvalidValueError
-from castore.units import format_duration, format_size, parse_duration, parse_size
+from castore.units import (
+    NEVER,
+    UNLIMITED,
+    format_duration,
+    format_size,
+    parse_budget,
+    parse_duration,
+    parse_size,
+    parse_ttl,
+)
 
 
 @pytest.mark.parametrize(
@@ -96,3 +105,25 @@ def test_durations_are_shown(seconds: float, text: str) -> None:
 def test_a_duration_that_is_not_finite_is_not_shown() -> None:
     with pytest.raises(InvalidValueError):
         format_duration(math.inf)
+
+
+@pytest.mark.parametrize("never", [NEVER, math.inf, np.float64("inf"), "never", " Never ", "none"])
+def test_a_lifetime_without_end_is_said_in_words_or_by_infinity(never: Any) -> None:
+    assert parse_ttl(never) is None
+
+
+@pytest.mark.parametrize("unlimited", [UNLIMITED, math.inf, "unlimited", "Unlimited", "none"])
+def test_a_budget_without_bound_is_said_in_words_or_by_infinity(unlimited: Any) -> None:
+    assert parse_budget(unlimited) is None
+
+
+@pytest.mark.parametrize("wrong", ["unlimited", "inf", "", -math.inf, math.nan, -1, None, True, b"never"])
+def test_what_is_no_lifetime_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidValueError, match=r'is not a duration; .*, or "never"'):
+        parse_ttl(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["never", "inf", "", -math.inf, math.nan, -1, None, False, b"unlimited"])
+def test_what_is_no_budget_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidValueError, match=r'is not a size; .*, or "unlimited"'):
+        parse_budget(wrong)

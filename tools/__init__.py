@@ -1,1 +1,4 @@
-"""What the Makefile runs beside the package itself: the benchmark stand and the demo. Not shipped."""
+"""The programs that the Makefile runs beside the package: benchmarks, demo, torture and strangers.
+
+Not shipped.
+"""

@@ -1,7 +1,8 @@
-"""Fuzzes one of castore's parsers with atheris (libFuzzer): `python tools/fuzz.py TARGET --runs N`; targets: `--list`.
+"""Fuzzes one of castore's parsers with atheris (libFuzzer).
 
-Ends with 0 if all inputs were taken or refused in castore's words. An input that was not is printed and kept in the working
-folder by libFuzzer. Needs `pip install "castore[fuzz]"`; the targets are those of tests/torture/fuzzing.py.
+`python tools/fuzz.py TARGET --runs N`; `--list` prints the targets, which are those of
+tests/torture/fuzzing.py. The exit code is 0 if castore accepted every input or refused it with its own error.
+Any other input is printed, and libFuzzer keeps it in the working folder. Needs `pip install "castore[fuzz]"`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-#: Seconds for one input, after which it counts as a hang.
+#: Seconds for one input; a longer run counts as a hang.
 PATIENCE = 20
 
 

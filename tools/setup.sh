@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# Sets up what `make demo`, `make test`, `make bench` and `make strangers` need: Debian packages (as root only; for others it
-# says what to install), a virtual environment, and castore in it in editable form.
+# Sets up what `make demo`, `make test`, `make bench`, `make strangers` and `make docs` need: Debian packages
+# (as root only; for others it says what to install), a virtual environment, and castore in it in editable form.
 #
-# usage: tools/setup.sh demo|test|torture|bench|strangers
+# usage: tools/setup.sh demo|test|torture|bench|strangers|docs
 #
 # `bench` makes two environments: peers that castore is measured beside must not leak into what it is developed and
 # tested with, and those that run in processes of their own bring much along (litdata, ratarmount) or need a NumPy older
 # than castore's (stocaching). `strangers` makes one of its own too: for what the strangers' suites import.
+# `docs` makes one without castore and without torch: the site is built from the sources.
 #
 # A second call with nothing changed takes milliseconds. The environment is marked ready only at the very end,
 # so an interrupted set-up is simply resumed. Never touches anything but the environment and apt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-purpose=${1:?usage: tools/setup.sh demo|test|torture|bench|strangers}
+purpose=${1:?usage: tools/setup.sh demo|test|torture|bench|strangers|docs}
 python=${PYTHON:-python3}
 venv=.venv
 case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
@@ -21,6 +22,7 @@ case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
     wanted="fusermount3=fuse3"
     requirements=(-e '.[all]' webdataset) ;;
   test)
+    tools/setup.sh docs  # a test builds the site
     wanted="fusermount3=fuse3 zstd=zstd lz4=lz4 gzip=gzip rsync=rsync strace=strace"
     requirements=(-e '.[dev]') ;;
   torture)
@@ -45,7 +47,11 @@ case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
       # what Data-Juicer imports before any operator
       aiohttp av bs4 emoji ftfy gitpython 'jsonargparse[signatures]' jsonlines librosa loguru matplotlib mwparserfromhell pdfplumber
       plotly psutil pydantic python-docx seaborn spacy tabulate tomli tomli-w wget wordcloud) ;;
-  *) echo "setup: unknown purpose '$purpose': demo, test, torture, bench or strangers" >&2; exit 2 ;;
+  docs)
+    venv=.venv-docs
+    wanted=""
+    requirements=(mkdocs mkdocs-material 'mkdocstrings[python]' griffe ruff) ;;  # ruff formats signatures
+  *) echo "setup: unknown purpose '$purpose': demo, test, torture, bench, strangers or docs" >&2; exit 2 ;;
 esac
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1 PYTHONUNBUFFERED=1
 
@@ -111,8 +117,10 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
   "$python" -m venv --clear "$venv"
 fi
 : >"$venv/setup.log"
-say "installing torch (CPU build) into $venv"
-pip_install torch  # the version is in constraints.txt; first, so that nothing else chooses a build
+if [ "$purpose" != docs ]; then
+  say "installing torch (CPU build) into $venv"
+  pip_install torch  # the version is in constraints.txt; first, so that nothing else chooses a build
+fi
 say "installing what 'make ${purpose%-*}' uses into $venv"
 pip_install "${requirements[@]}"
 echo "$inputs" >"$stamp"

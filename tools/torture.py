@@ -1,8 +1,8 @@
-"""`make torture`: the long form of tests/torture, and what it found, between markers in docs/reliability.md.
+"""`make torture`: the long form of tests/torture, and whole matrices, with the figures in docs/reliability.md.
 
-Each test that ran gets its row anew, with the figures that it printed; the rows of others stay, so that a part can be run
-alone (ARGS="-k soak"). A failure is written there as plainly as a figure, and each row as soon as its test ends: a run that hangs loses
-none of those before.
+Each test that ran gets a new row, with the figures that it printed. The rows of other tests stay, so that a
+part can be run alone (ARGS="-k soak"). Failures are written as plainly as figures. Each row is written as
+soon as its test ends: a run that hangs loses none of the earlier rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HEAD = "| shown by | figures | on |\n|---|---|---|\n"
 
 
 class Figures:
-    """A pytest plugin that writes what each test printed with `figure`, and how it ended, into a page."""
+    """A pytest plugin that writes the figures that each test recorded, and its outcome, into a page."""
 
     def __init__(self, page: Path, on: str) -> None:
         self._page = page
@@ -41,7 +41,7 @@ class Figures:
 
 
 def write(page: Path, name: str, told: str, on: str) -> None:
-    """Put a row into the page's table, in place of what stood there for that test."""
+    """Put a row into the page's table, in place of that test's earlier row."""
     text = page.read_text()
     found = _BLOCK.search(text)
     assert found is not None, f"{page} has lost its markers"
@@ -56,9 +56,12 @@ def main(arguments: list[str]) -> int:
     os.chdir(_ROOT)
     os.environ["CASTORE_TORTURE"] = "long"
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    where = f"{os.cpu_count()} cores, Linux {platform.release().split('-')[0]}, Python {platform.python_version()}"
+    where = (
+        f"{os.cpu_count()} cores, Linux {platform.release().split('-')[0]}, Python "
+        f"{platform.python_version()}"
+    )
     figures = Figures(_PAGE, f"{today}, {where}")
-    return int(pytest.main(["tests/torture", "-v", *arguments], plugins=[figures]))
+    return int(pytest.main(["tests", "-m", "torture or matrix", "-v", *arguments], plugins=[figures]))
 
 
 if __name__ == "__main__":

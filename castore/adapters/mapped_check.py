@@ -8,17 +8,10 @@ As long as those are the same, the object is taken for good; writing to it, or a
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-from blake3 import blake3
-
-from castore.errors import CorruptError
-from castore.objects.decode import BlobReader
-from castore.objects.workers import cores, workers
 from castore.records import LOOSE, Blob
 from castore.store import Store
 
@@ -26,14 +19,13 @@ from castore.store import Store
 CHECKED = ".checked"
 #: For so many seconds a note is kept.
 NOTE_SECONDS = 7 * 86400.0
-_RUN = 8
 
 
 def check(store: Store, blob: Blob) -> None:
     """Read a loose object whole and check it, unless that was done since it last changed.
 
     Raises:
-        FileNotFoundError: the bytes are gone.
+        NotFoundError: the bytes are gone.
         CorruptError: the bytes are damaged; they have been set aside.
     """
     for each in unchecked(store, [blob]):
@@ -51,21 +43,12 @@ def read_whole(store: Store, blob: Blob) -> None:
     """Read and check an object, and note that it is good.
 
     Raises:
-        FileNotFoundError, CorruptError: as for `check`.
+        NotFoundError, CorruptError: as for `check`.
     """
     seen = _seen(store, blob)  # before it is read: a change meanwhile makes the note worthless, never wrong
-    reader = store.source.open(blob)
-    try:
-        hasher = blake3()
-        for frame in frames_of(reader):
-            hasher.update(frame)
-        if hasher.digest() != blob.digest:
-            raise CorruptError(f"blob {blob.digest.hex()} does not have its digest", digest=blob.digest.hex())
-    except CorruptError as error:
-        store.source.quarantine(blob, error)
-        raise
-    finally:
-        reader.close()
+    with store.open_blob(blob.digest) as opened:
+        for _ in opened.pieces():
+            pass
     if seen is not None:
         store.put(_note(blob), seen, ttl=NOTE_SECONDS)
 
@@ -92,7 +75,7 @@ def _note(blob: Blob) -> str:
 def _status(store: Store, blob: Blob) -> os.stat_result | None:
     """Of a loose object; None if there is none."""
     try:
-        return os.stat(store.objects.loose.path(blob.digest, blob.codec)) if blob.pack == LOOSE else None
+        return os.stat(store.path_of(blob)) if blob.pack == LOOSE else None
     except FileNotFoundError:
         return None
 
@@ -110,37 +93,3 @@ def _told(status: os.stat_result) -> bytes:
 @cache
 def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
-def frames_of(reader: BlobReader) -> Generator[bytes, None, None]:
-    """The frames of a blob, checked, in order, decoded on all cores a few at a time.
-
-    Looks ahead the further the more was taken, so that who wants the first frames only pays for little else.
-    """
-    reader.table()
-    owner, pending, taken = os.getpid(), deque[tuple[range, Future[list[bytes]]]](), 0
-
-    def load(run: range) -> list[bytes]:
-        return [reader._load(index) for index in run]
-
-    try:
-        for run in _runs(reader.frames):
-            pending.append((run, workers.pool().submit(load, run)))
-            while len(pending) > min(taken, 2 * cores()):
-                first, future = pending.popleft()
-                # In a forked child nobody works on what the parent asked for.
-                yield from future.result() if os.getpid() == owner else load(first)
-                taken += 1
-        for first, future in pending:
-            yield from future.result() if os.getpid() == owner else load(first)
-    finally:
-        for _, future in pending if os.getpid() == owner else ():
-            future.cancel() or future.exception()  # nobody may read from the file once it is closed
-
-
-def _runs(frames: int) -> Iterator[range]:
-    """Frames that are handed to a worker together: at first one, then more and more."""
-    start, length = 0, 1
-    while start < frames:
-        yield range(start, min(start + length, frames))
-        start, length = start + length, min(2 * length, _RUN)

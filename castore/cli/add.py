@@ -1,4 +1,4 @@
-"""`castore add`: files, and folders with all below them.
+"""`castore add`: files, and folders with all below them, or what a pipe brings.
 
 Small files are put in batches, several at a time in threads: a commit for each would cost more than the file. Large
 ones go one after the other, since one alone keeps all cores busy.
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from castore.cli.completion import codecs
-from castore.cli.opening import store_path
 from castore.cli.output import (
     LISTED,
     AsJson,
@@ -29,13 +28,19 @@ from castore.cli.output import (
     progress,
     spinner,
 )
+from castore.cli.std_streams import standard_input
+from castore.cli.store_access import store_path
 from castore.cli.walk import Source, destinations, find
 from castore.errors import CastoreError, InvalidValueError
+from castore.names import check_name
 from castore.units import format_size
 
 if TYPE_CHECKING:
     from castore import Store
-    from castore.cli.putting import Putter
+    from castore.cli.add_batches import Putter
+
+#: The PATH that means standard input.
+INPUT = "-"
 
 Search = Callable[[str, str], Iterator[Source]]
 
@@ -43,7 +48,8 @@ Search = Callable[[str, str], Iterator[Source]]
 def add(
     context: typer.Context,
     path: Annotated[
-        list[str], typer.Argument(metavar="PATH", help="Files, and folders with all below them.")
+        list[str],
+        typer.Argument(metavar="PATH", help='Files, and folders with all below them; "-" is standard input.'),
     ],
     prefix: Annotated[
         str | None,
@@ -54,7 +60,7 @@ def add(
         typer.Option(metavar="CODEC", autocompletion=codecs, help="auto, zstd, lz4, gzip or none."),
     ] = None,
     ttl: Annotated[
-        str | None, typer.Option(metavar="TIME", help="How long the entries live, like 30d.")
+        str | None, typer.Option(metavar="TIME", help='How long the entries live, like 30d, or "never".')
     ] = None,
     meta: Annotated[list[str] | None, typer.Option(metavar="K=V", help="Metadata; may be repeated.")] = None,
     pin: Annotated[bool, typer.Option("--pin", help="Have gc leave the entries alone.")] = False,
@@ -73,30 +79,39 @@ def add(
     castore add shards/ --as imagenet       ... imagenet/train-0.tar
     castore add tokens.npy --as run2/tokens.npy
     castore add records/ --dict             small files that are alike take much less together
+    tar c photos | castore add - --as photos.tar
     """
     from castore import Store
-    from castore.cli.putting import Options, Putter
+    from castore.cli.add_batches import Options, Putter
 
-    named = destinations(path, prefix)
+    is_input = INPUT in path
+    named = {INPUT: _input_name(path, prefix)} if is_input else destinations(path, prefix)
     options = Options(codec, ttl, _metadata(meta or []), pin)
     options.check()
     if dictionary and codec not in (None, "auto", "zstd"):
         raise InvalidValueError(f"--dict is for zstd, not for {codec}")
+    if dictionary and is_input:
+        raise InvalidValueError("--dict is for folders of small files, not for standard input")
     failures = Failures()
     started = time.monotonic()
     with Store(store_path(context), memory=0) as store:
         folder = str(store.path)
-        before, evictions = store.index.totals(), store.index.counters().get("evictions", 0)
+        before, evictions = store.totals(), store.index.counters().get("evictions", 0)
         empty = _Empty()
         search = partial(find, store=folder, skip=failures.add, empty=empty.add, cross_mounts=cross_mounts)
         quietly = partial(search, skip=str, empty=str)
-        total = _total(named, quietly) if sys.stderr.isatty() else None
+        total = _total(named, quietly) if sys.stderr.isatty() and not is_input else None
         learnt = _learn(store, named, quietly) if dictionary else []
         into: list[str] = []
         with progress("adding", total) as done:
             putter = Putter(store, options, failures, done)
-            end = _put_all(putter, named, search, failures, into)
-        after = store.index.totals()
+            if is_input:
+                end = None
+                putter.put_input(named[INPUT], standard_input())
+                into.append(named[INPUT])
+            else:
+                end = _put_all(putter, named, search, failures, into)
+        after = store.totals()
         report = {
             "store": folder,
             "files": putter.files,
@@ -117,6 +132,23 @@ def add(
     elif putter.files or not failures.count:
         _print(report, into)
     failures.finish()
+
+
+def _input_name(paths: list[str], name: str | None) -> str:
+    """The name of what standard input brings.
+
+    Raises:
+        InvalidValueError: there are other paths, or no name.
+    """
+    if len(paths) > 1:
+        raise InvalidValueError(
+            f"{INPUT} is standard input and goes alone (a file of that name is ./{INPUT}); add the rest apart"
+        )
+    if not name or name.endswith("/"):
+        raise InvalidValueError(
+            f"standard input has no name to go by; say one: castore add {INPUT} --as NAME"
+        )
+    return check_name(name)
 
 
 class _Empty:
@@ -170,7 +202,7 @@ def _put_all(
 
 
 def _learn(store: Store, named: dict[str, str], search: Search) -> list[dict[str, Any]]:
-    from castore.cli.learning import learn
+    from castore.cli.dictionary_sample import learn
 
     with spinner("training a dictionary"):
         return learn(store, named, search)

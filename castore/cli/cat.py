@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from castore.cli.completion import names
-from castore.cli.opening import find_blob, open_store, see_names
 from castore.cli.output import Failures, describe
-from castore.cli.standard import need_output
+from castore.cli.std_streams import need_output
+from castore.cli.store_access import find_blob, open_store, see_names
 from castore.errors import CastoreError
 
 
@@ -25,7 +25,7 @@ def cat(
     \b
     castore cat imagenet/train-00001.tar | tar -t
     """
-    from castore.cli.streams import copy
+    from castore.cli.blob_stream import copy
 
     need_output()
     see_names(name)
@@ -34,7 +34,7 @@ def cat(
         for one in name:
             try:
                 copy(store, find_blob(store, one), sys.stdout.buffer.write)
-                store.source.count_use(one)
+                store.count_use(one)
             except CastoreError as error:
                 failures.add(describe(error))
         sys.stdout.buffer.flush()

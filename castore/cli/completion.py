@@ -10,8 +10,9 @@ import sqlite3
 import typer
 
 from castore import settings
-from castore.cli.opening import open_store, store_path
+from castore.cli.store_access import open_store, store_path
 from castore.errors import CastoreError
+from castore.index.name_ranges import names_beginning
 from castore.objects.codecs import CODECS
 
 #: More names than this are no help to anybody.
@@ -24,11 +25,7 @@ def names(context: typer.Context, incomplete: str) -> list[str]:
         if settings.load(store_path(context)) is None:
             return []
         with open_store(context) as store:
-            rows = store.index.rows(
-                "SELECT name FROM entries WHERE name >= ?1 AND name < ?1 || char(1114111) ORDER BY name LIMIT ?2",
-                (incomplete, LIMIT),
-            )
-            return [row[0] for row in rows]
+            return names_beginning(store.index, incomplete, LIMIT)
     except (CastoreError, OSError, sqlite3.Error):
         return []  # the command itself will say what is wrong; a message here would land in the middle of a prompt
 

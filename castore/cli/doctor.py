@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from castore.cli.opening import store_path
 from castore.cli.output import AsJson, listed, plural, print_json, progress, spinner
+from castore.cli.store_access import store_path
 
 if TYPE_CHECKING:
     from castore.repair.doctor import Finding

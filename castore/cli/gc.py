@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from castore.cli.opening import open_store
 from castore.cli.output import AsJson, complain, listed, plural, print_json, spinner
-from castore.gc.collect import GRACE_SECONDS, Plan
-from castore.units import format_duration, format_size, parse_size
+from castore.cli.store_access import open_store
+from castore.gc.collect import GRACE_SECONDS, Collected, Plan
+from castore.units import format_duration, format_size, parse_budget
 
 
 def gc(
@@ -18,7 +18,7 @@ def gc(
     max_size: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Budget in stored bytes for this run, like 200GB; default the store's."
+            metavar="SIZE", help='Budget in stored bytes, like 200GB, or "unlimited"; default the store\'s.'
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
@@ -36,22 +36,22 @@ def gc(
     castore gc --max-size 100GB --dry-run
     """
     with open_store(context) as store, spinner("collecting"):
-        budget = store.settings.max_size if max_size is None else max_size
-        plan = store.gc(budget, dry_run=dry_run, grace=grace)
+        budget = store.settings.max_size if max_size is None else parse_budget(max_size)
+        plan = store.gc(max_size, dry_run=dry_run, grace=grace)
     if as_json:
-        print_json({**plan._asdict(), "remaining": plan.remaining})
+        print_json({**plan._asdict(), "dry_run": dry_run, "remaining": plan.remaining})
     else:
         for line in _lines(plan):
             typer.echo(line)
     if plan.pinned and budget is not None:
         complain(
-            f"pins hold {format_size(plan.pinned)}, more than the budget of {format_size(parse_size(budget))}:"
+            f"pins hold {format_size(plan.pinned)}, more than the budget of {format_size(budget)}:"
             " `castore unpin` entries, or end mounts that were made with --pin"
         )
         raise typer.Exit(1)
 
 
-def _lines(plan: Plan) -> Iterator[str]:
+def _lines(plan: Plan | Collected) -> Iterator[str]:
     if plan.expired or plan.evicted or plan.blobs:
         yield _sum(plan)
     else:
@@ -59,15 +59,16 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield from _details(plan)
 
 
-def _sum(plan: Plan) -> str:
+def _sum(plan: Plan | Collected) -> str:
     return (
-        f"{'would go' if plan.dry_run else 'gone'}: {plural(len(plan.expired) + len(plan.evicted), 'entry', 'entries')},"
+        f"{'would go' if isinstance(plan, Plan) else 'gone'}:"
+        f" {plural(len(plan.expired) + len(plan.evicted), 'entry', 'entries')},"
         f" {plural(plan.blobs, 'blob')}, {format_size(plan.freed)} of {format_size(plan.stored)};"
-        f" {format_size(plan.remaining)} {'would stay' if plan.dry_run else 'stay'}"
+        f" {format_size(plan.remaining)} {'would stay' if isinstance(plan, Plan) else 'stay'}"
     )
 
 
-def _details(plan: Plan) -> Iterator[str]:
+def _details(plan: Plan | Collected) -> Iterator[str]:
     groups = (
         ("expired", plan.expired),
         ("least recently used", plan.evicted),
@@ -78,7 +79,7 @@ def _details(plan: Plan) -> Iterator[str]:
             yield f"{what}: {len(items):,}"
             yield from (f"  {item}" for item in listed(items))
     if plan.packs:
-        yield f"packs {'to compact' if plan.dry_run else 'compacted'}: {len(plan.packs):,}"
+        yield f"packs {'to compact' if isinstance(plan, Plan) else 'compacted'}: {len(plan.packs):,}"
     if plan.waiting:
         yield (
             f"waiting: {format_size(plan.waiting)} that no name points to any more;"

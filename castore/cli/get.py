@@ -14,9 +14,9 @@ import typer
 
 from castore import Store
 from castore.cli.completion import names
-from castore.cli.opening import find_blob, open_store, see_path
 from castore.cli.output import printable, progress
-from castore.cli.standard import need_output
+from castore.cli.std_streams import need_output
+from castore.cli.store_access import find_blob, open_store, see_path
 from castore.errors import CastoreError, naming
 from castore.records import Blob
 
@@ -41,7 +41,7 @@ def get(
         need_output()
     with open_store(context) as store:
         blob = find_blob(store, name)
-        store.source.count_use(name)
+        store.count_use(name)
         if output == "-":
             _write(store, blob, sys.stdout.buffer, name)
             sys.stdout.buffer.flush()
@@ -77,7 +77,7 @@ def _write_file(store: Store, blob: Blob, output: str, name: str) -> None:
 
 
 def _write(store: Store, blob: Blob, file: BinaryIO, name: str) -> None:
-    from castore.cli.streams import copy
+    from castore.cli.blob_stream import copy
 
     with progress(name, blob.size, wanted=blob.size >= _LARGE) as done:
         copy(store, blob, partial(_write_piece, file, done))

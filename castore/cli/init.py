@@ -11,11 +11,11 @@ import typer
 
 from castore import settings
 from castore.cli.completion import codecs
-from castore.cli.opening import check_ttl, store_path
 from castore.cli.output import AsJson, print_json
+from castore.cli.store_access import check_ttl, store_path
 from castore.errors import InvalidValueError, StoreError
 from castore.settings import Settings
-from castore.units import format_duration, format_size, parse_size
+from castore.units import format_duration, format_size, parse_budget
 
 
 def init(
@@ -30,10 +30,10 @@ def init(
     ] = None,
     level: Annotated[int | None, typer.Option(metavar="N", help="The codec's level.")] = None,
     max_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help='Budget in stored bytes, like 200GB, or "none".')
+        str | None, typer.Option(metavar="SIZE", help='Budget in stored bytes, like 200GB, or "unlimited".')
     ] = None,
     ttl: Annotated[
-        str | None, typer.Option(metavar="TIME", help='How long new entries live, like 30d, or "none".')
+        str | None, typer.Option(metavar="TIME", help='How long new entries live, like 30d, or "never".')
     ] = None,
     shared: Annotated[
         str | None, typer.Option(metavar="GROUP", help="Let this group use the store, too.")
@@ -48,20 +48,16 @@ def init(
     """
     from castore import Store
 
-    if max_size is not None and max_size != "none" and parse_size(max_size) == 0:
+    if max_size is not None and parse_budget(max_size) == 0:
         raise InvalidValueError(
-            f"--max-size {max_size} leaves room for nothing; say how much the store may hold, like 200GB, or none for no bound"
+            f"--max-size {max_size} leaves room for nothing; say how much the store may hold, like 200GB,"
+            " or unlimited"
         )
-    if ttl is not None and ttl != "none":
+    if ttl is not None:
         check_ttl(ttl)
     path = store_path(context)
     old = settings.load(path)
-    # None means "as before" to `merge`, so taking a bound away needs a word of its own.
     base = old or settings.recovered(path)
-    if max_size == "none":
-        base, max_size = base._replace(max_size=None), None
-    if ttl == "none":
-        base, ttl = base._replace(ttl=None), None
     new = settings.merge(base, codec=codec, level=level, max_size=max_size, ttl=ttl, shared=shared)
     if old is None:
         settings.create(path, new)

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from castore.cli.completion import names
-from castore.cli.opening import open_store
 from castore.cli.output import json_text
-from castore.cli.standard import need_output
+from castore.cli.std_streams import need_output
+from castore.cli.store_access import open_store
 from castore.errors import NotFoundError
 from castore.records import Entry
 from castore.units import format_duration, format_size

@@ -39,9 +39,9 @@ def run() -> NoReturn:
     if is_heard:
         # Loading the commands takes a tenth of a second, and has nothing that would need to be put away.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from castore.cli import commands, standard
+    from castore.cli import commands, std_streams
 
-    standard.secure()
+    std_streams.secure()
     code = INTERRUPTED
     try:
         if is_heard:
@@ -52,7 +52,7 @@ def run() -> NoReturn:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     except KeyboardInterrupt:
         pass  # it came as the command had just ended
-    standard.flush()
+    std_streams.flush()
     if code in (INTERRUPTED, TERMINATED):
         # Ctrl-C in the moment in which a pool starts a thread leaves one that the pool does not know of, and Python
         # would wait for it for ever. Stores are closed by now, and nothing else has to be.

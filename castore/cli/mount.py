@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from castore.cli.completion import names
-from castore.cli.opening import open_store, see_path, store_path
 from castore.cli.output import complain
+from castore.cli.store_access import open_store, see_path, store_path
 from castore.names import check_prefix
 
 

@@ -9,8 +9,8 @@ import typer
 
 from castore import Store
 from castore.cli.completion import names
-from castore.cli.opening import find_entry, lists, not_found, open_store, see_names
 from castore.cli.output import AsJson, Failures, complain, describe, print_json, printable, typed
+from castore.cli.store_access import find_entry, lists, not_found, open_store, see_names
 from castore.errors import CastoreError, NotFoundError
 
 _Names = Annotated[list[str], typer.Argument(metavar="NAME", autocompletion=names, help="Names.")]
@@ -46,7 +46,7 @@ def unpin(context: typer.Context, name: _Names, as_json: AsJson = False) -> None
 def _tell_of_link(store: Store, name: str) -> None:
     from castore.watch.dangling_links import link_of
 
-    entry = store.index.entry(name)
+    entry = store.entry(name, expired=True)
     path = None if entry is None else link_of(entry)
     if path is not None:
         complain(

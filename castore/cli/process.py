@@ -15,8 +15,8 @@ import typer
 
 from castore import Store
 from castore.cli.exit_codes import TERMINATED
-from castore.cli.opening import store_path
 from castore.cli.output import AsJson, complain, console, plural, print_json
+from castore.cli.store_access import store_path
 from castore.errors import CastoreError, InvalidValueError
 from castore.units import format_duration, format_size
 

@@ -9,8 +9,8 @@ import typer
 
 from castore import Store
 from castore.cli.completion import names
-from castore.cli.opening import find_entry, not_found, open_store, see_names
 from castore.cli.output import AsJson, Failures, complain, describe, print_json, printable, typed
+from castore.cli.store_access import find_entry, not_found, open_store, see_names
 from castore.errors import CastoreError, InvalidValueError
 from castore.records import Entry
 
@@ -59,7 +59,7 @@ _Note = Callable[[tuple[str, Entry]], object]
 def _remove(store: Store, name: str, note: _Note) -> int:
     if name.endswith("/"):
         find_entry(store, name)  # says what it is
-    entry = store.index.entry(name)
+    entry = store.entry(name, expired=True)
     if entry is not None:
         next(_noted(iter([entry]), note))
     return int(store.delete(name))

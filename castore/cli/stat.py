@@ -9,9 +9,9 @@ import typer
 
 from castore import Store
 from castore.cli.completion import names
-from castore.cli.opening import find_blob, find_entry, open_store
 from castore.cli.output import AsJson, json_text, print_json
-from castore.cli.standard import need_output
+from castore.cli.std_streams import need_output
+from castore.cli.store_access import find_blob, find_entry, open_store
 from castore.units import format_duration, format_size
 
 
@@ -45,7 +45,7 @@ def stat(
         elif as_json:
             print_json(_figures(store))
         else:
-            from castore.cli.panel import draw
+            from castore.cli.stat_panel import draw
 
             draw(store.stat(), store.settings)
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from castore.cli.completion import names
-from castore.cli.opening import open_store
 from castore.cli.output import AsJson, plural, print_json, progress, spinner
+from castore.cli.store_access import open_store
 from castore.errors import InvalidValueError, NotFoundError
 from castore.objects.dictionaries import DICTIONARY_LIMIT
 from castore.units import format_size

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from castore.cli.opening import see_path
+from castore.cli.store_access import see_path
 
 
 def umount(

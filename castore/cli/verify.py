@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from castore.cli.opening import open_store
 from castore.cli.output import AsJson, listed, plural, print_json, progress
+from castore.cli.store_access import open_store
 from castore.errors import InvalidValueError
 from castore.repair.verify import Report
 from castore.units import format_size
@@ -31,7 +31,7 @@ def verify(
     """
     part = _part(sample)
     with open_store(context) as store:
-        total = round(store.index.totals().stored * part)
+        total = round(store.totals().stored * part)
         with progress("verifying", total) as done:
             report = store.verify(repair=repair, sample=part, progress=done)
     if as_json:

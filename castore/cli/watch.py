@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from castore.cli.completion import codecs
-from castore.cli.opening import see_path, see_store, store_path
 from castore.cli.output import complain, json_text, plural, printable, progress
+from castore.cli.store_access import see_path, see_store, store_path
 from castore.errors import InvalidValueError, NotFoundError
 from castore.names import check_prefix
 from castore.objects.codecs import check_codec

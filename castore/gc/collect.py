@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from castore.errors import FullError
 from castore.gc import compaction, leftovers
 from castore.gc.mount_barrier import Clearance
-from castore.index import deferred_refs, mounts
+from castore.index import deferred_refs, eviction, mounts
 from castore.index.database import CLOCK_SLACK, Index
+from castore.index.eviction import Candidate, Orphan
 from castore.index.lock_yield import Turns
 from castore.records import LOOSE, Blob
 from castore.system.ballast import free_bytes, is_short
@@ -50,42 +51,6 @@ _PART = 250_000
 #: What the index's log takes while a pack is rewritten, roughly.
 _LOG_ROOM = 512 * 1024
 
-# An entry that no pin and no live pinned mount holds.
-_FREE = (
-    "e.pinned = 0 AND NOT EXISTS (SELECT 1 FROM mounts m WHERE m.pinned AND"
-    " (m.prefix = '' OR e.name = m.prefix OR (e.name > m.prefix || '/' AND e.name < m.prefix || '0')))"
-)
-# Numbers, whatever a damaged row holds.
-_STORED, _REFS, _PACK = (f"CAST(b.{column} AS INTEGER)" for column in ("stored", "refs", "pack"))
-_BY_LAST_USE = (
-    f"SELECT e.name, CAST(e.digest AS BLOB), e.accessed, coalesce({_STORED}, 0), coalesce({_REFS}, 1), coalesce({_PACK}, 0)"
-    f" FROM entries e LEFT JOIN blobs b ON b.digest = e.digest WHERE {_FREE} ORDER BY e.accessed <= ?, e.accessed"
-)
-_EXPIRED = f"SELECT name, CAST(digest AS BLOB), accessed FROM entries e WHERE {_FREE} AND expires <= ?"
-_BLOBS = f"SELECT digest, {_STORED}, {_REFS}, {_PACK} FROM blobs b WHERE digest IN (%s)"
-_ORPHANS = f"SELECT digest, {_STORED}, {_PACK}, CAST(orphaned AS REAL) FROM blobs b WHERE orphaned IS NOT NULL AND refs = 0"
-_NO_BLOB = (0, 1, 0)
-
-
-class Candidate(NamedTuple):
-    """An entry that may go."""
-
-    name: str
-    digest: bytes
-    accessed: float
-    stored: int
-    refs: int
-    pack: int
-
-
-class Orphan(NamedTuple):
-    """A blob that no entry names, and since when."""
-
-    digest: bytes
-    stored: int
-    pack: int
-    since: float
-
 
 class Selection(NamedTuple):
     """What `select` chose, in the order of removal.
@@ -103,17 +68,16 @@ class Selection(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a run removes; sizes in stored bytes.
+    """The outcome that a gc would have; sizes in stored bytes.
 
     Attributes:
         expired, evicted: names of entries.
         blobs: how many blobs, once those entries are gone.
         freed: their bytes.
-        packs: ids of packs whose live records move together, so that the rest can go.
+        packs: ids of packs whose live records would move together, so that the rest can go.
         leftovers: files that belong to nothing.
         waiting: bytes nobody names that the grace period still keeps.
-        stored: bytes in the store before.
-        dry_run: whether nothing was done.
+        stored: bytes in the store now.
         pinned: bytes that pins (of entries, and of mounts) keep although they alone pass the budget; else 0.
     """
 
@@ -125,13 +89,53 @@ class Plan(NamedTuple):
     leftovers: list[str]
     waiting: int
     stored: int
-    dry_run: bool
     pinned: int = 0
 
     @property
     def remaining(self) -> int:
-        """Bytes in the store afterwards."""
+        """Bytes that would stay in the store."""
         return self.stored - self.freed
+
+
+class Collected(NamedTuple):
+    """The outcome of a gc: its plan, less the entries and blobs that were used, pinned or put again
+    meanwhile.
+
+    Sizes are stored bytes.
+
+    Attributes:
+        expired, evicted: names of entries.
+        blobs: how many blobs.
+        freed: their bytes.
+        packs: ids of packs whose live records were moved together, so that the rest could go.
+        leftovers: files that belonged to nothing.
+        waiting: bytes nobody names that the grace period still keeps.
+        stored: bytes in the store before.
+        pinned: bytes that pins (of entries, and of mounts) keep although they alone pass the budget; else 0.
+    """
+
+    expired: list[str]
+    evicted: list[str]
+    blobs: int
+    freed: int
+    packs: list[int]
+    leftovers: list[str]
+    waiting: int
+    stored: int
+    pinned: int = 0
+
+    @property
+    def remaining(self) -> int:
+        """Bytes in the store before, less those that were freed."""
+        return self.stored - self.freed
+
+
+class _Removed:
+    """Names of entries, and blobs, that are gone so far."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.blobs: list[Blob] = []
 
 
 def select(
@@ -194,40 +198,30 @@ def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selec
     # have not been read since then, or they had another time, so they come first.
     ahead = now + CLOCK_SLACK
     aged = (
-        Orphan(digest, size, pack, when if when <= ahead else 0.0)
-        for digest, size, pack, when in index.rows(_ORPHANS)
+        orphan if orphan.since <= ahead else orphan._replace(since=0.0) for orphan in eviction.orphans(index)
     )
-    by_last_use = index.stream(_BY_LAST_USE, (ahead,))
-    with closing(by_last_use):
+    with closing(eviction.by_last_use(index, ahead)) as by_last_use:
         return select(
-            _expired(index, now),
+            eviction.expired(index, now),
             aged,
-            (Candidate(*row) for row in by_last_use),
+            by_last_use,
             stored=index.totals().stored,
             budget=budget,
             orphaned_before=now - grace,
         )
 
 
-def _expired(index: Index, now: float) -> Iterator[Candidate]:
-    """Free entries whose time is over, in the order of digests: a look at each blob goes once through their tree."""
-    rows = iter(sorted(index.rows(_EXPIRED, (now,)), key=itemgetter(1)))
-    while some := list(islice(rows, _BATCH)):
-        digests = [digest for _, digest, _ in some]
-        found = index.rows(_BLOBS % ",".join("?" * len(digests)), digests)
-        blobs = {digest: known for digest, *known in found}
-        for name, digest, accessed in some:
-            yield Candidate(name, digest, accessed, *blobs.get(digest, _NO_BLOB))
+def plan(parts: Parts, budget: int | None, grace: float) -> Plan:
+    """The plan that `run` would carry out now."""
+    return _plan(parts, budget, grace, time.time())[0]
 
 
-def run(parts: Parts, budget: int | None, grace: float, *, dry_run: bool) -> Plan:
-    """Collect. See `Store.gc`."""
+def _plan(
+    parts: Parts, budget: int | None, grace: float, now: float
+) -> tuple[Plan, Selection, dict[int, int], list[leftovers.Leftover]]:
     index = parts.index
     parts.usage.flush()
     mounts.forget_dead(index)
-    if not dry_run:
-        _uncount(parts, ())  # what a killed gc left
-    now = time.time()
     stored = index.totals().stored
     chosen = _choose(index, budget, grace, now)
     packs = compaction.choose(index, parts.objects, chosen.blobs)
@@ -235,7 +229,7 @@ def run(parts: Parts, budget: int | None, grace: float, *, dry_run: bool) -> Pla
     freed = sum(blob[1] for blob in chosen.blobs)
     # All that may go has been chosen before the budget is given up on.
     pinned = stored - freed if budget is not None and stored - freed > budget else 0
-    plan = Plan(
+    planned = Plan(
         [entry.name for entry in chosen.expired],
         [entry.name for entry in chosen.evicted],
         len(chosen.blobs),
@@ -244,19 +238,37 @@ def run(parts: Parts, budget: int | None, grace: float, *, dry_run: bool) -> Pla
         [str(stray.path) for stray in strays],
         chosen.waiting,
         stored,
-        dry_run,
         pinned,
     )
-    if not dry_run:
-        _remove(parts, chosen, now)
-        leftovers.remove(index, parts.objects, strays)
-        leftovers.rotate_journal(index)
-        turns = Turns()
-        for pack, live in packs.items():
-            _see_room_for(parts, pack, live)
-            compaction.compact(parts, pack)
-            turns.give()
-    return plan
+    return planned, chosen, packs, strays
+
+
+def run(parts: Parts, budget: int | None, grace: float) -> Collected:
+    """Collect. See `Store.gc`."""
+    index = parts.index
+    _uncount(parts, (), _Removed())  # what a killed gc left
+    now = time.time()
+    planned, chosen, packs, strays = _plan(parts, budget, grace, now)
+    removed = _remove(parts, chosen, now)
+    gone = leftovers.remove(index, parts.objects, strays)
+    leftovers.rotate_journal(index)
+    turns, compacted = Turns(), []
+    for pack, live in packs.items():
+        _see_room_for(parts, pack, live)
+        if compaction.compact(parts, pack):
+            compacted.append(pack)
+        turns.give()
+    return Collected(
+        [name for name in planned.expired if name in removed.names],
+        [name for name in planned.evicted if name in removed.names],
+        len(removed.blobs),
+        sum(blob.stored for blob in removed.blobs),
+        compacted,
+        [str(stray.path) for stray in gone],
+        planned.waiting,
+        planned.stored,
+        planned.pinned,
+    )
 
 
 def _see_room_for(parts: Parts, pack: int, live: int) -> None:
@@ -268,13 +280,14 @@ def _see_room_for(parts: Parts, pack: int, live: int) -> None:
         )
 
 
-def _remove(parts: Parts, chosen: Selection, now: float) -> None:
+def _remove(parts: Parts, chosen: Selection, now: float) -> _Removed:
+    removed = _Removed()
     # What frees room comes as early as it can: on a full disk, the log of all entries would not fit before the first
     # object is gone.
     going = {digest for digest, _, _ in chosen.blobs}
     named = {entry.digest for entry in (*chosen.expired, *chosen.evicted)}
     for digests in _batches(parts, sorted(going - named)):
-        remove_blobs(parts, digests)
+        removed.blobs += remove_blobs(parts, digests)
     evicted = 0
     entries: list[tuple[str, bytes, float | None]] = [
         (entry.name, entry.digest, None) for entry in chosen.expired
@@ -285,19 +298,18 @@ def _remove(parts: Parts, chosen: Selection, now: float) -> None:
     for part in _batches(parts, entries, _PART):
         for batch in _batches(parts, sorted(part, key=lambda entry: str(entry[0]))):  # bytes in a damaged row
             with parts.index.write() as txn:
-                digests = txn.evict_entries(batch, now)
-                deferred_refs.note(txn, digests)
-            evicted += len(digests)
+                leaving = txn.evict_entries(batch, now)
+                deferred_refs.note(txn, [digest for _, digest in leaving])
+            evicted += len(leaving)
+            removed.names.update(name for name, _ in leaving)
         deferred_refs.sort(parts.index)
-        _uncount(parts, going)
+        _uncount(parts, going, removed)
     with parts.index.write() as txn:
-        txn.execute(
-            "INSERT INTO counters VALUES ('evictions', ?1) ON CONFLICT (name) DO UPDATE SET value = value + ?1",
-            (evicted,),
-        )
+        txn.count({"evictions": evicted})
+    return removed
 
 
-def _uncount(parts: Parts, going: Container[bytes]) -> None:
+def _uncount(parts: Parts, going: Container[bytes], removed: _Removed) -> None:
     """Take the entries that are gone off their blobs' counts, and forget the blobs of ``going`` that have none left."""
     turns = Turns()
     while deferred_refs.are_there(parts.index):
@@ -307,17 +319,21 @@ def _uncount(parts: Parts, going: Container[bytes]) -> None:
             alone = not mounts.are_there(txn)
             gone = txn.uncount(Counter(digests), going if alone else ())
         _unlink(parts, gone)
+        removed.blobs += gone
         if not alone and (unnamed := [digest for digest in digests if digest in going]):
-            remove_blobs(parts, unnamed)
+            removed.blobs += remove_blobs(parts, unnamed)
         turns.give()
 
 
-def remove_blobs(parts: Parts, digests: list[bytes]) -> None:
+def remove_blobs(parts: Parts, digests: list[bytes]) -> list[Blob]:
     """Forget blobs that nobody names, then unlink the objects that no row means any more.
 
     Two transactions: rows go first, so that no row ever means a file that is gone; the second holds the write lock
     while it looks again and unlinks, so that a writer that has just placed the same bytes keeps them. Before them, mounts
     take hold of what they need.
+
+    Returns:
+        The blobs that are forgotten.
 
     Raises:
         StoreError: a live mount does not answer.
@@ -329,6 +345,7 @@ def remove_blobs(parts: Parts, digests: list[bytes]) -> None:
             if blob is not None and txn.drop_blob(blob):
                 gone.append(blob)
     _unlink(parts, gone)
+    return gone
 
 
 def _unlink(parts: Parts, gone: list[Blob]) -> None:
@@ -352,7 +369,7 @@ def make_room(parts: Parts, need: int) -> None:
     parts.usage.flush()
     # Others may fill the room as it is made: it is only missing for good when there is nothing left to take.
     while (before := parts.index.totals()).stored + need > max_size:
-        _uncount(parts, ())  # what another gc is about to take off, or was when it was killed
+        _uncount(parts, (), _Removed())  # what another gc is about to take off, or was when it was killed
         now = time.time()
         chosen = _choose(parts.index, min(max_size - need, int(max_size * ROOM)), GRACE_SECONDS, now)
         if chosen.expired or chosen.evicted or chosen.blobs:

@@ -1,8 +1,8 @@
 """Compaction: moving the live records of packs that are mostly dead into this process's pack, and dropping the rest.
 
-Records move as they are, a few at a time under the write lock, so nobody waits long. A pack is retired in the same
-transaction that moves its last live record: a writer that still appends to it finds out when it commits, and starts
-another. Readers that hold the old file go on reading it.
+Records move as they are, a few at a time under the write lock, so nobody waits long. A pack is retired in the
+same transaction that moves its last live record: a writer that still appends to it finds out when it commits,
+and starts another. Readers that hold the old file go on reading it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from castore.errors import CorruptError
+from castore.index import pack_rows
 from castore.index.database import Index
 from castore.index.lock_yield import Turns
 from castore.index.transaction import Write
 from castore.objects.directory import ObjectDirectory, check_row
 from castore.objects.packs import FILE_HEAD, Damage, PackRecord, read_record, scan
-from castore.records import DIGEST_SIZE, HEAD_SIZE, Blob
+from castore.records import HEAD_SIZE, Blob
 
 if TYPE_CHECKING:
     from castore.parts import Parts
@@ -29,10 +30,6 @@ SMALL = 1024 * 1024
 MANY_SMALL = 16
 #: Of all that packs hold, what may be neither live nor noted as dead before gc counts.
 UNNOTED_PART = 1 / 16
-_COUNT_LIVE = (
-    f"INSERT INTO temp.live SELECT pack, stored + {HEAD_SIZE} FROM blobs WHERE pack > 0 AND digest BETWEEN ? AND ?"
-    " ON CONFLICT (pack) DO UPDATE SET bytes = bytes + excluded.bytes"
-)
 #: Records that one transaction moves, and looks at: nobody is to wait long for the lock.
 _BATCH, _LOOKED_AT = 200, 1000
 
@@ -42,7 +39,7 @@ def choose(index: Index, objects: ObjectDirectory, going: list[tuple[bytes, int,
 
     The least to move comes first: it makes room for the rest.
     """
-    held = {pack: _held(objects, pack) for (pack,) in index.rows("SELECT id FROM packs ORDER BY id")}
+    held = {pack: _held(objects, pack) for pack in pack_rows.pack_ids(index)}
     dead = _dead_bytes(index, held)
     for _, stored, pack in going:
         if pack in dead:
@@ -66,36 +63,25 @@ def _held(objects: ObjectDirectory, pack: int) -> int:
 def _dead_bytes(index: Index, held: dict[int, int]) -> dict[int, int]:
     """Bytes of each pack's records that are dead: what was noted as they died, or counted where that can't be all.
 
-    Nobody notes what a writer appends who dies before he commits, so all that packs hold is compared with what is known.
-    What was counted is written down for the next gc, in a dry run too.
+    Nobody notes what a writer appends who dies before he commits, so all that packs hold is compared with
+    what is known. What was counted is written down for the next gc, in a dry run too.
     """
-    noted = dict(index.rows("SELECT id, coalesce(CAST(dead AS INTEGER), 0) FROM packs"))
+    noted = pack_rows.noted_dead(index)
     dead = {pack: noted.get(pack, 0) for pack in held}
     in_all = sum(held.values())
     if abs(in_all - index.totals().packed - sum(dead.values())) <= in_all * UNNOTED_PART:
         return dead
-    live = _live_bytes(index)
+    live = pack_rows.live_bytes(index)
     dead = {pack: max(0, size - live.get(pack, 0)) for pack, size in held.items()}
     with index.write() as txn:
         txn.set_dead(dead)
     return dead
 
 
-def _live_bytes(index: Index) -> dict[int, int]:
-    """Bytes of each pack's live records. Reads every blob's row."""
-    # GROUP BY would sort the rows by pack first, which takes four times as long.
-    index.all("CREATE TEMP TABLE live (pack PRIMARY KEY, bytes) WITHOUT ROWID")
-    try:
-        # A part at a time: while a question is being answered, the log can only grow.
-        for first in range(256):
-            index.all(_COUNT_LIVE, (bytes([first]), bytes([first]) + b"\xff" * DIGEST_SIZE))
-        return dict(index.rows("SELECT pack, bytes FROM temp.live"))
-    finally:
-        index.all("DROP TABLE temp.live")
-
-
-def compact(parts: Parts, pack: int) -> None:
-    """Move the pack's live records elsewhere, retire it and unlink its file."""
+def compact(parts: Parts, pack: int) -> bool:
+    """Move the pack's live records elsewhere, retire it and unlink its file; False if another gc was here
+    first.
+    """
     path = parts.objects.packs.path(pack)
     try:
         opened = parts.objects.packs.open(pack)  # held by this name until all is moved
@@ -107,7 +93,7 @@ def compact(parts: Parts, pack: int) -> None:
     while not done:
         with parts.index.write() as txn:
             if not txn.has_pack(pack):
-                return  # another gc was here first
+                return False
             parts.writer.pack.leave(pack)
             found = (
                 list(islice(scan(path, pack, start=position, payloads=False), _LOOKED_AT)) if fd >= 0 else []
@@ -124,6 +110,7 @@ def compact(parts: Parts, pack: int) -> None:
         if not txn.has_pack(pack):  # else the index was rebuilt meanwhile, and rows may mean what lies there
             parts.objects.discard(path)
     parts.objects.packs.forget(pack)
+    return True
 
 
 def _move_some(parts: Parts, txn: Write, fd: int, found: list[PackRecord | Damage]) -> tuple[int, bool]:
@@ -136,7 +123,8 @@ def _move_some(parts: Parts, txn: Write, fd: int, found: list[PackRecord | Damag
             position = item.offset + item.length
             continue
         position = item.blob.offset + item.blob.stored
-        # One that has no row is dead, and so is one whose bytes lie elsewhere. A row that means no bytes was damaged.
+        # One that has no row is dead, and so is one whose bytes lie elsewhere. A row that means no bytes was
+        # damaged.
         row = rows.get(item.blob.digest)
         if row == item.blob:
             _move(parts, txn, fd, item.blob)
@@ -169,11 +157,8 @@ def _mend(parts: Parts, txn: Write, fd: int, blob: Blob) -> bool:
 
 
 def _move_rest(parts: Parts, txn: Write, fd: int, pack: int) -> None:
-    """Move what damaged stretches held if its bytes are right, and only the record's head is not; else it is lost.
-
-    No index leads from packs to blobs: this scans.
-    """
-    for (digest,) in txn.execute("SELECT digest FROM blobs WHERE pack = ?", (pack,)).fetchall():
+    """Move what damaged stretches held if its bytes are right, and only its head is not; else it is lost."""
+    for digest in pack_rows.digests_in(txn, pack):
         blob = txn.blob(digest)
         if blob is None:
             continue

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from castore import layout
 from castore.index.database import Index
+from castore.index.pack_rows import pack_ids
 from castore.objects.directory import ObjectDirectory
 from castore.objects.packs import PackRecord, scan
 from castore.records import Blob
@@ -58,7 +59,7 @@ def _unindexed_objects(index: Index, objects: ObjectDirectory) -> Iterator[Lefto
 
 
 def _unregistered_packs(index: Index, objects: ObjectDirectory) -> Iterator[Leftover]:
-    registered = {row[0] for row in index.rows("SELECT id FROM packs")}
+    registered = set(pack_ids(index))
     for pack in objects.packs.ids():
         path = objects.packs.path(pack)
         if pack in registered or (size := _size(path)) is None:

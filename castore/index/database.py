@@ -1,76 +1,117 @@
-"""The index: SQLite in WAL mode, the one record of which names and blobs there are.
+"""The index: what is known of names and blobs, and write transactions on it.
 
-Queries are in queries.py; every change is a method of `transaction.Write`, for which reads never wait. Each thread
-asks on a connection of its own (connections.py). Statements are plain sqlite3; sqlite-utils makes and migrates the schema (schema.py).
+Reads are methods of `Index`; every change is a method of `transaction.Write`, for which reads never wait.
+Statements run on the calling thread's connection, which `index_file.IndexFile` keeps. They are plain sqlite3;
+sqlite-utils makes and migrates the schema (schema.py).
 
-Digests are raw bytes here, names are already checked, times are seconds since the epoch.
+Digests are raw bytes here, names are already checked, times are seconds since the epoch. A row may be
+damaged: what comes of it has the types that it should have, and what it says may be anything.
 """
 
 from __future__ import annotations
 
-import os
+import json
+import logging
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from castore.errors import StoreError, unchangeable
-from castore.index.beacon import CHANGED, EPOCH, Beacon
-from castore.index.connections import (
-    BUSY_SECONDS,
-    CHECKPOINT_PAGES,
-    PAUSE_SECONDS,
-    Connections,
-    checkpoint_at,
-    patiently,
-)
+from castore.errors import unchangeable
+from castore.index.beacon import CHANGED, Beacon
+from castore.index.connections import BUSY_SECONDS, CHECKPOINT_PAGES, PAUSE_SECONDS, checkpoint_at
+from castore.index.index_file import IndexFile
 from castore.index.journal import Journal, pack_record
-from castore.index.queries import Questions
-from castore.index.schema import SCHEMA_VERSION, foreign, migrate
+from castore.index.statements import BLOB_COLUMNS, BLOB_OF
 from castore.index.transaction import Write
-from castore.records import entry_check
-from castore.system.ballast import full
-from castore.system.forks import fork_gate, reset_after_fork, unforked
-from castore.system.sql_errors import SQL_ERRORS, is_damage, is_full
-from castore.system.temporary import check_regular, open_with_mode
+from castore.names import below
+from castore.records import LOST, Blob, Entry, Found, Totals, entry_check
+from castore.system.forks import fork_gate, reset_after_fork
+from castore.system.sql_errors import is_damage, is_full
 
 T = TypeVar("T")
+
+log = logging.getLogger("castore")
 
 #: A time that lies further ahead than this, in seconds, was written by a clock that has been set back since.
 CLOCK_SLACK = 60.0
 
+# Numbers come as numbers whatever a damaged row holds. A time that is none is 0: the name is a miss.
+_ENTRY_COLUMNS = (
+    "e.name, coalesce(CAST(e.digest AS BLOB), x''), coalesce(CAST(e.size AS INTEGER), 0),"
+    " coalesce(b.stored, 0), coalesce(b.codec, 'none'), coalesce(e.created + 0.0, 0.0), e.expires + 0.0,"
+    " coalesce(e.accessed + 0.0, 0.0), coalesce(CAST(e.serializer AS TEXT), ''), e.metadata, e.pinned"
+)
+_ENTRY = f"SELECT {_ENTRY_COLUMNS} FROM entries e LEFT JOIN blobs b ON b.digest = e.digest"
+_CHECKED_ENTRY = _ENTRY.replace(" FROM ", ", e.checked FROM ")
+# Bytes that are not recorded as lost.
+_SOUND = f"AND b.pack != {LOST}"
+#: Names of a query: few behind a folder, whose other names are skipped, many among files.
+_FEW, _MANY = 8, 1000
+_FIND = (
+    "SELECT b.digest, b.size, b.stored, b.codec, b.pack, b.offset, e.expires + 0.0, e.serializer, e.checked"
+    " FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.name = ?"
+)
+# One parameter for all names is quicker than one each, and one statement serves any number of them.
+_FIND_MANY = _FIND.replace("SELECT ", "SELECT e.name, ").replace("= ?", "IN (SELECT value FROM json_each(?))")
 
-def _version(db: sqlite3.Connection) -> int:
-    with unforked():
-        return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+_BLOBS = f"SELECT {BLOB_COLUMNS} FROM blobs WHERE digest > ? ORDER BY digest LIMIT 2000"
+_BLOBS_BETWEEN = f"SELECT {BLOB_COLUMNS} FROM blobs WHERE digest BETWEEN ? AND ? AND pack != ? LIMIT ?"
+# Numbers, whatever a damaged row holds: `doctor` counts again.
+_TOTALS = "SELECT {} FROM totals".format(
+    ", ".join(
+        f"coalesce(CAST({column} AS INTEGER), 0)"
+        for column in ("entries", "logical", "blobs", "uniq", "stored", "packed")
+    )
+)
 
 
-def _migrate(db: sqlite3.Connection) -> None:
-    with fork_gate:
-        migrate(db)
+def _to_entry(row: tuple[Any, ...]) -> Entry:
+    """A row of `_ENTRY` as the value users see."""
+    name, digest, size, stored, codec, created, expires, accessed, serializer, metadata, pinned = row
+    meta = parse_metadata(metadata)
+    return Entry(
+        name, digest.hex(), size, stored, codec, created, expires, accessed, serializer, meta, bool(pinned)
+    )
 
 
-def _foreign(db: sqlite3.Connection) -> str | None:
-    with unforked():
-        return foreign(db)
+def parse_metadata(text: Any) -> dict[str, Any]:
+    """The metadata that a row's text stands for; of a damaged row the text as it is, under ``damaged``."""
+    try:
+        found = json.loads(text) if text else {}
+    except (TypeError, ValueError):
+        found = None
+    return found if isinstance(found, dict) else {"damaged": str(text)}
 
 
-class Index(Questions):
+def _belong(name: str, digest: bytes, checked: int) -> bool:
+    """Whether a row's name and digest belong together: one where they do not is as good as none."""
+    if checked == entry_check(name, digest):
+        return True
+    log.warning(
+        "the index's row of %r has been damaged: it counts as none; `castore doctor` tells more", name
+    )
+    return False
+
+
+class Index:
     """The index of one store.
 
     Args:
         path: of ``index.sqlite``.
         beacon: told of changes after they are committed.
         journal: appended to within each transaction.
-        mode: permission bits of a new index; SQLite gives its WAL the same.
+        mode: permission bits of a new index.
         is_empty: tells whether there are no objects, so that an index without rows is right.
         durable: commits survive a power cut.
         rebuilding: open it as it is, tables or not: for `rebuild`, whose transaction makes it whole.
         read_only: nothing can be written where the store lies; `write` raises then.
+
+    Attributes:
+        file: runs statements; for the other modules of `castore.index`.
 
     Raises:
         StoreError: the file is damaged or of another version.
@@ -90,66 +131,25 @@ class Index(Questions):
     ) -> None:
         self.path = path
         self.beacon = beacon
-        self._words = beacon.words
         self.journal = journal
         self.durable = durable
         self.read_only = read_only
-        self._rebuilding = self._has_written = rebuilding
-        self._connections = Connections(path, durable, read_only=read_only)
+        self._words = beacon.words
+        self.file = IndexFile(
+            path,
+            beacon,
+            mode=mode,
+            is_empty=is_empty,
+            durable=durable,
+            rebuilding=rebuilding,
+            read_only=read_only,
+        )
         self._after_fork()
         reset_after_fork(self)
-        # Never opened and closed if it is there: closing any descriptor of the file would drop the locks that SQLite
-        # holds on it in this process, for another `Store` of the same folder.
-        for suffix in ("", "-wal", "-shm", "-journal"):
-            check_regular(f"{path}{suffix}")
-        if not path.exists():
-            if read_only:
-                raise self._no_index()
-            os.close(open_with_mode(path, os.O_RDWR, mode))
-        if not rebuilding:
-            self._prepare(is_empty)
 
     def _after_fork(self) -> None:
-        self._local = threading.local()
         self._folders: set[str] = set()
         self._folders_seen = 0
-
-    def _prepare(self, is_empty: Callable[[], bool]) -> None:
-        """Make the tables of a new index, or bring an older one up to date."""
-        epoch = self._epoch()
-        db = self._local.db = self._connect()
-        self._local.epoch = epoch
-        try:
-            version = patiently(partial(_version, db))
-        except SQL_ERRORS as error:
-            self.fail(error)
-        if version > SCHEMA_VERSION:
-            raise StoreError(
-                f"{self.path} was written by a newer castore (schema {version}, this one knows {SCHEMA_VERSION});"
-                " upgrade castore"
-            )
-        # Looked at again if there are objects: another process may have made the index and put them just now.
-        if version == 0 and not is_empty() and patiently(partial(_version, db)) == 0:
-            raise self._no_index()
-        if version < SCHEMA_VERSION and self.read_only:
-            raise StoreError(
-                f"{self.path} was written by an older castore (schema {version}, this one knows {SCHEMA_VERSION});"
-                " open the store once where it can be written to, which brings it up to date"
-            )
-        try:
-            if version < SCHEMA_VERSION:
-                self._has_written = True
-                patiently(partial(_migrate, db))
-            if (wrong := patiently(partial(_foreign, db))) is not None:
-                raise self.damaged(wrong)
-        except SQL_ERRORS as error:
-            self.fail(error)
-
-    def _no_index(self) -> StoreError:
-        return StoreError(
-            f"the index {self.path} is missing or being rebuilt, and to an empty one all objects would be garbage;"
-            " `castore doctor --rebuild-index` makes a new one from them"
-        )
 
     def connection(self) -> sqlite3.Connection:
         """This thread's connection, to the file that is the index now.
@@ -157,33 +157,7 @@ class Index(Questions):
         Raises:
             StoreError: the index was replaced and is not whole again yet.
         """
-        local = self._local
-        epoch = self._words[EPOCH]
-        try:
-            if local.epoch == epoch:
-                return local.db  # type: ignore[no-any-return]
-        except AttributeError:
-            pass  # this thread's first use
-        opened_to = self._epoch() if self.read_only else epoch
-        if self.read_only and getattr(local, "epoch", None) == opened_to:
-            return local.db  # type: ignore[no-any-return]
-        db = self._connect()
-        if not self._rebuilding and patiently(partial(_version, db)) != SCHEMA_VERSION:
-            raise self._no_index()
-        local.db, local.epoch = db, opened_to
-        return db
-
-    def _epoch(self) -> object:
-        """What a connection was opened to: `connection` opens another once this has changed."""
-        epoch = self._words[EPOCH]
-        return (epoch, self._connections.frozen()) if self.read_only else epoch
-
-    def is_whole(self) -> bool:
-        """Whether a rebuild has committed its transaction, or the index was whole before it. Raises nothing."""
-        try:
-            return _version(self.connection()) == SCHEMA_VERSION
-        except (StoreError, OSError, *SQL_ERRORS):
-            return False
+        return self.file.connection()
 
     def see_writable(self) -> None:
         """See that the store can be changed.
@@ -194,39 +168,159 @@ class Index(Questions):
         if self.read_only:
             raise unchangeable(self.path.parent)
 
-    def damaged(self, why: object) -> StoreError:
-        """What to tell the user of an index that is not what it should be."""
-        return StoreError(f"the index {self.path} cannot be used ({why}); `castore doctor` tells more")
-
-    def fail(self, error: BaseException) -> NoReturn:
-        """Raise what the user should see of an error."""
-        if self.read_only and "unable to open" in str(error):
-            raise StoreError(
-                f"{self.path} has a log, which cannot be read without {self.path.name}-shm where nothing can be written;"
-                " open the store once where it can be written to (`castore stat`)"
-            ) from error
-        if (no_room := full(self.path.parent, error)) is not None:
-            raise no_room from error
-        if is_damage(error):
-            raise self.damaged(error) from error
-        raise error
-
     def close(self) -> None:
-        """Close every thread's connection. Who has only read, and written down what, leaves the log to the next writer."""
-        self._local = threading.local()
-        self._connections.close(leave_log=not self._has_written and not self.read_only)
+        """Close every thread's connection."""
+        self.file.close()
 
-    def _connect(self) -> sqlite3.Connection:
-        try:
-            return self._connections.open()
-        except SQL_ERRORS as error:
-            self.fail(error)
+    # Reading
+
+    def find(self, name: str) -> Found | None:
+        """The blob a name points to, whether expired or not, or None."""
+        rows = self.file.all(_FIND, (name,))
+        if not rows:
+            return None
+        digest, size, stored, codec, pack, offset, expires, serializer, checked = rows[0]
+        if not _belong(name, digest, checked):
+            return None
+        return Found(Blob(digest, size, stored, codec, pack, offset), expires, serializer)
+
+    def find_digest(self, name: str) -> bytes | None:
+        """The digest a name points to, or None."""
+        row = self.file.one("SELECT digest, checked FROM entries WHERE name = ?", (name,))
+        return row[0] if row and _belong(name, *row) else None
+
+    def find_many(self, names: list[str]) -> dict[str, Found]:
+        """`find` for many names, in one query."""
+        return {
+            row[0]: Found(Blob._make(row[1:7]), row[7], row[8])
+            for row in self.file.rows(_FIND_MANY, (json.dumps(names),))
+            if _belong(row[0], row[1], row[9])
+        }
+
+    def blob(self, digest: bytes) -> Blob | None:
+        """A blob, lost or not, or None."""
+        row = self.file.one(BLOB_OF, (digest,))
+        return Blob._make(row) if row else None
+
+    def blobs_of(self, digests: list[bytes]) -> dict[bytes, Blob]:
+        """The blobs of up to a thousand digests, lost or not, as far as they are known."""
+        sql = BLOB_OF.replace("= ?", f"IN ({','.join('?' * len(digests))})")
+        return {row[0]: Blob._make(row) for row in self.file.rows(sql, digests)}
+
+    def blobs(self) -> Iterator[Blob]:
+        """Every blob, in the order of digests."""
+        for page in self.file.pages(_BLOBS, b""):
+            yield from map(Blob._make, page)
+
+    def blobs_between(self, low: bytes, high: bytes, limit: int) -> list[Blob]:
+        """The first blobs with digests from ``low`` to ``high``, without those that are lost."""
+        return [Blob(*row) for row in self.file.rows(_BLOBS_BETWEEN, (low, high, LOST, limit))]
+
+    def is_named(self, digest: bytes) -> bool:
+        """Whether an entry names a blob: gc leaves it alone then."""
+        row = self.file.one("SELECT refs FROM blobs WHERE digest = ?", (digest,))
+        return row is not None and row[0] != 0
+
+    def checksums(self, digest: bytes) -> bytes | None:
+        """Frame checksums of a raw blob."""
+        row = self.file.one("SELECT frames FROM checksums WHERE digest = ?", (digest,))
+        return row[0] if row else None
+
+    def has_loose_of_size(self, size: int) -> bool:
+        """Whether a loose blob of exactly this size is known: only then may a file of that size be one."""
+        sql = "SELECT 1 FROM blobs WHERE size = ? AND pack = 0 LIMIT 1"
+        return self.file.one(sql, (size,)) is not None
+
+    def entry(self, name: str) -> Entry | None:
+        """One entry, expired or not, or None."""
+        row = self.file.one(f"{_CHECKED_ENTRY} WHERE e.name = ?", (name,))
+        return _to_entry(row[:-1]) if row and _belong(name, row[1], row[-1]) else None
+
+    def names_of(self, digest: bytes) -> list[str]:
+        """The names that point to a blob. Scans all entries: for repair and reports."""
+        return [row[0] for row in self.file.rows("SELECT name FROM entries WHERE digest = ?", (digest,))]
+
+    def entries(self, prefix: str, now: float, *, after: str = "", damaged: bool = True) -> Iterator[Entry]:
+        """Entries at or below a prefix that are not expired, by name, read in pages.
+
+        Args:
+            damaged: also those whose bytes are recorded as lost.
+        """
+        # No part of a name is long enough for as many of the last character.
+        low, high = (prefix, prefix + "0") if prefix else ("", "\U0010ffff" * 64)
+        sql = (
+            f"{_ENTRY} WHERE e.name > ? AND e.name < ? AND (e.expires IS NULL OR e.expires > ?)"
+            f" {'' if damaged else _SOUND} ORDER BY e.name LIMIT 1000"
+        )
+        whole = self.entry(prefix) if prefix else None
+        if whole is not None and (whole.expires is None or whole.expires > now):
+            blob = None if damaged else self.blob(bytes.fromhex(whole.digest))
+            if damaged or (blob is not None and blob.pack != LOST):
+                yield whole
+        low = prefix + "/" if prefix else ""
+        for page in self.file.pages(sql, max(low, after), high, now):
+            yield from map(_to_entry, page)
+
+    def children(self, folder: str, now: float) -> Iterator[Entry | str]:
+        """The direct contents of a folder: entries, and the paths of folders; nothing expired, nothing lost.
+
+        The names below a folder are skipped, however many there are.
+        """
+        start = f"{folder}/" if folder else ""
+        # SQLite sorts every blob, even the empty one, behind all text.
+        low, high = below(folder) if folder else ("", b"")
+        sql = (
+            f"{_ENTRY} WHERE e.name >= ? AND e.name < ? AND (e.expires IS NULL OR e.expires > ?) {_SOUND}"
+            " ORDER BY e.name LIMIT ?"
+        )
+        limit = _FEW
+        while rows := self.file.all(sql, (low, high, now, limit)):
+            is_last = len(rows) < limit
+            limit = _MANY
+            for row in rows:
+                part, slash, _ = row[0][len(start) :].partition("/")
+                if slash:
+                    yield start + part
+                    low = self.file.behind(low, below(start + part)[1])
+                    limit, is_last = _FEW, False
+                    break
+                yield _to_entry(row)
+                low = row[0] + "\0"
+            if is_last:
+                return
+
+    def names(self, now: float) -> Iterator[str]:
+        """Names that are not expired and whose bytes are not recorded as lost, in their order.
+
+        Reads the names in pages.
+        """
+        sql = (
+            "SELECT e.name FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.name > ?"
+            f" AND (e.expires IS NULL OR e.expires > ?) {_SOUND} ORDER BY e.name LIMIT 2000"
+        )
+        for page in self.file.pages(sql, "", now):
+            yield from (name for (name,) in page)
+
+    def count(self, now: float) -> int:
+        """How many entries are not expired."""
+        (expired,) = self.file.one("SELECT count(*) FROM entries WHERE expires <= ?", (now,))
+        return max(0, self.totals().entries - int(expired))
+
+    def totals(self) -> Totals:
+        """Sums over all rows; as quick at ten million entries as at ten."""
+        return Totals(*self.file.one(_TOTALS))
+
+    def counters(self) -> dict[str, int]:
+        """Counts added up over processes and runs."""
+        return dict(self.file.rows("SELECT name, value FROM counters"))
+
+    # Writing
 
     def is_folder(self, folder: str) -> bool:
         """Whether this process saw, since names last changed, that no part of ``folder`` is a file.
 
-        The caller holds the write lock. Adding names under a folder cannot make it a file, and what can (removing
-        or re-pointing) is announced before it is committed.
+        The caller holds the write lock. Adding names under a folder cannot make it a file, and what can
+        (removing or re-pointing) is announced before it is committed.
         """
         changed = self._words[CHANGED]
         if changed != self._folders_seen:
@@ -252,7 +346,7 @@ class Index(Questions):
         Raises:
             FullError: the disk is full.
         """
-        self._has_written = True
+        self.file.has_written = True
         return self._transaction(patience)
 
     @contextmanager
@@ -262,8 +356,8 @@ class Index(Questions):
             if not fork_gate.acquire(blocking=False):
                 raise sqlite3.OperationalError("database is locked by another thread")
             fork_gate.release()
-        # Everything behind the `with` is inside the `try`: a Ctrl-C can strike between any two instructions, and must
-        # leave neither the gate closed nor the transaction open.
+        # Everything behind the `with` is inside the `try`: a Ctrl-C can strike between any two instructions,
+        # and must leave neither the gate closed nor the transaction open.
         until = time.monotonic() + patience
         while True:
             with fork_gate:
@@ -280,7 +374,7 @@ class Index(Questions):
 
     def transact(self, work: Callable[[Write], T]) -> T:
         """What ``work`` returns, done in a write transaction: `write` for callers in a hurry."""
-        self._has_written = True
+        self.file.has_written = True
         self.see_writable()
         until = time.monotonic() + BUSY_SECONDS
         while True:
@@ -299,7 +393,7 @@ class Index(Questions):
     def _take_back(self, txn: Write, error: BaseException) -> None:
         txn.abandon(error)
         if is_full(error) or is_damage(error):
-            self.fail(error)
+            self.file.fail(error)
 
     # Batched bookkeeping
 
@@ -315,21 +409,15 @@ class Index(Questions):
         try:
             with self._transaction(patience) as txn:
                 self.beacon.settle_all()  # in case that a writer was killed before it could
-                txn.executemany(
-                    "UPDATE entries SET accessed = ?1 WHERE name = ?2 AND (accessed < ?1 OR accessed > ?1 + ?3)",
-                    [(when, name, CLOCK_SLACK) for name, when in list(touched.items())],
-                )
-                txn.executemany(
-                    "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2",
-                    list(counts.items()),
-                )
+                txn.touch_older(list(touched.items()), CLOCK_SLACK)
+                txn.count(counts)
         finally:
             checkpoint_at(db, CHECKPOINT_PAGES)
 
     def shrink_log(self) -> None:
-        """Bring what the log holds into the index and give its room back to the disk, unless a reader needs it."""
+        """Bring what the log holds into the index and free its room on the disk, unless a reader needs it."""
         until = time.monotonic() + BUSY_SECONDS
-        while self._one("PRAGMA wal_checkpoint(TRUNCATE)")[0] and time.monotonic() < until:
+        while self.file.one("PRAGMA wal_checkpoint(TRUNCATE)")[0] and time.monotonic() < until:
             time.sleep(PAUSE_SECONDS)
 
     def snapshot_journal(self) -> None:
@@ -343,9 +431,9 @@ class Index(Questions):
             "SELECT name, digest, serializer, metadata, created, expires, pinned, checked FROM entries"
             " WHERE name > ? ORDER BY name LIMIT 2000"
         )
-        for page in self.pages(sql, ""):
+        for page in self.file.pages(sql, ""):
             for *row, checked in page:
                 if checked != entry_check(row[0], row[1]):
                     # The journal knows better, and must not learn it.
-                    raise self.damaged(f"its row of {row[0]!r} fails its check")
+                    raise self.file.damaged(f"its row of {row[0]!r} fails its check")
                 yield pack_record(row)

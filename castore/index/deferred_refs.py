@@ -2,7 +2,7 @@
 
 Entries that go together often lie together in the index, their blobs lie anywhere. So gc removes the entries in order
 of their names and only notes their digests; these it sorts, and then takes a name off each blob in the order of the
-blobs' own tree, which so is written once where it would be written three times (measured in docs/benchmarks.md).
+blobs' own tree, which so is written once where it would be written three times (measured in docs/benchmarks/missed-goals.md).
 
 Each row stands for itself: whoever takes it out takes its names off in the same transaction, and only speed depends on
 how rows are sorted. So the next gc ends what a killed one began, and two at once share the work.
@@ -20,7 +20,7 @@ _ROW = 500
 
 def are_there(index: Index) -> bool:
     """Whether any blob counts names that are gone."""
-    return next(index.rows("SELECT 1 FROM released LIMIT 1"), None) is not None
+    return next(index.file.rows("SELECT 1 FROM released LIMIT 1"), None) is not None
 
 
 def note(txn: Write, digests: list[bytes]) -> None:
@@ -42,7 +42,7 @@ def take(txn: Write) -> list[bytes]:
 
 def sort(index: Index) -> None:
     """Put all of them in order. Left as it is if another gc takes some out, or notes some, meanwhile."""
-    rows = list(index.rows("SELECT id, CAST(digests AS BLOB) FROM released"))
+    rows = list(index.file.rows("SELECT id, CAST(digests AS BLOB) FROM released"))
     if len(rows) < 2:
         return
     digests = sorted(digest for row in rows for digest in _split(row[1]))  # before the lock is taken

@@ -38,3 +38,5 @@ ADD_TOTALS = (
     " stored = stored + ?, packed = packed + ?"
 )
 ADD_DEAD = "UPDATE packs SET dead = dead + ?2 WHERE id = ?1"
+TOUCH_OLDER = "UPDATE entries SET accessed = ?1 WHERE name = ?2 AND (accessed < ?1 OR accessed > ?1 + ?3)"
+COUNT = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2"

@@ -1,37 +1,48 @@
 """Write transactions: everything that changes a row of the index is a method of `Write`.
 
-A transaction is BEGIN IMMEDIATE, so there is one at a time on a machine; while it runs its caller also moves files into
-place, and before it commits it appends to the names journal: the write lock orders index, journal and object directory
-alike. What is kept beside the rows (how many entries name a blob, the totals) is kept here, in the same transaction.
+A transaction is BEGIN IMMEDIATE, so there is one at a time on a machine; while it runs its caller also moves
+files into place, and before it commits it appends to the names journal: the write lock orders index, journal
+and object directory alike. What is kept beside the rows (how many entries name a blob, the totals) is kept
+here, in the same transaction.
 
 Digests are raw bytes, names are already checked, times are seconds since the epoch.
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 from castore.errors import NameConflictError
 from castore.index.beacon import Beacon
-from castore.index.blob_rows import BlobRows
 from castore.index.connections import TURN_SECONDS, patiently
 from castore.index.journal import Journal, gone, pack_record, pack_records
 from castore.index.statements import (
+    ADD_BLOB,
+    ADD_BLOBS,
     ADD_DEAD,
     ADD_ENTRIES,
     ADD_ENTRY,
     ADD_TOTALS,
     BETWEEN,
+    BLOB_COLUMNS,
+    BLOB_OF,
+    COUNT,
     COUNT_REF,
     POINT_ENTRY,
+    TOUCH_OLDER,
     UNCOUNT_REFS,
 )
-from castore.records import Blob, Pointing, entry_check
+from castore.records import HEAD_SIZE, LOST, Blob, Pointing, entry_check
 from castore.system.sql_errors import is_locked
 
+#: Keys of one question: each is a parameter of its statement.
+_KEYS = 1000
 _EXABYTE = 1 << 60
 # Sizes are numbers whatever a damaged row holds: putting or removing its name must work.
 _COUNTED = "digest, CAST(size AS INTEGER)"
@@ -62,20 +73,26 @@ class Host(Protocol):
         """Have `is_folder` look again."""
 
 
-class Write(BlobRows):
+class Write:
     """One write transaction: everything in it is seen together, or not at all. Made by `Index.write`."""
 
+    #: The connection that the transaction runs on, once it has begun.
+    db: sqlite3.Connection
+
     def __init__(self, index: Host) -> None:
-        super().__init__()
         self._index = index
         self._records: list[bytes] = []
         self._appended = b""
         self._new_folders: list[str] = []
+        self._announce = False
         self._announced: int | None = None
         #: Whether what was done here has come true.
         self.committed = False
         self._before_commit: list[Callable[[], None]] = []
+        # What is to be added to the totals, and to the dead bytes of packs.
         self._entries = self._logical = 0
+        self._blobs = self._unique = self._stored = self._packed = 0
+        self._dead: dict[int, int] = {}
 
     def begin(self, until: float) -> bool:
         """Take SQLite's write lock; False if others have kept it for a turn, and it is not ``until`` yet.
@@ -127,13 +144,14 @@ class Write(BlobRows):
             index.beacon.settle(self._announced)
 
     def abandon(self, error: BaseException) -> None:
-        """Take everything back, wherever an error or a Ctrl-C has struck. After the COMMIT there is nothing to."""
+        """Take everything back, wherever an error or a Ctrl-C has struck. Nothing, after the COMMIT."""
         db: sqlite3.Connection | None = getattr(self, "db", None)
         if db is None:
             return
         self._index.forget_folders()
         if not db.in_transaction and isinstance(error, sqlite3.Error) and self._appended:
-            # On a full disk SQLite may have rolled back by itself, and let go of the lock that the journal needs.
+            # On a full disk SQLite may have rolled back by itself, and let go of the lock that the journal
+            # needs.
             patiently(lambda: db.execute("BEGIN IMMEDIATE"))
         if db.in_transaction:
             if self._appended:
@@ -189,7 +207,7 @@ class Write(BlobRows):
     def set_entries(
         self, pointings: Sequence[Pointing], placed: Sequence[tuple[Blob, bool]], now: float
     ) -> list[tuple[float, bool]]:
-        """`set_entry` for many, each with its blob and whether that was added; quicker where the names are new."""
+        """`set_entry` for many, each with its blob and whether that was added; quicker for new names."""
         names = {pointing.name for pointing in pointings}
         alone = self._nothing_between(min(names), max(name + "0" for name in names))
         taken = (
@@ -236,7 +254,8 @@ class Write(BlobRows):
         child = self._standing_in_the_way("name > ?1 || '/' AND name < ?1 || '0'", [name], now)
         if child is not None:
             raise NameConflictError(
-                f"{name!r} cannot be a file: it is the folder of {child!r}; choose another name or delete that one"
+                f"{name!r} cannot be a file: it is the folder of {child!r};"
+                " choose another name or delete that one"
             )
 
     def _check_parents(self, name: str, now: float) -> None:
@@ -248,12 +267,13 @@ class Write(BlobRows):
         file = self._standing_in_the_way(f"name IN ({marks})", parents, now)
         if file is not None:
             raise NameConflictError(
-                f"{name!r} cannot lie inside {file!r}, which is a file; choose another name or delete that one"
+                f"{name!r} cannot lie inside {file!r}, which is a file;"
+                " choose another name or delete that one"
             )
         self._new_folders.append(folder)
 
     def _standing_in_the_way(self, condition: str, parameters: list[str], now: float) -> str | None:
-        """One of the names that match and still stand; those that have expired are in nobody's way, and go."""
+        """One of the names that match and still stand. Those that have expired are removed."""
         expired = []
         sql = f"SELECT name, expires + 0.0, pinned FROM entries WHERE {condition}"
         for name, expires, pinned in self.db.execute(sql, parameters):
@@ -285,20 +305,34 @@ class Write(BlobRows):
         self._entries_gone([name], row[1])
         return True
 
-    def evict_entries(self, chosen: Sequence[tuple[str, bytes, float | None]], now: float) -> list[bytes]:
-        """Remove the entries that gc chose, but those that changed since: were touched, pinned, or point elsewhere.
+    def delete_unchanged(self, name: str, digest: bytes, metadata: dict[str, Any]) -> bool:
+        """Remove a name that still points to that digest and has that metadata; False if there is none."""
+        row = self.db.execute("SELECT digest, metadata FROM entries WHERE name = ?", (name,)).fetchone()
+        if row is None or row[0] != digest or json.loads(row[1] or "{}") != metadata:
+            return False
+        return self.delete_entry(name)
 
-        Their blobs still count them: the caller sees to it, in this transaction, that somebody will `uncount` them.
+    def evict_entries(
+        self, chosen: Sequence[tuple[str, bytes, float | None]], now: float
+    ) -> list[tuple[str, bytes]]:
+        """Remove the entries that gc chose, but for those touched, pinned or pointed elsewhere since.
+
+        Their blobs still count them: the caller sees to it, in this transaction, that somebody will `uncount`
+            them.
 
         Args:
-            chosen: names; the digest that gc saw each point to; and the last access that it saw, for an entry chosen as
-                least recently used, or None for an expired one, which must still be expired at ``now``.
+            chosen: names; the digest that gc saw each point to; and the last access that it saw, for an entry
+                chosen as least recently used, or None for an expired one, which must still be expired at
+                ``now``.
             now: when gc looked.
 
         Returns:
-            What they pointed to, a digest for each entry that was removed.
+            The entries that were removed: their names, and the digests that they pointed to.
         """
-        free = "SELECT name, CAST(digest AS BLOB), CAST(size AS INTEGER), accessed, expires FROM entries WHERE pinned = 0 AND name"
+        free = (
+            "SELECT name, CAST(digest AS BLOB), CAST(size AS INTEGER), accessed, expires FROM entries"
+            " WHERE pinned = 0 AND name"
+        )
         rows = {row[0]: row[1:] for row in self._among(free, [name for name, _, _ in chosen])}
         leaving = []
         for name, digest, used in chosen:
@@ -310,7 +344,7 @@ class Write(BlobRows):
         self.db.executemany("DELETE FROM entries WHERE name = ?", [(name,) for name, _, _ in leaving])
         if leaving:
             self._entries_gone([name for name, _, _ in leaving], sum(size for _, _, size in leaving))
-        return [digest for _, digest, _ in leaving]
+        return [(name, digest) for name, digest, _ in leaving]
 
     def _entries_gone(self, names: list[str], size: int) -> None:
         self._index.forget_folders()
@@ -331,17 +365,175 @@ class Write(BlobRows):
         self._records.append(pack_record(row))
         return True
 
+    def touch(self, name: str, when: float) -> None:
+        """Have a name count as last used then."""
+        self.db.execute("UPDATE entries SET accessed = ? WHERE name = ?", (when, name))
+
+    def touch_older(self, touched: Iterable[tuple[str, float]], slack: float) -> None:
+        """`touch` for many, except names that were used later already.
+
+        Args:
+            touched: names and times in seconds since the epoch.
+            slack: a use that lies more seconds ahead than this is one by a clock that has been set back
+                since: replaced.
+        """
+        self.db.executemany(TOUCH_OLDER, [(when, name, slack) for name, when in touched])
+
+    def count(self, counts: Mapping[str, int]) -> None:
+        """Add to the counters of these names."""
+        self.db.executemany(COUNT, list(counts.items()))
+
+    # Blobs and packs
+
+    def blob(self, digest: bytes) -> Blob | None:
+        """The blob, lost or not, or None."""
+        row = self.db.execute(BLOB_OF, (digest,)).fetchone()
+        return Blob._make(row) if row else None
+
+    def add_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
+        """Record a blob whose bytes are in place; False if it is known already, or its pack has been retired.
+
+        It counts as named once: `set_entry` for the name that brought it follows in the same transaction.
+        """
+        if self.db.execute(ADD_BLOB, blob).rowcount != 1:
+            return False
+        self._blobs += 1
+        self._unique += blob.size
+        self._stored += blob.stored
+        if blob.pack > 0:
+            self._packed += blob.stored + HEAD_SIZE
+        if checksums is not None:
+            self._keep_checksums(blob.digest, checksums)
+        return True
+
+    def blobs(self, digests: Iterable[bytes]) -> dict[bytes, Blob]:
+        """The blobs among ``digests`` that there are, lost or not."""
+        rows = self._among(f"SELECT {BLOB_COLUMNS} FROM blobs WHERE digest", digests)
+        return {row[0]: Blob._make(row) for row in rows}
+
+    def add_blobs(self, blobs: Sequence[Blob]) -> None:
+        """`add_blob` for many in registered packs that are known not to be there."""
+        # In the order of the tree, which then comes by each of its pages once.
+        self.db.executemany(ADD_BLOBS, sorted(blobs))
+        self._blobs += len(blobs)
+        stored = sum(blob.stored for blob in blobs)
+        self._unique += sum(blob.size for blob in blobs)
+        self._stored += stored
+        self._packed += stored + HEAD_SIZE * len(blobs)
+
+    def move_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
+        """Record where a known blob's bytes lie now; False if the pack that has them now was retired."""
+        sql = (
+            "SELECT CAST(size AS INTEGER), CAST(stored AS INTEGER), CAST(pack AS INTEGER) FROM blobs"
+            " WHERE digest = ?"
+        )
+        before = self.db.execute(sql, (blob.digest,)).fetchone()
+        moved = self.db.execute(
+            "UPDATE blobs SET size = ?2, stored = ?3, codec = ?4, pack = ?5, offset = ?6 WHERE digest = ?1"
+            " AND (?5 = 0 OR EXISTS (SELECT 1 FROM packs WHERE id = ?5))",
+            blob,
+        ).rowcount
+        if moved:
+            self._unique += blob.size - before[0]
+            self._stored += blob.stored - before[1]
+            self._record_dies(*before[1:])
+            if blob.pack > 0:
+                self._packed += blob.stored + HEAD_SIZE
+            if checksums is not None:
+                self._keep_checksums(blob.digest, checksums)
+        return moved == 1
+
+    def _keep_checksums(self, digest: bytes, checksums: bytes) -> None:
+        self.db.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (digest, checksums))
+
+    def lose_blob(self, blob: Blob) -> None:
+        """Record that a blob's bytes are gone or bad: a miss, until they are put again."""
+        sql = "UPDATE blobs SET stored = 0, pack = ?, offset = 0 WHERE digest = ?"
+        if self.db.execute(sql, (LOST, blob.digest)).rowcount:
+            self._stored -= _number(blob.stored)
+            self._record_dies(_number(blob.stored), _number(blob.pack))
+        self._announce = True
+
+    def drop_blob(self, blob: Blob) -> bool:
+        """Forget a blob that no entry names; False if one does."""
+        if self.db.execute("DELETE FROM blobs WHERE digest = ? AND refs = 0", (blob.digest,)).rowcount == 0:
+            return False
+        self._blob_gone(blob)
+        return True
+
+    def unnamed(self, digests: Iterable[bytes]) -> list[bytes]:
+        """Those of ``digests`` that there are and that no entry names."""
+        return [row[0] for row in self._among("SELECT digest FROM blobs WHERE refs = 0 AND digest", digests)]
+
+    def uncount(self, names: Counter[bytes], going: Container[bytes]) -> list[Blob]:
+        """Take off each blob the names that it lost to gc, and forget those of ``going`` that have none left.
+
+        Returns:
+            The blobs that were forgotten.
+        """
+        rows = self._among(
+            f"SELECT {BLOB_COLUMNS}, refs FROM blobs WHERE digest", [one for one in names if one in going]
+        )
+        last = [Blob._make(row[:-1]) for row in rows if row[-1] == names[row[0]]]
+        self.db.executemany("DELETE FROM blobs WHERE digest = ?", [(blob.digest,) for blob in last])
+        for blob in last:
+            self._blob_gone(blob)
+        # It was gc that let go of the others: nobody is about to name them, so no grace is owed, and an
+        # orphan is as old as time.
+        dropped = {blob.digest for blob in last}
+        kept = [(digest, 0.0, count) for digest, count in names.items() if digest not in dropped]
+        self.db.executemany(UNCOUNT_REFS, kept)
+        return last
+
+    def _blob_gone(self, blob: Blob) -> None:
+        stored, pack = _number(blob.stored), _number(blob.pack)
+        if pack <= 0:  # what lies in packs never has any
+            self.db.execute("DELETE FROM checksums WHERE digest = ?", (blob.digest,))
+        self._blobs -= 1
+        self._unique -= _number(blob.size)
+        self._stored -= stored
+        self._record_dies(stored, pack)
+
+    def _record_dies(self, stored: int, pack: int) -> None:
+        if pack > 0:
+            self._packed -= stored + HEAD_SIZE
+            self._dead[pack] = self._dead.get(pack, 0) + stored + HEAD_SIZE
+
+    def new_pack(self) -> int:
+        """Register a pack about to be written, and return its id. Ids are never used twice."""
+        return self.db.execute("INSERT INTO packs (created) VALUES (?)", (time.time(),)).lastrowid or 0
+
+    def has_pack(self, pack: int) -> bool:
+        """Whether the pack may be written to and read from."""
+        return self.db.execute("SELECT 1 FROM packs WHERE id = ?", (pack,)).fetchone() is not None
+
+    def set_dead(self, dead: dict[int, int]) -> None:
+        """Say how many bytes of each of these packs are no live record's, once they have been counted."""
+        self.db.executemany("UPDATE packs SET dead = ?2 WHERE id = ?1", dead.items())
+
+    def retire_pack(self, pack: int) -> None:
+        """Forget a pack that holds no live blob; whoever still writes to it has to start another."""
+        self.db.execute("DELETE FROM packs WHERE id = ?", (pack,))
+
+    # Everything else
+
     def announce(self) -> None:
         """Have every RAM tier ask the index again once this is committed."""
         self._announce = True
 
     def execute(self, sql: str, parameters: Iterable[Any] = ()) -> sqlite3.Cursor:
-        """A statement of a caller that keeps its own tables here (counters, mounts, rebuilding)."""
+        """A statement of another module of this room (mounts, released rows, rebuilding)."""
         return self.db.execute(sql, tuple(parameters))
 
     def executemany(self, sql: str, rows: Iterable[Iterable[Any]]) -> None:
         """The same for many rows."""
         self.db.executemany(sql, map(tuple, rows))
+
+    def _among(self, sql: str, keys: Iterable[Any]) -> Iterator[Any]:
+        """The rows of a question that is to end with "IN (keys)"."""
+        remaining = iter(keys)
+        while part := tuple(islice(remaining, _KEYS)):
+            yield from self.db.execute(f"{sql} IN ({','.join('?' * len(part))})", part).fetchall()
 
 
 def _begin_within(db: sqlite3.Connection, seconds: float) -> None:
@@ -355,3 +547,8 @@ def _begin_within(db: sqlite3.Connection, seconds: float) -> None:
 def _parents(name: str) -> list[str]:
     parts = name.split("/")
     return ["/".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def _number(value: Any) -> int:
+    """A number of a row; nothing for what only a damaged row can hold: `doctor` counts again."""
+    return value if isinstance(value, int) else 0

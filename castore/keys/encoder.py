@@ -29,9 +29,10 @@ from blake3 import blake3
 
 from castore.errors import InvalidValueError, UnhashableError
 from castore.keys.classes import has_member
+from castore.keys.moved import name_in_keys
 from castore.names import check_name
 
-Content: TypeAlias = "str | bytes | bytearray | memoryview | os.PathLike[str] | Iterable[bytes]"
+Content: TypeAlias = str | bytes | bytearray | memoryview | os.PathLike[str] | Iterable[bytes]
 
 # 160 bits, like Git's: with 128 bits, an attacker could find configs or contents with equal keys in 2**64
 # steps.
@@ -350,7 +351,7 @@ def _text(text: str) -> bytes:
 
 
 def _class_name(cls: type) -> bytes:
-    return _text(f"{cls.__module__}.{cls.__qualname__}")
+    return _text(f"{name_in_keys(cls.__module__)}.{cls.__qualname__}")
 
 
 def _integer(number: int) -> bytes:

@@ -15,13 +15,7 @@ import sys
 import sysconfig
 from typing import Any
 
-# Keys in existing stores contain the names that modules had then. So a module that moved keeps its old name
-# in keys.
-_MOVED = {
-    "castore.recipes.operators.cleaners": "castore.adapters.datasets.ops.cleaning",
-    "castore.recipes.operators.unicode_repair": "castore.adapters.datasets.ops.repairing",
-    "castore.recipes.operators": "castore.adapters.datasets.ops",
-}
+from castore.keys.moved import name_in_keys
 
 
 def library_of(module: Any) -> str | None:
@@ -33,7 +27,7 @@ def library_of(module: Any) -> str | None:
 def _find_library(module: str) -> str | None:
     top = module.partition(".")[0]
     if top == __name__.partition(".")[0]:
-        return f"{_former(module)} of {_distribution(top)}"
+        return f"{name_in_keys(module)} of {_distribution(top)}"
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
@@ -54,14 +48,6 @@ def _find_library(module: str) -> str | None:
         return f"{module} of Python {sys.version_info.major}.{sys.version_info.minor}"
     beside = next(filter(None, (_beside(place, top) for place in places)), None)
     return f"{module} of {beside}" if beside else None
-
-
-def _former(module: str) -> str:
-    """The name of a castore module in keys."""
-    for now, before in _MOVED.items():
-        if f"{module}.".startswith(f"{now}."):
-            return before + module.removeprefix(now)
-    return module
 
 
 def _beside(place: str, top: str) -> str | None:

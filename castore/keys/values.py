@@ -261,7 +261,7 @@ def scripted_module(encoder: Any, value: Any, without: frozenset[str] = frozense
 
 
 def _archive_of(encoder: Any, value: Any, without: frozenset[str] = frozenset()) -> Iterator[Any]:
-    from castore.keys.scripts import archive_parts  # imported here because it imports zipfile
+    from castore.keys.torchscript import archive_parts  # imported here because it imports zipfile
 
     yield from archive_parts(encoder, value.save_to_buffer(), without)
 

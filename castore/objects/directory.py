@@ -100,6 +100,14 @@ class ObjectDirectory:
         self.dictionaries = Dictionaries(objects / "dicts", self.loose)
         self._pack_mode = file_mode
 
+    def path(self, blob: Blob) -> str:
+        """The file that a blob's stored bytes lie in: its object, or a pack. Not for a blob that is lost."""
+        return (
+            self.loose.path(blob.digest, blob.codec)
+            if blob.pack == LOOSE
+            else str(self.packs.path(blob.pack))
+        )
+
     def where(self, blob: Blob) -> str:
         """Describe a blob's place for a message."""
         try:

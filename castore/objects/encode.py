@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import islice
 from typing import NamedTuple
 
 import blake3
@@ -164,40 +163,83 @@ def encode(
         level: level of the codec, or None for its default.
         write: called with each piece.
     """
-    if codec == "none":
-        return _encode_raw(frames, write)
-    chosen = CODECS[codec]
-    level = chosen.level if level is None else level
-    lengths = array("I")
-    tails: list[bytes] = []
+    encoder = FrameEncoder(codec, level, write)
+    try:
+        for frame in frames:
+            encoder.add(frame)
+        return encoder.finish(size)
+    finally:
+        encoder.abandon()
 
-    def emit(frame: bytes) -> None:
-        lengths.append(len(frame))
-        tails.append(frame[-4:])
-        write(frame)
 
-    def compress(run: list[Buffer]) -> list[bytes]:
-        return [chosen.compress(frame, level) for frame in run]
+class FrameEncoder:
+    """Compresses frames on all cores, as they come, and writes them in order, with their seek table at the
+    end.
 
-    def drain(keep: int) -> None:
+    Args:
+        codec: a row of `CODECS`, never ``auto``.
+        level: of the codec, or None for its default.
+        write: takes each piece.
+    """
+
+    def __init__(self, codec: str, level: int | None, write: Callable[[bytes], object]) -> None:
+        chosen = CODECS[codec]
+        self._codec = chosen
+        self._level = chosen.level if level is None else level
+        self._write = write
+        self._lengths = array("I")
+        self._tails: list[bytes] = []
+        self._run: list[Buffer] = []
+        self._pending: deque[Future[list[bytes]]] = deque()
+        # Raw objects have no seek table: their checksums go into the index.
+        self._checksums = array("Q")
+        self._stored = 0
+
+    def add(self, frame: Buffer) -> None:
+        """Take the next frame, which must stay unchanged until the next few were taken."""
+        if self._codec.name == "none":
+            self._checksums.append(xxhash.xxh3_64_intdigest(frame))
+            self._put(frame)
+            return
+        self._run.append(frame)
+        if len(self._run) == _RUN:
+            self._submit()
+            self._drain(cores() + 1)
+
+    def finish(self, size: int) -> Encoded:
+        """Write what is left, and the seek table of a blob of so many bytes."""
+        if self._codec.name == "none":
+            return Encoded(self._stored, self._checksums.tobytes())
+        if self._run:
+            self._submit()
+        self._drain(0)
+        trailer = build_trailer(self._codec.name, size, self._lengths, self._tails)
+        self._put(trailer)
+        return Encoded(self._stored, None)
+
+    def abandon(self) -> None:
+        """Compress no frame that has not been begun."""
+        while self._pending:
+            self._pending.popleft().cancel()
+
+    def _submit(self) -> None:
+        run, self._run = self._run, []
+        self._pending.append(workers.pool().submit(self._compress, run))
+
+    def _compress(self, run: list[Buffer]) -> list[bytes]:
+        return [self._codec.compress(frame, self._level) for frame in run]
+
+    def _drain(self, keep: int) -> None:
+        pending = self._pending
         while len(pending) > keep or (pending and pending[0].done()):
             for frame in pending.popleft().result():
-                emit(frame)
+                self._lengths.append(len(frame))
+                self._tails.append(frame[-4:])
+                self._put(frame)
 
-    pool = workers.pool()
-    pending: deque[Future[list[bytes]]] = deque()
-    remaining = iter(frames)
-    try:
-        while run := list(islice(remaining, _RUN)):
-            pending.append(pool.submit(compress, run))
-            drain(cores() + 1)
-        drain(0)
-    finally:
-        for future in pending:
-            future.cancel()
-    trailer = build_trailer(codec, size, lengths, tails)
-    write(trailer)
-    return Encoded(sum(lengths) + len(trailer), None)
+    def _put(self, piece: Buffer) -> None:
+        self._stored += len(piece)
+        self._write(piece)  # type: ignore[arg-type]  # os.write takes any buffer
 
 
 def encode_one(frame: bytes, size: int, codec: str, write: Callable[[bytes], object]) -> Encoded:
@@ -207,19 +249,9 @@ def encode_one(frame: bytes, size: int, codec: str, write: Callable[[bytes], obj
     return Encoded(len(frame) + len(trailer), None)
 
 
-def _encode_raw(frames: Iterable[Buffer], write: Callable[[bytes], object]) -> Encoded:
-    checksums = array("Q")
-    stored = 0
-    for frame in frames:
-        checksums.append(xxhash.xxh3_64_intdigest(frame))
-        stored += len(frame)
-        write(frame)  # type: ignore[arg-type]  # os.write takes any buffer
-    return Encoded(stored, checksums.tobytes())
-
-
 def raw_checksums(frames: Iterable[Buffer]) -> bytes:
     """The checksums that `encode` returns for a raw object. For rebuilding the index from the object."""
-    return _encode_raw(frames, len).checksums or b""
+    return encode(frames, 0, "none", None, len).checksums or b""
 
 
 class HashingFrames:

@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from castore.errors import CorruptError, StoreError
 from castore.index.beacon import CHANGED, Beacon
 from castore.index.database import Index
-from castore.index.queries import Found
 from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
 from castore.objects.directory import ObjectDirectory, check_row
 from castore.read.usage import Usage
-from castore.records import LOST, Blob
+from castore.records import LOST, Blob, Found
 from castore.system.ram_cache import MemoryLRU, Slot
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Writing a dataset to where users want it: a jsonl, json, csv or parquet file, or a `save_to_disk` folder.
 
-What is written is whole or not there at all: it is written beside its place and renamed. Columns of
+An export is whole or not there at all: it is written beside its place and renamed. Columns of
 statistics and hashes stay out.
 """
 
@@ -43,7 +43,8 @@ def check(path: str | os.PathLike[str], *, keep_stats: bool = False) -> None:
     place = Path(path)
     if place.suffix.lower() not in _WRITERS:
         raise InvalidValueError(
-            f"export_path {os.fspath(path)!r} ends in {place.suffix!r}; write to {', '.join(filter(None, _WRITERS))}, "
+            f"export_path {os.fspath(path)!r} ends in {place.suffix!r}; write to "
+            f"{', '.join(filter(None, _WRITERS))}, "
             "or to a folder (no ending)"
         )
     if keep_stats and place.suffix.lower() == ".csv":
@@ -82,7 +83,8 @@ def check_apart(path: str | os.PathLike[str], files: Iterable[str]) -> None:
         outside |= above
         if any(os.path.samestat(place, one.stat()) for one in above):
             raise InvalidValueError(
-                f"export_path {os.fspath(path)!r} would replace {file!r}, which this recipe reads; choose another name"
+                f"export_path {os.fspath(path)!r} would replace {file!r}, which this recipe reads; choose "
+                "another name"
             )
 
 
@@ -149,7 +151,8 @@ def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:  # of Arrow, and of the datasets library
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise InvalidValueError(
-            f"the result cannot be written to export_path {os.fspath(path)!r}: {what[:300]}; export to another kind of file,"
+            f"the result cannot be written to export_path {os.fspath(path)!r}: {what[:300]}; export to "
+            "another kind of file,"
             " all steps are kept"
         ) from error
 
@@ -237,7 +240,8 @@ def _write_csv(dataset: datasets.Dataset, path: Path, done: Callable[[int], obje
     for column in dataset.features.arrow_schema:
         if pa.types.is_nested(column.type):
             raise InvalidValueError(
-                f"column {column.name!r} is of type {column.type}, for which a .csv has no place; export to .jsonl, .parquet or a"
+                f"column {column.name!r} is of type {column.type}, for which a .csv has no place; export to "
+                ".jsonl, .parquet or a"
                 " folder, or have a step make text of it"
             )
     with pyarrow.csv.CSVWriter(str(path), dataset.features.arrow_schema) as writer:

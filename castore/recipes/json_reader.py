@@ -1,7 +1,7 @@
 """JSON files as `datasets` reads them, but that strings stay strings.
 
-Arrow turns strings into timestamps where all strings of a column in one piece of a file look like dates. That drops the
-zone and changes the form, and depends on the other rows.
+Arrow turns strings into timestamps where all strings of a column in one piece of a file look like dates. That
+drops the zone and changes the form, and depends on the other rows.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class _Arrow:
     read_json = staticmethod(read_json)
 
 
-# What the function of `datasets` finds under its module's names, so that nobody else's reading changes.
+# The function of `datasets` finds these under its module's names. Other readers keep the module as it is.
 _NAMES = {
     "paj": _Arrow,
-    # For what is no JSON lines. It would take dates by the names of columns, and numbers for strings of digits.
+    # For what is no JSON lines. It would take dates by the names of columns, and numbers for strings of
+    # digits.
     "pandas_read_json": partial(
         upstream.pandas_read_json, convert_dates=False, convert_axes=False, dtype=False
     ),

@@ -1,7 +1,7 @@
 """Data-Juicer's keys that are none of castore's: which change no result, and which cannot be had here.
 
-One table, so that a recipe never loses a key in silence: each is noted with its reason, or is an error with one. Must
-never change what a recipe does.
+One table, so that a recipe never loses a key in silence: each is noted with its reason, or is an error with
+one. Must never change what a recipe does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ KEYS: dict[str, Key] = {
     ),
     **_noted("open_monitor event_logging event_log_dir", "there is no monitor; the table of the run is"),
     **_noted(
-        "op_fusion fusion_strategy mapper_fusion mapper_fusion_vram_limit adaptive_batch_size auto_op_parallelism turbo "
+        "op_fusion fusion_strategy mapper_fusion mapper_fusion_vram_limit adaptive_batch_size "
+        "auto_op_parallelism turbo "
         "min_common_dep_num_to_combine conflict_resolve_strategy use_dag elastic_juicer_adaptive_batching "
         "elastic_juicer_profile_seed strict_preflight",
         "it only makes Data-Juicer run otherwise, or faster",
@@ -98,8 +99,8 @@ def note(name: str, value: Any) -> str | None:
     (None, None)
     >>> note("export_shard_size", 1000)
     Traceback (most recent call last):
-    castore.errors.InvalidValueError: export_shard_size: 1000 is not supported, since the result is one file, or one folder of
-    save_to_disk; take the key out
+    castore.errors.InvalidValueError: export_shard_size: 1000 is not supported, since the result is one file,
+    or one folder of save_to_disk; take the key out
     """
     key = KEYS[name]
     if value is None or any(

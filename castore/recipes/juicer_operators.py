@@ -1,7 +1,8 @@
-"""Data-Juicer's own operators, where `py-data-juicer` is installed: found by name, with the parameters that they take.
+"""Data-Juicer's own operators, where `py-data-juicer` is installed: found by name, with the parameters that
+they take.
 
-The library is imported only for a name that nobody else has: that takes seconds. Must never change the library, and must
-never choose between its operators and castore's: `castore.recipes.registry` does.
+The library is imported only for a name that nobody else has: that takes seconds. Must never change the
+library, and must never choose between its operators and castore's: `castore.recipes.registry` does.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def _checkout() -> str:
 
 
 def parameters(target: Any) -> dict[str, inspect.Parameter] | None:
-    """The parameters that a class of its operators takes by name; None for what is none of them, and for old releases.
+    """The parameters that a class of its operators takes by name; None for what is none of them, and for old
+    releases.
 
     Its operators hand on whatever they do not know themselves, so their signature does not tell.
     """

@@ -1,6 +1,7 @@
 """Several sources as one dataset: one behind the other, or so many samples of each by their weights.
 
-Rows are drawn as Data-Juicer's code draws them: each source is shuffled by the seed 42. Must never change what it reads.
+Rows are drawn as Data-Juicer's code draws them: each source is shuffled by the seed 42. Must never change
+what it reads.
 """
 
 from __future__ import annotations

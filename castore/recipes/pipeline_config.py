@@ -22,7 +22,7 @@ from castore.recipes.quiet import quiet
 from castore.recipes.runner import open_source
 from castore.recipes.value_types import check_type
 from castore.store import Store
-from castore.units import parse_duration
+from castore.units import parse_ttl
 
 CacheType = Literal["memory", "disk", "hierarchical"]
 HashFn = Literal["content", "path", "combined"]
@@ -48,7 +48,8 @@ class CacheStageConfig(_Checked):
             in this process, and nothing else; ``"hierarchical"`` does both.
         cache_dir: the store; None for the default one.
         memory_cache_size: results that are kept in RAM.
-        disk_cache_expiry: seconds, or a text like ``"7d"``, after which a step is made anew; None for never.
+        disk_cache_expiry: seconds, or a text like ``"7d"``, after which a step is made anew; ``"never"`` for
+            never; None for what the store has.
         compression: of the store: ``"none"``, ``"gzip"``, ``"lz4"`` or ``"zstd"``.
         hash_fn: what tells input files apart: their ``"content"``; their ``"path"``, size and time of change,
             which reads nothing; or both, ``"combined"``, which has a copied file computed anew.
@@ -75,7 +76,7 @@ class CacheStageConfig(_Checked):
             )
         if self.disk_cache_expiry is not None:
             try:
-                parse_duration(self.disk_cache_expiry)
+                parse_ttl(self.disk_cache_expiry)
             except InvalidValueError as error:
                 raise InvalidValueError(f"disk_cache_expiry of CacheStageConfig: {error}") from None
 
@@ -137,7 +138,8 @@ class PipelineConfig:
         for item in items:
             if not isinstance(item, DatasetConfig | Dataset):
                 raise InvalidValueError(
-                    f"an item of datasets of PipelineConfig must be a DatasetConfig, a path or a Dataset, not {item!r}"
+                    "an item of datasets of PipelineConfig must be a DatasetConfig, a path or a Dataset, "
+                    f"not {item!r}"
                 )
         object.__setattr__(self, "datasets", items)
         object.__setattr__(self, "_results", Results(self.cache.memory_cache_size))

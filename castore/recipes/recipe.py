@@ -1,8 +1,9 @@
 """Recipes: YAML files, with Data-Juicer's keys, that say what to process, how, and where the result goes.
 
 Reads and checks, runs nothing. Keys of Data-Juicer's that castore has no use for are noted, or errors:
-`castore.recipes.juicer_keys` has them. Every error says the file, the line, the value that is wrong, and the nearest
-right word. Only plain YAML is read (`yaml.safe_load`'s): a tag that would make a Python object is an error.
+`castore.recipes.juicer_keys` has them. Every error says the file, the line, the value that is wrong, and the
+nearest right word. Only plain YAML is read (`yaml.safe_load`'s): a tag that would make a Python object is an
+error.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What to do to which data.
+    """A recipe: which data, which operators, and where the result goes.
 
     Attributes:
         dataset_path: a file (jsonl, json, csv, parquet, txt, each also with .gz), a folder of such, a folder
@@ -60,8 +61,9 @@ class Recipe:
         use_checkpoint: keep the latest step only, and go on from there after a failure; no cache then.
         num_proc: processes that run an operator (also ``np``).
         text_keys: the column of the text.
-        dataset: in the place of ``dataset_path``, several files: ``configs`` is a list of maps with a ``path`` and a
-            ``weight``; ``max_sample_num`` draws so many samples in all, from each by its weight.
+        dataset: in the place of ``dataset_path``, several files: ``configs`` is a list of maps with a
+            ``path`` and a ``weight``; ``max_sample_num`` draws so many samples in all, from each by its
+            weight.
         operators_of: whose operators come first where both have one of a name.
         keep_stats_in_res_ds: export the columns of statistics and tags, too.
         columns: other columns that Data-Juicer's operators work on, such as ``image_key``.
@@ -123,7 +125,8 @@ class Recipe:
         unknown = [name for name in self.dataset if name not in ("configs", "max_sample_num")]
         if unknown or not isinstance(configs, list) or not configs:
             raise InvalidValueError(
-                f"dataset has {', '.join(map(repr, self.dataset)) or 'nothing'}; it takes configs, a list of maps like "
+                f"dataset has {', '.join(map(repr, self.dataset)) or 'nothing'}; it takes configs, a list of "
+                "maps like "
                 "{path: data.jsonl, weight: 1.0}, and max_sample_num"
             )
         if self.max_sample_num is not None and self.max_sample_num < 1:
@@ -205,7 +208,8 @@ def parse(text: str, source: str = "recipe") -> Recipe:
     (4, 100)
     >>> parse("dataset_paths: data/*.jsonl", "recipe.yaml")
     Traceback (most recent call last):
-    castore.errors.InvalidValueError: recipe.yaml:1: there is no key 'dataset_paths'; did you mean 'dataset_path'?
+    castore.errors.InvalidValueError: recipe.yaml:1: there is no key 'dataset_paths';
+    did you mean 'dataset_path'?
     """
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -275,12 +279,14 @@ def _part(config: Any) -> tuple[str, float]:
     kind = config.get("type", "local")
     if kind not in ("local", "ondisk"):
         raise InvalidValueError(
-            f"dataset with type: {kind} is not supported, since castore reads files only; download the data, and give its path"
+            f"dataset with type: {kind} is not supported, since castore reads files only; download the data, "
+            "and give its path"
         )
     unknown = [name for name in config if name not in ("type", "path", "weight", "source")]
     if unknown or not config.get("path"):
         raise InvalidValueError(
-            f"an item of configs of dataset has {', '.join(map(repr, config))}; it takes type: local, a path and a weight"
+            f"an item of configs of dataset has {', '.join(map(repr, config))}; it takes type: local, a path "
+            "and a weight"
         )
     weight = checked(config.get("weight", 1.0), float, "weight of dataset")
     if not 0 < weight < float("inf"):
@@ -324,7 +330,8 @@ def _unique(node: Any, source: str) -> Iterator[tuple[int, Any, Any]]:
             raise InvalidValueError(f"{source}:{line}: a key must be a word{shown}; quotes make it one")
         if key.value in seen:
             raise InvalidValueError(
-                f"{source}:{line}: the key {key.value!r} is there twice; the first is in line {seen[key.value]}"
+                f"{source}:{line}: the key {key.value!r} is there twice; the first is in line "
+                f"{seen[key.value]}"
             )
         seen[key.value] = line
         yield line, key.value, value

@@ -1,9 +1,9 @@
 """Finding operators, by name, by dotted path or as they are, and making them with their parameters.
 
-A name stands for what `register` was given, for a class of `castore.recipes.operators`, or, where `py-data-juicer` is
-installed, for one of its operators. A dotted path names any importable class, function or object, which means that **a
-recipe can run any code that is installed**: run only recipes you trust. Must never guess: what is misspelt is an error that
-offers the nearest right word.
+A name stands for what `register` was given, for a class of `castore.recipes.operators`, or, where
+`py-data-juicer` is installed, for one of its operators. A dotted path names any importable class, function or
+object, which means that **a recipe can run any code that is installed**: run only recipes you trust. Must
+never guess: what is misspelt is an error that offers the nearest right word.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def find(name: str, *, theirs_first: bool = False) -> Any:
         return _registered[name]
     if theirs_first and not juicer_operators.installed():
         raise InvalidValueError(
-            "operators_of: data-juicer needs py-data-juicer, which is not installed; pip install py-data-juicer"
+            "operators_of: data-juicer needs py-data-juicer, which is not installed; pip install "
+            "py-data-juicer"
         )
     if theirs_first and name in juicer_operators.operators():
         return juicer_operators.operators()[name]
@@ -132,8 +133,8 @@ def make(
 ) -> Any:
     """An operator, ready to run.
 
-    One of castore's that cannot do what its parameters ask, since that takes a model, gives way to Data-Juicer's of
-    the same name where that is installed.
+    One of castore's that cannot do what its parameters ask, since that takes a model, gives way to
+    Data-Juicer's of the same name where that is installed.
 
     Args:
         operator: a name, a dotted path, a class, a function, or an operator.
@@ -216,7 +217,7 @@ _NEAR = 0.8
 
 
 def _at(path: str) -> Any:
-    """What is at a dotted path: the longest part that is a module, then attributes."""
+    """The object at a dotted path: the longest part that is a module, then attributes."""
     parts = path.split(".")
     if not all(part.isidentifier() for part in parts):
         raise InvalidValueError(f"{path!r} is no dotted path; write it like my_package.my_module.MyMapper")

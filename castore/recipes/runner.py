@@ -26,7 +26,7 @@ from castore.store import Store
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a recipe.
+    """The outcome of a recipe.
 
     Attributes:
         project_name: the recipe's.

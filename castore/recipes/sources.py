@@ -37,7 +37,7 @@ COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 SAVED = "saved"
 # Counted up when the same bytes come to be read as other values.
 _READERS = {"json": 2, "csv": 3, "tsv": 3}
-#: What tells files from others: their content, their path with size and time of change, or both.
+#: How files are told apart: by their content, by their path with size and time of change, or by both.
 Telling = Literal["content", "path", "combined"]
 
 
@@ -64,8 +64,8 @@ class Source(NamedTuple):
 def find(path: str | os.PathLike[str]) -> Source:
     """The files that a path means: one, all below a folder, or those that fit a pattern.
 
-    In a text that is no existing path ``*`` and ``**`` are patterns. All other characters, and the folders in front
-    that exist, stand for themselves.
+    In a text that is no existing path ``*`` and ``**`` are patterns. All other characters, and the folders in
+    front that exist, stand for themselves.
 
     Raises:
         NotFoundError: there are none.
@@ -143,12 +143,14 @@ def _of_one_kind(path: str, files: Sequence[str]) -> Source:
     by_kind = {kind_of(file): file for file in reversed(files)}
     if None in by_kind:
         raise InvalidValueError(
-            f"{by_kind[None]!r} is of no kind that can be read; {', '.join(KINDS)} files, and folders of save_to_disk, are"
+            f"{by_kind[None]!r} is of no kind that can be read; {', '.join(KINDS)} files, and folders of "
+            "save_to_disk, are"
         )
     if len(by_kind) > 1:
         first, second = sorted(by_kind.values())[:2]
         raise InvalidValueError(
-            f"dataset_path {path!r} holds files of several kinds, such as {first!r} and {second!r}; choose with a pattern, "
+            f"dataset_path {path!r} holds files of several kinds, such as {first!r} and {second!r}; choose "
+            "with a pattern, "
             f"like {os.path.join(path, '*' + os.path.splitext(first)[1])!r}"
         )
     kind = kind_of(files[0])
@@ -166,7 +168,8 @@ def _saved_folder(folder: str) -> Source | None:
     if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
         splits = sorted(name for name in os.listdir(folder) if os.path.isdir(os.path.join(folder, name)))
         raise InvalidValueError(
-            f"dataset_path {folder!r} holds several splits; choose one, like {os.path.join(folder, splits[0])!r}"
+            f"dataset_path {folder!r} holds several splits; choose one, like "
+            f"{os.path.join(folder, splits[0])!r}"
             if splits else f"dataset_path {folder!r} is a DatasetDict without splits"
         )  # fmt: skip
     if not os.path.isfile(os.path.join(folder, "state.json")):
@@ -279,7 +282,8 @@ def _unreadable(source: Source, error: Exception) -> InvalidValueError:
     while causes[-1].__cause__ is not None and len(causes) < 10:
         causes.append(causes[-1].__cause__)  # type: ignore[arg-type]
     foreign = None if source.kind in (SAVED, "parquet") else _foreign_line(source)
-    # The datasets library asks for the first of no tables, or says the latter; other readers have words of their own.
+    # The datasets library asks for the first of no tables, or says the latter; other readers have words of
+    # their own.
     nothing = isinstance(causes[-1], StopIteration) or "corresponds to no data" in str(causes[-1])
     if foreign is not None:
         text = foreign
@@ -305,7 +309,8 @@ def _foreign_line(source: Source) -> str | None:
                             else "LATIN1"
                         )
                         return (
-                            f"line {number} of {path!r} is no UTF-8 (byte 0x{line[error.start]:02x} at {error.start});"
+                            f"line {number} of {path!r} is no UTF-8 (byte 0x{line[error.start]:02x} at "
+                            f"{error.start});"
                             f" convert the file, with `iconv -f {guess} -t UTF-8` say"
                         )
         except Exception:  # noqa: BLE001 - of a codec: the file's first reader has said more of it

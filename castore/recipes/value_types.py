@@ -1,11 +1,12 @@
 """Values of YAML against the types of annotations: a sentence for what does not fit.
 
-Types that YAML does not have are not checked. Must never change a value, but for a number that YAML takes for text: a
-parameter counts in the key of its step, and 1 has another key than 1.0.
+Types that YAML does not have are not checked. Must never change a value, but for a number that YAML takes for
+text: a parameter counts in the key of its step, and 1 has another key than 1.0.
 
-msgspec was tried in the place of this module. `msgspec.convert` makes 1.0 of a 1 where a float is asked, and refuses text for
-an operator's parameter that is annotated with a class. Strict, it refuses 2e5; lax, it takes "4" for a number. Its YAML is
-PyYAML's: no lines, and of two equal keys the last. The checks are 0.1 ms of the 8 ms that a recipe of 20 steps takes.
+msgspec was tried in the place of this module. `msgspec.convert` makes 1.0 of a 1 where a float is asked, and
+refuses text for an operator's parameter that is annotated with a class. Strict, it refuses 2e5; lax, it takes
+"4" for a number. Its YAML is PyYAML's: no lines, and of two equal keys the last. The checks are 0.1 ms of the
+8 ms that a recipe of 20 steps takes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from castore.errors import InvalidValueError
 
 
 def checked(value: Any, hint: Any, what: str) -> Any:
-    """A value as the type of ``hint``: a number that YAML takes for text or for another kind of number is that number.
+    """A value as the type of ``hint``: a number that YAML takes for text or for another kind of number is
+    that number.
 
     Raises:
         InvalidValueError: it is of another type.
@@ -55,8 +57,8 @@ def check_type(value: object, hint: Any, what: str) -> None:
 
 
 _WORDS: dict[Any, str] = {
-    bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a map",
-    type(None): "null",
+    bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list",
+    dict: "a map", type(None): "null",
 }  # fmt: skip
 
 

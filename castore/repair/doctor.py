@@ -6,10 +6,8 @@ row, the second run finds nothing that the first could mend.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import sqlite3
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from functools import partial
@@ -20,21 +18,18 @@ from typing import NamedTuple
 from castore import layout, settings
 from castore.errors import StoreError
 from castore.gc import collect, leftovers
-from castore.index import mounts, schema
+from castore.index import mounts, rebuild_rows, soundness
 from castore.index.beacon import Beacon
 from castore.index.database import Index
+from castore.index.figures import lost_blobs
 from castore.index.journal import Journal
-from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE
-from castore.objects.directory import ObjectDirectory
-from castore.parts import Parts, open_folder, open_parts
-from castore.records import LOST, entry_check
+from castore.parts import Parts, object_directory, open_folder, open_parts
 from castore.repair import dictionary_repair, journal_check, misplaced_files, rebuild
 from castore.serialize.serializers import SERIALIZERS
 from castore.system import ownership
 from castore.system.ballast import Ballast, full
-from castore.system.forks import unforked
-from castore.system.sql_errors import SQL_ERRORS, is_locked
+from castore.system.sql_errors import SQL_ERRORS
 
 
 class Finding(NamedTuple):
@@ -132,19 +127,13 @@ def _rebuild(
                 found = [Finding(f"the index was {state}", True)]
             journal = Journal(folder / "objects" / "names", folder / "tmp", beacon, mode)
             stack.callback(journal.close)
-            objects = ObjectDirectory(
-                folder,
-                object_mode=kept.object_mode,
-                file_mode=mode,
-                folder_mode=kept.folder_mode,
-                durable=True,
-            )
+            objects = object_directory(folder, kept, durable=True)
             index = Index(file, beacon, journal, mode=mode, is_empty=objects.is_empty, rebuilding=True)
             stack.callback(index.close)
             try:
                 return found, rebuild.rebuild(index, objects, progress)
             except BaseException:
-                aside.is_replaced = index.is_whole()
+                aside.is_replaced = index.file.is_whole()
                 raise
     except (OSError, *SQL_ERRORS) as error:
         if (no_room := full(folder, error)) is not None:
@@ -210,71 +199,11 @@ def _foreign(folder: Path) -> list[Finding]:
 
 
 def _index_damage(file: Path) -> str | None:
-    """What SQLite itself finds wrong with the index, or None.
-
-    Raises:
-        FullError: there is no room to look at it.
-        StoreError: it cannot be opened, which is no damage.
-    """
-    if not file.exists():
-        return f"there is no {file}"
-    try:
-        with unforked(), closing(sqlite3.connect(file, timeout=120, isolation_level=None)) as db:
-            if 0 < db.execute("PRAGMA user_version").fetchone()[0] < schema.SCHEMA_VERSION:
-                schema.migrate(db)  # as opening the store would
-            (row,) = db.execute("PRAGMA integrity_check(1)").fetchone()
-            return row if row != "ok" else schema.foreign(db) or _senseless(db)
-    except SQL_ERRORS as error:
-        if (no_room := full(file.parent, error)) is not None:
-            raise no_room from error
-        if is_locked(error) or "unable to open" in str(error) or "readonly" in str(error):
-            raise StoreError(
-                f"the index {file} cannot be looked at ({error}); run this as the store's owner, while nobody holds it"
-            ) from error
-        return str(error)
-
-
-# Rows that castore never writes. SQLite keeps no checksums of its pages: a flipped bit within a value looks like one.
-_SENSELESS_BLOB = (
-    "SELECT 1 FROM blobs WHERE typeof(digest) != 'blob' OR length(digest) != 32"
-    " OR typeof(size) != 'integer' OR size NOT BETWEEN 0 AND 1 << 50"
-    " OR typeof(stored) != 'integer' OR stored NOT BETWEEN 0 AND 1 << 50"
-    " OR typeof(pack) != 'integer' OR pack < -1 OR typeof(offset) != 'integer' OR offset < 0"
-    " OR typeof(refs) != 'integer' OR refs < 0 OR codec NOT IN ('zstd', 'lz4', 'gzip', 'none')"
-)
-_SENSELESS_ENTRY = (
-    "SELECT 1 FROM entries WHERE typeof(digest) != 'blob' OR length(digest) != 32 OR typeof(size) != 'integer'"
-    " OR typeof(created) != 'real' OR typeof(accessed) != 'real' OR typeof(expires) NOT IN ('real', 'null')"
-    " OR abs(created) > 1e12 OR typeof(pinned) != 'integer'"
-    " OR NOT EXISTS (SELECT 1 FROM blobs b WHERE b.digest = entries.digest)"
-)
-_SENSELESS_CHECKSUMS = (
-    "SELECT 1 FROM blobs b LEFT JOIN checksums c ON c.digest = b.digest WHERE b.codec = 'none' AND b.pack = 0"
-    f" AND b.size > {FRAME_SIZE} AND (typeof(c.frames) != 'blob' OR length(c.frames) % 8)"
-)
-
-_SENSELESS_RELEASED = "SELECT 1 FROM released WHERE typeof(digests) != 'blob' OR length(digests) % 32"
-
-
-def _senseless(db: sqlite3.Connection) -> str | None:
-    questions = (_SENSELESS_BLOB, _SENSELESS_ENTRY, _SENSELESS_CHECKSUMS, _SENSELESS_RELEASED)
-    if any(db.execute(f"{sql} LIMIT 1").fetchone() for sql in questions):
-        return "it has rows that cannot be"
-    sql = "SELECT name, digest, serializer, metadata, checked FROM entries"
-    for name, digest, serializer, metadata, checked in db.execute(sql):
-        try:
-            check_name(name)
-            sound = checked == entry_check(name, digest) and serializer in SERIALIZERS
-            sound = sound and (metadata is None or type(json.loads(metadata)) is dict)
-        except ValueError:
-            sound = False
-        if not sound:
-            return f"what it says of the name {name!r} cannot be"
-    return None
+    return soundness.damage(file, FRAME_SIZE, SERIALIZERS)
 
 
 def _counts(parts: Parts) -> list[Finding]:
-    if rebuild.is_counted_right(parts.index):
+    if rebuild_rows.is_counted_right(parts.index):
         return []
     # Transactions never leave counts that are off. If the names are not those of the journal either, the rows are not what
     # was written, and counting them would only make it look right.
@@ -283,13 +212,12 @@ def _counts(parts: Parts) -> list[Finding]:
         rebuild.rebuild(parts.index, parts.objects)
         return [Finding("the index contradicted itself and the names journal; it has been made anew", True)]
     with parts.index.write() as txn:
-        rebuild.recount(txn)
+        rebuild_rows.recount(txn)
     return [Finding("totals or reference counts were off; they have been counted again", True)]
 
 
 def _lost(parts: Parts) -> list[Finding]:
-    sql = "SELECT count(*), coalesce(sum(refs), 0) FROM blobs WHERE pack = ?"
-    blobs, entries = next(parts.index.rows(sql, (LOST,)))
+    blobs, entries = lost_blobs(parts.index)
     if not blobs:
         return []
     advice = "`castore verify --repair` drops those entries; putting the same bytes again heals them"

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from castore.index.database import Index
 from castore.index.journal import JournalTail
+from castore.index.name_ranges import digests_of_names
 
 
 class Agreement(NamedTuple):
@@ -59,7 +60,7 @@ def compare(index: Index) -> Agreement:
 
 def _differing(index: Index, said: dict[str, bytes]) -> set[str]:
     """The names that have another digest in the index than in ``said``, or are in one only."""
-    with closing(index.stream("SELECT name, digest FROM entries")) as rows:
+    with closing(digests_of_names(index)) as rows:
         known = dict(rows)
     differing = {name for name, digest in said.items() if known.get(name) != digest}
     differing.update(name for name in known if name not in said)

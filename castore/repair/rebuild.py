@@ -8,7 +8,6 @@ hold is checked whenever it is read), but raw ones are read whole: their checksu
 from __future__ import annotations
 
 import os
-import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,31 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from castore.errors import CorruptError
+from castore.index import rebuild_rows
 from castore.index.beacon import EPOCH, Beacon
 from castore.index.database import Index
-from castore.index.queries import Totals
-from castore.index.schema import apply_migrations
 from castore.index.transaction import Write
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.directory import ObjectDirectory, describe_loose
 from castore.objects.packs import Damage, scan
-from castore.records import HEAD_SIZE, Blob, entry_check
-from castore.system.forks import unforked
-
-_ADD_BLOB = "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?, ?, ?, 0, NULL)"
-_SET_NAME = (
-    "INSERT OR REPLACE INTO entries (name, digest, size, serializer, metadata, created, expires, accessed, pinned, checked)"
-    " VALUES (?1, ?2, 0, ?3, ?4, ?5, ?6, ?5, ?7, ?8)"
-)
-
-# A digest for each name that its blob counts: of the entries, and of those that gc has removed but not taken off yet.
-_NAMED = (
-    "SELECT digest FROM entries UNION ALL SELECT digest FROM (WITH RECURSIVE cut (digest, rest) AS ("
-    "SELECT substr(digests, 1, 32), substr(digests, 33) FROM released UNION ALL"
-    " SELECT substr(rest, 1, 32), substr(rest, 33) FROM cut WHERE length(rest) > 0) SELECT digest FROM cut)"
-)
-
-_PACKED = f"coalesce(sum(CASE WHEN pack > 0 THEN stored + {HEAD_SIZE} END), 0)"
+from castore.records import Blob
 
 
 class Rebuilt(NamedTuple):
@@ -129,33 +111,18 @@ def rebuild(
     # Others wait for the lock for two minutes, and then they end: what takes as long as the disk takes comes before it.
     read = _read_raw(objects, progress)
     with index.write() as txn:
-        apply_migrations(index.connection())
-        for table in ("entries", "blobs", "checksums", "packs", "released"):
-            txn.execute(f"DELETE FROM {table}")
+        rebuild_rows.empty(index, txn)
         for blob, checksums in _blobs(objects, txn, read, damaged, progress):
-            txn.execute(_ADD_BLOB, blob)
-            if checksums is not None:
-                txn.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (blob.digest, checksums))
-        _skip_pack_ids(txn)
+            rebuild_rows.add_blob(txn, blob, checksums)
+        rebuild_rows.skip_pack_ids(txn)
         _names(index, txn, damaged)
-        lost = [row[0] for row in txn.execute(
-            "SELECT name FROM entries e WHERE NOT EXISTS (SELECT 1 FROM blobs b WHERE b.digest = e.digest)"
-        )]  # fmt: skip
-        txn.executemany("DELETE FROM entries WHERE name = ?", ((name,) for name in lost))
-        recount(txn)
+        lost = rebuild_rows.names_without_blob(txn)
+        rebuild_rows.drop_names(txn, lost)
+        rebuild_rows.recount(txn)
         txn.announce()
     index.snapshot_journal()
     totals = index.totals()
     return Rebuilt(totals.entries, totals.blobs, lost, damaged)
-
-
-def _skip_pack_ids(txn: Write) -> None:
-    """Have new packs take ids that no pack ever had: a process may still hold one open that was removed before."""
-    txn.execute(
-        "INSERT INTO packs (id, created) SELECT max(?, coalesce(max(id), 0) + 1), 0 FROM packs",
-        (int(time.time()),),
-    )
-    txn.execute("DELETE FROM packs WHERE created = 0")
 
 
 class _Raw(NamedTuple):
@@ -194,7 +161,7 @@ def _blobs(
 ) -> Iterator[tuple[Blob, bytes | None]]:
     for pack in objects.packs.ids():
         path = objects.packs.path(pack)
-        txn.execute("INSERT INTO packs (id, created) VALUES (?, ?)", (pack, time.time()))
+        rebuild_rows.add_pack(txn, pack)
         try:
             for found in scan(path, pack):
                 if isinstance(found, Damage):
@@ -225,58 +192,5 @@ def _names(index: Index, txn: Write, damaged: list[str]) -> None:
     for record in index.journal.replay():
         if record is None:
             damaged.append(f"{index.journal.folder}: a stretch of the names journal is damaged")
-        elif record.digest is None:
-            txn.execute("DELETE FROM entries WHERE name = ?", (record.name,))
         else:
-            txn.execute(_SET_NAME, (*record, entry_check(record.name, record.digest)))
-
-
-def recount(txn: Write) -> None:
-    """Make what is kept beside the rows (sizes, references, totals) what the rows say."""
-    txn.execute(
-        "UPDATE entries SET size = coalesce((SELECT size FROM blobs b WHERE b.digest = entries.digest), size)"
-    )
-    txn.execute("DROP TABLE IF EXISTS temp.named")
-    txn.execute("CREATE TEMP TABLE named (digest BLOB PRIMARY KEY, refs INTEGER) WITHOUT ROWID")
-    txn.execute("INSERT INTO named SELECT digest, count(*) FROM entries GROUP BY digest")
-    txn.execute(
-        "UPDATE blobs SET refs = coalesce((SELECT refs FROM named n WHERE n.digest = blobs.digest), 0)"
-    )
-    txn.execute("UPDATE blobs SET orphaned = NULL WHERE refs > 0")
-    txn.execute("UPDATE blobs SET orphaned = ? WHERE refs = 0 AND orphaned IS NULL", (time.time(),))
-    txn.execute("DROP TABLE temp.named")
-    txn.execute("DELETE FROM released")
-    txn.execute(
-        "UPDATE totals SET (entries, logical) = (SELECT count(*), coalesce(sum(size), 0) FROM entries),"
-        " (blobs, uniq, stored, packed) ="
-        f" (SELECT count(*), coalesce(sum(size), 0), coalesce(sum(stored), 0), {_PACKED} FROM blobs)"
-    )
-
-
-def is_counted_right(index: Index) -> bool:
-    """Whether what `recount` makes is what there is."""
-    db = index.connection()
-    with unforked():
-        db.execute("BEGIN")  # all of it as of one moment
-        try:
-            return _is_counted_right(db, index.totals())
-        finally:
-            db.execute("ROLLBACK")
-
-
-def _is_counted_right(db: sqlite3.Connection, totals: Totals) -> bool:
-    row = db.execute(
-        "SELECT (SELECT count(*) FROM entries), (SELECT coalesce(sum(size), 0) FROM entries), count(*),"
-        f" coalesce(sum(size), 0), coalesce(sum(stored), 0), {_PACKED}, coalesce(sum(refs), 0),"
-        " (SELECT coalesce(sum(length(digests) / 32), 0) FROM released) FROM blobs"
-    ).fetchone()
-    # Totals first, references by their sum, then one by one.
-    if tuple(row[:6]) != tuple(totals) or row[6] != row[0] + row[7]:
-        return False
-    wrong = (
-        f"SELECT 1 FROM (SELECT digest, count(*) AS named FROM ({_NAMED}) GROUP BY digest) n"
-        " JOIN blobs b ON b.digest = n.digest WHERE b.refs != n.named"
-        " UNION ALL SELECT 1 FROM blobs WHERE (refs = 0) != (orphaned IS NOT NULL)"
-        " UNION ALL SELECT 1 FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.size != b.size LIMIT 1"
-    )
-    return db.execute(wrong).fetchone() is None
+            rebuild_rows.replay(txn, record)

@@ -7,17 +7,17 @@ into commits of some hundred, since a commit for each small one would cost more 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from castore import Store
 from castore.errors import CastoreError, FullError, StoreError
-from castore.names import check_name
+from castore.objects.packs import PACK_LIMIT
 from castore.records import LOST, Entry, Pointing
-from castore.watch import sources
+from castore.watch import entry_sources
 from castore.watch.file_lease import BusyError, Snapshot
-from castore.write.batch import Putter
-from castore.write.open_pack import Vanished
-from castore.write.staging import Large, Staged
+from castore.write.batch import Batch
+from castore.write.staging import Staged
 
 _BATCH_FILES = 200
 _BATCH_BYTES = 32 << 20
@@ -33,17 +33,23 @@ class Added(NamedTuple):
     before: Entry | None
 
 
+class _SpoiltError(Exception):
+    """A file cannot be staged again for a commit that needs it anew.
+
+    Attributes:
+        error: of the file.
+    """
+
+    def __init__(self, error: OSError | BusyError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class _Wanted(NamedTuple):
     name: str
     path: str
     before: Entry | None
     through: str | None
-
-
-class _Ready(NamedTuple):
-    wanted: _Wanted
-    pointing: Pointing
-    staged: Staged
 
 
 def is_current(store: Store, entry: Entry | None, path: str, size: int, mtime_ns: int) -> bool:
@@ -53,7 +59,7 @@ def is_current(store: Store, entry: Entry | None, path: str, size: int, mtime_ns
         return False
     if (source.get("path"), source.get("mtime_ns"), entry.size) != (path, mtime_ns, size):
         return False
-    found = store.index.find(entry.name)
+    found = store.find(entry.name)
     return found is not None and found.blob.pack != LOST
 
 
@@ -77,13 +83,12 @@ class Adder:
         progress: Callable[[int], object],
     ) -> None:
         self._store = store
-        self._putter = Putter(store.writer, store.settings, store.path, store.prefixes)
-        self._codec = self._putter.codec(codec, None)
+        self._codec = codec
+        self._batch = store.batch(codec=codec)
         self._done = done
         self._fail = fail
         self._progress = progress
-        self._ready: list[_Ready] = []
-        self._size = 0
+        self._wanted: list[_Wanted] = []
 
     def add(self, name: str, path: str, before: Entry | None, through: str | None = None) -> None:
         """Stage a file; it is named with the next `flush`, or earlier.
@@ -98,37 +103,45 @@ class Adder:
             BusyError: somebody writes to it.
             CastoreError, OSError: it cannot be put.
         """
-        check_name(name)
-        ready = self._stage(_Wanted(name, path, before, through), known=True)
-        self._ready.append(ready)
-        self._size += ready.staged.stored
-        if isinstance(ready.staged, Large) or len(self._ready) >= _BATCH_FILES or self._size > _BATCH_BYTES:
+        wanted = _Wanted(name, path, before, through)
+        before_it = self._batch.stored
+        self._batch.add(partial(self._stage, self._batch, wanted))
+        self._wanted.append(wanted)
+        is_large = self._batch.stored - before_it > PACK_LIMIT
+        if is_large or len(self._wanted) >= _BATCH_FILES or self._batch.stored > _BATCH_BYTES:
             self.flush()
 
-    def _stage(self, wanted: _Wanted, *, known: bool) -> _Ready:
+    def _stage(self, batch: Batch, wanted: _Wanted, known: bool) -> tuple[Pointing, Staged]:
+        try:
+            return self._staged(batch, wanted, known)
+        except FullError:
+            raise
+        except (OSError, BusyError) as error:
+            if known:
+                raise
+            raise _SpoiltError(
+                error
+            ) from error  # a commit is under way: an error of the file's is none of the store's
+
+    def _staged(self, batch: Batch, wanted: _Wanted, known: bool) -> tuple[Pointing, Staged]:
         name, path, _, through = wanted
         with Snapshot(path) as file:
             if not file.is_regular:
                 raise CastoreError(f"{path} is neither a file nor a folder")
             file.check()
-            source = sources.own(path, file.status)
+            source = entry_sources.own(path, file.status)
             if source is not None and through is not None:
                 source["through"] = through
             metadata = {} if source is None else {"source": source}
-            pointing = self._putter.pointing(name, None, metadata, False, "bytes")
-            staged = self._store.writer.stage_file(
-                file.fd,
-                *self._codec,
-                known=known,
-                progress=self._progress,
-                dictionary=self._store.prefixes.dictionary(name),
+            staged = batch.staged_file(
+                name, file.fd, path, metadata=metadata, progress=self._progress, known=known
             )
             try:
                 file.check()
             except BaseException:
-                staged.discard()
+                staged[1].discard()
                 raise
-        return _Ready(wanted, pointing, staged)
+        return staged
 
     def flush(self) -> None:
         """Name what is staged.
@@ -136,26 +149,27 @@ class Adder:
         Raises:
             FullError, StoreError: the store cannot go on.
         """
-        ready, self._ready, self._size = self._ready, [], 0
-        if not ready:
-            return
+        wanted, self._wanted = self._wanted, []
         try:
-            self._commit(ready)
+            self._commit(self._batch, wanted)
         except (FullError, StoreError):
             raise
-        except (CastoreError, Vanished):
-            for one in ready:  # one of them spoilt it for all
+        except (CastoreError, _SpoiltError):
+            for one in wanted:  # one of them spoilt it for all
                 self._alone(one)
 
-    def _alone(self, ready: _Ready) -> None:
+    def _alone(self, wanted: _Wanted) -> None:
+        batch = self._store.batch(codec=self._codec)
         try:
-            self._commit([self._stage(ready.wanted, known=False)])
+            batch.add(partial(self._stage, batch, wanted))
+            self._commit(batch, [wanted])
         except (FullError, StoreError):
             raise
+        except _SpoiltError as spoilt:
+            self._fail(wanted.path, spoilt.error)
         except (CastoreError, OSError, BusyError) as error:
-            self._fail(ready.wanted.path, error)
+            self._fail(wanted.path, error)
 
-    def _commit(self, ready: list[_Ready]) -> None:
-        entries = self._store.writer.commit([(one.pointing, one.staged) for one in ready])
-        for one, entry in zip(ready, entries, strict=True):
-            self._done(Added(one.wanted.path, entry, one.wanted.before))
+    def _commit(self, batch: Batch, wanted: list[_Wanted]) -> None:
+        for one, entry in zip(wanted, batch.commit(), strict=True):
+            self._done(Added(one.path, entry, one.before))

@@ -6,7 +6,6 @@ they are run. Asks the book of links (links.py says what stands in it) and the d
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import time
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from castore import Store
 from castore.index.database import Index
-from castore.index.queries import below
+from castore.index.noted import noted
 from castore.parts import Parts
 from castore.records import Entry
 from castore.repair.doctor import Finding
@@ -25,13 +24,6 @@ from castore.watch.reports import Event
 
 #: Seconds between looks whether links still lead somewhere.
 _LOOK_SECONDS = 2.0
-# In an index of millions, only those rows are taken apart that may have a link.
-_BOUND = (
-    "SELECT name, metadata FROM entries WHERE name > ? AND name < ? AND metadata LIKE '%\"link\": %'"
-    " ORDER BY name LIMIT 1000"
-)
-# Behind all names.
-_LAST = "\U0010ffff" * 64
 
 
 class Mounted(NamedTuple):
@@ -84,20 +76,18 @@ class Link(NamedTuple):
 
 def bound_links(index: Index, prefix: str = "") -> Iterator[Link]:
     """The links that stand for files whose entries lie below a prefix."""
-    low, high = below(prefix) if prefix else ("", _LAST)
     live: set[Mounted] = set()
-    for page in index.pages(_BOUND, low, high):
-        for name, text in page:
-            source = json.loads(text).get("source")
-            if not isinstance(source, dict) or "link" not in source:
-                continue
-            path, link = str(source.get("path")), source["link"]
-            if _target(path) == link:  # else a tool has put a file in its place, or somebody has moved it
-                mount = mount_of(name, link)
-                leads = os.path.exists(link) if mount in live else _leads(link)
-                if leads:
-                    live.add(mount)
-                yield Link(mount, name, path, leads)
+    for entry in noted(index, "link", prefix):
+        source = entry.metadata.get("source")
+        if not isinstance(source, dict) or "link" not in source:
+            continue
+        path, link = str(source.get("path")), source["link"]
+        if _target(path) == link:  # else a tool has put a file in its place, or somebody has moved it
+            mount = mount_of(entry.name, link)
+            leads = os.path.exists(link) if mount in live else _leads(link)
+            if leads:
+                live.add(mount)
+            yield Link(mount, entry.name, path, leads)
 
 
 def link_of(entry: Entry) -> str | None:

@@ -1,38 +1,27 @@
-"""The mount of a store that links can lead into. Asks the store's list of mounts, and each mount whether it is there."""
+"""The mount of a store that links can lead into: a live one that shows the names and answers."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
-from typing import NamedTuple
 
 from castore import Store
 from castore.errors import CastoreError
-from castore.index import mounts
+from castore.records import Mount
 
 
 class NoMountError(CastoreError):
     """No live mount of the store shows the names in question."""
 
 
-class Mount(NamedTuple):
-    """A live mount: where it is, and the prefix that it shows (without it)."""
-
-    mountpoint: str
-    prefix: str
-
-    def path(self, name: str) -> str:
-        """Where an entry lies in it."""
-        return os.path.join(self.mountpoint, name[len(self.prefix) + 1 :] if self.prefix else name)
-
-    def is_live(self) -> bool:
-        """Whether it still answers."""
-        try:
-            os.statvfs(self.mountpoint)
-        except OSError:
-            return False
-        return os.path.ismount(self.mountpoint)
+def answers(mount: Mount) -> bool:
+    """Whether a live mount can be reached from here, and answers."""
+    try:
+        os.statvfs(mount.mountpoint)
+    except OSError:
+        return False
+    return os.path.ismount(mount.mountpoint)
 
 
 def find_mount(store: Store, prefix: str) -> Mount:
@@ -41,10 +30,7 @@ def find_mount(store: Store, prefix: str) -> Mount:
     Raises:
         NoMountError: there is none; the message tells the command that makes one.
     """
-    mounts.forget_dead(store.index)
-    sql = "SELECT mountpoint, prefix FROM mounts ORDER BY since"
-    found = [Mount(*row) for row in store.index.rows(sql)]
-    covering = [mount for mount in found if _covers(mount.prefix, prefix) and mount.is_live()]
+    covering = [mount for mount in store.mounts() if mount.shows(prefix) and answers(mount)]
     if not covering:
         raise NoMountError(
             f"no live mount of {store.path} shows {prefix!r}, so there is nothing that links could lead into;"
@@ -52,10 +38,6 @@ def find_mount(store: Store, prefix: str) -> Mount:
         )
     standing = _standing(store)
     return min(covering, key=lambda mount: mount.mountpoint not in standing)
-
-
-def _covers(shown: str, prefix: str) -> bool:
-    return not shown or prefix == shown or prefix.startswith(f"{shown}/")
 
 
 def _standing(store: Store) -> set[str]:

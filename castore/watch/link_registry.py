@@ -16,6 +16,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from castore import Store
+from castore.index.noted import noted
 from castore.index.transaction import Write
 from castore.records import LOST, Entry, Pointing
 
@@ -55,14 +56,14 @@ def bind(store: Store, bindings: Sequence[Binding]) -> list[Entry | None]:
     with store.index.write() as txn:
         there = [_bind(store, txn, binding) for binding in bindings]
     return [
-        store.index.entry(binding.entry.name) if bound else None
+        store.entry(binding.entry.name, expired=True) if bound else None
         for binding, bound in zip(bindings, there, strict=True)
     ]
 
 
 def _bind(store: Store, txn: Write, binding: Binding) -> bool:
     entry, source, link, mode, was = binding
-    before = store.index.entry(entry.name)
+    before = store.entry(entry.name, expired=True)
     noted = source | {"link": link, "mode": mode}
     if before is not None and before.pinned and (target_of(before) is None or was_pinned(before)):
         noted["pinned"] = True
@@ -94,7 +95,7 @@ def _point(txn: Write, entry: Entry, metadata: dict[str, Any], created: float, *
     # Anew, since re-pointing a name keeps its pin, and its mtime if the bytes are the same.
     txn.delete_entry(entry.name)
     txn.set_entry(pointing, blob, created, added=False)
-    txn.execute("UPDATE entries SET accessed = ? WHERE name = ?", (time.time(), entry.name))
+    txn.touch(entry.name, time.time())
     return True
 
 
@@ -112,7 +113,7 @@ def bound(store: Store, prefix: str, name: str, link: str) -> Entry | None:
     endings = ("/".join(parts[start:]) for start in range(1, len(parts)))
     names = [name] + [f"{prefix}/{ending}" if prefix else ending for ending in endings if ending]
     for one in names:
-        entry = store.index.entry(one)
+        entry = store.entry(one, expired=True)
         if entry is not None and target_of(entry) is not None:
             source = entry.metadata["source"]
             if link in (source["link"], source.get("was")):
@@ -122,14 +123,10 @@ def bound(store: Store, prefix: str, name: str, link: str) -> Entry | None:
 
 def through(store: Store, prefix: str, targets: Container[str]) -> Iterator[str]:
     """Links inside a folder whose entries are copies of what they lead to, if that is among ``targets``."""
-    sql = "SELECT name, metadata FROM entries WHERE name > ? AND metadata LIKE '%\"through\": %' ORDER BY name LIMIT 1000"
-    for page in store.index.pages(sql, f"{prefix}/" if prefix else ""):
-        for name, text in page:
-            if prefix and not name.startswith(f"{prefix}/"):
-                return
-            source = json.loads(text).get("source")
-            if isinstance(source, dict) and "through" in source and source.get("path") in targets:
-                yield source["through"]
+    for entry in noted(store.index, "through", prefix):
+        source = entry.metadata.get("source")
+        if isinstance(source, dict) and "through" in source and source.get("path") in targets:
+            yield source["through"]
 
 
 def copy(store: Store, entry: Entry, name: str, source: dict[str, Any]) -> None:

@@ -26,9 +26,9 @@ import blake3
 
 from castore import Store
 from castore.errors import CastoreError
-from castore.records import LOOSE, Entry
+from castore.records import LOOSE, LOST, Entry, Mount
 from castore.system.temporary import is_running, pid_namespace, process_started
-from castore.watch import link_registry, sources
+from castore.watch import entry_sources, link_registry
 from castore.watch.file_lease import (
     BusyError,
     NoLeaseError,
@@ -37,7 +37,6 @@ from castore.watch.file_lease import (
     lease,
     same,
 )
-from castore.watch.find_mount import Mount
 from castore.watch.folder import PART, SWAP, Folder
 
 #: How long a mount may go on showing what a name pointed to before.
@@ -88,7 +87,7 @@ def replace(
 def _bind(store: Store, mount: Mount, files: list[Pair], done: Done) -> list[Pair]:
     bindings = []
     for file, entry in files:
-        source = sources.own(file.path, file.status)
+        source = entry_sources.own(file.path, file.status)
         assert source is not None, "an entry's name is UTF-8, and so is its file's"
         bindings.append(
             link_registry.Binding(entry, source, mount.path(entry.name), stat.S_IMODE(file.status.st_mode))
@@ -141,14 +140,10 @@ def _refuse(file: Snapshot) -> None:
 
 def _sync(store: Store, entry: Entry, synced: set[Path]) -> None:
     """Have the bytes on the disk, whoever put them: the index, durable, is there already."""
-    blob = store.index.blob(bytes.fromhex(entry.digest))
-    if blob is None:
+    blob = store.blob(entry.digest)
+    if blob is None or blob.pack == LOST:
         raise BusyError(entry.name)
-    path = (
-        Path(store.objects.loose.path(blob.digest, blob.codec))
-        if blob.pack == LOOSE
-        else store.objects.packs.path(blob.pack)
-    )
+    path = Path(store.path_of(blob))
     for one in {path, path.parent} - synced:
         try:
             fd = os.open(one, os.O_RDONLY | os.O_CLOEXEC)
@@ -273,7 +268,7 @@ def clean(store: Store, folder: Folder, leftover: str) -> None:
     if int(namespace) == pid_namespace() and is_running(int(pid), int(started)):
         return
     if not name.startswith(PART) and not os.path.islink(leftover):
-        digest = sources.digest_of(leftover)
+        digest = entry_sources.digest_of(leftover)
         owner = next((one for one in os.listdir(place) if _mark(one) == mark), None)
         if owner is not None and not _is_kept(store, folder.name(os.path.join(place, owner)), digest):
             exchange(leftover, os.path.join(place, owner))

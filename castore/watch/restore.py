@@ -10,18 +10,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import blake3
-
 from castore import Store
-from castore.errors import CastoreError, CorruptError, FullError
+from castore.errors import CastoreError, FullError
 from castore.records import Entry
 from castore.system.temporary import give_to_owner
 from castore.watch import link_registry, replace
 from castore.watch.file_lease import BusyError
 from castore.watch.folder import PART, Folder
 from castore.watch.reports import Event, reason_of
-
-_PIECE = 1 << 20
 
 
 def restore_all(
@@ -65,7 +61,7 @@ def restore(store: Store, path: str, entry: Entry, check: Callable[[int], object
         check: called with the bytes of each piece that is written. What it raises ends everything.
 
     Raises:
-        CorruptError: the store has not got the right bytes; the link stays.
+        NotFoundError, CorruptError: the store has not got the right bytes; the link stays.
     """
     link = os.readlink(path)
     source = entry.metadata["source"]
@@ -89,14 +85,10 @@ def restore(store: Store, path: str, entry: Entry, check: Callable[[int], object
 
 
 def _write(store: Store, entry: Entry, path: str, check: Callable[[int], object]) -> None:
-    hasher = blake3.blake3()
-    with store.open(entry.name) as kept, open(path, "xb") as file:
+    with store.open_blob(entry.digest) as kept, open(path, "xb") as file:
         give_to_owner(file.fileno(), Path(path).parent)
-        while piece := kept.read(_PIECE):
-            hasher.update(piece)
+        for piece in kept.pieces():
             file.write(piece)
             check(len(piece))
         file.flush()
         os.fsync(file.fileno())
-    if hasher.hexdigest() != entry.digest:
-        raise CorruptError(f"{entry.name!r} does not have the bytes it was put with", digest=entry.digest)

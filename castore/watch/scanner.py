@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 
 from castore.errors import CastoreError, FullError, NameConflictError, StoreError
-from castore.records import Entry
-from castore.watch import link_registry, replace, sources
+from castore.records import Entry, Mount
+from castore.watch import entry_sources, link_registry, replace
 from castore.watch.add import Added, Adder, is_current
 from castore.watch.file_lease import BusyError, Snapshot
-from castore.watch.find_mount import Mount, NoMountError, find_mount
+from castore.watch.find_mount import NoMountError, answers, find_mount
 from castore.watch.reports import Event, reason_of
 from castore.watch.task import Task
 
@@ -181,7 +181,7 @@ class Looker:
         """A link that stands for a file: see to it that its own entry is pinned, and that it leads somewhere."""
         # Without a mount that could be asked: the same place in the mount that it led into.
         wanted = link.removesuffix(self._folder.below(entry.name)) + self._folder.below(name)
-        if self._mount is not None and self._mount.path(name) != wanted and self._mount.is_live():
+        if self._mount is not None and self._mount.path(name) != wanted and answers(self._mount):
             wanted = self._mount.path(name)
         if (entry.name, link, entry.pinned) == (name, wanted, True):
             return
@@ -216,7 +216,7 @@ class Looker:
                 continue
             self.touched.add(path)
             if self._options.mirror:
-                if sources.drop(self._store, entry):
+                if entry_sources.drop(self._store, entry):
                     self._report(Event("dropped", path, entry.name, entry.size))
             elif link_registry.target_of(entry) is not None:
                 link_registry.unbind(self._store, [entry])
@@ -272,7 +272,7 @@ class Looker:
 
     def live_mount(self) -> Mount | None:
         """The mount that links lead into; None, told once, while there is none."""
-        if self._mount is None or not self._mount.is_live():
+        if self._mount is None or not answers(self._mount):
             try:
                 self._mount = find_mount(self._store, self._folder.prefix)
             except NoMountError as error:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 from castore.errors import FullError, StoreError
 from castore.records import Entry
-from castore.watch import link_registry, sources
+from castore.watch import entry_sources, link_registry
 from castore.watch.dangling_links import Lookout
 from castore.watch.events import Events, WatchError
 from castore.watch.find_mount import NoMountError
@@ -104,7 +104,7 @@ class Watcher:
         elif due := self._events.take():
             self._look_at(due)
         self._lookout.look_if_due()
-        self._store.flush_if_due()
+        self._store.parts.usage.flush_if_due()
 
     def _refuse_empty(self) -> None:
         known = next(self._known(), None) if self._options.mirror else None
@@ -130,7 +130,7 @@ class Watcher:
         return (
             entry
             for entry in self._store.entries(self._folder.prefix)
-            if any(self._folder.has(source["path"]) for source in sources.of(entry)[:1])
+            if any(self._folder.has(source["path"]) for source in entry_sources.of(entry)[:1])
         )
 
     def _look_at(self, paths: list[str]) -> None:
@@ -162,6 +162,6 @@ class Watcher:
             self._rescan_at = min(self._rescan_at, time.monotonic() + _RETRY)
 
     def _drop_stale(self, concerns: Callable[[str], bool]) -> None:
-        for stale in sources.drop_stale(self._store, concerns):
+        for stale in entry_sources.drop_stale(self._store, concerns):
             done = "" if stale.dropped else " (pinned, so it stays)"
             self._report(Event("stale", name=stale.name, reason="; ".join(stale.reasons) + done))

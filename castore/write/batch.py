@@ -1,4 +1,4 @@
-"""What stands between `Store.put` and the writer: checking arguments, cutting batches, saying what went wrong.
+"""Between `Store.put` and the writer: arguments are checked, batches cut, and errors put into words.
 
 Knows the store's defaults; reads and writes nothing itself.
 """
@@ -6,21 +6,25 @@ Knows the store's defaults; reads and writes nothing itself.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
 
-from castore.errors import FullError, SerializationError, naming
+from castore.errors import FullError, InvalidValueError, NameConflictError, SerializationError, naming
 from castore.index.transaction import Write
 from castore.names import check_name
-from castore.objects.codecs import Buffer, check_codec
+from castore.objects.codecs import FRAME_SIZE, Buffer, check_codec
 from castore.records import Entry, Pointing
 from castore.serialize.serializers import check_serializer
 from castore.settings import Settings
 from castore.system.sql_errors import is_full
-from castore.units import parse_duration
+from castore.units import parse_ttl
+from castore.write.incoming import Creation, NewFile
 from castore.write.open_pack import Vanished
 from castore.write.prefixes import Prefixes
 from castore.write.staging import Staged
@@ -31,8 +35,22 @@ _BATCH_BYTES = 32 * 1024 * 1024
 _BATCH_BLOBS = 2000
 
 
+#: Stages bytes and says what their name is to be. With False it must not count on blobs that are known.
+Make = Callable[[bool], tuple[Pointing, Staged]]
+
+
 class _Changed(Exception):
     """The name that a put depends on points elsewhere by now."""
+
+
+class SupportsRead(Protocol):
+    """A binary file, a pipe, a response of an HTTP client: ``read(n)`` gives at most n bytes, and none at the
+    end.
+    """
+
+    def read(self, size: int, /) -> bytes | None:
+        """At most ``size`` bytes."""
+        ...
 
 
 class Putter:
@@ -62,16 +80,21 @@ class Putter:
         return Pointing(name, serializer, _metadata_text(metadata), expires, pin)
 
     def plain_pointings(
-        self, items: Iterable[tuple[str, Buffer]], ttl: float | str | None
+        self,
+        items: Iterable[tuple[str, Buffer] | tuple[str, Buffer, dict[str, Any] | None]],
+        ttl: float | str | None,
     ) -> Iterator[tuple[Pointing, Buffer]]:
-        """`pointing` for many names, each with its bytes, of which nothing else is said."""
+        """`pointing` for many names, each with its bytes and perhaps its metadata, of which nothing else is
+        said.
+        """
         seconds = self._seconds(ttl)
-        for name, data in items:
+        for item in items:
+            name, data, metadata = parse_item(item)
             expires = None if seconds is None else time.time() + seconds
-            yield Pointing(check_name(name), "bytes", None, expires, False), data
+            yield Pointing(check_name(name), "bytes", _metadata_text(metadata), expires, False), data
 
     def _seconds(self, ttl: float | str | None) -> float | None:
-        return self._settings.ttl if ttl is None else parse_duration(ttl)
+        return self._settings.ttl if ttl is None else parse_ttl(ttl)
 
     def codec(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
         """Codec and level of a put, checked."""
@@ -100,17 +123,80 @@ class Putter:
         fd = open_source(path)
 
         def stage(known: bool) -> list[tuple[Pointing, Staged]]:
-            dictionary = self._dictionary(pointing.name)
-            with naming(path):
-                staged = self._writer.stage_file(
-                    fd, codec, level, known=known, progress=progress, dictionary=dictionary
-                )
-            return [(pointing, staged)]
+            return [(pointing, self._stage_file(pointing, fd, path, codec, level, progress, known))]
 
         try:
             return self._commit(stage)[0]
         finally:
             os.close(fd)
+
+    def create(self, pointing: Pointing, codec: str, level: int | None, *, replace: bool) -> Creation:
+        """See `Store.create`."""
+        blob = self._writer.incoming(codec, level, self._dictionary(pointing.name))
+        file = NewFile(pointing.name, blob, self._telling_full)
+
+        def see_new(txn: Write) -> None:
+            if not replace and txn.current(pointing.name, time.time()) is not None:
+                raise NameConflictError(
+                    f"{pointing.name!r} is there already; choose another name or delete it"
+                )
+
+        return Creation(
+            file, lambda: self._commit(lambda known: [(pointing, blob.stage(known))], see_new)[0], blob
+        )
+
+    def copy(self, entry: Entry, name: str, *, move: bool) -> Entry | None:
+        """Point ``name`` to the blob of an entry, with what is said of it; None if the entry is another by
+        now.
+
+        Args:
+            move: remove the entry's own name, and take its pin along.
+        """
+        digest = bytes.fromhex(entry.digest)
+        pointing = Pointing(
+            check_name(name),
+            entry.serializer,
+            _metadata_text(entry.metadata),
+            entry.expires,
+            move and entry.pinned,
+        )
+
+        def first(txn: Write) -> None:
+            if txn.current(entry.name, time.time()) != digest:
+                raise _Changed
+            if move and name != entry.name:
+                txn.delete_entry(entry.name)
+
+        staged = self._writer.stage_known(digest)
+        if staged is None:
+            return None
+        with self._telling_full():
+            try:
+                return self._writer.commit([(pointing, staged)], first)[0]
+            except (_Changed, Vanished):
+                return None
+
+    def put_stream(
+        self,
+        pointing: Pointing,
+        source: SupportsRead,
+        codec: str,
+        level: int | None,
+        progress: Callable[[int], object] | None,
+    ) -> Entry:
+        """See `Store.put_stream`."""
+        with self.create(pointing, codec, level, replace=True) as file:
+            while piece := source.read(FRAME_SIZE):
+                file.write(piece)
+                if progress is not None:
+                    progress(len(piece))
+            if piece is None:
+                raise InvalidValueError(
+                    f"the stream for {pointing.name!r} does not wait for its bytes;"
+                    " make it blocking: os.set_blocking(fd, True)"
+                )
+        assert file.entry is not None  # the block has ended without an error
+        return file.entry
 
     def put_many(
         self, items: Iterable[tuple[Pointing, Buffer]], codec: str, level: int | None
@@ -119,7 +205,8 @@ class Putter:
         entries: list[Entry] = []
         batch: list[tuple[Pointing, Buffer]] = []
         size = 0
-        # A batch has to fit into the budget beside something else, or it would evict everything and still fail.
+        # A batch has to fit into the budget beside something else, or it would evict everything and still
+        # fail.
         limit = min(_BATCH_BYTES, (self._settings.max_size or _BATCH_BYTES) // 2)
         for pointing, data in items:
             plain = _plain(data)
@@ -178,11 +265,17 @@ class Putter:
         stage: Callable[[bool], list[tuple[Pointing, Staged]]],
         first: Callable[[Write], object] | None = None,
     ) -> list[Entry]:
-        try:
+        with self._telling_full():
             try:
                 return self._writer.commit(stage(True), first)
             except Vanished:
                 return self._writer.commit(stage(False), first)
+
+    @contextmanager
+    def _telling_full(self) -> Iterator[None]:
+        """Have an error that says the disk is full say what to do about it."""
+        try:
+            yield
         except OSError as error:
             if not is_full(error):
                 raise
@@ -190,6 +283,327 @@ class Putter:
                 f"the disk of {self._path} is full; free some space, or lower the budget:"
                 " `castore gc --max-size SIZE`"
             ) from error
+
+    def _stage_file(
+        self,
+        pointing: Pointing,
+        fd: int,
+        path: str | os.PathLike[str],
+        codec: str,
+        level: int | None,
+        progress: Callable[[int], object] | None,
+        known: bool,
+    ) -> Staged:
+        """See `BlobWriter.stage_file`; with the dictionary of the name, and errors that name the file."""
+        dictionary = self._dictionary(pointing.name)
+        with naming(path):
+            return self._writer.stage_file(
+                fd, codec, level, known=known, progress=progress, dictionary=dictionary
+            )
+
+
+class _Item(NamedTuple):
+    """What a batch is about to put, and how it is made again if a blob that it counted on has vanished."""
+
+    pointing: Pointing
+    staged: Staged
+    make: Make | None
+
+
+class Batch:
+    """Puts and deletes that are seen together at the end of the block, or not at all. Made by `Store.batch`.
+
+    Bytes are hashed and compressed as they are put. A batch holds them until its end, for it may have to put
+    them once more: large ones are better put as files, or by `run`, which holds nothing. An exception in the
+    block keeps nothing. One thread uses a batch at a time.
+
+    Attributes:
+        entries: what was put, in its order, once the block has ended; empty before.
+        stored: bytes that what is staged will add to the store, so far.
+    """
+
+    def __init__(self, putter: Putter, codec: str | None, level: int | None, ttl: float | str | None) -> None:
+        self._putter = putter
+        self._codec = putter.codec(codec, level)
+        self._ttl = ttl
+        self._items: list[_Item] = []
+        self._dropped: dict[str, None] = {}
+        self._lives: dict[str, float] = {}  # seconds that names live for, from the commit on
+        self._known, self._is_run = True, False
+        self.stored = 0
+        self.entries: list[Entry] = []
+
+    def put(
+        self,
+        name: str,
+        data: Buffer,
+        *,
+        codec: str | None = None,
+        level: int | None = None,
+        ttl: float | str | None = None,
+        metadata: dict[str, Any] | None = None,
+        pin: bool = False,
+        serializer: str = "bytes",
+    ) -> str:
+        """Stage bytes to be kept under ``name``. Arguments are those of `Store.put`, defaults the batch's.
+
+        Returns:
+            The digest of the bytes, 64 hex characters.
+
+        Raises:
+            InvalidNameError, SerializationError: the name or the metadata cannot be used.
+            FullError: the disk is full.
+        """
+        pointing = self._pointing(name, ttl, metadata, pin, serializer)
+        plain = _plain(data)
+        # Kept until the end of the block. Of what cannot change, a mapped file say, no copy is needed.
+        is_fixed = self._is_run or (isinstance(plain, memoryview) and plain.readonly)
+        kept = plain if is_fixed else unchanging(plain)
+        used = self._used(codec, level)
+        return self.add(lambda known: (pointing, self._putter._stage(pointing, kept, *used, known)))
+
+    def put_file(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        codec: str | None = None,
+        level: int | None = None,
+        ttl: float | str | None = None,
+        metadata: dict[str, Any] | None = None,
+        pin: bool = False,
+        progress: Callable[[int], object] | None = None,
+    ) -> str:
+        """Stage a file of any size to be kept under ``name``; the arguments are those of `Store.put_file`.
+
+        The file must stay as it is until the block has ended: it may be read again then.
+
+        Returns:
+            The digest of the bytes, 64 hex characters.
+
+        Raises:
+            OSError: the file cannot be read.
+            InvalidValueError: it is not a regular file, or changed while it was read.
+        """
+        pointing = self._pointing(name, ttl, metadata, pin, "bytes")
+        used = self._used(codec, level)
+
+        def make(known: bool) -> tuple[Pointing, Staged]:
+            fd = open_source(path)
+            try:
+                return pointing, self._putter._stage_file(pointing, fd, path, *used, progress, known)
+            finally:
+                os.close(fd)
+
+        return self.add(make)
+
+    def delete(self, name: str) -> None:
+        """Have a name removed, with what was put under it in this block. A missing one is passed over.
+
+        Raises:
+            InvalidNameError: nothing can have that name.
+        """
+        self._dropped[check_name(name)] = None
+        for item in self._items:
+            if item.pointing.name == name:
+                item.staged.discard()
+                self.stored -= item.staged.stored
+        self._items = [item for item in self._items if item.pointing.name != name]
+
+    def staged_file(
+        self,
+        name: str,
+        fd: int,
+        path: str,
+        *,
+        metadata: dict[str, Any] | None = None,
+        progress: Callable[[int], object] | None = None,
+        known: bool = True,
+    ) -> tuple[Pointing, Staged]:
+        """For `add`: an open file, staged. The arguments are those of `put_file`.
+
+        Args:
+            name, metadata, progress: as for `put_file`.
+            fd: of the file, which is left open.
+            path: of the file, for messages.
+            known: what `add` says.
+        """
+        pointing = self._pointing(name, None, metadata, False, "bytes")
+        return pointing, self._putter._stage_file(pointing, fd, path, *self._codec, progress, known)
+
+    def add(self, make: Make) -> str:
+        """`put` for a caller that stages bytes in a way of its own.
+
+        Args:
+            make: stages them, and says what their name is to be. It is called again, with False, if a blob
+                that was known has vanished before the end of the block.
+
+        Returns:
+            The digest of the bytes, 64 hex characters.
+        """
+        with self._putter._telling_full():
+            pointing, staged = make(self._known)
+        self._items.append(_Item(pointing, staged, None if self._is_run else make))
+        self.stored += staged.stored
+        return staged.digest.hex()
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Move what was put in this block to other names: for names that tell how many there are.
+
+        Raises:
+            InvalidNameError: nothing can have one of the new names.
+        """
+        for name, new in names.items():
+            check_name(new)
+            if name in self._lives:
+                self._lives[new] = self._lives.pop(name)
+        self._items = [
+            item._replace(
+                pointing=item.pointing._replace(name=names.get(item.pointing.name, item.pointing.name))
+            )
+            for item in self._items
+        ]
+
+    def run(self, work: Callable[[], object]) -> list[Entry]:
+        """Call ``work``, which puts into this batch and deletes, and commit: for streams, which are not kept.
+
+        If a blob that was known has vanished before the commit, ``work`` is called once more, from the start.
+
+        Returns:
+            What was put, in its order.
+
+        Raises:
+            NameConflictError, TooLargeError, FullError: as for `commit`.
+        """
+        self._is_run = True
+
+        def stage(known: bool) -> list[tuple[Pointing, Staged]]:
+            self.discard()
+            self._known = known
+            try:
+                work()
+            except BaseException:
+                self.discard()
+                raise
+            staged = [(item.pointing, item.staged) for item in self._items]
+            self._items, self.stored = [], 0
+            return self._from_now(staged)
+
+        try:
+            entries = self._putter._commit(stage, self._delete)
+        finally:
+            self._known, self._is_run = True, False
+            self.discard()
+        self.entries += entries
+        return entries
+
+    def _from_now(self, staged: list[tuple[Pointing, Staged]]) -> list[tuple[Pointing, Staged]]:
+        """All lifetimes begin at once, however long staging took: what belongs together expires together."""
+        now, lives = time.time(), self._lives
+        return [
+            (
+                pointing._replace(expires=now + lives[pointing.name]) if pointing.name in lives else pointing,
+                item,
+            )
+            for pointing, item in staged
+        ]
+
+    def _delete(self, txn: Write) -> None:
+        for name in self._dropped:
+            txn.delete_entry(name)
+
+    def commit(self) -> list[Entry]:
+        """Put and delete now; the batch is empty afterwards. The end of the block does it.
+
+        Names are deleted first, so one that is put as well is there.
+
+        Returns:
+            What was put, in its order.
+
+        Raises:
+            NameConflictError, TooLargeError, FullError: as for `Store.put`. Nothing was put and nothing was
+            deleted then.
+        """
+        items, self._items, self.stored = self._items, [], 0
+        if not items and not self._dropped:
+            return []
+
+        def stage(known: bool) -> list[tuple[Pointing, Staged]]:
+            if known:
+                return self._from_now([(item.pointing, item.staged) for item in items])
+            again: list[tuple[Pointing, Staged]] = []
+            try:
+                for item in items:
+                    assert item.make is not None  # `run` commits by itself
+                    again.append(item.make(False))  # what is staged must be known when the next fails
+                    if again[-1][1].digest != item.staged.digest:
+                        raise InvalidValueError(
+                            f"what {item.pointing.name!r} is put from changed since it was first read;"
+                            " put it again when nobody writes to it"
+                        )
+            except BaseException:
+                for _, staged in again:
+                    staged.discard()
+                raise
+            return self._from_now(again)
+
+        try:
+            entries = self._putter._commit(stage, self._delete)
+        finally:
+            self.discard()
+        self.entries += entries
+        return entries
+
+    def discard(self) -> None:
+        """Forget what was staged."""
+        items, self._items, self.stored = self._items, [], 0
+        self._dropped, self._lives = {}, {}
+        for item in items:
+            item.staged.discard()
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.commit()
+        else:
+            self.discard()
+
+    def _pointing(
+        self, name: str, ttl: float | str | None, metadata: dict[str, Any] | None, pin: bool, serializer: str
+    ) -> Pointing:
+        pointing = self._putter.pointing(name, None, metadata, pin, serializer)._replace(expires=None)
+        given = self._ttl if ttl is None else ttl
+        life = None if given == math.inf else self._putter._seconds(given)
+        if life is None:
+            self._lives.pop(name, None)
+        else:
+            self._lives[name] = life
+        return pointing
+
+    def _used(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
+        return self._codec if codec is None and level is None else self._putter.codec(codec, level)
+
+
+def parse_item(item: Any) -> tuple[str, Any, dict[str, Any] | None]:
+    """Name, data and metadata of an item of `Store.put_many` or `Store.put_if`.
+
+    Raises:
+        InvalidValueError: it has another shape.
+    """
+    try:
+        size = len(item)
+    except TypeError:
+        size = 0
+    if isinstance(item, str) or size not in (2, 3):
+        raise InvalidValueError(
+            f"an item is (name, data) or (name, data, metadata), not {type(item).__name__} of length {size}"
+        )
+    name, data, *metadata = item
+    return name, data, metadata[0] if metadata else None
 
 
 def unchanging(data: Buffer) -> bytes:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import blake3
 
-from castore.errors import FullError, InvalidValueError, TooLargeError, naming
+from castore.errors import FullError, InvalidValueError, TooLargeError
 from castore.index.database import Index
 from castore.index.transaction import Write
 from castore.objects.codecs import FRAME_SIZE, Buffer
@@ -40,6 +40,7 @@ from castore.objects.encode import (
 from castore.objects.packs import PACK_LIMIT
 from castore.records import LOOSE, LOST, Blob, Entry, Pointing
 from castore.units import format_size
+from castore.write.incoming import IncomingBlob, write_all
 from castore.write.open_pack import OpenPack
 from castore.write.staging import (
     Known,
@@ -109,7 +110,7 @@ class BlobWriter:
         digest = blake3.blake3(data).digest()
         size = len(data)
         # Compressing so little costs no more than the look-up, which is then left to the write transaction.
-        if size > _LOOK_FIRST and known and (found := self._known(digest)) is not None:
+        if size > _LOOK_FIRST and known and (found := self.stage_known(digest)) is not None:
             return found
         if size <= FRAME_SIZE:
             return self._one_frame(digest, size, *encode_small(data, codec, level, dictionary), dictionary)
@@ -165,7 +166,7 @@ class BlobWriter:
         for at, (data, _) in enumerate(values):
             if 0 < len(data) <= FRAME_SIZE:
                 digest = blake3.blake3(data).digest()
-                if known and (found := self._known(digest)) is not None:
+                if known and (found := self.stage_known(digest)) is not None:
                     staged[at] = found
                 else:
                     frames[at] = digest
@@ -183,7 +184,8 @@ class BlobWriter:
             raise
         return [staged[at] for at in range(len(values))]
 
-    def _known(self, digest: bytes) -> Known | None:
+    def stage_known(self, digest: bytes) -> Known | None:
+        """A blob that is in the store already; None if it is not there, or damaged."""
         blob = self._index.blob(digest)
         return None if blob is None or blob.pack == LOST else Known(blob)
 
@@ -204,7 +206,7 @@ class BlobWriter:
         if known and self._index.has_loose_of_size(size):
             # Some blob of this size is here: reading twice costs less than compressing what may be known.
             digest, size = hash_file(fd)
-            if (found := self._known(digest)) is not None:
+            if (found := self.stage_known(digest)) is not None:
                 return found
         used = choose_codec(codec, size, lambda at, length: os.pread(fd, length, at))
         frames = HashingFrames(fd, progress)
@@ -218,12 +220,17 @@ class BlobWriter:
         blob = Blob(frames.digest, size, encoded.stored, used, LOOSE, 0)
         return Large(self._objects, blob, temporary, encoded.checksums)
 
+    def incoming(self, codec: str, level: int | None, dictionary: Dictionary | None) -> IncomingBlob:
+        """A blob whose bytes come in pieces, and whose size only its end tells."""
+        self._index.see_writable()
+        return IncomingBlob(partial(self.stage, dictionary=dictionary), self._objects, codec, level)
+
     def _write_temporary(self, encoding: _Encoding) -> tuple[Encoded, Path]:
         self._index.see_writable()
         fd, temporary = self._objects.loose.create()
         try:
             try:
-                encoded = encoding(lambda piece: _write_all(fd, piece, temporary))
+                encoded = encoding(lambda piece: write_all(fd, piece, temporary))
                 self._objects.loose.seal(fd, durable=self._objects.durable)
             finally:
                 os.close(fd)
@@ -297,13 +304,6 @@ def _entry(pointing: Pointing, blob: Blob, now: float, created: float, pinned: b
     return Entry(
         name, digest, blob.size, blob.stored, blob.codec, created, expires, now, serializer, decoded, pinned
     )
-
-
-def _write_all(fd: int, data: Buffer, path: Path) -> None:
-    view = memoryview(data)
-    with naming(path):
-        while view:
-            view = view[os.write(fd, view) :]
 
 
 def open_source(path: str | os.PathLike[str]) -> int:

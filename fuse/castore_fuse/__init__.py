@@ -1,12 +1,16 @@
-"""castore_fuse: a castore as a folder of plain read-only files, through libfuse 3.
+"""castore_fuse: mounts a castore as a folder of plain read-only files, through libfuse 3.
 
-Nothing here is imported until it is used: `import castore_fuse` works, and is quick, without libfuse.
+Names are imported on first use: `import castore_fuse` is quick, and works without libfuse.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from castore_fuse.api import foreground, mount, mounted, umount
+    from castore_fuse.errors import BusyError, MountError
 
 _HOMES = {
     "BusyError": "errors",

@@ -1,6 +1,6 @@
-"""The daemon of one mount: ``python -m castore_fuse``, started by `api` and by nobody's hand.
+"""The daemon of one mount: ``python -m castore_fuse``. It is started by `api`, not by hand.
 
-Opens the store, registers the mount with it, and serves the view until it is unmounted.
+The daemon opens the store, registers the mount with it, and serves the view until it is unmounted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("castore.fuse")
 
 
 class Mount:
-    """What one daemon serves, and what has to be undone when it ends."""
+    """The store, view and registration of one daemon, and how to close them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -50,11 +50,11 @@ class Mount:
         return session
 
     def _registered(self, session: Session) -> tuple[Listener, Callable[[], object]]:
-        """Have whoever removes things know of this mount, and ask it."""
+        """Register the mount with the store. Returns the listener for gc's questions and the heartbeat."""
         given = self._options
-        mounts.forget_dead(self.store.index)  # a killed daemon's, of this very mountpoint perhaps
-        # On the list before the mount answers: from then on gc must know of the pin.
-        self._registration = registration = self.store.relieve(
+        mounts.forget_dead(self.store.index)  # may remove the row of a killed daemon on this same mountpoint
+        # The row exists before the mount answers: gc must know of the pin from that moment on.
+        self._registration = registration = self.store.parts.relieve(
             lambda: mounts.Registration(
                 self.store.index, str(session.mountpoint), given.prefix, pinned=given.pin
             )
@@ -63,26 +63,26 @@ class Mount:
         return listener, registration.still_here
 
     def started(self) -> None:
-        """The mount answers: threads may start."""
+        """Start the threads. Called once the mount answers."""
         self.follower.start()
 
     def close(self) -> None:
-        """Take everything back that `open` did."""
+        """Undo everything that `open` did."""
         if hasattr(self, "follower"):
             self.follower.stop()
         if not hasattr(self, "store"):
             return
         try:
             if hasattr(self, "_registration"):
-                self.store.relieve(self._registration.remove)
+                self.store.parts.relieve(self._registration.remove)
             self.store.close()
         except (sqlite3.Error, CastoreError) as error:
-            # Whoever opens the store next sees that this process is gone.
+            # The next process that opens the store sees that this one is gone.
             log.warning("could not take the mount off the store's list: %s", error)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve a mount until its end; returns the exit code."""
+    """Serve a mount until its end, and return the exit code."""
     parser = argparse.ArgumentParser(prog="castore_fuse", description=__doc__)
     parser.add_argument("--store", required=True)
     parser.add_argument("--prefix", default="")

@@ -1,6 +1,6 @@
-"""Mounting a store: what `castore mount`, `castore umount` and Python code call.
+"""Mount a store: the functions behind `castore mount`, `castore umount` and Python code.
 
-Each mount is served by a daemon of its own (``python -m castore_fuse``); nothing here serves anything itself.
+Each mount is served by its own daemon (``python -m castore_fuse``). Only `foreground` serves in this process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from castore.units import parse_size
 from castore_fuse import lifecycle, mountpoints
 from castore_fuse.errors import MountError
 
-#: Bound on decoded frames that a mount keeps in RAM. The kernel keeps what was read; this only bridges requests.
+#: Bound, in bytes, on the decoded frames that a mount keeps in RAM. The kernel caches what was read; these
+#: frames only bridge requests.
 CACHE_SIZE = 64 * 1024 * 1024
 
 
@@ -38,18 +39,19 @@ def mount(
 
     Args:
         store: a `Store` or its folder.
-        mountpoint: an empty folder, made if it is missing; a dead mount that lies there is cleared.
-        prefix: show only what is below this prefix, without it.
-        pin: have gc leave everything under the prefix alone while it is mounted.
-        allow_other: let other users in (root, or with ``user_allow_other`` in ``/etc/fuse.conf``).
+        mountpoint: an empty folder, created if it is missing. A dead castore mount found there is cleared.
+        prefix: show only the names below this prefix, without the prefix.
+        pin: while it is mounted, gc removes nothing under the prefix.
+        allow_other: let other users in (root may, and others with ``user_allow_other`` in
+            ``/etc/fuse.conf``).
         cache_size: bound on decoded frames kept in RAM, in bytes or as ``"256MB"``.
-        threads: how many requests are handled at once; default a few more than there are cores.
+        threads: number of requests handled at once; by default a few more than there are cores.
 
     Returns:
         The mountpoint's real path.
 
     Raises:
-        MountError: with a sentence that says why not.
+        MountError: the mount failed; the message gives the reason.
         MissingDependencyError: libfuse 3 or fusermount3 is missing.
     """
     folder = _folder(store)
@@ -75,7 +77,7 @@ def mounted(
     """A mount for the length of a ``with`` block; the arguments are those of `mount`.
 
     Args:
-        mountpoint: default a temporary folder.
+        mountpoint: a temporary folder by default.
 
     Yields:
         The mountpoint.
@@ -92,7 +94,7 @@ def umount(mountpoint: str | os.PathLike[str]) -> None:
     """End a mount, live or dead, and wait until its daemon is gone.
 
     Raises:
-        BusyError: files in it are in use, and by whom.
+        BusyError: processes use files in it; the message names them.
         MountError: there is no castore mount.
     """
     path = mountpoints.real(mountpoint)
@@ -113,7 +115,7 @@ def foreground(
     cache_size: int | str = CACHE_SIZE,
     threads: int | None = None,
 ) -> int:
-    """Serve a mount in this process until it is unmounted; returns the exit code. For service managers."""
+    """Serve a mount in this process until it is unmounted, and return the exit code. For service managers."""
     from castore_fuse.__main__ import main
 
     folder = _folder(store)
@@ -148,7 +150,7 @@ def _command(
 
 
 def _record(folder: Path, mountpoint: Path) -> list[str]:
-    """Where the daemon is to leave its record; nowhere if nothing can be written there."""
+    """The arguments that make the daemon write its record; none for a read-only store."""
     return [] if is_read_only(folder) else ["--record", os.fspath(_record_path(folder, mountpoint))]
 
 

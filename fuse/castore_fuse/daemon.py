@@ -1,7 +1,7 @@
-"""The daemon's side of a mount: say on a pipe when it is ready or why not, serve, leave a record of who serves.
+"""The daemon's side of a mount: report on a pipe that it is ready or why not, write its record, and serve.
 
-May assume that it is called first thing in a fresh process: it changes signal handlers, limits and logging, which
-belong to the whole process. Threads start only in here, after all forking is done.
+May assume that `serve` is the first call in a fresh process: it changes signal handlers, limits and logging,
+which belong to the whole process. Threads start only in here, after all forking is done.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ log = logging.getLogger("castore.fuse")
 READY = "ready"
 """What the daemon says on its ready pipe; anything else is the sentence of an error."""
 
-# Of malloc.h.
+# From malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
 class Record:
-    """Who serves a mount. A process id alone is used again; with its start time it is not."""
+    """The process that serves a mount: its process id, and its start time, because process ids are reused."""
 
     mountpoint: str
     pid: int
@@ -46,14 +46,14 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> Record | None:
-        """The record in a file; None when there is none, or none that can be understood."""
+        """The record in a file; None when the file is missing or cannot be parsed."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
 
     def write(self, path: Path) -> None:
-        """Put the record where `read` finds it, whole or not at all."""
+        """Write the record atomically: `read` finds all of it or nothing."""
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{self.pid}")
         with open(open_with_mode(temporary, os.O_WRONLY | os.O_TRUNC, 0o644), "w", encoding="utf-8") as file:
@@ -61,7 +61,7 @@ class Record:
         temporary.replace(path)
 
     def alive(self) -> bool:
-        """Whether that very process still runs."""
+        """Whether exactly that process still runs."""
         return is_running(self.pid, self.started)
 
 
@@ -76,16 +76,17 @@ def serve(
     """Make the session, mount it, and serve it to its end.
 
     Args:
-        make_session: opens what is to be served. Its `CastoreError`s become the sentence that the caller gets.
+        make_session: opens the store and makes the session. The message of its `CastoreError` goes to the
+            caller.
         started: called when the mount answers and threads may start.
-        ready_fd: a pipe that gets the line `ready`, or an error's sentence.
-        lifeline_fd: a pipe that nobody writes to: when its other end is closed the mount ends.
+        ready_fd: a pipe that gets the line `ready`, or an error message.
+        lifeline_fd: a pipe to which nothing is written. The mount ends when the pipe's other end is closed.
         record_path: where the `Record` lies while the mount lives.
 
     Returns:
         The exit code: 0, or 1 when the mount could not be made.
     """
-    # On a lifeline the daemon shares its caller's standard error, where nobody asked for its diary.
+    # With a lifeline the daemon shares its caller's standard error, so it logs warnings and errors only.
     level = logging.INFO if lifeline_fd is None else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s")
     for handler in logging.getLogger().handlers:
@@ -96,7 +97,7 @@ def serve(
         session = make_session()
         session.mount()
     except CastoreError as error:
-        log.error("%s", error)  # noqa: TRY400 (the sentence says it; a traceback is for defects)
+        log.error("%s", error)  # noqa: TRY400 (the message is enough; a traceback is for defects)
         _say(ready_fd, str(error))
         return 1
     except BaseException as error:
@@ -107,7 +108,8 @@ def serve(
         if record_path is not None:
             try:
                 Record.of_this_process(session.mountpoint).write(record_path)
-            except OSError as error:  # the disk is full: without it `umount` does not wait for this process
+            # the disk is full, say: without a record, `umount` does not wait for this process
+            except OSError as error:
                 log.warning("cannot write %s: %s", record_path, error.strerror)
         if started is not None:
             started()
@@ -126,7 +128,7 @@ def serve(
 
 
 class _Repeated(logging.Filter):
-    """Lets an error through once a minute: while an index is broken, every request of a mount fails alike."""
+    """Passes each error once a minute: while an index is broken, every request of a mount fails alike."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,16 +154,16 @@ def _say(descriptor: int | None, sentence: str) -> None:
 
 
 def _hold(lifeline: int, session: Session) -> None:
-    """Wait until the last process that holds the other end is gone."""
+    """Wait until the last process that holds the other end is gone, then end the session."""
     os.read(lifeline, 1)
     session.exit()
 
 
 def _keep_freed_memory() -> None:
-    """Have malloc keep what is freed for the next frame, up to 128 MB of it.
+    """Have malloc keep up to 128 MB of freed memory for the next frames.
 
-    Frames come and go at the rate of reading. Each time glibc would give their memory back to the kernel and fault it in
-    anew, which is a fifth of the time that decoding one takes.
+    Frames are allocated and freed at the rate of reading. Without this, glibc returns their memory to the
+    kernel each time and faults it in again, which takes a fifth of the time of decoding a frame.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not every C library has it
     if mallopt is not None:
@@ -170,6 +172,6 @@ def _keep_freed_memory() -> None:
 
 
 def _raise_file_limit() -> None:
-    """Every open handle holds a file descriptor of its object: allow as many as we may have."""
+    """Raise the limit of open files to the hard limit: every open handle holds a file descriptor."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,8 +1,8 @@
-"""Between C and a `LowLevel` file system: requests become calls of its methods, and what these return becomes replies.
+"""Between C and a `LowLevel` file system: requests become calls of its methods, and results become replies.
 
-Every reply is sent at one place, `Dispatcher._answer`, after the method has returned or raised, so that no request is
-answered twice (libfuse frees it with the first answer) and no exception reaches C. Runs on whichever thread took the
-request from the kernel, several at once; holds no state of its own.
+Every reply is sent at one place, `Dispatcher._answer`, after the method has returned or raised. So no request
+is answered twice (libfuse frees a request with its first answer), and no exception reaches C. Callbacks run
+on the thread that took the request from the kernel, several at once. This module holds no state of its own.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ One sequential reader gains nothing from more; the limit is for many readers, wh
 SMALL_REPLY = 32 * 1024
 """Replies up to here are copied to the kernel without releasing the GIL.
 
-Where the line lies made no measurable difference; longer copies release it so that other threads can decode."""
+Where the line lies made no measurable difference; longer copies release it so that other threads \
+can decode."""
 
 _Reply = TypeVar("_Reply")
 
 
 class Dispatcher:
-    """Turns C callbacks into calls of a `LowLevel`, and what these return into replies."""
+    """Turns C callbacks into calls of a `LowLevel`, and their results into replies."""
 
     def __init__(self, ops: LowLevel, lib: libfuse.Libfuse) -> None:
         self._ops = ops
@@ -64,9 +65,10 @@ class Dispatcher:
         pack: Callable[[_Reply], BytesLike],
         undo: Callable[[_Reply, int], None] | None = None,
     ) -> Callable[..., None]:
-        """A C callback: `handle(node, ...)`, then `pack` its reply, then send it; `undo` it when nobody took it.
+        """A C callback that calls `handle(node, ...)` and sends what `pack` makes of the result.
 
-        Nobody takes a reply whose request was interrupted meanwhile: then the kernel counts no reference and no handle.
+        The kernel takes no reply of a request that was interrupted meanwhile. It then counts no reference and
+        no handle, and `undo` gives back those that `handle` made.
         """
         send, reply_err = self._send, self._lib.reply_err
 
@@ -98,7 +100,7 @@ class Dispatcher:
         conn = self._lib.conn_info.from_address(conn_address)
         wanted = libfuse.CAP_ASYNC_READ | libfuse.CAP_PARALLEL_DIROPS | libfuse.CAP_EXPLICIT_INVAL_DATA
         wanted |= libfuse.CAP_READDIRPLUS | libfuse.CAP_READDIRPLUS_AUTO
-        # A node's bytes never change, so its pages are good whatever happens to its times: no AUTO_INVAL_DATA.
+        # A node's bytes never change, so its pages stay valid when its times change: no AUTO_INVAL_DATA.
         conn.want = (conn.want | wanted) & conn.capable & ~libfuse.CAP_AUTO_INVAL_DATA & ~libfuse.CAP_SPLICE
         conn.max_background = MAX_BACKGROUND
         conn.congestion_threshold = MAX_BACKGROUND * 3 // 4
@@ -123,13 +125,13 @@ class Dispatcher:
 
     def _read(self, node: int, size: int, offset: int, info: int) -> BytesLike:
         data = self._ops.read(node, self._handle(info), size, offset)
-        if len(data) > size:  # the kernel would refuse it with a less helpful error
+        if len(data) > size:  # the kernel would refuse a longer reply with a less helpful error
             raise ValueError(f"read gave {len(data)} bytes where {size} were asked for")
         return data
 
     def _release(self, node: int, info: int) -> bytes:
         self._ops.release(node, self._handle(info))
-        return b""  # an empty reply is "done"
+        return b""  # an empty reply means success
 
     def _opendir(self, node: int, info: int) -> wire.OpenReply:
         return self._ops.opendir(node)
@@ -148,7 +150,7 @@ class Dispatcher:
         return b"".join(lines)
 
     def _readdirplus(self, node: int, size: int, offset: int, info: int) -> tuple[bytes, list[int]]:
-        """The packed lines, and the nodes that got a reference with them."""
+        """The packed lines, and the nodes that each got a reference through them."""
         lines, nodes, room = [], [], size
         for entry in self._ops.readdirplus(node, self._handle(info), offset):
             line = wire.pack_direntry_plus(entry)
@@ -162,7 +164,7 @@ class Dispatcher:
 
     def _getxattr(self, node: int, name: bytes, size: int) -> bytes:
         if not name.startswith(b"user."):
-            # ls and cp ask for ACLs and SELinux labels of every file, until a file system says that it has none at all.
+            # ls and cp ask for ACLs and SELinux labels of every file, until a file system answers ENOTSUP.
             raise OSError(errno.ENOTSUP, "only user attributes are supported")
         return _sized(self._ops.getxattr(node, name), size)
 
@@ -190,7 +192,7 @@ class Dispatcher:
 
 
 def _unchanged(payload: BytesLike) -> BytesLike:
-    """For replies that are bytes already."""
+    """The packer of replies that are bytes already."""
     return payload
 
 
@@ -199,7 +201,7 @@ def _packed_lines(reply: tuple[bytes, list[int]]) -> bytes:
 
 
 def _sized(value: bytes, size: int) -> bytes:
-    """The answer to getxattr and listxattr: with size 0 the caller asks only how long the value is."""
+    """The answer to getxattr and listxattr. With size 0 the caller asks for the length of the value only."""
     if size == 0:
         return wire.pack_xattr_size(len(value))
     if len(value) > size:

@@ -1,9 +1,10 @@
-"""Telling the kernel what changed: follows the store's names journal and takes back what the kernel remembers.
+"""Keep the kernel's caches true: follow the store's names journal, and invalidate what changed.
 
-Also answers who is about to remove bytes (castore/gc/mount_barrier.py): the kernel forgets what nobody has open; the rest is held.
+The follower also answers gc before gc removes bytes (castore/gc/mount_barrier.py). The kernel then forgets
+the nodes that no process has open; the mount holds the bytes of the others.
 
-Runs on a thread of its own and never in a request: the kernel may hold a folder's lock while it waits for an answer
-of ours, and an invalidation waits for that lock.
+The follower runs on a thread of its own and must never run inside a request: the kernel may hold a folder's
+lock while it waits for our answer, and an invalidation waits for that lock.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from castore_fuse.view import File, Folder
 
 log = logging.getLogger("castore.fuse")
 
-#: Seconds between two looks at the journal.
+#: Seconds between two scans of the journal.
 INTERVAL = 0.1
-#: Seconds between two signs of life.
+#: Seconds between two heartbeats in the index.
 BEAT_SECONDS = 300.0
-#: Seconds a look may take longer for writing down what was read: beside it others write, and names change.
+#: Seconds that flushing usage may add to a scan. Other processes write the index meanwhile, and names change.
 _FLUSHING = 0.03
 #: Seconds after which a record that the index does not confirm counts as never committed.
 _PATIENCE = 10.0
 
 
 class Invalidating(Protocol):
-    """The part of a session that is needed here."""
+    """The part of a session that the follower needs."""
 
     def invalidate_entry(self, parent: int, name: bytes) -> object:
-        """Forget the name in that folder."""
+        """Drop the name in that folder from the kernel's cache."""
         ...
 
     def invalidate_inode(self, node: int) -> object:
-        """Forget attributes and listing of that node."""
+        """Drop the node's attributes and listing from the kernel's cache."""
         ...
 
 
@@ -53,10 +54,11 @@ class Follower:
     """Keeps one mount's kernel caches true.
 
     Args:
-        operations: of the mount.
+        operations: those of the mount.
         session: takes the invalidations.
-        listener: where the mount is asked; closed by `stop`. None in a store that is read-only, where nobody could find it.
-        beat: called every few minutes, to say that the mount is alive; None if nobody could be told.
+        listener: where gc asks the mount; `stop` closes it. None for a read-only store, where no gc could
+            find it.
+        beat: called every few minutes to record that the mount is alive; None where this cannot be recorded.
     """
 
     def __init__(
@@ -79,11 +81,11 @@ class Follower:
         self._thread = threading.Thread(target=self._run, name="castore-follow", daemon=True)
 
     def start(self) -> None:
-        """Follow until `stop`. What changed since construction is not missed."""
+        """Follow until `stop`. Changes since construction are not missed."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread, and close the listener and the journal."""
         os.close(self._wake_write)
         if self._thread.ident is not None:
             self._thread.join()
@@ -104,14 +106,14 @@ class Follower:
                     self._answer(listener)
                 else:
                     self._tick()
-            except CastoreError as error:  # a full disk, say: the sentence tells all
+            except CastoreError as error:  # a full disk, say: the message is enough
                 log.error("%s; the mount goes on, and tries again", error)  # noqa: TRY400
             except (OSError, sqlite3.Error):
                 log.exception("cannot follow the store's changes; trying again")
 
     def _tick(self) -> None:
         self.look()
-        self._view.store.flush_for(_FLUSHING)
+        self._view.store.parts.usage.flush_for(_FLUSHING)
         self._view.store.objects.packs.drop_unlinked()
         self._operations.handles.drop_unlinked()
         if self._beat is not None and time.monotonic() > self._next_beat:
@@ -132,11 +134,11 @@ class Follower:
             listener.answer(waiting, failure)
 
     def look(self) -> None:
-        """Handle what was appended to the journal since the last look."""
+        """Handle the records appended to the journal since the last scan."""
         records = self._tail.poll()
         if records == [] and not self._waiting:
             return
-        # From here on every node that was made of what the index said before is in the table.
+        # From here on the table has every node that was made from an older answer of the index.
         if not self._operations.lookups.settle():
             raise OSError("a look-up takes too long")
         if records is None:
@@ -145,16 +147,17 @@ class Follower:
         deadline = time.monotonic() + _PATIENCE
         for record in records:
             self._waiting[record.name] = record, deadline
-        # A record is in the journal before its transaction commits. Told too early, the kernel would ask, get the
-        # old answer and keep it; so each waits until the index says the same. What it said before the last record
-        # of several counts as well: the node is outdated as soon as the index says something else than the node.
+        # A record is in the journal before its transaction commits. If the kernel were invalidated before the
+        # commit, it would ask again, get the old answer and keep it. So each record waits until the index
+        # has its digest. Of several records of a name, the index may already show an earlier one: a node is
+        # outdated as soon as the index differs from it.
         stale: set[int] = set()
         for name, (record, until) in list(self._waiting.items()):
             found = self._view.store.index.find_digest(name)
             if found == record.digest or time.monotonic() > until:
                 del self._waiting[name]
             self._changed(name, found, stale)
-        # Once, however many names changed below them.
+        # Each node is invalidated once, however many names changed below it.
         for number in stale:
             self._session.invalidate_inode(number)
 
@@ -169,23 +172,24 @@ class Follower:
         if child is not None and isinstance(child.item, File) and child.item.digest != digest:
             self._nodes.outdate(child)
         if len(known) == len(parts) - 1:
-            # Also when the file is no node of ours yet: a look-up that read the old row may be on its way, and the
-            # kernel holds this back until that look-up is in its cache.
+            # The name is invalidated also when the file has no node yet: a look-up that read the old row may
+            # be under way, and the kernel delays the invalidation until that look-up is in its cache.
             self._session.invalidate_entry(known[-1].number if known else ROOT, parts[-1].encode())
-        # Folders on the way may have come, gone, or changed what they list.
+        # Folders on the path may have appeared, vanished, or changed their listing.
         for node in reversed(known):
             stale.add(node.number)
             if isinstance(node.item, Folder) and not self._view.folder_exists(node.item.path):
                 self._take_back(node)
 
     def _take_back(self, node: Node) -> None:
-        """Have the kernel forget the node, unless somebody uses it."""
+        """Make the kernel forget the node, unless a process uses it."""
         self._session.invalidate_entry(node.parent, node.part.encode())
 
     def _hold_what_may_go(self) -> None:
-        """Hold the bytes that nobody names and the kernel still knows."""
+        """Hold the bytes of nodes that the kernel still knows although no name points to them any more."""
         for node in self._nodes.nameless():
-            # Held since they were looked up: only who reads them now may keep them.
+            # Nodes found by digest hold their bytes since their look-up. Only a process that has one open now
+            # may keep it.
             if isinstance(node.item, File) and self._view.is_unnamed(node.item.digest):
                 self._take_back(node)
         for node in self._nodes.outdated():

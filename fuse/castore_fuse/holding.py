@@ -1,7 +1,7 @@
-"""Which objects a mount has open: those it read from last, and those that somebody may still read.
+"""The objects that a mount has open: those it read last, and those that a process may still read.
 
-The kernel tells of no open and no close (`operations`), so nothing is held for a file that is merely open: gc asks first
-(castore/gc/mount_barrier.py). Knows no nodes and no FUSE.
+The kernel reports no open and no close (see `operations`), so a file that is merely open holds nothing.
+Before gc removes bytes it asks the mount (castore/gc/mount_barrier.py). Knows no nodes and no FUSE.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from castore.objects.decode import BlobReader
 from castore.objects.workers import cores
 from castore_fuse.view import File, View
 
-#: Objects kept open because they were read from.
+#: Most objects kept open because they were read.
 READERS = 256
 
 
 class Sequence:
-    """Tells sequential reading from random, and which frames to decode ahead of it.
+    """Distinguishes sequential from random reading, and chooses the frames to decode ahead.
 
     Args:
-        limit: most frames to be ahead.
+        limit: most frames to decode ahead of the reader.
     """
 
     __slots__ = ("_asked", "_limit", "_next", "_window")
@@ -33,9 +33,10 @@ class Sequence:
         self._window = 1
 
     def after(self, first: int, last: int) -> range:
-        """The frames to start decoding now that ``first`` to ``last`` were read; each is given out once."""
+        """The frames to start decoding, now that ``first`` to ``last`` were read; each is returned once."""
         if first > self._next or last < self._next - 1:
-            self._next = self._asked = last + 1  # a jump: wait and see
+            # after a jump, decode nothing until the next read is sequential
+            self._next = self._asked = last + 1
             self._window = 0
             return range(0)
         if last >= self._next:
@@ -43,7 +44,7 @@ class Sequence:
             self._window = min(self._window * 2 or 1, self._limit)
         start, stop = max(self._asked, self._next), self._next + self._window
         if stop - start < (self._window + 1) // 2:
-            return range(0)  # soon, and several together
+            return range(0)  # wait until several frames can be started together
         self._asked = stop
         return range(start, stop)
 
@@ -58,22 +59,23 @@ class Handle:
         self.ahead = Sequence(ahead)
 
     def close(self) -> None:
-        """Let go of the object, once nobody reads from it."""
+        """Close the object, once no read of it is under way."""
         self.reader.close()
 
 
 class Handles:
-    """The objects that were read from last, by digest. Threads may share it."""
+    """The objects that were read last, by digest. Threads may share it."""
 
     def __init__(self, view: View) -> None:
         self._view = view
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, Handle] = OrderedDict()
-        # What is decoded ahead must still be in the cache when its turn comes, also if several files are read at once.
+        # Frames decoded ahead must still be in the cache when they are read, also while several files are
+        # read.
         self._ahead = min(4 * cores(), view.cache.max_bytes // (4 * FRAME_SIZE))
 
     def open(self, file: File) -> Handle:
-        """A handle of the caller's own.
+        """A new handle, which the caller closes.
 
         Raises:
             FileNotFoundError: the bytes are gone.
@@ -81,7 +83,9 @@ class Handles:
         return Handle(self._view.open(file), self._ahead)
 
     def borrow(self, file: File) -> Handle:
-        """A handle whose reader the caller gives back with `unhold`; the least recently used ones are closed.
+        """A shared handle, whose reader the caller gives back with `unhold`.
+
+        The least recently used handles are closed.
 
         Raises:
             FileNotFoundError: the bytes are gone.
@@ -94,7 +98,7 @@ class Handles:
         handle = self.open(file)
         self._view.count_use(file)
         if handle.reader.frames == 1:
-            return handle  # the kernel keeps what it is about to get: nobody comes back for more
+            return handle  # the kernel caches the whole file with this read, so no second read comes
         handle.reader.hold()
         with self._lock:
             old = self._kept.pop(file.digest, None)
@@ -116,7 +120,7 @@ class Handles:
         handle.close()
 
     def drop_unlinked(self) -> None:
-        """Let go of objects that were removed since: what is read from them is held elsewhere."""
+        """Close objects that were unlinked since. Nodes hold those that are still read."""
         for handle in list(self._kept.values()):
             if handle.reader.hold():
                 try:

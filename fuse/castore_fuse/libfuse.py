@@ -1,12 +1,12 @@
 """libfuse 3's session interface through ctypes: the few functions and structures that `session` needs.
 
-mfusepy finds and loads the library and knows the layouts that differ between libfuse versions (`fuse_file_info`,
-`fuse_conn_info`). This module adds the low-level interface, which mfusepy does not wrap.
+mfusepy finds and loads the library, and has the layouts that differ between libfuse versions
+(`fuse_file_info`, `fuse_conn_info`). This module adds the low-level interface, which mfusepy does not wrap.
 
-Functions that the kernel may make wait release the GIL; the others keep it, which spares each request
-two hand-overs of the GIL between threads.
+Functions that may wait for the kernel release the GIL. The others keep it, which saves each request two
+hand-overs of the GIL between threads.
 
-`load()` must run before any thread is started and never runs at import: without libfuse this module still imports.
+`load()` must run before any thread is started. It never runs at import: this module imports without libfuse.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ CAP_READDIRPLUS_AUTO = 1 << 14
 CAP_PARALLEL_DIROPS = 1 << 18
 CAP_EXPLICIT_INVAL_DATA = 1 << 25
 
-# fuse_req_t and pointers that are only passed on are plain integers here: cheaper than pointer objects.
+# fuse_req_t, and pointers that are only passed on, are plain integers here: cheaper than pointer objects.
 _REQ, _NODE, _OFFSET, _FILE_INFO = c_void_p, c_uint64, ctypes.c_int64, c_void_p
-_UNUSED = c_void_p  # an operation that stays NULL: libfuse answers ENOSYS for it
+_UNUSED = c_void_p  # an operation that stays NULL; libfuse answers ENOSYS for it
 
 InitCallback = CFUNCTYPE(None, c_void_p, c_void_p)
 LookupCallback = CFUNCTYPE(None, _REQ, _NODE, c_char_p)
@@ -55,7 +55,7 @@ ForgetMultiCallback = CFUNCTYPE(None, _REQ, c_size_t, POINTER(ForgetData))
 
 
 class LowLevelOps(Structure):
-    """`struct fuse_lowlevel_ops` up to the last operation we fill: libfuse takes a shorter table as NULLs at its end."""
+    """`struct fuse_lowlevel_ops` up to the last operation set here. libfuse takes the rest as NULL."""
 
     _fields_ = [
         ("init", InitCallback),
@@ -107,7 +107,7 @@ class Buf(Structure):
 
 
 class Libfuse(NamedTuple):
-    """The loaded library's functions, each named like its C function without `fuse_`, and two of its structures."""
+    """The library's functions, each named like its C function without `fuse_`, and two of its structures."""
 
     version: tuple[int, int]
     session_new: Callable[..., Any]
@@ -134,7 +134,7 @@ def load() -> Libfuse:
     Raises:
         MissingDependencyError: mfusepy or libfuse 3 is not installed.
     """
-    # mfusepy would take libfuse 2 where both are installed.
+    # Without this, mfusepy loads libfuse 2 where both are installed.
     os.environ.setdefault("FUSE_LIBRARY_NAME", "fuse3")
     try:
         import mfusepy
@@ -146,24 +146,27 @@ def load() -> Libfuse:
         raise MissingDependencyError(
             f"Mounting needs libfuse 3, found {mfusepy._libfuse._name}; {INSTALL_HINT}"
         )
-    # Own handles on the same library: argument types set here are not seen by other users of mfusepy.
+    # Own handles on the same library: other users of mfusepy do not see the argument types set here.
     name = mfusepy._libfuse._name
     return _declare(ctypes.CDLL(name), ctypes.PyDLL(name), mfusepy)
 
 
 def _declare(waiting: ctypes.CDLL, quick: ctypes.PyDLL, mfusepy: Any) -> Libfuse:
-    """The functions with their types. Those of `waiting` release the GIL while they run, those of `quick` keep it."""
+    """The functions with their types.
+
+    Those of `waiting` release the GIL while they run; those of `quick` keep it.
+    """
 
     def function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-        # A prototype makes a function object of its own, where library.name would be one shared object.
-        # (PyDLL derives from CDLL, so it is asked for first.)
+        # A prototype makes a new function object, where library.name is one object shared by all users. PyDLL
+        # derives from CDLL, so the check is for PyDLL.
         prototype = ctypes.PYFUNCTYPE if isinstance(library, ctypes.PyDLL) else CFUNCTYPE
         return prototype(result, *arguments)((name, library))
 
     session, buf = c_void_p, POINTER(Buf)
     return Libfuse(
         version=(mfusepy.fuse_version_major, mfusepy.fuse_version_minor),
-        # From 3.17 this is a macro in C, and the symbol stays for programs built before it.
+        # Since libfuse 3.17 this is a macro in C; the symbol stays for programs built before that.
         session_new=function(
             waiting, "fuse_session_new", session, POINTER(Args), POINTER(LowLevelOps), c_size_t, c_void_p
         ),
@@ -201,10 +204,10 @@ _release_buffer = ctypes.PYFUNCTYPE(None, POINTER(_PyBuffer))(("PyBuffer_Release
 
 
 class Pointer:
-    """The address of any object with a contiguous buffer, held still for the length of a `with` block.
+    """The address of any object with a contiguous buffer, which stays in place for the `with` block.
 
-    ctypes itself gives no address of read-only memory other than a `bytes` object's start,
-    and copying 128 KiB of each read to get one would cost more than the rest of our work on it.
+    Of read-only memory, ctypes gives the address of a `bytes` object's start only. Copying the 128 KiB of
+    each read to get an address would cost more than all other work on that read.
     """
 
     __slots__ = ("_view",)

@@ -1,8 +1,8 @@
-"""The life of a mount as a user sees it: refuse what cannot work, start the daemon, wait until it answers, end it.
+"""The life of a mount as a user sees it: refuse what cannot work, start the daemon, wait for it, end it.
 
-The daemon is always a fresh process (never a fork of the caller, whose threads and locks it would inherit), and what
-it serves is up to the command line that the caller gives: this module knows processes and mountpoints only. The daemon's
-side of the talk is in `daemon`.
+The daemon is always a fresh process, never a fork of the caller, whose threads and locks a fork would
+inherit. The caller's command line decides what the daemon serves: this module knows processes and mountpoints
+only. The daemon's half of the protocol is in `daemon`.
 
 Must never be called from the process that serves the mount.
 """
@@ -34,7 +34,7 @@ END_TIMEOUT = 15.0
 """Seconds a daemon may take to end after its mount was taken away."""
 _LOG_LIMIT = 1 << 20
 
-# Daemons started here, to be waited for once they have ended.
+# Daemons started here, to be reaped once they have ended.
 _started: list[subprocess.Popen[bytes]] = []
 
 
@@ -44,7 +44,7 @@ def _reap() -> None:
 
 @atexit.register
 def _leave_daemons() -> None:
-    """They outlive this process on purpose; without a return code Python would warn of forgotten children."""
+    """Let daemons outlive this process; without a return code, Python would warn of running children."""
     _reap()
     for daemon in _started:
         daemon.returncode = 0
@@ -57,19 +57,19 @@ def mount_background(
     log_path: Path,
     timeout: float = START_TIMEOUT,
 ) -> int:
-    """Start a daemon of its own session and return once its mount answers.
+    """Start a daemon in a session of its own and return once its mount answers.
 
     Args:
-        command: the daemon's command line. `MOUNTPOINT --ready-fd N` is added to it, for `daemon.serve`.
-        mountpoint: where it will mount, as `prepare_mountpoint` returned it.
-        log_path: what the daemon prints is appended here.
+        command: the daemon's command line. `MOUNTPOINT --ready-fd N` is appended to it, for `daemon.serve`.
+        mountpoint: the path that `prepare_mountpoint` returned.
+        log_path: the daemon's output is appended to this file.
         timeout: seconds to wait.
 
     Returns:
         The daemon's process id.
 
     Raises:
-        MountError: with the daemon's own sentence when it gave one.
+        MountError: the mount failed; with the daemon's own message if it sent one.
     """
     path = Path(os.path.realpath(mountpoint))
     with _open_log(log_path) as log:
@@ -88,12 +88,14 @@ def mounted(
 ) -> Iterator[Path]:
     """A mount for the length of a `with` block, served by a child process.
 
-    A child, because a process that reads its own mount while it holds the GIL (a page fault in a mapped file will do)
-    waits for itself. The child unmounts when this process and all its forks are gone, however they went.
+    The mount needs a process of its own: a process that reads its own mount while it holds the GIL (a page
+    fault in a mapped file is enough) waits for itself. The child unmounts when this process and all its forks
+    are gone, however they ended.
 
     Args:
-        command: the daemon's command line. `MOUNTPOINT --ready-fd N --lifeline-fd N` is added, for `daemon.serve`.
-        mountpoint: a prepared folder; a temporary one when None.
+        command: the daemon's command line. `MOUNTPOINT --ready-fd N --lifeline-fd N` is appended, for
+            `daemon.serve`.
+        mountpoint: a prepared folder; None for a temporary one.
         timeout: seconds to wait for the mount.
 
     Yields:
@@ -127,7 +129,7 @@ def _start(
     timeout: float,
     hint: str,
 ) -> subprocess.Popen[bytes]:
-    """Start the daemon and wait until its mount answers; leave neither process nor mount behind if it does not."""
+    """Start the daemon and wait until its mount answers. On failure, leave no process and no mount behind."""
     ready_read, ready_write = os.pipe()
     arguments = [*command, os.fspath(mountpoint), "--ready-fd", str(ready_write)]
     for descriptor in lifeline:
@@ -139,7 +141,7 @@ def _start(
             stdout=output,
             stderr=output,
             start_new_session=True,  # the terminal's Ctrl-C is for the foreground process, not for its mounts
-            cwd="/",  # keeps no folder busy, and imports nothing from where the user happens to be
+            cwd="/",  # keeps no folder busy, and imports nothing from the caller's working folder
             env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
             pass_fds=(ready_write, *lifeline),
         )
@@ -180,7 +182,7 @@ def _await_answer(mountpoint: Path, timeout: float) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes], mountpoint: Path) -> None:
-    """End a daemon that we started: kindly, then not."""
+    """End a daemon that was started here: SIGTERM first, then SIGKILL. A dead mount is detached."""
     process.terminate()
     try:
         process.wait(END_TIMEOUT)
@@ -205,11 +207,11 @@ def _open_log(path: Path) -> BinaryIO:
 
 
 def check_fuse() -> None:
-    """See that this machine can mount at all.
+    """Check that this machine can mount at all.
 
     Raises:
-        MissingDependencyError: libfuse 3 or fusermount3 is missing; says what to install.
-        MountError: /dev/fuse is missing or closed to this user; says what to do.
+        MissingDependencyError: libfuse 3 or fusermount3 is missing; the message names what to install.
+        MountError: /dev/fuse is missing or closed to this user; the message gives the remedy.
     """
     libfuse.load()
     if not os.path.exists("/dev/fuse"):
@@ -229,14 +231,14 @@ def check_fuse() -> None:
 def prepare_mountpoint(
     mountpoint: str | os.PathLike[str], store: str | os.PathLike[str], *, record_path: Path | None = None
 ) -> Path:
-    """Make sure that something can be mounted here, and clear what a killed daemon left.
+    """Check that the mountpoint can be used, clear what a killed daemon left there, and return the real path.
 
-    A missing folder is created (as `mkdir -p` does). Its real path is returned.
+    A missing folder is created (as `mkdir -p` does).
 
     Args:
         mountpoint: the folder.
-        store: where the bytes come from: it must lie apart from the mountpoint.
-        record_path: where the daemon that served it before, if any, left its `Record`.
+        store: the folder of the store, which must lie apart from the mountpoint.
+        record_path: where an earlier daemon of this mountpoint left its `Record`, if there was one.
 
     Raises:
         MountError: the mountpoint is in use, not a folder, not empty, or overlaps the store.
@@ -254,7 +256,8 @@ def prepare_mountpoint(
     found = mountpoints.mount_at(path)
     if found is not None and found.fstype == mountpoints.FSTYPE:
         raise MountError(
-            f"{found.source} is mounted at {path} already; run `castore umount {shlex.quote(os.fspath(path))}` first"
+            f"{found.source} is mounted at {path} already; run `castore "
+            f"umount {shlex.quote(os.fspath(path))}` first"
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -276,10 +279,11 @@ def _clear_dead(path: Path, record_path: Path | None) -> None:
         return
     if found.fstype != mountpoints.FSTYPE:
         raise MountError(
-            f"a dead {found.fstype} mount of {found.source} is at {path}; unmount it with the tool that made it"
+            f"a dead {found.fstype} mount of {found.source} is at {path}; "
+            "unmount it with the tool that made it"
         )
     mountpoints.detach(path, dead=True)
-    if record_path is not None and record_path.exists():  # in a read-only store there is none
+    if record_path is not None and record_path.exists():  # a read-only store has no record
         record_path.unlink(missing_ok=True)
 
 
@@ -293,10 +297,11 @@ def umount(mountpoint: str | os.PathLike[str], *, record_path: Path | None = Non
 
     Args:
         mountpoint: the folder.
-        record_path: where its daemon left its `Record`; without, nobody waits for the daemon.
+        record_path: where its daemon left its `Record`; without it, this function does not wait for the
+            daemon.
 
     Raises:
-        BusyError: files in it are in use, and by whom.
+        BusyError: processes use files in it; the message names them.
         MountError: there is no castore mount, or it may not be ended.
     """
     path = mountpoints.real(mountpoint)
@@ -313,22 +318,22 @@ def umount(mountpoint: str | os.PathLike[str], *, record_path: Path | None = Non
             raise MountError(f"{path} is unmounted, but its daemon (pid {record.pid}) still runs")
         time.sleep(0.01)
     _reap()
-    if record_path is not None and record_path.exists():  # in a read-only store there is none
+    if record_path is not None and record_path.exists():  # a read-only store has no record
         record_path.unlink(missing_ok=True)
 
 
 def mount_options(source: str, *, allow_other: bool = False) -> list[str]:
     """Mount options of every castore mount.
 
-    `default_permissions` lets the kernel check the modes that files show, which matters once `allow_other` lets other
-    users in; by themselves FUSE mounts are open to the user who made them only.
+    A FUSE mount is open only to the user who made it. `allow_other` lets other users in;
+    `default_permissions` then has the kernel check the modes that the files show.
     """
     options = ["ro", "nosuid", "nodev", "default_permissions", f"fsname={source}", "subtype=castore"]
     return options + (["allow_other"] if allow_other else [])
 
 
 def default_log_path(mountpoint: Path) -> Path:
-    """Where `castore mount` logs: `~/.local/state/castore/log/mount-<mountpoint>.log`."""
+    """The log of a `castore mount`: `~/.local/state/castore/log/mount-<mountpoint>.log`."""
     import platformdirs
 
     name = os.fspath(mountpoint).strip("/").replace("/", "-")[-100:]

@@ -1,7 +1,7 @@
-"""An open folder: its names as they were when each piece was read, so that seeking back is exact.
+"""An open folder: keeps the names of each page as they were when it was read, so that seeking back is exact.
 
-Most listings are read once, from the front, by who wants names and nothing else: for them a piece is packed as the kernel
-reads it, all lines at once, and no name becomes an object of its own. Knows nodes only by the age of their look-ups.
+Most listings are read once, from the front, for the names alone. For these, a page is packed in the kernel's
+layout all at once, and no name becomes an object of its own. Knows nodes only by the age of their look-ups.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from castore_fuse.wire import pack_direntries
 
 
 class _Piece:
-    """A page, the number of its first line, and the age of the look-ups in which it was read."""
+    """A page, the number of its first line, and the age of the look-ups when it was read."""
 
     __slots__ = ("age", "first", "packed", "page")
 
@@ -26,7 +26,7 @@ class _Piece:
         self.packed: list[bytes] | None = None
 
     def lines(self, offset: int) -> list[bytes]:
-        """Its lines, packed; ``offset`` is that of the line after the first one."""
+        """The page's lines, packed. ``offset`` is that of the line after the first one."""
         if self.packed is None:
             page = self.page
             names = [part.encode() for part in page.parts]
@@ -42,9 +42,9 @@ class Listing:
     """The names directly inside a folder. Threads may share it.
 
     Args:
-        pages: what the view lists.
-        lookups: tells how old they are.
-        dots: lines that the kernel is given before them, which count in offsets.
+        pages: the pages that the view lists.
+        lookups: gives the age of each page.
+        dots: number of lines that the kernel gets before the names, which count in offsets.
     """
 
     def __init__(self, pages: Iterator[Page], lookups: Lookups, dots: int) -> None:
@@ -61,7 +61,7 @@ class Listing:
             yield from piece.lines(piece.first + self._dots + 1)[max(0, start - piece.first) :]
 
     def lines(self, start: int) -> Iterator[tuple[int, int, str, File | Folder]]:
-        """The same lines: offset of the line after it, age of the look-ups in which it was read, name, and what it is."""
+        """The same lines: offset of the next line, age of the look-ups when it was read, name, item."""
         for piece in self._from(start):
             skip = max(0, start - piece.first)
             for offset, (part, item) in enumerate(

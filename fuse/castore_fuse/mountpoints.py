@@ -1,6 +1,7 @@
-"""What is mounted where, who uses it, and taking it out of the tree. Knows nothing of libfuse and castore's stores.
+"""Mounts and mountpoints: list them, find the processes that use them, unmount. Knows no libfuse, no store.
 
-Must never look into a mount that might be hung or dead, except where it says so: everything is read from /proc.
+Reads /proc only. Must never access a mount that might hang or be dead; `answer_of` and `is_dead` are the
+exceptions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FSTYPE = "fuse.castore"
 """The file system type of our mounts, in /proc/mounts and for `mount -t`."""
 
 _MNT_FORCE, _MNT_DETACH, _UMOUNT_NOFOLLOW = 1, 2, 8
-# Seconds after which a mount whose daemon is known to be gone will not answer any more.
+# Seconds after which a mount counts as hung.
 _HUNG_SECONDS = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -66,22 +67,22 @@ def mount_at(mountpoint: Path) -> Mount | None:
 
 
 def real(path: str | os.PathLike[str]) -> Path:
-    """The real path of a mountpoint. What is mounted there is not asked: it may hang."""
+    """The real path of a mountpoint. Never accesses what is mounted there, which may hang."""
     folder, name = os.path.split(os.path.abspath(path))
     here = Path(os.path.realpath(folder), name)
     return here if mount_at(here) is not None else Path(os.path.realpath(here))
 
 
 def answer_of(mountpoint: Path, seconds: float) -> int | None:
-    """What a mount answers to a question: 0, or an error's number; None if nothing in that time.
+    """The answer of a mount to statvfs: 0 or an errno; None if there is no answer in time.
 
-    A thread asks, since a mount that hangs lets nobody go who waits for it.
+    A thread asks, because a process that waits for a hung mount cannot be interrupted.
     """
     numbers: list[int] = []
 
     def ask() -> None:
         try:
-            os.statvfs(mountpoint)  # os.stat may be answered from what the kernel remembers of the root
+            os.statvfs(mountpoint)  # the kernel may answer os.stat from its cache of the root
             numbers.append(0)
         except OSError as error:
             numbers.append(error.errno or errno.EIO)
@@ -97,25 +98,26 @@ def is_dead(mountpoint: Path, *, orphaned: bool = False) -> bool:
 
     Args:
         mountpoint: its real path.
-        orphaned: the daemon that served it, last that is known, is gone: then no answer says that it is dead, too. A daemon
-            that is killed while it takes a name back from the kernel, as somebody looks up another in that folder, leaves a
-            thread that waits for that look-up, which waits for an answer: the kernel would keep the mount for ever.
+        orphaned: the last known daemon of this mountpoint is gone, so no answer means dead as well. A daemon
+            may be killed while it invalidates a name in a folder where another process looks up a name. A
+            thread of the daemon then waits for that look-up, and the look-up waits for the daemon: the kernel
+            would keep the mount for ever.
     """
     answer = answer_of(mountpoint, _HUNG_SECONDS)
     return orphaned if answer is None else answer in (errno.ENOTCONN, errno.ECONNABORTED)
 
 
 def detach(mountpoint: Path, *, lazy: bool = False, dead: bool = False) -> None:
-    """Take a mount out of the tree: by system call where we may, through fusermount3 otherwise.
+    """Unmount: by system call where this process may, through fusermount3 otherwise.
 
     Args:
         mountpoint: its real path.
-        lazy: also when files in it are open; they go on working while the daemon does.
-        dead: its daemon is gone: `lazy`, and whoever still waits for an answer gets an error (as root only).
+        lazy: unmount even while files are open; they work as long as the daemon does.
+        dead: the daemon is gone: `lazy`, and requests that still wait get an error (as root only).
 
     Raises:
-        BusyError: something in it is in use, and by whom.
-        MountError: anything else that the kernel or fusermount3 says.
+        BusyError: processes use files in it; the message names them.
+        MountError: any other failure, with the reason that the kernel or fusermount3 gives.
     """
     lazy = lazy or dead
     flags = _UMOUNT_NOFOLLOW | (_MNT_DETACH if lazy else 0) | (_MNT_FORCE if dead else 0)
@@ -128,7 +130,7 @@ def detach(mountpoint: Path, *, lazy: bool = False, dead: bool = False) -> None:
         if fusermount is None:
             raise MountError("unmounting as an ordinary user needs fusermount3: apt-get install fuse3")
         command = [fusermount, "-u", *(["-z"] if lazy else []), "--", os.fspath(mountpoint)]
-        english = os.environ | {"LC_ALL": "C"}  # "busy" is all that tells one failure from another
+        english = os.environ | {"LC_ALL": "C"}  # only the English word "busy" distinguishes the failures
         done = subprocess.run(
             command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=english
         )
@@ -144,13 +146,17 @@ def detach(mountpoint: Path, *, lazy: bool = False, dead: bool = False) -> None:
 def _busy(mountpoint: Path) -> str:
     named = [f"{holder.name} (pid {holder.pid}, {holder.path})" for holder in holders(mountpoint)]
     users = ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")
-    return f"{mountpoint} is in use by {users or 'a process that you may not see'}; end it or leave that folder first"
+    return (
+        f"{mountpoint} is in use by {users or 'a process that you may not see'}; end it or leave that folder "
+        "first"
+    )
 
 
 def holders(mountpoint: Path) -> list[Holder]:
-    """Processes with an open or mapped file, their working folder or their program below the mountpoint, one line each.
+    """Processes with an open or mapped file, working folder or program below the mountpoint, each once.
 
-    Only /proc is read: the mount is never asked, so a hung one does no harm. Other users' processes show to root only.
+    Reads /proc only and never accesses the mount, so a hung mount does no harm. Only root sees other users'
+    processes.
     """
     below = os.fspath(mountpoint).rstrip("/")
     found = []
@@ -171,7 +177,7 @@ def _name(process: Path) -> str:
 
 
 def _paths(process: Path) -> Iterator[str]:
-    """The paths a process holds. It may end while we look, or not be ours: then there are none."""
+    """The paths that a process holds; none if it has ended or belongs to another user."""
     links = [process / "cwd", process / "root", process / "exe"]
     with suppress(OSError):
         links.extend((process / "fd").iterdir())

@@ -1,7 +1,8 @@
-"""The kernel's references to what it has looked up: node numbers, and what they stand for.
+"""The kernel's references: node numbers, and the file or folder of each.
 
-A node of a file stands for a name and one blob. Looking up a name that points elsewhere by now makes another node; the
-old one is *outdated*: it lives on for who has the file open, until the kernel forgets it. Knows no store and no libfuse.
+A file's node stands for a name and one blob. When the name points to another blob, the next look-up makes
+another node, and the old node is *outdated*: it lives until the kernel forgets it, for processes that have
+the file open. Knows no store and no libfuse.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ from castore_fuse.holding import Handle
 from castore_fuse.lowlevel import ROOT
 from castore_fuse.view import File, Folder
 
-# Digest, size, modified, expires (not a number: never).
+# Digest, size, modified, expires (NaN: never).
 _DIGEST_BYTES = 32
 _FACTS = struct.Struct(f"={_DIGEST_BYTES}sqdd")
 
 
 class Node:
-    """One thing the kernel knows: a number, where it hangs, what it is, and how often it was handed out.
+    """One node: its number, its folder, its file or folder, and its number of references.
 
-    The kernel may know millions of files, so a node keeps of its file no more than what the nodes above do not say.
+    The kernel may know millions of files, so a file's node keeps only the facts that the nodes above do not
+    give.
 
     Attributes:
         above: the folder's node.
-        inside: what a folder's node knows of what hangs there; None for files.
-        held: keeps its bytes, which may lose their last name or have; closed when the kernel forgets the node.
-        read: whether anything of it was read.
+        inside: the children of a folder's node; None for files.
+        held: an open handle that keeps the file's bytes when no name points to them; closed when the kernel
+            forgets the node.
+        read: whether the file was read through this node.
     """
 
     __slots__ = ("_kept", "above", "held", "inside", "number", "part", "read", "references")
@@ -53,7 +56,7 @@ class Node:
 
     @property
     def item(self) -> File | Folder:
-        """What it stands for."""
+        """The file or folder that the node stands for."""
         kept = self._kept
         if not isinstance(kept, bytes):
             return kept
@@ -67,7 +70,7 @@ class Node:
         if isinstance(item, File) and item.content is None and item.name.endswith(self.part):
             inside, base = _inside(self.above), item.name[: len(item.name) - len(self.part)]
             inside.base = inside.base or base
-            # What a damaged row says may not fit, and is kept as it is.
+            # The values of a damaged row may not fit the struct; the item is then kept as it is.
             with suppress(struct.error, TypeError):
                 if inside.base == base and len(item.digest) == _DIGEST_BYTES:
                     expires = math.nan if item.expires is None else item.expires
@@ -75,7 +78,7 @@ class Node:
 
 
 class _Inside:
-    """What hangs in a folder: nodes by their part of the name, and how all names there begin."""
+    """The children of a folder: nodes by their part of the name, and the common beginning of all names."""
 
     __slots__ = ("base", "children")
 
@@ -126,7 +129,7 @@ class NodeTable:
             return node
 
     def forget(self, number: int, count: int) -> None:
-        """Take back references; the last one removes the node, and closes what it holds."""
+        """Take back references; the last one removes the node and closes the handle it holds."""
         with self._lock:
             node = self._nodes.get(number)
             if node is None or number == ROOT:
@@ -143,7 +146,7 @@ class NodeTable:
             held.close()
 
     def outdate(self, node: Node) -> None:
-        """Its name leads elsewhere by now, or nowhere: the next look-up makes another node."""
+        """Mark a node whose name points to other bytes, or is gone: the next look-up makes another node."""
         with self._lock:
             if node.number in self._nodes:
                 self._outdated[node.number] = node
@@ -156,7 +159,7 @@ class NodeTable:
             del children[node.part]
 
     def outdated(self) -> list[Node]:
-        """The nodes of names that lead elsewhere, which somebody may have open."""
+        """The nodes whose names point elsewhere by now. Processes may have them open."""
         with self._lock:
             return list(self._outdated.values())
 
@@ -166,7 +169,7 @@ class NodeTable:
             return list(self._nameless.values())
 
     def keep(self, node: Node, handle: Handle) -> bool:
-        """Have a node hold its bytes; False if the kernel has just forgotten it, or it holds them."""
+        """Let a node hold its bytes. False if the kernel has just forgotten it, or it holds them already."""
         with self._lock:
             if node.number not in self._nodes or node.held is not None:
                 return False
@@ -174,14 +177,14 @@ class NodeTable:
             return True
 
     def let_go(self, node: Node) -> None:
-        """Have a node hold nothing."""
+        """Close the handle that a node holds."""
         with self._lock:
             held, node.held = node.held, None
         if held is not None:
             held.close()
 
     def find(self, path: str) -> list[Node]:
-        """The nodes along a path below the root, as far as the kernel knows them; the root not included."""
+        """The nodes along a path below the root, as far as the kernel knows them, without the root."""
         found: list[Node] = []
         inside = self._root.inside
         with self._lock:
@@ -194,7 +197,7 @@ class NodeTable:
         return found
 
     def all(self) -> Iterator[Node]:
-        """Every node but the root, as of now."""
+        """Every node but the root, at this moment."""
         with self._lock:
             nodes = list(self._nodes.values())
         return (node for node in nodes if node.number != ROOT)
@@ -202,34 +205,35 @@ class NodeTable:
 
 def _same(old: File | Folder, new: File | Folder) -> bool:
     if isinstance(old, File) and isinstance(new, File):
-        # The time too: a name that went to another blob and came back has a new modification time to show.
+        # The time counts too: a name that went to another blob and came back has a new modification time.
         return old[:4] == new[:4]
     return old == new
 
 
 class Lookups:
-    """Look-ups under way: answers that may rest on what the index said before a change.
+    """Look-ups under way, whose answers may come from an index older than a change.
 
-    Whoever reads the index for a node surrounds both, the question and the node's making, by `begin` and `end`. So
-    after `settle` each node that was made of an older answer is in the table.
+    A thread that reads the index for a node calls `begin` before the query and `end` after the node is in the
+    table. So after `settle`, the table has every node that was made from an older answer.
     """
 
     def __init__(self) -> None:
         self._running: set[int] = set()
-        #: Counts the calls of `settle`: what was read in an earlier one may be out of date.
+        #: Number of calls of `settle`: a page read at an earlier age may be out of date.
         self.age = 0
 
     def begin(self) -> None:
-        """This thread asks the index now."""
+        """This thread is about to read the index."""
         self._running.add(threading.get_ident())
 
     def end(self) -> None:
-        """What it made of the answer is in the table."""
+        """The node that this thread made is in the table."""
         self._running.discard(threading.get_ident())
 
     def settle(self, patience: float = 10.0) -> bool:
-        """Wait for the look-ups that are under way; False if one takes longer than ``patience`` seconds."""
-        # Copied at once, under the GIL. A thread that begins its next look-up meanwhile is waited for as well: harmless.
+        """Wait for the look-ups that are under way. False if one takes longer than ``patience`` seconds."""
+        # The set is copied at once, under the GIL. A thread that begins its next look-up meanwhile is waited
+        # for as well, which does no harm.
         self.age += 1
         before = set(self._running)
         deadline = time.monotonic() + patience

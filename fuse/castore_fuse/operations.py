@@ -1,8 +1,9 @@
-"""The view as a FUSE file system: requests of the kernel to questions to the view, and nothing more.
+"""The view as a FUSE file system: turns the kernel's requests into queries of the view, and nothing more.
 
-`open` answers ENOSYS, and the kernel never asks again: a file that it knows is opened, read and closed without a word
-with us. What nobody else holds is gc's to take, and gc asks: then `hold` keeps what the kernel may still read.
-The kernel keeps pages and names until `follow.Follower` says that a name changed.
+`open` answers ENOSYS, and the kernel never asks again: it opens and closes the files it knows, and reads its
+cached pages, without a request. So gc may remove the bytes of an open file, and gc asks first: `hold` then
+keeps the bytes that the kernel may still read.
+The kernel caches pages and names until `follow.Follower` invalidates them.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from castore_fuse.wire import (
 
 log = logging.getLogger("castore.fuse")
 
-#: Seconds for which the kernel need not ask again; what changes earlier is invalidated.
+#: Seconds for which the kernel may cache an answer; earlier changes are invalidated.
 LONG = 3600.0
 _BLOCK = 4096
 _XATTR = b"user.castore."
 #: Lines of a listing before the first name: `.` and `..`.
 _DOTS = 2
-#: For the line of a name whose row is damaged: looking it up gives the error.
+#: The attributes of a name whose row is damaged. Its look-up gives the error.
 _SOME_FILE = Attr(2, stat.S_IFREG, 0, 0, 0, 0)
-#: Names with attributes that a listing begins with.
+#: Number of names that a listing returns with attributes at its beginning.
 _GLIMPSE = 16
 
 
@@ -49,7 +50,7 @@ class Operations(LowLevel):
     """One mounted view.
 
     Args:
-        view: what is shown.
+        view: the view that is mounted.
     """
 
     def __init__(self, view: View) -> None:
@@ -82,9 +83,10 @@ class Operations(LowLevel):
             self.lookups.end()
         if isinstance(item, File):
             if not item.name:
-                self.hold(node)  # no change of a name tells when these bytes go
+                self.hold(node)  # no change of a name reports that these bytes go
             elif node.read:
-                # The kernel has its pages and asks once an hour: so gc learns that it is in use.
+                # The kernel has the file's pages and asks once an hour, so this request shows gc that the
+                # file is in use.
                 self.view.count_use(item)
         return self._reply(node)
 
@@ -103,7 +105,7 @@ class Operations(LowLevel):
             mode, size, modified, links = stat.S_IFDIR | 0o555, 0, self.view.since, 2
         else:
             mode, size, modified, links = stat.S_IFREG | 0o444, item.size, item.modified, 1
-        # In whole numbers: a product of floats is up to 128 ns off, and loaders compare times for equality.
+        # In integers: a product of floats is up to 128 ns off, and loaders compare times for equality.
         nanoseconds = int(modified) * 10**9 + round(modified % 1 * 1e9)
         return Attr(item.inode, mode, size, nanoseconds, self._uid, self._gid, links)
 
@@ -135,7 +137,7 @@ class Operations(LowLevel):
         known.read = True
         held = known.held
         if held is None and offset == 0 and file.size <= size:
-            # The kernel keeps what it is about to get, so nobody comes back for more of it.
+            # The kernel caches the whole file with this read, so no second read comes.
             data = self.view.read_small(file)
             if data is not None:
                 self.view.count_use(file)
@@ -155,7 +157,7 @@ class Operations(LowLevel):
             data = reader.view(offset, size)
         except CorruptError as error:
             self.view.damaged(reader, error)
-            # Once its bytes are put again, they lie elsewhere.
+            # Bytes that are put again lie in another object.
             self.handles.forget(opened)
             if node.held is opened:
                 self.nodes.let_go(node)
@@ -167,15 +169,15 @@ class Operations(LowLevel):
         return data
 
     def _why_gone(self, file: File) -> int:
-        """The error for a file whose bytes cannot be opened."""
-        known = self.view.store.index.blob(file.digest) is not None
-        return errno.EIO if known else errno.ENOENT  # known and not readable: damage
+        """The errno for a file whose bytes cannot be opened."""
+        known = self.view.store.blob(file.digest) is not None
+        return errno.EIO if known else errno.ENOENT  # a row without readable bytes is damage
 
     def hold(self, node: Node) -> None:
-        """Keep a file's bytes for as long as the kernel knows it, if they are still there.
+        """Keep a file's bytes, if they are still there, until the kernel forgets the node.
 
         Raises:
-            OSError: they cannot be opened: there are too many open files, say.
+            OSError: the bytes cannot be opened, for example because too many files are open.
         """
         file = node.item
         if isinstance(file, Folder) or file.content is not None or node.held is not None:
@@ -216,20 +218,20 @@ class Operations(LowLevel):
         lookups.begin()
         try:
             now = lookups.age
-            # The kernel always begins with a request for attributes. Whoever looks at those gets more of them, and `find`, which
-            # does not, gets the rest of the names without.
+            # The kernel always begins with a request for attributes. A program that reads the attributes gets
+            # more of them. `find` reads none, so it gets the other names without attributes.
             for at, age, part, found in lines if offset else itertools.islice(lines, _GLIMPSE):
                 if isinstance(found, File) and not found.is_sound:
                     yield DirEntryPlus(part.encode(), at, EntryReply(0, _SOME_FILE, 0.0, 0.0))
                 elif age == now:
                     yield DirEntryPlus(part.encode(), at, reply(refer(node, part, found)))
-                else:  # what was read before something changed may be no lookup
+                else:  # a page read before a change must not count as a look-up
                     yield DirEntryPlus(part.encode(), at, EntryReply(0, self._attr(found), 0.0, 0.0))
         finally:
             lookups.end()
 
     def _dots(self, node: int, offset: int) -> list[tuple[int, bytes, File | Folder]]:
-        """`.` and `..`, as far as they lie behind the offset; before each the offset of the line after it."""
+        """`.` and `..`, as far as they lie behind the offset, each with the offset of the next line."""
         here = self.nodes[node]
         dots = [(1, b".", here.item), (2, b"..", self.nodes[here.parent].item)]
         return dots[offset:]

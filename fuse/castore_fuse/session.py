@@ -1,17 +1,17 @@
 """A mount served by Python threads: libfuse's session on one side, a `LowLevel` file system on the other.
 
-Why libfuse's low-level interface and not the path-based one that mfusepy wraps:
+Reasons for libfuse's low-level interface, and not the path-based one that mfusepy wraps:
 
-- An open handle must never get bytes of two blobs. The path-based layer gives a name the same kernel inode for as long
-  as any handle of it is open, so after the name is re-pointed to another blob, old and new handles would share one page
-  cache and one size. Here a node stands for a name *and* the blob it had: the re-pointed name gets a new node, and the
-  old handle keeps its own inode, pages and size.
-- Callbacks on libfuse's own threads make CPython create and destroy a thread state each time. Here Python's threads
-  run the loop, so thread-locals (database connections, decoders) live as long as the mount.
-- `readdirplus`, invalidation by (folder, name), and timeouts per node exist only there.
+- An open handle must never get bytes of two blobs. The path-based layer gives a name the same kernel inode as
+  long as any handle of it is open. After the name is pointed to another blob, old and new handles would share
+  one page cache and one size. Here a node stands for a name *and* its blob: the changed name gets a new node,
+  and the old handle keeps its own inode, pages and size.
+- Callbacks on libfuse's own threads make CPython create and destroy a thread state each time. Here Python's
+  threads run the loop, so thread-locals (database connections, decoders) live as long as the mount.
+- Only the low-level interface has `readdirplus`, invalidation by (folder, name), and timeouts per node.
 
-Knows nothing of castore. Must never touch the mounted tree itself: a thread that waits for its own mount while
-it holds the GIL waits for ever.
+Knows nothing of castore. Must never touch the mounted tree itself: a thread that waits for its own mount
+while it holds the GIL waits for ever.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger("castore.fuse")
 
 
 def default_threads() -> int:
-    """Enough threads that decoding uses all cores while others wait for the disk."""
+    """Enough threads for decoding to use all cores while other threads wait for the disk."""
     return min(16, max(4, (os.cpu_count() or 1) + 2))
 
 
@@ -50,7 +50,7 @@ class Session:
         ops: the file system.
         mountpoint: an existing folder.
         options: mount options, such as `ro`, `allow_other`, `fsname=...`; commas in them need no escaping.
-        threads: how many requests are handled at once.
+        threads: number of requests handled at once; the default is that of `default_threads`.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Session:
         self._notify_lock = threading.Lock()
         self._device: str | None = None
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self._wake_write, False)  # as signal.set_wakeup_fd wants it
+        os.set_blocking(self._wake_write, False)  # signal.set_wakeup_fd requires it
         self._session = self._new(options)
 
     def _new(self, options: Sequence[str]) -> Any:
-        # libfuse splits at commas that no backslash precedes.
+        # libfuse splits options at commas that follow no backslash.
         escaped = [option.replace("\\", "\\\\").replace(",", "\\,") for option in options]
         argv = [b"castore", *(argument for option in escaped for argument in (b"-o", os.fsencode(option)))]
         args = libfuse.Args(len(argv), (ctypes.c_char_p * (len(argv) + 1))(*argv, None), 0)
@@ -82,10 +82,10 @@ class Session:
         return session
 
     def mount(self) -> None:
-        """Attach to the mountpoint. Requests wait until `run` answers them, so nobody may look at the mount before.
+        """Attach to the mountpoint. Nobody may access the mount before `run`, which answers the requests.
 
         Raises:
-            MountError: with the words of the kernel or of fusermount3.
+            MountError: the mount failed; with the message of the kernel or of fusermount3.
         """
         with _captured_stderr() as captured:
             failed = self._lib.session_mount(self._session, os.fsencode(self.mountpoint))
@@ -95,11 +95,14 @@ class Session:
         self._device = found.device if found else None
 
     def run(self, on_ready: Callable[[], None] | None = None, grace: float = 5.0) -> None:
-        """Serve until somebody unmounts, `exit()` is called, or SIGTERM or SIGINT arrives (in the main thread only).
+        """Serve until the mount is unmounted, `exit()` is called, or SIGTERM or SIGINT arrives.
+
+        Signals are handled in the main thread only.
 
         Args:
             on_ready: called once requests are being answered.
-            grace: seconds that handles still open after `exit()` or a signal are served; a second signal cuts them off.
+            grace: seconds for which handles still open after `exit()` or a signal are served; a second signal
+                cuts them off.
         """
         workers = [
             threading.Thread(target=self._work, name=f"castore-fuse-{n}", daemon=True)
@@ -124,16 +127,16 @@ class Session:
             os.write(self._wake_write, b"x")
 
     def invalidate_entry(self, parent: int, name: bytes) -> bool:
-        """Make the kernel look `name` up again, and list `parent` again. False when it did not remember the name.
+        """Make the kernel look `name` up again, and list `parent` again. False if `name` was not cached.
 
         May wait for requests under way in that folder: never call it from a `LowLevel` method.
         """
         return self._notify(self._lib.notify_inval_entry, parent, name, len(name))
 
     def invalidate_inode(self, node: int) -> bool:
-        """Drop cached attributes, and cached pages or the cached listing. False when the kernel did not know the node.
+        """Drop cached attributes, and cached pages or the cached listing. False if the node was not cached.
 
-        Waits for reads under way that hold pages of it: never call it from a `LowLevel` method.
+        Waits for reads under way that hold pages of the node: never call it from a `LowLevel` method.
         """
         return self._notify(self._lib.notify_inval_inode, node, 0, 0)
 
@@ -147,7 +150,7 @@ class Session:
         raise OSError(result, f"the kernel refused to invalidate: {os.strerror(result)}")
 
     def _work(self) -> None:
-        """One thread's loop. Ends when the connection does."""
+        """One thread's loop. It ends when the connection does."""
         session, buffer = self._session, libfuse.Buf()
         receive, process, pointer = (
             self._lib.session_receive_buf,
@@ -167,13 +170,13 @@ class Session:
             self.exit()
 
     def _detach(self) -> None:
-        """Take the mount out of the tree, unless somebody did. Open handles keep it alive until they close."""
+        """Unmount lazily, unless that was done already. Open handles keep the mount alive."""
         found = mountpoints.mount_at(self.mountpoint)
         if found is not None and found.device == self._device:
             mountpoints.detach(self.mountpoint, lazy=True)
 
     def _wait_for(self, workers: list[threading.Thread], grace: float) -> bool:
-        """Wait until all workers end. False when `grace` seconds, or a second signal, came first."""
+        """Wait until all workers end. False if `grace` seconds, or a second signal, came first."""
         deadline = time.monotonic() + grace
         while any(_still_alive(worker) for worker in workers):
             left = deadline - time.monotonic()
@@ -194,13 +197,16 @@ class Session:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT write their number into our pipe. Threads started inside leave signals to this one."""
+        """SIGTERM and SIGINT write their number into the wake-up pipe.
+
+        Threads started inside leave signals to this thread.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
         def ignore(number: int, frame: FrameType | None) -> None:
-            """The wake-up descriptor has carried the news already."""
+            """The signal's number is already in the wake-up pipe."""
 
         before = {number: signal.signal(number, ignore) for number in (signal.SIGTERM, signal.SIGINT)}
         wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
@@ -213,15 +219,15 @@ class Session:
 
 
 def _still_alive(worker: threading.Thread) -> bool:
-    worker.join(0.002)  # a worker says that it ends a moment before it has ended
+    worker.join(0.002)  # a worker calls exit() a moment before it ends
     return worker.is_alive()
 
 
 @contextmanager
 def _captured_stderr() -> Iterator[Callable[[], str]]:
-    """Collect what C code and fusermount3 write to descriptor 2; the value reads it as one line.
+    """Collect what C code and fusermount3 write to descriptor 2; the yielded function returns it as one line.
 
-    For the moment before threads start: it is the whole process's descriptor.
+    Use it before threads start: the descriptor belongs to the whole process.
     """
     captured = os.memfd_create("castore-stderr")
     before = os.dup(2)

@@ -1,11 +1,12 @@
-"""The view: what a store looks like as a tree of files. Defined here and only here, without a word of FUSE.
+"""The view: a store as a tree of files. The tree is defined here and only here, without any FUSE.
 
-Names are files and their parts folders; a folder exists as long as a name lies in it. Beside them stands ``.castore``,
-which no listing shows: ``.castore/objects/ab/<digest>`` reaches any blob, ``.castore/stat.json`` tells what
-``castore stat`` tells.
+Names are files, and their parts are folders; a folder exists as long as a name lies in it. The folder
+``.castore`` in the root is in no listing: ``.castore/objects/ab/<digest>`` is any blob, and
+``.castore/stat.json`` holds the figures of ``castore stat``.
 
-A `File` is a name together with the blob it pointed to when it was looked up: it never changes, a re-pointed name
-looks up as another one. Threads may share a `View`; nothing in it is written after construction but its caches.
+A `File` is a name together with the blob it pointed to when it was looked up, and never changes: a name that
+points to another blob looks up as another `File`. Threads may share a `View`; only its caches are written
+after construction.
 """
 
 from __future__ import annotations
@@ -14,29 +15,25 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
 from castore import Store
 from castore.errors import CorruptError
-from castore.index.queries import below
-from castore.names import PART_BYTES, RESERVED
+from castore.index import name_ranges
+from castore.index.name_ranges import FileRow
+from castore.names import PART_BYTES, RESERVED, below
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
 from castore.objects.directory import check_row
 from castore.records import DIGEST_SIZE, LOST, entry_check
 from castore.system.ram_cache import MemoryLRU
 
-_CHILD = "SELECT digest, size, created, expires, checked FROM entries WHERE name = ? AND (expires IS NULL OR expires > ?)"
-_INSIDE = (
-    "SELECT name, digest, size, created, expires, checked FROM entries"
-    " WHERE name >= ? AND name < ? AND (expires IS NULL OR expires > ?) ORDER BY name LIMIT ?"
-)
-#: Names asked for at a time: few behind a folder, whose other names are of no interest, many among files.
+#: Rows per query: few behind a folder, whose other names are skipped; many among files.
 _FEW, _MANY = 8, 1000
 _INODE_MASK = (1 << 63) - 1
-#: No file is larger, in bytes, and none younger, in seconds since the epoch: the kernel would not take it.
+#: The largest size in bytes, and the latest time in seconds since the epoch, that the kernel accepts.
 _LARGEST, _LATEST = (1 << 63) - 1, float(1 << 40)
 _NO_PARTS = frozenset(("", ".", ".."))
 
@@ -45,12 +42,12 @@ class File(NamedTuple):
     """A file of the view.
 
     Attributes:
-        name: of the entry; empty for what is reached by digest or made up.
+        name: that of the entry; empty for a file that is reached by digest or generated.
         digest: 32 raw bytes; with `name`, the file's identity.
         size: in bytes.
-        modified: when the name was last pointed at this blob, seconds since the epoch.
+        modified: when the name was last pointed at this blob, in seconds since the epoch.
         expires: when the entry stops existing, or None.
-        content: the bytes of a file that is made up on the spot, else None.
+        content: the bytes of a generated file, else None.
     """
 
     name: str
@@ -62,12 +59,15 @@ class File(NamedTuple):
 
     @property
     def inode(self) -> int:
-        """From the digest, so the same after every remount, and never 0 or 1."""
+        """Derived from the digest: the same after every remount, and never 0 or 1."""
         return _inode(self.digest)
 
     @property
     def is_sound(self) -> bool:
-        """Whether the row that it is from can be: an index that was damaged, or not made by castore, may say anything."""
+        """Whether its row's values are valid.
+
+        An index that is damaged, or not made by castore, may hold anything.
+        """
         _, digest, size, modified, expires, _ = self
         return (
             type(digest) is bytes
@@ -81,7 +81,7 @@ class File(NamedTuple):
 
 
 def _file(name: str, digest: bytes, size: int, modified: float, expires: float | None, checked: int) -> File:
-    """The file of a row; one without a digest, which is not sound, if its name and its digest do not belong together."""
+    """The file of a row. It gets no digest, so is not sound, if the row's check does not match."""
     return File(name, digest if checked == entry_check(name, digest) else b"", size, modified, expires)
 
 
@@ -96,7 +96,7 @@ class Folder(NamedTuple):
 
     @property
     def inode(self) -> int:
-        """From the path; 1 for the root."""
+        """Derived from the path; 1 for the root."""
         return xxhash.xxh3_64_intdigest(self.path.encode()) & _INODE_MASK | 2 if self.path else 1
 
 
@@ -104,28 +104,28 @@ class Page(NamedTuple):
     """A piece of a folder's listing: files, and behind them perhaps one folder.
 
     Attributes:
-        parts: the names inside the folder; the last one is the folder's, if there is one.
+        parts: the names inside the folder; the last one is that of `folder`, if there is one.
         rows: name, digest, size, modified, expires and check of each file.
-        folder: what the last name stands for, if it is no file.
+        folder: the folder of the last name, or None if that is a file.
     """
 
     parts: list[str]
-    rows: list[tuple[str, bytes, int, float, float | None, int]]
+    rows: list[FileRow]
     folder: Folder | None
 
     def items(self, start: int = 0) -> Iterator[tuple[str, File | Folder]]:
-        """Names from number ``start`` on, and what they are."""
+        """The names from number ``start`` on, each with its file or folder."""
         yield from zip(self.parts[start:], itertools.starmap(_file, self.rows[start:]), strict=False)
         if self.folder is not None:
             yield self.parts[-1], self.folder
 
     def inodes(self) -> list[int]:
-        """Of the files."""
+        """The inodes of the files."""
         return [_inode(row[1]) for row in self.rows]
 
 
 class Space(NamedTuple):
-    """What ``df`` shows: bytes the store may hold, bytes still free, entries."""
+    """The figures of ``df``: bytes the store may hold, bytes still free, entries."""
 
     total: int
     free: int
@@ -153,22 +153,22 @@ class View:
     # The tree
 
     def lookup(self, folder: str, part: str) -> File | Folder | None:
-        """What lies in the folder under that name, or None.
+        """The file or folder of that name in the folder, or None.
 
         Args:
             folder: path below the mountpoint.
             part: one part of a name.
 
         Raises:
-            CorruptError: the index has a row of that name that cannot be.
+            CorruptError: the index has a row of that name with values that cannot be.
         """
         path = f"{folder}/{part}" if folder else part
         if path == RESERVED or path.startswith(RESERVED + "/"):
             return self._reserved(path)
         name, now = self._full(path), time.time()
-        row = next(self.store.index.rows(_CHILD, (name, now)), None)
+        row = name_ranges.file(self.store.index, name, now)
         if row is not None:
-            file = _file(name, *row)
+            file = _file(*row)
             if not file.is_sound:
                 raise CorruptError(
                     f"the index has a row for {name!r} that cannot be; `castore doctor` tells more"
@@ -178,8 +178,7 @@ class View:
 
     def folder_exists(self, path: str) -> bool:
         """Whether a name lies below that path."""
-        bounds = below(self._full(path))
-        return bool(self.store.index.all(_INSIDE, (*bounds, time.time(), 1)))
+        return name_ranges.is_folder(self.store.index, self._full(path), time.time())
 
     def listing(self, folder: str) -> Iterator[tuple[str, File | Folder]]:
         """The parts of names directly inside a folder, in the order of bytes."""
@@ -187,21 +186,20 @@ class View:
             yield from page.items()
 
     def pages(self, folder: str) -> Iterator[Page]:
-        """`listing`, in the pieces in which the index is asked; a piece may be empty."""
+        """The listing in pages, one for each query of the index. A page may be empty."""
         if folder == RESERVED or folder.startswith(RESERVED + "/"):
             return
         base = self._full(folder)
-        # SQLite sorts every blob, even the empty one, behind all text.
-        low, high = below(base) if base else ("", b"")
+        low, high = below(base) if base else ("", name_ranges.BEHIND_TEXT)
         skip, limit = len(low), _MANY
         now = time.time()
         while True:
-            rows = self.store.index.all(_INSIDE, (low, high, now, limit))
+            rows = name_ranges.files(self.store.index, low, high, now, limit)
             page, more = _page(folder, rows, skip)
             yield page
             if page.folder is None and len(rows) < limit:
                 return
-            low = self.store.index.behind(low, more)
+            low = name_ranges.behind(self.store.index, low, more)
             limit = _FEW if page.folder is not None else _MANY
 
     def _reserved(self, path: str) -> File | Folder | None:
@@ -211,17 +209,17 @@ class View:
         if parts == ["stat.json"]:
             return self._stat_file()
         if len(parts) == 3 and parts[0] == "objects" and _is_hex(parts[2], 64) and parts[2][:2] == parts[1]:
-            blob = self.store.index.blob(bytes.fromhex(parts[2]))
+            blob = self.store.blob(parts[2])
             return File("", blob.digest, blob.size, self.since) if blob is not None else None
         return None
 
     def _stat_file(self) -> File:
-        # The store behind a mount has no RAM tier of its own: what the mount keeps in RAM is decoded frames.
+        # The store behind a mount has no RAM tier of its own: the mount keeps decoded frames in RAM instead.
         figures = self.store.stat()._replace(memory_bytes=self.cache.bytes, memory_max=self.cache.max_bytes)
         content = json.dumps(figures._asdict(), indent=2).encode() + b"\n"
         return File("", xxhash.xxh3_128_digest(content) * 2, len(content), time.time(), 0.0, content)
 
-    # What a file holds
+    # Contents of files
 
     def open(self, file: File) -> BlobReader:
         """A reader that holds the file's bytes until it is closed, whatever gc does.
@@ -229,14 +227,17 @@ class View:
         Raises:
             FileNotFoundError: the bytes are gone.
         """
-        blob = self.store.index.blob(file.digest)
+        blob = self.store.blob(file.digest)
         if blob is None:
             raise FileNotFoundError(file.name)
         return self.store.source.open(blob, self.cache)
 
     def read_small(self, file: File) -> bytes | None:
-        """All of a small file, the short way; None if it is none, or that fails: `open` says what it is."""
-        blob = self.store.index.blob(file.digest)
+        """All bytes of a small file, on the short path.
+
+        None if it is large or unreadable: `open` gives the error.
+        """
+        blob = self.store.blob(file.digest)
         try:
             if blob is None or blob.pack == LOST or blob.size > FRAME_SIZE:
                 return None
@@ -246,24 +247,23 @@ class View:
             return None
 
     def is_unnamed(self, digest: bytes) -> bool:
-        """Whether no name points to those bytes, so that gc may take them."""
-        row = next(self.store.index.rows("SELECT refs FROM blobs WHERE digest = ?", (digest,)), None)
-        return row is None or row[0] == 0
+        """Whether no name points to those bytes, so that gc may remove them."""
+        return not self.store.index.is_named(digest)
 
     def count_use(self, file: File) -> None:
-        """Tell gc, which takes the least recently used first."""
+        """Count a use of the file: gc removes the least recently used files first."""
         if file.name:
-            self.store.source.count_use(file.name)
+            self.store.count_use(file.name)
 
     def damaged(self, reader: BlobReader, error: CorruptError) -> None:
-        """Set aside what failed its check while it was read."""
+        """Quarantine an object that failed its check while it was read."""
         self.store.source.quarantine(reader.blob, error)
 
     def attributes(self, file: File) -> dict[str, str]:
-        """Extended attributes of a file: what is known of its entry and its blob."""
+        """Extended attributes of a file: facts of its entry and its blob."""
         entry = self.store.entry(file.name) if file.name else None
         found = {"digest": file.digest.hex(), "size": str(file.size)}
-        blob = self.store.index.blob(file.digest)
+        blob = self.store.blob(file.digest)
         if blob is not None:
             found |= {"codec": blob.codec, "stored": str(blob.stored)}
         if entry is not None and entry.digest == found["digest"]:
@@ -275,18 +275,21 @@ class View:
         return found
 
     def space(self) -> Space:
-        """How full the store is: against its budget, or against its disk if it has none."""
+        """Used and free space of the store: against its budget, or against its disk if it has no budget."""
         import shutil
 
-        totals = self.store.index.totals()
+        totals = self.store.totals()
         budget = self.store.settings.max_size
         disk = shutil.disk_usage(self.store.path).free
         free = disk if budget is None else max(0, min(disk, budget - totals.stored))
         return Space(totals.stored + free, free, totals.entries)
 
 
-def _page(folder: str, rows: list[tuple[Any, ...]], skip: int) -> tuple[Page, str]:
-    """The page that begins with those rows, whose names begin with ``skip`` bytes of the folder's, and where the next begins."""
+def _page(folder: str, rows: list[FileRow], skip: int) -> tuple[Page, str]:
+    """The page that begins with those rows, and the name at which the next query begins.
+
+    The first ``skip`` characters of each name are those of the folder.
+    """
     parts = [row[0][skip:] for row in rows]
     if not parts or _are_parts(parts):
         return Page(parts, rows, None), rows[-1][0] + "\0" if rows else ""
@@ -295,17 +298,18 @@ def _page(folder: str, rows: list[tuple[Any, ...]], skip: int) -> tuple[Page, st
         part, slash, _ = path.partition("/")
         low = row[0] + "\0"
         if not _are_parts([part]):
-            continue  # one bad row must not take the listing down
+            continue  # one bad row must not break the listing
         good.parts.append(part)
         if slash:
             inside = Folder(f"{folder}/{part}" if folder else part)
-            return good._replace(folder=inside), row[0][: skip + len(part)] + "0"  # the first name behind it
+            # the first name behind the folder
+            return good._replace(folder=inside), row[0][: skip + len(part)] + "0"
         good.rows.append(row)
     return good, low
 
 
 def _are_parts(parts: list[str]) -> bool:
-    """Whether the kernel takes these as names of files: an index that was not made by castore may say anything."""
+    """Whether the kernel accepts these as names of files. An index not made by castore may hold anything."""
     text = "/".join(parts)
     if text.count("/") != len(parts) - 1 or "\0" in text or not _NO_PARTS.isdisjoint(parts):
         return False

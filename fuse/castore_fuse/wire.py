@@ -1,10 +1,11 @@
-"""What a file system answers, as plain tuples, and those tuples as the bytes the kernel reads.
+"""The replies of a file system: plain tuples, and their packing into the bytes that the kernel reads.
 
-The layouts are those of `struct fuse_*_out` in the kernel's `linux/fuse.h` (protocol 7.9 and later). They are the
-same on every architecture and for every libfuse 3, which `struct stat` and `struct fuse_file_info` are not, and they let
-every kind of reply leave through one function, `fuse_reply_buf`. Packing an entry takes 1 µs.
+The layouts are those of `struct fuse_*_out` in the kernel's `linux/fuse.h` (protocol 7.9 and later). They are
+the same on every architecture and for every libfuse 3, unlike `struct stat` and `struct fuse_file_info`. With
+them, every kind of reply is sent by one function, `fuse_reply_buf`. Packing an entry takes 1 µs.
 
-May assume: values are in range (sizes and node ids below 2**64, timeouts not negative). Knows neither libfuse nor castore.
+May assume that values are in range: sizes and node ids below 2**64, timeouts not negative. Knows neither
+libfuse nor castore.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _PADDING = (b"", *(b"\0" * n for n in range(7, 0, -1)))  # _PADDING[length % 8] 
 
 
 class Attr(NamedTuple):
-    """What `stat` shows of a node. All three times are `mtime_ns`."""
+    """The attributes that `stat` shows of a node. All three times are `mtime_ns`."""
 
     ino: int
     mode: int
@@ -48,9 +49,9 @@ class Attr(NamedTuple):
 
 
 class EntryReply(NamedTuple):
-    """A node found under a name. Timeouts are seconds for which the kernel need not ask again.
+    """A node found under a name. Timeouts are the seconds for which the kernel may cache the answer.
 
-    Node 0 says that there is nothing of that name, and lets the kernel remember so for `entry_timeout`.
+    Node 0 means that there is nothing of that name; the kernel caches that for `entry_timeout`.
     """
 
     node: int
@@ -60,14 +61,17 @@ class EntryReply(NamedTuple):
 
 
 class OpenReply(NamedTuple):
-    """An open file or folder: `fh` is whatever the file system wants to be handed back; `flags` are ORed constants."""
+    """An open file or folder.
+
+    `fh` is any number that the file system wants back; `flags` are ORed constants.
+    """
 
     fh: int = 0
     flags: int = 0
 
 
 class DirEntryPlus(NamedTuple):
-    """A line of a listing that is a lookup as well. `.` and `..` have node 0, which counts as no lookup.
+    """A line of a listing that is a look-up as well. `.` and `..` have node 0, which counts as no look-up.
 
     `offset` is where a listing that continues after this line starts; never 0.
     """
@@ -78,7 +82,7 @@ class DirEntryPlus(NamedTuple):
 
 
 class StatFs(NamedTuple):
-    """What `df` shows. Blocks are of `block_size` bytes."""
+    """The figures that `df` shows. Blocks are of `block_size` bytes."""
 
     blocks: int
     free: int
@@ -124,7 +128,7 @@ def pack_entry(entry: EntryReply) -> bytes:
 
 
 def pack_attr(reply: tuple[Attr, float]) -> bytes:
-    """`struct fuse_attr_out` of attributes and the seconds they hold."""
+    """`struct fuse_attr_out` of attributes and the seconds for which they hold."""
     attr, timeout = reply
     seconds, fraction = _timeout(timeout)
     return _ATTR.pack(seconds, fraction, 0, *_attr_fields(attr))
@@ -142,14 +146,15 @@ def pack_statfs(reply: StatFs) -> bytes:
 
 
 def pack_xattr_size(size: int) -> bytes:
-    """`struct fuse_getxattr_out`: the answer to "how large is it?"."""
+    """`struct fuse_getxattr_out`: the length of a value, for a caller that asks only for the length."""
     return _XATTR_SIZE.pack(size, 0)
 
 
 def pack_direntries(names: Iterable[bytes], inodes: Iterable[int], mode: int, offset: int) -> list[bytes]:
-    """A `struct fuse_dirent` for each name and inode, each with its name, padded to 8 bytes; all are of one kind.
+    """A `struct fuse_dirent` for each name and inode, with its name, padded to 8 bytes; all are of one kind.
 
-    `offset` is where a listing that continues after the first of them starts, and never 0; it grows by one a name.
+    `offset` is where a listing that continues after the first line starts. It is never 0, and grows by one a
+    name.
 
     >>> pack_direntries([b"a.txt"], [7], 0o100644, 3)[0][24:]
     b'a.txt\\x00\\x00\\x00'

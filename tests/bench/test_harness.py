@@ -132,17 +132,31 @@ def test_the_glance_has_each_goal_of_the_suites_in_full_and_counts_the_others() 
     assert glance.markdown(runs, ["kv", "mount", "scale"]).endswith("No results on file of: mount.")
 
 
-def test_sections_keep_their_places_and_what_people_wrote_around_them(tmp_path: Path) -> None:
+def test_the_glance_is_replaced_between_its_markers_and_what_people_wrote_stays(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    report.write(page, "kv", run("kv", [result()]))
+    report.write_glance(page, "an older one")
     page.write_text(page.read_text() + "\n## By hand\n")
-    report.write(page, "mount", run("mount", [result()]))
-    for section in ("an older one", "a newer one"):
-        report.write_first(page, "glance", section)
-    report.write(page, "kv", run("kv", [result(castore=0.020)]))
+    report.write_glance(page, "a newer one")
     text = page.read_text()
-    parts = ["# Benchmarks", "bench:glance", "a newer one", "bench:kv", "bench:mount", "## By hand"]
+    parts = ["# Benchmarks", "bench:glance", "a newer one", "/bench:glance", "## By hand"]
     assert sorted(text.index(part) for part in parts) == [text.index(part) for part in parts]
     assert "an older one" not in text
-    assert text.count("<!-- bench:") == 3
-    assert "20 ms" in text
+
+
+def test_a_suite_has_a_page_of_its_own_that_its_next_run_replaces(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks"
+    report.write(folder, "kv", run("kv", [result()]))
+    report.write(folder, "mount", run("mount", [result()]))
+    report.write(folder, "kv", run("kv", [result(castore=0.020)]))
+    assert sorted(path.name for path in folder.iterdir()) == ["kv.md", "mount.md"]
+    assert "20 ms" in (folder / "kv.md").read_text()
+    assert "20 ms" not in (folder / "mount.md").read_text()
+    assert (folder / "kv.md").read_text().startswith("# ")
+
+
+def test_generated_prose_is_filled_and_only_tables_are_wide() -> None:
+    study = Study(
+        "memory", ["a"], [["b"]], note="a note " * 40, goals=[verdict(False, "less " * 50 + ": 1 s")]
+    )
+    page = report.render({**run("kv", [result(GOALS)], [study]), "about": "what it is about " * 20})
+    assert [line for line in page.splitlines() if len(line) > 110 and not line.startswith("|")] == []

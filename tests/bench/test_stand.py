@@ -56,6 +56,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     for name in ("WORK", "RESULTS", "PICTURES", "PROJECT"):
         monkeypatch.setattr(stand, name, tmp_path / name.lower())
     monkeypatch.setattr(stand, "PAGE", tmp_path / "project" / "page.md")
+    monkeypatch.setattr(stand, "PAGES", tmp_path / "project" / "pages")
     (tmp_path / "project").mkdir()
 
     def main(*words: str) -> None:
@@ -65,16 +66,18 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return main
 
 
-def test_a_run_writes_the_page_and_ends_with_all_goals(
+def test_a_run_writes_the_pages_and_ends_with_all_goals(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run()
     said = capsys.readouterr().out
     assert "tiny: 1 of 2 reached" in said.split("At a glance")[1]
     assert "missed: no: 1 s" in said
-    page = (tmp_path / "project" / "page.md").read_text()
-    assert page.index("## At a glance") < page.index("## Tiny")
-    assert "| tiny (" in page
+    glance = (tmp_path / "project" / "page.md").read_text()
+    assert "| [tiny](benchmarks/tiny.md) |" in glance
+    assert "- tiny: no: 1 s" in glance
+    page = (tmp_path / "project" / "pages" / "tiny.md").read_text()
+    assert page.startswith("# Tiny\n")
     assert "| files | 9 |" in page
     assert "reached: get: castore, at least 2 times peer: 3.00 times" in page
     assert (
@@ -95,9 +98,9 @@ def test_a_suite_that_breaks_costs_the_others_nothing(
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["tiny-quick.json"]
 
 
-def test_a_quick_run_leaves_the_page_alone(run: Run, tmp_path: Path) -> None:
+def test_a_quick_run_leaves_the_pages_alone(run: Run, tmp_path: Path) -> None:
     run("--quick", "--rounds", "1")
-    assert not (tmp_path / "project" / "page.md").exists()
+    assert list((tmp_path / "project").iterdir()) == []
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["tiny-quick.json"]
 
 

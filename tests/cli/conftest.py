@@ -1,4 +1,4 @@
-"""What the tests of the command line share: `cli` runs a command in this process, `castore` in one of its own."""
+"""Fixtures of the command line's tests: `cli` runs a command in this process, `castore` in one of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from castore.cli.main import main
 
 
 class Ran(NamedTuple):
-    """What a command did."""
+    """The outcome of a command."""
 
     code: int
     raw: bytes
@@ -37,17 +37,18 @@ Cli = Callable[..., Ran]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the store of a test lies, and nothing does yet; the tests run beside it."""
+    """The place of a test's store, which does not exist yet; the tests run beside it."""
     monkeypatch.delenv("CASTORE_DIR", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("LINES", "40")  # with both, rich asks nobody else: not the kind of terminal either
+    # with both, rich looks at nothing else, not even at the kind of terminal
+    monkeypatch.setenv("LINES", "40")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "store"
 
 
 @pytest.fixture
 def cli(folder: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Cli:
-    """Run a command on the store at `folder`, and tell what it did."""
+    """Run a command on the store at `folder`, and return its outcome."""
 
     def run(*words: str | Path) -> Ran:
         capfdbinary.readouterr()
@@ -75,7 +76,7 @@ def castore(folder: Path) -> Callable[..., subprocess.Popen[bytes]]:
         *words: str | Path, env: dict[str, str] | None = None, store: Path = folder, **options: Any
     ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "castore", "--store", str(store), *map(str, words)]
-        # The tests run elsewhere than in the checkout, which need not be installed.
+        # The tests run outside of the checkout, which need not be installed.
         path = os.pathsep.join(entry for entry in sys.path if entry)
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         around = os.environ | {"PYTHONPATH": path} | (env or {})

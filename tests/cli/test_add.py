@@ -1,17 +1,22 @@
-"""`castore add`: which files are taken, what they are named, and what is said of those that are not."""
+"""`castore add`: the files that it takes, their names, and its messages about other files."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from castore import Store
 from tests.cli.conftest import Cli
+from tests.helpers import mixed, noise
 
 
 @pytest.fixture
@@ -141,7 +146,9 @@ def test_links_are_followed_and_loops_and_strange_things_are_named(
     complaints = ran.err.splitlines()
     assert len(complaints) == 5
     for name, why in {
-        "sub/up": "links to a folder that it lies in", "nowhere": "links to nothing", "itself": "symbolic links",
+        "sub/up": (
+            "links to a folder that it lies in"
+        ), "nowhere": "links to nothing", "itself": "symbolic links",
         "pipe": "neither a file nor a folder", "socket": "neither a file nor a folder",
     }.items():  # fmt: skip
         assert any(f"data/{name}" in line and why in line for line in complaints), name
@@ -155,7 +162,7 @@ def test_one_bad_file_spoils_nothing_for_the_others(cli: Cli, data: Path, folder
     (data / "line\nbreak").write_bytes(b"x")
     ran = cli("add", "data", "nosuch", "--as", "d")
     assert ran.code == 1
-    assert len(ran.err.splitlines()) == 3  # however strange the names
+    assert len(ran.err.splitlines()) == 3  # however strange the names are
     assert "added 4 files" in ran.out
     assert len(names(folder)) == 4
 
@@ -206,7 +213,7 @@ def test_thousands_of_small_files_are_all_there(cli: Cli, folder: Path, tmp_path
 
 @pytest.fixture
 def deep(tmp_path: Path) -> Iterator[Path]:
-    """A file below more folders than Python may call functions, which pytest could not remove either."""
+    """A file below more folders than Python may nest calls, which pytest could not remove either."""
     place = tmp_path / "deep"
     for _ in range(1200):
         place.mkdir()
@@ -318,3 +325,96 @@ def test_a_life_of_no_length_is_refused(cli: Cli, data: Path, folder: Path, word
     assert ran.code == 2
     assert "expire before they can be read" in ran.err
     assert not folder.exists()
+
+
+def test_files_are_added_for_good_where_the_store_has_a_lifetime(cli: Cli, data: Path, folder: Path) -> None:
+    cli("init", "--ttl", "1h")
+    cli("add", str(data), "--as", "kept", "--ttl", "never")
+    cli("add", str(data), "--as", "for-an-hour")
+    with Store(folder) as store:
+        assert {entry.expires for entry in store.entries("kept")} == {None}
+        assert None not in {entry.expires for entry in store.entries("for-an-hour")}
+
+
+@pytest.mark.parametrize("size", [0, 5, 20_000_000])
+def test_standard_input_is_added_under_a_name(
+    castore: Callable[..., subprocess.Popen[bytes]], cli: Cli, folder: Path, size: int
+) -> None:
+    data = mixed(size)
+    words = (
+        "add",
+        "-",
+        "--as",
+        "piped/in",
+        "--meta",
+        "k=v",
+        "--ttl",
+        "1d",
+        "--pin",
+        "--codec",
+        "lz4",
+        "--json",
+    )
+    out, err = castore(*words, stdin=subprocess.PIPE).communicate(data)
+    assert err == b""
+    report = json.loads(out)
+    assert (report["files"], report["bytes"], report["new_blobs"]) == (1, size, 1)
+    assert cli("cat", "piped/in").raw == data
+    with Store(folder) as store:
+        entry = store.entry("piped/in")
+        assert entry is not None
+        assert (entry.metadata, entry.pinned, entry.expires is None) == ({"k": "v"}, True, False)
+
+
+def test_a_pipe_of_programs_ends_in_the_store(cli: Cli, data: Path, folder: Path) -> None:
+    cli("init")
+    command = f"tar c -C {data} . | {sys.executable} -m castore --store {folder} add - --as all.tar"
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    assert "as all.tar" in done.stdout
+    with Store(folder) as store, tarfile.open(fileobj=store.open("all.tar")) as tar:
+        assert len(tar.getnames()) > 1
+
+
+def test_an_input_that_is_cut_short_leaves_nothing(
+    castore: Callable[..., subprocess.Popen[bytes]], folder: Path
+) -> None:
+    Store(folder).close()
+    for number in (signal.SIGINT, signal.SIGKILL):
+        with castore("add", "-", "--as", "piped", stdin=subprocess.PIPE) as adding:
+            assert adding.stdin is not None
+            adding.stdin.write(noise(20_000_000))
+            adding.stdin.flush()  # the pipe is far smaller: all but its rest has been read
+            adding.send_signal(number)
+            adding.wait()
+        with Store(folder) as store:
+            assert list(store) == []
+            store.gc()
+            assert [path for path in (folder / "tmp").iterdir() if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("-",), "castore add - --as NAME"),
+        (("-", "--as", "folder/"), "castore add - --as NAME"),
+        (("-", "--as", ""), "castore add - --as NAME"),
+        (("-", "file", "--as", "x"), "goes alone (a file of that name is ./-)"),
+        (("-", "--as", "../x"), "names cannot lead out of their folder"),
+        (("-", "--as", "x", "--dict"), "--dict is for folders of small files"),
+    ],
+)
+def test_standard_input_wants_a_name_and_goes_alone(
+    cli: Cli, folder: Path, words: tuple[str, ...], problem: str
+) -> None:
+    ran = cli("add", *words)
+    assert ran.code == 2
+    assert problem in ran.err
+    assert not folder.exists()
+
+
+def test_an_input_that_is_closed_is_said(castore: Callable[..., subprocess.Popen[bytes]]) -> None:
+    closed = castore("add", "-", "--as", "x", preexec_fn=lambda: os.close(0))
+    assert b"standard input is closed" in closed.communicate()[1]
+    assert closed.returncode == 1

@@ -1,4 +1,4 @@
-"""`docs/cli.md` names every command and every option, and none that is not there."""
+"""`docs/cli.md` names every command and every option, and no other."""
 
 from __future__ import annotations
 

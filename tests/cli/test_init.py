@@ -32,9 +32,10 @@ def test_init_again_changes_only_what_is_given(cli: Cli, folder: Path) -> None:
     assert cli("init", "--json").json["result"] == "unchanged"
 
 
-def test_none_takes_a_bound_away(cli: Cli, folder: Path) -> None:
+@pytest.mark.parametrize(("max_size", "ttl"), [("none", "none"), ("unlimited", "never")])
+def test_a_word_takes_a_bound_away(cli: Cli, folder: Path, max_size: str, ttl: str) -> None:
     cli("init", "--max-size", "2GB", "--ttl", "1d")
-    cli("init", "--max-size", "none", "--ttl", "none")
+    cli("init", "--max-size", max_size, "--ttl", ttl)
     assert settings.load(folder) == settings.Settings()
 
 

@@ -1,4 +1,4 @@
-"""What holds for every command: help, errors of one line, exit codes, quiet endings, a quick start."""
+"""Promises of every command: help, errors of one line, exit codes, quiet endings, a quick start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.cli.conftest import Cli
 
 Start = Callable[..., subprocess.Popen[bytes]]
 NEED_A_STORE = [
-    ("ls",), ("cat", "x"), ("get", "x", "-o", "y"), ("rm", "x"), ("pin", "x"), ("unpin", "x"), ("stat",), ("gc",),
+    ("ls",), ("cat", "x"), ("get", "x", "-o", "y"), ("rm", "x"), ("pin", "x"), ("unpin", "x"), ("stat",),
+    ("gc",),
     ("train-dict", "x"), ("verify",), ("doctor",), ("mount", "m"),
 ]  # fmt: skip
 
@@ -84,7 +85,7 @@ def test_wrong_usage_is_one_line_and_code_2(
     cli: Cli, store: Store, words: tuple[str, ...], says: str
 ) -> None:
     ran = cli(*words)
-    is_not_found = words[-1].startswith("data/")  # a name that could be: cat goes on with its others
+    is_not_found = words[-1].startswith("data/")  # a valid name: cat continues with the others
     assert ran.code == (1 if is_not_found else 2)
     assert ran.err.startswith("castore: ")
     assert says in ran.err
@@ -147,9 +148,9 @@ def test_interrupt_ends_at_once_and_leaves_nothing(castore: Start, folder: Path,
 
 def test_commands_import_only_what_they_need(folder: Path, store: Store) -> None:
     program = (
-        "import sys; from castore.cli.main import main; main(sys.argv[1:]);"
-        "heavy = {'rich', 'sqlite_utils', 'numpy', 'torch', 'castore_fuse', 'castore.cli.stat', 'castore.repair.doctor'};"
-        "print(*sorted(heavy & set(sys.modules)))"
+        "import sys; from castore.cli.main import main; main(sys.argv[1:]);heavy = {'rich', "
+        "'sqlite_utils', 'numpy', 'torch', 'castore_fuse', 'castore.cli.stat', "
+        "'castore.repair.doctor'};print(*sorted(heavy & set(sys.modules)))"
     )
     path = os.pathsep.join(entry for entry in sys.path if entry)
     command = [sys.executable, "-c", program, "--store", str(folder), "ls", "large.bin"]

@@ -1,4 +1,4 @@
-"""`castore mount` and `umount`, as a shell uses them; what a mount promises is tested with the mount itself."""
+"""`castore mount` and `umount`, as a shell uses them; the mount's own promises are tested in tests/mount."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Shell = Callable[..., Ran]
 
 @pytest.fixture
 def shell(castore: Start) -> Shell:
-    """Run a command in a process of its own, so that each daemon is an orphan as it is in life."""
+    """Run a command in a process of its own, so that each daemon is an orphan as in real use."""
 
     def run(*words: str | Path) -> Ran:
         process = castore(*words)
@@ -32,7 +32,7 @@ def shell(castore: Start) -> Shell:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
-    """A mountpoint, free again at the end whatever happened."""
+    """A mountpoint that is free again at the end, whatever happened."""
     yield tmp_path / "mnt"
     if os.path.ismount(tmp_path / "mnt"):
         subprocess.run(["fusermount3", "-uz", str(tmp_path / "mnt")], check=True)

@@ -83,11 +83,12 @@ def test_short_digest_is_no_digest_and_names_come_first(cli: Cli, store: Store) 
 
 
 def test_ambiguous_digest_is_an_error_that_says_so(cli: Cli, store: Store) -> None:
-    # Digests with eight digits in common cannot be found by trying: the rows are made.
+    # Digests with eight common digits cannot be found by trying: the rows are made by hand.
     with store.index.write() as txn:
         for last in (b"\x01", b"\x02"):
             txn.execute(
-                "INSERT INTO blobs (digest, size, stored, codec, pack, offset) VALUES (?, 1, 1, 'none', 0, 0)",
+                "INSERT INTO blobs (digest, size, stored, codec, pack, "
+                "offset) VALUES (?, 1, 1, 'none', 0, 0)",
                 (bytes.fromhex("abcdef12") + bytes(27) + last,),
             )
     ran = cli("cat", "abcdef12")

@@ -1,4 +1,4 @@
-"""Rules that all commands keep: exit codes, JSON that every reader takes, messages that name what they are about."""
+"""Rules of all commands: exit codes, JSON that every parser takes, messages that name their subject."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from castore.cli.commands import COMMANDS
 from tests.cli.conftest import Cli
 from tests.helpers import flip, payload
 
-#: Every command that takes a name or a folder of names, with the place of it.
+#: Every command that takes a name or a folder of names, with the position of that argument.
 NAMING = {
     "add": ("add", "file", "--as", "{}"),
     "ls": ("ls", "{}"),
@@ -28,7 +28,7 @@ NAMING = {
     "mount": ("mount", "mnt", "--prefix", "{}"),
     "watch": ("watch", ".", "--as", "{}"),
 }
-#: The others: what they take is no name.
+#: The other commands take no names.
 OTHERS = {"init", "gc", "verify", "doctor", "umount", "process"}
 
 

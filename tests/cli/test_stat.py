@@ -25,7 +25,7 @@ def test_panel_shows_what_there_is(cli: Cli, store: Store, folder: Path) -> None
     assert "1 misses" in out
     assert re.search(r"expires in +(59m\d+s|1h) +soon", out)
     assert re.search(r"largest +3.1 MB .*\n.* 3.1 MB .*\n.* data \(2\)", out)
-    assert "\x1b" not in out  # no colours where nobody sees them
+    assert "\x1b" not in out  # no colours without a terminal
 
 
 def test_panel_of_an_empty_store(cli: Cli) -> None:

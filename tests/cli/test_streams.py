@@ -1,6 +1,6 @@
-"""What a shell can hand to every command: bytes that are no text, streams that are closed, full or of other encodings, signals.
+"""Input from a shell for every command: bytes that are no text, closed or full streams, encodings, signals.
 
-Whatever it is, a command does its work or says in one line why not. Nothing ends in a traceback.
+A command does its work or says in one line why not. No input ends in a traceback.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.cli.conftest import Cli
 Start = Callable[..., subprocess.Popen[bytes]]
 NO_TEXT = os.fsdecode(b"\xff\xfe")
 NAME = "na\u00efve-\u540d.txt"
-#: Words that make each command work on the store of these tests.
+#: Arguments with which each command works on the store of these tests.
 WORKING = {
     "init": ("--max-size", "1GB"),
     "add": ("file",),
@@ -40,19 +40,19 @@ WORKING = {
     "verify": (),
     "doctor": (),
 }
-#: What else a command needs to be asked at all, and where.
+#: Further arguments that a command requires, and their position.
 NEEDED = {
     "add": ("file",), "cat": (NAME,), "get": (NAME,), "rm": (NAME,), "pin": (NAME,), "unpin": (NAME,),
     "train-dict": ("data",), "mount": ("mnt",), "umount": ("mnt",), "watch": ("folder",),
 }  # fmt: skip
 OPTIONS = {"get": ("-o", "out"), "watch": ("--as", "in"), "process": ("--config", "recipe.yaml")}
-#: Commands that are there for what they print.
+#: Commands whose purpose is their output.
 PRINTING = {"ls", "cat", "stat"}
 
 
 @pytest.fixture
 def shop(store: Store, tmp_path: Path) -> Store:
-    """A store with a name that is not ASCII, beside a file and a folder; the tests run where they lie."""
+    """A store with a name that is not ASCII, beside a file and a folder; the tests run in that folder."""
     store.put(NAME, b"text")
     (tmp_path / "file").write_text("a file")
     (tmp_path / "folder").mkdir()
@@ -183,7 +183,7 @@ def test_an_error_that_nobody_can_read_still_has_its_exit_code(castore: Start, s
 
 
 def _loading(process: subprocess.Popen[bytes]) -> None:
-    """Wait until the first module of the library has been loaded, of which Python tells on standard error."""
+    """Wait until the first module of the library is loaded, which Python reports on standard error."""
     assert process.stderr is not None
     while not re.search(rb"\| +castore\.(?!cli)", line := process.stderr.readline()):
         assert line, "it ended before"
@@ -191,7 +191,7 @@ def _loading(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture
 def _signals_are_heeded() -> Iterator[None]:
-    """`nohup make test` and shells' `&` have children ignore signals, and a command goes on ignoring those."""
+    """`nohup make test` and a shell's `&` make children ignore signals, which a command would keep doing."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -209,7 +209,7 @@ def test_a_signal_at_any_moment_ends_a_command_without_a_traceback(
     slow = tmp_path / "slow.bin"
     slow.write_bytes(os.urandom(1 << 20) * 64)
     Store(folder).close()
-    # Python's own first milliseconds are not ours to change.
+    # Python's own first milliseconds are not castore's to change.
     for delay in range(0, 300, 12 if number == signal.SIGINT else 60):
         process = castore("add", slow, "--codec", "gzip", env={"PYTHONPROFILEIMPORTTIME": "1"})
         _loading(process)

@@ -1,4 +1,4 @@
-"""What is drawn on a terminal, and that nothing is where there is none."""
+"""Output on a terminal, and none of it without one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Start = Callable[..., subprocess.Popen[bytes]]
 
 
 def read_all(master: int) -> bytes:
-    """What is drawn on a terminal until nobody holds its other end any more."""
+    """Read the output on a terminal until no process holds its other end any more."""
     pieces = []
     while True:
         try:
             piece = os.read(master, 65536)
-        except OSError:  # how Linux says so
+        except OSError:  # Linux reports the end so
             break
         if not piece:
             break
@@ -31,7 +31,7 @@ def read_all(master: int) -> bytes:
 
 
 def drawn(start: Start, *words: str | Path) -> tuple[bytes, bytes]:
-    """Run a command whose standard error is a terminal: what it drew there, and its output."""
+    """Run a command whose standard error is a terminal; returns what it drew there, and its output."""
     master, slave = pty.openpty()
     process = start(*words, stderr=slave, env={"TERM": "xterm-256color"})
     os.close(slave)

@@ -1,4 +1,4 @@
-"""`castore train-dict` and `castore add --dict`: said in sentences, told as JSON, and of effect."""
+"""`castore train-dict` and `castore add --dict`: their sentences, their JSON, and their effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEEN, NEW = records(500, 1), records(40, 2)
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """A folder of files that are alike."""
+    """A folder of similar files."""
     folder = tmp_path / "rec"
     (folder / "below").mkdir(parents=True)
     for number, data in enumerate(SEEN):
@@ -83,7 +83,7 @@ def test_add_dict_learns_before_it_adds(cli: Cli, sources: Path, folder: Path) -
     assert (learnt["prefix"], learnt["samples"]) == ("data", 400)
     assert learnt["saving"] > 0.3
     assert report["stored_bytes"] < 0.7 * learnt["before"] * 5
-    # What is there is used.
+    # The existing dictionary is used.
     assert cli("add", sources, "--as", "data", "--dict", "--json").json["dictionaries"] == []
     with Store(folder, memory=0) as store:
         assert store.get("data/below/1.json") == SEEN[1]

@@ -10,6 +10,7 @@ import pytest
 
 from castore import Store
 from tests.cli.conftest import Cli
+from tests.helpers import noise
 
 
 def damage(folder: Path) -> None:
@@ -134,3 +135,10 @@ def test_gc_says_that_pins_hold_more_than_the_budget_and_how_much(cli: Cli, stor
     assert cli("gc", "--max-size", "100KB", "--json").json["pinned"] == 300_000
     assert cli("gc", "--max-size", "300KB", "--json").json["pinned"] == 0
     assert cli("gc", "--max-size", "300KB").code == 0
+
+
+def test_gc_without_a_bound_leaves_what_passes_the_budget(cli: Cli, store: Store) -> None:
+    store.put_many((f"n{number}", noise(100_000, number)) for number in range(5))
+    cli("init", "--max-size", "100KB")
+    assert cli("gc", "--max-size", "unlimited", "--json").json["evicted"] == []
+    assert cli("gc", "--json").json["evicted"] != []

@@ -213,7 +213,7 @@ def test_a_killed_compute_leaves_nobody_waiting(store: Store) -> None:
 
 
 def test_a_killed_compute_whose_children_live_on_leaves_nobody_waiting(store: Store, tmp_path: Path) -> None:
-    """Workers of a pool outlive a parent that is killed, and have inherited all its open files."""
+    """Workers of a pool outlive a killed parent, and have inherited all its open files."""
     program = (
         "import os, sys, time\nfrom castore import Store\n"
         "def compute():\n"
@@ -283,13 +283,16 @@ def test_what_does_not_validate_is_computed_anew_once(store: Store) -> None:
     assert len(runs) == 1
 
 
-# Seeing what others do
+# Noticing the changes of other processes
 
 
 def test_a_name_repointed_elsewhere_is_seen_by_who_has_it_in_memory(tmp_path: Path) -> None:
     with Store(tmp_path / "store", memory="64MB") as reader:
         for version in range(20):
-            in_processes(1, lambda _, version=version: reader.put("a", b"version %d" % version))  # type: ignore[misc]
+            in_processes(
+                1,
+                lambda _, version=version: reader.put("a", b"version %d" % version),  # type: ignore[misc]
+            )
             assert reader.get("a") == b"version %d" % version
             assert reader.get("a") == b"version %d" % version
         in_processes(1, lambda _: reader.delete("a"))
@@ -341,7 +344,7 @@ def test_a_change_that_was_announced_and_comes_to_nothing_is_over(
 
 
 def test_an_objects_serializer_belongs_to_its_bytes(store: Store) -> None:
-    # Regression: `load` asked for the serializer and for the bytes one after the other, and a put came in between.
+    # Regression: `load` read the serializer and the bytes one after the other, and a put came in between.
     values = ["text", {"a": 1}, b"bytes"]
     store.save("a", values[0])
 

@@ -1,7 +1,8 @@
-"""What users do and disks do to a store: Ctrl-C at a bad moment, and no space left."""
+"""Hardship caused by users and disks: Ctrl-C at a bad moment, and no space left."""
 
 from __future__ import annotations
 
+import io
 import signal
 import sqlite3
 import subprocess
@@ -15,6 +16,8 @@ from types import FrameType
 import pytest
 
 from castore import FullError, Store
+from castore.objects.codecs import FRAME_SIZE
+from castore.write.incoming import HEAD_BYTES
 from tests.helpers import in_processes, noise, recount
 
 
@@ -29,8 +32,8 @@ def journal_agrees(store: Store) -> bool:
 
 
 def test_an_interrupted_put_lets_go_of_the_index(store: Store) -> None:
-    # Regression: a Ctrl-C that came while a put waited for the write lock was raised when the lock was had, outside
-    # the block that gives it back.
+    # Regression: a Ctrl-C while a put waited for the write lock was raised after the lock was taken, outside
+    # the block that releases it.
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
@@ -38,7 +41,8 @@ def test_an_interrupted_put_lets_go_of_the_index(store: Store) -> None:
     held, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
-        # Not a write of castore's: where a thread of this process writes, others do not get as far as SQLite's lock.
+        # Not a write of castore's: other threads of this process would not come as far as SQLite's lock
+        # during one.
         with closing(sqlite3.connect(store.path / "index.sqlite", isolation_level=None)) as db:
             db.execute("BEGIN IMMEDIATE")
             held.set()
@@ -72,7 +76,7 @@ def test_an_interrupted_put_lets_go_of_the_index(store: Store) -> None:
     recount(store)
 
 
-# What is raised in a callback of a weak reference, as here those of `forks`, Python itself drops.
+# Python itself drops exceptions in callbacks of weak references, as here in those of `forks`.
 @pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <function WeakSet:pytest.PytestUnraisableExceptionWarning"
 )
@@ -133,7 +137,7 @@ def test_a_full_disk_is_a_clear_error_and_costs_nothing_that_was_there(small_dis
             assert all(f"the disk of {store.path} is full" in message for message in refused)
         with pytest.raises(FullError):
             store.put_many((f"m/{i}", noise(3_000, i)) for i in range(100))
-        store.source._usage.due = 0.0  # a reader's turn to write down what it counted
+        store.source._usage.due = 0.0  # the next read writes the counted uses
         assert {name: store.get(name) for name in kept} == kept
         assert store.stat().entries == len(kept)
         assert store.verify().bad == []
@@ -147,3 +151,17 @@ def test_a_full_disk_is_a_clear_error_and_costs_nothing_that_was_there(small_dis
         assert journal_agrees(store)
         assert store.verify().bad == []
         recount(store)
+
+
+def test_a_disk_that_gets_full_while_a_file_is_written_is_a_clear_error_and_leaves_nothing(
+    small_disk: Path,
+) -> None:
+    data = noise(HEAD_BYTES + 20 * FRAME_SIZE)
+    with Store(small_disk / "store", memory=0) as store:
+        store.put("before", b"kept")
+        with pytest.raises(FullError, match="is full; free some space"), store.create("a") as file:
+            file.write(data)
+        with pytest.raises(FullError, match="is full; free some space"):
+            store.put_stream("a", io.BytesIO(data))
+        assert list(store) == ["before"]
+        assert [path for path in (store.path / "tmp").iterdir() if path.is_file()] == []

@@ -1,4 +1,4 @@
-"""The pages under `docs/` are true: their Python runs as pasted, their links and the tests they name are there.
+"""The pages are true: their Python runs as pasted, and the links, tests and modules that they name are there.
 
 Examples of a page share one session, in a folder of their own. Must not need anything but what the page says.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import doctest
-import os
 import re
 from pathlib import Path
 
@@ -17,7 +16,8 @@ from castore.errors import MissingDependencyError
 from castore_fuse.lifecycle import check_fuse
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -52,15 +52,94 @@ def test_the_python_of_the_python_page_runs_and_prints_what_it_says(
     run_examples(ROOT / "docs" / "python.md", more_than=50, capsys=capsys)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_the_file_system_page_runs_and_prints_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CASTORE_DIR", "set by the page")
+    run_examples(ROOT / "docs" / "filesystem.md", more_than=30, capsys=capsys)
+
+
+def identify(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identify)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-        assert os.path.exists(page.parent / target), f"{page.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+        there = (page.parent / target) if target else page
+        assert there.exists(), f"{identify(page)} links to {target}"
+        assert not anchor or anchor in anchors(there), f"{identify(page)} links to {target}#{anchor}"
 
 
-def test_every_page_stands_in_the_index() -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
-    assert [page.name for page in PAGES if f"]({page.name})" not in index and page.name != "index.md"] == []
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and `make docs` make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = [re.sub(r"[^\w\- ]", "", line.lower()) for line in re.findall(r"^#+ (.+)$", text, re.M)]
+    return {heading.replace(" ", "-") for heading in headings}
+
+
+def test_every_page_stands_in_an_index() -> None:
+    for folder in (ROOT / "docs", ROOT / "docs" / "decisions"):
+        index = (folder / "index.md").read_text()
+        missing = [page.name for page in folder.glob("*.md") if f"]({page.name})" not in index]
+        assert missing == ["index.md"]
+    suites = {path.stem for path in (ROOT / "tools" / "bench" / "suites").glob("[a-z]*.py")}
+    listed = set(
+        re.findall(r"^\| \[(\w+)\]\(benchmarks/\1\.md\)", (ROOT / "docs/benchmarks.md").read_text(), re.M)
+    )
+    assert suites == listed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identify)
+def test_no_line_of_a_page_is_wider_than_110_columns(page: Path) -> None:
+    """Held are prose and code. Rows of tables, addresses, files of others and output of programs cannot be broken."""
+    fence = ""
+    wide = []
+    for line in page.read_text().splitlines():
+        if line.startswith("```"):
+            fence = "" if fence else line
+        held = not line.startswith(("|", "!["))
+        if fence:
+            prompts = {"```console": ("$ ", "# "), "```python": (">>> ", "... "), "```sql": ("",)}
+            held = line.startswith(prompts.get(fence, ()))
+        if held and len(re.sub(r"https?://\S+", "", line)) > 110:
+            wide.append(line)
+    assert wide == []
+
+
+_OPENINGS = re.compile(r"(?:^|[.:?] )(?:[*_]*)((?:Who|Whoever|What|Whatever|So that) [^.]{0,60})", re.M)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identify)
+def test_no_sentence_of_a_page_has_a_question_for_its_subject(page: Path) -> None:
+    """House style: subject first. A heading or a cell of a table may ask."""
+    text = re.sub(r"^```.*?^```|^#.*?$|^\|.*?$", "", page.read_text(), flags=re.M | re.S)
+    paragraphs = [
+        " ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text)
+    ]
+    prose = "\n".join(re.sub(r"^(?:[-*]|\d+\.) ", "", paragraph) for paragraph in paragraphs)
+    assert [opening for opening in _OPENINGS.findall(prose) if "?" not in opening] == []
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in DECISIONS if page.name not in ("index.md", "first-design.md")], ids=identify
+)
+def test_a_decision_has_its_context_its_consequence_and_fits_on_a_short_page(page: Path) -> None:
+    headings = re.findall(r"^## (.+)$", page.read_text(), re.M)
+    assert [name for name in headings if name != "Figures"] == ["Context", "Decision", "Consequence"]
+    assert headings == sorted(headings, key=["Context", "Decision", "Figures", "Consequence"].index)
+    assert len(page.read_text().splitlines()) <= 100
+
+
+def test_the_glossary_has_each_term_once_and_no_other_page_has_a_glossary() -> None:
+    table = re.compile(r"^\| (?:term|word) \| meaning \|$", re.M)
+    pages = [identify(page) for page in PAGES if table.search(page.read_text())]
+    assert pages == ["docs/glossary.md"]
+    terms = re.findall(r"^\| ([^|]+?) \| ", (ROOT / "docs" / "glossary.md").read_text(), re.M)
+    terms = [term for term in terms if term != "term"]
+    assert len(terms) > 40
+    assert [term for term in terms if terms.count(term) > 1] == []
 
 
 def test_every_test_that_a_page_names_is_there() -> None:
@@ -88,15 +167,19 @@ def test_at_the_top_of_castore_are_a_dozen_modules_at_most() -> None:
     assert len([*(ROOT / "castore").glob("*.py")]) <= 12
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "design.md"])
-def test_the_modules_that_a_page_names_are_there(page: str) -> None:
-    there = [
-        f"/{path.relative_to(ROOT)}"
-        for folder in ("castore", "fuse")
-        for path in (ROOT / folder).rglob("*.py")
+def test_the_modules_that_pages_about_the_code_name_are_there() -> None:
+    folders = ("castore", "fuse", "tests", "tools")
+    there = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    about = [
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs" / f"{name}.md" for name in ("architecture", "design", "scaling")),
     ]
-    named = set(re.findall(r"(?<![\w/])[\w/]+\.py\b", (ROOT / "docs" / page).read_text())) - {
-        "tests/test_model.py"
+    named = {
+        (identify(page), name)
+        for page in [*about, *DECISIONS]
+        for name in re.findall(r"(?<![\w/])[\w/]+\.py\b", page.read_text())
     }
-    assert len(named) > 10
-    assert {name for name in named if not any(path.endswith(f"/{name}") for path in there)} == set()
+    assert len(named) > 50
+    assert {
+        (page, name) for page, name in named if not any(path.endswith(f"/{name}") for path in there)
+    } == set()

@@ -1,4 +1,4 @@
-"""Which packs gc rewrites: what has died in each is noted as it dies, and counted only where that can't be all."""
+"""The packs that gc rewrites: dead bytes are noted as they die, and counted only if notes may be missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castore import Store
-from castore.gc import collect, compaction
+from castore.gc import collect
+from castore.index import pack_rows
 from castore.index.database import Index
 from castore.index.journal import Journal
 from castore.objects.packs import FILE_HEAD
@@ -25,22 +26,22 @@ KB = 1_000
 
 @pytest.fixture
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a gc fail that reads every blob's row."""
+    """Make a gc fail that reads every blob's row."""
 
     def refuse(index: Index) -> dict[int, int]:
         raise AssertionError("gc counted what lives in packs")
 
-    monkeypatch.setattr(compaction, "_live_bytes", refuse)
+    monkeypatch.setattr(pack_rows, "live_bytes", refuse)
 
 
 def noted(store: Store) -> dict[int, int]:
-    return dict(store.index.rows("SELECT id, dead FROM packs"))
+    return dict(store.index.file.rows("SELECT id, dead FROM packs"))
 
 
 def found(store: Store) -> dict[int, int]:
-    """Dead bytes of each pack, by its size and the rows that mean it."""
+    """Dead bytes of each pack, computed from its size and the rows that point into it."""
     live = Counter[int]()
-    for pack, stored in store.index.rows("SELECT pack, stored FROM blobs WHERE pack > 0"):
+    for pack, stored in store.index.file.rows("SELECT pack, stored FROM blobs WHERE pack > 0"):
         live[pack] += stored + HEAD_SIZE
     sizes = {pack: store.objects.packs.path(pack).stat().st_size for pack in noted(store)}
     return {pack: size - len(FILE_HEAD) - live[pack] for pack, size in sizes.items()}
@@ -86,7 +87,9 @@ def test_what_a_killed_writer_left_is_counted(store: Store) -> None:
     def die() -> None:
         with Store(store.path, memory=0) as own:
             own.put("first", b"in a pack that is registered")
-            Journal.append = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+            Journal.append = (  # type: ignore[method-assign]
+                lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+            )
             own.put_many((f"late/{number}", noise(2 * KB, number)) for number in range(200, 300))
 
     writer = multiprocessing.get_context("fork").Process(target=die)
@@ -108,14 +111,14 @@ def test_a_rebuilt_index_counts_once(store: Store, monkeypatch: pytest.MonkeyPat
     assert list(dead.values()) == [40 * (2 * KB + HEAD_SIZE)]
     with store.index.write() as txn:
         txn.execute("UPDATE packs SET dead = 0")
-    assert doctor.examine(store.path) == []  # a guess that is off is not damage
-    times, count = [0], compaction._live_bytes
+    assert doctor.examine(store.path) == []  # a wrong estimate is not damage
+    times, count = [0], pack_rows.live_bytes
 
     def counted(index: Index) -> dict[int, int]:
         times[0] += 1
         return count(index)
 
-    monkeypatch.setattr(compaction, "_live_bytes", counted)
+    monkeypatch.setattr(pack_rows, "live_bytes", counted)
     for _ in range(2):
         assert store.gc(grace=0).packs == []
         assert noted(store) == dead
@@ -149,6 +152,6 @@ def test_notes_agree_with_what_lies_in_packs(
                 store.put(f"n/{number}", noise(90, seed), ttl=0)
             else:
                 store.gc(grace=0)
-        collect.run(store.parts, None, 0.0, dry_run=False)
+        collect.run(store.parts, None, 0.0)
         assert noted(store) == found(store)
         agrees_with_disk(store)

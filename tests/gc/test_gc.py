@@ -1,4 +1,4 @@
-"""Garbage collection: what goes and in which order, what never goes, and what readers notice of it: nothing."""
+"""Garbage collection: what is removed and in which order, what never is, and that readers notice nothing."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from castore import FullError, Store, TooLargeError
-from castore.gc import compaction, leftovers
-from castore.gc.collect import Candidate, Orphan, select
+from castore import Collected, FullError, Plan, Store, TooLargeError
+from castore.gc import collect, compaction, leftovers
+from castore.gc.collect import select
+from castore.index.eviction import Candidate, Orphan
 from castore.index.lock_yield import Turns
 from castore.objects.codecs import FRAME_SIZE
+from castore.parts import Parts
 from castore.repair import doctor, rebuild
 from tests.helpers import in_processes, mixed, noise, object_files, payload, recount, text
 
@@ -119,10 +122,11 @@ def test_a_dry_run_says_what_a_run_then_does(store: Store) -> None:
     time.sleep(0.02)
     before = (names(store), store.index.totals(), object_files(store))
     told = store.gc(max_size=300 * KB, grace=0, dry_run=True)
-    assert told.dry_run
+    assert isinstance(told, Plan)
     assert (names(store), store.index.totals(), object_files(store)) == before
     done = store.gc(max_size=300 * KB, grace=0)
-    assert done == told._replace(dry_run=False)
+    assert isinstance(done, Collected)
+    assert done == Collected(*told)
     assert done.expired == ["soon"]
     assert done.evicted
     assert done.packs
@@ -203,7 +207,7 @@ def test_a_blob_larger_than_the_whole_budget_is_refused_and_evicts_nothing(tmp_p
             store.put_file("e", source)
         assert names(store) == ["a"]
         assert len(object_files(store)) == 1
-        store.put("f", text(1_000 * KB))  # what counts is what it takes, not what it is
+        store.put("f", text(1_000 * KB))  # the stored size counts, not the blob's size
 
 
 def test_a_budget_full_of_pins_is_an_error_that_says_so(tmp_path: Path) -> None:
@@ -263,7 +267,7 @@ def test_compaction_keeps_data_and_readers(store: Store) -> None:
 def test_a_pack_that_a_rebuild_finds_before_it_is_unlinked_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rebuild takes what lies in packs; of two records of a blob it may mean the one that was to go."""
+    """A rebuild maps the records in packs; of two records of a blob it may choose the one that was to go."""
     with Store(tmp_path / "store", memory=0) as keeper, Store(tmp_path / "store", memory=0) as writer:
         keeper.put("kept", noise(5 * KB))  # the live records move into this pack, which a rebuild reads first
         writer.put_many((f"n/{i}", noise(2 * KB, i)) for i in range(100))
@@ -272,7 +276,7 @@ def test_a_pack_that_a_rebuild_finds_before_it_is_unlinked_stays(
 
         class Meanwhile(Turns):
             def give(self) -> None:
-                if len(list(writer.index.rows("SELECT id FROM packs"))) == 1 and not rebuilt:
+                if len(list(writer.index.file.rows("SELECT id FROM packs"))) == 1 and not rebuilt:
                     rebuilt.append(rebuild.rebuild(writer.index, writer.objects))
 
         monkeypatch.setattr(compaction, "Turns", Meanwhile)
@@ -299,7 +303,10 @@ def test_a_writer_whose_pack_was_compacted_starts_another(tmp_path: Path) -> Non
 
 def test_packs_of_many_short_lived_writers_are_merged(store: Store) -> None:
     for turn in range(5):
-        in_processes(4, lambda i, turn=turn: store.put(f"n/{turn}/{i}", b"%d %d" % (turn, i)))  # type: ignore[misc]
+        in_processes(
+            4,
+            lambda i, turn=turn: store.put(f"n/{turn}/{i}", b"%d %d" % (turn, i)),  # type: ignore[misc]
+        )
     assert len(store.objects.packs.ids()) == 20
     store.gc()
     assert len(store.objects.packs.ids()) == 1
@@ -308,7 +315,7 @@ def test_packs_of_many_short_lived_writers_are_merged(store: Store) -> None:
     ]
 
 
-# What dead writers leave
+# Leftovers of dead writers
 
 
 def test_leftovers_of_a_killed_writer_go_with_the_next_gc(store: Store) -> None:
@@ -378,7 +385,7 @@ def test_packs_that_another_gc_removes_meanwhile_are_no_error(
     monkeypatch.setattr(leftovers, "_size", measure_and_remove)
     assert store.gc().leftovers == []
     assert not pack.exists()
-    listed = [*store.objects.packs.ids(), 99]  # as it was a moment ago
+    listed = [*store.objects.packs.ids(), 99]  # the listing of a moment ago
     monkeypatch.setattr(store.objects.packs, "ids", lambda: listed)
     assert store.objects.digests() == {bytes.fromhex(store.put("a", b"x").digest)}
 
@@ -423,3 +430,26 @@ def test_several_gcs_at_once_are_no_error(store: Store) -> None:
     assert store.gc(grace=0).leftovers == []
     recount(store)
     assert os.listdir(store.path / "tmp") == []
+
+
+def test_a_gc_tells_what_has_gone_and_not_what_it_had_chosen(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the chosen is read, and one put again, before the entries are removed."""
+    for number in range(4):
+        store.put(f"n{number}", noise(50 * KB, number))
+    planned = store.gc(max_size=0, grace=0, dry_run=True)
+    real = collect._remove
+
+    def meanwhile(parts: Parts, chosen: collect.Selection, now: float) -> Any:
+        store.pin("n1")
+        store.put("n2", noise(50 * KB, 22))
+        return real(parts, chosen, now)
+
+    monkeypatch.setattr(collect, "_remove", meanwhile)
+    done = store.gc(max_size=0, grace=0)
+    assert (sorted(planned.evicted), planned.blobs) == (["n0", "n1", "n2", "n3"], 4)
+    assert (sorted(done.evicted), done.blobs) == (["n0", "n3"], 2)
+    assert done.freed < planned.freed
+    assert names(store) == ["n1", "n2"]
+    recount(store)

@@ -1,4 +1,4 @@
-"""Entries that gc has removed and whose blobs still count them: nothing is lost or counted twice, whoever goes on."""
+"""Entries that gc has removed and their blobs still count: nothing is lost, nothing is counted twice."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ def _stop_before_blobs(store: Store, leaving: list[str]) -> None:
         assert found is not None
         assert entry is not None
         with store.index.write() as txn:
-            digests = txn.evict_entries([(name, found.blob.digest, entry.accessed)], time.time())
+            digests = [
+                digest
+                for _, digest in txn.evict_entries([(name, found.blob.digest, entry.accessed)], time.time())
+            ]
             assert digests == [found.blob.digest]
             deferred_refs.note(txn, digests)
 

@@ -1,4 +1,4 @@
-"""The index: what it keeps beside its rows stays right, it is made once, and the journal can bring it back."""
+"""The index: its derived figures stay right, it is made once, and the journal can restore it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers import agrees_with_disk, flip, in_processes, mixed, noise, pa
 
 
 def operations(store: Store, chance: random.Random) -> list[Callable[[], object]]:
-    """What a user may do next, with random names and bytes."""
+    """The operations that a user may do next, with random names and bytes."""
     name = chance.choice(["a", "b", "c/d", "c/e", "c/e/f", "a/b"])
     size = chance.choice([0, 10, 3_000, 40_000, 300_000])
     data = chance.choice([text, noise])(size, chance.randrange(3))
@@ -47,7 +47,7 @@ def test_totals_stay_equal_to_a_recount(store: Store, seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(120):
         act = chance.choice(operations(store, chance))
-        # A name may be in the way, and the object to be damaged may be gone or cut short already.
+        # A name may conflict, and the object to be damaged may be gone or cut short already.
         with contextlib.suppress(NameConflictError, FileNotFoundError, IndexError):
             act()
         recount(store)
@@ -66,8 +66,8 @@ def test_rolled_back_writes_leave_no_trace(store: Store) -> None:
 
 
 def test_a_pack_of_a_rolled_back_put_is_not_shared_with_another_writer(tmp_path: Path) -> None:
-    # Regression: the id of a pack begun in a transaction that did not commit is given back and given out again, and
-    # the first writer went on appending to a file that was not there any more.
+    # Regression: the id of a pack begun in an uncommitted transaction was used again, and the first writer
+    # went on appending to a file that was no longer there.
     first, second = Store(tmp_path / "store", memory=0), Store(tmp_path / "store", memory=0)
     second.put("file", noise(40_000))
     with pytest.raises(NameConflictError):
@@ -133,7 +133,8 @@ def test_a_network_file_system_is_refused_before_anything_is_made(
     kind = settings.filesystem_of(tmp_path)
     assert kind
     assert settings.filesystem_of(Path("/proc")) == "proc"
-    monkeypatch.setattr(settings, "_NETWORK", {kind})  # no NFS server to hand: take this file system for one
+    # without an NFS server, this file system is declared a network file system
+    monkeypatch.setattr(settings, "_NETWORK", {kind})
     with pytest.raises(StoreError, match=f"on a {kind} file system.*--store"):
         Store(tmp_path / "store")
     assert not (tmp_path / "store/castore.json").exists()
@@ -184,7 +185,7 @@ def described(store: Store) -> list[tuple[object, ...]]:
 
 
 def fill(store: Store) -> None:
-    """Entries of all kinds, and some that are gone."""
+    """Entries of all kinds, and some that are removed."""
     store.put_many((f"n/{i}", text(i * 37, i)) for i in range(200))
     for codec in ("zstd", "lz4", "gzip", "none"):
         store.put(f"large/{codec}", mixed(600_000, len(codec)), codec=codec)
@@ -229,7 +230,7 @@ def test_who_has_only_read_leaves_the_log_to_the_next_writer(tmp_path: Path) -> 
             assert store.get("a") == b"1"
         assert log.stat().st_size > 0
         with Store(tmp_path / "store") as store:
-            assert store.stat().disk_hits == reads  # what was read is on record all the same
+            assert store.stat().disk_hits == reads  # the reads are counted all the same
     with Store(tmp_path / "store") as store:
         store.put("b", b"2")
     assert not log.exists()
@@ -289,7 +290,7 @@ def test_a_busy_index_makes_writers_wait_and_readers_not(store: Store) -> None:
         with store.index.write():
             writer = pool.submit(put)
             assert begun.wait(60)
-            # In a thread that does not hold the lock: it would not get by it.
+            # In a thread that does not hold the lock: with the lock held, the call would hang.
             assert pool.submit(store.get, "a").result(60) == b"x"
             time.sleep(1.2)
             released = time.monotonic()
@@ -303,7 +304,7 @@ def test_known_bytes_begin_no_pack_and_are_counted_once(store: Store) -> None:
         for name in ("b", "c"):
             other.put(name, text(500))
         assert len(other.objects.packs.ids()) == 1
-        other.put("d", text(600))  # begins its own pack
+        other.put("d", text(600))  # begins a pack of its own
         end = other.objects.packs.path(2).stat().st_size
         other.put_many([("e", text(500)), ("f", text(700)), ("g", text(700)), ("b", text(600))])
         assert other.get_many(list("abcdefg")) == [text(size) for size in (500, 600, 500, 600, 500, 700, 700)]

@@ -1,6 +1,6 @@
-"""What must hold in stores of any size, tried on small ones: that nothing takes longer for what is not its business.
+"""Promises for stores of any size, tested on small ones: no operation takes longer for unrelated entries.
 
-How long things take in large ones, `make bench ARGS="--suite scale"` measures, in stores whose making is tested here.
+`make bench ARGS="--suite scale"` measures times in large stores, whose making is tested here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import pytest
 from castore import Store
 from castore.gc import compaction
 from castore.index.database import Index
-from castore.index.queries import Questions
 from castore.objects import packs
 from castore.repair import doctor
 from tests.helpers import noise
@@ -71,7 +70,7 @@ def test_long_gc_leaves_others_a_turn(store: Store, monkeypatch: pytest.MonkeyPa
     clock, turns = itertools.count(), []
 
     def let_another_write(seconds: float) -> None:
-        assert seconds > 0.1  # what SQLite lets a writer sleep before he looks again
+        assert seconds > 0.1  # the longest that SQLite lets a writer sleep before it retries
         with ThreadPoolExecutor() as other, store.index.write(0.0):
             turns.append(other.submit(store.index.totals).result().entries)
 
@@ -98,7 +97,7 @@ def test_gc_asks_only_for_the_rows_of_objects_that_are_files(
         return blobs_of(index, digests)
 
     monkeypatch.setattr(Index, "blobs_of", counted)
-    monkeypatch.delattr(Questions, "blobs")
+    monkeypatch.delattr(Index, "blobs")
     assert store.gc().leftovers == [str(left)]
     assert asked == [2]
     assert store.get("large") == noise(100_000, 1)
@@ -116,7 +115,7 @@ def test_readers_of_many_names_at_once_leave_none_over(tmp_path: Path) -> None:
             assert len(usage.touched) <= 500
         usage.touched = dict.fromkeys(names, time.time())
         usage.due = 0.0
-        store.flush_for(60)
+        store.parts.usage.flush_for(60)
         assert not usage.touched
 
 

@@ -1,6 +1,6 @@
-"""What test_counting.py asks fresh processes for: fingerprints of what compilers, libraries and the user make.
+"""Fingerprints from fresh processes for test_counting.py: of compilers', libraries' and users' objects.
 
-Run as a program, prints them as JSON, by kind and adapter.
+Run as a program, it prints them as JSON, by kind and adapter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from castore.adapters.datasets import operator_fingerprint
 from castore.adapters.torch import dataset_key
 from castore.keys.objects import function_fingerprint
 
-# Untyped as far as mypy is concerned.
+# mypy treats it as untyped.
 regex: Any = importlib.import_module("regex")
 numba: Any = importlib.import_module("numba")
 compiler: Any = torch.compiler
@@ -58,7 +58,7 @@ def in_place() -> torch.nn.Module:
 
 
 class Around(torch.nn.Module):
-    """Has parts, numbers and texts, and a method besides."""
+    """A module with parts, numbers and texts, and a method besides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,11 +119,11 @@ COMPILED: dict[str, Callable[[], Any]] = {
 
 
 class Held(list[int]):
-    """A dataset that holds something."""
+    """A dataset that holds another object."""
 
 
 def fingerprints(made: Any) -> list[str]:
-    """Of one thing, by all adapters that take it."""
+    """The fingerprints of one object, by all adapters that take it."""
     data = Held([1, 2])
     data.held = made  # type: ignore[attr-defined]
     found = [operator_fingerprint(made), function_fingerprint(lambda: made)]

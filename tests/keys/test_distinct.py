@@ -1,4 +1,4 @@
-"""Whatever a function can tell apart has keys of its own, in every adapter; and what its use leaves behind changes none."""
+"""Everything that a function can distinguish has its own key, in every adapter; use changes no key."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# --- values ------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
 
 class Boxes(torch.Tensor):
@@ -90,7 +90,7 @@ def beside(**attributes: Any) -> Any:
 
 
 class Paths(pathlib.PosixPath):
-    """A path that knows more."""
+    """A path with additional attributes."""
 
 
 class Partial(functools.partial):  # type: ignore[type-arg]
@@ -146,7 +146,7 @@ def weight_norm(dim: int) -> Any:
 
 
 def answered() -> Any:
-    """A class that has an answer to everything; not in the module, since pytest asks all that is there."""
+    """A class with an answer to every access; not at module level, where pytest would access everything."""
 
     class Answering(type):
         def __getattr__(cls, name: str) -> Any:
@@ -159,7 +159,7 @@ def answered() -> Any:
 
 
 def failed() -> Any:
-    """A class that has an error for everything."""
+    """A class with an error for every access."""
 
     class Failing(type):
         def __getattr__(cls, name: str) -> Any:
@@ -202,21 +202,24 @@ def defaulting(steps: Any) -> Any:
 
 PROCESS = ctypes.CDLL(None)
 ORDER = np.dtype([("a", "u1"), ("b", "f8")])
-#: Values that a function can tell apart. Each is made twice, and counts alike both times.
+#: Values that a function can distinguish. Each is made twice, and has the same key both times.
 DISTINCT: dict[str, list[Callable[[], Any]]] = {
     "attributes of a tensor": [
-        lambda: torch.ones(4), lambda: torch.ones(4).as_subclass(Boxes), lambda: boxes("XYXY"), lambda: boxes("XYWH"),
+        lambda: torch.ones(4), lambda: torch.ones(4).as_subclass(Boxes), lambda: boxes("XYXY"),
+        lambda: boxes("XYWH"),
     ],
     "sparse tensors": [
         *(
             functools.partial(sparse, layout, number)
-            for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+            for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr,
+            torch.sparse_bsc)
             for number in (1.0, 2.0)
         ),
         lambda: sparse(torch.sparse_coo, 1.0).to_dense(),
     ],
     "quantised tensors": [
-        lambda: quantised(0.1), lambda: quantised(0.2), lambda: quantised(0.1, 1), lambda: by_channel(0.1), lambda: by_channel(0.2),
+        lambda: quantised(0.1), lambda: quantised(0.2), lambda: quantised(0.1, 1), lambda: by_channel(0.1),
+        lambda: by_channel(0.2),
     ],
     "nested tensors": [
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
@@ -228,16 +231,20 @@ DISTINCT: dict[str, list[Callable[[], Any]]] = {
         lambda: torch.ones(3, device="meta", dtype=torch.float64), lambda: torch.ones(3),
     ],
     "masks": [
-        lambda: np.ma.array([1, 2], mask=[False, True]), hard, lambda: np.ma.array([1, 2]), lambda: np.ma.array([1, 2], mask=[False, False]),
-        lambda: np.ma.array([1, 2], mask=[False, True], fill_value=7), lambda: np.array([1, 2]), lambda: np.ma.masked,
+        lambda: np.ma.array([1, 2], mask=[False, True]), hard, lambda: np.ma.array([1, 2]),
+        lambda: np.ma.array([1, 2], mask=[False, False]),
+        lambda: np.ma.array([1, 2], mask=[False, True], fill_value=7), lambda: np.array([1, 2]),
+        lambda: np.ma.masked,
     ],
     "arrays of fields": [
-        lambda: np.zeros(2, ORDER), lambda: np.zeros(2, np.dtype(ORDER.descr, align=True)), lambda: np.zeros(2, ORDER).view(np.recarray),
+        lambda: np.zeros(2, ORDER), lambda: np.zeros(2, np.dtype(ORDER.descr, align=True)),
+        lambda: np.zeros(2, ORDER).view(np.recarray),
         lambda: np.zeros(2, np.dtype((np.record, ORDER.descr))),
     ],
     "arrays of objects": [
         lambda: np.array(["a"], object), lambda: np.zeros(1, [("a", "O")]), lambda: np.zeros(1, [("b", "O")]),
-        lambda: np.zeros(1, np.dtype([("a", "O"), ("b", "u1")], align=True)), lambda: np.zeros(1, [("a", "O"), ("b", "u1")]),
+        lambda: np.zeros(1, np.dtype([("a", "O"), ("b", "u1")], align=True)),
+        lambda: np.zeros(1, [("a", "O"), ("b", "u1")]),
         *([lambda: np.array(["a"], np.dtypes.StringDType())] if hasattr(np.dtypes, "StringDType") else []),
     ],
     "classes of arrays": [lambda: np.zeros((2, 2)), lambda: np.matrix(np.zeros((2, 2)))],
@@ -245,7 +252,8 @@ DISTINCT: dict[str, list[Callable[[], Any]]] = {
     "attributes beside fields": [beside, lambda: beside(more=1), lambda: beside(more=2)],
     "classes of paths": [lambda: Path("a"), lambda: Paths("a"), lambda: pathlib.PurePosixPath("a")],
     "orders of dicts": [
-        lambda: STEPS, lambda: BACK, lambda: collections.OrderedDict(BACK), lambda: types.MappingProxyType(BACK),
+        lambda: STEPS, lambda: BACK, lambda: collections.OrderedDict(BACK),
+        lambda: types.MappingProxyType(BACK),
     ],
     "orders of keys of other kinds": [lambda: {(1,): 1, (2,): 2}, lambda: {(2,): 2, (1,): 1}],
     "orders of numbers": [lambda: {1: 1, 2: 2}, lambda: {2: 2, 1: 1}],
@@ -253,7 +261,8 @@ DISTINCT: dict[str, list[Callable[[], Any]]] = {
     "orders in kinds of dicts": [
         *(
             functools.partial(kind, held)
-            for kind in (lambda held: collections.defaultdict(None, held), collections.Counter, collections.UserDict, InDict)
+            for kind in (lambda held: collections.defaultdict(None, held), collections.Counter,
+            collections.UserDict, InDict)
             for held in (STEPS, BACK)
         ),
     ],
@@ -261,21 +270,27 @@ DISTINCT: dict[str, list[Callable[[], Any]]] = {
     "orders in fields": [lambda: Fields(STEPS), lambda: Fields(BACK)],  # type: ignore[arg-type]
     "orders in closures": [lambda: closing(STEPS), lambda: closing(BACK)],
     "orders in defaults": [lambda: defaulting(STEPS), lambda: defaulting(BACK)],
-    "orders in partials": [lambda: functools.partial(dict, a=1, b=2), lambda: functools.partial(dict, b=2, a=1)],
-    "orders in modules of the user's": [lambda: Scaled(1, STEPS), lambda: Scaled(1, BACK)],  # type: ignore[arg-type]
+    "orders in partials": [
+        lambda: functools.partial(dict, a=1, b=2), lambda: functools.partial(dict, b=2, a=1),
+    ],
+    "orders in modules of the user's": [
+        lambda: Scaled(1, STEPS), lambda: Scaled(1, BACK),  # type: ignore[arg-type]
+    ],
     "orders inside of a library's object": [
         lambda: FunctionTransformer(closing(STEPS)), lambda: FunctionTransformer(closing(BACK)),
     ],
     "partials": [noted, lambda: noted(note=1), lambda: Partial(max, 1)],
     "functions of C": [lambda: PROCESS.abs, lambda: PROCESS.labs, lambda: callback(1), lambda: callback(2)],
     "scripted modules": [
-        lambda: torch.jit.script(Scaled(2)), lambda: torch.jit.script(Scaled(3)), lambda: torch.jit.script(Scaled(2, "y")),
+        lambda: torch.jit.script(Scaled(2)), lambda: torch.jit.script(Scaled(3)),
+        lambda: torch.jit.script(Scaled(2, "y")),
         lambda: torch.jit.script(Outer(2)), lambda: torch.jit.script(Outer(3)),
     ],
     "traced functions": [
         functools.partial(traced, number) for number in (1, 2)],
     "parametrised modules": [
-        lambda: parametrized(Symmetric()), lambda: parametrized(Antisymmetric()), lambda: weight_norm(0), lambda: weight_norm(1),
+        lambda: parametrized(Symmetric()), lambda: parametrized(Antisymmetric()), lambda: weight_norm(0),
+        lambda: weight_norm(1),
     ],
     "metaclasses with answers": [answered, lambda: [answered()()], failed],
 }  # fmt: skip
@@ -291,7 +306,7 @@ def test_what_a_function_can_tell_apart_has_a_key_of_its_own(case: str, adapter:
 
 
 def one_of(first: bool) -> list[Callable[[], Any]]:
-    """What counts alike in either order: names of attributes, a config, and what a library keeps for itself."""
+    """Values that count alike in either order: names of attributes, a config, libraries' bookkeeping."""
     order = STEPS if first else BACK
 
     class Configured:
@@ -332,7 +347,7 @@ def test_the_order_of_keyword_arguments_counts(folder: Path) -> None:
 
 @pytest.mark.parametrize("adapter", [name for name in ADAPTERS if name != "embeddings"])
 def test_whether_a_tensor_is_trained_counts(adapter: str) -> None:
-    """Not so in an encoder, which runs outside of the graph."""
+    """Not so in an encoder, which runs without gradients."""
     told = ADAPTERS[adapter]
     made = [
         torch.ones(2), torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2)),
@@ -344,7 +359,7 @@ def test_whether_a_tensor_is_trained_counts(adapter: str) -> None:
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_memory_says_nothing(adapter: str) -> None:
-    """Order in memory, places, and whether an array may be written to: what is kept comes back in one order."""
+    """Memory order, addresses and write permission of an array do not count: values are kept in one order."""
     told = ADAPTERS[adapter]
     array, tensor = np.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(2, 3)
     fixed = array.copy()
@@ -396,7 +411,7 @@ def test_libraries_of_c_at_a_path_count_by_their_code(folder: Path) -> None:
     assert codes[0] == codes[1] != codes[2]
 
 
-# --- what use leaves behind ------------------------------------------------------------------------------------------
+# --- traces of use ------------------------------------------------------------------------------------------
 
 
 class Cached:
@@ -491,7 +506,8 @@ def test_vectorizers_count_alike_in_every_process() -> None:
         "print(function_fingerprint(lambda: made))"
     )
     runs = [
-        subprocess.run([sys.executable, "-W", "ignore", "-c", f"held = {'[0] * 10**6' * big or 0}\n{code}"], cwd=ROOT,
+        subprocess.run([sys.executable, "-W", "ignore", "-c", f"held = {'[0] * 10**6' * big or 0}\n{code}"],
+        cwd=ROOT,
             capture_output=True, text=True, check=True).stdout
         for big in (0, 1)
     ]  # fmt: skip
@@ -500,7 +516,7 @@ def test_vectorizers_count_alike_in_every_process() -> None:
     assert function_fingerprint(lambda: made) != function_fingerprint(lambda: other)
 
 
-# --- what an error names -------------------------------------------------------------------------------------------
+# --- the names in errors ------------------------------------------------------------------------------------
 
 
 def test_an_error_names_the_librarys_object_that_somebody_holds(folder: Path) -> None:
@@ -526,7 +542,7 @@ def test_an_error_gives_advice_that_fits_the_class(adapter: str) -> None:
         ADAPTERS[adapter](contextvars.ContextVar("castore_test"))
 
 
-# --- libraries that pip puts elsewhere ---------------------------------------------------------------------------------
+# --- libraries installed in other places by pip -------------------------------------------------------------
 
 
 def wheel(folder: Path, version: str, body: str) -> Path:
@@ -595,7 +611,7 @@ def test_what_pip_puts_into_a_folder_counts_by_its_version(
     assert told_elsewhere(folder / "2.0 again") != own
 
 
-# --- store.cached ------------------------------------------------------------------------------------------------------
+# --- store.cached -------------------------------------------------------------------------------------------
 
 
 class Adder:

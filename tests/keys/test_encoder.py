@@ -1,4 +1,4 @@
-"""One config, one key: whatever the order, the process or the day; and two configs never share one."""
+"""One config has one key, whatever the order, the process or the day; two configs never share one."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class Other:
     layers: list[Any]
 
 
-# A dtype of a library's own: NumPy brings one for its tests.
+# A dtype that a library defines: NumPy brings one for its tests.
 _NUMPY_INSIDE = "numpy._core" if np.__version__ >= "2" else "numpy.core"
 rational = importlib.import_module(f"{_NUMPY_INSIDE}._rational_tests").rational
 
 _FIELDS = [("a", "u1"), ("b", "f8")]
-#: The same fields, which a function can tell apart.
+#: The same fields, in layouts that a function can distinguish.
 STRUCTURED = [
     np.dtype(_FIELDS), np.dtype(_FIELDS, align=True), np.dtype((np.record, _FIELDS)),
     np.dtype({"names": ["a", "b"], "formats": ["u1", "f8"], "offsets": [0, 8]}),
@@ -82,21 +82,34 @@ STRUCTURED = [
 UTC = dt.timezone.utc
 NOON = dt.datetime(2024, 1, 1, 12)  # noqa: DTZ001 - naive on purpose
 DIFFERENT: list[Any] = [
-    None, False, True, 0, 1, -1, 255, 256, -256, 2**63, 2**64, 10**40, -(10**40), 0.0, -0.0, 1.0, math.nan, math.inf, -math.inf,
-    1j, 1 + 0j, complex(0.0, -0.0), "", "1", "a", "True", "None", "é", "e\u0301", "\ud800", b"", b"1", b"a", bytearray(b"a"), ...,
-    [], (), {}, set(), frozenset(), [1], (1,), {1}, frozenset({1}), {1: 1}, [[1], []], [[], [1]], [[1, 2]], [1, 2], [2, 1], [1, [2]],
-    ["ab", "c"], ["a", "bc"], ["abc"], {"a": 1, "b": 2}, {"a": 2, "b": 1}, {"a": 1}, {"b": 1}, {1: "a"}, {1.0: "a"}, {True: "a"},
-    {"1": "a"}, {b"1": "a"}, [("a", 1)], {"a": {"b": 1}}, {("a", "b"): 1}, "x" * 5000, "x" * 5001, b"x" * 5000, range(3), range(4),
-    slice(3), slice(0, 3), Path("a"), Path("/a"), PurePosixPath("a"), PureWindowsPath("a"), Colour.RED, Colour.BLUE, Number.ONE, Flags.A, Flags.A | Flags.B,
-    Point(1, 2), Place(1, 2), (1, 2), Model("m", []), Model("m", [1]), Model("n", []), Other("m", []), {"name": "m", "layers": []},
-    NOON, NOON.replace(tzinfo=UTC), NOON.replace(fold=1), NOON.date(), NOON.time(), dt.timedelta(1), dt.timedelta(microseconds=1),
+    None, False, True, 0, 1, -1, 255, 256, -256, 2**63, 2**64, 10**40, -(10**40), 0.0, -0.0, 1.0, math.nan,
+    math.inf, -math.inf,
+    1j, 1 + 0j, complex(0.0, -0.0), "", "1", "a", "True", "None", "é", "e\u0301", "\ud800", b"", b"1", b"a",
+    bytearray(b"a"), ...,
+    [], (), {}, set(), frozenset(), [1], (1,), {1}, frozenset({1}), {1: 1}, [[1], []], [[], [1]], [[1, 2]],
+    [1, 2], [2, 1], [1, [2]],
+    ["ab", "c"], ["a", "bc"], ["abc"], {"a": 1, "b": 2}, {"a": 2, "b": 1}, {"a": 1}, {"b": 1}, {1: "a"},
+    {1.0: "a"}, {True: "a"},
+    {"1": "a"}, {b"1": "a"}, [("a", 1)], {"a": {"b": 1}}, {("a", "b"): 1}, "x" * 5000, "x" * 5001,
+    b"x" * 5000, range(3), range(4),
+    slice(3), slice(0, 3), Path("a"), Path("/a"), PurePosixPath("a"), PureWindowsPath("a"), Colour.RED,
+    Colour.BLUE, Number.ONE, Flags.A, Flags.A | Flags.B,
+    Point(1, 2), Place(1, 2), (1, 2), Model("m", []), Model("m", [1]), Model("n", []), Other("m", []),
+    {"name": "m", "layers": []},
+    NOON, NOON.replace(tzinfo=UTC), NOON.replace(fold=1), NOON.date(), NOON.time(), dt.timedelta(1),
+    dt.timedelta(microseconds=1),
     dt.timedelta(-1), Decimal(1), Decimal("1.0"), Decimal("NaN"), uuid.UUID(int=1), uuid.UUID(int=2),
-    np.int64(1), np.int32(1), np.float64(1), np.float32(1), np.bool_(True), np.str_("a"), np.bytes_(b"a"), np.datetime64("2024-01-01"),
-    np.array(1), np.array([1]), np.array([[1]]), np.array([1], np.int32), np.array([1], ">i8"), np.array([1.0]), np.zeros(4), np.zeros((2, 2)),
-    np.zeros(0), np.zeros((0, 3)), np.array([0.0]), np.array([-0.0]), np.dtype("f4"), np.dtype("f8"), np.array(["a"]), np.array([b"a"]),
-    np.array(["2024-01-01"], "M8[D]"), np.array(["2024-01-01"], "M8[s]"), np.array([(1, 2)], "i4,i4"), np.array([(1, 2)], "i4,i2"),
+    np.int64(1), np.int32(1), np.float64(1), np.float32(1), np.bool_(True), np.str_("a"), np.bytes_(b"a"),
+    np.datetime64("2024-01-01"),
+    np.array(1), np.array([1]), np.array([[1]]), np.array([1], np.int32), np.array([1], ">i8"),
+    np.array([1.0]), np.zeros(4), np.zeros((2, 2)),
+    np.zeros(0), np.zeros((0, 3)), np.array([0.0]), np.array([-0.0]), np.dtype("f4"), np.dtype("f8"),
+    np.array(["a"]), np.array([b"a"]),
+    np.array(["2024-01-01"], "M8[D]"), np.array(["2024-01-01"], "M8[s]"), np.array([(1, 2)], "i4,i4"),
+    np.array([(1, 2)], "i4,i2"),
     np.array([(1, 2)], [("x", "i4"), ("y", "i4")]), np.arange(2000), np.arange(2000) + 1,
-    *(array for fields in STRUCTURED for array in (fields, np.zeros(2, fields))), np.dtype(rational), np.zeros(2, rational),
+    *(array for fields in STRUCTURED for array in (fields, np.zeros(2, fields))), np.dtype(rational),
+    np.zeros(2, rational),
     np.dtype("f4", metadata={"unit": "m"}), np.dtype("f4", metadata={"unit": "s"}),
 ]  # fmt: skip
 
@@ -165,7 +178,7 @@ def test_a_time_zone_that_nothing_names_is_refused() -> None:
 
 
 class Shifted(dt.tzinfo):
-    """A zone of the user's own, which goes by the name of another."""
+    """A zone of the user's own with the name of another."""
 
     def utcoffset(self, moment: Any) -> dt.timedelta:
         return dt.timedelta(0)
@@ -186,7 +199,8 @@ def test_memory_maps_count_as_their_arrays(tmp_path: Path) -> None:
 
 
 LEAVES = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5) | st.complex_numbers()
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
+    | st.complex_numbers()
 )  # fmt: skip
 CONFIGS = st.recursive(
     LEAVES,
@@ -200,7 +214,7 @@ CONFIGS = st.recursive(
 
 
 def exact(value: Any) -> Any:
-    """A form of a value in which equality is exact to types, signs of zero and NaN, and blind to order of dicts."""
+    """A form of a value whose equality is exact in types, signs of zero and NaN, and ignores dicts' order."""
     if type(value) in (list, tuple):
         return (type(value).__name__, [exact(item) for item in value])
     if type(value) is dict:
@@ -297,7 +311,8 @@ def test_keys_are_the_same_in_other_processes_and_import_no_numpy() -> None:
     )
     keys = {
         subprocess.run(
-            [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True, text=True
+            [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, check=True,
+            capture_output=True, text=True
         ).stdout.strip()
         for seed in ("0", "1", "77")
     }  # fmt: skip
@@ -305,7 +320,7 @@ def test_keys_are_the_same_in_other_processes_and_import_no_numpy() -> None:
 
 
 def test_a_known_key_stays_known() -> None:
-    # Fails when the encoding changes: then the version in it must change as well, and this line.
+    # Fails when the encoding changes: then the encoding's version must change as well, and this line.
     assert (
         key({"model": "bert", "length": 128}, prefix="tokenized")
         == "tokenized_bcd4f5841631aadc72ac8ba3de7494fe38d36fb3"

@@ -39,7 +39,8 @@ class Scaler(Base):
         return self.scale() * x
 """
 
-# How a step may reach helpers.clean; each must notice an edit of it (Hugging Face datasets, issue 3297).
+# Ways in which a step may reach helpers.clean; each must notice an edit of it (Hugging Face datasets, issue
+# 3297).
 WAYS = {
     "from-import": "from helpers import clean\ndef step(x): return clean(x)",
     "module": "import helpers\ndef step(x): return helpers.clean(x)",
@@ -51,8 +52,13 @@ WAYS = {
     "inner-submodule": "def step(x):\n    from pack import sub\n    return sub.clean(x)",
     "lambda": "from helpers import clean\nstep = lambda x: clean(x)",
     "comprehension": "from helpers import clean\ndef step(xs): return [clean(x) for x in xs]",
-    "nested": "from helpers import clean\ndef step(xs):\n    def one(x): return clean(x)\n    return map(one, xs)",
-    "closure": "from helpers import clean\ndef make(f):\n    def inner(x): return f(x)\n    return inner\nstep = make(clean)",
+    "nested": (
+        "from helpers import clean\ndef step(xs):\n    def one(x): return clean(x)\n    return map(one, xs)"
+    ),
+    "closure": (
+        "from helpers import clean\ndef make(f):\n    def inner(x): return "
+        "f(x)\n    return inner\nstep = make(clean)"
+    ),
     "default": "from helpers import clean\ndef step(x, f=clean): return f(x)",
     "table": "from helpers import clean\nTABLE = {'c': [clean]}\ndef step(x): return TABLE['c'][0](x)",
     "partial": "import functools\nfrom helpers import clean\nstep = functools.partial(clean, 'x')",
@@ -91,7 +97,8 @@ def fingerprint_in(folder: Path, seed: str = "0") -> str:
     script = "import main; from castore.keys.objects import function_fingerprint as f; print(f(main.step))"
     done = subprocess.run(
         [sys.executable, "-B", "-c", script], cwd=folder, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{folder}{os.pathsep}{Path(__file__).parents[2]}"},
+        env={**os.environ, "PYTHONHASHSEED": seed,
+        "PYTHONPATH": f"{folder}{os.pathsep}{Path(__file__).parents[2]}"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -109,7 +116,7 @@ def write(folder: Path, main: str, helpers: str = HELPERS) -> Path:
 @pytest.mark.parametrize("way", WAYS)
 def test_an_edit_of_an_imported_function_is_noticed_however_it_is_reached(tmp_path: Path, way: str) -> None:
     before = fingerprint_in(write(tmp_path / "a", WAYS[way]), seed="1")
-    # Elsewhere, with another seed, moved down, with a comment and a docstring: still the same.
+    # In another place, with another seed, moved down, with a comment and a docstring: still the same.
     moved = "# comment\n\n" + HELPERS.replace("(text):", '(text):\n    "What it does."\n    # how')
     assert fingerprint_in(write(tmp_path / "b", f"\n\n{WAYS[way]}", moved), seed="2") == before
     edited = HELPERS.replace('sub("", text)', 'sub("-", text)')
@@ -162,7 +169,8 @@ SAME = [
     ("def step(x): return x + 1", "\n\ndef step(x):\n    'doc'\n    return x + 1  # one"),
     ("def step(x): return x in {'a', 'b', 'c'}", "def step(x): return x in {'c', 'b', 'a'}"),
     ("def step(x: int) -> int: return x", "def step(x): return x"),
-    ("def step(x):\n    class A:\n        y = 1\n    return A", "def step(x):\n    class A:\n        'doc'\n        y = 1\n    return A"),
+    ("def step(x):\n    class A:\n        y = 1\n    return A",
+    "def step(x):\n    class A:\n        'doc'\n        y = 1\n    return A"),
 ]  # fmt: skip
 CHANGED = [
     ("D = {'a': 1, 'b': 2}\ndef step(x): return D", "D = {'b': 2, 'a': 1}\ndef step(x): return D"),
@@ -179,15 +187,21 @@ CHANGED = [
     ("def step(x): return [y + 1 for y in x]", "def step(x): return [y + 2 for y in x]"),
     ("K = 1\ndef step(x): return K", "K = 2\ndef step(x): return K"),
     ("def step(x): return f(x)", "def f(x): return x\ndef step(x): return f(x)"),
-    ("a = lambda x: 1\nb = lambda x: 2\ndef step(x): return a(b(x))", "b = lambda x: 1\na = lambda x: 2\ndef step(x): return a(b(x))"),
-    ("def step(x):\n    try: return x\n    except ValueError: pass", "def step(x):\n    try: return x\n    except KeyError: pass"),
+    ("a = lambda x: 1\nb = lambda x: 2\ndef step(x): return a(b(x))",
+    "b = lambda x: 1\na = lambda x: 2\ndef step(x): return a(b(x))"),
+    ("def step(x):\n    try: return x\n    except ValueError: pass",
+    "def step(x):\n    try: return x\n    except KeyError: pass"),
     ("import math\ndef step(x): return math.sin(x)", "import math\ndef step(x): return math.cos(x)"),
     ("import json\ndef step(x): return json.dumps(x)", "import json\ndef step(x): return json.loads(x)"),
     ("def step(x): yield x", "def step(x): return x"),
-    ("import enum\nclass C(enum.Enum): A = 1\ndef step(x): return C.A", "import enum\nclass C(enum.Enum): A = 2\ndef step(x): return C.A"),
-    ("import enum\nclass C(enum.Enum): A = 1\nV = C.A\ndef step(x): return V.value", "import enum\nclass C(enum.Enum): A = 2\nV = C.A\ndef step(x): return V.value"),
-    ("def f():\n    k = 1\n    return lambda x: k\nstep = f()", "def f():\n    k = 2\n    return lambda x: k\nstep = f()"),
-    ("class A:\n    K = 1\n    def f(self): return self.K\ndef step(x): return A().f()", "class A:\n    K = 2\n    def f(self): return self.K\ndef step(x): return A().f()"),
+    ("import enum\nclass C(enum.Enum): A = 1\ndef step(x): return C.A",
+    "import enum\nclass C(enum.Enum): A = 2\ndef step(x): return C.A"),
+    ("import enum\nclass C(enum.Enum): A = 1\nV = C.A\ndef step(x): return V.value",
+    "import enum\nclass C(enum.Enum): A = 2\nV = C.A\ndef step(x): return V.value"),
+    ("def f():\n    k = 1\n    return lambda x: k\nstep = f()",
+    "def f():\n    k = 2\n    return lambda x: k\nstep = f()"),
+    ("class A:\n    K = 1\n    def f(self): return self.K\ndef step(x): return A().f()",
+    "class A:\n    K = 2\n    def f(self): return self.K\ndef step(x): return A().f()"),
     ("S = frozenset((min, max))\ndef step(x): return S", "S = frozenset((min, len))\ndef step(x): return S"),
 ]  # fmt: skip
 

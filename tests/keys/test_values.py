@@ -1,4 +1,4 @@
-"""One rule for every adapter: what a value counts by, and that nothing in it is random in silence."""
+"""One rule for every adapter: a value counts by its content, and randomness in it is never silent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ import torch
 
 from castore import Store, UnhashableError, key
 from castore.adapters.datasets import operator_fingerprint
-from castore.adapters.embeddings.identity import encoder_digest
+from castore.adapters.embeddings.table_identity import encoder_digest
 from castore.adapters.torch import dataset_key
 from castore.keys.objects import function_fingerprint
 from tests.keys import fingerprinted
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Holder(list[int]):
-    """A dataset, and something to call, that holds what it is given."""
+    """A dataset and a callable that holds the given attributes."""
 
     def __init__(self, **held: Any) -> None:
         super().__init__([1, 2])
@@ -62,7 +62,7 @@ def _cached_name(held: Any) -> str:
         return str(step.cache_name(held))  # type: ignore[attr-defined]
 
 
-#: What each adapter says of something that is held.
+#: Each adapter's key for a held object.
 ADAPTERS: dict[str, Callable[[Any], str]] = {
     "cached_map": lambda held: operator_fingerprint(Holder(held=held)),
     "datasets of torch": lambda held: dataset_key(Holder(held=held)),
@@ -78,7 +78,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# --- compiled code -------------------------------------------------------------------------------------------
+# --- compiled code ------------------------------------------------------------------------------------------
 
 
 def test_compiled_functions_hash_by_what_they_wrap_in_every_process() -> None:
@@ -141,7 +141,7 @@ def test_options_of_numba_count() -> None:
     assert codes[0] != codes[1] == codes[2]
 
 
-# --- order ---------------------------------------------------------------------------------------------------
+# --- order --------------------------------------------------------------------------------------------------
 
 
 def _layers(names: str) -> torch.nn.Sequential:
@@ -163,7 +163,7 @@ def test_what_comes_first_counts_where_order_is_meant(adapter: str) -> None:
     assert told(OrderedDict.fromkeys([1, "a"])) != told(OrderedDict.fromkeys(["a", 1]))
 
 
-# --- the user's classes ------------------------------------------------------------------------------------------
+# --- the user's classes -------------------------------------------------------------------------------------
 
 
 def _class(source: str) -> Any:
@@ -177,10 +177,12 @@ _CLASSES = {
         "class Meta(type):\n    def go(cls): return {X}\nclass Own(metaclass=Meta): pass\nheld = Own"
     ),
     "what an enumeration sets on its members": (
-        "class Own(enum.Enum):\n    A = 'a', {X}\n    def __new__(cls, name, size):\n        made = object.__new__(cls)\n"
-        "        made._value_, made.size = name, size\n        return made\nheld = Own.A"
+        "class Own(enum.Enum):\n    A = 'a', {X}\n    def __new__(cls, name, size):\n        made = "
+        "object.__new__(cls)\n        made._value_, made.size = name, size\n        return made\nheld = Own.A"
     ),
-    "the code of a handle's subclass": "class Own(threading.local):\n    def go(self): return {X}\nheld = Own()",
+    "the code of a handle's subclass": (
+        "class Own(threading.local):\n    def go(self): return {X}\nheld = Own()"
+    ),
     "an attribute of a handle's class": "class Own(queue.Queue):\n    big = {X}\nheld = Own()",
 }
 
@@ -212,7 +214,7 @@ def test_zones_that_agree_at_a_moment_are_not_one() -> None:
     assert len({key({"at": dt.time(1, tzinfo=zone)}) for zone in (None, berlin, algiers)}) == 3
 
 
-# --- addresses and what looks random -------------------------------------------------------------------------------
+# --- addresses and what looks random ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
@@ -294,7 +296,7 @@ with Store(folder) as store:
 
 def drawn(folder: Path, kind: str, way: str) -> list[str]:
     """The warnings of one run."""
-    # Low numbers of processes are no doubt: in a container they are the same in every run.
+    # Low process ids raise no doubt: in a container they are the same in every run.
     while (
         kind == "process" and not 1000 < int(subprocess.check_output(["sh", "-c", "echo $$"])) < _PIDS - 1000
     ):
@@ -309,7 +311,8 @@ def drawn(folder: Path, kind: str, way: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        ("uuid", "map"), ("text", "pipeline"), ("hex", "dataset"), ("time", "bilevel"), ("uuid", "cached"), ("uuid", "encoder"),
+        ("uuid", "map"), ("text", "pipeline"), ("hex", "dataset"), ("time", "bilevel"), ("uuid", "cached"),
+        ("uuid", "encoder"),
         ("uuid", "argument"), ("id", "cached"),
         ("process", "dataset"), ("folder", "dataset"),
     ],
@@ -323,12 +326,12 @@ def test_the_next_run_says_which_part_is_random(folder: Path, kind: str, way: st
 
 
 def test_arguments_of_which_one_run_has_several_are_meant(folder: Path) -> None:
-    """Ids of documents, say: each has a result of its own, and another run has others."""
+    """Ids of documents, for example: each has a result of its own, and another run has others."""
     assert [drawn(folder, "uuid", "arguments") for _ in range(3)] == [[], [], []]
 
 
 def test_generators_that_nobody_seeded_are_told_and_seeded_ones_are_not(folder: Path) -> None:
-    # A second seed is the rule.
+    # A second seed is the normal case.
     assert [len(drawn(folder / "a", "generator", "map")) for _ in range(3)] == [0, 0, 1]
     assert [len(drawn(folder / "b", "seeded", "map")) for _ in range(3)] == [0, 0, 0]
     assert [len(drawn(folder / "c", "constant", "map")) for _ in range(2)] == [0, 0]
@@ -553,11 +556,11 @@ def test_a_sentencizer_and_a_document_of_spacy_count_alike_in_every_process(kind
     assert told[0][0] != told[0][1]
 
 
-# --- pickle's protocol ---------------------------------------------------------------------------------------------
+# --- pickle's protocol --------------------------------------------------------------------------------------
 
 
 class Opaque:
-    """Pickle is told elsewhere how."""
+    """Its way to be pickled is registered elsewhere."""
 
     def __init__(self, size: int) -> None:
         self.handle = lambda: iter("")
@@ -568,7 +571,7 @@ class Opaque:
 
 
 class Set:
-    """Has a state setter, the sixth thing that pickle knows, which is part of nothing else that it tells."""
+    """Has a state setter: the sixth item of a pickle's reduce value, which no other item contains."""
 
     def __init__(self, setter: Any = None) -> None:
         self.setter = setter
@@ -597,7 +600,7 @@ def test_state_setters_count(adapter: str) -> None:
 
 
 class Named:
-    """Calls itself by the name of something else."""
+    """Has the name of something else."""
 
     def __reduce__(self) -> str:
         return "ROOT"
@@ -635,7 +638,7 @@ def test_masks_of_arrays_count(adapter: str) -> None:
     assert codes[0] == codes[1] != codes[2]
 
 
-# --- handles -------------------------------------------------------------------------------------------------------
+# --- handles ------------------------------------------------------------------------------------------------
 
 
 def counted(value: Any) -> Any:
@@ -649,7 +652,7 @@ def filled(pool: Any) -> Any:
 
 
 _SPAWN = multiprocessing.get_context("spawn")
-#: How to make a handle, and how to use it: neither may make a difference.
+#: The way to make a handle, and the way to use it: neither may make a difference.
 HANDLES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "Lock": (threading.Lock, lambda lock: lock.acquire()),
     "RLock": (threading.RLock, lambda lock: lock.acquire()),
@@ -713,7 +716,7 @@ def test_random_generators_are_named_as_what_they_are(adapter: str, make: Callab
         ADAPTERS[adapter](Holder(transform=Holder(R=make())))
 
 
-# --- models --------------------------------------------------------------------------------------------------------
+# --- models -------------------------------------------------------------------------------------------------
 
 
 class Encoder(torch.nn.Module):
@@ -836,12 +839,12 @@ def test_a_model_is_the_same_before_and_after_a_method_behind_a_wrapper_sets_it_
 
 
 def test_the_mode_of_a_model_that_nobody_sets_counts() -> None:
-    """Batch normalisation and dropout answer otherwise: results that were made by mistake must not come back."""
+    """Batch normalisation and dropout answer differently: results made by mistake must not come back."""
     codes = [operator_fingerprint(embed_as_it_is) for mode in (True, False) if MODEL.train(mode)]
     assert codes[0] != codes[1]
 
 
-# --- store.cached --------------------------------------------------------------------------------------------------
+# --- store.cached -------------------------------------------------------------------------------------------
 
 
 def test_cached_functions_take_what_save_and_cached_map_take(tmp_path: Path) -> None:
@@ -856,10 +859,11 @@ def test_cached_functions_take_what_save_and_cached_map_take(tmp_path: Path) -> 
             calls.append(1)
             return len(rules.encode("a b").ids) + sum(1 for _ in model.parameters())
 
-        calls = []  # what it appends to is a global of its own; it counts by what it holds
+        calls = []  # it appends to a global of its own, which counts by its content
         names = set()
         arguments: list[Any] = [
-            torch.ones(2), torch.zeros(2), torch.float16, torch.device("cpu"), model, rules, np.dtype("f4"), len, Holder(a=1),
+            torch.ones(2), torch.zeros(2), torch.float16, torch.device("cpu"), model, rules, np.dtype("f4"),
+            len, Holder(a=1),
             {"deep": [torch.ones(3)]}, torch.nn.Linear, uuid.UUID(int=3),
         ]  # fmt: skip
         for argument in arguments:

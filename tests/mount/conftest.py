@@ -1,4 +1,4 @@
-"""What every test of the mount needs: a place to mount at that is free again afterwards, waiting, another user."""
+"""Fixtures of the mount's tests: a mountpoint that is free again afterwards, waiting, another user."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session", autouse=True)
 def _can_mount(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Skip where nothing can be mounted; keep the daemons' logs out of the user's home."""
+    """Skip where mounting is impossible, and keep the daemons' logs out of the user's home."""
     try:
         check_fuse()
     except CastoreError as error:
@@ -57,7 +57,7 @@ def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
 
 @pytest.fixture
 def anybody() -> Iterator[tuple[Path, str]]:
-    """A folder of the user nobody, and that name. /dev/fuse is as open as distributions ship it."""
+    """A folder of the user nobody, and that name. /dev/fuse has the mode that distributions set."""
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
     folder = Path(tempfile.mkdtemp(prefix="castore-nobody-"))
@@ -99,7 +99,7 @@ def root(request: pytest.FixtureRequest, filled: Store) -> Iterator[Path]:
 
 
 def forget_pages(path: Path | int) -> None:
-    """Have the next read of a file, or of an open one, ask the daemon."""
+    """Make the next read of a file, or of an open one, ask the daemon."""
     descriptor = path if isinstance(path, int) else os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -110,14 +110,14 @@ def forget_pages(path: Path | int) -> None:
 
 @pytest.fixture(params=["default", "pinned"])
 def live(request: pytest.FixtureRequest, store: Store) -> Iterator[Path]:
-    """The store of this test, mounted both ways: what the test puts appears."""
+    """The store of this test, mounted in both modes: what the test puts appears."""
     with castore_fuse.mounted(store, pin=request.param == "pinned") as root:
         yield root
 
 
 @contextlib.contextmanager
 def program(*words: str | Path) -> Iterator[subprocess.Popen[str]]:
-    """A Python program of ours that says `ready`, and is told to go on through its standard input."""
+    """A Python program of the tests that prints `ready`, and continues on a line on its standard input."""
     with subprocess.Popen(
         [sys.executable, "-m", *words],
         stdin=subprocess.PIPE,

@@ -1,7 +1,7 @@
 """A program that reads files over and over: `python -m tests.mount.reading LIST`, until its input ends.
 
-Each line of LIST is a path and the SHA-256 of what it holds. Prints `ready` after the first round and how many files
-it read in the end; any other bytes, and any error, end it at once.
+Each line of LIST is a path and the SHA-256 of the file's content. The program prints `ready` after the first
+round, and at the end the number of files that it read. Other bytes, or any error, end it at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A folder with one of every kind of file that loaders read, small, and always the same.
+"""A folder with one small file of every kind that loaders read. Its content is always the same.
 
-The loaders' own writers make them. Nothing here knows a store.
+The loaders' own writers make the files. Nothing here knows a store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.helpers import mixed, noise, text
 
 
 def fill(folder: Path) -> None:
-    """Make the folder and all that is in it."""
+    """Make the folder and everything in it."""
     folder.mkdir()
     _blobs(folder / "raw")
     _arrays(folder)
@@ -68,7 +68,7 @@ def _tensors(folder: Path) -> None:
 
 
 def rows() -> dict[str, list[Any]]:
-    """The rows that tables and the database hold."""
+    """The rows of the tables and of the database."""
     chance = random.Random(0)
     count = 20_000
     return {

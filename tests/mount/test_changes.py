@@ -1,4 +1,4 @@
-"""What changes in a store shows in its mounts within a second, and never in a file that is open."""
+"""A change in a store shows in its mounts within a second, and never in a file that is open."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_repointed_name_shows_within_a_second(live: Path, store: Store) -> None:
             waited.append(time.monotonic() - put)
         return sorted(waited)
 
-    # What else the machine does can spoil a round or two, a slow mount all of them.
+    # Load on the machine can spoil a round or two; a slow mount spoils all of them.
     rounds = [waits("round 0")]
     while rounds[-1][2] >= 1.0:
         assert len(rounds) < 5, rounds
@@ -110,13 +110,13 @@ def test_folder_goes_with_its_last_name(live: Path, store: Store) -> None:
 
 def test_expired_name_goes_by_itself(live: Path, store: Store) -> None:
     def late(ttl: float) -> float:
-        """How many seconds after its time the name was gone."""
+        """Seconds after its expiry at which the name was gone."""
         over = time.time() + ttl
         store.put("brief/x", b"x", ttl=ttl)
         try:
             held = (live / "brief/x").open("rb")
         except FileNotFoundError:
-            return math.inf  # on a busy machine its time is over before the file is open
+            return math.inf  # on a busy machine it expires before the file is open
         with held:
             until(lambda: not (live / "brief/x").exists())
             until(lambda: os.listdir(live) == [])
@@ -124,7 +124,7 @@ def test_expired_name_goes_by_itself(live: Path, store: Store) -> None:
             assert held.read() == b"x"
         return gone - over
 
-    # What else the machine does can spoil some, a slow mount all of them.
+    # Load on the machine can spoil some; a slow mount spoils all of them.
     assert any(late(ttl) < 2 for ttl in (1, 2, 5, 10, 20))
 
 

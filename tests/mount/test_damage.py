@@ -1,4 +1,4 @@
-"""Damage under a mount: EIO where it is, right bytes everywhere else, never wrong ones; mended, it reads again."""
+"""Damage under a mount: EIO there, right bytes elsewhere, never wrong ones; a mended file reads again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def flip_in_frame(store: Store, name: str, number: int) -> None:
 
 
 def fails(read: object) -> int | None:
-    """The errno that a call ends with, or None when it does not fail."""
+    """The errno that a call ends with, or None if it does not fail."""
     try:
         read()  # type: ignore[operator]
     except OSError as error:
@@ -61,7 +61,8 @@ def test_flipped_bit_in_an_object_is_an_error_where_it_is(live: Path, store: Sto
         with pytest.raises(OSError, match="Input/output error") as caught:
             file.read(1000)
         assert caught.value.errno == errno.EIO
-        # An open handle goes on serving the intact frames. A pinned mount has none: there the whole file is an error.
+        # An open handle still serves the intact frames. A pinned mount has no handles, so the whole file is
+        # an error there.
         file.seek(3 * FRAME_SIZE)
         error = fails(lambda: received.append(file.read(5000)))
         assert (error, received) in [(None, [DATA[3 * FRAME_SIZE :][:5000]]), (errno.EIO, [])]
@@ -132,7 +133,7 @@ def test_row_that_cannot_be_costs_its_own_name_alone(live: Path, store: Store, d
     store.put_many((f"a/{number:02}", b"%d" % number) for number in range(40))
     names = [f"{number:02}" for number in range(40)]
     with closing(sqlite3.connect(store.path / "index.sqlite", isolation_level=None)) as db:
-        # One name among those that are listed with attributes, one among those without.
+        # One name among those listed with attributes, one among those listed without.
         db.execute(f"UPDATE entries SET {damage} WHERE name IN ('a/03', 'a/33')")
     assert sorted(os.listdir(live / "a")) == names
     for name in names:

@@ -1,4 +1,4 @@
-"""Entries that need a dictionary are plain files in a mount, whoever trained it and whenever."""
+"""Entries that need a dictionary are plain files in a mount, whichever process trained it, and when."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEEN, NEW = records(400, 1), records(60, 2)
 
 
 def test_what_needs_a_dictionary_reads_like_any_file(live: Path, store: Store) -> None:
-    """Also one that another process trained while the mount was served."""
+    """This includes a dictionary that another process trained while the mount was served."""
     in_processes(1, lambda _: store.train_dictionary("rec", SEEN))
     for number, data in enumerate(NEW):
         store.put(f"rec/{number}", data)
@@ -37,7 +37,7 @@ def test_without_its_dictionary_a_file_is_an_error_and_never_other_bytes(live: P
     with pytest.raises(OSError, match="error") as caught:
         (live / "rec" / "x").read_bytes()
     assert caught.value.errno == errno.EIO
-    time.sleep(1.1)  # within a second, a put may count on a dictionary that somebody has removed by hand
+    time.sleep(1.1)  # for up to a second, a put may rely on a dictionary that was removed by hand
     with pytest.warns(RuntimeWarning, match="without their dictionary"):
         store.put("rec/x", NEW[0])
     until(lambda: fails((live / "rec" / "x").read_bytes) is None)

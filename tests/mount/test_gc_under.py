@@ -1,4 +1,4 @@
-"""gc under a mount: whoever holds a file keeps its bytes, whatever goes; a pinned mount keeps every name."""
+"""gc under a mount: open files keep their bytes, whatever is removed; a pinned mount keeps every name."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_small_files_read_right_while_gc_compacts_their_packs(
     (tmp_path / "list").write_text("".join(lines))
 
     def churn(number: int) -> list[int]:
-        """Have the pack of the kept ones be mostly dead: what gc moves goes into the pack that this process fills."""
+        """Let most of the kept ones' pack die: gc moves the rest into the pack that this process fills."""
         dead = [(f"dead/{number}/{n}", noise(3000, 1000 * number + n)) for n in range(150)]
         store.put_many(dead)
         if number == 0:
@@ -192,17 +192,18 @@ def test_bytes_that_gc_removed_from_under_a_known_digest_are_not_there(store: St
 def test_gc_soon_knows_of_all_that_a_mount_has_read_however_much(store: Store) -> None:
     names = [f"many/{number:05}" for number in range(20_000)]
     store.put_many((name, name.encode()) for name in names)
-    # A single time it may take long because the machine stood still.
+    # A single time may be long because the machine stood still.
     assert any(_is_soon_known(store, names) for _ in range(4))
 
 
 def _is_soon_known(store: Store, names: list[str]) -> bool:
-    """Whether, once all were read, it is written down within seconds that they were."""
+    """Whether, once all were read, the index has their uses within seconds."""
     before = time.time()
     with castore_fuse.mounted(store) as root:
         for name in names:
             assert (root / name).read_bytes() == name.encode()
-        # Every five seconds of use, and then all that there is; a hundred names at each look would take 20 seconds.
+        # Uses are flushed every five seconds, all at once; a hundred names at each scan would take 20
+        # seconds.
         deadline = time.monotonic() + 12
         while time.monotonic() < deadline:
             if all(entry.accessed >= before for entry in store.entries()):

@@ -1,4 +1,4 @@
-"""Nobody tells the mount of an open file, and yet none loses its bytes: gc asks first, and what is open is held."""
+"""No open is reported to the mount, yet no open file loses its bytes: gc asks, and the mount holds them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def daemon(request: pytest.FixtureRequest, store: Store, mountpoint: Path) -> It
 
 
 def removed_but_open(pid: int) -> list[str]:
-    """Objects that live on only because a process has them open."""
+    """Objects without a name that a process keeps alive by having them open."""
     found = []
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -151,12 +151,12 @@ def test_killed_mount_is_asked_nothing_and_leaves_no_socket(
     store.gc(grace=0)
     assert store.stat().blobs == 0
 
-    def asked_again() -> bool:  # a killed process is a moment about it
+    def asked_again() -> bool:  # a killed process takes a moment to end
         Clearance(store.index, []).close()
         return not list((store.path / "locks").glob("mount-*.sock"))
 
     until(asked_again)
-    castore_fuse.mount(store, mountpoint)  # for the fixture to end
+    castore_fuse.mount(store, mountpoint)  # for the fixture to unmount
 
 
 def test_files_opened_at_any_moment_read_as_one_blob_while_names_move_and_gc_runs(
@@ -228,7 +228,8 @@ def test_bytes_that_got_a_name_since_the_mounts_were_asked_stay(store: Store) ->
 
 
 def test_bytes_that_had_a_name_when_the_mounts_were_asked_stay(store: Store) -> None:
-    # Regression: chosen while it had none, it got one that mounts saw and so held nothing, and lost it before it was removed.
+    # Regression: gc chose a blob without a name; then the blob got a name, which mounts saw, so they held
+    # nothing; then it lost that name before gc removed it.
     once, again = (bytes.fromhex(store.put(name, noise(5000, n)).digest) for n, name in enumerate("ab"))
     store.delete_many(["a", "b"])
     store.put("b", noise(5000, 1))
@@ -278,7 +279,7 @@ def test_lines_read_before_a_change_count_as_no_lookups(store: Store) -> None:
 
     before = operations.opendir(1).fh
     assert all(nodes_of(before))
-    operations.lookups.settle()  # what the follower does when names change
+    operations.lookups.settle()  # the follower's work when names change
     assert not any(nodes_of(before))
     assert all(nodes_of(operations.opendir(1).fh))
 

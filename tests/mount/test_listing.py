@@ -1,4 +1,4 @@
-"""A folder's lines: packed and with attributes, from any place on, they are the same names at the same offsets."""
+"""A folder's lines, packed or with attributes, from any offset, have the same names at the same offsets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDERS = {f"{number:04}.d": number for number in range(0, 2_500, 7)}
 
 @pytest.fixture(scope="module")
 def view(tmp_path_factory: pytest.TempPathFactory) -> View:
-    """A folder of 2,500 names, files and folders between one another."""
+    """A folder of 2,500 names, files and folders mixed."""
     store = Store(tmp_path_factory.mktemp("listing") / "store", memory=0)
     names = (f"a/{n:04}.d/x" if f"{n:04}.d" in FOLDERS else f"a/{n:04}.txt" for n in range(2_500))
     store.put_many((name, name.encode()) for name in names)
@@ -41,7 +41,7 @@ def test_lines_are_the_same_packed_and_not_from_anywhere_on(view: View) -> None:
     folder = operations.lookup(1, b"a").node
     handle = operations.opendir(folder).fh
     chance = random.Random(3)
-    # Backwards and forwards: what was read is remembered, what was not is read on.
+    # Backwards and forwards: pages that were read are kept, others are read on demand.
     for start in [0, 2_400, 1, 7, 999, 1_000, 1_001, *chance.sample(range(2_500), 20), 2_499, 2_500]:
         lines = [unpacked(line) for line in operations.readdir(folder, handle, start + DOTS)]
         assert lines == [
@@ -57,7 +57,7 @@ def test_lines_are_the_same_packed_and_not_from_anywhere_on(view: View) -> None:
 
 
 def test_a_listing_begins_with_few_attributes(view: View) -> None:
-    """`find` wants none; who looks at these is then given more."""
+    """`find` needs none; a program that reads the first attributes is given more."""
     operations = Operations(view)
     folder = operations.lookup(1, b"a").node
     handle = operations.opendir(folder).fh

@@ -1,4 +1,4 @@
-"""Every loader reads through a mount what it reads from the plain files: in default mode and in pinned mode."""
+"""Every loader reads the same through a mount as from the plain files, in default mode and in pinned mode."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from castore_fuse import mountpoints
 from tests.mount.conftest import until
 
 FUSE = Path(__file__).resolve().parents[2] / "fuse"
-#: Where mount(8) looks, whatever PATH says.
+#: mount(8) looks for its helper here, whatever PATH is.
 HELPER, COMMAND = Path("/sbin/mount.fuse.castore"), Path("/usr/local/bin/castore")
 
 
 @pytest.fixture
 def installed() -> Iterator[None]:
-    """The helper and the command lie where mount(8) looks."""
+    """Install the helper and the command where mount(8) looks for them."""
     if os.geteuid() != 0:
         pytest.skip("installing there is for root")
     if HELPER.exists() or COMMAND.exists():
@@ -39,7 +39,7 @@ def installed() -> Iterator[None]:
 
 
 def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program; its output is read to the end, so a daemon that kept it open would be found out."""
+    """Run a program. Its output is read to the end, which exposes a daemon that keeps it open."""
     return subprocess.run(
         words,
         env=os.environ | environment,
@@ -114,7 +114,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
 
 
 def test_unit_waits_until_files_can_be_read_and_notices_a_daemon_that_ended(mountpoint: Path) -> None:
-    """The command of ExecStartPost, as systemd runs it once it has halved the dollars."""
+    """The command of ExecStartPost, as systemd runs it after it has halved the dollars."""
     unit = (FUSE / "systemd" / "castore-mount@.service").read_text()
     line = next(line for line in unit.splitlines() if line.startswith("ExecStartPost="))
     script = line.split("'")[1].replace("$$", "$")

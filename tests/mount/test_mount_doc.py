@@ -1,4 +1,4 @@
-"""docs/mount.md can be pasted: its shell blocks run, in order, in one shell; what it quotes is what is said."""
+"""docs/mount.md can be pasted: its shell blocks run in order in one shell, with the output it quotes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mounting a store: starting, killing, ending and refusing; what a mount shows beside its files; and for whom."""
+"""Mounting a store: start, kill, end and refuse; a mount's other contents; and its users."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.mount.conftest import forget_pages, until
 
 
 def daemon(store: Store) -> Record:
-    """Who serves the one background mount of a store."""
+    """The record of the process that serves the one background mount of a store."""
     record = Record.read(next((store.path / "locks").glob("mount-*.json")))
     assert record is not None
     return record
@@ -34,7 +34,7 @@ def daemon(store: Store) -> Record:
 
 @pytest.fixture
 def background(store: Store, mountpoint: Path) -> Iterator[Path]:
-    """The store mounted as `castore mount` does it."""
+    """The store, mounted as `castore mount` does it."""
     store.put("a/b", b"content")
     yield castore_fuse.mount(store, mountpoint)
     if mountpoints.mount_at(mountpoint):
@@ -319,7 +319,8 @@ print("all well")
 
 def test_ordinary_user_mounts_a_store_of_his_own(anybody: tuple[Path, str]) -> None:
     folder, user = anybody
-    # The one capability lets that user run a Python that lies in root's home; it helps with no mount.
+    # With that one capability the user can run a Python that lies in root's home; it does not help with
+    # mounting.
     become = ["setpriv", "--reuid", user, "--regid", "nogroup", "--clear-groups"]
     become += ["--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -1,4 +1,4 @@
-"""What a mount remembers of what the kernel has looked up: the same as was put in, in little memory."""
+"""A mount's record of the kernel's look-ups: it returns what was put in, and takes little memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from castore_fuse.lowlevel import ROOT
 from castore_fuse.nodes import NodeTable
 from castore_fuse.view import File, Folder
 
-#: The first five in folders: as they are shown with a prefix and without, by digest, made up, and of a damaged row.
+#: The first five in folders: shown with a prefix and without, by digest, generated, and of a damaged row.
 FILES = [
     ("a/b", File("a/b/name.bin", bytes(range(32)), 12, 1.5, 2e9)),
     ("a/b", File("prefix/a/b/name.bin", bytes(range(32)), 12, 1, None)),

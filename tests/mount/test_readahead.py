@@ -1,4 +1,4 @@
-"""Which frames are decoded ahead of a reader: each of a sequential one once and in time, none of a random one."""
+"""The frames decoded ahead: each of a sequential reader's once and in time, none of a random reader's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from castore_fuse.holding import Sequence
 
 
 def read(sequence: Sequence, frames: list[int]) -> list[int]:
-    """The frames asked for while those were read, two requests a frame as the kernel makes them."""
+    """The frames requested while those were read, with the kernel's two requests a frame."""
     asked: list[int] = []
     for frame in frames:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Real mounts of a toy file system: what a session promises, with no store behind it."""
+"""Real mounts of a toy file system: the promises of a session, with no store behind it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_kernel_gives_back_every_reference_it_was_given(mountpoint: Path) ->
     with toy_at(mountpoint, "--many", "3000") as toy:
         subprocess.run(["ls", "-lR", toy.root], stdout=subprocess.DEVNULL, check=True)
         assert toy.count("references") > 3000
-        # Reading /proc/sys/vm/drop_caches is for root only; an inode dropped is a reference given back.
+        # Reading /proc/sys/vm/drop_caches is for root only. A dropped inode is a reference given back.
         if os.geteuid() != 0:
             pytest.skip("dropping the kernel's caches needs root")
         Path("/proc/sys/vm/drop_caches").write_text("2")
@@ -117,7 +117,7 @@ def test_xattrs_answer_and_say_what_is_missing(toy: Toy) -> None:
     assert os.getxattr(toy.root / "pattern", "user.castore.length") == b"1000003"
     assert os.listxattr(toy.root) == []
     for name, error in [("user.other", errno.ENODATA), ("security.selinux", errno.ENOTSUP)]:
-        with pytest.raises(OSError) as caught:  # noqa: PT011 (the errno is looked at below)
+        with pytest.raises(OSError) as caught:  # noqa: PT011 (the errno is checked below)
             os.getxattr(toy.root / "pattern", name)
         assert caught.value.errno == error
 

@@ -1,4 +1,4 @@
-"""The life of a mount of a toy file system: how it starts, ends, is cleared and refused, and for whom."""
+"""The life of a mount of a toy file system: start, end, clearing, refusals, and users."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_killed_daemon_is_cleared_by_umount(mountpoint: Path, tmp_path: Path) ->
 def test_daemon_killed_while_it_takes_a_name_back_is_cleared_too(
     mountpoint: Path, tmp_path: Path, clear: str
 ) -> None:
-    """Regression: its thread waits in the kernel for a look-up that nobody will answer, so the kernel keeps the mount alive."""
+    """Regression: its thread waits in the kernel for a look-up without an answer, so the mount stays."""
     record, orders = tmp_path / "record.json", tmp_path / "orders"
     os.mkfifo(orders)
     daemon = command("--record", os.fspath(record), "--orders", os.fspath(orders))
@@ -124,7 +124,7 @@ def test_sigterm_unmounts_and_serves_open_handles_to_their_end(mountpoint: Path,
 
 
 def _seconds_after_its_reader(mountpoint: Path, tmp_path: Path) -> float:
-    """From when a file is closed that was open at a SIGTERM."""
+    """Seconds from closing a file that was open at a SIGTERM."""
     record = tmp_path / "record.json"
     pid = mount_background(command("--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log")
     written = Record.read(record)
@@ -148,7 +148,7 @@ def test_second_sigterm_does_not_wait_for_open_handles(mountpoint: Path, tmp_pat
 
 
 def _seconds_to_end(mountpoint: Path, tmp_path: Path) -> float:
-    """From the second of two SIGTERMs, while a file is open."""
+    """Seconds from the second of two SIGTERMs, while a file is open."""
     record = tmp_path / "record.json"
     pid = mount_background(command("--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log")
     written = Record.read(record)
@@ -299,7 +299,8 @@ print("all well")
 
 def test_ordinary_user_mounts_remounts_and_unmounts(anybody: tuple[Path, str]) -> None:
     folder, user = anybody
-    # The one capability lets that user run a Python that lies in root's home; it helps with no mount.
+    # With that one capability the user can run a Python that lies in root's home; it does not help with
+    # mounting.
     become = ["setpriv", "--reuid", user, "--regid", "nogroup", "--clear-groups"]
     become += ["--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The view by itself: which names a folder shows, in which order, and what each stands for. No FUSE in here."""
+"""The view by itself: a folder's names, their order, and the item of each. No FUSE in here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def names(view: View, folder: str = "") -> list[str]:
 
 
 def tree(view: View, folder: str = "") -> dict[str, File]:
-    """Every file that walking the listings finds, by path."""
+    """Every file that a walk over the listings finds, by path."""
     found = {}
     for part, item in view.listing(folder):
         path = f"{folder}/{part}" if folder else part
@@ -137,7 +137,10 @@ def test_prefix_shows_what_is_below_it_and_nothing_else(store: Store) -> None:
     view = View(store, "data/train")
     assert names(view) == ["1", "x"]
     assert sorted(tree(view)) == ["1", "x/2"]
-    assert view.lookup("x", "2") == File("data/train/x/2", *looked_up(View(store), "data/train/x/2")[1:])  # type: ignore[index]
+    assert view.lookup("x", "2") == File(
+        "data/train/x/2",
+        *looked_up(View(store), "data/train/x/2")[1:],  # type: ignore[index]
+    )
     assert view.lookup("", "train0") is None
     assert view.lookup("", "..") is None
 
@@ -248,7 +251,7 @@ def test_attributes_tell_of_entry_and_blob(store: Store, view: View) -> None:
         "metadata": '{"ü": 1}',
     }
     store.put("x", b"other")
-    # Of the blob that it was, and nothing of what the name is now.
+    # The attributes are those of the blob at look-up, not those of the name's present entry.
     assert "metadata" not in view.attributes(file)
 
 

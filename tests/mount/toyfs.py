@@ -1,8 +1,8 @@
-"""A small file system in memory, served as a process of its own: what the tests of `castore_fuse.session` mount.
+"""A small file system in memory, served by a process of its own, for the tests of `castore_fuse.session`.
 
-Run as `python toyfs.py MOUNTPOINT [--pinned] [--many N] [--big BYTES] --ready-fd N`. It takes orders on the FIFO given
-with `--orders`, one a line: `point NAME TEXT`, `remove NAME`; each is carried out before the next is read, and then the file
-`ORDERS.done` holds the count of orders done.
+Run as `python toyfs.py MOUNTPOINT [--pinned] [--many N] [--big BYTES] --ready-fd N`. It takes orders on the
+FIFO given with `--orders`, one a line: `point NAME TEXT`, `remove NAME`. It carries out each order before it
+reads the next; then the file `ORDERS.done` holds the number of orders done.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Node:
 
 
 class ToyFS(LowLevel):
-    """Files in memory. The root's xattrs tell opens asked for, handles held, and references that the kernel holds."""
+    """Files in memory. The root's xattrs count opens, open handles, and the kernel's references."""
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned

@@ -1,4 +1,4 @@
-"""Mounting the toy file system of toyfs.py from a test, and giving it orders."""
+"""Mount the toy file system of toyfs.py in a test, and give it orders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from castore_fuse.lifecycle import mounted
 from tests.mount.conftest import until
 
 TOYFS = Path(__file__).with_name("toyfs.py")
-#: What the toy's file `pattern` holds.
+#: The content of the toy's file `pattern`.
 PATTERN = b"".join(b"%015d\n" % n for n in range(1_000_003 // 16 + 1))[:1_000_003]
 
 

@@ -1,7 +1,7 @@
 """A program that trains on a folder: `python -m tests.mount.training FOLDER CASE`, in a process of its own.
 
-Of its own, because a DataLoader forks: in the test's process, threads of other loaders would be forked along.
-Prints `good` when every sample that the workers read is the expected one.
+It needs one because a DataLoader forks: in the test's process it would fork the threads of other loaders too.
+The program prints `good` when every sample that the workers read is the expected one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ def methods(folder: Path) -> None:
 
 
 def epochs(path: Path) -> None:
-    """Epochs of two workers that keep their map: one that says `ready` in its middle and goes on when it is told."""
+    """Epochs of two workers that keep their map.
+
+    One epoch prints `ready` in its middle and waits for a line.
+    """
     loader = DataLoader(
         Tokens(path, 1000), batch_size=8, num_workers=2, shuffle=True, persistent_workers=True
     )

@@ -1,4 +1,4 @@
-"""LZ4 frames by hand: what the lz4 package writes and reads, no less strict, and nothing it would not read."""
+"""LZ4 frames by hand: as strict as the lz4 package, and nothing it would not read."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_no_flipped_bit_gives_other_bytes(data: bytes) -> None:
         try:
             assert CODECS["lz4"].decompress(bytes(bad), len(data), no_dictionary) == data
             assert lz4blocks.decompress(bytes(bad), len(data)) in (data, None)
-            harmless += 1  # text repeats itself: what is copied from elsewhere may be the same
+            harmless += 1  # text repeats itself: a copy from another place may be equal
         except CorruptError:
             pass
     assert harmless < len(frame) // 20

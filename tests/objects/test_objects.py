@@ -1,4 +1,4 @@
-"""Frames, seek tables and packs by themselves: round trips, damage, lies, and tools that know nothing of castore."""
+"""Frames, seek tables and packs by themselves: round trips, damage, lies, and other people's tools."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_an_object_cut_short_anywhere_is_corrupt(codec: str, tmp_path: Path) -> 
     for length in range(len(raw)):
         with pytest.raises(CorruptError):
             read_back(raw[:length], blob, checksums, tmp_path)
-        with pytest.raises(CorruptError):  # an index that believes the file's length changes nothing
+        with pytest.raises(CorruptError):  # an index that trusts the file's length changes nothing
             read_back(raw[:length], blob._replace(stored=length), checksums, tmp_path)
 
 
@@ -127,8 +127,8 @@ def test_no_flipped_bit_gives_other_bytes(codec: str, tmp_path: Path) -> None:
             harmless.append(place)
         except CorruptError:
             pass
-    # What may change is what no decoder looks at, all in the first frame's header: a reserved bit of zstd's, the time
-    # and the system in gzip's, the padding of a deflate block.
+    # Only bits that no decoder reads may change, all in the first frame's header: a reserved bit of zstd's,
+    # the time and the system in gzip's, the padding of a deflate block.
     assert all(place < 11 * 8 for place in harmless)
     assert bool(harmless) == (codec in {"zstd", "gzip"})
 
@@ -359,7 +359,7 @@ def test_an_open_pack_is_readable_for_as_long_as_somebody_holds_it(tmp_path: Pat
     held = folder.open(1)
     assert folder.open(1) is held
     folder.path(1).unlink()
-    folder.open(2)  # the folder lets go of the first one
+    folder.open(2)  # the folder closes the first one
     folder.close()
     assert os.pread(held.fd, 100, 0) == b"pack 1"
     fd = held.fd

@@ -1,4 +1,4 @@
-"""What a process remembers of the index: asked once, it answers by itself, and never with what is not true any more."""
+"""A process's caches of the index: read once, they answer alone, and never with outdated facts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def known(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 def questions(store: Store, act: Callable[[], object]) -> int:
-    """How many statements ``act`` has SQLite run for this thread."""
+    """The number of statements that ``act`` has SQLite run for this thread."""
     said: list[str] = []
     db = store.index.connection()
     db.set_trace_callback(said.append)
@@ -47,7 +47,7 @@ def questions(store: Store, act: Callable[[], object]) -> int:
 
 
 def elsewhere(store: Store, act: Callable[[Store], object]) -> None:
-    """Have another process do something with the store."""
+    """Run ``act`` on the store in another process."""
 
     def task(_: int) -> None:
         with Store(store.path, memory=0) as opened:

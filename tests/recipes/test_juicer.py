@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 
-from castore.adapters.datasets.plans import plan
+from castore.adapters.datasets.step_plan import plan
 from castore.adapters.datasets.steps import steps_of
 from castore.errors import InvalidValueError
 from castore.recipes import juicer_keys, registry

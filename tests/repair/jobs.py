@@ -1,7 +1,7 @@
-"""Jobs that use a store in every way, to be run beside what repairs it: ``python -m tests.repair.jobs JOB STORE PLACE``.
+"""Jobs that use a store beside repair commands: ``python -m tests.repair.jobs JOB STORE PLACE``.
 
-Each says that it is in the middle of its work by a file ``PLACE/JOB.begun``, goes on until the file ``PLACE/enough`` is
-there, checks what it got, and ends with 0 only if all of it was right. Bytes come from seeds.
+Each job makes a file ``PLACE/JOB.begun`` in the middle of its work, continues until the file ``PLACE/enough``
+is there, checks its results, and ends with 0 only if all were right. Bytes come from seeds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def wait(path: Path) -> None:
 
 
 def pipeline(store: Path, place: Path) -> None:
-    """Steps over a dataset, each in two processes; the second step stands still in its middle until it is enough."""
+    """Steps over a dataset, each in two processes. The second step pauses until ``enough`` is there."""
     import datasets
 
     from castore.adapters.datasets import Pipeline, cached_filter, cached_map
@@ -71,7 +71,7 @@ def pipeline(store: Path, place: Path) -> None:
 
 
 def steps(store: Path, place: Path) -> None:
-    """New steps all the time, each stored behind the caller's back and mapped again."""
+    """New steps all the time, each stored in the background and mapped again."""
     import datasets
 
     from castore.adapters.datasets import cached_map
@@ -96,14 +96,14 @@ def steps(store: Path, place: Path) -> None:
 
 
 def fill(store: Path, place: Path) -> None:
-    """A frozen encoder over a loader; it stands still in the middle of the fill, when a part has been put."""
+    """A frozen encoder over a loader; it pauses in the middle of the fill, when a part has been put."""
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from castore.adapters.embeddings import CacheConfig, cache_embeddings, filling
+    from castore.adapters.embeddings import CacheConfig, cache_embeddings, table_fill
 
-    filling.PUT_SECONDS = 0.1
+    table_fill.PUT_SECONDS = 0.1
 
     class Squares(nn.Module):
         def __init__(self) -> None:
@@ -155,7 +155,7 @@ def training(store: Path, place: Path) -> None:
 
 
 def reading(mountpoint: Path, place: Path) -> None:
-    """Files of a mount, open and mapped all the time, and opened anew."""
+    """Files of a mount: some are open and mapped all the time, others are opened anew."""
     names = sorted(path for path in (mountpoint / "shelf").iterdir())
     want = {path: wanted(path.name) for path in names}
     held = [path.open("rb") for path in names]
@@ -166,7 +166,7 @@ def reading(mountpoint: Path, place: Path) -> None:
             file.seek(0)
             assert file.read() == want[path], path
             assert mapped[:] == want[path], path
-            with suppress(FileNotFoundError):  # gc may take a name; what is open stays
+            with suppress(FileNotFoundError):  # gc may remove a name; open files stay
                 assert path.read_bytes() == want[path], path
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         (place / "reading.begun").touch()
@@ -186,7 +186,7 @@ def wanted(name: str) -> bytes:
 
 
 def writing(store: Path, place: Path) -> None:
-    """Puts, reads and deletes, large and small, and what is computed once."""
+    """Puts, reads and deletes, large and small, and values that are computed once."""
     turn = 0
     with Store(store, memory=0) as opened:
         while not (place / "enough").exists() or turn < 20:
@@ -208,7 +208,8 @@ def writing(store: Path, place: Path) -> None:
 
 
 JOBS: dict[str, Callable[[Path, Path], None]] = {
-    "pipeline": pipeline, "steps": steps, "fill": fill, "training": training, "reading": reading, "writing": writing,
+    "pipeline": pipeline, "steps": steps, "fill": fill, "training": training, "reading": reading,
+    "writing": writing,
 }  # fmt: skip
 
 if __name__ == "__main__":

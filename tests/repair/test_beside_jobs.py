@@ -1,7 +1,7 @@
-"""No command that repairs touches what a live process uses: jobs of every kind go on beside all of them, and end well.
+"""No command that repairs touches files in use: jobs of every kind run beside all commands, and end well.
 
-The jobs (jobs.py) are processes of their own and check what they get; `castore process`, `castore watch` and the mount's
-daemon are the real ones. Afterwards the store is as sound as if nobody had repaired it.
+The jobs (jobs.py) are processes of their own and check their results; `castore process`, `castore watch` and
+the mount's daemon are the real ones. Afterwards the store is as sound as without a repair.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("watchdog")
 
 _ROOT = Path(__file__).resolve().parents[2]
-#: Everything that mends, removes, or makes anew.
+#: Every command that mends, removes, or makes anew.
 COMMANDS = [
     ["doctor"],
     ["doctor", "--rebuild-index"],
@@ -64,7 +64,7 @@ def held(sample):
 
 
 class Running:
-    """A store in which everything goes on at once, until `end`."""
+    """A store in which everything runs at once, until `end`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,7 +93,7 @@ class Running:
         (self.place / "my_ops.py").write_text(_OPERATORS)
 
     def start(self, name: str, *words: str | Path) -> None:
-        # A session of its own: a killed job leaves workers behind, which have to go with it in the end.
+        # A session of its own: a killed job leaves workers behind, which are killed with it in the end.
         with self.log(name).open("wb") as log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", *map(str, words)], env=self._environment, cwd=self.place,
@@ -143,14 +143,14 @@ class Running:
         return subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=300)
 
     def add_file(self, number: int) -> None:
-        """A new file for the watcher, seen through to the link that takes its place."""
+        """Add a new file for the watcher, and wait for the link that takes its place."""
         path = self.watched / f"file-{number}"
         path.write_bytes(text(50_000, number))
         self.until(path.is_symlink, "watch")
         assert path.read_bytes() == text(50_000, number)
 
     def ended(self, *names: str) -> dict[str, str]:
-        """What was said by those that do not end well; all of them have ended, or do so now."""
+        """The output of those that do not end well; all of them have ended, or end now."""
         said = {}
         for name in names:
             if self.processes[name].wait(300):
@@ -193,7 +193,7 @@ def _can_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unlisted(store: Path) -> list[str]:
-    """What lies in a store and not in the list of what it may hold, or is of another kind than it says."""
+    """Files in a store that are not in the list of its contents, or are of another kind than listed."""
     found = []
     for folder, folders, files in os.walk(store):
         for name in [*folders, *files]:

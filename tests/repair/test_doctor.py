@@ -1,4 +1,4 @@
-"""What happens when the index, the journal or a process goes missing: nothing that can be had is lost."""
+"""The index, the journal or a process goes missing: nothing that can be recovered is lost."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_rebuilt_index_knows_every_entry_again(tmp_path: Path) -> None:
 
 
 def test_what_a_rebuild_reads_for_long_it_reads_before_writers_have_to_wait(tmp_path: Path) -> None:
-    """Writers give up after two minutes, and a terabyte of raw objects takes longer."""
+    """Writers give up after two minutes, and reading a terabyte of raw objects takes longer."""
     path, size = tmp_path / "store", 700_000
     with filled(path) as store:
         store.put_many((f"raw/{number}", random.Random(number).randbytes(size)) for number in range(3))
@@ -191,7 +191,7 @@ def test_a_forked_child_keeps_its_writes_when_everybody_else_closes(tmp_path: Pa
     if pid == 0:
         os.close(go_write)
         store.put("child/0", b"0")
-        os.read(go_read, 1)  # until the parent has closed, and others have come and gone
+        os.read(go_read, 1)  # until the parent has closed, and others have opened and closed
         for number in range(1, 5):
             store.put(f"child/{number}", b"%d" % number)
         os._exit(0)
@@ -234,7 +234,7 @@ def test_a_shared_store_ignores_the_umask(tmp_path: Path) -> None:
 
 
 def test_a_second_store_in_the_process_leaves_the_locks_of_the_first(tmp_path: Path) -> None:
-    """Closing any descriptor of the index would drop SQLite's locks, and the next visitor would delete the WAL."""
+    """Closing any descriptor of the index drops SQLite's locks; the next connection would delete the WAL."""
     first = Store(tmp_path / "store", memory=0)
     first.put("a", b"1")
     with Store(tmp_path / "store", memory=0) as second:
@@ -278,7 +278,7 @@ def test_doctor_finds_nothing_wrong_with_a_sound_store_that_is_in_use(tmp_path: 
         finally:
             done.touch()
         print(f"{turns.value} turns of three processes while doctor looked {looks} times")
-        # gc forgets an object a moment before it unlinks it: whoever comes in between may do it.
+        # gc forgets an object a moment before it unlinks it: a process that comes in between may unlink it.
         return [what for what in found if "belong to nothing" not in what]
 
     def use(number: int) -> None:
@@ -325,7 +325,7 @@ def test_doctor_tells_only_of_what_it_removed(tmp_path: Path, monkeypatch: pytes
 def test_a_journal_that_is_rotated_while_it_is_listed_is_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the newest snapshot stands for is unlinked as soon as it is there, at any moment for who reads."""
+    """The files that a new snapshot replaces are unlinked at once, wherever a reader is."""
     with filled(tmp_path / "store") as store:
         journal = store.index.journal
         store.index.snapshot_journal()

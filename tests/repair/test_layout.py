@@ -1,4 +1,4 @@
-"""The one list of what a store may hold: it is the page's, and whatever else lies there is nobody's loss."""
+"""The one list of a store's possible contents is that of docs/format.md, and other files are not touched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
 
 def page_paths() -> dict[str, str]:
-    """The paths of the page's first table, each with the mode that stands there."""
+    """The paths of the page's first table, each with its mode."""
     table = (
         PAGE.split("## The folder")[1].split("| path | what | mode |\n|---|---|---|\n")[1].split("\n\n")[0]
     )
@@ -39,7 +39,11 @@ def test_the_list_is_the_pages_table() -> None:
 
 
 def test_each_path_of_the_page_is_known_by_its_own_line() -> None:
-    filled = {"abcd…": "ab" * 32, "N-P-S-U.T": f"1-2-3-{'f' * 32}.{'e' * 32}", "N-P-S-U": f"1-2-3-{'f' * 32}"}
+    filled = {
+        "abcd…": "ab" * 32,
+        "N-P-S-U.T": (f"1-2-3-{'f' * 32}.{'e' * 32}"),
+        "N-P-S-U": f"1-2-3-{'f' * 32}",
+    }
     filled |= {"N-P": "1-2", "-H": f"-{'a' * 16}", "json.P": "json.77"}
     for place in layout.PLACES:
         path = place.path.rstrip("/")
@@ -74,7 +78,7 @@ def test_a_store_that_lost_its_settings_is_made_again_around_its_work(tmp_path: 
         assert store.get("a") == b"kept"
 
 
-# --- strangers -----------------------------------------------------------------------------------------------------
+# --- strangers ----------------------------------------------------------------------------------------------
 
 
 def test_what_stands_in_the_place_of_a_file_or_among_files_goes_to_quarantine(tmp_path: Path) -> None:
@@ -120,7 +124,7 @@ def test_what_is_in_nobodys_way_is_left_and_told_of(tmp_path: Path) -> None:
 def test_a_folder_that_a_live_process_works_in_stays_wherever_it_lies(
     tmp_path: Path, command: list[str]
 ) -> None:
-    """Somebody has named a folder of the store as `temp_dir`."""
+    """A user has named a folder of the store as `temp_dir`."""
     path = tmp_path / "store"
     program = (
         "import sys\nfrom castore import Store\nfrom castore.adapters.datasets import scratch as work\n"
@@ -149,11 +153,11 @@ def test_gc_moves_no_folder(tmp_path: Path) -> None:
         assert (store.path / "tmp/old").is_dir()
 
 
-# --- stores inside stores ------------------------------------------------------------------------------------------
+# --- stores inside stores -----------------------------------------------------------------------------------
 
 
 def inner_paths() -> list[str]:
-    """Folders of a store in which somebody may make another."""
+    """Folders of a store in which a user may make another store."""
     return ["disk", "run/3/cache", "work/cache", "tmp/cache", "objects/cache"]
 
 
@@ -234,11 +238,11 @@ def test_sharing_a_store_leaves_the_one_inside_as_it_is(tmp_path: Path) -> None:
     assert settings.load(tmp_path / "outer/inner") == settings.Settings()
 
 
-# --- who runs ------------------------------------------------------------------------------------------------------
+# --- users and processes ------------------------------------------------------------------------------------
 
 
 def test_a_process_that_proc_hides_is_no_dead_one(tmp_path: Path) -> None:
-    """With hidepid, `/proc` shows other users' processes to nobody: what they write must not go as left behind."""
+    """With hidepid, `/proc` hides other users' processes: their temporary files are not leftovers."""
     import os
 
     if os.geteuid() != 0:
@@ -246,7 +250,7 @@ def test_a_process_that_proc_hides_is_no_dead_one(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "1000"]) as other:
         started = process_started(other.pid)
         name = f"{pid_namespace()}-{other.pid}-{started}-{'a' * 32}.part"
-        # Imported before root is given up: the interpreter's own files may be closed to others.
+        # Imported before root is given up: the interpreter's own files may be closed to other users.
         program = (
             "import os\nfrom castore.system.temporary import is_of_live_process, is_running\n"
             "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"

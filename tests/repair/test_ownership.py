@@ -1,4 +1,7 @@
-"""Root works in somebody's store, and the store is still theirs: every file in it, and what doctor says if one is not."""
+"""Root works in another user's store, and the store still belongs to its owner.
+
+This holds for every file in it; doctor reports one that does not.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who may b
 
 
 def as_owner(task: Callable[[], Any]) -> Any:
-    """What ``task`` returns in a process of the store's owner."""
+    """The result of ``task`` in a process of the store's owner."""
 
     def run(_: int) -> Any:
         os.setgroups([])
@@ -52,7 +55,7 @@ def theirs() -> Iterator[Path]:
 
 
 def roots(folder: Path) -> list[str]:
-    """What in a folder does not belong to its owner."""
+    """The files in a folder that do not belong to its owner."""
     paths = [Path(place, name) for place, folders, files in os.walk(folder) for name in (*folders, *files)]
     return [
         str(path.relative_to(folder))
@@ -101,7 +104,7 @@ def test_what_root_makes_in_anothers_store_is_the_owners(theirs: Path) -> None:
 
 @needs_root
 def test_nothing_that_was_there_before_is_given_away(theirs: Path) -> None:
-    """The owner could give root's own file another name, that of a file of the store, to have it."""
+    """The owner could give root's own file another name, that of a file of the store, to get it."""
     secret = theirs.parent / "secret"
     secret.write_bytes(b"")
     secret.chmod(0o600)

@@ -1,4 +1,4 @@
-"""Arenas and tallies: records whole or not at all, whatever happens to their writers; counts that add up."""
+"""Arenas and tallies: records are whole or missing, whatever happens to their writers; counts add up."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def held(arena: Arena, index: int) -> bytes | None:
 
 
 def forked(task: Callable[[], object]) -> int:
-    """Run ``task`` in a forked child; its wait status."""
+    """Run ``task`` in a forked child; returns its wait status."""
     pid = os.fork()
     if not pid:
         status = 1
@@ -219,12 +219,13 @@ def test_an_extent_that_was_made_larger_takes_longer_records_later(segment: Segm
     assert (held(arena, 2), held(arena, 1)) == (bytes(500), b"next")
 
 
-# --- set, set again, forget all --------------------------------------------------------------------------------------
+# --- set, set again, forget all
+# ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def wide() -> Iterator[Arena]:
-    """With room for many small records, or few large ones."""
+    """An arena with room for many small records, or few large ones."""
     segment = Segment(None, Arena.needed(100, 10_000), {"kind": "test"}, reserve=False)
     yield Arena(segment, 0, 100, 10_000)
     segment.close()
@@ -280,7 +281,7 @@ def test_an_index_whose_writer_died_halfway_takes_no_record_from_another(wide: A
     put(wide, 0, b"first")
     put(wide, 1, b"second")
     for index in (1, 2):  # in an extent that it has, in a new one
-        with pytest.raises(ZeroDivisionError):  # as good as a kill: nothing cleans up
+        with pytest.raises(ZeroDivisionError):  # like a kill: nothing cleans up
             wide.put(index, [b"half", Dying()], 8)
         assert held(wide, index) is None
     assert all(put(wide, index, b"again") for index in (3, 2, 1))
@@ -288,14 +289,14 @@ def test_an_index_whose_writer_died_halfway_takes_no_record_from_another(wide: A
 
 
 class Dying(bytes):
-    """Bytes whose writer does not live to write them."""
+    """Bytes whose writer dies before it has written them."""
 
     def __len__(self) -> int:
         return 1 // 0
 
 
 class _Meanwhile:
-    """The bytes of an arena; before they are copied, something happens, as another process might do it."""
+    """The bytes of an arena; a callback runs before they are copied, as another process might."""
 
     def __init__(self, data: memoryview, happens: Callable[[], object]) -> None:
         self._data = data
@@ -316,14 +317,14 @@ def test_a_reader_of_a_place_that_was_cleared_and_given_to_another_gets_nothing(
     def clear_and_fill() -> None:
         monkeypatch.setattr(wide, "_data", data)
         wide.clear()
-        assert put(wide, 2, b"c" * 128)  # lies over the places of both
+        assert put(wide, 2, b"c" * 128)  # covers the places of both
 
     monkeypatch.setattr(wide, "_data", _Meanwhile(data, clear_and_fill))
     assert held(wide, 1) is None
     assert bytes(data[64:128]) == b"c" * 64, "its place was not written over: this tests nothing"
 
 
-# --- tallies ---------------------------------------------------------------------------------------------------------
+# --- tallies ------------------------------------------------------------------------------------------------
 
 
 def test_tallies_add_up_over_processes_also_of_the_dead() -> None:
@@ -345,7 +346,7 @@ def test_tallies_add_up_over_processes_also_of_the_dead() -> None:
 
 
 def test_tallies_of_more_processes_than_there_are_rows() -> None:
-    # In a small process of its own: to fork this one, with torch in it, takes several times as long.
+    # In a small process of its own: forking this one, which has torch, takes several times as long.
     script = """
 import os
 from castore.shm.segments import Segment

@@ -78,7 +78,7 @@ def test_the_last_user_removes_the_file_also_by_garbage_collection(name: str) ->
     del segment
     gc.collect()
     assert not path_of(name).exists()
-    view[0] = 1  # memory lives as long as a view of it
+    view[0] = 1  # the memory lives as long as a view of it
 
 
 def test_who_attaches_takes_the_size_that_is_there(name: str) -> None:
@@ -134,9 +134,10 @@ except FullError as error:
 def test_a_dev_shm_that_fills_up_meanwhile_is_an_error_and_no_bus_error(tmp_path: Path) -> None:
     script = tmp_path / "full.py"
     script.write_text(FULL)
-    # A mount namespace of its own, so that the small /dev/shm is this child's alone.
+    # A mount namespace of its own, so that only this child has the small /dev/shm.
     done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs -o size=66M tmpfs /dev/shm && {sys.executable} {script}"],
+        ["unshare", "--mount", "sh", "-c",
+        f"mount -t tmpfs -o size=66M tmpfs /dev/shm && {sys.executable} {script}"],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -211,7 +212,7 @@ def test_processes_that_come_and_go_never_meet_a_broken_segment(name: str) -> No
     assert [pipe.recv() for pipe in pipes] == ["done"] * 4
     assert held.buffer[:8].cast("Q")[0] == 800
     held.close()
-    # And with nobody who stays: each round may be the first or the last.
+    # Without a process that stays: each round may be the first or the last.
     for _ in range(4):
         here, there = context.Pipe()
         context.Process(target=_join_and_count, args=(name, 200, there)).start()

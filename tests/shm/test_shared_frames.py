@@ -1,4 +1,4 @@
-"""Frames in shared memory: decoded once for all processes, right bytes whatever happens, and gone with the last user."""
+"""Frames in shared memory: decoded once for all processes, always right, and gone with the last user."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ METHODS = ("fork", "forkserver", "spawn")
 CODECS = ("zstd", "lz4", "gzip")
 SIZE = 10 * FRAME_SIZE + 1000
 FRAMES = 11
-# With so many places for the frames of two objects, one in some hundred thousand runs has one that finds none: which are near each
-# other changes with the inode and the time. In 8 MB it was one in a hundred.
+# With room for the frames of two objects, one run in some hundred thousand has a frame without a place: the
+# inode and the time decide which frames are near each other. With 8 MB it was one run in a hundred.
 SHARED = "64MB"
 
 
@@ -55,12 +55,12 @@ def tier(store: Store) -> SharedFrames:
 
 
 def read_all(store: Store, name: str) -> bytes:
-    """By ranges, not whole."""
+    """Read an object by ranges, not whole."""
     with store.open(name) as file:
         return b"".join(iter(lambda: file.read(50_000), b""))
 
 
-# --- sharing ---------------------------------------------------------------------------------------------------------
+# --- sharing ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -75,7 +75,7 @@ def test_what_one_store_has_decoded_another_reads_without_the_disk(
         with other.open("a") as file:
             path, _, stored = payload(store, "a")
             before = path.read_bytes()
-            for place in range(0, stored, 1000):  # whoever reads the disk from here on gets an error
+            for place in range(0, stored, 1000):  # from here on every read of the disk is an error
                 flip(path, place)
             assert b"".join(iter(lambda: file.read(50_000), b"")) == data
             assert other.shared_frames is not None
@@ -137,7 +137,7 @@ def test_children_of_every_start_method_share(store: Store, method: str) -> None
     here, there = context.Pipe()
     child = context.Process(target=_child, args=(store, there), daemon=True)
     child.start()
-    there.close()  # so that a child that fails is an error here, and no waiting
+    there.close()  # so that a child that fails is an error here, and not a hang
     assert here.recv() == (SIZE, 0, SIZE), "the child decoded what its parent had decoded"
     assert here.recv() == "read"
     before = tier(store).misses
@@ -176,7 +176,7 @@ def test_a_link_to_the_store_leads_to_the_same_tier(store: Store, folder: Path, 
         assert tier(linked)._segment.name == tier(store)._segment.name
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------
+# --- sizes --------------------------------------------------------------------------------------------------
 
 
 def test_another_size_is_refused_with_what_to_do(store: Store, folder: Path) -> None:
@@ -233,7 +233,7 @@ with tempfile.TemporaryDirectory() as folder, Store(folder + "/s", memory=0, sha
     assert went_on == "True True"
 
 
-# --- the right bytes, whatever happens -------------------------------------------------------------------------------
+# --- the right bytes, whatever happens ----------------------------------------------------------------------
 
 
 def test_a_name_that_is_put_anew_is_read_anew(store: Store) -> None:
@@ -323,6 +323,7 @@ def test_the_last_users_kill_leaves_nothing_for_long(folder: Path) -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert segment_of(folder).exists()
-    with Store(folder, memory=0, shared_memory="9MB") as store:  # nobody uses it, so another size will do
+    # no process uses it, so another size is accepted
+    with Store(folder, memory=0, shared_memory="9MB") as store:
         assert tier(store).held == 0
         assert store.get("a") == mixed(SIZE)

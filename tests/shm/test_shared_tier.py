@@ -1,4 +1,4 @@
-"""The tier of shared frames by itself: never another's bytes, never half a frame; who stays when it is full."""
+"""The tier of shared frames by itself: never another object's bytes, never half a frame; evictions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pieces:
 
     def __init__(self, frames: SharedFrames, digest: bytes = bytes(32)) -> None:
         self.frames = frames
-        # Of no file: its inode and times would have other keys meet in a place in every run.
+        # Keys of no file: with its inode and times, other keys would share a place in every run.
         self.object = ObjectFrames(frames, digest + bytes(16))
 
     @classmethod
@@ -38,7 +38,7 @@ class Pieces:
         return (b"%08d" % index * (cls.size // 8))[: cls.size - index % 7]
 
     def read(self, index: int) -> bool:
-        """As a reader does; whether the tier had it."""
+        """Read as a reader does; returns whether the tier had the frame."""
         want = self.bytes_of(index)
         found = self.object.read(index, 0, len(want))
         if found is None:
@@ -49,7 +49,7 @@ class Pieces:
 
 
 def small_tier(folder: Path, frames: int) -> SharedFrames:
-    """A tier for exactly so many of these frames."""
+    """A tier for exactly that many of these frames."""
     made = SharedFrames(folder, _needed(frames, _HEAD + Pieces.size), Pieces.size)
     assert made.size == frames * 1088
     return made
@@ -126,7 +126,7 @@ def test_a_process_killed_while_it_writes_leaves_no_half_frame(tmp_path: Path) -
 
 
 class Killer(bytes):
-    """A frame whose writer is killed when it has written the key and not yet this."""
+    """A frame whose writer is killed when it has written the key and not yet the frame."""
 
     asked = 0
 

@@ -1,4 +1,4 @@
-"""The states of slots: only the transitions that are written down, and a word that differs after each."""
+"""The states of slots: only the documented transitions, and a word that differs after each."""
 
 from __future__ import annotations
 

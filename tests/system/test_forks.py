@@ -1,4 +1,4 @@
-"""Forks beside threads that use the store: a child can read and write whatever its parent was doing when it was born."""
+"""Forks beside threads that use the store: a child can read and write, whatever its parent was doing."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from castore.objects.codecs import FRAME_SIZE
 from castore.system.forks import fork_gate, unforked
 from tests.helpers import noise
 
-#: Seconds that a child may take: it does a few milliseconds of work.
+#: Seconds that a child may take; its work takes a few milliseconds.
 PATIENCE = 40.0
 
 
 def forked(task: Callable[[], object]) -> int:
-    """The number of a child that does ``task`` and ends; one that hangs tells where, and ends badly."""
+    """The process id of a child that runs ``task`` and ends.
+
+    A child that hangs prints its stack, and fails.
+    """
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -45,7 +48,7 @@ def forked(task: Callable[[], object]) -> int:
 
 
 def ends_well(pid: int) -> None:
-    """Assert that a child does what it was forked for."""
+    """Assert that a child ends with success."""
     until = time.monotonic() + PATIENCE
     while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
         if time.monotonic() > until:
@@ -58,7 +61,7 @@ def ends_well(pid: int) -> None:
 
 @contextmanager
 def going_on(*steps: Callable[[int], object]) -> Iterator[None]:
-    """Each step in a thread of its own, again and again; what one raises is raised at the end."""
+    """Run each step in a thread of its own, again and again; an exception in one is raised at the end."""
     stop, errors = threading.Event(), []
 
     def run(step: Callable[[int], object]) -> None:
@@ -91,7 +94,7 @@ def full(store: Store) -> Store:
 
 
 def _dropped(store: Store) -> None:
-    """A store that nobody closes."""
+    """A store that is not closed."""
     assert Store(store.path, memory=0).entry("large") is not None
 
 
@@ -109,7 +112,7 @@ READS: dict[str, Callable[[Store, int], object]] = {
 
 
 def can_do_everything(store: Store, number: int) -> None:
-    """What each child does."""
+    """The operations of each child."""
     assert store.get(f"n/{number}") == noise(200, number)
     store.put(f"child/{number}", b"%d" % number)
     assert store.entry(f"child/{number}") is not None
@@ -161,7 +164,7 @@ def test_a_fork_and_a_thread_that_writes_in_the_middle_of_a_question_do_not_wait
     full: Store,
 ) -> None:
     def put(turn: int) -> None:
-        with unforked():  # where a finaliser or a signal handler may strike
+        with unforked():  # where a finaliser or a signal handler may run
             full.put(f"amid/{turn % 10}", b"%d" % turn)
 
     with going_on(put):
@@ -194,7 +197,7 @@ def test_a_signal_handler_forks_wherever_it_strikes(full: Store) -> None:
 
 
 def test_a_child_reads_on_while_others_open_the_index_its_parent_has_closed(tmp_path: Path) -> None:
-    """To the next who opened it the shared memory seemed left behind: they cut it off, and the child died of SIGBUS."""
+    """Regression: the next connection truncated the shared memory as a leftover; the child died of SIGBUS."""
     visits = (
         "import sqlite3, sys\n"
         "for _ in range(1500):\n"

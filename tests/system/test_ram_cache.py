@@ -1,4 +1,4 @@
-"""The RAM tier: its bound is real, a value is loaded once, and neither errors nor forks leave anybody waiting."""
+"""The RAM tier: its bound is real, a value is loaded once, and no error or fork leaves a thread waiting."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_any_order_of_calls_keeps_the_count_right() -> None:
 
 
 def let_nine_wait(memory: MemoryLRU[bytes]) -> None:
-    """Until so many threads wait for the load of "key"."""
+    """Wait until nine threads wait for the load of "key"."""
     done: Any = memory._flights["key"].done
     deadline = time.monotonic() + 60
     while len(done._cond._waiters) < 9:

@@ -1,9 +1,10 @@
-"""A file system that passes everything through to a folder, but for sectors that it cannot read, as a dying disk has them.
+"""A file system that passes everything through to a folder, except unreadable sectors, as a dying disk has.
 
-It turns read-only when it is told to, as file systems do that meet an error.
+It turns read-only on request, as file systems do that meet an error.
 
-Run as ``python -m tests.torture.bad_sectors_fs FOLDER MOUNTPOINT BAD``; it serves until it is unmounted. BAD is a JSON file
-of ``{"inode": [[offset, length], ...]}``, the inodes of FOLDER's files, or of ``"read-only"``; it may change while it is mounted.
+Run as ``python -m tests.torture.bad_sectors_fs FOLDER MOUNTPOINT BAD``; it serves until it is unmounted. BAD
+is a JSON file of ``{"inode": [[offset, length], ...]}``, with the inodes of FOLDER's files, or of
+``"read-only"``. BAD may change while the file system is mounted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The frame of the tests that try hard to break a store: how much they try, and where their figures go.
+"""Fixtures of the tests that try hard to break a store: how long they try, and where their figures go.
 
-Each has a quick form, which runs with all other tests, and a long one, which `make torture` runs (CASTORE_TORTURE=long).
-Both must fail if they did not reach what they test.
+Each test has a quick form, which runs with all other tests, and a long form, which `make torture` runs
+(CASTORE_TORTURE=long). Both forms must fail if they did not reach the case that they test.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ _T = TypeVar("_T")
 
 #: Whether this is the long form.
 LONG = os.environ.get("CASTORE_TORTURE") == "long"
-#: No test of the long form may take longer, in seconds.
-_LONG_TIMEOUT = 1800
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,37 +32,17 @@ def _daemons_log_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """A store with blobs of all kinds, closed; beside it a folder of the user's own."""
+    """A store with blobs of all kinds, closed, and beside it a folder of the user's own."""
     return make_victim(tmp_path)
 
 
 @pytest.fixture
 def scale() -> Callable[[_T, _T], _T]:
-    """``scale(quick, long)`` gives the one of this run."""
+    """``scale(quick, long)`` returns the value for this run's form."""
     return lambda quick, long: long if LONG else quick
 
 
 @pytest.fixture
 def figure(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """``figure("200 of 200 kills hit …")``: a sentence to be printed, and to stand in docs/reliability.md."""
+    """``figure("200 of 200 kills hit …")`` records a sentence: printed, and for docs/reliability.md."""
     return lambda sentence: record_property("figure", sentence)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if LONG:
-        for item in items:
-            if "torture" in item.path.parts and item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(_LONG_TIMEOUT))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    lines = [
-        (report.nodeid.rpartition("::")[2], value)
-        for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
-        for name, value in report.user_properties
-        if name == "figure"
-    ]
-    if lines:
-        terminalreporter.section("figures of the torture tests")
-    for test, sentence in lines:
-        terminalreporter.line(f"{test}: {sentence}")

@@ -15,7 +15,7 @@ _VERSIONS = 6
 
 @functools.cache
 def value(number: int, version: int) -> bytes:
-    """What name ``number`` holds in a version: from a packed blob to one of two frames."""
+    """The value of name ``number`` in a version: from a packed blob to a blob of two frames."""
     size = [50, 2_000, 30_000, 300_000][number % 4]
     return b"%d %d " % (number, version) + noise(size // 2, number) * 2
 
@@ -47,10 +47,10 @@ def _act(store: Store, process: int, chance: random.Random) -> None:
 
 
 def crowd(store: Store, seconds: float) -> int:
-    """Let them loose; afterwards everything they left is right, and index and disk agree exactly.
+    """Let them run. Afterwards every name has right bytes, and index and disk agree exactly.
 
     Returns:
-        How many operations they did.
+        The number of their operations.
     """
 
     def act(process: int) -> int:
@@ -64,7 +64,7 @@ def crowd(store: Store, seconds: float) -> int:
 
     for number in range(24):
         for version in range(_VERSIONS):
-            value(number, version)  # made once, not by every process
+            value(number, version)  # computed once, not by every process
     done = in_processes(PROCESSES, act, timeout=seconds + 300)
     assert min(done) > 0, "a process was starved"
     assert store.stat().corrupt == 0

@@ -1,4 +1,4 @@
-"""The crash windows that have to do with dictionaries; windows.py has the others, and says how to read these."""
+"""The crash windows of dictionaries. windows.py has the others, and explains how to read them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RECORDS = {f"rec/{number:04}": data for number, data in enumerate(records(250, 
 
 
 def copies_of_it(count: int, *, chosen: bool) -> There:
-    """So many copies of a dictionary, a prefix that has it or none, and nothing else."""
+    """Only this many copies of a dictionary on the disk, and a prefix that has it or none."""
     return lambda store: (
         nothing(store)
         and len(list(store.objects.dictionaries.folder.glob("*[0-9a-f].[sz]*"))) == count

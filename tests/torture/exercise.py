@@ -1,7 +1,7 @@
-"""Everything one does with a store, done to one that is not to be trusted, in a process with little memory.
+"""Every operation of a store, on a store that is not to be trusted, in a process with little memory.
 
-Run as ``python exercise.py STORE``: prints a line of JSON: what each act ended with, and by how many MB the process's peak
-memory grew. An error that is not castore's own ends it with a traceback.
+Run as ``python exercise.py STORE``. Prints a line of JSON: the outcome of each operation, and the growth of
+the process's peak memory in MB. An error that is not castore's own ends the program with a traceback.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def acts(path: str) -> dict[str, Callable[[], object]]:
 def main() -> None:
     path = sys.argv[1]
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
-    import sqlite_utils  # noqa: F401  (its weight is not the store's doing)
+    import sqlite_utils  # noqa: F401  (its memory is not the store's)
 
     workers.pool().submit(int).result()
     before = peak()

@@ -1,7 +1,7 @@
-"""Castore's parsers as functions of bytes, for fuzzers: each returns, or raises an error of castore's; all else is a defect.
+"""Castore's parsers as functions of bytes, for fuzzers: each returns or raises an error of castore's.
 
-Where a parser is believed to check, its promise is asserted: an object that is read has the digest it was asked for.
-`SEEDS` are inputs that each target understands, to start from.
+Anything else is a defect. Where a parser checks its input, its promise is asserted: an object that is read
+has the requested digest. `SEEDS` are valid inputs of each target, to start from.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = (
 
 
 def seeds() -> dict[str, bytes]:
-    """For each target an input that it understands."""
+    """A valid input for each target."""
     entry = ("a/b", _DIGEST, "bytes", '{"x": 1}', 1.0, None, 0)
     return (
         {f"object {codec}": _encoded(codec) for codec in (*_COMPRESSED, "none")}
@@ -151,14 +151,19 @@ def seeds() -> dict[str, bytes]:
             + build_trailer("gzip", 5, [5], [b""]),
             "journal": pack_record(entry) * 3,
             "names": "folder/ünï/file.txt".encode(),
-            "settings": b'{"format": 1, "codec": "auto", "level": null, "max_size": 7, "ttl": 5.0, "shared": null}',
-            "recipe": b"dataset_path: x.jsonl\nexport_path: y\nprocess:\n  - text_length_filter:\n      min_len: 10\n",
+            "settings": (
+                b'{"format": 1, "codec": "auto", "level": null, "max_size": 7, "ttl": 5.0, "shared": null}'
+            ),
+            "recipe": (
+                b"dataset_path: x.jsonl\nexport_path: y\nprocess:\n  - "
+                b"text_length_filter:\n      min_len: 10\n"
+            ),
         }
     )
 
 
 def feed(target: Callable[[bytes], None], data: bytes) -> bool:
-    """Whether the target took the bytes; False if it refused them in castore's words."""
+    """Whether the target accepted the bytes; False if it refused them with an error of castore's."""
     try:
         target(data)
     except CastoreError:

@@ -1,6 +1,6 @@
-"""Stores to hurt, and what reading them back gave: bytes that were put, an error or a miss, or (never) others.
+"""Stores to damage, and the outcome of reading them: right bytes, an error, a miss, or (never) other bytes.
 
-Chance comes from a seed that a failing test prints. Nothing here decides what is right.
+Random choices come from a seed that a failing test prints. Nothing here decides which outcome is right.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from castore_fuse import mountpoints
 from tests.helpers import mixed, noise, payload, text
 
 CODECS = ("zstd", "lz4", "gzip", "none")
-#: Sizes of blobs: into a pack, of one frame, of several.
+#: Sizes of blobs: packed, of one frame, of several frames.
 SMALL, SINGLE, SEVERAL = 3_000, 40_000, FRAME_SIZE + 40_000
 
 
 class Stored(NamedTuple):
-    """Where an entry's bytes lie: with the head of its record, if it is in a pack."""
+    """The place of an entry's bytes; for a packed one with the head of its record."""
 
     path: Path
     start: int
@@ -34,12 +34,12 @@ class Stored(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Bytes of it."""
+        """Length of that place in bytes."""
         return self.end - self.start
 
 
 def fill(store: Store, count: int, *, several: int = 10) -> dict[str, bytes]:
-    """Put ``count`` blobs of all codecs, two thirds of them into packs, each ``several``th of several frames."""
+    """Put ``count`` blobs of all codecs: two thirds into packs, each ``several``th with several frames."""
     values = {}
     for number in range(count):
         codec = CODECS[number % len(CODECS)]
@@ -54,14 +54,14 @@ def fill(store: Store, count: int, *, several: int = 10) -> dict[str, bytes]:
 
 
 def stored(store: Store, name: str) -> Stored:
-    """Where the entry lies."""
+    """The place of an entry's bytes."""
     path, offset, length = payload(store, name)
     head = HEAD_SIZE if path.suffix == ".pack" else 0
     return Stored(path, offset - head, offset + length)
 
 
 def answer(read: Callable[[], bytes | None]) -> bytes | None:
-    """What was read; None for a miss and for an error that says what it is."""
+    """The bytes that were read; None for a miss and for castore's own error."""
     try:
         return read()
     except CastoreError:
@@ -69,7 +69,7 @@ def answer(read: Callable[[], bytes | None]) -> bytes | None:
 
 
 def ranges(store: Store, name: str, size: int) -> list[tuple[int, bytes]]:
-    """The pieces of an entry that can be read by ranges, each with its place."""
+    """The pieces of an entry that can be read by ranges, each with its offset."""
     found = []
     for start in range(0, size, FRAME_SIZE // 2):
         try:
@@ -91,7 +91,7 @@ def errno_of(read: Callable[[], object]) -> int | None:
 
 
 def files_below(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Every file below a folder with its mode, size and time of change: to see that nothing outside was touched."""
+    """Every file below a folder with mode, size and time of change, to detect changes outside of a store."""
     found = {}
     for here, folders, files in os.walk(folder):
         for name in folders + files:
@@ -103,7 +103,7 @@ def files_below(folder: Path) -> dict[str, tuple[int, int, int]]:
 
 @contextmanager
 def shim(root: Path, *command: str | Path) -> Iterator[None]:
-    """A file system that a Python program of ours serves at ``root``, for as long as the block runs."""
+    """A file system that a Python program of the tests serves at ``root``, for the length of the block."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen([sys.executable, *command], env=environment)
     try:

@@ -1,8 +1,8 @@
-"""Dying exactly there: a forked child that works on a store and kills itself around a chosen call.
+"""Kill a process at an exact point: a forked child works on a store and kills itself around a chosen call.
 
-Nothing of this is in what ships: the child wraps a function of castore in its own memory, and everything else it runs
-is the real thing. SIGKILL leaves it no chance to tidy up. Forking from a process that has all imported makes
-a death cost milliseconds.
+Nothing of this ships: the child wraps a function of castore in its own memory, and all other code in it is
+the real one. SIGKILL leaves it no chance to clean up. Forking a process that has everything imported makes a
+kill cost milliseconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-#: Arms the calling process: what it returns from is installed, and strikes later.
+#: Installs itself in the calling process and strikes later; the function that makes a Stop only prepares it.
 Stop = Callable[[], None]
 
 
@@ -30,12 +30,15 @@ def before(owner: Any, name: str, nth: int = 1, then: Stop = die) -> Stop:
 
 
 def after(owner: Any, name: str, nth: int | None = 1, then: Stop = die) -> Stop:
-    """Strike when the ``nth`` call of ``owner.name`` returns, or each if None; ``then`` may arm another stop instead."""
+    """Strike when the ``nth`` call of ``owner.name`` returns, or each call if None.
+
+    ``then`` may install another stop.
+    """
     return lambda: _wrap(owner, name, nth, lambda: None, then)
 
 
 def halfway(owner: Any, name: str, argument: int, nth: int = 1) -> Stop:
-    """Strike when the ``nth`` call of ``owner.name`` has got half of its bytes: those of the given argument."""
+    """Strike when the ``nth`` call of ``owner.name`` has got half of the bytes in the given argument."""
 
     def arm() -> None:
         original, calls = getattr(owner, name), [0]
@@ -70,7 +73,7 @@ def _wrap(owner: Any, name: str, nth: int | None, first: Stop, last: Stop) -> No
 
 
 def killed(task: Callable[[], object], stop: Stop) -> None:
-    """Run ``task`` in a forked child that ``stop`` kills. Fails if the child lives to the end of it, or fails itself."""
+    """Run ``task`` in a forked child that ``stop`` kills. Fails if the child ends by itself, or fails."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -91,13 +94,16 @@ def killed(task: Callable[[], object], stop: Stop) -> None:
 
 
 def pause() -> None:
-    """SIGSTOP for the calling process: wedged, until somebody else has it go on."""
+    """SIGSTOP for the calling process: it hangs until another process continues it."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @contextlib.contextmanager
 def paused(task: Callable[[], object], stop: Stop = lambda: None) -> Iterator[None]:
-    """Run ``task`` in a forked child that comes to a `pause`; behind the block it goes on, and must come to its end."""
+    """Run ``task`` in a forked child that comes to a `pause`.
+
+    After the block the child continues, and must end well.
+    """
     child = os.fork()
     if not child:
         try:

@@ -1,8 +1,9 @@
-"""What may be on a disk after the power went at some moment, made from what powercut_fs.py wrote down.
+"""The possible contents of a disk after a power cut, computed from the log of powercut_fs.py.
 
-The model is what POSIX promises, and no more than journalling file systems keep: what was in a file at its last fsync is there;
-of what was written since, each page may be there, missing, or zeros. A name made, moved or removed is on the disk once its folder
-was synced, or the file under it; of other changes to names, those up to some moment are there and later ones are not.
+The model is POSIX's promise, and no more than journalling file systems keep. A file's content at its last
+fsync is there. Of data written since, each page may be there, missing, or zeros. A name that was made, moved
+or removed is on the disk once its folder, or the file under it, was synced. Of other changes to names, those
+up to some moment are there, and later ones are not.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _PAGE = 4096
 
 
 class File:
-    """One file: what is on the disk for sure, and what has been done to it since."""
+    """One file: its content on the disk for sure, and the changes since."""
 
     def __init__(self) -> None:
         self.synced = bytearray()
@@ -31,7 +32,7 @@ class File:
         self.pending = []
 
     def cut(self, chance: random.Random, kept: float) -> bytes:
-        """Its content after a power cut in which that part of what was not synced is kept."""
+        """Its content after a power cut; ``kept`` is the part of the unsynced changes that is kept."""
         content = bytearray(self.synced)
         for change in self.pending:
             if isinstance(change, int):
@@ -66,11 +67,11 @@ class Change(NamedTuple):
 
     what: str
     path: str
-    other: Any  # of a file that is made its number, of a rename the new name
+    other: Any  # the number of a file that is made; the new name of a rename
 
 
 class Disk:
-    """What the events so far have left on the disk for sure and perhaps."""
+    """The state of the disk after the events so far: sure and possible."""
 
     def __init__(self) -> None:
         self.files: dict[int, File] = {}
@@ -79,7 +80,7 @@ class Disk:
         self._sure: set[int] = set()  # of _changes
 
     def see(self, event: list[Any]) -> None:
-        """Take in one event of the log."""
+        """Apply one event of the log."""
         what, *rest = event
         if what == "write":
             self.files[rest[0]].pending.append((rest[1], rest[2]))
@@ -107,7 +108,7 @@ class Disk:
         self._sure |= {at for at, change in enumerate(self._changes) if settled(change)}
 
     def after_cut(self, folder: Path, chance: random.Random, kept: float) -> None:
-        """Make in ``folder`` what is there after a power cut now."""
+        """Make the disk's content after a power cut now, in ``folder``."""
         names: dict[str, int | None] = {}
         until = (
             int(len(self._changes) * kept) if kept in (0.0, 1.0) else chance.randrange(len(self._changes) + 1)
@@ -142,6 +143,6 @@ def _touches(change: Change, folder: str) -> bool:
 
 
 def events(log: Path) -> Iterator[list[Any]]:
-    """What was written down, in order."""
+    """The events of a log, in order."""
     with log.open("rb") as file:
         yield from msgpack.Unpacker(file, max_buffer_size=1 << 30)

@@ -1,8 +1,9 @@
-"""A file system that passes everything through to a folder and writes down what would have to reach the disk, in order.
+"""A file system that passes everything through to a folder, and logs all changes to the disk in order.
 
-Run as ``python powercut_fs.py FOLDER MOUNTPOINT LOG``; it serves until it is unmounted. The log is a stream of msgpack arrays,
-for `powercut.py` to replay. Looking for ``/.ack-TEXT`` writes TEXT into the log: so a writer says what has been acknowledged to
-it, in step with its writes. SQLite's shared memory is no part of what is on the disk, and is not written down.
+Run as ``python powercut_fs.py FOLDER MOUNTPOINT LOG``; it serves until it is unmounted. The log is a stream
+of msgpack arrays, for `powercut.py` to replay. A look-up of ``/.ack-TEXT`` writes TEXT into the log: this is
+how a writer records, in step with its writes, which of them were acknowledged. SQLite's shared memory is no
+part of the disk's content, and is not logged.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Recorder(mfusepy.Operations):  # type: ignore[misc]  # ships no types
         return fd
 
     def create(self, path: str, mode: int, flags: int) -> int:
-        # Not exclusively: the kernel has looked, and the flags are not handed on.
+        # The open is not exclusive: the kernel has checked already, and does not pass the flags on.
         there = os.path.lexists(self._at(path))
         fd = os.open(self._at(path), os.O_RDWR | os.O_CREAT, mode)
         if not there:

@@ -1,7 +1,7 @@
-"""Children that put, replace, delete, collect and compact until they are killed at a moment of chance.
+"""Children that put, replace, delete, collect and compact until they are killed at a random moment.
 
-What a child does follows from its number, so all it has to say is how far it has come: a byte for each operation that
-returned. Where the kill hit it stands in memory that it shares with its parent.
+A child's operations follow from its number, so it reports only how many are done: a byte for each operation
+that returned. The phase in which the kill hit is in memory that the child shares with its parent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from castore.repair import doctor
 from tests.helpers import agrees_with_disk, mixed
 from tests.torture.kills import after
 
-#: Where a kill can hit: the phases of an operation.
+#: The phases of an operation in which a kill can hit.
 PHASES = [
     "between two operations",
     "while preparing",
@@ -35,12 +35,12 @@ KINDS = ["put", "put_many", "delete", "gc"]
 _SIZES = [100, 3_000, 40_000, 600_000]
 _CODECS = ["auto", "zstd", "lz4", "gzip", "none"]
 
-#: What the store holds: the version of each name.
+#: The content of the store: the version of each name.
 Names = dict[str, int]
 
 
 class Operation(NamedTuple):
-    """One thing that a child does: names get versions, or go (None)."""
+    """One operation of a child: names get versions, or are removed (None)."""
 
     kind: str
     changes: dict[str, int | None]
@@ -48,7 +48,7 @@ class Operation(NamedTuple):
 
 
 class Fate(NamedTuple):
-    """What became of a child: how many operations it did, and what the kill hit."""
+    """The end of a child: how many operations it did, and the operation and phase that the kill hit."""
 
     done: int
     kind: str
@@ -57,14 +57,14 @@ class Fate(NamedTuple):
 
 @functools.cache
 def value(name: str, version: int) -> bytes:
-    """What a name holds in a version; the larger ones fill several frames."""
+    """The value of a name in a version; the larger ones have several frames."""
     folder, _, number = name.partition("/")
     size = 80 if folder == "tiny" else _SIZES[int(number) % 4]
     return b"%s %d " % (name.encode(), version) + mixed(size, int(number))
 
 
 def plan(number: int) -> Iterator[Operation]:
-    """What child ``number`` does, for as long as it lives."""
+    """The operations of child ``number``, for as long as it lives."""
     chance = random.Random(number)
     while True:
         kind = chance.choices(KINDS, [30, 15, 40, 15])[0]
@@ -86,7 +86,7 @@ def _do(store: Store, operation: Operation) -> None:
     if kind == "put":
         store.put(*values[0], codec=codec)
     elif kind == "put_many":
-        store.put("expired", mixed(30_000, len(values)), ttl=0.001)  # for gc to take
+        store.put("expired", mixed(30_000, len(values)), ttl=0.001)  # for gc to remove
         store.put_many(values, codec=codec)
     elif kind == "gc":
         store.gc(grace=0)
@@ -109,7 +109,7 @@ def _child(path: Path, number: int, acknowledge: int, where: mmap.mmap) -> None:
 
 
 def _kill(path: Path, number: int, chance: random.Random) -> Fate:
-    """Fork child ``number``, and kill it once it has done something."""
+    """Fork child ``number``, and kill it at a random moment of its work."""
     where = mmap.mmap(-1, 2)
     reading, acknowledge = os.pipe()
     child = os.fork()
@@ -132,7 +132,7 @@ def _kill(path: Path, number: int, chance: random.Random) -> Fate:
 
 
 def _names_of(store: Store) -> Names:
-    """What the store holds, each name's bytes compared with what was put under it."""
+    """The content of the store. Compares each name's bytes with those that were put."""
     names = [entry.name for entry in store.entries() if "/" in entry.name]
     found = {}
     for name, data in zip(names, store.get_many(names), strict=True):
@@ -149,10 +149,10 @@ def _apply(names: Names, operation: Operation) -> Names:
 
 
 def kill_at_random(path: Path, count: int) -> tuple[Counter[tuple[str, str]], int]:
-    """Kill ``count`` children, and check after each that the store holds what they acknowledged, and nothing else.
+    """Kill ``count`` children. After each, the store must hold what they acknowledged, and nothing else.
 
     Returns:
-        How many kills hit what in which phase, and how many left something behind for gc.
+        The number of kills by operation and phase, and how many kills left something behind for gc.
     """
     chance = random.Random(1)
     names: Names = {}
@@ -167,11 +167,11 @@ def kill_at_random(path: Path, count: int) -> tuple[Counter[tuple[str, str]], in
             names = _apply(names, next(operations))
         with Store(path, memory=0) as store:
             found = _names_of(store)
-            # The operation that the kill hit was done whole, or not at all.
+            # The operation that the kill hit was done completely, or not at all.
             assert found in (names, _apply(names, next(operations))), f"child {number}, killed in {fate}"
             names = found
             left += bool(store.gc(grace=0, dry_run=True).leftovers)
-            if number % 4 == 3:  # else the next child finds what this one left
+            if number % 4 == 3:  # otherwise the next child finds the leftovers of this one
                 agrees_with_disk(store)
     with Store(path, memory=0) as store:
         agrees_with_disk(store)

@@ -1,6 +1,7 @@
-"""The processes of a soak: readers of a mount, writers to its store, a gc each second; and gauges of any process.
+"""The processes of a soak: readers of a mount, writers to its store, a gc each second; and their gauges.
 
-Each works until a moment on the monotonic clock, which all processes of a machine share, and tells what it met.
+Each process works until a moment on the monotonic clock, which all processes of a machine share, and returns
+its counts.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from tests.mount.conftest import forget_pages
 NAMES = 24
 VERSIONS = 4
 _SIZES = [300, 9_000, 80_000, 700_000]
-#: What reading through a mount gives while its daemon is dead, or was killed in the middle of an answer.
+#: Errors of reads through a mount whose daemon is dead, or was killed in the middle of an answer.
 _DEAD = {errno.ENOTCONN, errno.ECONNABORTED, errno.EIO, errno.ENOENT}
 
 
 @functools.cache
 def value(number: int, version: int) -> bytes:
-    """What name ``number`` holds in a version."""
+    """The value of name ``number`` in a version."""
     return b"%d %d " % (number, version) + mixed(_SIZES[number % 4], 10 * number + version)
 
 
 class Gauges(NamedTuple):
-    """What a process holds: descriptors of loose objects, of those among them that gc removed, of packs, others; bytes of memory."""
+    """A process's descriptors (loose objects, removed ones of them, packs, others) and bytes of memory."""
 
     objects: int
     removed: int
@@ -49,7 +50,7 @@ def gauges(pid: int | str = "self") -> Gauges:
         try:
             targets.append(os.readlink(link))
         except FileNotFoundError:
-            continue  # the one that lists the folder
+            continue  # the descriptor that lists the folder
     packs = sum("/objects/packs/" in target for target in targets)
     objects = [target for target in targets if "/objects/" in target and "/names/" not in target]
     objects = [target for target in objects if "/packs/" not in target]
@@ -60,7 +61,7 @@ def gauges(pid: int | str = "self") -> Gauges:
 
 
 class Retry(NamedTuple):
-    """From when to when a reader asked in vain, and what it was told."""
+    """A read that failed: when it began, when it failed, and its error."""
 
     asked: float
     failed: float
@@ -68,7 +69,7 @@ class Retry(NamedTuple):
 
 
 class Worked(NamedTuple):
-    """What a process did: how often; what it asked in vain; and its gauges once warm and in the end."""
+    """A process's work: operations done, retries, and gauges after warming and at the end."""
 
     done: int
     retries: list[Retry]
@@ -77,15 +78,16 @@ class Worked(NamedTuple):
 
 
 def read(root: Path, seed: int, until: float) -> Worked:
-    """Read files of the mount, whole and in part; try again while it is dead."""
+    """Read files of the mount, whole and in part; retry while the mount is dead."""
     chance, done, retries, began = random.Random(seed), 0, list[Retry](), gauges()
     while time.monotonic() < until:
         number = chance.randrange(NAMES)
         asked = time.monotonic()
         try:
-            # Buffered: a read that a kill interrupts gives what was there, and the next one the error.
+            # Buffered: a read that a kill interrupts returns the bytes so far, and the next read gives the
+            # error.
             with (root / f"n/{number}").open("rb") as file:
-                if chance.random() < 0.1:  # what the kernel keeps would hide that bytes are gone
+                if chance.random() < 0.1:  # the kernel's cache would hide missing bytes
                     forget_pages(file.fileno())
                 if chance.random() < 0.3:  # a label, then a part of the middle
                     version = int(file.read(20).split(b" ")[1])
@@ -108,7 +110,7 @@ def read(root: Path, seed: int, until: float) -> Worked:
 
 
 def write(path: Path, seed: int, until: float) -> Worked:
-    """Put names again, one and many at a time, and see that they can be read back."""
+    """Put names again, one and many at a time, and check that they can be read back."""
     chance = random.Random(seed)
 
     def step(store: Store) -> None:
@@ -131,7 +133,10 @@ def collect(path: Path, until: float) -> Worked:
 
 
 def _work(path: Path, step: Callable[[Store], None], until: float, warm: int) -> Worked:
-    """Take steps with a store of one's own; descriptors are compared before it is opened and after it is gone."""
+    """Repeat a step with a store of its own.
+
+    Descriptors are counted before the store is opened and after it is gone.
+    """
     began, done = gauges(), 0
     with Store(path, memory="4MB") as store:
         while time.monotonic() < until:
@@ -140,5 +145,5 @@ def _work(path: Path, step: Callable[[Store], None], until: float, warm: int) ->
             if done == warm:
                 began = began._replace(resident=gauges().resident)
     del store
-    gc.collect()  # what it maps goes with the object
+    gc.collect()  # unmaps the store's mappings
     return Worked(done, [], began, gauges())

@@ -1,7 +1,7 @@
-"""A disk that gives up: on sectors (`EIO` from read(2)), or on writing. A file system under the store does so (bad_sectors_fs.py).
+"""A disk that fails on sectors (`EIO` from read(2)) or on writing, simulated by bad_sectors_fs.py.
 
-What lies on such a sector is damage like any other: a miss, on record, and no more than that. Nothing else goes down with it, and
-nobody who only reads needs a disk that can be written to.
+An object on such a sector is damaged like any other: a miss, on record, and no more than that. Nothing else
+fails with it, and reading needs no writable disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VALUES = SMALL | LARGE
 
 
 class Disk:
-    """The mounted file system, and which of its sectors are bad."""
+    """The mounted file system, and its bad sectors."""
 
     def __init__(self, behind: Path, root: Path, bad: Path) -> None:
         self._behind, self._root, self._bad = behind, root, bad
@@ -39,7 +39,7 @@ class Disk:
         self.heal()
 
     def spoil(self, *sectors: tuple[Path, int]) -> None:
-        """Have the pages at those offsets be unreadable from now on, and no others."""
+        """Make exactly the pages at those offsets unreadable from now on."""
         bad: dict[str, list[tuple[int, int]]] = {}  # by inode
         for path, offset in sectors:
             number = (self._behind / path.relative_to(self._root)).stat().st_ino
@@ -47,17 +47,17 @@ class Disk:
         self._bad.write_text(json.dumps(bad))
 
     def freeze(self) -> None:
-        """Have it be read-only from now on."""
+        """Make the file system read-only from now on."""
         self._bad.write_text(json.dumps(READ_ONLY))
 
     def heal(self) -> None:
-        """Have all sectors be good."""
+        """Make all sectors readable."""
         self._bad.write_text("{}")
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    """A store with VALUES on a disk of which every sector is good so far."""
+    """A store with VALUES on a disk without bad sectors."""
     folder, root, bad = tmp_path / "behind", tmp_path / "root", tmp_path / "bad.json"
     folder.mkdir()
     root.mkdir()
@@ -70,7 +70,10 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 def spoil_objects(disk: Disk) -> tuple[set[str], set[str]]:
-    """A bad sector in each kind of object; returns the names whose bytes are hit, and those of which only the head is."""
+    """Make a bad sector in each kind of object.
+
+    Returns the names whose bytes are hit, and those of which only the head is.
+    """
     with Store(disk.store, memory=0) as store:
         places = [payload(store, name) for name in SMALL]
         # The page's last bytes are the head of a record, or a part of it.
@@ -90,7 +93,7 @@ def spoil_objects(disk: Disk) -> tuple[set[str], set[str]]:
 
 
 def missing(store: Store) -> set[str]:
-    """The names that give nothing; the others must give what was put."""
+    """The names that give nothing; the others must give their bytes."""
     got = dict(zip(VALUES, store.get_many(VALUES), strict=True))
     assert all(data in (None, VALUES[name]) for name, data in got.items())
     return {name for name, data in got.items() if data is None}
@@ -107,13 +110,14 @@ def test_what_lies_on_a_bad_sector_is_a_miss_and_all_else_is_read(disk: Disk, fi
                     file.read(100_000)
         for _ in range(2):
             assert missing(store) == hit
-        assert {name for finding in store.verify().bad for name in finding.names} == hit | head  # mended
+        assert {name for finding in store.verify().bad for name in finding.names} == hit | head  # healed
         assert store.stat().corrupt == len(hit)
         for name in hit:
             store.put(name, VALUES[name])
         assert missing(store) == set()
     figure(
-        f"a bad sector in a pack and in 3 objects: {len(hit)} of {len(VALUES)} are misses, and heal with a put"
+        f"a bad sector in a pack and in 3 objects: {len(hit)} of "
+        f"{len(VALUES)} are misses, and heal with a put"
     )
 
 
@@ -147,7 +151,8 @@ def test_gc_moves_all_that_can_be_read_off_a_bad_pack(disk: Disk, figure: Figure
 def test_a_rebuild_over_bad_sectors_costs_what_lies_on_them(disk: Disk, figure: Figure) -> None:
     hit, head = spoil_objects(disk)
     _, rebuilt = doctor.rebuild_index(disk.store)
-    # Without an index nobody knows where a record is whose head is gone. Large objects are not read by a rebuild, but raw ones.
+    # Without an index, a record whose head is gone cannot be found. A rebuild reads no large objects except
+    # raw ones.
     assert hit - {"large", "one"} <= set(rebuilt.lost) <= hit | head
     with Store(disk.store, memory=0) as store:
         assert hit <= missing(store) <= hit | head
@@ -208,7 +213,7 @@ def test_who_reads_goes_on_when_the_disk_turns_read_only(
         flip(*damaged[:2], 1)
         disk.freeze()
         for turn in range(3):
-            store._usage.due = 0.0  # what was read is to be written down with the next read
+            store._usage.due = 0.0  # the next read writes the counted uses
             for name, data in VALUES.items():
                 assert store.get(name) == (None if name == "small/007" else data)
                 if name != "small/007":

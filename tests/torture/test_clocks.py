@@ -1,7 +1,7 @@
-"""A clock that jumps by a year, forth and back, costs misses at most: nothing crashes, and nothing stays wrong.
+"""A clock that jumps by a year, forth and back, costs misses at most: no crash, and nothing stays wrong.
 
-Only `time.time` jumps, as when somebody sets the date: the monotonic clock goes on. Daemons started here see the
-same date (the folder of a `sitecustomize.py` comes first on their path).
+Only `time.time` jumps, as when a user sets the date: the monotonic clock continues. Daemons started here have
+the same date (the folder of a `sitecustomize.py` comes first on their path).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Clock = Callable[[float], None]
 
 @pytest.fixture
 def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """``clock(seconds)`` sets everybody's clock that much ahead of the true one."""
+    """``clock(seconds)`` sets the clock of all processes that much ahead of the true one."""
     folder = tmp_path / "clock"
     folder.mkdir()
     shift = folder / "shift"
     (folder / "sitecustomize.py").write_text(_DAEMONS_CLOCK.format(shift=os.fspath(shift)))
-    monkeypatch.syspath_prepend(folder)  # daemons get this process's path
+    monkeypatch.syspath_prepend(folder)  # daemons inherit this process's path
 
     def set_clock(seconds: float) -> None:
         new = folder / str(os.getpid())
@@ -83,7 +83,7 @@ def test_an_expiry_put_under_a_wrong_clock_is_right_again_with_the_next_put(
     clock(jump)
     store.put("name", b"x", ttl="1d")
     clock(0.0)
-    assert (store.get("name") is None) == (jump < 0)  # a moment of the calendar, and that one is over
+    assert (store.get("name") is None) == (jump < 0)  # the expiry is a date, and that date is over
     store.put("name", b"x", ttl="1d")
     entry = store.entry("name")
     assert entry is not None
@@ -108,7 +108,7 @@ def test_what_was_read_since_the_clock_was_set_right_outlives_what_was_not(
     store: Store, clock: Clock, jump: float
 ) -> None:
     def put_read_and_collect(folder: str, seed: int) -> None:
-        """Put four, and make room by three of the others: those not read since the clock was set."""
+        """Put four values, and make room for them by removing the three least recently used others."""
         names = [f"{folder}/{number}" for number in range(4)]
         store.put_many((name, noise(20_000, seed + number)) for number, name in enumerate(names))
         kept = [*names, *read]
@@ -175,7 +175,7 @@ def test_a_live_mount_that_was_taken_for_dead_is_on_the_list_again_with_its_next
     mount = mounts.Registration(store.index, "/mnt", "", pinned=True)
     clock(jump)
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(mounts, "pid_namespace", lambda: 1)  # as another container sees it
+        elsewhere.setattr(mounts, "pid_namespace", lambda: 1)  # as in another container
         assert mounts.forget_dead(store.index) == ["/mnt"]
     mount.still_here()
     assert store.stat().mounts == ["/mnt"]
@@ -202,7 +202,7 @@ def test_crowds_and_kills_come_through_with_clocks_that_differ(
             store.put(f"{process}/{turn}", noise(2_000, turn))
             assert store.get(f"{process}/{turn}") == noise(2_000, turn)
             store.put(f"hour {process}/{turn}", noise(2_000, turn), ttl="1h")
-            # A gc whose clock is a year ahead may have taken it.
+            # A gc whose clock is a year ahead may have removed it.
             assert store.get(f"hour {process}/{turn}") in (noise(2_000, turn), None)
             if turn % 10 == 0:
                 store.gc(grace=0)

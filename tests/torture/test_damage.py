@@ -1,8 +1,8 @@
-"""Damage to the bytes of objects and packs: seen by every way of reading, and by verify; never served.
+"""Damage to the bytes of objects and packs: noticed by every way of reading and by verify; never served.
 
-A flipped bit is *harmless* if the object decodes to exactly the bytes that were put all the same: it hit what no decoder
-looks at (a reserved bit or the time in a frame's header, the padding behind a deflate block). A bit in the head of a pack
-record is looked at by scans only, so reads go on and verify reports it.
+A flipped bit is *harmless* if the object still decodes to exactly the bytes that were put: the bit is one
+that no decoder reads (a reserved bit or the time in a frame's header, the padding behind a deflate block).
+Only scans read the head of a pack record. If a bit in it flips, reads continue and verify reports it.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from tests.torture.hurting import CODECS, SEVERAL, Stored, answer, errno_of, fil
 
 Scale = Callable[[int, int], int]
 Figure = Callable[[str], None]
-#: Bytes at the start of a frame in which a decoder may overlook a bit: gzip's header, and zstd's descriptor.
+#: Bytes at the start of a frame in which a decoder may ignore a bit: gzip's header, and zstd's descriptor.
 _OVERLOOKED = {"gzip": 11, "zstd": 6}
 
 
 def copy_of(store: Store, name: str) -> Store:
-    """The same store again, so that what one reader sets aside is still there for the next."""
+    """The same store again, so that an object that one reader quarantines is still there for the next."""
     target = store.path.with_name(name)
     shutil.copytree(store.path, target, copy_function=shutil.copy2)
     return Store(target, memory=0)
 
 
 def may_be_overlooked(store: Store, name: str, place: int) -> bool:
-    """Whether a byte of an object lies where a decoder need not look: see the top of this file."""
+    """Whether a byte of an object may be ignored by a decoder: see the top of this file."""
     found = store.index.find(name)
     assert found is not None
     blob, (path, offset, length) = found.blob, payload(store, name)
@@ -92,7 +92,9 @@ def test_one_flipped_bit_in_each_object_is_seen_by_every_reader(
     with copy_of(store, "for the mount") as copy, castore_fuse.mounted(copy) as root:
         mounted: dict[str, bytes] = {}
         for name in values:
-            error = errno_of(lambda name=name: mounted.update({name: (root / name).read_bytes()}))  # type: ignore[misc]
+            error = errno_of(
+                lambda name=name: mounted.update({name: (root / name).read_bytes()})  # type: ignore[misc]
+            )
             assert error in (None, errno.EIO)
 
     missed = {name for name, data in got.items() if data is None}
@@ -160,7 +162,8 @@ def test_a_pack_truncated_at_any_length_keeps_the_records_before_it(store: Store
     bad = {name for finding in store.verify().bad for name in finding.names}
     assert bad == {name for name in values if ends[name] > ends["n/1"]}
     figure(
-        f"a pack of {len(values)} records cut at each of {len(whole)} lengths: records before the cut are read"
+        f"a pack of {len(values)} records cut at each of {len(whole)} "
+        "lengths: records before the cut are read"
     )
 
 
@@ -193,12 +196,13 @@ def test_a_zeroed_page_costs_its_frame_and_is_seen(
         finally:
             reader.close()
         overwrite(path, page, whole[page : page + 4096])
-    # Frames that the page did not touch are read, unless it hit the seek table.
+    # Frames outside the page are read, unless the page hit the seek table.
     assert served >= len(pages) - 2
     overwrite(path, pages[1], bytes(4096))
     assert len(store.verify().bad) == 1
     figure(
-        f"{len(pages)} pages of a {codec} object zeroed, one at a time: all seen, the other frame read {served} times"
+        f"{len(pages)} pages of a {codec} object zeroed, one at a time: all "
+        f"seen, the other frame read {served} times"
     )
 
 
@@ -226,7 +230,10 @@ def test_a_pack_with_a_zeroed_page_loses_the_records_that_touch_it(store: Store,
 
 
 def test_an_object_that_cannot_be_read_is_damage_and_not_an_accident(store: Store, tmp_path: Path) -> None:
-    """A sector that the disk gives up on is EIO from read(2); a folder in an object's place is an error of the same kind."""
+    """An unreadable sector is EIO from read(2).
+
+    A folder in an object's place is an error of the same kind.
+    """
     store.put("sector", mixed(40_000), codec="zstd")
     store.put("good", mixed(40_001), codec="zstd")
     path, _, _ = payload(store, "sector")

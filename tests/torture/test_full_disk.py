@@ -1,6 +1,6 @@
-"""A disk without a free byte, under every kind of use: a clear error, nothing torn, and a way out that needs no hand.
+"""A disk without a free byte, under every kind of use: a clear error, nothing torn, and automatic recovery.
 
-The disk is a tmpfs of its own, so it is really full. What runs in this process and what a mount's daemon does both meet it.
+The disk is a tmpfs of its own, so it is really full, for this process and for a mount's daemon.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def free(disk: Path) -> int:
 
 
 def fill_up(disk: Path) -> Path:
-    """Somebody else's file that takes every byte there is."""
+    """Fill the disk with another user's file, to the last byte."""
     filler = disk / f"filler-{len(os.listdir(disk))}"
     with suppress(OSError), closing(os.fdopen(os.open(filler, os.O_WRONLY | os.O_CREAT), "wb", 0)) as file:
         while True:
@@ -54,11 +54,17 @@ def fill_up(disk: Path) -> Path:
 
 
 def whole(store: Store, kept: dict[str, bytes]) -> None:
-    """Nothing that was put is missing or other, nothing is torn."""
+    """Check that everything that was put is there with its bytes, and nothing is torn."""
     assert {name: store.get(name) for name in kept} == kept
     assert store.verify().bad == []
     assert journal_agrees(store)
     recount(store)
+
+
+def in_a_batch(store: Store, source: Path) -> None:
+    with store.batch() as batch:
+        batch.put("batch/small", noise(3_000))
+        batch.put_file("batch/file", source)
 
 
 def test_on_a_full_disk_every_write_is_a_clear_error_and_tears_nothing(disk: Path, figure: Figure) -> None:
@@ -73,6 +79,7 @@ def test_on_a_full_disk_every_write_is_a_clear_error_and_tears_nothing(disk: Pat
             "put of a small blob": lambda: [store.put(f"new/{n}", noise(3_000, n)) for n in range(2_000)],
             "put_many": lambda: store.put_many((f"many/{n}", noise(3_000, n)) for n in range(2_000)),
             "put_file": lambda: store.put_file("file", source),
+            "batch": lambda: in_a_batch(store, source),
             "replace": lambda: [store.put("old/1", noise(3_000, n)) for n in range(2_000)],
             "save": lambda: store.save("saved", {"x": list(range(100_000))}),
             "get_or_compute": lambda: store.get_or_compute("computed", lambda: noise(300_000, 5)),
@@ -116,7 +123,8 @@ def test_gc_makes_room_on_a_disk_without_a_free_byte(disk: Path, size: int, figu
         whole(store, {f"n/{n:05d}": noise(size, n) for n in range(0, count, 20)})
         store.put("fits again", noise(100_000))
     figure(
-        f"gc at 0 bytes free: {len(plan.evicted)} entries of {size} bytes gone, {free(disk):,} bytes free after it"
+        f"gc at 0 bytes free: {len(plan.evicted)} entries of {size} bytes "
+        f"gone, {free(disk):,} bytes free after it"
     )
 
 
@@ -130,7 +138,7 @@ def test_gc_that_has_no_room_to_rewrite_a_pack_does_all_else_and_says_so(disk: P
         with pytest.raises(FullError, match=r"rewriting pack 1 .* takes .* for a moment; all else is done"):
             store.gc(grace=0)
         assert not any(path.exists() for path in large)
-        assert store.gc(max_size=3_000_000, grace=0).packs == [1]  # what is left to move fits by now
+        assert store.gc(max_size=3_000_000, grace=0).packs == [1]  # the remaining records fit by now
         assert free(disk) > 10_000_000
         whole(
             store, {f"n/{n:05d}": noise(3_000, n) for n in range(5_990, 6_000) if store.entry(f"n/{n:05d}")}
@@ -292,7 +300,7 @@ def test_a_mount_over_a_full_disk_serves_and_comes_and_goes(disk: Path) -> None:
 
 
 def test_a_mount_that_meets_a_full_disk_says_so_in_a_sentence(disk: Path, tmp_path: Path) -> None:
-    """It notes in the index now and then that it lives; here at every look, so that nobody waits for it."""
+    """The daemon writes a heartbeat to the index now and then; here at every scan, to save waiting."""
     kept = mixed(300_000)
     with Store(disk / "store", memory=0) as store:
         store.put("n", kept)

@@ -1,4 +1,7 @@
-"""Fuzzing castore's parsers (fuzzing.py): hypothesis in the quick form, atheris for a million inputs in the long one."""
+"""Fuzzing castore's parsers (fuzzing.py).
+
+The quick form uses hypothesis, the long form atheris for a million inputs.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ def test_any_bytes_are_taken_or_refused_in_castores_words(name: str, figure: Fig
     assert feed(TARGETS[name], SEEDS[name]), "the seed is not understood: the fuzzer would start from nothing"
     run()
     assert ended[True] > 0, "nothing was ever taken"
-    # Scans step over what they do not understand.
+    # Scans skip bytes that are no record.
     assert name in ("pack", "journal") or ended[False] > 0, "nothing was ever refused"
     figure(f"{name}: {ended.total()} inputs, {ended[False]} refused, no other error")
 
@@ -65,7 +68,7 @@ def test_a_million_inputs_find_no_crash_no_hang_and_no_hunger(tmp_path: Path, fi
     done = 0
     for name in TARGETS:
         command = [sys.executable, str(fuzz), name, "--runs", str(runs), "--memory", str(MEMORY_MB)]
-        # libFuzzer ends without cleaning up, and keeps what it finds in the working folder.
+        # libFuzzer ends without cleaning up, and keeps its findings in the working folder.
         place = os.environ | {"TMPDIR": str(tmp_path)}
         ended = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path, env=place)
         assert ended.returncode == 0, f"{name}: {ended.stderr[-3_000:]}"

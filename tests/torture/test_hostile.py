@@ -1,6 +1,6 @@
-"""Objects, records, tables, settings and an index that lie: clear errors, bounded memory, nothing touched outside of the store.
+"""Objects, records, tables, settings and an index that lie: clear errors, bounded memory, nothing outside.
 
-What lies in the place of files is in test_plants.py.
+Hostile things in the place of files are in test_plants.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ Figure = Callable[[str], None]
 
 
 SETTINGS = [
-    b"", b"null", b"[]", b"7", b'"x"', b"[" * 100_000, b'{"a":' * 60_000, b"\xff\xfe", b"{}", b'{"format": 2}',
+    b"", b"null", b"[]", b"7", b'"x"', b"[" * 100_000, b'{"a":' * 60_000, b"\xff\xfe", b"{}",
+    b'{"format": 2}',
     b'{"format": 1, "codec": "evil"}', b'{"format": 1, "codec": 7}', b'{"format": 1, "level": 1e999}',
     b'{"format": 1, "max_size": -1}', b'{"format": 1, "max_size": "x"}', b'{"format": 1, "max_size": {}}',
     b'{"format": 1, "ttl": NaN}', b'{"format": 1, "ttl": "forever"}', b'{"format": 1, "shared": ["root"]}',
@@ -58,7 +59,7 @@ def test_settings_of_any_content_are_an_error_or_settings(victim: Path) -> None:
 def claim(
     victim: Path, digest: bytes, size: int, stored: int, codec: str, pack: int = 0, offset: int = 0
 ) -> None:
-    """Have the index say that an entry ``lie`` means those bytes."""
+    """Make the index map an entry ``lie`` to those bytes."""
     with closing(sqlite3.connect(victim / "index.sqlite")) as db:
         db.execute(
             "INSERT INTO blobs VALUES (?, ?, ?, ?, ?, ?, 1, NULL)",
@@ -104,7 +105,7 @@ def test_an_object_that_unfolds_is_damage_in_bounded_memory(victim: Path, codec:
 
 
 def test_a_seek_table_that_lies_is_damage_in_bounded_memory(victim: Path, figure: Figure) -> None:
-    """Tables with any numbers in them, whose checks are right, over frames that are right."""
+    """Seek tables with arbitrary numbers and right checks, over right frames."""
     chance = random.Random(3)
     lies = 0
     frame = zstandard.ZstdCompressor(write_content_size=True, write_checksum=True).compress(bytes(FRAME_SIZE))
@@ -133,7 +134,7 @@ def test_a_seek_table_that_lies_is_damage_in_bounded_memory(victim: Path, figure
 
 
 def test_records_that_lie_cost_themselves_only(victim: Path, figure: Figure) -> None:
-    """Heads with any numbers and right checks: in a scan, which a rebuild is, and at the index's word."""
+    """Heads with arbitrary numbers and right checks: in a rebuild's scan, and under the index's rows."""
     chance = random.Random(4)
     bomb = _claiming(
         zstandard.ZstdCompressor(write_content_size=True).compress(bytes(100_000_000)), FRAME_SIZE
@@ -264,7 +265,10 @@ def test_an_index_that_brings_its_own_program_is_refused(victim: Path) -> None:
 
 
 def test_an_index_whose_table_never_ends_is_refused(victim: Path) -> None:
-    endless = "CREATE VIEW entries AS WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x FROM n) SELECT x AS name FROM n"
+    endless = (
+        "CREATE VIEW entries AS WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL "
+        "SELECT x FROM n) SELECT x AS name FROM n"
+    )
     with closing(sqlite3.connect(victim / "index.sqlite")) as db:
         db.executescript(f"DROP TABLE entries; {endless};")
         db.commit()

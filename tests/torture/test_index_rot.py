@@ -1,8 +1,8 @@
-"""Bit rot in the index: told in a sentence, never other bytes, and all back after a rebuild, names too.
+"""Bit rot in the index: reported in a sentence, never other bytes, and everything is back after a rebuild.
 
-Names come back from the names journal, which lies beside the objects (docs/format.md). SQLite keeps no checksums of its
-pages. So a flipped byte may be one that nothing looks at, or change a value into another that could be: then the digest
-decides, and the worst is a miss.
+Names come back from the names journal, which lies beside the objects (docs/format.md). SQLite keeps no
+checksums of its pages. So a flipped byte may be one that nothing reads, or may turn a value into another
+valid one. Then the digest decides, and the worst outcome is a miss.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KINDS = {2: "interior of an index", 5: "interior of a table", 10: "leaf of an i
 
 
 class Healthy(NamedTuple):
-    """A store before it is hurt: what was put, and its entries."""
+    """A store before it is damaged: the bytes that were put, and its entries."""
 
     path: Path
     kept: dict[str, bytes]
@@ -41,7 +41,7 @@ class Healthy(NamedTuple):
 
 
 def filled(path: Path) -> dict[str, bytes]:
-    """A store with loose, packed and raw blobs, whose index has pages of every kind; closed, so without a log."""
+    """A store with loose, packed and raw blobs, and index pages of every kind; closed, so without a WAL."""
     kept = {f"folder-{n % 7}/{n:05d}": mixed(300 + n, n) for n in range(1_200)}
     with Store(path, memory=0) as store:
         store.put_many(kept.items())
@@ -63,12 +63,12 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Healthy:
 
 @pytest.fixture
 def path(good: Healthy, tmp_path: Path) -> Path:
-    """A copy of the good store, to be hurt."""
+    """A copy of the good store, to be damaged."""
     return Path(shutil.copytree(good.path, tmp_path / "store"))
 
 
 def kinds_of_pages(index: Path) -> dict[str, list[int]]:
-    """The pages of an index by what they are; a table or index without rows has nothing to lose, and is none of them."""
+    """The pages of an index by kind. A table or index without rows has nothing to lose, and is not listed."""
     raw = index.read_bytes()
     kinds: dict[str, list[int]] = {"header": [0]}
     for page in range(1, len(raw) // PAGE):
@@ -79,7 +79,7 @@ def kinds_of_pages(index: Path) -> dict[str, list[int]]:
 
 
 def told_of(path: Path, kept: Mapping[str, bytes | None]) -> str:
-    """What a user of the store meets: 'error', 'miss' or 'right'; other bytes fail the test."""
+    """The outcome for a user of the store: 'error', 'miss' or 'right'; other bytes fail the test."""
     met = "right"
     try:
         with Store(path, memory=0) as store:
@@ -98,7 +98,7 @@ def told_of(path: Path, kept: Mapping[str, bytes | None]) -> str:
 
 
 def mend(path: Path) -> list[str]:
-    """What an operator does: `doctor`, and if it says so, `doctor --rebuild-index`."""
+    """An operator's repair: `doctor`, and if it asks for that, `doctor --rebuild-index`."""
     said = [finding.what for finding in doctor.examine(path)]
     if any("rebuild-index" in finding.advice for finding in doctor.examine(path)):
         findings, _ = doctor.rebuild_index(path)
@@ -107,7 +107,10 @@ def mend(path: Path) -> list[str]:
 
 
 def all_back(path: Path, good: Healthy, *, unseen: bool = False) -> None:
-    """``unseen``: a letter of the metadata, a digit of a time may have become another, which nothing tells."""
+    """Check that all entries are back.
+
+    ``unseen`` allows undetectable changes: a letter of the metadata, a digit of a time.
+    """
     kept = good.kept
     with Store(path, memory=0) as store:
         assert {name: store.get(name) for name in kept} == kept
@@ -133,7 +136,7 @@ def test_a_damaged_page_of_any_kind_is_told_and_all_comes_back(
     turns = [(kind, how) for kind in kinds for how in hows]
     for number, (kind, how) in enumerate(turns * 4):
         if number >= len(turns) and met["error"] >= len(kinds):
-            break  # what is hit differs from run to run, as the pages do
+            break  # the pages that are hit differ from run to run
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(good.path, path)
         page = chance.choice(kinds[kind])
@@ -150,8 +153,9 @@ def test_a_damaged_page_of_any_kind_is_told_and_all_comes_back(
         all_back(path, good, unseen=size == 1 and not said)
     assert met["error"] >= len(kinds)
     figure(
-        f"{met.total()} damaged pages of the index ({', '.join(sorted(kinds))}): {met['error']} errors, {met['miss']}"
-        f" misses, {met['right']} not needed; 0 other bytes; after doctor all {len(good.entries)} entries were back"
+        f"{met.total()} damaged pages of the index ({', '.join(sorted(kinds))}): "
+        f"{met['error']} errors, {met['miss']} misses, {met['right']} not needed; 0 other "
+        f"bytes; after doctor all {len(good.entries)} entries were back"
     )
 
 
@@ -163,7 +167,7 @@ def test_a_flipped_bit_anywhere_in_the_index_gives_nobody_other_bytes(
     with Store(path, memory=0) as store:
         store.put_many(kept.items())
     good = (path / "index.sqlite").read_bytes()
-    # Beside the names that were put, all that one flipped bit can make of them.
+    # Besides the names that were put: all names into which one flipped bit can turn them.
     asked = dict.fromkeys(f"n/{number:02}" for number in range(100)) | kept
     met: Counter[str] = Counter()
     chance = random.Random(8)
@@ -213,7 +217,10 @@ def test_an_index_that_is_gone_or_cut_is_told_and_all_comes_back(good: Healthy, 
 def test_a_damaged_log_loses_nothing_but_what_it_alone_knew(
     good: Healthy, path: Path, tmp_path: Path, scale: Scale, figure: Figure
 ) -> None:
-    """The log is checksummed: SQLite stops reading it where it is damaged. The journal knows the names after that."""
+    """The WAL is checksummed: SQLite stops reading it at the damage.
+
+    The journal still has the names after that.
+    """
     chance, turns, kept = random.Random(7), scale(5, 60), dict(good.kept)
     back: Counter[str] = Counter()
     for turn in range(turns):
@@ -223,7 +230,7 @@ def test_a_damaged_log_loses_nothing_but_what_it_alone_knew(
         with Store(path, memory=0) as store:
             for name, data in late.items():
                 store.put(name, data)
-            shutil.copytree(path, copy)  # as a machine that stops leaves it: the log is not in the index yet
+            shutil.copytree(path, copy)  # as after a crash of the machine: the WAL is not in the index yet
         kept |= late
         log = copy / "index.sqlite-wal"
         assert log.stat().st_size > 10 * PAGE
@@ -313,9 +320,7 @@ def test_a_name_whose_row_cannot_be_is_put_again_and_removed(path: Path, row: st
         assert store.entry("large/13") is None
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if row != "a short digest"]
-)  # what lies under it is nobody's
+@pytest.mark.parametrize("row", [row for row in ROWS if row != "a short digest"])  # no entry is left under it
 def test_gc_with_rows_that_cannot_be_ends_in_castores_words_and_makes_no_other_bytes(
     good: Healthy, path: Path, row: str
 ) -> None:
@@ -349,9 +354,7 @@ def test_rows_that_cannot_be_are_misses_or_errors_and_are_mended(
             for entry in store.entries():
                 f"{entry.size:d} {entry.created:f} {entry.accessed:f} {entry.expires or 0.0:f}"
             store.stat()
-            if (
-                row != "a short digest"
-            ):  # what lies under a key that rotted is nobody's, as far as gc can tell
+            if row != "a short digest":  # to gc, no blob is left under a key that rotted
                 store.gc()
             store.verify()
     except CastoreError:

@@ -1,4 +1,4 @@
-"""One bad thing in a store never takes the rest down: not in the library, not in gc, verify and ls, not in a mount."""
+"""One bad thing in a store never breaks the rest: in the library, gc, verify, ls, or a mount."""
 
 from __future__ import annotations
 
@@ -108,7 +108,10 @@ def bad_names(path: Path) -> set[str]:
         "",
         "folder-0/small/..",
     ):
-        sql = "INSERT INTO entries SELECT ?, digest, size, serializer, metadata, created, expires, accessed, 0, ? FROM entries WHERE name = 'raw/1'"
+        sql = (
+            "INSERT INTO entries SELECT ?, digest, size, serializer, metadata, created, "
+            "expires, accessed, 0, ? FROM entries WHERE name = 'raw/1'"
+        )
         execute(path, sql, name, entry_check(name, digest))
     return set()
 
@@ -138,7 +141,8 @@ def bad_journal(path: Path) -> set[str]:
 
 
 HURTS = [
-    bad_object, missing_object, folder_for_an_object, bad_record, missing_pack, bad_row, bad_metadata, bad_names,
+    bad_object, missing_object, folder_for_an_object, bad_record, missing_pack, bad_row, bad_metadata,
+    bad_names,
     file_for_a_folder, strange_files, bad_journal,
 ]  # fmt: skip
 
@@ -194,7 +198,7 @@ def test_a_mount_over_a_store_whose_files_went_away_recovers_with_them(
         assert errors == {5}
         forget_pages(held.fileno())
         held.seek(0)
-        assert held.read(1_000) == kept["large/0"][:1_000]  # who has it open keeps it
+        assert held.read(1_000) == kept["large/0"][:1_000]  # an open file stays readable
         (path / "elsewhere").rename(path / "objects")
         with Store(path, memory=0) as store:
             assert store.verify().checked == len(kept)

@@ -1,6 +1,7 @@
-"""On a file system that grants every lock to everybody: nothing but SQLite's own locks is relied on.
+"""A file system that grants every lock to every process: only SQLite's own locks are relied on.
 
-As Lustre, GPFS and some NFS do with ``flock``. Shared memory (castore/shm) uses it too, but lies on the machine's own tmpfs.
+Lustre, GPFS and some NFS treat ``flock`` so. Shared memory (castore/shm) uses ``flock`` too, but lies on the
+machine's own tmpfs.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from tests.torture.random_kills import kill_at_random
 from tests.torture.windows import WINDOWS, Window
 
 HERE = Path(__file__).parent
-#: What every Python that a test starts imports first.
+#: The module that every Python started by a test imports first.
 GRANTED = HERE / "granted"
-#: What the other tests here do not repeat: damage, disks, input, mounts and power cuts. The quick form has the first two.
+#: Cases that the other tests here do not repeat: damage, disks, input, mounts and power cuts. The quick form
+#: has the first two.
 OTHERS = (
     "torture/test_power_cut.py",
     "torture/test_damage.py",
@@ -43,13 +45,13 @@ OTHERS = (
 
 @pytest.fixture
 def daemons(tmp_path: Path) -> Path:
-    """Where each program that was started under broken locks says so."""
+    """The file in which each program that was started under broken locks reports itself."""
     return tmp_path / "granted"
 
 
 @pytest.fixture(autouse=True)
 def granted(monkeypatch: pytest.MonkeyPatch, daemons: Path) -> list[int]:
-    """Every ``flock`` and open-file-description lock succeeds at once, and locks nothing: here, in forks, in daemons."""
+    """Every ``flock`` and open-file-description lock succeeds and locks nothing, in forks and daemons too."""
     monkeypatch.syspath_prepend(GRANTED)
     monkeypatch.setenv("CASTORE_TEST_GRANTED", os.fspath(daemons))
     granted: list[int] = []
@@ -107,7 +109,7 @@ def test_without_locks_files_maps_and_a_data_loader_read_on_while_gc_removes_eve
 def test_without_locks_several_may_compute_and_all_get_the_same_whole_answer(
     store: Store, granted: list[int], figure: Callable[[str], None]
 ) -> None:
-    """A lock saves the work of a second computation, and is relied on for nothing else."""
+    """A lock only saves the work of a second computation."""
 
     def ask(process: int) -> tuple[object, int]:
         computed = []
@@ -129,10 +131,10 @@ def test_without_locks_several_may_compute_and_all_get_the_same_whole_answer(
     agrees_with_disk(store)
 
 
-@pytest.mark.timeout(900)  # as each of them has ten minutes
+@pytest.mark.timeout(900)  # each of them may take ten minutes
 @pytest.mark.parametrize("others", OTHERS if LONG else OTHERS[:2])
 def test_without_locks_all_else_holds_too(others: str, daemons: Path, figure: Callable[[str], None]) -> None:
-    """The tests of another file, in their quick form, in a process whose locks are broken from its first line on."""
+    """The tests of another file, in their quick form, in a process whose locks are broken from the start."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE.parent / others)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(GRANTED), *filter(None, sys.path)))}
     environment.pop("CASTORE_TORTURE", None)

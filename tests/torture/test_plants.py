@@ -1,4 +1,4 @@
-"""Links, pipes and folders in the place of every kind of file and folder of a store: not followed, not waited for."""
+"""Links, pipes and folders in the place of every file and folder of a store: not followed, not waited for."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_is_no_file_in_the_place_of_one_is_not_followed_and_not_waited_for(
         "pack",
         "snapshot",
     ):
-        # One bad file never takes the rest down.
+        # One bad file never breaks the rest.
         assert isinstance(ended["read again"], int), ended
         assert ended["read again"] >= 4, ended
         assert ended["verify again"] == 0, ended

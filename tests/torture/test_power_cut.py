@@ -1,7 +1,7 @@
-"""The power goes: a recording file system (powercut_fs.py) under a store, stopped at every flush, and what is on the disk then.
+"""A recording file system (powercut_fs.py) under a store, a power cut at every flush, and the disk after it.
 
-With ``durable=True``, what had been acknowledged is all there, with its bytes. Without it, entries may be missing, and the index
-may have to be made anew; bytes are never other ones.
+With ``durable=True``, all acknowledged entries are there with their bytes. Without it, entries may be
+missing, and the index may have to be rebuilt; bytes are never other ones.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def recording(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
 
 
 class Acknowledged:
-    """What the writer has been told: for each name the versions it may have, None for no entry."""
+    """The acknowledged state: for each name the versions it may have, None for no entry."""
 
     def __init__(self) -> None:
         self.may_be: dict[int, set[int | None]] = {}
@@ -106,7 +106,7 @@ def record(tmp_path: Path, mode: str, count: int) -> Path:
 
 
 def read_back(path: Path, acknowledged: Acknowledged, told: str) -> dict[int, int | None]:
-    """Which version of each name is there; other bytes fail the test."""
+    """The version of each name that is there; other bytes fail the test."""
     found: dict[int, int | None] = {}
     with Store(path, memory=0) as store:
         for name, versions in acknowledged.ever.items():
@@ -149,12 +149,13 @@ def test_durable_puts_are_all_there_after_a_power_cut_at_any_flush(
     assert flushes > scale(60, 500), f"only {flushes} flushes"
     assert acked > cuts
     figure(
-        f"durable: {cuts} power cuts at {flushes} flushes, {acked} acknowledged entries looked for: all there, right bytes"
+        f"durable: {cuts} power cuts at {flushes} flushes, {acked} acknowledged "
+        "entries looked for: all there, right bytes"
     )
 
 
 def cut_at(stops: set[int], all_events: list[list[Any]], chance: random.Random, target: Path) -> Counter[str]:
-    """Cut the power before each of these events; how it ended."""
+    """Cut the power before each of these events; returns the outcomes."""
     disk, acknowledged = Disk(), Acknowledged()
     ended: Counter[str] = Counter()
     for at, event in enumerate(all_events):
@@ -174,7 +175,7 @@ def cut_at(stops: set[int], all_events: list[list[Any]], chance: random.Random, 
 
 
 def read_back_quick(path: Path, acknowledged: Acknowledged, told: str) -> Iterator[str]:
-    """What became of a store that had not been durable; other bytes fail the test."""
+    """The outcomes for a store that was not durable; other bytes fail the test."""
     if not (path / "castore.json").exists():
         yield "no store yet"
         return
@@ -198,7 +199,7 @@ def test_without_durable_a_power_cut_costs_entries_and_never_gives_other_bytes(
     chance = random.Random(9)
     ended: Counter[str] = Counter()
     cuts = 0
-    for _ in range(10):  # few cuts hit what was not flushed, and which do is up to the writer's pace
+    for _ in range(10):  # few cuts hit unflushed data, and the writer's pace decides which do
         stops = set(chance.sample(range(len(all_events) // 2, len(all_events)), scale(50, 500)))
         ended += cut_at(stops, all_events, chance, tmp_path / "cut")
         cuts += len(stops)

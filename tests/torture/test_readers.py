@@ -1,4 +1,4 @@
-"""gc, readers and writers do not wait for one another, and none is broken by another: not even by one that hangs."""
+"""gc, readers and writers do not wait for one another, and none breaks another, not even one that hangs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def whole(file: IO[bytes]) -> Range:
 
 
 def uncached(file: io.FileIO) -> Range:
-    """Reads that the kernel cannot answer from what it read before."""
+    """Reads that the kernel cannot answer from its cache."""
 
     def read(start: int, end: int) -> bytes:
         forget_pages(file.fileno())
@@ -67,7 +67,7 @@ def mapped(over: mmap.mmap) -> Range:
 
 @contextlib.contextmanager
 def held(store: Store, root: Path) -> Iterator[list[tuple[str, Range]]]:
-    """Every kind of object open in each way there is: a file of the store, a file of the mount, a map of that."""
+    """Every kind of object, open in each way: a file of the store, a file of the mount, a map of that."""
     with contextlib.ExitStack() as stack:
         ways: list[tuple[str, Range]] = []
         for name in KINDS:
@@ -81,7 +81,7 @@ def held(store: Store, root: Path) -> Iterator[list[tuple[str, Range]]]:
 def reads_on_while_gc_removes_everything(
     store: Store, tmp_path: Path, seconds: float, figure: Callable[[str], None]
 ) -> None:
-    """Hold everything open in every way there is, have gc take all of it for so long, and assert that it is read on."""
+    """Hold everything open in every way, let gc remove all of it, and assert that reads continue."""
     tokens = np.random.default_rng(0).integers(0, 50_000, 600_000, dtype=np.int32)
     np.save(tmp_path / "tokens.npy", tokens)
     put_kinds(store)
@@ -117,7 +117,8 @@ def reads_on_while_gc_removes_everything(
                 (root / name).open()
     assert removed > len(KINDS)
     figure(
-        f"{reads:,} reads through {len(ways)} handles and maps, and a DataLoader's, while gc removed {removed}"
+        f"{reads:,} reads through {len(ways)} handles and maps, and a "
+        f"DataLoader's, while gc removed {removed}"
     )
 
 
@@ -130,7 +131,7 @@ def test_files_maps_and_a_data_loader_read_on_while_gc_removes_everything(
 def test_a_name_that_is_replaced_all_the_time_is_never_a_miss(
     store: Store, scale: Callable[[float, float], float], figure: Callable[[str], None]
 ) -> None:
-    """Regression: gc took the old bytes between a reader's question and its opening them, and the reader gave up."""
+    """Regression: gc removed the old bytes between a reader's query and its open, and the reader gave up."""
     seconds = scale(3.0, 30.0)
     store.put("name", noise(20_000))
 
@@ -151,12 +152,13 @@ def test_a_name_that_is_replaced_all_the_time_is_never_a_miss(
 
     turns = in_processes(4, act, timeout=seconds + 300)
     figure(
-        f"{sum(turns[2:]):,} reads of a name that was replaced and collected {sum(turns[:2]):,} times: no miss"
+        f"{sum(turns[2:]):,} reads of a name that was replaced and "
+        f"collected {sum(turns[:2]):,} times: no miss"
     )
 
 
 def test_a_name_replaced_and_collected_a_moment_ago_opens_in_a_mount_with_its_new_bytes(store: Store) -> None:
-    """Regression: the kernel still knew the old blob, and opening it said that there is no such file."""
+    """Regression: the kernel still knew the old blob, and opening it failed with "no such file"."""
     store.put("name", noise(20_000))
     with castore_fuse.mounted(store) as root:
         for turn in range(50):
@@ -169,7 +171,7 @@ def test_a_name_replaced_and_collected_a_moment_ago_opens_in_a_mount_with_its_ne
 def test_a_wedged_reader_keeps_nobody_waiting_and_reads_on(
     store: Store, figure: Callable[[str], None]
 ) -> None:
-    """It hangs with open files, a map, and in the middle of a question to the index."""
+    """It hangs with open files, a map, and in the middle of a query of the index."""
     put_kinds(store)
     with castore_fuse.mounted(store) as root:
 
@@ -215,7 +217,7 @@ def test_a_wedged_gc_keeps_nobody_waiting_between_its_transactions(store: Store)
 
 
 def test_a_gc_wedged_inside_a_transaction_keeps_readers_reading(store: Store) -> None:
-    """Writers wait for as long as it holds the lock; readers of the store and of a mount never do."""
+    """Writers wait as long as gc holds the lock; readers of the store and of a mount never do."""
     put_kinds(store)
     with castore_fuse.mounted(store) as root:
 

@@ -1,7 +1,7 @@
-"""Repair: what verify and doctor find, they mend, say, and do not find again; what is whole they leave alone.
+"""Repair: verify and doctor mend and report what they find, do not find it again, and leave sound data alone.
 
-Random damage of all kinds at once, then what an operator does. The second time, nothing is found. Whatever was not hit is there
-with its bytes and its name, whatever was hit is there or gone, and nothing is ever other bytes.
+Random damage of all kinds at once, then an operator's repair. The second repair finds nothing. Data that was
+not hit is there with its bytes and its name. Data that was hit is there or gone. Bytes are never other ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Figure = Callable[[str], None]
 
 
 class Patient:
-    """A copy of a store, what was put into it, and which names damage may have cost."""
+    """A copy of a store, the bytes that were put into it, and the names that damage may have cost."""
 
     def __init__(self, path: Path, values: dict[str, bytes], chance: random.Random) -> None:
         self.path = path
@@ -134,12 +134,13 @@ def left_behind(patient: Patient) -> None:
 
 INDEX_LAST = [index_gone, index_page, rows_off, counts_off]
 HURTS = [
-    flipped_bit, truncated_object, missing_object, zeroed_page, journal_bytes, beacon_bytes, planted, left_behind
+    flipped_bit, truncated_object, missing_object, zeroed_page, journal_bytes, beacon_bytes, planted,
+    left_behind
 ]  # fmt: skip
 
 
 def operate(path: Path) -> Counter[str]:
-    """What an operator does; counts what each step found."""
+    """An operator's repair; counts the findings of each step."""
     found: Counter[str] = Counter()
     findings = doctor.examine(path)
     if any("rebuild-index" in finding.advice for finding in findings):
@@ -182,7 +183,7 @@ def test_repair_of_any_damage_leaves_nothing_to_be_found_and_costs_nothing_else(
         told = f"turn {turn}, {[hurt.__name__ for hurt in hurts]}"
         assert second.total() == 0, f"{told}: found again: {second}"
         assert first.total() > 0 or hurts == [beacon_bytes], f"{told}: nobody noticed"
-        # A name is only the journal's to give back: with both hit, those in the damaged stretch may be gone.
+        # Only the journal can give a name back: with both hit, the names in the damaged stretch may be gone.
         unnamed = journal_bytes in hurts and any(hurt in hurts for hurt in (index_gone, index_page))
         with Store(path, memory=0) as store:
             missing = set()
@@ -201,8 +202,8 @@ def test_repair_of_any_damage_leaves_nothing_to_be_found_and_costs_nothing_else(
         lost += len(missing)
     assert set(done) == {hurt.__name__ for hurt in HURTS + INDEX_LAST}
     figure(
-        f"{turns} stores with {done.total()} damages of {len(done)} kinds: the second repair found nothing in any;"
-        f" {kept} entries kept, {lost} of those hit were lost, none else, no other bytes"
+        f"{turns} stores with {done.total()} damages of {len(done)} kinds: the second repair found nothing "
+        f"in any; {kept} entries kept, {lost} of those hit were lost, none else, no other bytes"
     )
 
 

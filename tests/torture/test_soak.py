@@ -1,4 +1,4 @@
-"""Readers, writers, gc and kills of the daemon, for as long as it takes: nothing leaks, and only a kill is ever felt."""
+"""Readers, writers, gc and kills of the daemon: nothing leaks, and readers notice only the kills."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.torture.soak import NAMES, VERSIONS, Gauges, Worked, gauges, value
 
 READERS, WRITERS = 8, 4
 _CACHE = 8 << 20
-#: Descriptors of a daemon's threads that may not have had a request yet: the index and its log.
+#: Descriptors of a daemon's threads that may not have had a request yet: the index and its WAL.
 _THREADS = 3 * 16
-#: How much a process may grow beyond what it held when it was warm: what allocators keep.
+#: Bytes that a process may grow beyond its warm size: memory that allocators keep.
 _SLACK = 48 << 20
 
 
@@ -34,12 +34,12 @@ def daemon_of(path: Path) -> int:
 
 
 def kill_and_mount_again(path: Path, mountpoint: Path) -> tuple[float, float]:
-    """From when to when a reader could feel it."""
+    """From when to when a reader could notice the kill."""
     began, pid = time.monotonic(), daemon_of(path)
     os.kill(pid, signal.SIGKILL)
     until(
         lambda: process_started(pid) is None
-    )  # the mount itself is not asked: it may hang, until it is mounted again
+    )  # the mount itself is not accessed: it may hang until it is mounted again
     castore_fuse.mount(path, mountpoint, cache_size=_CACHE)
     return began, time.monotonic()
 
@@ -51,7 +51,7 @@ def assert_no_leak(began: Gauges, ended: Gauges, who: str) -> None:
 
 
 def served_each_once(path: Path, mountpoint: Path) -> Gauges:
-    """Of a new daemon, once it has served every file and all are closed."""
+    """The gauges of a new daemon, once it has served every file and all are closed."""
     castore_fuse.umount(mountpoint)
     castore_fuse.mount(path, mountpoint, cache_size=_CACHE)
     for number in range(NAMES):
@@ -62,21 +62,27 @@ def served_each_once(path: Path, mountpoint: Path) -> Gauges:
 
 
 def at_rest(path: Path) -> Gauges:
-    """Of the daemon, when nobody has a file open: it keeps those open that it read from last, as long as they are there."""
+    """The gauges of the daemon when no file is open.
+
+    It keeps recently read objects open, as long as they exist.
+    """
     until(lambda: gauges(daemon_of(path)).removed == 0)
     until(lambda: gauges(daemon_of(path)).packs <= len(list((path / "objects/packs").iterdir())))
     return gauges(daemon_of(path))
 
 
 def loose_files(path: Path) -> int:
-    """How many loose objects there are."""
+    """The number of loose objects."""
     return sum(1 for file in (path / "objects").glob("[0-9a-f][0-9a-f]/*"))
 
 
 def all_at_once(
     path: Path, mountpoint: Path, seconds: float, between: float
 ) -> tuple[list[Worked], list[tuple[float, float]]]:
-    """Let readers, gc and writers loose, in this order, and kill the daemon again and again; also when that was felt."""
+    """Run readers, gc and writers, started in this order, and kill the daemon repeatedly.
+
+    Returns the work of each process, and the times of the kills.
+    """
     end = time.monotonic() + seconds
 
     def act(process: int) -> Worked:
@@ -94,7 +100,7 @@ def all_at_once(
 
 
 def retries_of(readers: list[Worked], kills: list[tuple[float, float]]) -> int:
-    """How often readers had to try again; never without a kill."""
+    """The number of retries; readers never retry without a kill."""
     retries = [retry for reader in readers for retry in reader.retries]
     for retry in retries:
         felt = [killed <= retry.failed and retry.asked <= mounted for killed, mounted in kills]
@@ -125,18 +131,21 @@ def test_only_a_kill_of_the_daemon_is_felt_and_nothing_leaks(
     soaked = at_rest(path)
     figures = json.loads((mountpoint / ".castore/stat.json").read_text())
     assert figures["memory_bytes"] <= figures["memory_max"] == _CACHE
-    # Those that it read from last, each once, and only what is there: also what no name leads to until the next gc.
+    # Each recently read object is open once, and only existing ones: also those without a name until the next
+    # gc.
     assert soaked.objects <= loose_files(path), "the daemon keeps objects open more than once"
     soaked = soaked._replace(objects=0)
     fresh = served_each_once(path, mountpoint)
-    fresh = fresh._replace(others=fresh.others + _THREADS)  # how many of its threads had a request is chance
+    # the number of its threads that had a request is random
+    fresh = fresh._replace(others=fresh.others + _THREADS)
     assert_no_leak(fresh, soaked, "the daemon")
     castore_fuse.umount(mountpoint)
     with Store(path, memory=0) as store:
         agrees_with_disk(store)
     figure(
-        f"{seconds:.0f} s: {sum(one.done for one in readers):,} reads by {READERS} readers,"
-        f" {sum(one.done for one in writers):,} puts by {WRITERS} writers, {collector.done} gc runs; {len(kills)} kills of the"
-        f" daemon, mounted again within {max(over - start for start, over in kills):.1f} s; {retries} retries, none without a kill;"
-        " descriptors, open objects and memory where they began"
+        f"{seconds:.0f} s: {sum(one.done for one in readers):,} reads by {READERS} readers, "
+        f"{sum(one.done for one in writers):,} puts by {WRITERS} writers, {collector.done} gc runs; "
+        f"{len(kills)} kills of the daemon, mounted again within "
+        f"{max(over - start for start, over in kills):.1f} s; {retries} retries, none without a kill; "
+        "descriptors, open objects and memory where they began"
     )

@@ -1,4 +1,4 @@
-"""A process that dies in each crash window that docs/format.md names leaves what the page says, and gc and doctor mend it."""
+"""A process that dies in a crash window leaves what docs/format.md states; gc and doctor mend it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_window_of_the_page_is_in_the_table_and_none_else() -> None:
 
 
 def holds(store: Store, names: dict[str, bytes]) -> None:
-    """Assert that the store has exactly these names, and each its bytes."""
+    """Assert that the store has exactly these names, each with its bytes."""
     there = [entry.name for entry in store.entries()]
     assert {
         name: data for name, data in zip(there, store.get_many(there), strict=True) if data is not None
@@ -38,7 +38,7 @@ def holds(store: Store, names: dict[str, bytes]) -> None:
 
 
 def mounts_again(store: Store) -> None:
-    """Assert that one who mounts where the killed daemon did needs no step before, and that the dead one holds nothing."""
+    """Assert that the dead daemon holds nothing, and that mounting in its place needs no preparation."""
     where = mountpoint(store.path)
     castore_fuse.mount(store, where)
     try:
@@ -50,7 +50,10 @@ def mounts_again(store: Store) -> None:
 
 
 def dies_as_the_page_says(path: Path, window: Window) -> None:
-    """Kill a process in a window of a new store, and assert what the page says of that, and that everything is mended."""
+    """Kill a process in a window of a new store.
+
+    Assert the page's statements, and that everything is mended.
+    """
     task = window.task
     with Store(path, memory=0) as store:
         store.put_many(BASE.items())

@@ -1,7 +1,7 @@
-"""A store that hostile things are planted in, and a process with little memory that does everything one does with a store.
+"""A store in which hostile things are planted, and a process with little memory that runs every operation.
 
-That process (exercise.py) must end in time and without an error that is not castore's; the folder beside the store must be
-as it was.
+That process (exercise.py) must end in time and without an error that is not castore's. The folder beside the
+store must stay as it was.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tests.helpers import mixed, noise, payload, text
 from tests.torture.hurting import files_below
 
 EXERCISE = Path(__file__).with_name("exercise.py")
-#: MB by which a process may grow that works on hostile bytes: buffers, threads' stacks, SQLite's cache.
+#: MB by which a process that works on hostile bytes may grow: buffers, threads' stacks, SQLite's cache.
 BOUND = 64
 SECRET = b"a file beside the store, which is nobody's business\n" * 5_000
 
 
 def make_victim(tmp_path: Path) -> Path:
-    """A store with blobs of all kinds, closed; beside it a folder of the user's own."""
+    """A store with blobs of all kinds, closed, and beside it a folder of the user's own."""
     with Store(tmp_path / "store", memory=0) as store:
         store.put_many((f"small/{n}", text(2_000, n)) for n in range(20))
         store.put("large/zstd", mixed(3 * FRAME_SIZE), codec="zstd")
@@ -41,7 +41,10 @@ def make_victim(tmp_path: Path) -> Path:
 
 
 def exercise(path: Path) -> dict[str, Any]:
-    """What doing everything with the store ended with; fails on a hang, a strange error, much memory, a trace outside."""
+    """The outcomes of all operations on the store.
+
+    Fails on a hang, on an error that is not castore's, on too much memory, and on a change outside.
+    """
     outside = path.parent / "outside"
     before = files_below(outside)
     done = subprocess.run(

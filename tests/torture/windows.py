@@ -1,7 +1,7 @@
-"""Each crash window that docs/format.md names: what a process was doing, where it dies, and what is true then.
+"""Each crash window of docs/format.md: the operation, the point where it dies, and the state after that.
 
-A table, for test_windows.py to go through. A window's `killed` is the first column of its row in the page, `there` says of
-the disk what the second says, and `changed` of the names what the third does.
+A table for test_windows.py. A window's `killed` is the first column of its row in the page, `there` checks
+the second column on the disk, and `changed` has the names of the third.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from castore.write import writer
 from tests.helpers import agrees_with_disk, flip, mixed, noise, overwrite, payload, text
 from tests.torture.kills import Stop, after, before, halfway
 
-#: In the store before anything is done.
+#: The names in the store before the operation.
 BASE = {
     "old/small": text(3_000, 1),
     "old/large": noise(60_000, 2),
@@ -55,7 +55,7 @@ There = Callable[[Store], bool]
 
 
 class Task(NamedTuple):
-    """What is done: ``ready`` to its end, ``act`` until the process dies; ``kept`` are the names in between."""
+    """An operation: ``ready`` ends, ``act`` runs until the process dies, ``kept`` are the names between."""
 
     act: Work
     ready: Work = lambda path: None
@@ -75,7 +75,7 @@ class Window(NamedTuple):
 
 
 def within(work: Callable[[Store], object]) -> Work:
-    """What is done with the store of a folder."""
+    """A piece of work with the store of a folder."""
 
     def opened(path: Path) -> None:
         with Store(path, memory=0) as store:
@@ -88,7 +88,7 @@ def gone(names: dict[str, bytes]) -> dict[str, bytes | None]:
     return dict.fromkeys(names)
 
 
-# What is on disk
+# Checks of the disk
 
 
 def nothing(store: Store) -> bool:
@@ -100,7 +100,7 @@ def strays(store: Store) -> list[leftovers.Leftover]:
 
 
 def temporary(mode: int) -> There:
-    """One file in ``tmp/``, of these permission bits, and nothing else."""
+    """One file in ``tmp/`` with these permission bits, and nothing else."""
     return lambda store: (
         [stray.path.stat().st_mode & 0o777 for stray in strays(store)] == [mode]
         and strays(store)[0].path.parent == store.path / "tmp"
@@ -121,7 +121,7 @@ def unregistered_pack(store: Store) -> bool:
 
 
 def dead_records(store: Store) -> int:
-    """Records of registered packs that no row means, and stretches that are none."""
+    """Records of registered packs without a row, and stretches that are no records."""
     rows = {blob for blob in store.index.blobs() if blob.pack > 0}
     packs = [row[0] for row in store.index.connection().execute("SELECT id FROM packs")]
     found = [found for pack in packs for found in scan(store.objects.packs.path(pack), pack)]
@@ -133,7 +133,7 @@ def dead(count: int) -> There:
 
 
 def torn(store: Store) -> bool:
-    """Whole records and half a one at the end of a registered pack."""
+    """Whole records and half a record at the end of a registered pack."""
     newest = max(store.objects.packs.ids())
     found = list(scan(store.objects.packs.path(newest), newest))
     return not strays(store) and dead_records(store) >= 2 and isinstance(found[-1], Damage)
@@ -151,7 +151,7 @@ def in_quarantine(store: Store) -> bool:
 
 
 def orphans(count: int, *, aged: bool = False) -> There:
-    """That many blobs that no entry names, for gc without a grace period if ``aged``; their bytes are there."""
+    """That many blobs without an entry, for gc without a grace period if ``aged``; their bytes are there."""
 
     def look(store: Store) -> bool:
         sql = "SELECT orphaned FROM blobs WHERE refs = 0"
@@ -162,7 +162,7 @@ def orphans(count: int, *, aged: bool = False) -> There:
 
 
 def counted(count: int) -> There:
-    """That many entries gone that their blobs still count, and nothing that shows on the disk."""
+    """That many removed entries that their blobs still count; the disk shows nothing of it."""
 
     def look(store: Store) -> bool:
         rows = store.index.connection().execute("SELECT length(digests) / 32 FROM released")
@@ -172,7 +172,7 @@ def counted(count: int) -> There:
 
 
 def in_two_packs(store: Store) -> bool:
-    """Whether the names that compaction moves have been moved in part."""
+    """Whether a part of the names that compaction moves has been moved."""
     return len({found.blob.pack for found in store.index.find_many(list(LIVE)).values()}) == 2
 
 
@@ -185,12 +185,12 @@ def old_segment_too(store: Store) -> bool:
 
 
 def beside(path: Path) -> Path:
-    """Where another store is made."""
+    """The place where another store is made."""
     return path.with_name("another")
 
 
 def made_by_the_next(store: Store) -> bool:
-    """Whether who opens the other store next makes it whole."""
+    """Whether opening the other store completes it."""
     with Store(beside(store.path), memory=0) as other:
         other.put("a", SMALL)
         agrees_with_disk(other)
@@ -201,7 +201,7 @@ def mounted(count: int) -> There:
     return lambda store: len(store.index.connection().execute("SELECT id FROM mounts").fetchall()) == count
 
 
-# What is done
+# Operations
 
 _make = Task(lambda path: Store(beside(path), memory=0).close())
 _put_small = Task(within(lambda store: store.put("new", SMALL)))
@@ -281,7 +281,7 @@ _set_aside = Task(
 
 
 def mountpoint(path: Path) -> Path:
-    """Where the mount windows mount the store at ``path``."""
+    """The mountpoint of the mount windows for the store at ``path``."""
     return path.parent / "mnt"
 
 
@@ -311,7 +311,8 @@ WINDOWS = [
         ("before `castore.json` is there", _make, before(settings, "save"), made_by_the_next),
         ("before `castore.json` is there", _make, after(settings, "create_temporary"), made_by_the_next),
         ("after it, before the index has its tables", _make, before(database, "migrate"), made_by_the_next),
-        ("after it, before the index has its tables", _make, after(schema, "apply_migrations"), made_by_the_next),
+        ("after it, before the index has its tables", _make, after(schema, "apply_migrations"),
+        made_by_the_next),
     ),
     *_of(
         "Put of a small blob",
@@ -324,8 +325,9 @@ WINDOWS = [
     ),
     *_of(
         "Put of a large blob",
-        ("while it writes `tmp/….part`", _put_large, halfway(writer, "_write_all", 1, 2), temporary(0o600)),
-        ("after it is sealed (mode 0400, synced if durable)", _put_large, after(LooseFolder, "seal"), temporary(0o400)),
+        ("while it writes `tmp/….part`", _put_large, halfway(writer, "write_all", 1, 2), temporary(0o600)),
+        ("after it is sealed (mode 0400, synced if durable)", _put_large, after(LooseFolder, "seal"),
+        temporary(0o400)),
         ("after the rename, before the commit", _put_large, after(LooseFolder, "publish"), objects(1)),
         ("after the commit", _put_large, after(Write, "commit"), nothing, {"new": LARGE}),
     ),
@@ -340,7 +342,8 @@ WINDOWS = [
         "Replace",
         ("before the commit", _replace, after(LooseFolder, "publish"), objects(1)),
         ("before the commit", _replace, after(Journal, "append"), object_and_record),
-        ("after the commit, before `settled` is written", _replace, before(Beacon, "settle"), orphans(1), _REPLACED),
+        ("after the commit, before `settled` is written", _replace, before(Beacon, "settle"), orphans(1),
+        _REPLACED),
         ("after that", _replace, after(Write, "commit"), orphans(1), _REPLACED),
     ),
     *_of(
@@ -352,17 +355,21 @@ WINDOWS = [
         "gc: entries",
         ("within a transaction that removes entries", _evict, after(Write, "evict_entries"), nothing),
         ("between two of those", _evict, _committed(Write, "evict_entries"), counted(500), gone(GOING_FIRST)),
-        ("while `released` is put in order", _evict, after(deferred_refs, "note", 3), counted(600), gone(GOING)),
+        ("while `released` is put in order", _evict, after(deferred_refs, "note", 3), counted(600),
+        gone(GOING)),
         ("between two that take it out", _evict, _committed(Write, "uncount"), dead(500), gone(GOING)),
-        ("between two that take it out", _evict_mounted, _committed(Write, "uncount"), orphans(500, aged=True), gone(GOING)),
+        ("between two that take it out", _evict_mounted, _committed(Write, "uncount"),
+        orphans(500, aged=True), gone(GOING)),
         ("after the last", _evict, _committed(Write, "uncount", 2), dead(600), gone(GOING)),
-        ("after the last", _evict_loose, before(ObjectDirectory, "remove_loose"), objects(len(LOOSE)), gone(LOOSE)),
+        ("after the last", _evict_loose, before(ObjectDirectory, "remove_loose"), objects(len(LOOSE)),
+        gone(LOOSE)),
     ),
     *_of(
         "gc: blobs",
         ("before the first commit", _collect, after(Write, "drop_blob", 2), orphans(len(LOOSE))),
         ("after it: rows are gone", _collect, before(ObjectDirectory, "remove_loose"), objects(len(LOOSE))),
-        ("while it unlinks, under the lock", _collect, after(ObjectDirectory, "remove_loose", 3), objects(len(LOOSE) - 3)),
+        ("while it unlinks, under the lock", _collect, after(ObjectDirectory, "remove_loose", 3),
+        objects(len(LOOSE) - 3)),
         ("while it removes leftovers", _sweep, after(ObjectDirectory, "discard", 2), objects(len(LOOSE) - 2)),
     ),
     *_of(
@@ -370,7 +377,8 @@ WINDOWS = [
         ("within a transaction", _compact, after(PackWriter, "add"), unregistered_pack),
         ("within a transaction", _compact, after(PackWriter, "add", 2), dead(len(PACKED))),
         ("between two", _compact, _committed(compaction, "_move", 200), in_two_packs),
-        ("after the last commit, before the unlink", _compact, _committed(Write, "retire_pack"), unregistered_pack),
+        ("after the last commit, before the unlink", _compact, _committed(Write, "retire_pack"),
+        unregistered_pack),
     ),
     *_of(
         "Journal rotation",
@@ -380,14 +388,19 @@ WINDOWS = [
     ),
     *_of(
         "Rebuild",
-        ("within the transaction, in the index that was there", _rebuild, before(rebuild, "recount"), nothing),
-        ("after the old one was moved, before `epoch` is raised", _replace_index, after(Path, "rename"), nothing, {}, True),
-        ("within the transaction, in a new file", _replace_index, before(rebuild, "recount"), nothing, {}, True),
-        ("after the commit, before the journal's new snapshot", _replace_index, before(Index, "snapshot_journal"), nothing),
+        ("within the transaction, in the index that was there", _rebuild, before(rebuild, "recount"),
+        nothing),
+        ("after the old one was moved, before `epoch` is raised", _replace_index, after(Path, "rename"),
+        nothing, {}, True),
+        ("within the transaction, in a new file", _replace_index, before(rebuild, "recount"), nothing, {},
+        True),
+        ("after the commit, before the journal's new snapshot", _replace_index,
+        before(Index, "snapshot_journal"), nothing),
     ),
     *_of(
         "Setting aside",
-        ("after the object was moved, before the commit", _set_aside, after(ObjectDirectory, "quarantine"), in_quarantine),
+        ("after the object was moved, before the commit", _set_aside, after(ObjectDirectory, "quarantine"),
+        in_quarantine),
         ("after the commit", _set_aside, after(Write, "commit"), in_quarantine),
     ),
     *_of(
@@ -395,6 +408,7 @@ WINDOWS = [
         ("before its row is committed", _serve, before(mounts.Registration, "still_here"), mounted(0)),
         ("before it is mounted", _serve, after(mounts.Registration, "still_here"), mounted(1)),
         ("while it serves", _serve, after(daemon.Mount, "started"), mounted(1)),
-        ("after it is unmounted, before its row is removed", _serve, after(daemon.Mount, "started", then=_told_to_end), mounted(1)),
+        ("after it is unmounted, before its row is removed", _serve,
+        after(daemon.Mount, "started", then=_told_to_end), mounted(1)),
     ),
 ]  # fmt: skip

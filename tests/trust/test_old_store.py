@@ -1,4 +1,4 @@
-"""A store that an earlier castore made: it opens, and all in it is as it was put."""
+"""A store that an earlier castore made: it opens, and everything in it is as it was put."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from castore import Store
 from castore.repair import doctor
 from castore.watch import dangling_links
 
-#: Made in November 2026, before modules moved into rooms: packs, loose objects of each codec, a dictionary, a pin.
+#: Made in November 2026, before modules moved into rooms: packs, loose objects of each codec, a dictionary, a
+#: pin.
 ARCHIVE = Path(__file__).with_name("store-2026-11.tar.xz")
 
 

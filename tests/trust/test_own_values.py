@@ -1,4 +1,7 @@
-"""Whatever keeps a value keeps one of its own: nothing that a caller does to what it gave, or to what it got, is seen by anybody else."""
+"""Every place that keeps a value keeps a copy: a caller's later changes to its objects reach nobody else.
+
+This holds for the object that a caller gave, and for the object that it got.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def spoil(value: Any) -> None:
             value.clear()
 
 
-# --- values -----------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
 _shapes = nps.array_shapes(max_dims=2, max_side=6)
 _arrays = st.sampled_from([np.float32, np.int64, np.uint8]).flatmap(
@@ -57,7 +60,7 @@ _nested = st.recursive(
     ),
     max_leaves=6,
 )
-#: What every place takes: large ones too, which lie on their own in a store.
+#: Values that every place takes, with large ones that are loose objects in a store.
 VALUES = st.one_of(
     _nested,
     st.dictionaries(st.text("abc", min_size=1, max_size=3), _tensors, min_size=1, max_size=3),
@@ -68,23 +71,23 @@ ROWS = nps.arrays(np.float32, (3, 5), elements={"min_value": 0, "max_value": 100
 BYTES = st.binary(min_size=1, max_size=50) | st.integers(0, 255).map(lambda byte: bytes([byte]) * 300_000)
 
 
-# --- places -----------------------------------------------------------------------------------------------------
+# --- places -------------------------------------------------------------------------------------------------
 
 
 class Place(Protocol):
-    """Somewhere a value is kept."""
+    """A place that keeps a value."""
 
     def keep(self, value: Any) -> Any:
-        """Keep it; what the caller is given back."""
+        """Keep it; returns what the caller is given back."""
 
     def get(self) -> Any:
-        """What is kept."""
+        """Return the kept value."""
 
     def close(self) -> None: ...
 
 
 class Way:
-    """A place made of three functions; `keep` may return what it likes."""
+    """A place made of three functions; `keep` may return anything."""
 
     def __init__(
         self,
@@ -168,7 +171,7 @@ def in_memory(folder: Path) -> Place:
 
 
 class Samples:
-    """A dataset that hands out the very objects that it holds."""
+    """A dataset that returns the very objects that it holds."""
 
     def __init__(self, value: Any) -> None:
         self.values = [value] * 4

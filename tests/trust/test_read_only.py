@@ -1,6 +1,7 @@
-"""A store where nothing can be written (read-only media, another user's) is read as any other, and refuses to be changed.
+"""A store that cannot be written (read-only media, another user's) is read as any other, and refuses changes.
 
-As root the store lies on a read-only bind mount; as an ordinary user its folders and files may not be written to.
+As root the store lies on a read-only bind mount; as an ordinary user its folders and files have no write
+permission.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import castore_fuse
-from castore import Store, StoreError
+from castore import Batch, Store, StoreError
 from castore.errors import CastoreError
 from castore.repair import doctor
 from castore_fuse.lifecycle import check_fuse
@@ -40,7 +41,7 @@ def _chmod(folder: Path, remove: int, add: int) -> None:
 
 @pytest.fixture
 def freeze(tmp_path: Path) -> Iterator[Freeze]:
-    """Make the store at ``tmp_path/store`` read-only, and give the path at which it is."""
+    """Make the store at ``tmp_path/store`` read-only, and return its path."""
     there, shown = tmp_path / "store", tmp_path / "shown"
     mounted = []
 
@@ -59,12 +60,12 @@ def freeze(tmp_path: Path) -> Iterator[Freeze]:
         _chmod(there, 0, 0o200)
     else:
         for _ in mounted:
-            subprocess.run(["umount", "--lazy", shown], check=True)  # its words stay mapped
+            subprocess.run(["umount", "--lazy", shown], check=True)  # its mappings keep the mount in use
 
 
 @pytest.fixture
 def shown(tmp_path: Path, freeze: Freeze) -> Path:
-    """A filled store that nobody can write to."""
+    """A filled store that cannot be written."""
     _fill(tmp_path / "store")
     return freeze()
 
@@ -96,6 +97,11 @@ def test_everything_can_be_read(shown: Path) -> None:
     assert _files(shown) == before
 
 
+def in_a_batch(store: Store, change: Callable[[Batch], object]) -> None:
+    with store.batch() as batch:
+        change(batch)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -105,6 +111,9 @@ def test_everything_can_be_read(shown: Path) -> None:
         lambda store: store.put_many([("new", b"new")]),
         lambda store: store.put_file("new", __file__),
         lambda store: store.put_if(("new", None), [("new", b"new", None)]),
+        lambda store: in_a_batch(store, lambda batch: batch.put("new", b"new")),
+        lambda store: in_a_batch(store, lambda batch: batch.put("new", noise(500_000))),
+        lambda store: in_a_batch(store, lambda batch: batch.delete("data/a.txt")),
         lambda store: store.save("new", {"a": 1}),
         lambda store: store.get_or_compute("new", lambda: b"new"),
         lambda store: store.delete("data/a.txt"),
@@ -126,7 +135,7 @@ def test_an_index_with_a_log_is_read_whole(tmp_path: Path, freeze: Freeze) -> No
         writer.put("late", b"in the log")
         with Store(freeze()) as store:
             assert store.get("late") == b"in the log"
-            if os.geteuid() == 0:  # the writer has another way in
+            if os.geteuid() == 0:  # the writer uses another path
                 writer.put("later", b"while it is read")
                 writer.delete("data/a.txt")
                 assert store.get("later") == b"while it is read"

@@ -51,7 +51,7 @@ def test_a_flipped_bit_is_a_miss_then_counted_and_healed_by_a_put(
         flip(path, offset + place, bit)
         answer = store.get("a")
         assert answer in (None, data), "other bytes were served"
-        if answer is not None:  # a bit that no decoder looks at
+        if answer is not None:  # a bit that no decoder reads
             flip(path, offset + place, bit)
             continue
         found += 1
@@ -115,7 +115,7 @@ def test_a_range_of_damaged_bytes_is_an_error(store: Store, codec: str, data: by
 def test_a_broken_object_is_never_served(store: Store, codec: str, data: bytes, how: str) -> None:
     store.put("a", data, codec=codec)
     path, offset, length = payload(store, "a")
-    if how == "zeros":  # what a power cut leaves
+    if how == "zeros":  # as a power cut leaves it
         overwrite(path, offset, bytes(length))
     elif how == "missing":
         path.unlink()
@@ -204,7 +204,7 @@ def test_a_damaged_pack_loses_the_blob_whose_bytes_are_hit_when_it_is_compacted(
     values = {f"n/{i}": text(2_000, i) for i in range(60)}
     store.put_many(values.items())
     path, offset, _ = payload(store, "n/55")
-    flip(path, offset - HEAD_SIZE)  # its head alone: the bytes are right
+    flip(path, offset - HEAD_SIZE)  # only the head is hit: the bytes are right
     path, offset, length = payload(store, "n/57")
     flip(path, offset + length // 2)
     store.delete_many(f"n/{i}" for i in range(50))

@@ -1,4 +1,4 @@
-"""What the tests of watching share: a folder, a store that lies beside it, watchers as processes, and a mount."""
+"""Fixtures of the tests of watching: a folder, a store beside it, watchers as processes, and a mount."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys
 
 
 class Watching:
-    """A running `castore watch`, and what it has told so far."""
+    """A running `castore watch`, and its events so far."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -52,7 +52,7 @@ class Watching:
         return self.events[-1]
 
     def until(self, event: str, name: str = "", seconds: float = 60.0) -> dict[str, Any]:
-        """Wait until it tells that event of that name, or has, and return it; each is returned once."""
+        """Wait for an event of that name, past or coming, and return it; each event is returned once."""
         while True:
             for told in self.events:
                 if (
@@ -65,13 +65,13 @@ class Watching:
             assert self._next(seconds) is not None, f"it ended: {self.error()}"
 
     def error(self) -> str:
-        """What it said on standard error; it has ended, or does so now."""
+        """Its standard error; it has ended, or ends now."""
         self.process.wait(300)
         assert self.process.stderr is not None
         return self.process.stderr.read()
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """End it with a signal, read the rest of what it told, and return its exit code."""
+        """End it with a signal, read the rest of its events, and return its exit code."""
         self.process.send_signal(number)
         code = self.process.wait(300)
         while self._next(60) is not None:
@@ -79,12 +79,12 @@ class Watching:
         return code
 
     def end_after(self, event: str, name: str = "") -> int:
-        """End it once it has told that event of that name."""
+        """End it after that event of that name."""
         self.until(event, name)
         return self.end()
 
     def told(self, event: str) -> list[str]:
-        """The names of which it told that event."""
+        """The names in its events of that kind."""
         return [told["name"] for told in self.events if told["event"] == event]
 
 
@@ -96,7 +96,7 @@ def castore(store: Path, *words: str | Path) -> list[str]:
 
 
 def run(store: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """A command from its start to its end."""
+    """Run a command to its end."""
     command = castore(store, *words)
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
@@ -135,7 +135,7 @@ def watch(folder: Path, store: Store) -> Iterator[Watch]:
 
 @pytest.fixture
 def mountpoint(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A live mount of the store."""
+    """A mount of the store in default mode."""
     try:
         check_fuse()
     except CastoreError as error:
@@ -148,7 +148,7 @@ def mountpoint(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def age(path: Path, seconds: float = 60.0) -> None:
-    """Have a file's mtime lie in the past, so that it can be trusted."""
+    """Set a file's mtime into the past, so that the watcher takes the file for settled."""
     then = path.stat().st_mtime - seconds
     os.utime(path, (then, then))
 
@@ -158,7 +158,7 @@ def names(store: Store) -> list[str]:
 
 
 def real_bytes(folder: Path) -> int:
-    """What the regular files of a folder take on the disk."""
+    """Bytes that the regular files of a folder take on the disk."""
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if not path.is_symlink())
 
 

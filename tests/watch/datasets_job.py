@@ -1,7 +1,8 @@
-"""An ordinary job over Hugging Face datasets that knows nothing of castore: loads text, maps, filters, prints a digest.
+"""An ordinary Hugging Face datasets job, without castore: loads text, maps, filters, prints a digest.
 
-Each call of the mapped and of the filtering function leaves a byte in a file of its own, so that a test can count what
-was computed. With ``--wait`` it prints, waits for a line, and prints the digest again from what it had open.
+Each call of the mapped and of the filtering function appends a byte to a file of its own, so that a test can
+count the computed samples. With ``--wait`` the job prints, waits for a line, and prints the digest again from
+its open dataset.
 """
 
 from __future__ import annotations

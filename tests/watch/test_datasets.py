@@ -1,4 +1,4 @@
-"""The cache of plain Hugging Face datasets shrinks under `castore watch --replace`, and goes on being a cache."""
+"""The cache of plain Hugging Face datasets shrinks under `castore watch --replace`, and still works."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ JOB = Path(__file__).with_name("datasets_job.py")
 class Job:
     """Runs the job, with a home of its own, on real text.
 
-    Its marks lie beside the home, not in it: they are written in place, again and again, and a job that is held up for
-    longer than files take to settle would find a link to the read-only mount where its mark was.
+    Its marks lie beside the home, not in it. They are written in place, again and again. A job that pauses
+    for longer than files take to settle would find a link to the read-only mount in the place of its mark.
     """
 
     def __init__(self, home: Path, data: Path) -> None:
@@ -41,7 +41,8 @@ class Job:
     def start(self, *words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, JOB, self.data, *words],
-            env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
         )  # fmt: skip
 
     def run(self) -> str:
@@ -90,7 +91,7 @@ def test_reruns_hit_and_are_equal_while_the_cache_shrinks_in_place(
     assert job.run() == expected
     computed = job.calls()
     assert computed == {"map": rows, "filter": rows}
-    # Killed in the middle of its work, most likely; started again, it goes on.
+    # Killed in the middle of its work, most likely. Started again, it continues.
     watching.end(signal.SIGKILL)
     assert job.run() == expected
     watching = watch("--replace", settle="500ms")
@@ -103,7 +104,7 @@ def test_reruns_hit_and_are_equal_while_the_cache_shrinks_in_place(
     assert real_bytes(folder / "datasets") <= size / 2
     assert [event for event in watching.events if event["event"] == "failed"] == []
 
-    # The same, with nobody watching, and after a collection that takes all it may.
+    # The same without a watcher, and after a gc that removes everything it may.
     store.gc(max_size=0, grace=0)
     assert job.run() == expected
     assert job.calls() == computed
@@ -126,7 +127,7 @@ def test_a_job_that_has_its_cache_mapped_reads_on_while_it_is_replaced(
 def test_a_changed_function_is_computed_into_the_replaced_cache(
     store: Store, tmp_path: Path, mountpoint: Path, folder: Path, watch: Watch, data: Path
 ) -> None:
-    """New results are written beside the links, and the tool's own cleaning takes the links away."""
+    """New results are written beside the links, and the library's own clean-up removes the links."""
     job = Job(folder, data)
     job.run()
     watching = watch("--replace", "--mirror", settle="0")

@@ -1,4 +1,4 @@
-"""`docs/watching.md` is true: its Python runs as pasted, and its shell lines are what the command says."""
+"""`docs/watching.md` is true: its Python runs as pasted, and its shell output is the command's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder whose files are links into a mount that is gone: other tools compute them anew, so it is said, loudly and once."""
+"""A folder of links into a mount that is gone: one loud message, for other tools compute the files anew."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.watch.conftest import Watch, run, settled
 
 
 def kill_mount(store: Store) -> None:
-    """As the kernel does when memory is short: the mountpoint stays, and nobody answers there."""
-    ((pid, started),) = list(store.index.rows("SELECT pid, started FROM mounts"))
+    """Kill the daemon, as the kernel does when memory is short: the mountpoint stays, without answers."""
+    ((pid, started),) = list(store.index.file.rows("SELECT pid, started FROM mounts"))
     os.kill(pid, signal.SIGKILL)
     while is_running(pid, started):  # a busy machine takes a moment
         time.sleep(0.001)
@@ -31,7 +31,7 @@ def kill_mount(store: Store) -> None:
 def test_a_watcher_tells_that_its_links_lead_to_nothing_and_when_they_do_again(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
-    """Nothing happens in the folder meanwhile: it must not take a new file to find out."""
+    """Nothing happens in the folder meanwhile: the watcher must not need a new file to find out."""
     settled(folder, "a", b"a")
     watching = watch("--replace")
     settled(folder, "b", b"b")
@@ -41,9 +41,10 @@ def test_a_watcher_tells_that_its_links_lead_to_nothing_and_when_they_do_again(
     told = watching.until("unmounted")
     assert told["path"] == str(mountpoint)
     assert told["reason"] == (
-        f"2 files, {folder}/a first, are links to nothing, since no live mount at {mountpoint} shows their bytes: other tools"
-        f" take such files for missing, and compute them anew; `castore --store {store.path} mount {mountpoint}` brings"
-        " them back; `castore watch DIR --as PREFIX --restore` puts the files in their place"
+        f"2 files, {folder}/a first, are links to nothing, since no live mount at {mountpoint} shows their "
+        "bytes: other tools take such files for missing, and compute them anew; `castore --store "
+        f"{store.path} mount {mountpoint}` brings them back; `castore watch DIR --as PREFIX --restore` puts "
+        "the files in their place"
     )
     castore_fuse.mount(store, mountpoint)
     assert watching.until("mounted")["path"] == str(mountpoint)
@@ -163,8 +164,8 @@ def test_rm_and_unpin_tell_of_the_links_that_stand_for_what_they_let_go(
     removed = run(store.path, "rm", "in/a")
     assert removed.returncode == 0
     assert removed.stderr == (
-        f"castore: {folder}/a is a link that stood for 'in/a', and leads to nothing now; until gc, `castore get"
-        f" {entry.digest} -o FILE` has the file's bytes\n"
+        f"castore: {folder}/a is a link that stood for 'in/a', and leads to nothing now; until gc, "
+        f"`castore get {entry.digest} -o FILE` has the file's bytes\n"
     )
     assert run(store.path, "cat", entry.digest).stdout == "a" * 100
     below = run(store.path, "rm", "-r", "in", "--json")

@@ -1,4 +1,4 @@
-"""What stands in the place of a file goes on as the file would: renamed, deleted, written anew, pinned, and put back."""
+"""A link in the place of a file is treated as the file: renamed, deleted, written anew, pinned, put back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_renamed_link_takes_its_bytes_along(
     for name in data:
         watching.until("dropped", f"in/old/{name}")
     watching.end()
-    (folder / "new").rename(folder / "newer")  # while nobody watches
+    (folder / "new").rename(folder / "newer")  # while no watcher runs
     watching = watch("--replace", "--mirror")
     for name in data:
         watching.until("dropped", f"in/new/{name}")
@@ -103,7 +103,7 @@ def test_what_a_link_leads_to_never_expires(
 def test_links_inside_the_folder_lead_on_through_what_was_replaced(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
-    """As a hub's cache has it: snapshots of links to blobs."""
+    """Like a hub's cache: snapshots of links to blobs."""
     settled(folder, "blobs/abc", b"bytes")
     (folder / "snapshots").mkdir()
     (folder / "snapshots" / "model").symlink_to("../blobs/abc")

@@ -1,4 +1,4 @@
-"""Links lead into a mount that is there; which one, and what happens while there is none."""
+"""Links lead into a live mount: the choice of the mount, and the behaviour while there is none."""
 
 from __future__ import annotations
 

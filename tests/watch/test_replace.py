@@ -64,7 +64,7 @@ def test_open_and_mapped_files_keep_their_bytes(
 def test_writing_in_place_to_what_was_replaced_is_refused_and_changes_nothing(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
-    """Why logs and the like do not belong into such a folder: a tool that pauses for longer than it settles fails."""
+    """Logs do not belong into such a folder: a tool that pauses longer than files take to settle fails."""
     path = settled(folder, "log", b"one\n")
     watching = watch("--replace")
     watching.until("replaced")
@@ -95,7 +95,7 @@ def test_a_file_open_for_writing_is_left_alone(
 def test_a_swap_is_taken_back_when_the_file_was_written_meanwhile(
     store: Store, folder: Path, mountpoint: Path
 ) -> None:
-    """Between the look and the swap, in place, by rename, or by opening it: the file stays what its writer made it."""
+    """Written between scan and swap (in place, by rename, or by opening), the file stays as written."""
     mount = find_mount(store, "in")
 
     def write_in_place(path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_swap_is_taken_back_when_the_file_was_written_meanwhile(
         path.unlink()
 
     def set_permissions(path: Path) -> None:
-        path.chmod(0o600)  # as tools do right after a rename; a restored file has to get them back
+        path.chmod(0o600)  # as tools do right after a rename; a restored file must have these bits
 
     left = {"write_in_place": b"other", "write_anew": b"other", "set_permissions": b"bytes"}
     told: list[Exception | None] = []
@@ -132,7 +132,7 @@ def test_a_swap_is_taken_back_when_the_file_was_written_meanwhile(
 def test_writers_racing_with_swaps_lose_nothing(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
-    """Tools that write a new file and rename it over the old one, again and again, while everything is replaced."""
+    """Tools write a new file and rename it over the old one repeatedly, while everything is replaced."""
     watching = watch("--replace", settle="0")
     latest: dict[str, bytes] = {}
     chance = random.Random(4)
@@ -199,7 +199,7 @@ def test_at_any_kill_each_name_holds_its_file_or_its_link(
 
 
 def dead_process() -> str:
-    """The mark of a process that was killed, as temporary names carry it."""
+    """The mark of a killed process in a temporary name."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         started = process_started(process.pid)
         mark = f"{pid_namespace()}-{process.pid}-{started}"

@@ -1,4 +1,4 @@
-"""`castore watch` under what goes wrong: full stores, lost events, limits, folders that go, large files, wrong words."""
+"""`castore watch` in trouble: full stores, lost events, limits, lost folders, large files, bad arguments."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_folder_that_goes_ends_the_watcher_and_drops_nothing(
 def test_mirror_does_not_take_an_empty_folder_for_the_users_wish(
     store: Store, folder: Path, watch: Watch
 ) -> None:
-    """It may be the mountpoint of a disk that is not mounted."""
+    """The folder may be the mountpoint of a disk that is not mounted."""
     (folder / "a").write_text("a")
     watch().end_after("added", "in/a")
     (folder / "a").unlink()
@@ -85,7 +85,7 @@ def test_mirror_does_not_take_an_empty_folder_for_the_users_wish(
 
 
 def test_the_limit_of_watches_is_an_error_that_names_the_setting(store: Store, folder: Path) -> None:
-    """In a user namespace of its own, where the limit can be set without touching the machine's."""
+    """In a user namespace of its own, where the limit can be set without changing the machine's."""
     setting = "/proc/sys/fs/inotify/max_user_watches"
     unshare = ["unshare", "--user", "--map-root-user", "--mount-proc", "--pid", "--fork"]
     for number in range(20):

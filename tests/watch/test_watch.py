@@ -1,4 +1,4 @@
-"""`castore watch` adds what is written, once it is whole, and forgets only what it is told to."""
+"""`castore watch` adds files once they are whole, and forgets only files that it was asked to forget."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from castore import Store
+from castore.watch.entry_sources import remember
 from castore.watch.folder import Folder, is_temporary
-from castore.watch.sources import remember
 from tests.watch.conftest import (
     ENVIRONMENT,
     Watch,
@@ -71,7 +71,8 @@ def test_a_file_is_never_added_half(store: Store, folder: Path, watch: Watch) ->
             time.sleep(0.1)
         (folder / "marker").write_text("x")
         watching.until("added", "in/marker")
-        time.sleep(0.5)  # longer than it settles: only that it is open for writing keeps it out
+        # longer than files take to settle: it is kept out only because it is open for writing
+        time.sleep(0.5)
         assert store.entry("in/slow.bin") is None
     assert watching.until("added", "in/slow.bin")["size"] == 800_000
     assert store.get("in/slow.bin") == bytes(800_000)
@@ -80,15 +81,14 @@ def test_a_file_is_never_added_half(store: Store, folder: Path, watch: Watch) ->
 def test_a_file_that_is_written_while_it_is_read_is_not_added_until_it_is_quiet(
     store: Store, folder: Path, watch: Watch
 ) -> None:
-    """Each rewrite fills the file with one byte: an entry of two kinds would be a half."""
+    """Each rewrite fills the file with one byte: an entry with two different bytes would be half a file."""
     path = folder / "rewritten"
     path.write_bytes(bytes(6_000_000))
     watching = watch(settle="0")
     script = (
-        "import sys, time\nend = time.time() + 3\nnumber = 0\n"
-        "while time.time() < end:\n"
-        "    number = (number + 1) % 256\n"
-        "    with open(sys.argv[1], 'r+b' if number else 'wb') as file: file.write(bytes([number]) * 6_000_000)\n"
+        "import sys, time\nend = time.time() + 3\nnumber = 0\nwhile time.time() < end:\n    "
+        "number = (number + 1) % 256\n    with open(sys.argv[1], 'r+b' if number else 'wb') "
+        "as file: file.write(bytes([number]) * 6_000_000)\n"
     )
     writer = subprocess.Popen([sys.executable, "-c", script, path])
     while writer.poll() is None:

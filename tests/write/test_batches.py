@@ -1,4 +1,4 @@
-"""`Store.put_many` leaves what as many `put` would, in whatever mixture of new and known its batches come."""
+"""`Store.put_many` leaves what as many `put` would, in any mixture of new and known content."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def timeless(entry: Entry) -> Entry:
 
 
 def random_batch(chance: random.Random) -> Items:
-    """Few names and few blobs, so that batches meet what is there and themselves."""
+    """A few names and blobs, so that a batch meets existing names, existing blobs and itself."""
     names = [f"{folder}/{number}" for folder in "ab" for number in range(6)] + ["top"]
     return [
         (chance.choice(names), chance.choice([text, noise, mixed])(chance.choice(SIZES), chance.randrange(2)))
@@ -120,7 +120,7 @@ def test_a_batch_starts_another_pack_if_its_own_was_retired(store: Store) -> Non
         ([], ["a/b", "a"]),
         ([], ["a/b/c", "a"]),
         (["a/x"], ["a", "b"]),
-        (["a/x"], ["a", "a-b"]),  # "a/x" comes after all that begins with "a-b"
+        (["a/x"], ["a", "a-b"]),  # "a/x" sorts after everything that begins with "a-b"
         (["a"], ["a/x", "a/y"]),
         (["a/x/y"], ["a/w", "a/x"]),
         (["z/a"], ["y", "z"]),

@@ -82,7 +82,7 @@ def test_what_cannot_be_put_is_refused_before_anything_is_done(store: Store) -> 
 
 
 def expired(store: Store, name: str, data: bytes) -> Entry:
-    """An entry whose time is over, and that no gc has removed yet."""
+    """An expired entry that no gc has removed yet."""
     entry = store.put(name, data, ttl=0.001)
     while store.entry(name) is not None:
         time.sleep(0.001)
@@ -100,7 +100,7 @@ def test_an_expired_name_is_absent_for_a_put_as_it_is_for_a_get(store: Store) ->
 def test_counting_up_goes_on_when_the_count_expires(store: Store) -> None:
     expired(store, "count", b"7")
     for step in range(3):
-        for _ in range(3):  # else it would go on for ever
+        for _ in range(3):  # otherwise it would repeat for ever
             seen = store.entry("count")
             value = 0 if seen is None else int(store.get("count") or b"")
             if store.put_if(("count", seen and seen.digest), [("count", b"%d" % (value + 1), None)]):

@@ -1,6 +1,7 @@
-"""`python -m tools.bench`: runs suites, keeps their figures as JSON, and writes `docs/benchmarks.md`.
+"""`python -m tools.bench`: runs suites, keeps their figures as JSON, and writes the pages of figures.
 
-A quick run shows its figures and keeps them aside, but never replaces the page: its jobs are too small to quote.
+A quick run prints its figures and keeps them apart. It must never replace a page: its jobs are too small to
+quote.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parent.parent
 WORK = PROJECT / ".bench"
 RESULTS = HERE / "results"
+#: All goals of all suites, between markers in a page that is otherwise written by hand.
 PAGE = PROJECT / "docs" / "benchmarks.md"
+#: A page a suite, generated as a whole.
+PAGES = PROJECT / "docs" / "benchmarks"
 PICTURES = PAGE.parent / "images"
 LEAST_ROUNDS = 5
 
@@ -57,25 +61,30 @@ def main() -> None:
     for name in options.suite or names:
         try:
             _measure(name, options, console)
-        except Exception:  # noqa: BLE001 (a suite that breaks costs its own figures, not the hours of the others)
+        except Exception:  # noqa: BLE001 (a failed suite costs its own figures, not the hours of the others)
             console.print_exception()
             failed.append(name)
     runs = _on_file(names, quick=options.quick)
     _show_glance(runs, names, console)
     if not options.quick:
-        report.write_first(PAGE, "glance", glance.markdown(runs, names))
-        console.print(f"\nwritten to {PAGE.relative_to(PROJECT)}")
+        report.write_glance(PAGE, glance.markdown(runs, names))
+        written = f"{PAGE.relative_to(PROJECT)} and {PAGES.relative_to(PROJECT)}/"
+        console.print(f"\nwritten to {written}", soft_wrap=True)
     if options.json:
         goals = [line._asdict() for run in runs.values() for line in glance.of_run(run)]
         sys.stdout.write(json.dumps({"goals": goals, "suites": runs}, indent=1) + "\n")
     if failed:
         sys.exit(
-            f"bench: broke: {', '.join(failed)} (why stands above); figures shown of these are of an earlier run"
+            f"bench: broke: {', '.join(failed)} (why stands above); "
+            "figures shown of these are of an earlier run"
         )
 
 
 def _compile() -> None:
-    """Have our modules compiled, as pip leaves those of the peers, also where PYTHONDONTWRITEBYTECODE forbids to do it on import."""
+    """Compile castore's modules, as pip compiles those of the peers.
+
+    Works also where PYTHONDONTWRITEBYTECODE forbids it on import.
+    """
     for package in (castore, castore_fuse):
         folder = Path(package.__path__[0])
         if not compileall.compile_dir(folder, quiet=1):
@@ -83,7 +92,7 @@ def _compile() -> None:
 
 
 def _measure(name: str, options: argparse.Namespace, console: Console) -> None:
-    """Run one suite; keep what it found, and show it."""
+    """Run one suite; keep its figures and print them."""
     suite = cast("Suite", importlib.import_module(f"tools.bench.suites.{name}"))
     folder = WORK / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -112,7 +121,8 @@ def _options(names: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print goals and figures of all suites on file as JSON; what is for people goes to standard error",
+        help="print goals and figures of all suites on file as JSON; what "
+        "is for people goes to standard error",
     )
     options = parser.parse_args()
     if options.rounds is not None and options.rounds < (1 if options.quick else LEAST_ROUNDS):
@@ -158,7 +168,7 @@ def _run(name: str, suite: Suite, bench: Bench, console: Console) -> dict[str, A
 
 
 def _draw(name: str, run: dict[str, Any], pictures: Path) -> str:
-    """A picture of the ratios of a suite that puts castore beside its peers; returns its file's name, if it has one."""
+    """Draw the ratios of a suite that puts castore beside its peers; returns the file's name, if any."""
     results = [Result.from_json(row) for row in run["rows"]]
     bars = [bar for result in results for bar in plots.bars(result)]
     if name not in glance.IN_FULL or not bars:
@@ -173,7 +183,7 @@ def _progress(status: Status, row: str, contestant: str) -> None:
 
 
 def _iterator(suite: Suite, bench: Bench) -> Any:
-    """The suite's generator: closing it runs its clean-up, whatever happened between two rows."""
+    """The suite's generator. Closing it runs the suite's clean-up, whatever happened between two rows."""
     return suite.rows(bench)
 
 
@@ -212,7 +222,7 @@ def _say(run: dict[str, Any], console: Console) -> None:
 
 
 def _show_glance(runs: dict[str, dict[str, Any]], names: list[str], console: Console) -> None:
-    """The end of a run: every goal, reached or missed."""
+    """Print every goal of the run, reached or missed."""
     console.rule("[bold]At a glance")
     styles = {REACHED: "green", MISSED: "bold red", NOT_MEASURED: "yellow"}
     table = Table(box=None, padding=(0, 2))
@@ -246,7 +256,7 @@ def _keep(name: str, run: dict[str, Any], *, quick: bool) -> None:
     RESULTS.mkdir(exist_ok=True)
     _result_file(name, quick=quick).write_text(json.dumps(run, indent=1) + "\n")
     if not quick:
-        report.write(PAGE, name, run)
+        report.write(PAGES, name, run)
 
 
 if __name__ == "__main__":

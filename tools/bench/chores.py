@@ -1,7 +1,7 @@
-"""What processes of their own do to a large store, and what it takes: `python -m tools.bench.chores CHORE STORE ENTRIES`.
+"""Chores, each a process on a large store: `python -m tools.bench.chores CHORE STORE ENTRIES`.
 
-Each prints one JSON object. `read` and `write` go on until their standard input ends, and tell the longest that one
-call took; `look` and `collect` tell how much memory their process has had.
+Each chore prints one JSON object. `read` and `write` run until their standard input ends, and print the
+longest time of one call. `look` and `collect` print the most memory that their process had.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Figures = dict[str, float]
 
 
 def look(store: Store, entries: int) -> Figures:
-    """Read some, ask for the figures, list everything."""
+    """Read some entries, call `stat`, list all names."""
     for name in probes(entries):
         store.get(name)
     store.stat()
@@ -43,7 +43,7 @@ def collect(store: Store, entries: int) -> Figures:
 
 
 def read(store: Store, entries: int) -> Figures:
-    """Read entries in no order."""
+    """Read entries in random order."""
     names = probes(entries)
     random.Random(1).shuffle(names)
     return _waits(lambda name: store.get(name) is not None, cycle(names))
@@ -70,11 +70,12 @@ CHORES: dict[str, Callable[[Store, int], Figures]] = {
 
 
 def _waits(call: Callable[[str], bool], names: Iterator[str]) -> Figures:
-    """Call until standard input ends; how often, and the longest that one call took, in seconds.
+    """Call until standard input ends. Returns the number of calls and the longest one, in seconds.
 
-    ``blocked`` leaves out what the process waited for a processor, of which a machine may have fewer than there is to do.
+    ``blocked`` leaves out the time for which the process waited for a processor: a machine may have fewer
+    processors than busy processes.
     """
-    call(next(names))  # the first one opens files
+    call(next(names))  # the first call opens files
     print("ready", flush=True)
     calls, longest, blocked = 0, 0.0, 0.0
     clock = time.perf_counter
@@ -95,12 +96,12 @@ def _waits(call: Callable[[str], bool], names: Iterator[str]) -> Figures:
 
 
 def _queued(scheduled: int) -> float:
-    """Seconds that this process has been ready to run and has not run."""
+    """Seconds for which this process was ready to run and did not run."""
     return int(os.pread(scheduled, 100, 0).split()[1]) / 1e9
 
 
 def _most_memory() -> int:
-    # Not what getrusage says: that begins with what the process had before it became this program.
+    # getrusage does not fit: its figure includes the memory that the process had before exec.
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 

@@ -1,7 +1,8 @@
-"""Real data that every machine has: program text, libraries and documents already installed on it.
+"""Real data that every machine has: program text, libraries and documents that are installed on it.
 
 The same machine gives the same bytes until its packages change; each result carries their digest and make-up.
-Never fetches anything, and never measures on zeros, which flatter every codec; on random bytes only where a row says so.
+Never fetches anything. Never measures on zeros, which flatter every codec, and on random bytes only where a
+row's name mentions them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SEED = 20_26
 
 
 def _roots() -> dict[str, Path]:
-    """Where bytes are taken from, in this order, until there are enough."""
+    """The folders from which bytes are taken, in this order, until there are enough."""
     paths = sysconfig.get_paths()
     wanted = {
         "Python's standard library": paths["stdlib"],
@@ -35,7 +36,7 @@ def _roots() -> dict[str, Path]:
 
 
 def _files(root: Path, suffix: str = "") -> Iterator[Path]:
-    """Regular files under `root`, sorted, without what running a program changes there."""
+    """Regular files under `root`, sorted, without the files that running a program changes there."""
     for folder, below, names in os.walk(root):
         below[:] = sorted(set(below) - {"__pycache__", "site-packages"})
         for name in sorted(names):
@@ -45,10 +46,10 @@ def _files(root: Path, suffix: str = "") -> Iterator[Path]:
 
 
 def archive(folder: Path, size: int) -> Path:
-    """A tar of real files, cut at exactly `size` bytes; made once a folder.
+    """A tar of real files, cut at exactly `size` bytes. It is made once per folder.
 
     Returns:
-        Its path; beside it lies `<name>.json` with the digest and the bytes taken from each root.
+        Its path. Beside it lies `<name>.json`, with the digest and the bytes taken from each root.
     """
     path = folder / f"archive-{size // 10**6}MB.tar"
     facts = path.with_suffix(".json")
@@ -59,7 +60,7 @@ def archive(folder: Path, size: int) -> Path:
     with path.open("wb") as raw:
         while (
             raw.tell() < size
-        ):  # a machine with little installed repeats itself, far beyond any codec's window
+        ):  # a machine with few installed files repeats them, far beyond any codec's window
             with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as tar:
                 for name, root in _roots().items():
                     for file in _files(root):
@@ -81,13 +82,13 @@ def _add(tar: tarfile.TarFile, file: Path) -> int:
 
 
 def facts(path: Path) -> dict[str, Any]:
-    """What `archive` noted about its data."""
+    """The facts that `archive` recorded about its data."""
     noted: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
     return noted
 
 
 def small_files(folder: Path, count: int, size: int) -> list[str]:
-    """Files of `size` bytes of Python source text each, 500 to a folder; returns their paths below `folder`."""
+    """Files of `size` bytes of Python source text each, 500 to a folder; returns their paths below it."""
     names = [f"{number // 500:02}/{number:05}.txt" for number in range(count)]
     if (folder / names[-1]).exists():
         return names
@@ -95,7 +96,7 @@ def small_files(folder: Path, count: int, size: int) -> list[str]:
     for number, name in enumerate(names):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        head = f"# {number}\n".encode()  # keeps every file different, even where the text starts over
+        head = f"# {number}\n".encode()  # keeps every file different, also where the text is repeated
         start = number * size % (len(text) - size)
         target.write_bytes((head + text[start : start + size])[:size])
     return names
@@ -104,7 +105,7 @@ def small_files(folder: Path, count: int, size: int) -> list[str]:
 def records(count: int, size: int, stamp: str) -> list[bytes]:
     """JSON records of about `size` bytes, as a feature cache holds: an id, a few fields, words and numbers.
 
-    Two calls with different stamps share no record, so nothing is deduplicated away.
+    Two calls with different stamps share no record, so no deduplication helps.
     """
     rng = random.Random(SEED)
     words = [word for word in _vocabulary() if word.isalpha()]

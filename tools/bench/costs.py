@@ -1,8 +1,8 @@
-"""What single operations cost in a store of some size: what `scale` draws against the number of entries.
+"""The cost of single operations in a store of a given size; `scale` draws it against the number of entries.
 
-Each is done so often that a clock can tell, several times over; the figure is the median, in seconds an operation. The
-store grows by what is put here, which is little beside what it holds. Caches are warm but for what nobody has
-looked at yet: look-ups and listings are of names that the kernel does not know.
+Each operation is repeated until a clock can measure it, several times over. The figure is the median, in
+seconds an operation. The store grows by the entries put here, which are few beside its own. Caches are warm,
+except that look-ups and listings are of names that the kernel does not know.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def costs(path: Path, entries: int, mountpoint: Path, rounds: int) -> dict[str, 
     """Seconds of each operation in the store at ``path``, which holds ``entries`` entries.
 
     Args:
-        mountpoint: where it is mounted meanwhile.
-        rounds: that each median is of.
+        mountpoint: where the store is mounted meanwhile.
+        rounds: number of measurements behind each median.
     """
     names = probes(entries)
     random.Random(entries).shuffle(names)
@@ -69,7 +69,7 @@ def _median(
     for turn in range(rounds + 1):
         prepare()
         took = _seconds(work)
-        if turn:  # the first one warms
+        if turn:  # the first turn warms the caches
             figures.append(took / calls)
     return statistics.median(figures)
 

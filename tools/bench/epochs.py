@@ -1,10 +1,11 @@
-"""A process that reads a dataset through a `DataLoader`, as many epochs as it is told to.
+"""A process that reads epochs of a dataset through a `DataLoader`, on request.
 
     python -m tools.bench.epochs CONTESTANT SAMPLES WORKERS FOLDER
 
-It gets its dataset warm (in FOLDER, if it is one that lies on a disk), checks every sample, and says so with a line on standard output. Then, for each number on
-standard input, it reads so many epochs and answers with the seconds of one. Contestants need different environments, so what one
-needs is imported there alone, and all run in processes like this one.
+The process warms its dataset (in FOLDER, if the dataset lies on a disk), checks every sample, and writes the
+line "ready" to standard output. Then it reads numbers from standard input: for each it reads that many
+epochs, and answers with the seconds of one epoch. Contestants need different environments, so each contestant
+imports its own libraries only, and all contestants run in such processes.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _SEED = 20_26
 
 
 class Source:
-    """What samples are made from; once `sealed`, nobody may ask any more: all must come from the cache."""
+    """Makes the samples. Once `sealed`, it makes no more: every sample must come from the cache."""
 
     def __init__(self, samples: int) -> None:
-        # Workers that were forked before see it too.
+        # Workers that were forked earlier see this event too.
         self.sealed = multiprocessing.get_context("fork").Event()
         generator = torch.Generator().manual_seed(_SEED)
         self._bytes = torch.randint(0, 256, (samples + _NUMEL,), dtype=torch.uint8, generator=generator)
@@ -41,12 +42,15 @@ class Source:
     def __call__(self, index: int) -> torch.Tensor:
         if self.sealed.is_set():
             raise RuntimeError(f"sample {index} is not in the cache")
-        # They overlap, but no two are the same, and they cost next to nothing to make.
+        # Samples overlap, but no two are the same, and making one costs next to nothing.
         return self._bytes[index : index + _NUMEL].reshape(SHAPE).clone()
 
 
 class OneByOne(Dataset[torch.Tensor]):
-    """As stocaching's README has it: look into the cache, else load and set. Any cache with its surface."""
+    """The loop of stocaching's README: ask the cache, else load and set.
+
+    For any cache with that interface.
+    """
 
     def __init__(self, cache: Any, source: Source, samples: int) -> None:
         self.cache, self.source, self.samples = cache, source, samples
@@ -63,7 +67,7 @@ class OneByOne(Dataset[torch.Tensor]):
 
 
 class Batched(OneByOne):
-    """The same with castore's `get_slots`: the loader hands over the indices of a batch at once."""
+    """The same with castore's `get_slots`: the loader passes the indices of a whole batch."""
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         samples: list[torch.Tensor | None] = self.cache.get_slots(indices)
@@ -87,7 +91,7 @@ class Together(OneByOne):
 
 
 class Made(Dataset[torch.Tensor]):
-    """The samples themselves, for what wraps a dataset."""
+    """The samples themselves, for caches that wrap a dataset."""
 
     def __init__(self, source: Source, samples: int) -> None:
         self.source, self.samples = source, samples
@@ -100,7 +104,7 @@ class Made(Dataset[torch.Tensor]):
 
 
 class Files(Made):
-    """A file a sample, its bytes and nothing else; written at once."""
+    """One file per sample, with its bytes and nothing else; all are written at once."""
 
     def __init__(self, source: Source, samples: int, folder: Path) -> None:
         super().__init__(source, samples)
@@ -126,7 +130,7 @@ def _castore_together(source: Source, samples: int, _: Path) -> OneByOne:
 
 
 def _castore_levels(source: Source, samples: int, folder: Path) -> Any:
-    """On disk alone, without the level in memory."""
+    """The dataset on disk alone, without the level in memory."""
     from castore.adapters.torch import BiLevelCachedDataset
 
     dataset = BiLevelCachedDataset(Made(source, samples), 0, "4GB", folder, key="samples")
@@ -157,8 +161,8 @@ def _tensors(source: Source, samples: int, _: Path) -> TensorDataset:
 
 
 def _litdata(source: Source, samples: int, folder: Path) -> Any:
-    """Chunks made by its `optimize` with its defaults, read where they lie."""
-    # Where it works besides, and what it else leaves in the system's temporary folder.
+    """Chunks made by litdata's `optimize` with its defaults, and read where they lie."""
+    # litdata's own working folders, which otherwise lie in the system's temporary folder.
     os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = str(folder / "work")
     os.environ["DATA_OPTIMIZER_DATA_CACHE_FOLDER"] = str(folder / "work-data")
     import litdata
@@ -180,7 +184,7 @@ def _ask(source: Source, index: int) -> torch.Tensor:
 
 
 def _gib(samples: int) -> int:
-    # stocaching takes whole GiB only; memory is taken for the samples there are.
+    # stocaching takes whole GiB only; both caches use memory only for the samples they hold.
     return 1 + samples * _NUMEL // 2**30
 
 
@@ -199,7 +203,8 @@ CONTESTANTS: dict[str, Callable[[Source, int, Path], Any]] = {
 
 def main() -> None:
     contestant, samples, workers, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    # stocaching prints: what it says goes where errors go, and the answers where nobody else writes.
+    # stocaching prints to standard output. Its lines go to standard error, so that standard output has the
+    # answers only.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     source = Source(samples)
@@ -215,7 +220,7 @@ def main() -> None:
 
 
 def _loader(dataset: Any, workers: int) -> Any:
-    # What Linux has done until now, and stocaching needs.
+    # Linux used fork until now, and stocaching needs it.
     options: dict[str, Any] = {"multiprocessing_context": "fork" if workers else None}
     options |= {"batch_size": BATCH, "num_workers": workers, "persistent_workers": workers > 0}
     if type(dataset).__name__ == "StreamingDataset":
@@ -227,18 +232,19 @@ def _loader(dataset: Any, workers: int) -> Any:
 
 
 def _images(batch: Any) -> torch.Tensor:
-    # A TensorDataset's samples are tuples of one.
+    # A TensorDataset's samples are tuples of one tensor.
     images: torch.Tensor = batch[0] if isinstance(batch, list) else batch
     return images
 
 
 def _checksum(sample: torch.Tensor) -> int:
-    # In any order they add up to the same. (torch's sum makes eight bytes of each first, which the heap remembers.)
+    # The sum of checksums does not depend on the order. torch's sum would widen each byte to eight first,
+    # which stays in the heap.
     return zlib.crc32(sample.numpy().data)
 
 
 def _read(loader: Any, epochs: int) -> float:
-    """Some epochs; returns the seconds of one."""
+    """Read some epochs; returns the seconds of one."""
     start = time.perf_counter()
     for _ in range(epochs):
         for _ in loader:

@@ -1,7 +1,8 @@
-"""All goals in one table: what castore should reach, what it reached, and what was not measured.
+"""All goals in one table: what castore should reach, what it reached, and which goals were not measured.
 
-Made from the kept results of all suites, so it says what the last run of each gave. The suites that put castore beside
-what a user might pick instead come goal by goal; the others as counts, for their own sections tell more.
+The table is made from the kept results of all suites, so it shows the last run of each. The suites that put
+castore beside its alternatives are shown goal by goal. The others are shown as counts; their own sections
+have the details.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class Line(NamedTuple):
     """One goal.
 
     Attributes:
-        suite: the goal is of.
+        suite: name of the goal's suite.
         goal: what was asked, in words.
-        found: the figure; why there is none, where the verdict says so.
+        found: the figure, or the reason why there is none.
         verdict: one of the three words of `harness`.
     """
 
@@ -50,12 +51,12 @@ def _line(suite: str, sentence: str) -> Line:
 
 
 def lines(runs: Runs) -> list[Line]:
-    """The table: one line a goal of the suites that come in full."""
+    """The table: one line for each goal of the suites that are shown in full."""
     return [line for name in IN_FULL if name in runs for line in of_run(runs[name])]
 
 
 def others(runs: Runs) -> list[tuple[str, int, int, list[str]]]:
-    """Of each other suite with goals: its name, how many it reached, how many it has, and those that it missed."""
+    """For each other suite with goals: its name, goals reached, goals in all, and the missed ones."""
     found = []
     for name in sorted(set(runs) - set(IN_FULL)):
         if goals := of_run(runs[name]):
@@ -66,7 +67,7 @@ def others(runs: Runs) -> list[tuple[str, int, int, list[str]]]:
 
 
 def summary(runs: Runs) -> str:
-    """One sentence."""
+    """The goals reached and missed, in one sentence."""
     verdicts = [line.verdict for run in runs.values() for line in of_run(run)]
     reached, missed, without = (verdicts.count(word) for word in (REACHED, MISSED, NOT_MEASURED))
     return f"{len(verdicts)} goals: {reached} reached, {missed} missed, {without} not measured."
@@ -78,27 +79,36 @@ def absent(runs: Runs, suites: Sequence[str]) -> list[str]:
 
 
 def markdown(runs: Runs, suites: Sequence[str]) -> str:
-    """The section that opens the page."""
+    """The section of `docs/benchmarks.md` that is generated."""
     return "\n".join(_markdown(runs, suites)).rstrip()
 
 
 def _markdown(runs: Runs, suites: Sequence[str]) -> Iterator[str]:
     yield "## At a glance\n"
-    yield f"{summary(runs)} Each is as its suite's last run left it; the sections below have all figures.\n"
+    about = "Each figure is of its suite's last run. A suite's page has all its figures."
+    yield report.paragraph(f"{summary(runs)} {about}") + "\n"
     if goals := lines(runs):
         yield "| suite | goal | measured | |"
         yield "|---|---|---:|---|"
         previous = ""
         for line in goals:
-            shown = "" if line.suite == previous else f"{line.suite} ({runs[line.suite]['date']})"
+            shown = "" if line.suite == previous else f"{_link(line.suite)} ({runs[line.suite]['date']})"
             yield f"| {shown} | {line.goal} | {line.found} | {line.verdict} |"
             previous = line.suite
         yield ""
     if counts := others(runs):
-        yield "| other suite | goals reached | missed |"
-        yield "|---|---:|---|"
-        for name, reached, goals_of_it, missed in counts:
-            yield f"| {name} ({runs[name]['date']}) | {reached} of {goals_of_it} | {'<br>'.join(missed)} |"
+        yield "| other suite | date | goals reached |"
+        yield "|---|---|---:|"
+        for name, reached, goals_of_it, _ in counts:
+            yield f"| {_link(name)} | {runs[name]['date']} | {reached} of {goals_of_it} |"
         yield ""
+        if missed := [f"{name}: {goal}" for name, _, _, goals_of_it in counts for goal in goals_of_it]:
+            yield "Missed goals of these suites:\n"
+            yield from (report.paragraph(goal, item=True) for goal in missed)
+            yield ""
     if without := absent(runs, suites):
-        yield f"No results on file of: {', '.join(without)}."
+        yield report.paragraph(f"No results on file of: {', '.join(without)}.")
+
+
+def _link(suite: str) -> str:
+    return f"[{suite}](benchmarks/{suite}.md)"

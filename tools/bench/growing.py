@@ -1,11 +1,12 @@
-"""Stores of any number of entries, made in minutes: rows and records go where puts would have put them.
+"""Stores of any number of entries, made in minutes: writes the rows and records that puts would have written.
 
-What comes out is a store like any other: objects in packs, rows of both tables, totals, and the names journal agree,
-and `doctor` and `verify` find nothing (a test holds this). Only the way there is short: sorted bulk inserts without a
-log instead of one transaction a batch. Nobody else may have the store open meanwhile.
+The result is a store like any other: objects in packs, rows of both tables, totals, and the names journal
+agree, and `doctor` and `verify` find nothing (a test holds this). Only the way is shorter: sorted bulk
+inserts without a rollback journal, instead of one transaction a batch. No other process may have the store
+open meanwhile.
 
-Most entries are tiny records that say which they are. 10,000 of them, spread evenly, hold 2 KB: those are what
-readers are sent for, so that reading costs the same at any size but for finding it.
+Most entries are tiny records, each with its own number. 10,000 of them, spread evenly, hold 2 KB. Readers
+read those, so at any size a read costs the same except for finding the entry.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ PROBES = 10_000
 #: Files in a folder, and folders in a set.
 FILES, FOLDERS = 1000, 200
 _PROBE_SIZE = 2048
-# Up to here nothing shrinks by the twentieth that `codec="auto"` asks for.
+# Up to this size no value shrinks by the twentieth that `codec="auto"` requires.
 _TINY = 40
-# The tiny records take about an eighth of what 2 KB do. With packs of an eighth of their size there are as many packs.
+# The tiny records take about an eighth of the room of 2 KB records. With packs of an eighth of their size
+# there are as many packs.
 _PACK_SIZE = 8 * 1024 * 1024
 _CHUNK = 1_000_000
 
@@ -52,7 +54,7 @@ _ADD_TOTALS = (
 
 
 class Growing:
-    """A store that is made to hold so many entries, and later more.
+    """A store that is filled to a number of entries, and later to more.
 
     Args:
         path: the store's folder, which need not exist.
@@ -64,7 +66,7 @@ class Growing:
         self._vanishing = 0
 
     def grow(self, entries: int) -> None:
-        """Fill it up to ``entries`` entries; ten times as many as there were, or any number at first."""
+        """Fill it up to ``entries`` entries: any number at first, later ten times as many as there were."""
         spacing = max(1, entries // PROBES)
         probes = iter(corpus.records(entries // spacing + 1, _PROBE_SIZE, f"{self.path.name}-{entries}"))
         _fill(
@@ -78,7 +80,7 @@ class Growing:
         self.entries = entries
 
     def add_expired(self, count: int) -> None:
-        """Add that many entries whose time is over, in folders of their own."""
+        """Add that many expired entries, in folders of their own."""
         start, self._vanishing = self._vanishing, self._vanishing + count
         numbers = range(start, start + count)
         _fill(
@@ -89,12 +91,12 @@ class Growing:
 
 
 def probes(entries: int) -> list[str]:
-    """Names of those of so many entries that hold 2 KB, evenly spread."""
+    """Names of the entries that hold 2 KB in a store of that many, evenly spread."""
     return [name_of(number) for number in range(0, entries, max(1, entries // PROBES))]
 
 
 def name_of(number: int) -> str:
-    """The name of an entry: sets of folders of files."""
+    """The name of an entry, in a set of folders of files."""
     folder = number // FILES
     return f"set-{folder // FOLDERS:03}/shard-{folder:05}/sample-{number:08}.json"
 
@@ -105,7 +107,7 @@ def _tiny(number: int) -> bytes:
 
 def _fill(path: Path, items: Iterator[tuple[str, bytes]], expires: float | None) -> None:
     with Store(path, memory=0):
-        pass  # makes it, if there is none
+        pass  # creates the store if there is none
     while chunk := list(islice(items, _CHUNK)):
         now = time.time()
         names = [name for name, _ in chunk]
@@ -124,7 +126,7 @@ def _insert(
     path: Path, db: sqlite3.Connection, chunk: list[tuple[str, bytes]], now: float, expires: float | None
 ) -> list[Blob]:
     """Write objects and rows; returns the blobs in the order of the chunk."""
-    # A log would be written, and then written again into the index. A crash may cost this store.
+    # A rollback journal would double the writing. A crash may cost this store.
     for pragma in (
         "journal_mode = DELETE",
         "journal_mode = OFF",
@@ -134,7 +136,8 @@ def _insert(
         db.execute(f"PRAGMA {pragma}")
     db.execute("BEGIN EXCLUSIVE")
     rows = list(_packed(path / "objects" / "packs", db, (value for _, value in chunk), now))
-    # Names come in order, as a data set is put. Digests are spread over the table: in order, each page is touched once.
+    # Names come in order, as in a data set. Digests are spread over the table: sorted, each page is touched
+    # once.
     named = zip(chunk, rows, strict=True)
     db.executemany(
         _ADD_ENTRY,
@@ -152,7 +155,7 @@ def _insert(
 
 
 def _packed(folder: Path, db: sqlite3.Connection, values: Iterator[bytes], now: float) -> Iterator[Blob]:
-    """Write the values into new packs, and tell where each lies."""
+    """Write the values into new packs; yields each value's blob with its place."""
     first = next(values, None)
     while first is not None:
         pack = db.execute("INSERT INTO packs (created) VALUES (?)", (now,)).lastrowid or 0

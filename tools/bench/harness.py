@@ -1,7 +1,7 @@
 """Rows, contestants and the loop that times them.
 
-Knows nothing of castore or of any peer. May assume that it is alone on the machine; never judges a result by
-one run, and never lets one contestant find caches that another did not have.
+Knows nothing of castore or of any peer. May assume that it is alone on the machine. Must never judge by one
+run, and never let one contestant find caches that another did not have.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, Protocol
 class Unit:
     """How seconds become the figure that a row reports.
 
-    `amount` is the work of one run: files, gigabytes or calls. With `rate` the figure is amount per second and
-    more is better; without, it is seconds per piece of work times `scale`, and less is better.
+    `amount` is the work of one run: files, gigabytes or calls. With `rate` the figure is amount per second,
+    and more is better. Without, the figure is seconds per piece of work times `scale`, and less is better.
     """
 
     name: str
@@ -62,9 +62,9 @@ def _nothing() -> None:
 class Contestant:
     """One way to do a row's work.
 
-    `work` is timed; when it returns a float, that is taken as its seconds instead. `prepare` is not timed and
-    runs before every run, before caches are dropped. `ours` tells castore from its peers. `skipped` says why this
-    machine cannot run it: it then has a line without figures.
+    `work` is timed; a float that it returns replaces the measured seconds. `prepare` is not timed and runs
+    before every run, before caches are dropped. `ours` is true for castore, false for its peers. `skipped` is
+    the reason why this machine cannot run it: the contestant then has a line without figures.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Goal:
-    """What a contestant should reach: `factor` times as good as `against`, or a figure of at most `at_most`."""
+    """A contestant's target: `factor` times as good as `against`, or a figure of at most `at_most`."""
 
     contestant: str
     factor: float = 1.0
@@ -86,9 +86,9 @@ class Goal:
 
 @dataclass(frozen=True)
 class Row:
-    """One question. Ratios are given against `reference`, the name of one of the contestants, if there is one.
+    """One question. Ratios are against `reference`, the name of one of the contestants, if it is given.
 
-    `conclude` makes a study of the row's result: what the figures say together.
+    `conclude` makes a study from the row's result.
     """
 
     name: str
@@ -102,10 +102,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Study:
-    """A table that no contestants run for: what was simulated, counted, or follows from a row.
+    """A table without contestants: simulated or counted figures, or conclusions from a row.
 
-    The first `labels` columns are words, the others figures. `goals` are sentences of `verdict`; `picture` is the name
-    of a file in `Bench.pictures`, and `note` stands below the table.
+    The first `labels` columns are words, the others figures. `goals` are sentences of `verdict`. `picture` is
+    the name of a file in `Bench.pictures`, and `note` stands below the table.
     """
 
     name: str
@@ -124,13 +124,16 @@ REACHED, MISSED, NOT_MEASURED = "reached", "**missed**", "*not measured*"
 
 
 def verdict(reached: bool, what: str) -> str:
-    """The sentence for a goal: reached or missed, and by what. In `what`, the last colon stands before the figure."""
+    """The sentence for a goal: reached or missed, and by what.
+
+    In `what`, the last colon precedes the figure.
+    """
     return f"{REACHED if reached else MISSED}: {what}"
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What a suite gets: an empty folder of its own, where its pictures go, and the size of the job."""
+    """A suite's surroundings: an empty folder of its own, its pictures' folder, and the size of the job."""
 
     work: Path
     pictures: Path
@@ -138,12 +141,15 @@ class Bench:
     rounds: int
 
     def size(self, full: int, quick: int) -> int:
-        """`full`, or `quick` when only a glance was asked for."""
+        """`full`, or `quick` in a quick run."""
         return quick if self.quick else full
 
 
 class Suite(Protocol):
-    """A module in `tools/bench/suites`. `rows` sets up, yields rows and studies one by one, and cleans up when closed."""
+    """A module in `tools/bench/suites`.
+
+    `rows` sets up, yields rows and studies, and cleans up when it is closed.
+    """
 
     TITLE: str
     ABOUT: str
@@ -153,7 +159,7 @@ class Suite(Protocol):
 
 @dataclass
 class Timing:
-    """Figures of one contestant, one a round; none where `skipped` says why it did not run."""
+    """Figures of one contestant, one a round; none if `skipped` gives a reason."""
 
     name: str
     ours: bool
@@ -167,7 +173,7 @@ class Timing:
 
 @dataclass
 class Result:
-    """A row after its rounds; `skipped` says why there are no figures."""
+    """A row after its rounds; `skipped` is the reason if there are no figures."""
 
     name: str
     unit: str
@@ -179,7 +185,7 @@ class Result:
     skipped: str = ""
 
     def ratio(self, name: str, against: str) -> float:
-        """How many times as good as `against` the contestant is; above 1 is better, whatever the unit."""
+        """How many times as good as `against` the contestant is. Above 1 is better, whatever the unit."""
         mine, other = self.timing(name).median, self.timing(against).median
         return mine / other if self.more_is_better else other / mine
 
@@ -187,7 +193,7 @@ class Result:
         return next(timing for timing in self.timings if timing.name == name)
 
     def why_not(self, name: str | None) -> str:
-        """Why a contestant has no figures; nothing where it has some, and of no contestant."""
+        """The reason why a contestant has no figures; empty if it has some, or if `name` is None."""
         return self.skipped or (self.timing(name).skipped if name is not None else "")
 
     def to_json(self) -> dict[str, Any]:
@@ -206,12 +212,12 @@ def drop_caches() -> None:
 
 
 def measure(row: Row, rounds: int, tick: Callable[[str], None] = lambda _: None) -> Result:
-    """Runs the contestants of a row in turn, `rounds` times over, and returns their figures.
+    """Run the contestants of a row in turn, `rounds` times over, and return their figures.
 
     Args:
         row: The question.
-        rounds: How often each contestant runs, after one untimed run each where the row is warm.
-        tick: Called with the name of each contestant as its turn comes.
+        rounds: Number of runs of each contestant, after one untimed run each if the row is warm.
+        tick: Called with the name of each contestant before it runs.
     """
     names = [contestant.name for contestant in row.contestants]
     assert row.reference in (*names, None), f"row {row.name!r} compares with nobody in it"
@@ -244,7 +250,7 @@ def measure(row: Row, rounds: int, tick: Callable[[str], None] = lambda _: None)
 
 
 def _run(contestant: Contestant, *, cold: bool) -> float:
-    """One run; returns its seconds."""
+    """Run once; returns the seconds."""
     contestant.prepare()
     gc.collect()
     if cold:

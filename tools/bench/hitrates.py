@@ -1,7 +1,8 @@
-"""How many reads a level answers that has room for a part of the samples, by policy and by the order of reading.
+"""Hit rates of a cache level with room for a part of the samples, by policy and by the order of reading.
 
-Pure simulation: samples are numbers of one size, a level is a set of them. What ships is not imitated: `ours` asks
-the `Policy` itself. Must stay importable without what only the benchmarks' environment has, for the tests use it too.
+Pure simulation: samples are numbers of one size, a level is a set of them. The shipped policy is not
+imitated: `ours` calls the `Policy` itself. Must stay importable without the benchmarks' environment, because
+the tests use it too.
 """
 
 from __future__ import annotations
@@ -15,37 +16,37 @@ from collections.abc import Callable, Sequence
 from castore.adapters.torch.policy import Policy
 
 Trace = Sequence[int]
-#: From a trace, the number of samples and the number of places: for each read, whether it hit.
+#: Takes a trace, the number of samples and the number of places; returns for each read whether it hit.
 Simulate = Callable[[Trace, int, int], list[bool]]
 
 SEED = 20_26
 PARTS = (0.10, 0.25, 0.50, 0.75, 0.90)
 #: Popularity of the sample of rank r is r ** -SKEW.
 SKEW = 1.0
-#: Where popularity drifts: the part of the samples that change ranks between two epochs' worth of reads.
+#: Where popularity drifts: the part of the samples that change ranks after each epoch's worth of reads.
 DRIFT = 0.2
 
 
-# --- orders of reading ------------------------------------------------------------------------------------------
+# --- orders of reading --------------------------------------------------------------------------------------
 
 
 def shuffled(samples: int, epochs: int, rng: random.Random) -> list[int]:
-    """Each epoch every sample once, each time in another order: `DataLoader(shuffle=True)`."""
+    """Every sample once an epoch, each time in another order: `DataLoader(shuffle=True)`."""
     return [index for _ in range(epochs) for index in rng.sample(range(samples), samples)]
 
 
 def sequential(samples: int, epochs: int, rng: random.Random) -> list[int]:
-    """Each epoch every sample once, in order."""
+    """Every sample once an epoch, in order."""
     return [*range(samples)] * epochs
 
 
 def zipf(samples: int, epochs: int, rng: random.Random) -> list[int]:
-    """Independent draws, a few samples far more often than most; as many as there are reads in the epochs."""
+    """Independent draws, a few samples far more often than most; as many as the epochs have reads."""
     return _drawn(samples, epochs, rng, moving=0)
 
 
 def drifting(samples: int, epochs: int, rng: random.Random) -> list[int]:
-    """As `zipf`, but after each epoch's worth of reads some samples exchange their ranks."""
+    """As `zipf`, but some samples exchange their ranks after each epoch's worth of reads."""
     return _drawn(samples, epochs, rng, moving=round(DRIFT * samples))
 
 
@@ -71,22 +72,23 @@ TRACES: dict[str, Callable[[int, int, random.Random], list[int]]] = {
 }
 
 
-# --- policies ---------------------------------------------------------------------------------------------------
+# --- policies -----------------------------------------------------------------------------------------------
 
 
 def optimum(trace: Trace, samples: int, places: int) -> list[bool]:
-    """Knows the future: keeps what is read again soonest, and passes over a sample that is read later than all.
+    """Knows the future: drops, or passes over, the sample that is read again last.
 
-    Belady's MIN with bypass. Nothing that has to read before it keeps can hit more often over the whole trace.
+    Belady's MIN with bypass. No policy that has to read a sample before it keeps it can hit more often over
+    the whole trace.
     """
     never = len(trace)
     following, last = [never] * len(trace), [never] * samples
     for time in range(len(trace) - 1, -1, -1):
         following[time], last[trace[time]] = last[trace[time]], time
-    kept: dict[int, int] = {}  # when each is read next
+    kept: dict[int, int] = {}  # the next read of each sample
     farthest: list[
         tuple[int, int]
-    ] = []  # a heap of (-when, sample); what `kept` says otherwise is out of date
+    ] = []  # a heap of (-next read, sample); lines that differ from `kept` are out of date
     hits = []
     for index, after in zip(trace, following, strict=True):
         hits.append(index in kept)
@@ -102,7 +104,10 @@ def optimum(trace: Trace, samples: int, places: int) -> list[bool]:
 
 
 def ours(trace: Trace, samples: int, places: int) -> list[bool]:
-    """The policy that ships, asked as the levels ask it: each read is a use, and a full level looks for a victim."""
+    """The shipped policy, called as the levels call it.
+
+    Each read is a use, and a full level asks for a victim.
+    """
     policy = Policy(memoryview(bytearray(samples)), memoryview(bytearray(8)).cast("Q"))
     residents: list[int] = []
     place_of: dict[int, int] = {}
@@ -124,7 +129,7 @@ def ours(trace: Trace, samples: int, places: int) -> list[bool]:
 
 
 def fixed(trace: Trace, samples: int, places: int) -> list[bool]:
-    """Keeps what it reads first, until it is full, and then changes nothing."""
+    """Keeps the samples that it reads first, until it is full, and then changes nothing."""
     kept: set[int] = set()
     hits = []
     for index in trace:
@@ -135,7 +140,7 @@ def fixed(trace: Trace, samples: int, places: int) -> list[bool]:
 
 
 def lru(trace: Trace, samples: int, places: int) -> list[bool]:
-    """Keeps all it reads; what was read longest ago goes."""
+    """Keeps every sample that it reads, and drops the one that was read longest ago."""
     kept: OrderedDict[int, None] = OrderedDict()
     hits = []
     for index in trace:
@@ -156,17 +161,17 @@ POLICIES: dict[str, Simulate] = {
 }
 
 
-# --- figures ----------------------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------------------
 
 
 def rate(hits: Sequence[bool], warm: int) -> float:
-    """The part of the reads that hit, without the first ``warm`` ones, which find an empty level."""
+    """The part of the reads that hit, without the first ``warm`` reads, which find an empty level."""
     counted = hits[warm:]
     return sum(counted) / len(counted)
 
 
 def hit_rate(simulate: Simulate, trace: Trace, samples: int, part: float) -> float:
-    """The hit rate of a level that holds a part of the samples, once it has seen as many reads as there are samples."""
+    """The hit rate of a level for a part of the samples, after as many reads as there are samples."""
     return rate(simulate(trace, samples, round(part * samples)), samples)
 
 

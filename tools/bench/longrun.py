@@ -1,7 +1,7 @@
-"""A pipeline of five steps over much text, as it goes in life: run, run again, changed, killed and resumed.
+"""A pipeline of five steps over much text, as users run it: run, run again, changed, killed and resumed.
 
-Each stage is a process of its own, and each result is compared with that of plain `datasets`. `make bench` shows it over 200 MB; the
-tests over a little.
+Each stage is a process of its own, and each result is compared with that of plain `datasets`. `make bench`
+runs it over 200 MB; the tests run it over less.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from tools.bench.textrun import Process, Ran
 
 STEPS = 5
 _RECIPE = "text"
-# As parts of an uninterrupted run: earlier there is nothing to resume, later nothing to do.
+# Parts of an uninterrupted run: earlier there is nothing to resume, later nothing left to do.
 _KILLED = (0.25, 0.9)
 
 
 class Stage(NamedTuple):
-    """One thing that happened.
+    """One run of the pipeline.
 
     Attributes:
-        name: what.
-        ran: what the run that finished tells.
-        plain: what plain `datasets` tells of the same rows.
-        note: when it was killed.
-        wanted: what its steps' hits should be; None for any number from the first step on.
+        name: of the stage.
+        ran: the figures of the run that finished.
+        plain: the figures of plain `datasets` for the same rows.
+        note: when the run was killed.
+        wanted: the hits that its steps should have; None for any number of hits from the first step on.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Stage(NamedTuple):
 
     @property
     def as_wanted(self) -> bool:
-        """Whether the steps that should have run have run, and no others."""
+        """Whether exactly the steps that should have run have run."""
         hits = self.ran.hits
         if self.wanted is not None:
             return hits == self.wanted
@@ -54,13 +54,13 @@ class Stage(NamedTuple):
 
 
 def stages(work: Path, corpus: Path, size: int, rng: random.Random) -> Iterator[Stage]:
-    """Runs them one after the other.
+    """Run the stages one after the other.
 
     Args:
         work: an empty folder.
-        corpus: where the texts are, or are put.
+        corpus: the folder of the texts, which are made if they are missing.
         size: bytes of text.
-        rng: when to kill.
+        rng: chooses the moments of the kills.
     """
     saved = texts.saved(corpus, size)
     theirs, ours = texts.copy(saved, work / "plain"), texts.copy(saved, work / "input")
@@ -87,7 +87,7 @@ def stages(work: Path, corpus: Path, size: int, rng: random.Random) -> Iterator[
 
 
 def _kill(way: str, seconds: float, source: Path, cache: Path, rng: random.Random) -> str:
-    """Has a run killed at a random point."""
+    """Start a run, and kill it at a random point."""
     after = rng.uniform(*_KILLED) * seconds
     process = Process(way, _RECIPE, recipe.THIRD[_RECIPE][0], source, cache, check=False)
     time.sleep(after)

@@ -1,4 +1,4 @@
-"""What a figure depends on: the machine, the versions, the load. Read, never set."""
+"""The facts that a figure depends on: the machine, the versions, the load. They are read, never set."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 from tools.bench.peers import PEERS, PROJECT
 
 _PACKAGES = (
-    "castore", "blake3", "zstandard", "lz4", "mfusepy", "diskcache", "joblib", "lmdb", "torch", "numpy", "safetensors", "pillow",
+    "castore", "blake3", "zstandard", "lz4", "mfusepy", "diskcache", "joblib", "lmdb", "torch", "numpy",
+    "safetensors", "pillow",
     "datasets", "pyarrow", "dill",
 )  # fmt: skip
-# What runs in the second environment of `tools/setup.sh bench`; NumPy is another there.
+# These run in the second environment of `tools/setup.sh bench`, which has another NumPy.
 _APART = ("stocaching", "litdata", "ratarmount", "numpy")
 _TOOLS = {
     "zstd (tool)": ["zstd", "--version"],
@@ -28,7 +29,7 @@ _TOOLS = {
 
 
 def describe(work: Path) -> dict[str, Any]:
-    """The machine as a flat table of words; `work` tells which disk is meant."""
+    """The machine as a flat table of words; `work` selects the disk."""
     return {
         "processor": _first(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo")) or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -42,7 +43,7 @@ def describe(work: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of all that takes part, as far as it is installed."""
+    """Versions of all programs and libraries that take part, as far as they are installed."""
     found = {}
     for package in _PACKAGES:
         try:

@@ -1,9 +1,10 @@
-"""A process that does one operation over and over, for others to look at from outside: strace, py-spy.
+"""A process that repeats one operation, to be observed from outside by strace or py-spy.
 
     python -m tools.bench.operations OPERATION FOLDER CALLS
 
-It prepares, says ``ready``, waits for a line on standard input, does the calls, says ``done``, and waits for another.
-What is prepared costs the same for any number of calls, so two runs with different numbers tell what one call costs.
+The process prepares, prints ``ready``, waits for a line on standard input, makes the calls, prints ``done``,
+and waits for another line. Preparing costs the same for any number of calls, so the difference of two runs
+with different numbers is the cost of the additional calls.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import castore
 from tools.bench import corpus, suite_operations
 from tools.bench.suite_operations import Operation, Work
 
-#: Of the values, in bytes.
+#: Size of a value, in bytes.
 SIZE = 2048
-#: Values that are there to be read.
+#: Number of values to read.
 FILLED = 512
 TOGETHER = 64
 
@@ -37,13 +38,13 @@ def main() -> None:
 
 
 def run_calls(work: Work, calls: int) -> None:
-    """What is looked at."""
+    """Make the calls that are observed."""
     for number in range(calls):
         work(number)
 
 
 def _items(stamp: str, count: int) -> Items:
-    """Names and values of which no two are the same."""
+    """Names and values, no two of which are the same."""
     # A value is a fixed record with its own number in front: cheap to make, no two the same.
     (record,) = corpus.records(1, SIZE, stamp)
     return [(f"{stamp}/{number:06}", b"%08d%b" % (number, record)) for number in range(count)]
@@ -53,7 +54,7 @@ def _store(folder: Path, memory: int | str = 0) -> tuple[castore.Store, list[str
     store, filled = castore.Store(folder, memory=memory), _items("filled", FILLED)
     store.put_many(filled)
     names = [name for name, _ in filled]
-    for name in names:  # so that the first reads, which open and learn, are behind it
+    for name in names:  # the first reads, which open files and fill caches, are not observed
         store.get(name)
     return store, names
 
@@ -107,7 +108,7 @@ def _diskcache_get(folder: Path, _: int) -> Work:
     return lambda number: cache.get(names[number % FILLED])
 
 
-#: By name; a name that begins with castore is castore's.
+#: By name. The names of castore's operations begin with castore.
 OPERATIONS: dict[str, Operation] = {
     "castore put": Operation(_put),
     "castore put_many": Operation(_put_many),

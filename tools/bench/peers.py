@@ -1,4 +1,4 @@
-"""The other programs that a row needs running: castore's own command line, squashfuse, the stock compressors, data loaders.
+"""Other programs that a row runs: castore's command line, squashfuse, the stock compressors, data loaders.
 
 Every mount and process made here is a context manager, so that a failing row leaves none behind.
 """
@@ -16,15 +16,15 @@ from types import TracebackType
 from typing import IO
 
 PROJECT = Path(__file__).resolve().parents[2]
-#: The environments that `tools/setup.sh bench` makes, below the project: castore's and its peers'.
+#: The environments that `tools/setup.sh bench` makes below the project, for castore and for its peers.
 OURS, PEERS = ".venv-bench", ".venv-bench-peers"
 
 
 def run(*command: str | os.PathLike[str]) -> None:
-    """Runs a program to its end; its output is shown only when it fails.
+    """Run a program to its end; its output is shown only when it fails.
 
     Raises:
-        RuntimeError: It failed; with what it said.
+        RuntimeError: It failed; with its output.
     """
     done = subprocess.run([os.fspath(word) for word in command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -35,12 +35,12 @@ def run(*command: str | os.PathLike[str]) -> None:
 
 
 def castore(*words: str | os.PathLike[str]) -> list[str | os.PathLike[str]]:
-    """The castore command of the environment that this program runs in."""
+    """The castore command of the environment that runs this program."""
     return [Path(sys.executable).with_name("castore"), *words]
 
 
 class Mount(AbstractContextManager["Mount"]):
-    """A mount that can be taken down and put up again, so that a cold run finds no daemon with warm caches."""
+    """A mount that can be mounted anew, so that a cold run finds no daemon with warm caches."""
 
     def __init__(
         self, root: Path, up: list[str | os.PathLike[str]], down: list[str | os.PathLike[str]]
@@ -53,7 +53,10 @@ class Mount(AbstractContextManager["Mount"]):
 
     @classmethod
     def of_ratarmount(cls, archive: Path, root: Path) -> Mount:
-        """A tar, compressed or not, as `ratarmount` shows it. Its index is made at the first mount, beside the archive."""
+        """A tar, compressed or not, mounted by `ratarmount`.
+
+        The first mount makes its index, beside the archive.
+        """
         return cls(root, [PROJECT / PEERS / "bin" / "ratarmount", archive, root], ["fusermount3", "-u", root])
 
     @classmethod
@@ -75,7 +78,7 @@ class Mount(AbstractContextManager["Mount"]):
         self._unmount()
 
     def again(self) -> None:
-        """Unmounts and mounts: whatever the daemon had cached is gone."""
+        """Unmount and mount again: everything that the daemon had cached is gone."""
         self._unmount()
         self._mount()
 
@@ -92,14 +95,14 @@ class Mount(AbstractContextManager["Mount"]):
 
 
 class Reader(AbstractContextManager["Reader"]):
-    """A process of `tools.bench.epochs`: a warm dataset, of which it reads epochs when asked to.
+    """A process of `tools.bench.epochs`: a warm dataset that reads epochs on request.
 
     Args:
         contestant: a name in `tools.bench.epochs.CONTESTANTS`.
-        samples: how many the dataset has.
-        workers: of its `DataLoader`.
-        environment: the folder of the virtual environment that it runs in, below the project.
-        folder: for what lies on a disk; made if it is not there.
+        samples: number of samples in the dataset.
+        workers: number of workers of its `DataLoader`.
+        environment: the folder of its virtual environment, below the project.
+        folder: for a dataset that lies on a disk; created if it is missing.
     """
 
     def __init__(
@@ -122,11 +125,11 @@ class Reader(AbstractContextManager["Reader"]):
 
     @property
     def pid(self) -> int:
-        """Of the process; its workers are its children."""
+        """The process's id; the workers are its children."""
         return self._process.pid
 
     def read(self, epochs: int) -> float:
-        """Has it read some epochs; returns the seconds of one."""
+        """Have it read some epochs; returns the seconds of one."""
         _stream(self._process.stdin).write(f"{epochs}\n")
         _stream(self._process.stdin).flush()
         return float(self._listen())
@@ -141,7 +144,7 @@ class Reader(AbstractContextManager["Reader"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The end of its input is the end of the process; its workers go with it.
+        # The process ends when its standard input does, and its workers end with it.
         self._process.communicate()
 
 
@@ -151,7 +154,7 @@ def _stream(stream: IO[str] | None) -> IO[str]:
 
 
 def squashfs(source: Path, image: Path, codec: str) -> Path:
-    """Packs a folder with mksquashfs at its defaults (128 KiB blocks, the codec's own default level)."""
+    """Pack a folder with mksquashfs at its defaults (128 KiB blocks, the codec's own default level)."""
     if not image.exists():
         binary = shutil.which("mksquashfs") or "/usr/sbin/mksquashfs"
         run(binary, source, image.with_suffix(".part"), "-comp", codec, "-noappend", "-quiet", "-no-progress")
@@ -160,7 +163,7 @@ def squashfs(source: Path, image: Path, codec: str) -> Path:
 
 
 def tar(source: Path, archive: Path) -> Path:
-    """Packs a folder as a tar; with `.zst` at the end of its name in many frames of zstd, so that it can be reached into."""
+    """Pack a folder as a tar. A name that ends in `.zst` gives many zstd frames, for random access."""
     if archive.exists():
         return archive
     part = archive.with_suffix(".part")
@@ -175,7 +178,7 @@ def tar(source: Path, archive: Path) -> Path:
 
 
 def no_kernel_squashfs() -> str:
-    """Why this machine cannot mount a squashfs image with its kernel; nothing if it can."""
+    """Why this machine's kernel cannot mount a squashfs image; empty if it can."""
     if os.geteuid() != 0:
         return "mounting an image with the kernel needs root"
     if not Path("/dev/loop-control").exists():
@@ -187,6 +190,6 @@ def no_kernel_squashfs() -> str:
 
 
 def no_ratarmount() -> str:
-    """Why ratarmount cannot run here; nothing if it can."""
+    """Why ratarmount cannot run here; empty if it can."""
     program = PROJECT / PEERS / "bin" / "ratarmount"
     return "" if program.exists() else f"there is no {program}: make it with tools/setup.sh bench"

@@ -1,6 +1,7 @@
-"""A dataset that takes its time: photographs as JPEG files, decoded and made small whenever a sample is read.
+"""A dataset that is slow to read: JPEG photographs, decoded and made smaller at each read of a sample.
 
-All are crops of the photograph that matplotlib ships, 500 x 375 as in ImageNet's middle. Never fetches anything.
+All are crops of the photograph that matplotlib ships, 500 x 375 as the median of ImageNet. Never fetches
+anything.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Photos(Dataset[torch.Tensor]):
 
 
 def make(folder: Path, count: int) -> Photos:
-    """Writes the files and returns the dataset of them."""
+    """Write the files; returns the dataset of them."""
     import matplotlib as mpl  # type: ignore[import-not-found]
 
     rng = random.Random(_SEED)
@@ -43,7 +44,7 @@ def make(folder: Path, count: int) -> Photos:
         picture = file.convert("RGB")
     turned = picture.rotate(90, expand=True)
     for number in range(count):
-        # On its side or not, larger or not: no two files have the same bytes, all are of one size.
+        # Rotated or not, larger or not: no two files have the same bytes, and all pictures have one size.
         whole = rng.choice([picture, turned])
         scale = rng.uniform(1.0, 1.6)
         width, height = _WIDTH / scale, _HEIGHT / scale

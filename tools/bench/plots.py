@@ -1,7 +1,7 @@
-"""The pictures of the benchmark pages, drawn from figures that are in their tables too.
+"""The pictures of the benchmark pages. Their figures are in the pages' tables too.
 
-Colours are Okabe and Ito's, which colour-blind readers tell apart; every line has a marker of its own as well. Imports
-matplotlib only where it draws: only the benchmarks' environment has it.
+Colours are those of Okabe and Ito, which colour-blind readers can distinguish; every line has a marker of its
+own as well. matplotlib is imported only where a picture is drawn: only the benchmarks' environment has it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tools.bench.harness import Result
 _BLACK, _ORANGE, _BLUE, _GREEN, _RED = "#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00"
 _PURPLE = "#CC79A7"
 Style: TypeAlias = tuple[str, str, str, float, float]
-# In the order in which lines are given: colour, marker, dashes, width, size of marker.
+# In the order of the lines: colour, marker, dashes, line width, size of marker.
 _STYLES: list[Style] = [
     (_BLACK, "s", "--", 1.2, 8.0),
     (_RED, "o", "-", 2.2, 5.0),
@@ -44,19 +44,19 @@ def hit_rates(
     measured: Mapping[str, tuple[float, float]],
     measured_as: str,
 ) -> None:
-    """One panel a trace, one line a policy.
+    """Draw hit rates: one panel a trace, one line a policy.
 
     Args:
         path: of the PNG.
         parts: of the data that fit, from 0 to 1.
         rates: by trace and policy, a hit rate for each of ``parts``.
-        measured: by trace, the part and the hit rate of the real thing.
-        measured_as: what the legend calls that.
+        measured: by trace, the part and the hit rate of a real dataset.
+        measured_as: the legend's name for those.
     """
     figure, panels = _subplots(1, len(rates), (3.1 * len(rates), 3.6))
     for panel, (trace, lines) in zip(panels, rates.items(), strict=True):
         for (policy, values), (colour, marker, dashes, width, size) in styled(lines):
-            # Open markers: where policies agree, all of them stay visible.
+            # Open markers: where policies agree, all markers stay visible.
             panel.plot(
                 [100 * part for part in parts],
                 [100 * value for value in values],
@@ -67,7 +67,8 @@ def hit_rates(
         part, value = measured[trace]
         panel.plot(
             [100 * part], [100 * value],
-            color=colour, marker=marker, linestyle=dashes, linewidth=width, markersize=size, label=measured_as,
+            color=colour, marker=marker, linestyle=dashes, linewidth=width, markersize=size,
+            label=measured_as,
         )  # fmt: skip
         panel.set(title=trace, xlim=(0, 100), ylim=(-3, 103), xlabel="part of the data that fits, %")
     panels[0].set_ylabel("hits, % of reads")
@@ -76,7 +77,7 @@ def hit_rates(
     _save(figure, path)
 
 
-_GREY = "#999999"  # peers, beside castore's colour
+_GREY = "#999999"  # for peers, beside castore's colour
 
 
 class Bar(NamedTuple):
@@ -84,7 +85,7 @@ class Bar(NamedTuple):
 
     Attributes:
         row: the question.
-        contestant: who answers it.
+        contestant: its name.
         times: the ratio; above 1 is better than the reference.
         ours: whether it is castore.
     """
@@ -96,7 +97,7 @@ class Bar(NamedTuple):
 
 
 def bars(result: Result) -> list[Bar]:
-    """A bar for each contestant of a row that has peers and a reference, but for the reference itself."""
+    """A bar for each contestant but the reference, of a row that has peers and a reference."""
     reference = result.reference
     if reference is None or result.why_not(reference) or all(timing.ours for timing in result.timings):
         return []
@@ -110,12 +111,12 @@ def bars(result: Result) -> list[Bar]:
 
 
 def ratios(path: Path, title: str, lines: Sequence[Bar]) -> None:
-    """Horizontal bars from 1 to each ratio, on a logarithmic scale, under a heading for each row.
+    """Draw horizontal bars from 1 to each ratio, on a logarithmic scale, under a heading for each row.
 
     Args:
         path: of the PNG.
         title: above all.
-        lines: those of a row one after the other.
+        lines: the bars; those of a row follow one another.
     """
     figure, (panel,) = _subplots(1, 1, (8.5, 1.2 + 0.24 * (len(lines) + len({bar.row for bar in lines}))))
     labels: list[str] = []
@@ -147,7 +148,7 @@ def ratios(path: Path, title: str, lines: Sequence[Bar]) -> None:
 def against_line(
     path: Path, parts: Sequence[float], times: Sequence[float], spreads: Sequence[tuple[float, float]]
 ) -> None:
-    """Time of an epoch by the part that is cached, with the straight line from nothing to all.
+    """Draw the time of an epoch by the part that is cached, with the straight line from none to all.
 
     Args:
         path: of the PNG.
@@ -171,7 +172,7 @@ def against_line(
 
 
 def growth(path: Path, sizes: Sequence[int], costs: Mapping[str, Sequence[float]]) -> None:
-    """What operations cost, one line each, both axes in powers of ten.
+    """Draw the costs of operations, one line each, both axes in powers of ten.
 
     Args:
         path: of the PNG.

@@ -1,7 +1,7 @@
-"""Five steps over text, and three ways to run them: plain `datasets`, castore's cached calls, castore's Pipeline.
+"""Five steps over text, and three ways to run them: plain `datasets`, castore's cached calls, its Pipeline.
 
-Two recipes share their first two steps: one leaves text, the other token ids (int32). The third step has a parameter, to
-change it. Operators are written once; no way of running them gets an easier task than another.
+Two recipes share their first two steps: one yields text, the other token ids (int32). The third step has a
+parameter that can be changed. Operators are written once; no way of running gets an easier task than another.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from castore.store import Store
 
 #: Data-Juicer's column for what filters measure.
 _STATS = "__dj__stats__"
-# The lookbehind keeps it from trying each end of every word.
+# The lookbehind keeps the expression from trying every end of every word.
 _LINK = re.compile(r"https?://\S+|(?<![\w.+-])[\w.+-]{1,64}@[\w-]+\.[\w.]+")
 _PIECE = re.compile(r" ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+")
-#: Beside the bytes, as in a byte-pair vocabulary.
+#: Number of single-byte tokens, as in a byte-pair vocabulary.
 _BYTES = 256
 
 Sample = dict[str, Any]
 
 
 def strip_lines(sample: Sample) -> Sample:
-    """Takes white space from the ends of lines."""
+    """Remove white space from the ends of lines."""
     return {"text": "\n".join(line.rstrip() for line in sample["text"].splitlines())}
 
 
 def mask_links(sample: Sample) -> Sample:
-    """Puts a word in the place of links and addresses."""
+    """Replace links and addresses by a word."""
     return {"text": _LINK.sub("<link>", sample["text"])}
 
 
 @dataclasses.dataclass(frozen=True)
 class CutLines:
-    """Cuts lines to so many characters."""
+    """Cut lines to a number of characters."""
 
     width: int
 
@@ -53,7 +53,7 @@ class CutLines:
 
 @dataclasses.dataclass(frozen=True)
 class Tokenize:
-    """Token ids in the place of the text: of pieces in the vocabulary by their rank, of others by their bytes."""
+    """Replace the text by token ids: rank for pieces in the vocabulary, bytes for the others."""
 
     vocabulary: dict[str, int]
     most: int
@@ -72,7 +72,7 @@ class Tokenize:
 
 @dataclasses.dataclass(frozen=True)
 class Letters:
-    """Keeps what has at least this part of letters."""
+    """Keep samples with at least this part of letters."""
 
     least: float
 
@@ -88,7 +88,7 @@ class Letters:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Keeps what has at least so many tokens."""
+    """Keep samples with at least this many tokens."""
 
     least: int
 
@@ -101,7 +101,7 @@ class Tokens:
 
 
 def vocabulary(texts: Sequence[str], words: int) -> dict[str, int]:
-    """The pieces that occur most often, numbered by rank behind the bytes."""
+    """The most frequent pieces, numbered by rank behind the bytes."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(_PIECE.findall(text))
@@ -109,11 +109,11 @@ def vocabulary(texts: Sequence[str], words: int) -> dict[str, int]:
 
 
 def operators(name: str, third: int, texts: Callable[[], Sequence[str]]) -> list[Any]:
-    """The operators of a recipe; the last one is a filter, which takes two steps.
+    """The operators of a recipe; the last one is a filter, which makes two steps.
 
     Args:
         name: ``"text"`` or ``"tokens"``.
-        third: parameter of the third step: the width of a line, or how many tokens are kept of a document.
+        third: parameter of the third step: the width of a line, or the most tokens kept of a document.
         texts: some documents, to make the vocabulary from.
     """
     if name == "text":
@@ -121,12 +121,12 @@ def operators(name: str, third: int, texts: Callable[[], Sequence[str]]) -> list
     return [strip_lines, mask_links, Tokenize(vocabulary(texts(), 50_000 - _BYTES), third), Tokens(100)]
 
 
-#: The third step's parameter, and another value.
+#: The third step's parameter, and a second value for it.
 THIRD = {"text": (100, 80), "tokens": (1_000_000, 500_000)}
 
 
 def plain(dataset: datasets.Dataset, chain: Sequence[Any]) -> datasets.Dataset:
-    """With `Dataset.map` and `Dataset.filter`, cached by `datasets`."""
+    """Run the steps with `Dataset.map` and `Dataset.filter`, cached by `datasets`."""
     for operator in chain:
         if hasattr(operator, "compute_stats"):
             dataset = dataset.map(operator.compute_stats).filter(operator.process)
@@ -136,7 +136,7 @@ def plain(dataset: datasets.Dataset, chain: Sequence[Any]) -> datasets.Dataset:
 
 
 def calls(dataset: datasets.Dataset, chain: Sequence[Any], store: Store) -> datasets.Dataset:
-    """The same calls with `cached_map` and `cached_filter`; what they keep is in the store when this returns."""
+    """Run the steps with `cached_map` and `cached_filter`. The results are in the store when this returns."""
     for operator in chain:
         if hasattr(operator, "compute_stats"):
             dataset = cached_map(dataset, operator.compute_stats, store=store)
@@ -153,7 +153,7 @@ def pipeline(chain: Sequence[Any], store: Store, *, checkpoint: bool = False) ->
 
 
 def digest(dataset: datasets.Dataset) -> str:
-    """Of the features and of all rows in order, however they are kept."""
+    """Digest of the features and of all rows in order, however they are stored."""
     hasher = blake3(str(dataset.features).encode())
     for batch in dataset.with_format("arrow").iter(1000):
         for column in batch.columns:

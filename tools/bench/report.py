@@ -1,65 +1,60 @@
-"""Results and studies as Markdown, between markers in `docs/benchmarks.md`.
+"""Results and studies as Markdown: a page for each suite, and all goals in `docs/benchmarks.md`.
 
-Renders only from the JSON of a run, so the page can be made again without measuring. States goals missed and
-peers ahead as plainly as the rest.
+Renders only from the JSON of a run, so the pages can be made again without measuring. Reports missed goals,
+and rows with peers ahead, as plainly as the rest.
 """
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tools.bench.harness import NOT_MEASURED, Goal, Result, Study, verdict
 
-_INTRODUCTION = """\
-# Benchmarks
-
-Figures from `make bench`, written here by it. Contestants of a row run in turn (A B C A B C …), each in every
-round; a figure is the median of its rounds, with the least and the greatest beside it. The ratio says how many times as
-good a contestant is as the row's reference: above 1 is better, for rates and for times alike. Ratios travel
-between machines; absolute figures do not. Cold rows start with the kernel's caches dropped, and mounts put up anew.
-
-`make bench` runs all suites, which takes the better part of an hour; `make bench ARGS="--suite kv --suite mount"` runs some, `--quick` shows small
-ones and leaves this page alone, and `--json` prints all figures on file. Each run ends with every goal, reached or missed.
-"""
+_WIDTH = 110
 
 
-def write(page: Path, suite: str, run: dict[str, Any]) -> None:
-    """Puts the report of one suite between its markers; where they are missing, below those of the other suites."""
-    text = page.read_text() if page.exists() else _INTRODUCTION
-    others = [found.end() for found in re.finditer("<!-- /bench:[a-z]+ -->", text)]
-    _put(page, text, suite, render(run), max(others, default=len(text)))
+def write(folder: Path, suite: str, run: dict[str, Any]) -> None:
+    """Write the page of one suite. The page is generated as a whole, so edits by hand are lost."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{suite}.md").write_text(render(run) + "\n")
 
 
-def write_first(page: Path, name: str, section: str) -> None:
-    """Puts a section between its markers; where they are missing, above those of all suites."""
-    text = page.read_text()
-    first = re.search("<!-- bench:[a-z]+ -->", text)
-    _put(page, text, name, section, first.start() if first else len(text))
-
-
-def _put(page: Path, text: str, name: str, section: str, place: int) -> None:
-    begin, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
-    block = f"{begin}\n{section}\n{end}"
+def write_glance(page: Path, section: str) -> None:
+    """Put all goals between their markers, or at the end of a page without markers. The rest stays."""
+    text = page.read_text() if page.exists() else "# Benchmarks\n"
+    begin, end = "<!-- bench:glance -->", "<!-- /bench:glance -->"
+    block = f"{begin}\n\n{section}\n\n{end}"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    if pattern.search(text):
-        text = pattern.sub(lambda _: block, text)
-    else:
-        text = f"{text[:place].rstrip()}\n\n{block}\n\n{text[place:].lstrip()}".rstrip() + "\n"
+    found = pattern.search(text)
+    text = pattern.sub(lambda _: block, text) if found else f"{text.rstrip()}\n\n{block}\n"
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(text)
 
 
+def paragraph(words: str, *, item: bool = False) -> str:
+    """Fill a paragraph, or an item of a list, to the width of the project's pages."""
+    return textwrap.fill(
+        words,
+        _WIDTH,
+        initial_indent="- " if item else "",
+        subsequent_indent="  " if item else "",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def render(run: dict[str, Any]) -> str:
-    """One suite's run as a section of Markdown."""
+    """One suite's run as a page of Markdown."""
     results = [Result.from_json(row) for row in run["rows"]]
     studies = [Study(**study) for study in run.get("studies", ())]
     return "\n".join(
         [
-            f"## {run['title']}\n",
-            f"{run['about']}\n",
+            f"# {run['title']}\n",
+            f"{paragraph(run['about'])}\n",
             *_table(results),
             *_picture(run),
             *(line for study in studies for line in _study(study)),
@@ -82,7 +77,9 @@ def _table(results: list[Result]) -> Iterator[str]:
         for number, timing in enumerate(result.timings):
             name = f"**{timing.name}**" if timing.ours else timing.name
             if timing.skipped:
-                yield f"| {result.name if number == 0 else ''} | {name} | not measured: {timing.skipped} | | |"
+                yield (
+                    f"| {result.name if number == 0 else ''} | {name} | not measured: {timing.skipped} | | |"
+                )
                 continue
             spread = f"{figure(min(timing.figures))} – {figure(max(timing.figures))}"
             ratio = "1 (reference)" if timing.name == result.reference else times(result, timing.name)
@@ -95,19 +92,19 @@ def _table(results: list[Result]) -> Iterator[str]:
 
 def _picture(run: dict[str, Any]) -> Iterator[str]:
     if picture := run.get("picture"):
-        yield f"![{run['title']}: how many times as good as each row's reference](images/{picture})\n"
+        yield f"![{run['title']}: how many times as good as each row's reference](../images/{picture})\n"
 
 
 def _study(study: Study) -> Iterator[str]:
-    yield f"**{study.name}**\n"
+    yield f"## {study.name}\n"
     yield f"| {' | '.join(study.header)} |"
     yield "|---" * study.labels + "|---:" * (len(study.header) - study.labels) + "|"
     yield from (f"| {' | '.join(line)} |" for line in study.lines)
     yield ""
     if study.note:
-        yield f"{study.note}\n"
+        yield f"{paragraph(study.note)}\n"
     if study.picture:
-        yield f"![{study.name}](images/{study.picture})\n"
+        yield f"![{study.name}](../images/{study.picture})\n"
 
 
 def goals(results: list[Result]) -> list[str]:
@@ -152,19 +149,23 @@ def peers_ahead(results: list[Result]) -> list[str]:
 
 def _section(title: str, lines: list[str]) -> Iterator[str]:
     if lines:
-        yield f"**{title}**\n"
-        yield from (f"- {line}" for line in lines)
+        yield f"## {title}\n"
+        yield from (paragraph(line, item=True) for line in lines)
         yield ""
 
 
 def _circumstances(run: dict[str, Any]) -> Iterator[str]:
     machine = ", ".join(f"{key}: {value}" for key, value in run["machine"].items())
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    yield f"Made on {run['date']} with `{run['command']}`, {run['rounds']} rounds. Machine: {machine}.\n"
-    yield f"Versions: {versions}."
+    yield "## Circumstances\n"
+    yield paragraph(
+        f"Made on {run['date']} with `{run['command']}`, {run['rounds']} rounds. Machine: {machine}."
+    )
+    yield f"\n{paragraph(f'Versions: {versions}.')}"
     if data := run.get("data"):
         parts = ", ".join(f"{size / 1e6:.0f} MB of {root}" for root, size in data["bytes_from"].items())
-        yield f"\nData: {data['size'] / 1e6:.0f} MB, BLAKE3 `{data['blake3'][:16]}…`: {parts}."
+        facts = f"Data: {data['size'] / 1e6:.0f} MB, BLAKE3 `{data['blake3'][:16]}…`: {parts}."
+        yield f"\n{paragraph(facts)}"
 
 
 def figure(value: float) -> str:
@@ -179,7 +180,7 @@ def figure(value: float) -> str:
 
 
 def times(result: Result, name: str) -> str:
-    """The ratio against the row's reference; nothing where there is none."""
+    """The ratio against the row's reference; empty if there is none."""
     if result.reference is None or result.why_not(name) or result.why_not(result.reference):
         return ""
     return f"{result.ratio(name, result.reference):.2f}"

@@ -1,7 +1,7 @@
-"""Small samples that are alike, made of the machine's texts: JSON records and token ids, as caches of training data hold them.
+"""Small similar samples made of the machine's texts: JSON records and token ids, as training caches hold.
 
-Those to learn from and those to measure on come from different documents. Never makes text up: what dictionaries gain
-depends on what people write.
+Samples to learn from and samples to measure on come from different documents. Never makes text up: the gain
+of dictionaries depends on how people write.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from tools.bench import corpus, recipe, texts
 
 _VOCABULARY = 50_000
-# Of one document: a few very long ones must not be most of it.
+# Most characters of one document: a few very long ones must not be most of the data.
 _MOST = 100_000
 
 
@@ -27,11 +27,11 @@ def _documents(size: int) -> list[tuple[str, str]]:
 
 
 def records(size: int, length: int) -> tuple[list[bytes], list[bytes]]:
-    """JSON records with ``length`` characters of text each: to learn from, to measure on.
+    """JSON records with ``length`` characters of text each: to learn from, and to measure on.
 
     Args:
         size: bytes of documents to cut them from.
-        length: of each record's text.
+        length: characters of each record's text.
     """
     chance = random.Random(corpus.SEED)
 
@@ -51,7 +51,7 @@ def records(size: int, length: int) -> tuple[list[bytes], list[bytes]]:
 
 
 def token_ids(size: int, length: int, dtype: str) -> tuple[list[bytes], list[bytes]]:
-    """Sequences of ``length`` token ids, of a vocabulary of 50,000: to learn from, to measure on."""
+    """Sequences of ``length`` token ids, of a vocabulary of 50,000: to learn from, and to measure on."""
     return _halves(
         [
             [
@@ -71,7 +71,7 @@ def _tokenised(size: int) -> list[np.ndarray[tuple[int], np.dtype[np.int32]]]:
 
 
 def _halves(parts: list[list[bytes]]) -> tuple[list[bytes], list[bytes]]:
-    """The samples of every other document, and those of the others, each once and in no order."""
+    """The samples of every other document, and those of the others, each once and in random order."""
     chance = random.Random(corpus.SEED)
     halves = []
     for place in (0, 1):

@@ -1,6 +1,7 @@
-"""One or two operations of each suite whose work is done within a process: stream, scale, torch, datasets, embeddings.
+"""Operations of the suites that work within one process: stream, scale, torch, datasets, embeddings.
 
-They are for `operations`, which has those of `kv` itself. What needs torch or `datasets` imports them when it is prepared.
+They are for `operations`, which has those of `kv` itself. torch and `datasets` are imported when an operation
+that needs them is prepared.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from tools.bench.growing import Growing
 
 Work = Callable[[int], object]
 
-#: Bytes of a large file, and of the text that five steps run over.
+#: Bytes of a large file, and of the text of the five steps.
 FILE, TEXT = 32_000_000, 10_000_000
 _SAMPLES = 1000
 _VECTORS, _WIDTH, _BATCH = 20_000, 384, 256
 
 
 class Operation(NamedTuple):
-    """An operation that can be done over and over.
+    """An operation that can be repeated.
 
     Attributes:
-        prepare: makes what it works on in a folder, for so many calls; returns what is called with 0, 1, 2 …
-        weight: about how many gets of a small value take as long.
-        stages: functions that a profile shows with all they call, where time is spread over very many; none if empty.
+        prepare: makes the operation's data in a folder, for a number of calls; returns the function to call
+            with 0, 1, 2 …
+        weight: the number of gets of a small value that take as long.
+        stages: functions that a profile shows with all their callees, where time is spread over very many;
+            empty for none.
     """
 
     prepare: Callable[[Path, int], Work]
@@ -36,11 +39,11 @@ class Operation(NamedTuple):
     stages: tuple[str, ...] = ()
 
     def calls(self, gets: int) -> int:
-        """How many calls take about as long as so many gets; a few at the least."""
+        """The number of calls that take about as long as ``gets`` gets; a few at the least."""
         return max(10, round(gets / self.weight))
 
 
-# --- stream -------------------------------------------------------------------------------------------------------
+# --- stream -------------------------------------------------------------------------------------------------
 
 
 def _put_file(folder: Path, _: int) -> Work:
@@ -48,7 +51,7 @@ def _put_file(folder: Path, _: int) -> Work:
 
     def work(number: int) -> None:
         with source.open("r+b") as file:
-            file.write(b"%08d" % number)  # new bytes, as far as a store can tell
+            file.write(b"%08d" % number)  # new content to the store
         store.put_file(f"files/{number}", source)
 
     return work
@@ -66,11 +69,11 @@ def _read_file(folder: Path, _: int) -> Work:
     return lambda number: store.get("file")
 
 
-# --- scale --------------------------------------------------------------------------------------------------------
+# --- scale --------------------------------------------------------------------------------------------------
 
 
 def _collect(folder: Path, calls: int) -> Work:
-    """All entries with the first call."""
+    """Collect all expired entries with the first call."""
     grown = Growing(folder / "store")
     grown.grow(calls)
     grown.add_expired(calls)
@@ -78,7 +81,7 @@ def _collect(folder: Path, calls: int) -> Work:
     return lambda number: store.gc() if number == 0 else None
 
 
-# --- torch --------------------------------------------------------------------------------------------------------
+# --- torch --------------------------------------------------------------------------------------------------
 
 
 def _dataset(contestant: str, folder: Path) -> Any:
@@ -109,7 +112,7 @@ def _scattered(number: int, count: int) -> int:
     return number * 7919 % count
 
 
-# --- datasets -----------------------------------------------------------------------------------------------------
+# --- datasets -----------------------------------------------------------------------------------------------
 
 
 _CASTORES_STAGES = (
@@ -141,7 +144,7 @@ def _rerun(way: str, folder: Path, _: int) -> Work:
     return lambda number: textrun.run(way, chain, source, folder / "store", check=False)
 
 
-# --- embeddings ---------------------------------------------------------------------------------------------------
+# --- embeddings ---------------------------------------------------------------------------------------------
 
 
 def _embeddings(folder: Path) -> Any:

@@ -1,10 +1,10 @@
-"""A process that runs a recipe once, and tells how long that took and what came out.
+"""A process that runs a recipe once, and prints its time and a digest of its result.
 
     python -m tools.bench.textrun WAY RECIPE THIRD INPUT CACHE
 
-Says "begins" on standard output when everything is imported, so that whoever wants to kill it at work can; then, at the
-end, one line of JSON. Times nothing but the run: reading the input and hashing the operators included, imports and
-the making of a vocabulary not.
+After all imports it prints "begins", so that its caller can kill it at work; at the end it prints one line of
+JSON. The time is that of the run, with reading the input and hashing the operators, without imports and
+making a vocabulary.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _DOCUMENTS = 2000
 
 
 class Ran(NamedTuple):
-    """What a run tells.
+    """The figures of a run.
 
     Attributes:
-        seconds: it took.
-        hits: for each step, whether it came from the cache; empty where that is not told.
-        rows: of the result.
-        digest: of the result; "" if nobody asked.
-        warned: what castore had to say.
-        stored: bytes that each step takes in the store; empty where that is not told.
+        seconds: its time.
+        hits: for each step, whether it came from the cache; empty if unknown.
+        rows: number of rows of the result.
+        digest: of the result; "" if not asked for.
+        warned: castore's warnings.
+        stored: bytes of each step in the store; empty if unknown.
     """
 
     seconds: float
@@ -53,7 +53,7 @@ class Ran(NamedTuple):
 def run(
     way: str, chain: list[Any], source: Path, cache: Path, *, check: bool = True, last: bool = False
 ) -> Ran:
-    """Runs a chain of operators one of the ways.
+    """Run a chain of operators in one of the ways.
 
     Args:
         way: one of `WAYS`.
@@ -61,7 +61,7 @@ def run(
         source: a folder of `texts.saved`; plain `datasets` keeps its cache there.
         cache: the folder of the store.
         check: also make the digest of the result, untimed.
-        last: look at the last row, too.
+        last: also read the last row.
     """
     hits: list[bool] = []
     stored: list[int] = []
@@ -94,18 +94,18 @@ def _look(dataset: datasets.Dataset, last: bool) -> None:
 
 
 def documents(source: Path) -> list[str]:
-    """What a vocabulary is made from: some documents from all over the input."""
+    """Documents for a vocabulary, spread over the whole input."""
     dataset = datasets.load_from_disk(source)
     texts: list[str] = dataset.select(range(0, len(dataset), max(1, len(dataset) // _DOCUMENTS)))["text"][:]
     return texts
 
 
 class Process:
-    """A process of this module at its work.
+    """A running process of this module.
 
     Args:
         way, name, third: as for `run` and `recipe.operators`.
-        source, cache: as for `run`; beside the cache lies what `datasets` keeps elsewhere.
+        source, cache: as for `run`; the cache that `datasets` keeps elsewhere lies beside ``cache``.
         check, last: as for `run`.
     """
 
@@ -143,7 +143,7 @@ class Process:
             self.end()
 
     def end(self) -> Ran:
-        """Waits for its end; returns what it tells.
+        """Wait for its end; returns its figures.
 
         Raises:
             RuntimeError: it failed.
@@ -154,7 +154,7 @@ class Process:
         return Ran(**json.loads(told))
 
     def kill(self) -> bool:
-        """Kills it as a power cut would; False if it had ended."""
+        """Kill it with SIGKILL; False if it had ended."""
         self._process.kill()
         self._process.communicate()
         return self._process.returncode < 0

@@ -1,7 +1,7 @@
 """Documents: text files of this machine as a `datasets` folder, one row a file.
 
-Program text and prose, each content once; a machine that has too little of it starts over, far beyond any codec's window.
-Never fetches anything.
+Program text and prose, each content once. A machine with too little text repeats it, far beyond any codec's
+window. Never fetches anything.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _SUFFIXES = {
     ".pm",
     ".pod",
 }
-# Shorter files are licences of one line and empty modules; longer ones are tables that a program wrote.
+# Shorter files are licences of one line and empty modules; longer ones are generated tables.
 _LEAST, _MOST = 200, 1_000_000
 
 
 def documents(size: int) -> Iterator[dict[str, str]]:
-    """Rows of ``name`` and ``text`` until there are ``size`` bytes of text."""
+    """Rows of ``name`` and ``text``, until there are ``size`` bytes of text."""
     taken = 0
     while taken < size:
         before = taken
@@ -68,7 +68,10 @@ def _each() -> Iterator[dict[str, str]]:
 
 
 def saved(folder: Path, size: int) -> Path:
-    """A folder of `Dataset.save_to_disk` with ``size`` bytes of text in one Arrow file; made once a folder."""
+    """A folder of `Dataset.save_to_disk` with ``size`` bytes of text in one Arrow file.
+
+    It is made once per folder.
+    """
     target = folder / f"texts-{size // 10**6}MB"
     if target.exists():
         return target
@@ -81,6 +84,6 @@ def saved(folder: Path, size: int) -> Path:
 
 
 def copy(source: Path, target: Path) -> Path:
-    """The same folder under another path, without its bytes again: `datasets` keeps its cache files beside the data."""
+    """A hard-linked copy of the folder: `datasets` keeps its cache files beside the data."""
     shutil.copytree(source, target, copy_function=lambda old, new: Path(new).hardlink_to(old))
     return target

@@ -1,6 +1,6 @@
-"""What strace and py-spy see of a program: system calls an operation, FUSE requests of a mount, functions that take the time.
+"""strace and py-spy on a program: system calls per operation, FUSE requests of a mount, functions by time.
 
-Counts, not times: both slow down what they look at. Everything here is of Linux, and of processes that we may trace.
+Gives counts, not times: both tools slow down the program. Linux only, for processes that this user may trace.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-#: Of include/uapi/linux/fuse.h, as far as a reader of files causes them.
+#: The requests in include/uapi/linux/fuse.h that reading files causes.
 _OPCODES = {
-    1: "LOOKUP", 2: "FORGET", 3: "GETATTR", 5: "READLINK", 14: "OPEN", 15: "READ", 17: "STATFS", 18: "RELEASE",
+    1: "LOOKUP", 2: "FORGET", 3: "GETATTR", 5: "READLINK", 14: "OPEN", 15: "READ", 17: "STATFS",
+    18: "RELEASE",
     22: "GETXATTR", 23: "LISTXATTR", 25: "FLUSH", 26: "INIT", 27: "OPENDIR", 28: "READDIR", 29: "RELEASEDIR",
     34: "ACCESS", 36: "INTERRUPT", 38: "DESTROY", 39: "IOCTL", 41: "NOTIFY_REPLY", 42: "BATCH_FORGET",
     44: "READDIRPLUS", 46: "LSEEK", 50: "SYNCFS", 52: "STATX",
 }  # fmt: skip
 #: Samples a second that py-spy takes.
 _RATE = 500
-# Threads that wait for work, which py-spy does not always tell from those that run.
+# Threads that wait for work, which py-spy does not always distinguish from running ones.
 _WAITING = (
     "_worker (concurrent/futures/thread.py",
     "Condition.wait (threading.py",
     "wait (concurrent/futures/",
 )
-#: What is in none of an operation's stages.
+#: The part of the time that is in none of an operation's stages.
 BESIDE = "all else"
-#: Seconds in which the requests that nobody waits for (RELEASE) arrive.
+#: Seconds in which requests that no process waits for (RELEASE) arrive.
 _SETTLE = 0.2
 
 
 def no_strace() -> str:
-    """Why system calls cannot be traced here; nothing if they can."""
+    """Why system calls cannot be traced here; empty if they can."""
     if not _find("strace"):
         return "there is no strace: install the package of that name"
     tried = subprocess.run(["strace", "-o", "/dev/null", "true"], capture_output=True, text=True, check=False)
@@ -47,7 +48,7 @@ def no_strace() -> str:
 
 
 def no_profiler() -> str:
-    """Why functions cannot be sampled here; nothing if they can."""
+    """Why functions cannot be sampled here; empty if they can."""
     if (profiler := _find("py-spy")) is None:
         return "there is no py-spy: make it with tools/setup.sh bench"
     look = [profiler, "dump", "--pid", str(os.getpid())]
@@ -56,18 +57,18 @@ def no_profiler() -> str:
 
 
 def _find(program: str) -> str | None:
-    """Where a program is: beside this Python, else on the user's path."""
+    """The path of a program: beside this Python, else on the user's path."""
     own = Path(sys.executable).with_name(program)
     return str(own) if own.exists() else shutil.which(program)
 
 
 def calls_each(operation: str, work: Path, calls: int) -> dict[str, float]:
-    """System calls that one call of an operation makes, by name, those of all its threads together.
+    """System calls of one call of an operation, by name, in all threads together.
 
     Args:
         operation: one of `tools.bench.operations`.
         work: a folder for its data and the counts.
-        calls: how many more the second run makes than the first.
+        calls: how many more calls the second run makes than the first.
     """
     least = calls // 2
     few, many = (_count(operation, work / f"{number}", number) for number in (least, least + calls))
@@ -86,7 +87,7 @@ def _count(operation: str, work: Path, calls: int) -> Counter[str]:
 
 
 def parts(operation: str, work: Path, calls: int, stages: Sequence[str] = ()) -> list[tuple[str, float]]:
-    """The functions, or stages, in which an operation's time is spent, with their parts of it; greatest first."""
+    """The functions, or stages, of an operation with their parts of its time; greatest first."""
     command = [sys.executable, "-m", "tools.bench.operations", operation, str(work / "data"), str(calls)]
     work.mkdir(parents=True)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -100,7 +101,7 @@ def parts(operation: str, work: Path, calls: int, stages: Sequence[str] = ()) ->
 
 
 def shares(found: Counter[str]) -> list[tuple[str, float]]:
-    """What `functions` counted, greatest first, as parts of all."""
+    """The counts of `functions` as parts of all, greatest first."""
     return [(name, samples / found.total()) for name, samples in found.most_common()]
 
 
@@ -108,14 +109,15 @@ def shares(found: Counter[str]) -> list[tuple[str, float]]:
 def functions(
     pid: int, work: Path, stages: Sequence[str] = (), *, pauses: bool = True
 ) -> Iterator[Counter[str]]:
-    """Samples where the threads of a process run within the block, by function, callees left out.
+    """Sample, within the block, the functions in which the threads of a process run, without their callees.
 
     Args:
         pid: of a Python process.
-        work: a folder for what py-spy writes.
-        stages: functions that count with all they call, as py-spy names them; what is beside them is then one.
-        pauses: stop the process for each sample, so that stacks are whole. But then threads that wait in a system call
-            seem to run: those of `_WAITING` are known, others are not.
+        work: a folder for py-spy's output.
+        stages: functions, by py-spy's names, that count with all their callees; all else then counts as
+            `BESIDE`.
+        pauses: stop the process for each sample, so that stacks are complete. Threads that wait in a system
+            call then seem to run: those of `_WAITING` are left out, others are not.
     """
     stacks, found = work / f"stacks-{pid}.txt", Counter[str]()
     command = [_find("py-spy") or "py-spy", "record", "--rate", str(_RATE), "--format", "raw", "--function"]
@@ -141,12 +143,12 @@ def functions(
 
 
 def _spent_in(calls: Sequence[str], stages: Sequence[str]) -> str:
-    """What a stack of calls, outermost first, counts for."""
+    """The function or stage for which a stack of calls, outermost first, counts."""
     return next((call for call in calls if call in stages), BESIDE) if stages else calls[-1]
 
 
 def _listen(process: subprocess.Popen[str], word: str) -> None:
-    """Reads on until a line has a word in it."""
+    """Read lines until one has a word in it."""
     assert process.stdout is not None
     said = []
     for line in process.stdout:
@@ -162,15 +164,15 @@ def _run(*command: str) -> None:
         raise RuntimeError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()[-2000:]}")
 
 
-# --- a mount's requests -------------------------------------------------------------------------------------------
+# --- a mount's requests -------------------------------------------------------------------------------------
 
 
 @contextmanager
 def requests(root: Path, work: Path) -> Iterator[Counter[str]]:
-    """Counts the requests that the kernel makes of the daemon behind a FUSE mount within the block, by kind.
+    """Count, within the block, the kernel's requests to the daemon behind a FUSE mount, by kind.
 
     Args:
-        root: where it is mounted; as the daemon's command line has it.
+        root: the mountpoint, as in the daemon's command line.
         work: a folder for the trace.
     """
     work.mkdir(parents=True, exist_ok=True)
@@ -198,14 +200,14 @@ def _parse(trace: str) -> Iterator[str]:
 
 
 def daemon(root: Path) -> int:
-    """The process that has /dev/fuse open and names the mountpoint in its command line."""
+    """The process that has /dev/fuse open, and has the mountpoint in its command line."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if os.fsencode(root) not in (process / "cmdline").read_bytes():
                 continue
             if any(os.readlink(entry) == "/dev/fuse" for entry in (process / "fd").iterdir()):
                 return int(process.name)
-        except OSError:  # it has just ended, or is another user's
+        except OSError:  # the process has just ended, or is another user's
             continue
     raise RuntimeError(f"no process serves {root}")
 

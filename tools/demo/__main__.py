@@ -1,4 +1,4 @@
-"""The demo's course, step by step: see the package. Leaves its files in `.demo`, and nothing mounted."""
+"""The steps of the demo: see the package. Leaves its files in `.demo`, and nothing mounted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ console = Console(highlight=False)
 
 
 def castore(*words: str, quiet: bool = False) -> None:
-    """Shows a castore command and runs it as a user would, from the demo's folder."""
+    """Print a castore command and run it as a user would, from the demo's folder."""
     if not quiet:
         console.print(f"[bold green]$[/] [bold]castore {' '.join(words)}[/]")
     _call([str(CASTORE), *words], quiet=quiet)
@@ -80,7 +80,7 @@ def add(data: Path) -> None:
 
 @contextmanager
 def mounted(place: Path) -> Iterator[None]:
-    """Mounts for the length of a block; takes the mount down however the block ends."""
+    """Mount for the length of a block; unmounts however the block ends."""
     step(3, "Mount it: names are plain files now")
     castore("mount", "mnt")
     try:
@@ -133,7 +133,8 @@ def compare_speed(data: Path, mount: Path) -> None:
     console.print(table)
     console.print(
         "[dim]Cold: the kernel's caches dropped, and a new mount. Medians of three rounds. "
-        "Before 3.14, Python's open() asks the daemon whether each file is a terminal: see docs/benchmarks.md.[/]"
+        "Before 3.14, Python's open() asks the daemon whether each file is a terminal: "
+        "see docs/benchmarks/mount.md.[/]"
     )
 
 
@@ -157,7 +158,7 @@ def look_after(data: Path) -> None:
 def main() -> None:
     start = time.monotonic()
     mount = FOLDER / "mnt"
-    if str(mount) in Path("/proc/self/mounts").read_text():  # an interrupted demo
+    if str(mount) in Path("/proc/self/mounts").read_text():  # left by an interrupted demo
         castore("umount", "mnt", quiet=True)
     data = sources.fresh_folder(FOLDER) / "data"
     data.mkdir()

@@ -1,7 +1,7 @@
 """The loaders of the demo, each as its own documentation shows it. None of them knows of castore.
 
-Each takes the folder that holds the files and returns how many items it saw and a digest of all of them in order;
-plain files and mount must give the same.
+Each loader takes the folder of the files, and returns the number of items and a digest of all items in order.
+Plain files and mount must give the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WINDOW = 2048
 
 
 def every_file(root: Path) -> Seen:
-    """Maps every file into memory and hashes it."""
+    """Map every file into memory and hash it."""
     digest, paths = blake3(), files_below(root)
     for path in paths:
         digest.update(path.relative_to(root).as_posix().encode()).update_mmap(path)
@@ -86,7 +86,7 @@ def with_datasets(root: Path) -> Seen:
 
 
 class _Files:
-    """A map-style dataset over a folder, as a training script would write it."""
+    """A map-style dataset over a folder, as in a training script."""
 
     def __init__(self, root: Path) -> None:
         self.paths = files_below(root)
@@ -102,7 +102,12 @@ def with_torch(root: Path) -> Seen:
     from torch.utils.data import DataLoader
 
     digest, count = blake3(), 0
-    loader: Any = DataLoader(_Files(root / "files"), batch_size=32, num_workers=2, collate_fn=list)  # type: ignore[arg-type]
+    loader: Any = DataLoader(
+        _Files(root / "files"),  # type: ignore[arg-type]
+        batch_size=32,
+        num_workers=2,
+        collate_fn=list,
+    )
     for batch in loader:
         for data in batch:
             digest.update(data)
@@ -110,7 +115,7 @@ def with_torch(root: Path) -> Seen:
     return count, digest.hexdigest()
 
 
-#: Name, what one item is, and the loader.
+#: Name of the loader, what one item is, and the function.
 LOADERS: list[tuple[str, str, Callable[[Path], Seen]]] = [
     ("mmap of every file", "files", every_file),
     ("tarfile", "members", with_tarfile),

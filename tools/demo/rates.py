@@ -52,10 +52,10 @@ def large_files(root: Path) -> Callable[[], float]:
 
 
 def rates(contestants: list[tuple[Callable[[], float], Callable[[], None]]], *, cold: bool) -> list[float]:
-    """Median rate of each contestant, in turn over three rounds.
+    """Median rate of each contestant over three rounds, run in turn.
 
     Args:
-        contestants: A job that returns the amount it did, and what to do before a cold run of it.
+        contestants: For each, a job that returns the amount it did, and a function to call before a cold run.
         cold: Drop the kernel's caches before each run; otherwise every job runs once untimed first.
     """
     found: list[list[float]] = [[] for _ in contestants]

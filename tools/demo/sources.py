@@ -1,6 +1,6 @@
 """The demo's files, made from Python's standard library in the formats that training jobs read.
 
-Writes only below the folder it is given; needs no network.
+Writes only below the given folder, and needs no network.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def token_ids(data: bytes) -> list[int]:
 
 
 def make_tokens(folder: Path, texts: list[Text]) -> None:
-    """All token ids in one flat array, as language-model training maps it."""
+    """All token ids in one flat array, for training that maps it into memory."""
     import numpy as np
 
     np.save(
@@ -79,7 +79,7 @@ def make_tokens(folder: Path, texts: list[Text]) -> None:
 
 
 def make_dataset(folder: Path, texts: list[Text]) -> None:
-    """A folder as `Dataset.save_to_disk` leaves it: Arrow files and their description."""
+    """A folder in the format of `Dataset.save_to_disk`: Arrow files and their description."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -96,7 +96,7 @@ def make_dataset(folder: Path, texts: list[Text]) -> None:
     datasets.Dataset.from_dict(columns, features=features).save_to_disk(str(folder / "dataset"))
 
 
-#: What is made: its place below the data folder, in words, and the maker.
+#: The sources: place below the data folder, description, and maker.
 MAKERS: list[tuple[str, str, Callable[[Path, list[Text]], None]]] = [
     ("files", "small files, one a sample", make_files),
     ("shards", "tar shards, WebDataset's layout", make_shards),
@@ -113,7 +113,7 @@ def fresh_folder(folder: Path) -> Path:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """All files below, or the file itself, sorted."""
+    """All files below the folder, or the file itself, sorted."""
     return [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
 
 

@@ -1,4 +1,4 @@
-"""The command of `make strangers`: runs the suites whose checkouts are there, and names those that are missing."""
+"""The command of `make strangers`: runs the suites whose checkouts are there, and names the missing ones."""
 
 from __future__ import annotations
 

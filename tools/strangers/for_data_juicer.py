@@ -1,7 +1,8 @@
-"""Data-Juicer: each operator of which castore has one of the same name is castore's, made as a recipe makes it.
+"""Data-Juicer: each operator that castore has under the same name is castore's, made as a recipe makes it.
 
-Only the tests of such operators are collected. The classes that stand in have what Data-Juicer's own `map`, `filter` and `process` ask
-an operator for, and no more; the datasets, and all else, are Data-Juicer's from the checkout.
+Only the tests of such operators are collected. The stand-in classes have the attributes that Data-Juicer's
+own `map`, `filter` and `process` read from an operator, and no more. The datasets, and everything else, are
+Data-Juicer's from the checkout.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from typing import Any
 
 from castore.recipes.registry import BUILT_IN, make
 
-# How the work is done, not what comes out: these are for Data-Juicer's `map`.
+# Parameters of Data-Juicer's `map`: they decide how the work is done, not its result.
 _HOW = {"batch_size": 1, "num_proc": None}
 
 
 class StandIn:
-    """What Data-Juicer asks every operator for, around one of castore's."""
+    """The attributes that Data-Juicer reads from every operator, around one of castore's operators."""
 
     name: str
-    # Read by Data-Juicer's `map`: samples come one at a time.
+    # Data-Juicer's `map` reads this: samples come one at a time.
     turbo = True
 
     def __init__(self, **parameters: Any) -> None:
@@ -62,7 +63,7 @@ class Filter(StandIn):
 
 
 class Deduplicator(StandIn):
-    """A deduplicator of castore; it does not tell pairs of duplicates, so their dict is always empty."""
+    """A deduplicator of castore. It reports no pairs of duplicates, so their dict is always empty."""
 
     def compute_hash(self, sample: Any) -> Any:
         return self._ours.compute_hash(sample)
@@ -78,7 +79,7 @@ _KINDS = {"mapper": Mapper, "filter": Filter, "deduplicator": Deduplicator}
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Only tests of operators that castore has."""
+    """Ignore tests of operators that castore does not have."""
     name = collection_path.stem.removeprefix("test_")
     return True if collection_path.suffix == ".py" and name not in BUILT_IN and name != "__init__" else None
 
@@ -90,7 +91,7 @@ def _replace(name: str) -> None:
     except ModuleNotFoundError as error:
         if error.name != f"data_juicer.ops.{kind}.{name}":
             raise
-        return  # castore alone has it
+        return  # only castore has this operator
     theirs = importlib.import_module("data_juicer.ops.base_op").OPERATORS.modules[name]
     setattr(module, theirs.__name__, type(theirs.__name__, (_KINDS[kind],), {"name": name}))
 

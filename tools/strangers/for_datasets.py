@@ -1,7 +1,8 @@
-"""Hugging Face datasets: `map` and `filter` of `Dataset` and `DatasetDict` become `cached_map` and `cached_filter`.
+"""Hugging Face datasets: `map` and `filter` of `Dataset` and `DatasetDict` become castore's cached calls.
 
-Each test has a store of its own. Calls that `cached_map` itself makes, and those inside of datasets that bring a fingerprint of
-datasets' own cache along, go to the original. At a test's end everything must be in the store: a result that could not be kept fails it.
+They become `cached_map` and `cached_filter`. Each test has a store of its own. Two kinds of calls go to the
+original: those that `cached_map` itself makes, and those that datasets makes with a fingerprint of its own
+cache. At a test's end everything must be in the store: a result that could not be stored fails the test.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pytest
 from castore import Store
 from castore.adapters.datasets import CacheWarning, cached_filter, cached_map, wait
 
-#: What becomes of a result, for the plugin that has every result come from the store.
+#: Calls a step. The plugin `for_datasets_kept` replaces it, so that every result comes from the store.
 again: Callable[[Callable[[], Any]], Any] = lambda call: call()  # noqa: E731
 
 _inside = threading.local()
@@ -53,7 +54,7 @@ for _cls in (datasets.Dataset, datasets.DatasetDict):
 
 @pytest.fixture(autouse=True)
 def castore_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A store for one test, which must have kept everything when the test ends."""
+    """A store for one test. At the test's end every result must be in it."""
     with Store(tmp_path_factory.mktemp("store")) as store:
         _stores.append(store)
         try:

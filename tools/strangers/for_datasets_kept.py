@@ -1,4 +1,4 @@
-"""As for_datasets, but each step is asked for twice, and the caller gets what the store gives back the second time."""
+"""As for_datasets, but each step is called twice, and the caller gets the second result, from the store."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""diskcache: `Cache` becomes a thin face of a `castore.Store` with diskcache's names, as far as castore has a counterpart.
+"""diskcache: `Cache` becomes a thin layer over a `castore.Store`, with diskcache's names.
 
-Keys are any objects that castore can hash; the key itself is kept in the entry's metadata, as iteration gives it back. `incr`, `decr`
-and `add` are compare-and-set loops over `Store.put_if`, tags are metadata, `cull` is gc, and `reset` takes what castore does anyway. A method without a counterpart is not here: cases that need one are left out.
+Keys are any objects that castore can hash. The key itself is in the entry's metadata, because iteration
+returns it. `incr`, `decr` and `add` are compare-and-set loops over `Store.put_if`, tags are metadata, `cull`
+is gc, and `reset` accepts only castore's own behaviour. Methods without a counterpart are missing: cases that
+need one are left out.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Cache:
         self._store.close()
 
     def check(self) -> list[str]:
-        """What is wrong with the store."""
+        """The problems of the store."""
         return [str(found) for found in self._store.verify().bad]
 
     # One key
@@ -138,16 +140,16 @@ class Cache:
         return self._store.delete_many(entry.name for entry in self._entries())
 
     def expire(self) -> int:
-        """Remove what has expired."""
+        """Remove expired entries."""
         return len(self._store.gc().expired)
 
     def evict(self, tag: Any) -> int:
-        """Remove what has that tag."""
+        """Remove the entries with that tag."""
         tagged = [entry.name for entry in self._entries() if _object(entry.metadata["tag"]) == tag]
         return self._store.delete_many(tagged)
 
     def reset(self, setting: str, value: Any) -> None:
-        """Change a setting to what castore does: it never removes entries in a `set`, and those last used last go last."""
+        """Accept a setting that is castore's behaviour: `set` never removes entries, and eviction is LRU."""
         if setting != "cull_limit" and (setting, value) != ("eviction_policy", "least-recently-used"):
             raise NotImplementedError(f"castore has no {setting}={value!r}")
 

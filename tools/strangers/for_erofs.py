@@ -1,8 +1,8 @@
-"""erofs-utils: `stress.c`, compiled from the checkout, compares a castore mount with the folder that was added, over all codecs.
+"""erofs-utils: `stress.c`, compiled from the checkout, compares a castore mount with the added folder.
 
-Its processes list folders, read pieces and whole files at random places and drop pages at random, and compare each byte with the
-folder. Two things of it are switched off from outside: root's emptying of the whole machine's caches, and the quarter second of CPU
-that is burnt between two operations.
+It runs over all codecs. Its processes list folders, read pieces and whole files at random places, drop pages
+at random, and compare each byte with the folder. Two of its features are switched off from outside: as root
+it drops the caches of the whole machine, and between two operations it burns a quarter second of CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ CODECS = ("zstd", "lz4", "gzip", "none")
 PROCESSES, OPERATIONS = 4, 400
 SEEDS = (1, 2)
 _SECONDS = 900
-# The headers declare `geteuid` and `clock` under the names that macros give them. A clock that leaps ends every wait.
+# The headers declare `geteuid` and `clock` under the names that macros give them. A clock that jumps ends
+# every wait.
 _SWITCHES = """
 unsigned int castore_not_root(void) { return 1; }
 long castore_clock(void) { static long now; return now += 1000000; }
@@ -30,10 +31,10 @@ long castore_clock(void) { static long now; return now += 1000000; }
 
 
 def compiled(checkout: Path, folder: Path) -> Path:
-    """The program, made in a folder of ours.
+    """Compile the program into ``folder``.
 
     Raises:
-        RuntimeError: it does not compile; the message has the compiler's words.
+        RuntimeError: it does not compile; with the compiler's message.
     """
     program, helper = folder / "stress", folder / "switches.c"
     helper.write_text(_SWITCHES)
@@ -67,7 +68,7 @@ def cases() -> Iterator[tuple[str, int]]:
 
 
 def stress(program: Path, work: Path, codec: str, seed: int, files: int = 120) -> str:
-    """Run the program once; returns its last words if it found a difference, else nothing."""
+    """Run the program once; returns the end of its output if it found a difference, else an empty string."""
     plain = work / f"{codec}-{seed}"
     plant(plain, seed, files)
     with Store(work / f"store-{codec}-{seed}", codec=codec) as store:

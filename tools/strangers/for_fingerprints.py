@@ -1,4 +1,4 @@
-"""Hugging Face datasets: `Hasher.hash` becomes `operator_fingerprint`, for the tests of what is to hash alike."""
+"""Hugging Face datasets: `Hasher.hash` becomes `operator_fingerprint`, for the tests of what hashes alike."""
 
 from __future__ import annotations
 

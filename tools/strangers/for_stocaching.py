@@ -1,4 +1,4 @@
-"""stocaching: its module is one whose `SharedCache` and `get_shm_size` are castore's."""
+"""stocaching: a module of that name, whose `SharedCache` and `get_shm_size` are castore's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The pytest plugin of every suite: leaves out what the table leaves out, and writes down how each case ended.
+"""The pytest plugin of every suite: leaves out the cases of the table, and records how each case ended.
 
-The file, whose path is in ``CASTORE_STRANGERS_RECORD``, has one JSON object a line: first the cases that were chosen, then each one's
-end as soon as it is known. A case that was chosen and has no end died with its process.
+The record is the file in ``CASTORE_STRANGERS_RECORD``, with one JSON object a line: first the chosen cases,
+then each case's end as soon as it is known. A chosen case without an end died with its process.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tools.strangers.left_out import reason_for
 
 RECORD = "CASTORE_STRANGERS_RECORD"
 SUITE = "CASTORE_STRANGERS_SUITE"
-#: Set to run the cases that are left out, and only those.
+#: If set, run only the cases that are left out.
 OTHERS = "CASTORE_STRANGERS_LEFT_OUT"
 _KEPT = 400
 
 
 def case_name(nodeid: str) -> str:
-    """What a case is called here: its node id without the path of its file.
+    """The name of a case in tables: its node id without the path of its file.
 
     >>> case_name("tests/test_core.py::TestCache::test_get[0]")
     'TestCache::test_get[0]'
@@ -39,7 +39,7 @@ def record(**line: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the cases, and write down which, and why the others are left out."""
+    """Choose the cases, and record the chosen ones and the reasons for the others."""
     suite, others = os.environ[SUITE], OTHERS in os.environ
     reasons = {item: reason_for(suite, case_name(item.nodeid)) for item in items}
     chosen = [item for item in items if (reasons[item] is not None) == others]
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Write down how a case ended, of all its phases the worst."""
+    """Record how a case ended: the worst result of its phases."""
     item.stash[_PHASES] = []
     result = yield
     phases = item.stash[_PHASES]
@@ -81,7 +81,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """A file that cannot be collected is a case that failed."""
+    """Record a file that cannot be collected as a failed case."""
     if report.failed:
         record(case=report.nodeid, end="failed", why=_why(report))
 

@@ -1,4 +1,4 @@
-"""The table of suites: whose each is, which files of the checkout it needs, and how it is run."""
+"""The table of suites: the project of each, the files it needs of the checkout, and how it is run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Suite(NamedTuple):
     """A stranger's suite.
 
     Attributes:
-        name: what the table and `--only` call it.
-        shows: in a few words, what of castore stands where the stranger's code was.
-        folder: of the checkout, below the folder that `make strangers` is given.
-        url: where the checkout comes from.
+        name: in the table and for `--only`.
+        shows: in a few words, the part of castore that replaces the stranger's code.
+        folder: of the checkout, below the folder given to `make strangers`.
+        url: of the checkout's repository.
         needs: files that the checkout must have.
         tests: test files for pytest; empty for a program.
         plugin: the module that puts castore in the place of the stranger's code, or that runs the program.
@@ -95,7 +95,7 @@ SUITES = (
 
 
 def missing(suite: Suite, repos: Path) -> str | None:
-    """One sentence that says what a checkout lacks and how to get it, or None if it has all."""
+    """One sentence on what a checkout lacks and how to get it, or None if it is complete."""
     folder = repos / suite.folder
     lacking = [name for name in suite.needs if not (folder / name).is_file()]
     if not lacking:

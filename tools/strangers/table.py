@@ -1,4 +1,4 @@
-"""What `make strangers` prints, as a table or JSON, and the block that it writes into docs/reliability.md."""
+"""The output of `make strangers` as a table or JSON, and its block in docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def as_json(results: list[Result]) -> str:
 
 
 def as_text(results: list[Result]) -> str:
-    """Counts, then what failed, then the reasons of what was left out."""
+    """Counts, then the failures, then the reasons of the cases left out."""
     lines = [f"{'suite':16}{'passed':>8}{'failed':>8}{'left out':>10}"]
     for result in results:
         counts = [result.count(end) for end in ("passed", "failed", "left out")]
@@ -54,7 +54,7 @@ def _reasons(result: Result) -> Counter[str]:
 
 
 def write(page: Path, results: list[Result], on: str) -> None:
-    """Put the rows of these suites into a page's table, between its markers; rows of others stay."""
+    """Put the rows of these suites into a page's table, between its markers; rows of other suites stay."""
     text = page.read_text()
     found = _BLOCK.search(text)
     if found is None:

@@ -1,13 +1,15 @@
-"""Hugging Face datasets over the store: a cache of datasets, cached `map` and `filter`, pipelines of operators.
+"""Hugging Face datasets over the store: a cache of datasets, cached `map` and `filter`, pipelines of
+operators.
 
-`cache` keeps datasets by name. `operators` and `pipeline` run a step only if its key is not in the store.
+`cache` keeps datasets by name. `map_filter` and `pipeline` run a step only if its key is not in the store.
 `dataset_fingerprint` and `operator_keys` make the keys, `step_runner` runs one step once among all processes,
-`checkpoint` keeps the latest step only. `dataset_entries` is what lies in the store, `stored_table` and `lazy_table` are
-how rows come back. `source_step`, `file_digests` and `ram_results` are for `castore.recipes` beside what is public here.
+`checkpoint` keeps the latest step only. `dataset_entries` is what lies in the store, `stored_table` and
+`lazy_table` are how rows come back. `source_step`, `file_digests` and `ram_results` are for `castore.recipes`
+beside what is public here.
 
 May import: all below the adapters.
-Must never: import `castore.recipes`, but for the three classes of settings that are public under this name too, and then
-at first use; write what `datasets.load_from_disk` cannot read.
+Must never: import `castore.recipes`, but for the three classes of settings that are public under this name
+too, and then at first use; write what `datasets.load_from_disk` cannot read.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ if TYPE_CHECKING:
 try:
     from castore.adapters.datasets.background import wait
     from castore.adapters.datasets.cache import DatasetCache
+    from castore.adapters.datasets.disk_space import Estimate
     from castore.adapters.datasets.explain import Explanation
+    from castore.adapters.datasets.map_filter import cached_filter, cached_map
     from castore.adapters.datasets.operator_keys import operator_fingerprint
-    from castore.adapters.datasets.operators import cached_filter, cached_map
     from castore.adapters.datasets.pipeline import Pipeline
     from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Progress, StepReport
-    from castore.adapters.datasets.space import Estimate
 except ModuleNotFoundError as error:
     if error.name not in ("datasets", "pyarrow", "numpy"):
         raise

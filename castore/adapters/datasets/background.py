@@ -1,8 +1,9 @@
 """Putting datasets into a store in a thread of its own, while whoever made them goes on.
 
-One thread a process, first come first served: compressing uses all cores by itself. What is on its way can be waited
-for, and is waited for when the interpreter ends. What went wrong is told as a `CacheWarning` by the next call that
-uses this module, or at the end; the dataset is then not in the cache, and nothing half of it is.
+One thread a process, first come first served: compressing uses all cores by itself. What is on its way can be
+waited for, and is waited for when the interpreter ends. What went wrong is told as a `CacheWarning` by the
+next call that uses this module, or at the end; the dataset is then not in the cache, and nothing half of it
+is.
 
 A forked child begins with nothing on its way: the parent's thread is not there, and its work is the parent's.
 """
@@ -24,7 +25,8 @@ from castore.system.forks import reset_after_fork
 
 
 class OnItsWay(NamedTuple):
-    """A dataset that is being stored: a snapshot that no caller has, what is known of it, and the future of its size.
+    """A dataset that is being stored: a snapshot that no caller has, what is known of it, and the future of
+    its size.
 
     The size is None if the dataset could not be stored.
     """
@@ -48,7 +50,7 @@ class Background:
         self._failures: list[str] = []
 
     def find(self, store: Path, name: str) -> OnItsWay | None:
-        """What is on its way to that name."""
+        """The result on its way to that name."""
         with self._guard:
             return self._waiting.get((store, name))
 
@@ -113,6 +115,6 @@ def wait() -> None:
     background.wait()
 
 
-# Not `atexit`: by then `concurrent.futures` takes no more work, and compressing is work for its threads. Hooks run in
-# reverse order, so this one comes before that of `concurrent.futures`, which is imported above.
+# Not `atexit`: by then `concurrent.futures` takes no more work, and compressing is work for its threads.
+# Hooks run in reverse order, so this one comes before that of `concurrent.futures`, which is imported above.
 threading._register_atexit(wait)  # type: ignore[attr-defined]

@@ -1,11 +1,11 @@
 """DatasetCache: whole Hugging Face datasets by name, compressed in a store, mapped when they come back.
 
-kept.py says how a dataset lies in the store, mapping.py how it is mapped; this file is what users call.
+`dataset_entries` says how a dataset lies in the store, `mapped_files` how it is mapped. Users call this
+module.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from castore.adapters.datasets import dataset_entries
 from castore.adapters.datasets.reports import CacheWarning
+from castore.adapters.datasets.row_stream import part_of_stream
 from castore.adapters.datasets.stored_table import batches_of
-from castore.adapters.datasets.streams import part_of_stream
 from castore.adapters.datasets.tables import (
     SPLITS,
     STATE,
@@ -29,7 +29,7 @@ from castore.errors import CorruptError, InvalidValueError, NotFoundError
 from castore.names import check_name
 from castore.objects.codecs import check_codec
 from castore.store import Store
-from castore.units import parse_duration
+from castore.units import parse_ttl
 
 AnyDataset: TypeAlias = (
     "datasets.Dataset | datasets.DatasetDict | datasets.IterableDataset | datasets.IterableDatasetDict"
@@ -43,7 +43,7 @@ class DatasetCache:
     Args:
         store: a `Store`, or the folder of one, made if it does not exist.
         codec: ``"zstd"``, ``"lz4"``, ``"gzip"``, ``"none"``, or ``"auto"``.
-        ttl: seconds (or ``"7d"``) until a dataset expires; default the store's.
+        ttl: seconds (or ``"7d"``) until a dataset expires, or `castore.NEVER`; default the store's.
         max_size: budget in stored bytes, or ``"50GB"``; for a folder only, since a `Store` has its own.
 
     Raises:
@@ -62,13 +62,13 @@ class DatasetCache:
         *,
         codec: str = "zstd",
         ttl: float | str | None = None,
-        max_size: int | str | None = None,
+        max_size: float | str | None = None,
     ) -> None:
         codec, level = check_codec(codec, None)
         if isinstance(store, Store) and max_size is not None:
             raise InvalidValueError("a Store has its own budget; open it with Store(..., max_size=...)")
         self.store = store if isinstance(store, Store) else Store(store, max_size=max_size)
-        seconds = self.store.settings.ttl if ttl is None else parse_duration(ttl)
+        seconds = self.store.settings.ttl if ttl is None else parse_ttl(ttl)
         self._options = dataset_entries.Options(codec, level, seconds)
 
     def __repr__(self) -> str:
@@ -83,8 +83,9 @@ class DatasetCache:
 
         Raises:
             InvalidValueError: it is no dataset.
-            SerializationError: its format holds what JSON cannot: a transform, say. Or the rows of an iterable one, whose
-                features are not declared, differ in their columns, or later ones do not fit to the types of the first.
+            SerializationError: its format holds what JSON cannot: a transform, say. Or the rows of an
+                iterable one, whose features are not declared, differ in their columns, or later ones do not
+                fit to the types of the first.
             FullError, TooLargeError: it does not fit.
         """
         if not isinstance(dataset, _KINDS):
@@ -97,8 +98,9 @@ class DatasetCache:
     def get(self, name: str) -> Any:
         """The dataset of that name as it was put, or None.
 
-        Rows are mapped from a live mount of the store if there is one; else the dataset is decompressed once, into
-        an entry of the store that all processes map and that gc may take. An iterable dataset is read as it goes.
+        Rows are mapped from a live mount of the store if there is one; else the dataset is decompressed once,
+        into an entry of the store that all processes map and that gc may take. An iterable dataset is read as
+        it goes.
 
         Warns:
             CacheWarning: the dataset was there and is damaged; it is dropped.
@@ -106,11 +108,11 @@ class DatasetCache:
         return self._read(name, streaming=False)
 
     def dataset(self, name: str) -> Any:
-        """As `get`, as whole datasets also where iterable ones were put: with a length, indices, `map` and `cached_map`."""
+        """As `get`, but always a whole dataset, with a length, indices, `map` and `cached_map`."""
         return self._read(name, streaming=False, whole=True)
 
     def stream(self, name: str) -> Any:
-        """As `get`, as iterable datasets, which decompress only what is read: the first rows are there at once."""
+        """As `get`, but an iterable dataset, which decompresses only the rows that are read."""
         return self._read(name, streaming=True)
 
     def _read(self, name: str, *, streaming: bool, whole: bool = False) -> Any:
@@ -159,7 +161,7 @@ def _part(dataset: datasets.Dataset | datasets.IterableDataset) -> Part:
 
 
 def _datasets_among(names: list[str]) -> list[str]:
-    """Which folders hold a dataset, or a dictionary of some."""
+    """The folders that hold a dataset, or a dictionary of some."""
     files = (STATE, SPLITS)
     return [
         folder for folder, _, file in (name.rpartition("/") for name in names) if folder and file in files
@@ -174,22 +176,13 @@ def streamed(store: Store, name: str) -> datasets.IterableDataset:
     """
     files = dataset_entries.files_of(store, name)
     for part in files.blobs:
-        store.source.count_use(part)
+        store.count_use(part)
     digests = [blob.digest.hex() for _, blob in files.data]
     return assemble_stream(files.state, files.info, _batches, {"store": store, "digests": digests})
 
 
 def _batches(store: Store, digests: list[str]) -> Iterator[tuple[int, pa.Table]]:
     for digest in digests:
-        blob = store.index.blob(bytes.fromhex(digest))
-        if blob is None:
-            raise NotFoundError(
-                f"blob {digest} has been removed from {store.path} while its dataset was read"
-            )
-        with contextlib.closing(store.source.open(blob)) as reader:
-            try:
-                for number, batch in enumerate(batches_of(reader)):
-                    yield number, pa.Table.from_batches([batch])
-            except CorruptError as error:
-                store.source.quarantine(blob, error)
-                raise
+        with store.open_blob(digest) as opened:
+            for number, batch in enumerate(batches_of(opened)):
+                yield number, pa.Table.from_batches([batch])

@@ -4,8 +4,9 @@ A checkpoint is a dataset in the store, `checkpoints/<project>`, whose metadata 
 that made it. Dataset and metadata are committed together, so a run that is killed at any moment leaves the
 checkpoint before, or the new one, whole. It is pinned: gc must not take what a run of days stands on.
 
-While steps are to come it is the uncompressed file that the next one reads, under a second name (linked.py): with
-the run's input and what the step writes, that makes 3 x S on disk. It is compressed once all is done.
+While steps are to come it is the uncompressed file that the next one reads, under a second name
+(`hardlinks`): with the run's input and what the step writes, that makes 3 x S on disk. It is compressed once
+all is done.
 
 Serves a run only if its input and its first steps are the same; steps behind the checkpoint may change. Must
 never hand out a dataset that other steps made: whoever runs a changed recipe under the name of the old one
@@ -25,7 +26,6 @@ from castore.adapters.datasets import dataset_entries, hardlinks, mapped_files
 from castore.adapters.datasets.dataset_entries import Options, Size
 from castore.adapters.datasets.tables import part_of
 from castore.errors import CorruptError, FullError, NotFoundError, TooLargeError
-from castore.gc.collect import remove_blobs
 from castore.names import check_name
 from castore.store import Store
 
@@ -35,7 +35,7 @@ _VERSION = 2
 
 
 class Mark(NamedTuple):
-    """What tells a step from any other, whatever its input.
+    """The identity of a step, whatever its input.
 
     Attributes:
         name: of the operator.
@@ -110,7 +110,7 @@ class Checkpoint:
         return Found(dataset, told["rows"], told["packed"])
 
     def done(self, source: str, steps: Sequence[Mark]) -> tuple[int, str]:
-        """How many steps a run would find done, as far as can be told without a look at rows, and why no more."""
+        """How many steps a run would find done, and why no more. Reads no rows."""
         told, reason = self._told(source, steps)
         if told is None:
             return 0, reason or f"there is no checkpoint of {self._project!r}"
@@ -156,7 +156,8 @@ class Checkpoint:
             source: fingerprint of the input.
             steps: those that are done.
             rows: rows of the input, and behind each of them.
-            pack: compress it, since no step will come; else that is done only to what cannot be linked, or would not fit.
+            pack: compress it, since no step will come; else that is done only to what cannot be linked, or
+                would not fit.
 
         Raises:
             FullError, TooLargeError: it does not fit; the one before is still there.
@@ -213,15 +214,14 @@ class Checkpoint:
 
     def _forget(self, digests: set[bytes]) -> None:
         # At once and not with the next gc: "constant space" means now. What another entry names stays.
-        index = self._store.index
-        blobs = [blob for digest in digests if (blob := index.blob(digest)) is not None]
-        copies = index.find_many([f"{mapped_files.MAPS}/{blob.digest.hex()}" for blob in blobs])
+        blobs = [blob for digest in digests if (blob := self._store.blob(digest)) is not None]
+        copies = self._store.find_many([f"{mapped_files.MAPS}/{blob.digest.hex()}" for blob in blobs])
         mapped_files.forget(self._store, blobs)
-        remove_blobs(self._store.parts, sorted(digests | {found.blob.digest for found in copies.values()}))
+        self._store.remove_blobs(sorted(digests | {found.blob.digest for found in copies.values()}))
 
 
 def _between(old: Mapping[str, Any], new: Mark) -> str:
-    """What differs between a step of the checkpoint and one of this run; "" if nothing does."""
+    """The difference between a step of the checkpoint and one of this run; "" if there is none."""
     if old["name"] != new.name or old["kind"] != new.kind:
         return f"was {old['name']!r} and is {new.name!r}"
     if old["code"] == new.code:

@@ -1,23 +1,22 @@
 """Datasets as entries of a store: putting one in a single commit, and finding one as it was at one moment.
 
-A dataset ``name`` is the entries ``name/state.json``, ``name/dataset_info.json`` and ``name/data-….arrow``; a dictionary of
-datasets has ``name/dataset_dict.json`` and a dataset below for each split: the layout of `save_to_disk`, so that
-`datasets.load_from_disk` reads the same through a mount.
+A dataset ``name`` is the entries ``name/state.json``, ``name/dataset_info.json`` and ``name/data-….arrow``; a
+dictionary of datasets has ``name/dataset_dict.json`` and a dataset below for each split: the layout of
+`save_to_disk`, so that `datasets.load_from_disk` reads the same through a mount.
 
-Must never let anybody see files of two puts as one dataset: all files are committed together, and read again if a
-name changed while they were looked up.
+Must never let anybody see files of two puts as one dataset: all files are committed together, and read again
+if a name changed while they were looked up.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import datasets
-import pyarrow as pa
 from blake3 import blake3
 from datasets.table import Table
 
@@ -33,21 +32,17 @@ from castore.adapters.datasets.tables import (
     data_file,
 )  # fmt: skip
 from castore.adapters.mapped_check import note_new
-from castore.errors import FullError, NotFoundError
-from castore.index.queries import Found
+from castore.errors import NotFoundError
 from castore.names import check_name
-from castore.records import Blob, Pointing
+from castore.records import Blob, Found
 from castore.store import Store
-from castore.system.sql_errors import is_full
-from castore.write.open_pack import Vanished
-from castore.write.staging import Staged
-from castore.write.writer import open_source
+from castore.write.batch import Batch
 
 _ATTEMPTS = 5
 
 
 class Size(NamedTuple):
-    """What a kept dataset takes: bytes uncompressed, and bytes in the store."""
+    """The space of a kept dataset: bytes uncompressed, and bytes in the store."""
 
     logical: int
     stored: int
@@ -74,7 +69,7 @@ class Files(NamedTuple):
         return list(self.blobs.items())[2:]
 
 
-# --- putting ------------------------------------------------------------------------------------------------------
+# --- putting ------------------------------------------------------------------------------------------------
 
 
 def put_parts(
@@ -91,96 +86,55 @@ def put_parts(
         SerializationError: a dataset's format cannot be kept.
     """
     check_name(name)
-    try:
-        try:
-            return _put(store, name, parts, options, metadata, known=True)
-        except Vanished:
-            return _put(store, name, parts, options, metadata, known=False)
-    except OSError as error:
-        if not is_full(error):
-            raise
-        raise FullError(
-            f"the disk of {store.path} is full; free some space, or lower the budget: `castore gc --max-size SIZE`"
-        ) from error
+    started = time.time()
+    # Never and not the store's default: whoever asks has looked at that.
+    batch = store.batch(
+        codec=options.codec, level=options.level, ttl=math.inf if options.ttl is None else options.ttl
+    )
 
-
-def _put(
-    store: Store,
-    name: str,
-    parts: Mapping[str, Part],
-    options: Options,
-    metadata: dict[str, Any],
-    *,
-    known: bool,
-) -> Size:
-    staging, started = _Staging(store, options, known), time.time()
-    try:
-        for split, part in parts.items():
-            staging.part(_below(name, split), part, metadata)
+    def put() -> None:
+        files = [
+            file
+            for split, part in parts.items()
+            for file in _put_part(batch, _below(name, split), part, metadata)
+        ]
         if "" not in parts:
-            staging.bytes(f"{name}/{SPLITS}", json.dumps({"splits": list(parts)}).encode(), metadata)
-        old = _kept_names(store, name)
-        if old and (f"{name}/{STATE}" in old) != ("" in parts):
-            store.delete_many(
-                old
-            )  # a dataset and a dictionary of some under one name would look like neither
-        entries = store.writer.commit(staging.staged)
-    finally:
-        staging.discard()
+            files.append(
+                _put_small(batch, f"{name}/{SPLITS}", json.dumps({"splits": list(parts)}).encode(), metadata)
+            )
+        for old in set(_kept_names(store, name)).difference(files):
+            batch.delete(old)
+
+    entries = batch.run(put)
     for entry in entries:
-        found = store.index.find(entry.name) if entry.size > SMALL else None
+        found = store.find(entry.name) if entry.size > SMALL else None
         if found is not None:
             note_new(store, [found.blob], started)
-    store.delete_many(set(old) - {entry.name for entry in entries})
     return Size(sum(entry.size for entry in entries), sum(entry.stored for entry in entries))
 
 
-class _Staging:
-    """Files on their way into a store, to be committed together."""
+def _put_part(batch: Batch, name: str, part: Part, metadata: dict[str, Any]) -> list[str]:
+    """Put all files of one dataset; returns their names."""
+    digests = []
+    for number, source in enumerate(part.files()):
+        file = f"{name}/{number}"
+        if isinstance(source, str):
+            digests.append(batch.put_file(file, source))
+        else:
+            digests.append(batch.put(file, memoryview(source)))
+    files = [f"{name}/{data_file(number, len(digests))}" for number in range(len(digests))]
+    batch.rename({f"{name}/{number}": file for number, file in enumerate(files)})
+    state, info = part.describe([bytes.fromhex(digest) for digest in digests])
+    return [
+        *files,
+        _put_small(batch, f"{name}/{INFO}", info, {}),
+        _put_small(batch, f"{name}/{STATE}", state, metadata),
+    ]
 
-    def __init__(self, store: Store, options: Options, known: bool) -> None:
-        self._store = store
-        self._options = options
-        self._known = known
-        self._expires = None if options.ttl is None else time.time() + options.ttl
-        self.staged: list[tuple[Pointing, Staged]] = []
 
-    def discard(self) -> None:
-        """Undo what was not committed."""
-        for _, item in self.staged:
-            item.discard()
-
-    def part(self, name: str, part: Part, metadata: dict[str, Any]) -> None:
-        """All files of one dataset."""
-        data = []
-        try:
-            for source in part.files():
-                data.append(self._data(source))  # noqa: PERF401 - what is staged must be known when the next fails
-        finally:
-            for number, item in enumerate(data):
-                self.staged.append((self._pointing(f"{name}/{data_file(number, len(data))}", {}), item))
-        state, info = part.describe([item.digest for item in data])
-        self.bytes(f"{name}/{INFO}", info, {})
-        self.bytes(f"{name}/{STATE}", state, metadata)
-
-    def bytes(self, name: str, data: bytes, metadata: dict[str, Any]) -> None:
-        """A small file."""
-        staged = self._store.writer.stage(data, "zstd", None, known=self._known)
-        self.staged.append((self._pointing(name, metadata), staged))
-
-    def _data(self, source: str | pa.Buffer) -> Staged:
-        writer, (codec, level, _) = self._store.writer, self._options
-        if not isinstance(source, str):
-            return writer.stage(memoryview(source), codec, level, known=self._known)
-        fd = open_source(source)
-        try:
-            return writer.stage_file(fd, codec, level, known=self._known)
-        finally:
-            os.close(fd)
-
-    def _pointing(self, name: str, metadata: dict[str, Any]) -> Pointing:
-        text = json.dumps(metadata, sort_keys=True, ensure_ascii=False) if metadata else None
-        return Pointing(check_name(name), "bytes", text, self._expires, False)
+def _put_small(batch: Batch, name: str, data: bytes, metadata: dict[str, Any]) -> str:
+    batch.put(name, data, codec="zstd", metadata=metadata)
+    return name
 
 
 def _below(name: str, split: str) -> str:
@@ -205,7 +159,7 @@ def _is_file_of(name: str, folders: list[str]) -> bool:
     )
 
 
-# --- finding ------------------------------------------------------------------------------------------------------
+# --- finding ------------------------------------------------------------------------------------------------
 
 
 def kind_of(store: Store, name: str) -> str | None:
@@ -225,7 +179,7 @@ def splits_of(store: Store, name: str) -> list[str]:
 
 
 def metadata_of(store: Store, name: str) -> dict[str, Any] | None:
-    """What was kept with a dataset, or None if there is none of that name."""
+    """The metadata kept with a dataset, or None if there is none of that name."""
     entry = store.entry(f"{name}/{STATE}")
     return None if entry is None else entry.metadata
 
@@ -241,7 +195,7 @@ def files_of(store: Store, name: str) -> Files:
         state = file_of(store, f"{name}/{STATE}")
         names = [f"{name}/{STATE}", f"{name}/{INFO}"]
         names += [f"{name}/{item['filename']}" for item in json.loads(state)["_data_files"]]
-        found = store.index.find_many(names)
+        found = store.find_many(names)
         blobs = {part: found[part].blob for part in names if _is_there(found.get(part))}
         if len(blobs) < len(names):
             missing = next(part for part in names if part not in blobs)
@@ -249,7 +203,7 @@ def files_of(store: Store, name: str) -> Files:
                 f"there is no {missing!r} in {store.path}, which is a part of the dataset {name!r}"
             )
         if found[names[0]].blob.digest == blake3(state).digest():
-            info = store.source.fetch(blobs[names[1]])
+            info = store.get_blob(blobs[names[1]])
             if info is None:
                 raise damaged(names[1])
             return Files(blobs, state, info)
@@ -285,8 +239,8 @@ def load(store: Store, name: str) -> datasets.Dataset:
     files = files_of(store, name)
     tables = _late(store, files) or [table_of(store, part, blob) for part, blob in files.data]
     for part in files.blobs:
-        store.source.count_use(part)
-    store.flush_if_due()
+        store.count_use(part)
+    store.parts.usage.flush_if_due()
     return assemble(files.state, files.info, tables)
 
 
@@ -298,7 +252,7 @@ def _late(store: Store, files: Files) -> list[Table]:
 
 
 def size_of(store: Store, name: str) -> Size:
-    """What the dataset of that name takes."""
+    """The space of the dataset of that name."""
     entries = [entry for entry in store.entries(name) if _is_file_of(entry.name, [name])]
     return Size(sum(entry.size for entry in entries), sum(entry.stored for entry in entries))
 
@@ -306,5 +260,5 @@ def size_of(store: Store, name: str) -> Size:
 def drop(store: Store, name: str) -> bool:
     """Remove a dataset, or a dictionary of some, and what was materialised of it; False if there was none."""
     names = _kept_names(store, name)
-    forget(store, [found.blob for found in store.index.find_many(names).values() if found.blob.size > SMALL])
+    forget(store, [found.blob for found in store.find_many(names).values() if found.blob.size > SMALL])
     return store.delete_many(names) > 0

@@ -1,13 +1,14 @@
-"""Which data a dataset holds: a fingerprint of its rows, for the key of what is made of them.
+"""A fingerprint of a dataset's rows, for the keys of results that are made of them.
 
-The datasets library's own fingerprint is 64 bits, and random wherever it could not hash something, so it counts only
-where it is one of ours: made from a key, by a cached step. Every other dataset counts by its content: Arrow files by
-the digest of their bytes, remembered in the store by path, size and times, and the same through a mount, from a copy
-or not even read yet; tables in memory by the digest of their columns; a selection by the rows it selects; the format by
-its name, since it decides what a function sees.
+The datasets library's own fingerprint is 64 bits, and random wherever it could not hash something, so it
+counts only where it is one of ours: made from a key, by a cached step. Every other dataset counts by its
+content: Arrow files by the digest of their bytes, remembered in the store by path, size and times, and the
+same through a mount, from a copy or not even read yet; tables in memory by the digest of their columns; a
+selection by the rows it selects; the format by its name, since it decides what a function sees.
 
-Files that rows of images name count by size and time. The result of a step of this process may name some too, until it
-comes from the store, which holds their bytes: they count as soon as one is not what it was when the step ended.
+Files that rows of images name count by size and time. The result of a step of this process may name some too,
+until it comes from the store, which holds their bytes: they count as soon as one is not what it was when the
+step ended.
 
 Assumes that nobody changes a file in place and turns its clock back. Must never give a random answer.
 """
@@ -28,7 +29,7 @@ from castore.adapters.datasets.lazy_dataset import LateDataset
 from castore.adapters.datasets.lazy_table import LateTable
 from castore.adapters.datasets.mapped_files import TAIL
 from castore.adapters.datasets.operator_keys import HELD, OperatorEncoder, operator_fingerprint
-from castore.adapters.datasets.replaced import gone
+from castore.adapters.datasets.replaced_files import gone
 from castore.adapters.datasets.table_digest import table_digest
 from castore.adapters.datasets.tables import row_blocks, table_files
 from castore.errors import InvalidValueError
@@ -53,7 +54,8 @@ def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
         return fingerprint({name: dataset_fingerprint(part, store) for name, part in dataset.items()})
     if not isinstance(dataset, datasets.Dataset):
         raise InvalidValueError(
-            f"a {type(dataset).__name__} has no rows to tell it by; keep a stream with DatasetCache.put(name, stream), and pass"
+            f"a {type(dataset).__name__} has no rows to tell it by; keep a stream with "
+            "DatasetCache.put(name, stream), and pass"
             " what DatasetCache.dataset(name) gives, which is a Dataset"
         )
     shown = _format(dataset)
@@ -84,7 +86,8 @@ def note_files(dataset: datasets.Dataset) -> None:
 
 
 def check_files(dataset: datasets.Dataset) -> None:
-    """See that the files which rows of a step's result name are as they were when `note_files` was told of it.
+    """See that the files which rows of a step's result name are as they were when `note_files` was told of
+    it.
 
     Raises:
         InvalidValueError: one has changed.
@@ -103,7 +106,7 @@ def _files_since(dataset: datasets.Dataset) -> list[Any]:
 
 
 def _files_named(dataset: datasets.Dataset) -> list[Any]:
-    """Sizes and times of the local files that rows of images, sounds and films name in place of holding them."""
+    """Sizes and times of the local files that rows of images, sounds and films name."""
     paths: set[str] = set()
     for name, feature in dataset.features.items():
         inner = feature
@@ -129,7 +132,7 @@ def _seen(path: str) -> list[int]:
 
 
 def _is_described_by_its_rows(dataset: datasets.Dataset) -> bool:
-    """Whether the features are those that came with the rows: `dataset.info.features` can be changed in place."""
+    """Whether nobody has changed the features in place since they came with the rows."""
     if isinstance(dataset, LateDataset) and not dataset.is_read:
         return True
     # Not `dataset.features`, which is a deep copy.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from castore.adapters.datasets import dataset_entries
-from castore.adapters.datasets.plans import Planned
+from castore.adapters.datasets.step_plan import Planned
 from castore.adapters.datasets.step_runner import FOLDER
 from castore.adapters.datasets.tables import STATE, our_fingerprint
 from castore.store import Store
@@ -24,7 +24,8 @@ class Explanation:
         name, kind: as in `StepReport`.
         hit: whether a run would find it done, in the cache or behind a checkpoint.
         key: under which its result is, or would be, kept in the cache.
-        changes: on a miss, a sentence for each thing that differs from the nearest run that is kept, or why nothing is.
+        changes: on a miss, a sentence for each thing that differs from the nearest run that is kept, or why
+            nothing is.
     """
 
     name: str
@@ -62,7 +63,7 @@ def explain(store: Store, pipeline: str, planned: Sequence[Planned]) -> list[Exp
 
 
 def _records(store: Store, pipeline: str) -> list[dict[str, Any]]:
-    """What is kept with the steps of that pipeline, and of those that ran outside any, the latest first."""
+    """The records of that pipeline's steps, and of steps outside any pipeline, the latest first."""
     entries = [entry for entry in store.entries(FOLDER) if entry.name.endswith(f"/{STATE}")]
     entries.sort(key=lambda entry: entry.created, reverse=True)
     found = [entry.metadata for entry in entries if "parts" in entry.metadata]

@@ -1,7 +1,7 @@
 """Digests of files, remembered in the store for as long as a file does not change.
 
-A file counts as unchanged while its path, device, inode, size and times are as they were. Assumes that nobody changes a
-file in place and turns its clock back. Must never change a file.
+A file counts as unchanged while its path, device, inode, size and times are as they were. Assumes that nobody
+changes a file in place and turns its clock back. Must never change a file.
 """
 
 from __future__ import annotations

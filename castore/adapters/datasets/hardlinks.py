@@ -1,18 +1,22 @@
-"""A dataset kept by second names of its own Arrow files: no byte is copied, and what it shows of them lies beside.
+"""A dataset kept by second names of its own Arrow files: no byte is copied, and what it shows of them lies
+beside.
 
-For what is kept for a short while: the files become raw objects of the store by hard links, so they take room once. A
-dataset that is all of its files lies as `save_to_disk` lays it out. One that is a part of them (rows that a filter left,
-columns without hashes) has ``_parts`` in its state in the place of ``_data_files``: programs that know of no parts must
-fail to open it, and not see rows that are not in it.
+For what is kept for a short while: the files become raw objects of the store by hard links, so they take room
+once. A dataset that is all of its files lies as `save_to_disk` lays it out. One that is a part of them (rows
+that a filter left, columns without hashes) has ``_parts`` in its state in the place of ``_data_files``:
+programs that know of no parts must fail to open it, and not see rows that are not in it.
 
-Must never link a file of the user's, who may write to it: only those that work.py named, and objects.
+Must never link a file of the user's, since the user may write to it: only files that `scratch` named, and
+objects.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+from functools import partial
 from typing import Any
 
 import datasets
@@ -39,8 +43,8 @@ from castore.write.staging import Large, Staged
 from castore.write.writer import open_source
 
 _PARTS, _INDICES = "_parts", "indices.arrow"
-# What may have been done to a table without the file having less than it. The features say which columns it shows; a
-# deduplicator that found nothing leaves a slice.
+# What may have been done to a table without the file having less than it. The features say which columns it
+# shows; a deduplicator that found nothing leaves a slice.
 _ALLOWED = frozenset({"replace_schema_metadata", "drop", "select", "remove_column", "slice"})
 # Another file system, or one without links; a file of another user's; too many links.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK}
@@ -56,7 +60,7 @@ def put(
     """Keep a dataset below ``name``, pinned, with one commit; what else lies there stays.
 
     Returns:
-        What it takes; None if its rows are not in files that can be linked: nothing is kept then.
+        Its size; None if its rows are not in files that can be linked: nothing is kept then.
 
     Raises:
         FullError, TooLargeError: it does not fit into the budget.
@@ -66,32 +70,30 @@ def put(
     if blocks is None or not all(_may_link(store, block.path) for block in blocks):
         return None
     files = [data_file(at, len(blocks)) for at in range(len(blocks))]
-    staged: list[tuple[Pointing, Staged]] = []
-
-    def stage(file: str, item: Staged, told: str | None = None) -> None:
-        staged.append((Pointing(check_name(f"{name}/{file}"), "bytes", told, None, True), item))
-
-    def stage_bytes(file: str, data: bytes | pa.Buffer, told: str | None = None) -> None:
-        stage(file, store.writer.stage(data, "zstd", None, known=False), told)
-
+    digests = []
+    batch = store.batch(codec="zstd", ttl=math.inf)
     try:
         for file, block in zip(files, blocks, strict=True):
-            stage(file, _linked(store, block.path))
-        state, info = part_of(dataset).describe([item.digest for _, item in staged])
+            pointing = Pointing(check_name(f"{name}/{file}"), "bytes", None, None, True)
+            digests.append(batch.add(partial(_named, store, block.path, pointing)))
+        state, info = part_of(dataset).describe([bytes.fromhex(digest) for digest in digests])
         if dataset._indices is not None or table_files(dataset._data) is None:
             state = _with_parts(
                 state, [[file, *_slice(block)] for file, block in zip(files, blocks, strict=True)]
             )
-            stage_bytes(_INDICES, _stream(dataset._indices))
-        stage_bytes(INFO, info)
-        stage_bytes(STATE, state, json.dumps(metadata))
-        entries = store.writer.commit(staged)
+            batch.put(f"{name}/{_INDICES}", memoryview(_stream(dataset._indices)), pin=True)
+        batch.put(f"{name}/{INFO}", info, pin=True)
+        batch.put(f"{name}/{STATE}", state, metadata=metadata, pin=True)
+        entries = batch.commit()
     except _Unlinkable:
         return None
     finally:
-        for _, item in staged:
-            item.discard()
+        batch.discard()
     return dataset_entries.Size(sum(entry.size for entry in entries), sum(entry.stored for entry in entries))
+
+
+def _named(store: Store, path: str, pointing: Pointing, known: bool) -> tuple[Pointing, Staged]:
+    return pointing, _linked(store, path)
 
 
 def _may_link(store: Store, path: str) -> bool:
@@ -166,7 +168,7 @@ def load(store: Store, name: str) -> datasets.Dataset:
 
 
 def _table(store: Store, name: str) -> Table:
-    found = store.index.find(name)
+    found = store.find(name)
     if found is None:
         raise NotFoundError(f"there is no {name!r} in {store.path}, which is a part of a dataset")
     return table_of(store, name, found.blob)
@@ -188,13 +190,13 @@ def names(store: Store, name: str) -> set[str]:
 def compress(store: Store, name: str, codec: str) -> None:
     """Compress what of the dataset below ``name`` lies uncompressed: a store has one object of each blob."""
     for file in sorted(names(store, name)) if codec != "none" else ():
-        found = store.index.find(file)
+        found = store.find(file)
         if found is not None and found.blob.codec == "none" and found.blob.pack == LOOSE:
             _recode(store, found.blob, codec)
 
 
 def _recode(store: Store, blob: Blob, codec: str) -> None:
-    raw = store.objects.loose.path(blob.digest, "none")
+    raw = store.path_of(blob)
     fd = open_source(raw)
     try:
         staged = store.writer.stage_file(fd, codec, None, known=False)

@@ -1,6 +1,7 @@
-"""Which operators are Data-Juicer's, told by their classes, and what these expect of a dataset.
+"""Data-Juicer's operators, told by their classes, and the columns that they expect of a dataset.
 
-An operator can only be one of Data-Juicer's if somebody has imported the library. Must never import the library.
+An operator can only be one of Data-Juicer's if somebody has imported the library. Must never import the
+library.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ WholeDataset = Literal["select", "group"]
 
 
 def works_on_datasets(operator: Any) -> WholeDataset | None:
-    """How an operator takes a whole dataset: it selects of its rows, it makes groups of them, or not at all."""
+    """How an operator takes a whole dataset: it selects rows, it groups them, or not at all."""
     for base, how in (("Selector", "select"), ("Grouper", "group")):
         kind = _base(base)
         if kind is not None and isinstance(operator, kind):

@@ -1,7 +1,7 @@
-"""A dataset known by its features and length, and read only when somebody looks at a row.
+"""A dataset known by its features and length. Rows are read at first use.
 
-A run whose first step is kept never looks at its input. Must behave as what it stands for in everything but when it
-is read. Knows no store: where the rows come from is said by who makes one.
+A run whose first step is kept never looks at its input. Must behave as what it stands for in everything but
+when it is read. Knows no store: where the rows come from is said by who makes one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LateDataset(datasets.Dataset):  # type: ignore[misc]
         return self._loaded is not None
 
     def read(self) -> datasets.Dataset:
-        """What it stands for."""
+        """The dataset itself."""
         return self._load()
 
     @property

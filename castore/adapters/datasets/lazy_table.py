@@ -1,12 +1,13 @@
-"""Tables known by their columns and length, and read only when somebody looks at a row.
+"""Tables known by their columns and length. Rows are read at first use.
 
 A run whose first step comes from the cache never looks at its input, nor at a step's result that the next one
-is cached behind: reading those, or decoding them, would be most of the time of such a run. Must behave as what
-they stand for in everything but when it is read. Knows no store: where rows come from is said by who makes one.
+is cached behind: reading those, or decoding them, would be most of the time of such a run. Must behave as
+what they stand for in everything but when it is read. Knows no store: where rows come from is said by who
+makes one.
 
-Mapping alone was measured in their place, without a mount. A rerun of five cached steps over 137 MB of text left five
-raw copies, and the store took 839 MB where it takes 154 MB; a recipe's rerun left one, 323 MB for 187 MB. Later reruns
-take the same time either way, and so does random access once a copy is there.
+Mapping alone was measured in their place, without a mount. A rerun of five cached steps over 137 MB of text
+left five raw copies, and the store took 839 MB where it takes 154 MB; a recipe's rerun left one, 323 MB for
+187 MB. Later reruns take the same time either way, and so does random access once a copy is there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from datasets.table import InMemoryTable, MemoryMappedTable, Table, table_cast
 from castore.records import Blob
 from castore.system.forks import Guard
 
-#: Bytes from the start of a table that are decoded for who looks at them.
+#: Bytes from the start of a table that are decoded without mapping the rest.
 NEAR = 8 * 1024 * 1024
 
 
@@ -61,9 +62,9 @@ class Rows(Protocol):
 class LateTable(MemoryMappedTable):  # type: ignore[misc]
     """A table whose rows are decoded when somebody looks at them.
 
-    What lies in the first 8 MiB, and one pass over all rows, is decoded where it is; whatever else is asked has the
-    whole table mapped first. So a step of a chain that nobody looks at costs nothing, and who reads in order needs no
-    room for a second copy.
+    What lies in the first 8 MiB, and one pass over all rows, is decoded where it is; whatever else is asked
+    has the whole table mapped first. So a step of a chain that nobody looks at costs nothing, and who reads
+    in order needs no room for a second copy.
 
     Args:
         schema: of the table.
@@ -346,10 +347,11 @@ def _delegated(name: str) -> Callable[..., Any]:
     return method
 
 
-# The base class repeats what was done to one file that it has the path of, and here may be several, or none any more.
-# `datasets` takes nothing put together for a part of what it puts together, so what comes of it stays in this class.
+# The base class repeats what was done to one file that it has the path of, and here may be several, or none
+# any more. `datasets` takes nothing put together for a part of what it puts together, so what comes of it
+# stays in this class.
 for _name in (
-    "filter", "flatten", "combine_chunks", "cast", "add_column", "append_column", "remove_column", "set_column",
-    "rename_columns", "drop", "select",
+    "filter", "flatten", "combine_chunks", "cast", "add_column", "append_column", "remove_column",
+    "set_column", "rename_columns", "drop", "select",
 ):  # fmt: skip
     setattr(LateTable, _name, _delegated(_name))

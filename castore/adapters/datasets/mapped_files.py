@@ -1,12 +1,15 @@
-"""A blob's bytes as a file that processes can map: a raw object, a file in a live mount, or the blob materialised once.
+"""A blob's bytes as a file that processes can map: a raw object, a file in a live mount, or the blob
+materialised once.
 
-Materialised means: the same bytes and a few more at their end, which readers of Arrow streams ignore, as a raw object
-of the store. It is an entry like any other under `MAPS`, so gc bounds it, and what is mapped lives until it is unmapped.
+Materialised means: the same bytes and a few more at their end, which readers of Arrow streams ignore, as a
+raw object of the store. It is an entry like any other under `MAPS`, so gc bounds it, and what is mapped lives
+until it is unmapped.
 
-Every object is checked before it is mapped: see checked.py.
+Every object is checked before it is mapped: see `castore.adapters.mapped_check`.
 
-Paths are handed out through a symbolic link in a folder of datasets' own cache: a plain `map` on a dataset writes its
-cache file beside the dataset's file, which must not be the object directory, and cannot be a read-only mount.
+Paths are handed out through a symbolic link in a folder of datasets' own cache: a plain `map` on a dataset
+writes its cache file beside the dataset's file, which must not be the object directory, and cannot be a
+read-only mount.
 """
 
 from __future__ import annotations
@@ -23,21 +26,21 @@ import datasets
 from blake3 import blake3
 
 from castore.adapters import mapped_check
-from castore.adapters.mapped_check import check, frames_of, note_new
-from castore.errors import CorruptError
-from castore.objects.decode import BlobReader
+from castore.adapters.mapped_check import check, note_new
+from castore.errors import CorruptError, NotFoundError
 from castore.objects.encode import encode
+from castore.read.open_blob import OpenBlob
 from castore.records import LOOSE, Blob, Pointing
 from castore.store import Store
 from castore.system.single_flight import ComputeLocks
-from castore.system.temporary import is_running, pid_namespace
 from castore.write.staging import Large
 
 #: Where materialised blobs are, by the digest of what they hold.
 MAPS = ".datasets/maps"
-#: After so many seconds gc takes what was materialised even where no budget makes it: it is only a second copy.
+#: After so many seconds gc takes what was materialised even where no budget makes it: it is only a second
+#: copy.
 MAPS_SECONDS = 7 * 86400.0
-#: What the materialised copy of a blob has behind the blob's bytes.
+#: The end of a materialised copy, behind the blob's bytes.
 TAIL = b"castore: mapped\n"
 _ATTEMPTS = 5
 
@@ -53,20 +56,20 @@ def store_locks(store: Store) -> ComputeLocks:
     return locks_of(store.path, store.settings.file_mode)
 
 
-def mappable(store: Store, blob: Blob, reader: BlobReader | None = None) -> str:
+def mappable(store: Store, blob: Blob, opened: OpenBlob | None = None) -> str:
     """A path under which the bytes of a loose blob, and at most a few more, can be mapped.
 
     Args:
         store, blob: where it is.
-        reader: of the blob, if it is open already: then its object may be gone.
+        opened: the blob, if it is open already: then its object may be gone.
 
     Raises:
-        FileNotFoundError: the bytes are gone.
+        FileNotFoundError, NotFoundError: the bytes are gone.
         CorruptError: the bytes are damaged; they have been set aside.
         FullError, TooLargeError: materialised they would not fit into the store's budget, or onto its disk.
     """
     for _ in range(_ATTEMPTS):
-        target = _target(store, blob, reader)
+        target = _target(store, blob, opened)
         path = _link(blob, target)
         if os.path.exists(path):
             return path
@@ -75,26 +78,26 @@ def mappable(store: Store, blob: Blob, reader: BlobReader | None = None) -> str:
 
 def mapped_before(store: Store, blob: Blob) -> str | None:
     """As `mappable`, but only if the blob is materialised already, and known to be good."""
-    found = store.index.find(f"{MAPS}/{blob.digest.hex()}")
+    found = store.find(f"{MAPS}/{blob.digest.hex()}")
     if found is None or found.blob.pack != LOOSE or mapped_check.unchecked(store, [found.blob]):
         return None
-    return _link(blob, store.objects.loose.path(found.blob.digest, "none"))
+    return _link(blob, store.path_of(found.blob))
 
 
-def _target(store: Store, blob: Blob, reader: BlobReader | None) -> str:
+def _target(store: Store, blob: Blob, opened: OpenBlob | None) -> str:
     if blob.codec == "none":
         check(store, blob)
-        return store.objects.loose.path(blob.digest, "none")
+        return store.path_of(blob)
     mounted = _in_mount(store, blob)
     if mounted is not None:
         check(store, blob)
         return mounted
-    raw = _materialised(store, blob, reader)
-    return store.objects.loose.path(raw.digest, "none")
+    raw = _materialised(store, blob, opened)
+    return store.path_of(raw)
 
 
 def _link(blob: Blob, target: str) -> str:
-    """A symbolic link to ``target`` in a folder of datasets' own cache, where plain `map` may write beside it."""
+    """A symbolic link to ``target`` in a folder of datasets' own cache: plain `map` may write beside it."""
     link = path_of(blob)
     with contextlib.suppress(OSError):
         if os.readlink(link) == target:
@@ -115,7 +118,7 @@ def path_of(blob: Blob) -> str:
     return str(folder / "data.arrow")
 
 
-# --- forgetting ---------------------------------------------------------------------------------------------------
+# --- forgetting ---------------------------------------------------------------------------------------------
 
 
 def forget(store: Store, blobs: Iterable[Blob]) -> None:
@@ -125,74 +128,67 @@ def forget(store: Store, blobs: Iterable[Blob]) -> None:
     mapped_check.forget(store, gone)
 
 
-# --- places -------------------------------------------------------------------------------------------------------
+# --- places -------------------------------------------------------------------------------------------------
 
 
 def _in_mount(store: Store, blob: Blob) -> str | None:
-    """The blob's path in a mount of this store that answers, or None."""
-    rows = store.index.rows("SELECT mountpoint, namespace, pid, started FROM mounts")
+    """The blob's path in a live mount of this store, or None."""
     digest = blob.digest.hex()
-    for mountpoint, namespace, pid, started in rows:
-        if namespace != pid_namespace() or not is_running(pid, started):
-            continue
-        path = os.path.join(mountpoint, ".castore", "objects", digest[:2], digest)
+    for mount in store.mounts():
+        path = os.path.join(mount.mountpoint, ".castore", "objects", digest[:2], digest)
         try:
             if os.stat(path).st_size == blob.size:
                 return path
         except OSError:
-            continue  # unmounted a moment ago, or another user's
+            continue  # unmounted a moment ago, or another user's or container's
     return None
 
 
-def _materialised(store: Store, blob: Blob, reader: BlobReader | None) -> Blob:
+def _materialised(store: Store, blob: Blob, opened: OpenBlob | None) -> Blob:
     name = f"{MAPS}/{blob.digest.hex()}"
     with store_locks(store).hold(name):
-        found = store.index.find(name)
+        found = store.find(name)
         if found is not None and found.blob.pack == LOOSE:
             try:
                 check(store, found.blob)
-                store.source.count_use(name)
+                store.count_use(name)
                 return found.blob
-            except (FileNotFoundError, CorruptError):
+            except (NotFoundError, CorruptError):
                 store.delete(name)  # made again from the compressed bytes
-        if reader is not None:
-            return _materialise(store, blob, name, reader)
-        with contextlib.closing(store.source.open(blob)) as own:
+        if opened is not None:
+            return _materialise(store, blob, name, opened)
+        with store.open_blob(blob.digest) as own:
             return _materialise(store, blob, name, own)
 
 
-def _materialise(store: Store, blob: Blob, name: str, reader: BlobReader) -> Blob:
+def _materialise(store: Store, blob: Blob, name: str, opened: OpenBlob) -> Blob:
     started = time.time()
+    fd, temporary = store.objects.loose.create()
     try:
-        fd, temporary = store.objects.loose.create()
-        try:
-            frames = _Recut(frames_of(reader), blob)
-            encoded = encode(frames, frames.size, "none", None, lambda piece: _write_all(fd, piece))
-            store.objects.loose.seal(fd, durable=False)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
-    except CorruptError as error:
-        store.source.quarantine(blob, error)
+        frames = _Recut(opened.pieces(), blob)
+        encoded = encode(frames, frames.size, "none", None, lambda piece: _write_all(fd, piece))
+        store.objects.loose.seal(fd, durable=False)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(fd)
     raw = Blob(frames.digest(), frames.size, encoded.stored, "none", LOOSE, 0)
     metadata = f'{{"of": "{blob.digest.hex()}"}}'
     store.flush()  # what is in use must not look forgotten when room is made
     staged = Large(store.objects, raw, temporary, encoded.checksums)
     expires = time.time() + MAPS_SECONDS
-    store.writer.commit([(Pointing(name, "bytes", metadata, expires, False), staged)])
+    with store.batch() as batch:
+        batch.add(lambda _: (Pointing(name, "bytes", metadata, expires, False), staged))
     note_new(store, [raw], started)
     return raw
 
 
 class _Recut:
-    """The frames of a blob with the tail behind the last one, checked against the blob's digest at the end."""
+    """The frames of a blob with the tail behind the last one."""
 
     def __init__(self, frames: Iterator[bytes], blob: Blob) -> None:
         self._frames = frames
-        self._blob = blob
         self._with_tail = blake3()
         self.size = blob.size + len(TAIL)
 
@@ -203,17 +199,13 @@ class _Recut:
     def __iter__(self) -> Iterator[bytes]:
         from castore.objects.codecs import FRAME_SIZE
 
-        plain, last = blake3(), b""
+        last = b""
         for frame in self._frames:
-            plain.update(frame)
             if len(frame) == FRAME_SIZE:
                 self._with_tail.update(frame)
                 yield frame
             else:
                 last = frame
-        if plain.digest() != self._blob.digest:
-            digest = self._blob.digest.hex()
-            raise CorruptError(f"blob {digest} does not have its digest", digest=digest)
         last += TAIL
         self._with_tail.update(last)
         for start in range(0, len(last), FRAME_SIZE):

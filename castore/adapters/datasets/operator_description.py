@@ -1,7 +1,8 @@
-"""What is said of an operator beside its fingerprint, so that it can be told later what about it has changed.
+"""The description of an operator beside its fingerprint: `explain` tells from it what has changed.
 
-A description is plain JSON: digests of the user's functions and classes, of each parameter, and of each value that the
-code refers to, with a short text of what can be shown. Nothing here decides anything: keys come from the fingerprint.
+A description is plain JSON: digests of the user's functions and classes, of each parameter, and of each value
+that the code refers to, with a short text of what can be shown. Nothing here decides anything: keys come from
+the fingerprint.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.
 
 
 class Description(NamedTuple):
-    """What is known of an operator.
+    """An operator, described.
 
     Attributes:
         fingerprint: of all that counts, 64 hexadecimal digits.
@@ -55,7 +56,8 @@ def describe(operator: Any, name: str, fingerprint: str | None = None) -> Descri
     parameters = list(_parameters(operator))
     encoder = _Describing(value for _, value in parameters)
     revision = getattr(type(operator), "_castore_revision", 1)
-    # Castore's own operators count by its release, and between two releases by how often their results were mended.
+    # Castore's own operators count by its release, and between two releases by how often their results were
+    # mended.
     mended = b"" if revision == 1 else f"revision {revision}".encode()
     digits = str(blake3(encode(operator, name, encoder) + mended).hexdigest())
     parts = {f"the code of {qualified}": [digest, ""] for qualified, digest in encoder.code.items()}
@@ -97,7 +99,7 @@ class _Describing(OperatorEncoder):
         return self._alone[id(value)]
 
     def part(self, value: Any, step: str = "") -> bytes:
-        """As in OperatorEncoder, with a note of what was wanted: hashing a large parameter again takes time."""
+        """As in OperatorEncoder, with a note of wanted values: hashing a large one again takes time."""
         if id(value) not in self._wanted:
             return super().part(value, step)
         before = self._bound, len(self._met)
@@ -148,7 +150,7 @@ def _digest(code: bytes) -> str:
 
 
 def _text(value: Any) -> str:
-    """What can be shown of a value; of a large one its beginning, without a look at the rest."""
+    """A value as a short text. Of a large value only the beginning is read."""
     if isinstance(value, dict) and len(value) > _SHOWN:
         value = dict(islice(value.items(), _SHOWN))
     elif isinstance(value, set) and len(value) > _SHOWN:

@@ -1,13 +1,16 @@
-"""What an operator computes, as a fingerprint: its code, followed through the user's own modules, and its state.
+"""What an operator computes, as a fingerprint: its code, followed through the user's own modules, and its
+state.
 
-Builds on `castore.keys.objects`: functions by their code, libraries by name and version. Objects count by their class
-and by what pickle would keep of them; models and arrays by content; tokenizers by their rules, not by what using
-them leaves behind. What cannot change a result (locks, loggers, streams of a GPU, opaque handles) counts by its kind.
-The state of a source of random numbers counts: equal seeds are equal, and one that was used has moved on.
+Builds on `castore.keys.objects`: functions by their code, libraries by name and version. Objects count by
+their class and by what pickle would keep of them; models and arrays by content; tokenizers by their rules,
+not by what using them leaves behind. What cannot change a result (locks, loggers, streams of a GPU, opaque
+handles) counts by its kind. The state of a source of random numbers counts: equal seeds are equal, and one
+that was used has moved on.
 
-Assumes that what an object leaves out of its pickle does not count, and that nobody changes an operator while it is
-hashed. Must never give a random answer: what has no stable hash is an UnhashableError that names where it hangs.
-Nothing is remembered by identity from one call to the next, since an array or a model can be changed in place.
+Assumes that what an object leaves out of its pickle does not count, and that nobody changes an operator while
+it is hashed. Must never give a random answer: what has no stable hash is an UnhashableError that names where
+it hangs. Nothing is remembered by identity from one call to the next, since an array or a model can be
+changed in place.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ from castore.keys.values import Kinds
 _VERSION = b"castore.operator.1"
 _LARGE = 1 << 20
 #: The advice for a part that looks random.
-RANDOM_ADVICE = "if it does not count, leave it out with __getstate__, or say what identifies the operator with fingerprint=..."
+RANDOM_ADVICE = (
+    "if it does not count, leave it out with __getstate__, or say what identifies the operator with"
+    " fingerprint=..."
+)
 
 
 def operator_fingerprint(operator: Any, name: str = "operator") -> str:
@@ -40,8 +46,10 @@ def operator_fingerprint(operator: Any, name: str = "operator") -> str:
     Raises:
         UnhashableError: a part of it has no stable hash; the message has the path to it.
 
-    >>> operator_fingerprint(len) == operator_fingerprint(len), operator_fingerprint(len) == operator_fingerprint(max)
-    (True, False)
+    >>> operator_fingerprint(len) == operator_fingerprint(len)
+    True
+    >>> operator_fingerprint(len) == operator_fingerprint(max)
+    False
     """
     return str(blake3(_VERSION + encode(operator, name)).hexdigest())
 
@@ -52,7 +60,8 @@ def encode(operator: Any, name: str, encoder: OperatorEncoder | None = None) -> 
         return (encoder or OperatorEncoder()).encode(operator, name)
     except UnhashableError as error:
         raise UnhashableError(
-            f"{error}; or leave that part out with __getstate__, or say what identifies the operator with fingerprint=..."
+            f"{error}; or leave that part out with __getstate__, or say what identifies the operator with "
+            "fingerprint=..."
         ) from None
 
 
@@ -60,7 +69,8 @@ class OperatorEncoder(InstanceEncoder):
     """An InstanceEncoder that also takes what operators hold.
 
     Attributes:
-        code: digests of the user's functions and classes that were met, by qualified name: for telling what changed.
+        code: digests of the user's functions and classes that were met, by qualified name: for telling what
+            changed.
     """
 
     def __init__(self) -> None:
@@ -82,7 +92,7 @@ class OperatorEncoder(InstanceEncoder):
         return code
 
     def function(self, function: types.FunctionType) -> Iterator[Any]:
-        """As in InstanceEncoder, and a note of the user's functions: their own code, without what they refer to."""
+        """As in InstanceEncoder, with a note of the own code of each function of the user's."""
         parts = list(super().function(function))
         # Plain bytes are the instructions and defaults; tuples lead elsewhere.
         own = [part for part in parts if type(part) is not tuple]
@@ -100,7 +110,7 @@ def _short(code: bytes) -> str:
     return str(blake3(code).hexdigest()[:32])
 
 
-# --- what operators hold ------------------------------------------------------------------------------------------
+# --- what operators hold ------------------------------------------------------------------------------------
 
 
 def _large(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
@@ -125,6 +135,6 @@ def _arrow(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
     yield from ("arrow", table_digest(value))
 
 
-#: What operators hold besides. `dataset_fingerprint` adds datasets: their formats hold what operators hold, so it
-#: builds on this module.
+#: What operators hold besides. `dataset_fingerprint` adds datasets: their formats hold what operators hold,
+#: so it builds on this module.
 HELD = Kinds([("pyarrow", ("Table", "RecordBatch", "Array", "ChunkedArray", "Buffer"), _arrow)])

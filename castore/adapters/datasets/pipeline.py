@@ -1,8 +1,9 @@
-"""A chain of operators over a dataset, each step of which comes from the cache unless something before it changed.
+"""A chain of operators over a dataset, each step of which comes from the cache unless something before it
+changed.
 
-Keys of all steps follow from the input and the operators, so a run looks for the last step that is kept and goes on
-behind it; the steps before that are not even read. running.py runs one step once among all processes; checkpoint.py
-keeps the latest step only; this file is the chain.
+Keys of all steps follow from the input and the operators, so a run looks for the last step that is kept and
+goes on behind it; the steps before that are not even read. `step_runner` runs one step once among all
+processes; `checkpoint` keeps the latest step only; this file is the chain.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from typing import Any
 
 import datasets
 
-from castore.adapters.datasets import dataset_entries, scratch, space, step_runner
+from castore.adapters.datasets import dataset_entries, disk_space, scratch, step_runner
 from castore.adapters.datasets.background import background
 from castore.adapters.datasets.checkpoint import Checkpoint
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
 from castore.adapters.datasets.explain import Explanation, explain, explained
 from castore.adapters.datasets.lazy_dataset import LateDataset
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE
-from castore.adapters.datasets.owned import own
-from castore.adapters.datasets.plans import Planned, plan
-from castore.adapters.datasets.progress import Teller
+from castore.adapters.datasets.private_copies import own
+from castore.adapters.datasets.progress_meter import Teller
 from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Progress, StepReport
 from castore.adapters.datasets.retention import drop_intermediate
+from castore.adapters.datasets.step_plan import Planned, plan
 from castore.adapters.datasets.steps import RunOptions, Step, steps_of
 from castore.adapters.datasets.tables import our_fingerprint
 from castore.errors import InvalidValueError
@@ -39,7 +40,7 @@ ProgressCallback = Callable[[Progress], object]
 
 
 class Pipeline:
-    """Operators, in order (steps.py says what one is).
+    """Operators, in order (`steps` says what one is).
 
     Args:
         operators: functions and objects.
@@ -137,7 +138,7 @@ class Pipeline:
         return plan(self.steps, dataset_fingerprint(dataset, self.store))
 
     def explain(self, dataset: datasets.Dataset) -> list[Explanation]:
-        """For each step, whether a run would find it done, and if not, why: what changed since the nearest run that is kept."""
+        """For each step, whether a run would find it done; if not, what changed since the nearest run."""
         background.wait()
         planned = self.plan(dataset)
         if self.use_cache:
@@ -148,18 +149,18 @@ class Pipeline:
             done, reason = checkpoint.done(_source(planned), [step.mark() for step in planned])
         return [explained(step, [] if step.number < done else [reason]) for step in planned]
 
-    def estimate_space(self, dataset: datasets.Dataset) -> space.Estimate:
-        """How much disk a run over that dataset will take, by Data-Juicer's formula and by what was measured."""
+    def estimate_space(self, dataset: datasets.Dataset) -> disk_space.Estimate:
+        """The disk space of a run over that dataset: by Data-Juicer's formula, and by measured sizes."""
         return self._estimate(dataset, self.plan(dataset) if self.use_cache else [])
 
-    def _estimate(self, dataset: datasets.Dataset, planned: Sequence[Planned]) -> space.Estimate:
+    def _estimate(self, dataset: datasets.Dataset, planned: Sequence[Planned]) -> disk_space.Estimate:
         known = [_known(self.store, step) for step in planned] or [
-            space.Known(step.kind) for step in self.steps
+            disk_space.Known(step.kind) for step in self.steps
         ]
-        return space.estimate(
-            space.logical_size(dataset),
+        return disk_space.estimate(
+            disk_space.logical_size(dataset),
             known,
-            ratio=space.measure_ratio(dataset, self.codec),
+            ratio=disk_space.measure_ratio(dataset, self.codec),
             mode=self.mode,
             store=self.store.path,
             settings=self.store.settings,
@@ -191,8 +192,10 @@ class Pipeline:
 def _check(dataset: Any) -> None:
     if not isinstance(dataset, datasets.Dataset):
         raise InvalidValueError(
-            f"a pipeline takes a datasets.Dataset, not {type(dataset).__name__}; run it on each split; keep a stream with"
-            " DatasetCache.put(name, stream), and pass what DatasetCache.dataset(name) gives, which is a Dataset"
+            f"a pipeline takes a datasets.Dataset, not {type(dataset).__name__}; run it on each split; keep "
+            "a stream with"
+            " DatasetCache.put(name, stream), and pass what DatasetCache.dataset(name) gives, which is a "
+            "Dataset"
         )
 
 
@@ -211,12 +214,12 @@ def _is_unread(dataset: datasets.Dataset) -> bool:
     return isinstance(dataset, LateDataset) and not dataset.is_read
 
 
-def _known(store: Store, step: Planned) -> space.Known:
-    """What is kept of a step; of one that ran with other parameters or on other rows, nothing is taken for known."""
+def _known(store: Store, step: Planned) -> disk_space.Known:
+    """The sizes of a step's kept result. A run with other parameters or on other rows tells nothing."""
     if dataset_entries.metadata_of(store, step.name) is None:
-        return space.Known(step.step.kind)
+        return disk_space.Known(step.step.kind)
     size = dataset_entries.size_of(store, step.name)
-    return space.Known(step.step.kind, size.logical, size.stored, True)
+    return disk_space.Known(step.step.kind, size.logical, size.stored, True)
 
 
 class _Run:
@@ -250,7 +253,7 @@ class _Run:
         )
 
     def _make(self, number: int, fingerprint: str | None) -> step_runner.Make:
-        """What runs a step on the dataset as it is now."""
+        """A function that runs a step on the dataset as it is now."""
         step, dataset = self._pipeline.steps[number], self._dataset
 
         def make(file: Path) -> datasets.Dataset:
@@ -288,7 +291,7 @@ class _Run:
             self._drop_unused([earlier.dataset for _, earlier, _ in outcomes if not earlier.size.done()])
             reports.append(_report(step, outcome.hit, rows, len(self._dataset), seconds, None))
             self._teller.end(step.number, reports[-1])
-        # What it takes is known once it is stored.
+        # The size is known once the result is stored.
         for step, outcome, seconds in outcomes:
             old = reports[step.number]
             reports[step.number] = _report(
@@ -305,7 +308,7 @@ class _Run:
         return 0, None
 
     def _reports_before(self, planned: list[Planned]) -> list[StepReport]:
-        """Of steps that need not run; those whose results were dropped are known from the history of the last."""
+        """Reports of steps that need not run, from the last one's history where results were dropped."""
         if not planned:
             return []
         last = self._record(planned[-1])
@@ -381,7 +384,7 @@ class _Run:
 
 
 def _history(planned: Sequence[Planned], reports: Sequence[StepReport]) -> list[dict[str, Any]]:
-    """What a step remembers of those before it, whose results may be dropped."""
+    """The record that a step keeps of the steps before it, whose results may be dropped."""
     return [
         {"key": step.key, "rows_in": report.rows_in, "rows_out": report.rows_out}
         for step, report in zip(planned, reports, strict=False)

@@ -1,7 +1,7 @@
 """A pipeline that keeps the results of operators in this process, in front of the store or in place of it.
 
-Results are mapped files or tables that somebody has anyway: keeping one costs what its pages cost. What is kept
-shares its rows with what callers get, and nothing that a caller can change (owned.py).
+Results are mapped files or tables that somebody has anyway: keeping one costs what its pages cost. What is
+kept shares its rows with what callers get, and nothing that a caller can change (`private_copies`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import datasets
 
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
 from castore.adapters.datasets.operator_keys import operator_fingerprint
-from castore.adapters.datasets.owned import own, private
 from castore.adapters.datasets.pipeline import Pipeline, ProgressCallback
+from castore.adapters.datasets.private_copies import own, private
 from castore.adapters.datasets.reports import PipelineResult, Progress, StepReport
 from castore.adapters.datasets.step_runner import step_key
 from castore.system.forks import reset_after_fork

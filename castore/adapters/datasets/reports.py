@@ -1,4 +1,4 @@
-"""What a run of a pipeline tells: how far it is, what became of each step, and the dataset at its end.
+"""Reports of a pipeline's run: how far it is, how each step ended, and the dataset at its end.
 
 Plain values, for programs and for tables; nothing here reads or runs anything.
 """
@@ -41,13 +41,14 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """What became of one step.
+    """How one step ended.
 
     Attributes:
         name: of the operator; its statistics pass has " (stats)" behind it.
         kind: ``"map"``, ``"stats"``, ``"filter"``, ``"deduplicate"`` or ``"select"``.
         hit: whether the result came from the cache, or from the checkpoint.
-        rows_in, rows_out: before and after; None if that is not known any more: of a step whose result was dropped.
+        rows_in, rows_out: before and after; None if that is not known any more: of a step whose result was
+            dropped.
         seconds: spent in this run; of a hit, almost none.
         logical: bytes of the result, uncompressed; 0 if it was not kept.
         stored: bytes it takes in the store.

@@ -1,4 +1,4 @@
-"""Which results of a pipeline's steps go, when there are too many of them; what the last step of a run made never does."""
+"""Selects results of a pipeline's steps to remove. Results of the last step of a run are never removed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Folders for Arrow files that are being worked on, uncompressed, until their dataset is in the store.
 
-One a process and place: below the store, which is where there is room for data, or below a folder of the user's.
-Its name tells which process it belongs to; it goes when that process ends, and what a killed one left goes when the
-next one makes its own, or with the next gc.
+One a process and place: below the store, which is where there is room for data, or below a folder of the
+user's. Its name tells which process it belongs to; it goes when that process ends, and what a killed one left
+goes when the next one makes its own, or with the next gc.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_ours(file: str | os.PathLike[str]) -> bool:
 
 
 def drop(file: Path) -> None:
-    """Remove a file that `new_file` named, and what stands beside it. Who has it mapped keeps the bytes."""
+    """Remove a file that `new_file` named, with the files beside it. Mapped bytes stay readable."""
     shutil.rmtree(file.parent, ignore_errors=True)
 
 

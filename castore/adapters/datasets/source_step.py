@@ -1,10 +1,11 @@
-"""The input of a pipeline as a step of its own: read once, kept compressed, and read back only if a step needs the rows.
+"""The input of a pipeline as a step of its own: read once, kept compressed, and read back only if a step
+needs the rows.
 
-A kept input is a `LateDataset`, whose objects are not even opened: as a late table it would be checked first, and the
-first rerun of a recipe over 137 MB took 530 ms and not 300 ms.
+A kept input is a `LateDataset`, whose objects are not even opened: as a late table it would be checked first,
+and the first rerun of a recipe over 137 MB took 530 ms and not 300 ms.
 
-For code that reads data into a `datasets.Dataset` itself, and has a key that tells the data. Must never look at what the
-key stands for.
+For code that reads data into a `datasets.Dataset` itself, and has a key that tells the data. Must never look
+at what the key stands for.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""One step, once: from the cache, from what is on its way there, or run now and stored behind the caller's back.
+"""One step, once: from the cache, from what is on its way there, or run now and stored behind the caller's
+back.
 
-A step's name is ``steps/<operator>_<key>``. Whoever runs it holds the lock of that name until the result is stored, so that
-another process, which finds nothing yet, waits and then finds it. Locks only save work: two that do not see each
-other's both run the step, and put the same.
+A step's name is ``steps/<operator>_<key>``. Whoever runs it holds the lock of that name until the result is
+stored, so that another process, which finds nothing yet, waits and then finds it. Locks only save work: two
+that do not see each other's both run the step, and put the same.
 
-What is stored is a private snapshot, taken when the step ends; every caller gets a dataset of its own (owned.py).
+The store gets a private snapshot, taken when the step ends; every caller gets a dataset of its own
+(`private_copies`).
 
 Must never hand out a damaged result, nor keep one of a step that failed, nor one that a caller has changed.
 """
@@ -29,7 +31,7 @@ from castore.adapters.datasets import dataset_entries, scratch
 from castore.adapters.datasets.background import OnItsWay, background
 from castore.adapters.datasets.dataset_fingerprint import check_files, note_files
 from castore.adapters.datasets.mapped_files import store_locks
-from castore.adapters.datasets.owned import own, private
+from castore.adapters.datasets.private_copies import own, private
 from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.tables import Part, our_fingerprint, part_of
 from castore.errors import CorruptError, FullError, InvalidValueError, NotFoundError
@@ -75,7 +77,7 @@ def store_of(given: Store | None) -> Store:
 
 
 def step_key(input_fingerprint: str, name: str, kind: str, operator: str, parameters: Any = None) -> str:
-    """The key of a step: 40 hexadecimal digits that tell its input, its operator and all that can change the result."""
+    """40 hexadecimal digits of a step's input, its operator and all that can change the result."""
     told = {"version": _VERSION, "input": input_fingerprint, "name": name, "kind": kind, "operator": operator}
     return key({**told, "parameters": parameters})
 
@@ -170,12 +172,13 @@ def run_or_load(
         return part.describe(digests)
 
     def put() -> dataset_entries.Size:
-        # Held until others can find the result. With a Store of its own: the caller may close his at any time.
+        # Held until others can find the result. With a Store of its own: the caller may close his at any
+        # time.
         with lock, copy.copy(store) as own:
             return dataset_entries.put_parts(own, name, {"": Part(part.files, describe)}, options, record)
 
-    # Not what was made: its rows may lie in an array that its caller goes on to change, and its fingerprint would
-    # then have the next step kept under the key of rows that are gone.
+    # Not what was made: its rows may lie in an array that its caller goes on to change, and its fingerprint
+    # would then have the next step kept under the key of rows that are gone.
     return _outcome(background.submit(store.path, name, snapshot, record, put), hit=False)
 
 
@@ -195,7 +198,8 @@ def run(
         if isinstance(error, OSError) and is_full(error) and not isinstance(error, FullError):
             free = shutil.disk_usage(file.parent.parent).free
             raise FullError(
-                f"the disk of {file.parent.parent} is full ({free} bytes free): a step writes its result there,"
+                f"the disk of {file.parent.parent} is full ({free} bytes free): a step writes its result "
+                "there,"
                 " uncompressed, before it is stored; free some space, or name another folder with temp_dir"
             ) from error
         raise

@@ -3,7 +3,8 @@
 An operator is a function from a sample to a sample, or an object with Data-Juicer's methods:
 
 - ``process(sample)`` (or ``process_batched(samples)``): a mapper;
-- ``compute_stats(sample)`` and ``process(sample) -> bool``: a filter, whose statistics pass is a step of its own;
+- ``compute_stats(sample)`` and ``process(sample) -> bool``: a filter, whose statistics pass is a step of its
+  own;
 - ``compute_hash(sample)`` and ``process(dataset)``: a deduplicator;
 - ``process(dataset)`` of a selector or a grouper of Data-Juicer's, told by its class.
 
@@ -109,12 +110,13 @@ def steps_of(operator: Any) -> list[Step]:
             f"{operator!r} is no operator, but may name one: pass castore.recipes.make({operator!r})"
         )
     raise InvalidValueError(
-        f"{operator!r} is no operator: pass a function, or an object with a method process, compute_stats or compute_hash"
+        f"{operator!r} is no operator: pass a function, or an object with a method process, compute_stats or "
+        "compute_hash"
     )
 
 
 def operator_name(operator: Any) -> str:
-    """What an operator is called in reports."""
+    """The name of an operator in reports."""
     own = getattr(operator, "_name", None)
     if isinstance(own, str) and own:
         return own

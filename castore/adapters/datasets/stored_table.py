@@ -1,8 +1,8 @@
 """Data files of kept datasets as tables: read into memory where they are small, mapped, or late.
 
-A late table holds its objects open, so gc may take them and it stays readable. Frames are checked as they are decoded;
-that whole objects are good was checked before (checked.py), so who opens one hears of damage while it can still be
-computed anew. Assumes nothing of what the files say together: that is kept.py's.
+A late table holds its objects open, so gc may take them and it stays readable. Frames are checked as they are
+decoded; whole objects are checked when they are opened (`mapped_check`), while a damaged result can still be
+computed anew. Assumes nothing of what the files say together: `dataset_entries` does.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from castore.adapters.datasets.lazy_table import LateTable, Mapped, first_of
 from castore.adapters.datasets.mapped_files import MAPS, mappable, mapped_before, path_of
 from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.tables import table_in_memory, table_mapped
-from castore.adapters.mapped_check import check, frames_of
-from castore.errors import CorruptError, FullError, TooLargeError
-from castore.objects.decode import BlobReader
+from castore.adapters.mapped_check import check
+from castore.errors import CorruptError, FullError, NotFoundError, TooLargeError
+from castore.read.open_blob import OpenBlob
 from castore.records import LOOSE, LOST, Blob
 from castore.store import Store
 
@@ -39,33 +39,34 @@ def damaged(name: str) -> CorruptError:
     return CorruptError(f"the stored bytes of {name!r} are damaged", where=name)
 
 
-def table_of(store: Store, name: str, blob: Blob, reader: BlobReader | None = None) -> Table:
+def table_of(store: Store, name: str, blob: Blob, opened: OpenBlob | None = None) -> Table:
     """The rows of a data file, mapped, or in memory where it is small.
 
     Args:
         store, name, blob: where it is.
-        reader: of the blob, if it is open already.
+        opened: the blob, if it is open already.
 
     Raises:
         CorruptError: it is damaged, or its bytes are gone.
     """
     try:
         if blob.size <= SMALL or blob.pack != LOOSE:
-            data = None if blob.pack == LOST else store.source.fetch(blob)
+            data = None if blob.pack == LOST else store.get_blob(blob)
             if data is None:
                 raise damaged(name)
             return table_in_memory(data)
-        return table_mapped(mappable(store, blob, reader))
-    except FileNotFoundError as error:
+        return table_mapped(mappable(store, blob, opened))
+    except (FileNotFoundError, NotFoundError) as error:
         raise damaged(name) from error
     except (FullError, TooLargeError) as error:
         warnings.warn(
-            f"{name!r} is read into memory, since it cannot be mapped: {error}; a mount of the store needs no room",
+            f"{name!r} is read into memory, since it cannot be mapped: {error}; a mount of the store needs "
+            "no room",
             CacheWarning,
             stacklevel=2,
         )
-        if reader is not None:
-            return table_in_memory(reader.read_all())
+        if opened is not None:
+            return table_in_memory(opened.read_all())
         with store.open(name) as file:
             return table_in_memory(file.read())
 
@@ -102,13 +103,13 @@ class _StoredRows:
         self.size = sum(blob.size for _, blob in files)
         self._store = store
         self._files = files
-        self._readers: list[BlobReader] = []
-        weakref.finalize(self, _close, self._readers)
+        self._opened: list[OpenBlob] = []
+        weakref.finalize(self, _close, self._opened)
         for name, blob in files:
             try:
                 check(store, blob)
-                self._readers.append(store.source.open(blob))
-            except FileNotFoundError as error:
+                self._opened.append(store.open_blob(blob.digest))
+            except NotFoundError as error:
                 raise damaged(name) from error
         # Asked for now, since the store may be closed later.
         self._before = [mapped_before(store, blob) for _, blob in files]
@@ -130,7 +131,7 @@ class _StoredRows:
         if len(paths) < len(self._files):
             return None
         for _, blob in self._files:
-            self._store.source.count_use(f"{MAPS}/{blob.digest.hex()}")
+            self._store.count_use(f"{MAPS}/{blob.digest.hex()}")
         with contextlib.suppress(FileNotFoundError):  # gc took it meanwhile
             return concat_tables([table_mapped(path) for path in paths])
         return None
@@ -138,20 +139,15 @@ class _StoredRows:
     def map(self) -> Table:
         # With a Store of its own: the caller may have closed his.
         with copy.copy(self._store) as store:
-            each = zip(self._files, self._readers, strict=True)
-            return concat_tables([table_of(store, *file, reader) for file, reader in each])
+            each = zip(self._files, self._opened, strict=True)
+            return concat_tables([table_of(store, *file, opened) for file, opened in each])
 
     def first(self, rows: int) -> list[pa.RecordBatch]:
         return first_of(rows, self.batches())
 
     def batches(self) -> Generator[pa.RecordBatch, None, None]:
-        for reader in self._readers:
-            try:
-                yield from batches_of(reader)
-            except CorruptError as error:
-                with copy.copy(self._store) as store:
-                    store.source.quarantine(reader.blob, error)
-                raise
+        for opened in self._opened:
+            yield from batches_of(opened)
 
 
 def _opened_again(
@@ -166,19 +162,19 @@ def _opened_again(
         return Mapped(size, paths[0], concat_tables([table_mapped(path) for path in paths]))
 
 
-def _close(readers: list[BlobReader]) -> None:
-    for reader in readers:
-        reader.close()
+def _close(opened: list[OpenBlob]) -> None:
+    for blob in opened:
+        blob.close()
 
 
-def batches_of(reader: BlobReader) -> Generator[pa.RecordBatch, None, None]:
-    """What an Arrow stream in an object holds, decoded a little ahead of who takes it.
+def batches_of(opened: OpenBlob) -> Generator[pa.RecordBatch, None, None]:
+    """The batches of an Arrow stream in an object, decoded a little ahead of the reader.
 
     Raises:
         CorruptError: it is damaged.
     """
     with (
-        contextlib.closing(frames_of(reader)) as frames,
+        contextlib.closing(opened.pieces(whole=False)) as frames,
         pa.ipc.open_stream(pa.PythonFile(_Joined(frames), mode="r")) as stream,
     ):
         yield from stream

@@ -14,8 +14,9 @@ def table_digest(table: pa.Table) -> str:
     """64 hexadecimal digits of a table's columns and rows, however it is cut into chunks."""
     sink = _Hashing()
     plain = table.replace_schema_metadata(None)
-    # Two chunks are always copied into one, which then looks the same wherever it was cut from. The second is a
-    # slice, since `schema.empty_table()` fails where an extension type (`datasets.Json`) lies in a list or a struct.
+    # Two chunks are always copied into one, which then looks the same wherever it was cut from. The second is
+    # a slice, since `schema.empty_table()` fails where an extension type (`datasets.Json`) lies in a list or
+    # a struct.
     none = plain.slice(0, 0)
     with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), plain.schema) as writer:
         for start in range(0, len(plain), _ROWS):

@@ -1,12 +1,13 @@
-"""A dataset as the files of a `save_to_disk` folder, and those files as a dataset again; and no disk in between.
+"""A dataset as the files of a `save_to_disk` folder, and those files as a dataset again; and no disk in
+between.
 
-A dataset whose table is whole Arrow files already, with batches of a good size, is told by their paths, so that they
-are read once, in constant memory. Any other one is written a file of about `SHARD_BYTES` at a time, in memory, rows in
-the order the dataset shows them: a selection, a shuffle or a filter is flattened by it, and small batches are put
-together.
+A dataset whose table is whole Arrow files already, with batches of a good size, is told by their paths, so
+that they are read once, in constant memory. Any other one is written a file of about `SHARD_BYTES` at a time,
+in memory, rows in the order the dataset shows them: a selection, a shuffle or a filter is flattened by it,
+and small batches are put together.
 
-Assumes the layout of datasets 3 to 5: ``state.json``, ``dataset_info.json``, ``data-00000-of-00001.arrow``. Must never
-write what `datasets.load_from_disk` cannot read.
+Assumes the layout of datasets 3 to 5: ``state.json``, ``dataset_info.json``, ``data-00000-of-00001.arrow``.
+Must never write what `datasets.load_from_disk` cannot read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from datasets.table import ConcatenationTable, InMemoryTable, MemoryMappedTable,
 from datasets.utils.py_utils import asdict
 
 from castore.adapters.datasets.lazy_table import LateTable
-from castore.adapters.datasets.replaced import gone, lies_in
+from castore.adapters.datasets.replaced_files import gone, lies_in
 from castore.errors import SerializationError
 
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
@@ -41,7 +42,7 @@ _HARMLESS_REPLAYS = frozenset({"replace_schema_metadata"})
 
 
 def whole_files(dataset: datasets.Dataset) -> list[str] | None:
-    """Paths of the Arrow files which are, one after the other, exactly the dataset's rows; None if there are none."""
+    """Paths of the Arrow files which are, in order, exactly the dataset's rows; None if there are none."""
     if dataset._indices is not None or any(map(require_storage_embed, dataset.features.values())):
         return None
     table = dataset._data.table
@@ -52,7 +53,8 @@ def whole_files(dataset: datasets.Dataset) -> list[str] | None:
 
 
 def table_files(table: Table, places: list[range] | None = None) -> list[str] | None:
-    """Paths of the Arrow files which are, one after the other, exactly a table's rows; None if there are none.
+    """Paths of the Arrow files which are, one after the other, exactly a table's rows; None if there are
+    none.
 
     Args:
         table: mapped, or put together of mapped ones.
@@ -65,7 +67,8 @@ def table_files(table: Table, places: list[range] | None = None) -> list[str] | 
 def mapped_blocks(
     table: Table, allowed: Set[str], places: list[range] | None = None
 ) -> list[MemoryMappedTable] | None:
-    """The mapped tables which are, one after the other, a table's rows; None if there are none, or if a file was replaced.
+    """The mapped tables which are, one after the other, a table's rows; None if there are none, or if a file
+    was replaced.
 
     Args:
         table: mapped, or put together of mapped ones.
@@ -104,7 +107,7 @@ def arrow_files(dataset: datasets.Dataset) -> Iterator[pa.Buffer]:
 
 
 def written(batches: Iterable[pa.Table], features: datasets.Features) -> Iterator[pa.Buffer]:
-    """Tables as Arrow streams of about `SHARD_BYTES`, of at least one; files that images name are taken in."""
+    """Tables as Arrow streams of about `SHARD_BYTES`, at least one. Files that images name are embedded."""
     if not features:
         yield nothing()
         return
@@ -134,7 +137,7 @@ def nothing() -> pa.Buffer:
 
 
 def _after_a_small_one(table: pa.Table) -> Iterator[pa.Table]:
-    """A table in two, so that who looks at the first rows of a file need not decode a whole batch."""
+    """A table in two, so that a reader of the first rows of a file need not decode a whole batch."""
     first = max(1, len(table) * _FIRST_BYTES // max(1, table.nbytes))
     yield table[:first]
     if len(table) > first:
@@ -191,7 +194,8 @@ def describe(dataset: datasets.Dataset, files: int) -> tuple[bytes, bytes]:
         text = json.dumps(state, indent=2, sort_keys=True)
     except TypeError as error:
         raise SerializationError(
-            f"the dataset's format {dataset._format_type!r} cannot be kept: {error}; put dataset.with_format(None)"
+            f"the dataset's format {dataset._format_type!r} cannot be kept: {error}; put "
+            "dataset.with_format(None)"
             " and set the format, or the transform, on what comes back"
         ) from None
     info = asdict(dataset.info)
@@ -225,7 +229,7 @@ def assemble_stream(
     batches: Callable[..., Iterator[tuple[int, pa.Table]]],
     arguments: dict[str, Any],
 ) -> datasets.IterableDataset:
-    """The iterable dataset of what ``batches(**arguments)`` yields; lists among the arguments are its shards."""
+    """The iterable dataset of ``batches(**arguments)``. Lists among the arguments are its shards."""
     told = json.loads(state)
     split = told["_split"]
     dataset = datasets.IterableDataset(

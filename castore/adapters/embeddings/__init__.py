@@ -1,6 +1,6 @@
 """Frozen encoders: embeddings computed once and kept in a store, for any PyTorch code.
 
-The options are those of Quaterion's cache; none of its limitations is.
+The options are those of Quaterion's cache, without its limitations.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from castore.errors import MissingDependencyError
 
 try:
     from castore.adapters.embeddings.cache import EmbeddingCache
-    from castore.adapters.embeddings.caching import cache_embeddings
     from castore.adapters.embeddings.config import CacheConfig, CacheType
     from castore.adapters.embeddings.encoder import CachedEncoder
     from castore.adapters.embeddings.keys import Keys
+    from castore.adapters.embeddings.model_cache import cache_embeddings
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "numpy", "tqdm"):
         raise

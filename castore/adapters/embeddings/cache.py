@@ -1,7 +1,7 @@
-"""EmbeddingCache: what an encoder gave for each key, computed once, kept in a store and mapped by all processes of a node.
+"""EmbeddingCache: an encoder's outputs by key, computed once, kept in a store and mapped by all processes.
 
-The face of the storage: table.py reads, filling.py and publishing.py write. Knows no models, no datasets and no devices but
-the CPU.
+This module is the interface of the storage: `table` reads, `table_fill` and `shard_commit` write. Knows no
+models, no datasets and no device but the CPU.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from castore.adapters.embeddings.claims import Claims
-from castore.adapters.embeddings.filling import Filling
-from castore.adapters.embeddings.keytable import Digests, Rows, digests
-from castore.adapters.embeddings.layout import MANIFEST, PREFIX, Manifest
-from castore.adapters.embeddings.outputs import Schema, check_rows, restore
-from castore.adapters.embeddings.publishing import Current, Publisher
+from castore.adapters.embeddings.encoder_outputs import Schema, check_rows, restore
+from castore.adapters.embeddings.key_table import Digests, Rows, digests
+from castore.adapters.embeddings.shard_commit import Current, Publisher
 from castore.adapters.embeddings.table import Table, View
+from castore.adapters.embeddings.table_fill import Filling
+from castore.adapters.embeddings.table_layout import MANIFEST, PREFIX, Manifest
 from castore.errors import InvalidValueError, NotFoundError, OutOfRangeError, StoreError
 from castore.names import check_name
 from castore.records import Blob
@@ -32,17 +32,17 @@ from castore.system.forks import reset_after_fork
 
 
 class EmbeddingCache:
-    """Embeddings by key, in a store: appended, never computed twice, mapped and shared by all processes of a node.
+    """Embeddings by key, in a store: appended, never computed twice, mapped by all processes of a node.
 
     Args:
         name: of the table; its entries lie below ``embeddings/<name>``.
-        store: a Store, or the path of one; default the default store.
-        dtype: what floating outputs are stored as (``torch.float16``, ``torch.bfloat16``); None keeps theirs. They are
-            given back in the dtype they had.
-        resident: bring all rows into memory in the background; else they are read when they are touched.
+        store: a Store, or the path of one; the default store if None.
+        dtype: the dtype that floating outputs are stored as (``torch.float16``, ``torch.bfloat16``); None
+            keeps theirs. Look-ups return them in their own dtype.
+        resident: read all rows into memory in the background; else rows are read when they are touched.
 
     Raises:
-        InvalidValueError: the table is there, and its floats are stored as another dtype.
+        InvalidValueError: the table exists, and its floats are stored as another dtype.
 
     >>> import tempfile, torch
     >>> cache = EmbeddingCache("squares", tempfile.mkdtemp() + "/store")
@@ -89,15 +89,15 @@ class EmbeddingCache:
         return f"EmbeddingCache({self.name!r}, {str(self.store.path)!r})"
 
     def close(self) -> None:
-        """Let go of the table, and of the store if it was opened here."""
+        """Release the table, and close the store if it was opened here."""
         self._table = None
         if self._owns_store:
             self.store.close()
 
-    # What there is
+    # Contents
 
     def __len__(self) -> int:
-        """Keys that are known, as of the last `refresh`."""
+        """Number of known keys, as of the last `refresh`."""
         return 0 if self._table is None else len(self._table)
 
     def __contains__(self, key: object) -> bool:
@@ -105,41 +105,42 @@ class EmbeddingCache:
 
     @property
     def schema(self) -> Schema | None:
-        """What the outputs look like, once there are some."""
+        """The structure of the outputs; None while the cache is empty."""
         return None if self._table is None else self._table.manifest.schema
 
     def refresh(self) -> int:
-        """See what others appended; returns how many keys are known then.
+        """Read the rows that others appended; returns how many keys are known then.
 
         Raises:
             CorruptError: the table was written by a newer castore.
             StoreError: the table was lost and made anew: rows that were given out here mean nothing there.
         """
         with self._lock:
-            # A shard that is gone may have been taken in by another since the manifest was read: then look again.
+            # A missing shard may have been absorbed by another after the manifest was read; then the manifest
+            # is read again.
             while self._read_manifest() and self._table is not None and not self._table.is_complete:
                 if self._found()[1] == self._digest:
                     break
             return len(self)
 
     def _found(self) -> tuple[Blob | None, str | None]:
-        """The manifest's blob and its digest in hex; None for both if there is no entry, or it has expired."""
-        found = self.store.index.find(self._manifest)
+        """The manifest's blob and its digest in hex; None for both if the entry is missing or expired."""
+        found = self.store.find(self._manifest)
         if found is None or (found.expires is not None and found.expires <= time.time()):
             return None, None
         return found.blob, found.blob.digest.hex()
 
     def _read_manifest(self) -> bool:
-        """Bring the table up to date; False if it is."""
+        """Bring the table up to date; False if it was so already."""
         blob, digest = self._found()
         if digest == self._digest and self._is_there == (blob is not None):
             return False
         self._digest, self._is_there = digest, False
-        data = None if blob is None else self.store.source.fetch(blob)
+        data = None if blob is None else self.store.get_blob(blob)
         if data is not None:
             self._adopt(Manifest.load(data, self._manifest))
             self._is_there = True
-            self.store.source.count_use(self._manifest)
+            self.store.count_use(self._manifest)
         return True
 
     def _adopt(self, manifest: Manifest) -> None:
@@ -157,8 +158,8 @@ class EmbeddingCache:
             wanted = leaf.dtype if self.dtype is None else str(self.dtype).removeprefix("torch.")
             if kept and leaf.stored != wanted:
                 raise InvalidValueError(
-                    f"the embedding cache {self.name!r} stores {leaf.name} as {leaf.stored}, not as {wanted}; ask for"
-                    " that dtype, or choose another name"
+                    f"the embedding cache {self.name!r} stores {leaf.name} as {leaf.stored}, not as "
+                    f"{wanted}; ask for that dtype, or choose another name"
                 )
 
     # Filling
@@ -171,25 +172,26 @@ class EmbeddingCache:
         *,
         batch_size: int = 32,
     ) -> int:
-        """Encode the items whose key is not known, each once, and keep what comes of it.
+        """Encode the items whose key is not known, each once, and keep the outputs.
 
-        Processes that fill one table at the same time share the work. What was put stays when one is killed, and the
-        next fill goes on from there.
+        Processes that fill one table at the same time share the work. If one is killed, the shards that it
+        put stay, and the next fill continues from there.
 
         Args:
             keys: int, str, bytes, or tuples of those.
-            items: one for each key, consumed along with the keys: what ``encode`` takes, or something small by which it
-                finds it, such as an index.
-            encode: takes a list of items; gives a tensor with a row for each, a list with a tensor for each (which may
-                differ in their first dimension), a list of text, bytes or numbers, or a tuple or dict of such.
+            items: one for each key, consumed along with the keys: the input of ``encode``, or something small
+                that leads to it, such as an index.
+            encode: takes a list of items. Returns a tensor with a row for each, a list with a tensor for each
+                (which may differ in their first dimension), a list of text, bytes or numbers, or a tuple or
+                dict of such.
             batch_size: most items that ``encode`` gets at once.
 
         Returns:
-            How many items were encoded here.
+            The number of items that were encoded here.
 
         Raises:
             UnhashableError: a key is of another kind.
-            SerializationError: outputs cannot be kept, or are not like those before.
+            SerializationError: outputs cannot be kept, or differ in structure from those before.
             FullError: they do not fit into the store.
         """
         with self.filling(encode, batch_size=batch_size) as filling:
@@ -198,10 +200,10 @@ class EmbeddingCache:
 
     @contextmanager
     def filling(self, encode: Callable[[list[Any]], Any], *, batch_size: int = 32) -> Iterator[Filling]:
-        """A fill that is fed: for one pass over data that fills several caches.
+        """A fill that the caller feeds, for one pass over data that fills several caches.
 
-        Within the block, `Filling.add` takes keys and items as they come; its end encodes the rest, and waits for what other
-        processes are encoding. Arguments and errors are those of `fill`.
+        Within the block, `Filling.add` takes keys and items. The end of the block encodes the rest, and waits
+        for the items that other processes are encoding. Arguments and errors are those of `fill`.
         """
         if batch_size < 1:
             raise InvalidValueError(f"batch_size must be at least 1, not {batch_size}")
@@ -228,7 +230,7 @@ class EmbeddingCache:
         return np.full(len(keys), -1, np.int64) if self._table is None else self._table.find(keys)
 
     def find(self, keys: Iterable[Any]) -> torch.Tensor:
-        """The row of each key, int64 (n,); -1 for those that are not known.
+        """The row of each key, int64 (n,); -1 for unknown keys.
 
         Raises:
             UnhashableError: a key is no int, str, bytes, or tuple of those.
@@ -236,7 +238,7 @@ class EmbeddingCache:
         return torch.from_numpy(self.find_digests(digests(keys)))
 
     def rows(self, keys: Iterable[Any]) -> torch.Tensor:
-        """The row of each key, int64 (n,). A row keeps its meaning for as long as the table lives.
+        """The row of each key, int64 (n,). A row keeps its meaning as long as the table lives.
 
         Raises:
             NotFoundError: a key is not known; the message names the first.
@@ -247,7 +249,8 @@ class EmbeddingCache:
         if len(missing):
             key = asked[int(missing[0])]
             raise NotFoundError(
-                f"the embedding cache {self.name!r} has nothing for the key {key!r}; `fill` encodes what is missing"
+                f"the embedding cache {self.name!r} has nothing for the key "
+                f"{key!r}; `fill` encodes what is missing"
             )
         return found
 
@@ -258,7 +261,7 @@ class EmbeddingCache:
             rows: int64 (n,), on the CPU, from `rows` or `find`; in any order, repeated or not.
 
         Raises:
-            OutOfRangeError: a row is none of this table's, or its shard is gone.
+            OutOfRangeError: a row does not belong to this table, or its shard is gone.
         """
         check_rows(rows)
         table = self._table
@@ -287,21 +290,22 @@ class EmbeddingCache:
     def _no_row(self, view: View, rows: torch.Tensor) -> OutOfRangeError:
         row = int(rows[~view.has(rows)][0])
         return OutOfRangeError(
-            f"row {row} of the embedding cache {self.name!r} is not here: never given out, or gone with its shard;"
-            " `fill` encodes again what is missing"
+            f"row {row} of the embedding cache {self.name!r} is not here: never given out, or gone "
+            "with its shard; `fill` encodes again what is missing"
         )
 
     # Whole arrays
 
     @property
     def nbytes(self) -> int:
-        """Bytes that `arrays` has, gaps included."""
+        """Bytes of `arrays`, with gaps."""
         return 0 if self._table is None else sum(column.nbytes for column in self._table.view.columns[1:])
 
     def arrays(self) -> list[torch.Tensor]:
-        """For each leaf of the outputs all rows (n, ...) as stored, to be copied to a device: row r lies at r.
+        """All rows (n, ...) of each leaf as stored, to be copied to a device: row r lies at r.
 
-        They are mapped read-only: writing to one ends the process. `assemble` makes outputs of rows selected from them.
+        The arrays are mapped read-only: writing to one ends the process. `assemble` makes outputs from rows
+        selected from them.
 
         Raises:
             NotFoundError: the cache is empty.
@@ -314,13 +318,13 @@ class EmbeddingCache:
         ragged = next((leaf for leaf in leaves if leaf.is_ragged), None)
         if ragged is not None:
             raise InvalidValueError(
-                f"{ragged.name} of the embedding cache {self.name!r} differs in length from item to item; look it up"
-                " on the CPU"
+                f"{ragged.name} of the embedding cache {self.name!r} differs in "
+                "length from item to item; look it up on the CPU"
             )
         return [columns[place] for place, _ in places]
 
     def assemble(self, leaves: Sequence[torch.Tensor]) -> Any:
-        """Outputs of rows that were selected from each of `arrays`, on whatever device, in the encoder's dtypes."""
+        """Outputs in the encoder's dtypes, on any device, from rows selected from each of `arrays`."""
         assert self._table is not None, "there is nothing to assemble"
         schema = self._table.manifest.schema
         pairs = zip(schema.leaves, leaves, strict=True)
@@ -330,7 +334,10 @@ class EmbeddingCache:
 def _gather(
     columns: tuple[torch.Tensor, ...], rows: torch.Tensor, place: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The rows of one leaf; of a ragged one its elements one after the other, and how many each row has."""
+    """The rows of one leaf.
+
+    A ragged leaf gives its elements in one tensor, and the number of elements of each row.
+    """
     first, elements = place
     found = columns[first].index_select(0, rows)
     if elements < 0:
@@ -354,6 +361,6 @@ def _reopen(
 
 def _made_anew(name: str) -> StoreError:
     return StoreError(
-        f"the embedding cache {name!r} was lost and made anew while it was in use: rows that were looked up before mean"
-        " nothing now; start again from its keys"
+        f"the embedding cache {name!r} was lost and made anew while it was in use: rows that were "
+        "looked up before mean nothing now; start again from its keys"
     )

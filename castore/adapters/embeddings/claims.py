@@ -1,8 +1,9 @@
-"""Which keys are being encoded, so that processes that fill one table share the work.
+"""The keys that are being encoded, so that processes that fill one table share the work.
 
-Each filler writes the keys it has claimed into a file of its own in the store's ``tmp``, and holds a lock on it through the
-open file description: it goes with the process, however that ends, and with it what it claimed. Whoever finds such a file
-removes it; so does gc. Locks only save work: where a file system grants them to everybody, a key is encoded twice.
+Each filler writes its claimed keys into a file of its own in the store's ``tmp``, and holds a lock on it
+through the open file description. The lock ends with the process, however that ends, and the claims end with
+the lock. Any filler removes such a file without a lock, and so does gc. Locks only save work: on a file
+system that grants them to every process, a key is encoded twice.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from castore.adapters.embeddings.keytable import Digests
+from castore.adapters.embeddings.key_table import Digests
 from castore.store import Store
 from castore.system.file_locks import is_locked, lock_byte
 from castore.system.forks import reset_after_fork
 from castore.system.single_flight import ComputeLocks
 from castore.system.temporary import create_temporary, open_regular
 
-# Bytes of claims that are believed: more than any filler has.
+# Most bytes of claims that are read: more than any filler has.
 _MOST = 1 << 28
 
 
 @cache
 def _locks(path: Path, mode: int) -> ComputeLocks:
-    """One object a process, which so keeps its threads apart."""
+    """One object for the whole process, which is how it keeps the process's threads apart."""
     return ComputeLocks(path, mode)
 
 
 def locks_of(store: Store) -> ComputeLocks:
-    """The locks of what this adapter does in a store."""
+    """The locks of this adapter in a store."""
     return _locks(store.path / "locks" / "embeddings", store.settings.file_mode)
 
 
@@ -58,12 +59,15 @@ class Claims:
             lock_byte(self._fd, 0)
 
     def _after_fork(self) -> None:
-        if self._fd >= 0:  # the claims are the parent's, and must not outlive it with a child
+        if self._fd >= 0:  # the claims are the parent's, and must not outlive it in a child
             os.close(self._fd)
             self._fd = -1
 
     def take(self, keys: Digests) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Claim those of some keys that nobody else has; says which. What others claimed may be there a moment later."""
+        """Claim the keys that no other filler has; returns which.
+
+        Other fillers may put their keys a moment later.
+        """
         with self._locks.hold(self._lock):
             free = np.ones(len(keys), bool)
             for others in self._others():
@@ -72,12 +76,12 @@ class Claims:
         return free
 
     def release(self, keep: list[bytes]) -> None:
-        """Let go of all keys but some: they have been put."""
+        """Release all keys but some: they have been put."""
         with self._locks.hold(self._lock):
             self._write(np.frombuffer(b"".join(keep), np.uint64).reshape(-1, 2))
 
     def close(self) -> None:
-        """Let go of all keys, for good."""
+        """Release all keys, for good."""
         if self._fd >= 0:
             self._path.unlink(missing_ok=True)
             os.close(self._fd)
@@ -107,7 +111,7 @@ class Claims:
 
 
 def _isin(keys: Digests, others: Digests) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which keys are among others. Half a key in common is no match, but rare enough to look at one by one."""
+    """Which keys are among others. Equal halves are rare, so those keys are compared one by one."""
     found = np.isin(keys[:, 0], others[:, 0])
     if found.any():
         whole = {other.tobytes() for other in others}

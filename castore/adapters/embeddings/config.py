@@ -1,6 +1,8 @@
-"""CacheConfig: what a user says of caching embeddings. Options and their names are those of Quaterion's page on its cache.
+"""CacheConfig: the options of cached embeddings.
 
-Checks values and names here, so that a slip is an error at once and not a cache that quietly is not used.
+Options and names are those of Quaterion's page on its cache.
+
+Values and names are checked here, so that a slip is an error at once and not an unused cache.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ import torch
 from castore.errors import InvalidValueError
 
 _STORABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-#: What `fingerprints` may name besides encoders.
+#: Names that `fingerprints` may have besides encoders.
 PARTS = ("train", "val", "collate", "key_extractors")
 
 
 class CacheType(str, enum.Enum):
-    """Where the embeddings of an encoder are while one trains; on disk they are in any case."""
+    """Where the embeddings of an encoder are during training; they are on disk in any case."""
 
-    #: The encoder is left alone.
+    #: The encoder is not cached.
     NONE = "none"
-    #: GPU if the encoder is on one and its embeddings fit into half of what is free there, else CPU.
+    #: GPU if the encoder is on one and its embeddings fit into half of the free memory there, else CPU.
     AUTO = "auto"
-    #: Mapped, and read into RAM ahead of use; all processes of the node share it.
+    #: Mapped, and read into RAM ahead of use; all processes of the node share them.
     CPU = "cpu"
     #: A copy on the encoder's device.
     GPU = "gpu"
@@ -41,28 +43,31 @@ class CacheConfig:
     """How embeddings are cached.
 
     Args:
-        cache_type: where they are in training, for all encoders.
+        cache_type: where embeddings are during training, for all encoders.
         mapping: the same for single encoders, by name.
-        key_extractors: a function that tells the key of an item from its feature (what the encoder is fed of one
-            sample); one for all encoders, or one each by name. Items of equal keys are one item. Keys are what
-            `castore.key` takes: text, numbers, bytes, tuples of these. By default an item is known by its index in
-            the dataset.
+        key_extractors: a function that returns the key of an item from its feature (the encoder's input for
+            one sample); one for all encoders, or one each by name. Items of equal keys are one item. Keys are
+            what `castore.key` takes: text, numbers, bytes, tuples of these. By default an item is known by
+            its index in the dataset.
         batch_size: items that an encoder gets at once while the cache is filled; training is not affected.
         num_workers: processes that read the dataset meanwhile; None is 0.
         save_dir: the folder of the store; None is the default store (see `castore.Store`).
-        dtype: keep floating-point embeddings as float16, bfloat16, ...; lookups give the encoder's own dtype back.
-        labels: keep all else that a batch holds as well, so that training reads no raw data. None: if all encoders
-            are cached and no feature is left over.
-        masks: for encoders whose batches are padded to their longest item, by name: the keyword of the input that is true
-            (not 0) where no padding is, as "attention_mask", of shape (B, L). Outputs (B, L, D) are kept without padding, and come
-            back in the shape of the mask that the encoder is called with, with zeros where it is false.
-        split: for CacheType.GPU, keep a part of the embeddings on each rank's device in place of a copy on each.
-            Lookups then are collective: every rank makes the same number of them.
-        fingerprints: what stands for a thing whose code or content has no stable hash, or should not count: a text
-            or a config, for "train", "val" (the datasets), "collate", "key_extractors" or the name of an encoder.
+        dtype: keep floating-point embeddings as float16, bfloat16, ...; look-ups return the encoder's own
+            dtype.
+        labels: also keep all other parts of a batch, so that training reads no raw data. None: if all
+            encoders are cached and no feature is left over.
+        masks: for encoders whose batches are padded to their longest item, by name: the keyword of the input
+            that is true (not 0) where no padding is, as "attention_mask", of shape (B, L). Outputs (B, L, D)
+            are kept without padding. Look-ups return them in the shape of the mask that the encoder is called
+            with, with zeros where it is false.
+        split: for CacheType.GPU, keep a part of the embeddings on each rank's device, not a copy on each.
+            Look-ups then are collective: every rank makes the same number of them.
+        fingerprints: a text or a config that stands for something whose code or content has no stable hash,
+            or should not count. The names are "train", "val" (the datasets), "collate", "key_extractors" and
+            those of encoders.
 
     Raises:
-        InvalidValueError: an option has a value that makes no sense.
+        InvalidValueError: an option has an invalid value.
 
     >>> CacheConfig(mapping={"text": CacheType.GPU}, batch_size=16).type_of("text")
     <CacheType.GPU: 'gpu'>
@@ -122,7 +127,7 @@ class CacheConfig:
         return self.key_extractors
 
     def check_names(self, encoders: Iterable[str]) -> None:
-        """See that every encoder that is named here exists.
+        """Check that every encoder named in this config exists.
 
         Raises:
             InvalidValueError: one does not; the message has the nearest name that does.
@@ -140,10 +145,10 @@ class CacheConfig:
 
 
 def check_name_among(name: str, known: list[str], saying: str) -> None:
-    """See that ``name`` is one of ``known``.
+    """Check that ``name`` is one of ``known``.
 
     Raises:
-        InvalidValueError: it is not; the message begins with ``saying`` and has the nearest name there is.
+        InvalidValueError: it is not; the message begins with ``saying`` and has the nearest known name.
     """
     if name in known:
         return

@@ -1,7 +1,7 @@
-"""Where look-ups find embeddings: in the mapped table, in a copy on a device, or in parts on the devices of all ranks.
+"""Where look-ups find embeddings: in the mapped table, in a copy on a device, or split over all ranks.
 
-Each kind answers `take(rows, device)`: outputs for rows of one table, in order, on a device. Copies are made at the first
-look-up, when it is known where the encoder is. Knows no keys and no datasets.
+Each class has `take(rows, device)`: the outputs for rows of one table, in order, on a device. Copies are made
+at the first look-up, because the encoder's device is known only then. Knows no keys and no datasets.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from castore.adapters.embeddings.batches import like, over
+from castore.adapters.embeddings.batch_places import like, over
 from castore.adapters.embeddings.cache import EmbeddingCache
-from castore.adapters.embeddings.outputs import DIFFERENT_LENGTHS
+from castore.adapters.embeddings.encoder_outputs import DIFFERENT_LENGTHS
 from castore.errors import InvalidValueError, SerializationError
 
 #: Rows that are copied to a device at a time.
@@ -23,7 +23,7 @@ _CHUNK = 1 << 16
 
 
 class Placed(Protocol):
-    """A table as look-ups see it."""
+    """The interface that look-ups use."""
 
     cache: EmbeddingCache
 
@@ -32,7 +32,7 @@ class Placed(Protocol):
 
 
 def over_tensors(outputs: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The outputs of an encoder with ``change`` made to each tensor."""
+    """The outputs of an encoder with ``change`` applied to each tensor."""
     return over(outputs, lambda leaf, _: change(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 
@@ -44,7 +44,7 @@ def tensors_of(outputs: Any) -> list[torch.Tensor]:
 
 
 class Mapped:
-    """The table where it is: CacheType.CPU and CacheType.DISK."""
+    """The mapped table itself: CacheType.CPU and CacheType.DISK."""
 
     def __init__(self, cache: EmbeddingCache) -> None:
         self.cache = cache
@@ -65,7 +65,7 @@ class _Copied:
         self._where: torch.device | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is on a device stays in its process.
+        # Memory on a device stays in its process.
         return {**self.__dict__, "_outputs": None, "_where": None}
 
     def _load(self, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class _Copied:
                 "embeddings that differ in length cannot be kept on a device; take CacheType.CPU"
             )
         self._outputs = joined([over_tensors(chunk, lambda tensor: tensor.to(device)) for chunk in chunks])
-        # Rows are mostly 0 to n - 1, and then they are places too.
+        # Rows are mostly 0 to n - 1; each row is then its own place in the copy.
         is_run = bool((self._rows == torch.arange(len(self._rows))).all())
         self._index = None if is_run else self._rows.to(device)
         self._where = device
@@ -92,7 +92,7 @@ class OnDevice(_Copied):
 
     Args:
         cache: the table.
-        rows: those that will be looked up, int64, sorted, each once.
+        rows: all rows that will be looked up, int64, sorted, each once.
     """
 
     def take(self, rows: torch.Tensor, device: torch.device) -> Any:
@@ -102,13 +102,13 @@ class OnDevice(_Copied):
 
 
 class SplitOverRanks(_Copied):
-    """A part of the rows on each rank's device; the ranks of the default process group exchange what they look up.
+    """A part of the rows on each rank's device. The ranks of the default process group exchange them.
 
-    Look-ups are collective: every rank makes as many of them, of any sizes.
+    Look-ups are collective: every rank makes the same number of them, of any sizes.
 
     Args:
         cache: the table.
-        rows: those that will be looked up by any rank, int64, sorted, each once; the same on all ranks.
+        rows: all rows that any rank will look up, int64, sorted, each once; the same on all ranks.
 
     Raises:
         InvalidValueError: there is no process group.
@@ -142,7 +142,7 @@ class SplitOverRanks(_Copied):
 
         def exchange(tensor: torch.Tensor) -> torch.Tensor:
             received = tensor.new_empty((len(rows), *tensor.shape[1:]))
-            # Collectives know no bool on some back ends; bytes they do.
+            # Collectives of some back ends do not take bool; all take bytes.
             dist.all_to_all_single(
                 received.view(torch.uint8), tensor.contiguous().view(torch.uint8), there, here
             )
@@ -152,7 +152,7 @@ class SplitOverRanks(_Copied):
 
 
 def fits(cache: EmbeddingCache, rows: torch.Tensor, device: torch.device) -> bool:
-    """Whether a copy of these rows takes at most half of what is free on a CUDA device."""
+    """Whether a copy of these rows takes at most half of the free memory of a CUDA device."""
     sample = cache.take(rows[:1])
     if device.type != "cuda" or not _is_fixed(sample):
         return False
@@ -167,7 +167,7 @@ def _is_fixed(outputs: Any) -> bool:
 
 
 def joined(chunks: list[Any]) -> Any:
-    """The outputs for several batches as those for one.
+    """The outputs for several batches, joined into those for one.
 
     Raises:
         SerializationError: rows of one batch have another shape than those of another.

@@ -1,8 +1,8 @@
-"""CachedEncoder: stands where an encoder stood, and encodes no item twice.
+"""CachedEncoder: takes the place of an encoder, and encodes no item twice.
 
-Given Keys, it looks up; given anything else, it asks the store for the embedding of each item, by the key that the key
-extractor tells or by content, and runs the encoder on those that nobody has encoded yet. The encoder's weights are its
-own as before: `state_dict` has the names it had without this wrapper.
+Given Keys, it looks up. Given anything else, it asks the store for the embedding of each item, by the key
+extractor's key or by content, and runs the encoder only on items that are not in the store. The encoder keeps
+its weights: `state_dict` has the names that it had without this wrapper.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from castore import Store
-from castore.adapters.embeddings.batches import PerItem, like, over, select
+from castore.adapters.embeddings.batch_places import PerItem, like, over, select
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.config import CacheConfig, CacheType
 from castore.adapters.embeddings.devices import Placed, over_tensors, tensors_of
-from castore.adapters.embeddings.frozen import Noted, check_frozen, no_random_numbers
-from castore.adapters.embeddings.identity import code_digest, encoder_digest, item_key, table_name
+from castore.adapters.embeddings.frozen_encoders import Noted, check_frozen, no_random_numbers
 from castore.adapters.embeddings.keys import ABSENT, ROWS_PER_TABLE, Keys
 from castore.adapters.embeddings.masks import mask_in, padded, unpadded
 from castore.adapters.embeddings.table import CacheWarning
+from castore.adapters.embeddings.table_identity import code_digest, encoder_digest, item_key, table_name
 from castore.errors import InvalidValueError
 
 _CPU = torch.device("cpu")
@@ -35,17 +35,19 @@ class CachedEncoder(nn.Module):
     """An encoder whose embeddings are computed once and kept in a store.
 
     Args:
-        encoder: a frozen module, or any function of a batch. A batch is a tensor or array (B, ...), a list of B items, a tuple
-            of B texts or bytes, as the default collate makes of those, or a dict or tuple of these. Anything else goes
-            through uncached, which a warning says once. What the encoder returns for a batch are tensors
-            (B, ...), lists of B tensors that differ in length, or tuples and dicts of these.
-        config: of this, ``cache_type``, ``key_extractors``, ``dtype``, ``masks``, ``save_dir`` and ``fingerprints`` count.
-        name: what the config and errors call it.
+        encoder: a frozen module, or any function of a batch. A batch is a tensor or array (B, ...), a list of
+            B items, a tuple of B texts or bytes, as the default collate makes of those, or a dict or tuple of
+            these. Anything else is encoded without the cache; a warning reports this once. For a batch the
+            encoder returns tensors (B, ...), lists of B tensors that differ in length, or tuples and dicts of
+            these.
+        config: ``cache_type``, ``key_extractors``, ``dtype``, ``masks``, ``save_dir`` and ``fingerprints``
+            are used.
+        name: its name in the config and in errors.
         store: a `castore.Store`, or the folder of one, in place of ``config.save_dir``.
 
     Raises:
-        InvalidValueError: the encoder is trainable, or random in train mode; the message says which part of it.
-        UnhashableError: the encoder has no fingerprint; the message says which part of it.
+        InvalidValueError: the encoder is trainable, or random in train mode; the message names the part.
+        UnhashableError: the encoder has no fingerprint; the message names the part.
 
     >>> import tempfile
     >>> encode = CachedEncoder(nn.Linear(3, 2).requires_grad_(False), store=tempfile.mkdtemp())
@@ -53,7 +55,7 @@ class CachedEncoder(nn.Module):
     (torch.Size([4, 2]), 1)
     """
 
-    # Of the class, for those that were pickled before it was there.
+    # On the class, for objects pickled by versions without this attribute.
     _told_uncached = False
 
     def __init__(
@@ -87,7 +89,7 @@ class CachedEncoder(nn.Module):
 
     @property
     def memo(self) -> EmbeddingCache:
-        """The embeddings of what was not given as Keys."""
+        """The embeddings of items that were not given as Keys."""
         if self._memo is None:
             given = self.config.fingerprints.get("key_extractors")
             extractor = self._extractor and code_digest(self._extractor, "key_extractors", given, self._store)
@@ -106,7 +108,7 @@ class CachedEncoder(nn.Module):
         return self._memo
 
     def look_again(self) -> None:
-        """See whether the encoder is another one by now; what was cached of the one before is then forgotten here."""
+        """Compute the encoder's digest again. If it has changed, forget the tables of the old one."""
         check_frozen(self.encoder, self.name)
         digest = encoder_digest(self.encoder, self.name, self.config.fingerprints.get(self.name))
         self._noted.note()
@@ -116,7 +118,7 @@ class CachedEncoder(nn.Module):
             self._tables = [_Outdated(table.cache) for table in self._tables]
 
     def add_table(self, table: Placed) -> int:
-        """Let Keys mean rows of this table; the first of these keys."""
+        """Make Keys refer to rows of this table; returns the key of row 0."""
         self._tables.append(table)
         return (len(self._tables) - 1) * ROWS_PER_TABLE
 
@@ -132,7 +134,7 @@ class CachedEncoder(nn.Module):
         return self._remember(args, kwargs)
 
     def encode(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the encoder, out of the graph, and in its own precision: what is kept must not depend on who asked first.
+        """Run the encoder without gradients, in its own precision, whatever the first caller's is.
 
         Raises:
             InvalidValueError: it draws random numbers.
@@ -149,14 +151,14 @@ class CachedEncoder(nn.Module):
                 args = [over_tensors(value, move) for value in args]
                 kwargs = {name: over_tensors(value, move) for name, value in kwargs.items()}
             outputs = self.encoder(*args, **kwargs)
-        self._noted.note()  # what it writes while it answers is its own business
+        self._noted.note()  # the encoder may write to itself while it runs
         return outputs if self._mask is None else unpadded(outputs, mask_in(kwargs, self._mask, self.name))
 
     def _padded(self, outputs: Any, kwargs: Mapping[str, Any]) -> Any:
         return outputs if self._mask is None else padded(outputs, mask_in(kwargs, self._mask, self.name))
 
     def _look_at(self, *, all_of_it: bool = False) -> None:
-        """See whether the encoder is another one by now, if it looks like it."""
+        """If the encoder looks changed, compute its digest again."""
         if self._noted.may_have_changed(all_of_it=all_of_it):
             self.look_again()
 
@@ -164,17 +166,18 @@ class CachedEncoder(nn.Module):
         self._look_at()
         if not len(keys):
             raise InvalidValueError("an empty batch of keys has no embeddings")
-        # Rows are far below 2**44, so the ends tell whether all are of one table.
+        # Rows are far below 2**44, so the least and the greatest key show whether all are of one table.
         low, high = (int(key) for key in torch.aminmax(keys))
         if low <= ABSENT:
             raise InvalidValueError(
-                f"the encoder {self.name!r} is fed with keys from a place that it was not cached for; name its places with"
-                " encoders=..."
+                f"the encoder {self.name!r} is fed with keys from a place that it was not "
+                "cached for; name its places with encoders=..."
             )
         number = low // ROWS_PER_TABLE
         if number >= len(self._tables) or high // ROWS_PER_TABLE != number:
             raise InvalidValueError(
-                f"the encoder {self.name!r} got keys of several tables, or of another model; look up batches of one loader"
+                f"the encoder {self.name!r} got keys of several tables, or of "
+                "another model; look up batches of one loader"
             )
         return self._tables[number].take(keys - number * ROWS_PER_TABLE, self._device(keys.device))
 
@@ -207,9 +210,9 @@ class CachedEncoder(nn.Module):
         self._told_uncached = True
         fed = ", ".join(_described(value) for value in (*args, *kwargs.values())) or "nothing"
         warnings.warn(
-            f"the encoder {self.name!r} is fed {fed}, and encodes it each time: what is cached are batches of items, as"
-            " tensors, arrays or lists with one element an item, all of one length, or tuples of as many texts; feed it"
-            " such a batch, or leave it uncached with CacheType.NONE",
+            f"the encoder {self.name!r} is fed {fed}, and encodes it each time: what is cached are batches "
+            "of items, as tensors, arrays or lists with one element an item, all of one length, or tuples "
+            "of as many texts; feed it such a batch, or leave it uncached with CacheType.NONE",
             CacheWarning,
             stacklevel=2,
         )
@@ -223,21 +226,21 @@ class CachedEncoder(nn.Module):
         return item_key(self._extractor(features[0] if len(features) == 1 else features))
 
     def _device(self, default: torch.device) -> torch.device:
-        """Where the encoder is; ``default`` if it has no weights."""
+        """The encoder's device; ``default`` if it has no weights."""
         if isinstance(self.encoder, nn.Module):
             for tensor in (*self.encoder.parameters(), *self.encoder.buffers()):
                 return tensor.device
         return default
 
-    # As if the encoder stood here itself
+    # Methods that act as the encoder's own
 
     def train(self, mode: bool = True) -> CachedEncoder:
-        """Note the mode; the encoder stays in the one it was cached in."""
+        """Set the mode of this wrapper; the encoder stays in the mode in which it was cached."""
         self.training = mode
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The encoder's, under the names that it has without this wrapper."""
+        """The encoder's state, under the names that it has without this wrapper."""
         if isinstance(self.encoder, nn.Module):
             return self.encoder.state_dict(*args, **kwargs)
         return super().state_dict(*args, **kwargs)
@@ -253,23 +256,24 @@ class CachedEncoder(nn.Module):
 
 
 class _Outdated:
-    """A table of the encoder that was here before its weights changed."""
+    """A table of the encoder before its weights changed."""
 
     def __init__(self, cache: EmbeddingCache) -> None:
         self.cache = cache
 
     def take(self, rows: torch.Tensor, device: torch.device) -> Any:
-        """Always an error: these are another encoder's embeddings."""
+        """Raise an error: these are another encoder's embeddings."""
         raise InvalidValueError(
-            "the weights of a cached encoder have changed since its embeddings were computed; call cache_embeddings again"
+            "the weights of a cached encoder have changed since its embeddings "
+            "were computed; call cache_embeddings again"
         )
 
 
 def opened(store: Store | str | os.PathLike[str] | None, config: CacheConfig) -> Store:
-    """The store that is meant, without a RAM tier if it is opened here: embeddings are mapped.
+    """The given or configured store. A store that is opened here has no RAM tier: embeddings are mapped.
 
     Raises:
-        InvalidValueError: it is said twice.
+        InvalidValueError: both are given.
     """
     if store is not None and config.save_dir is not None:
         raise InvalidValueError("give either store=... or CacheConfig(save_dir=...), not both")
@@ -281,7 +285,7 @@ def opened(store: Store | str | os.PathLike[str] | None, config: CacheConfig) ->
 
 
 def _one_level_down(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Names of weights as `state_dict` gives them, as the modules are."""
+    """Turn the names of weights that `state_dict` gives into those of the modules."""
     for name in [name for name in state if name.startswith(prefix)]:
         state[f"{prefix}encoder.{name[len(prefix) :]}"] = state.pop(name)
 
@@ -291,7 +295,7 @@ def _look_at_weights(module: CachedEncoder, keys: Any) -> None:
 
 
 def _laid_out(batch: tuple[Any, ...]) -> tuple[int, Any]:
-    """How many items a batch has, and what of it belongs to single items; 0 and None if its parts disagree, or have none."""
+    """The number of items in a batch, and its layout; 0 and None if its parts disagree, or have no items."""
     lengths = _lengths(batch, _has_items) or _lengths(batch, _is_texts)
     if len(lengths) != 1:
         return 0, None
@@ -300,12 +304,12 @@ def _laid_out(batch: tuple[Any, ...]) -> tuple[int, Any]:
 
 
 def _has_items(value: Any) -> bool:
-    """Whether a part of a batch has one element for each item, whatever is around it."""
+    """Whether a part of a batch has one element for each item, whatever the other parts are."""
     return isinstance(value, list) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0)
 
 
 def _is_texts(value: Any) -> bool:
-    """Whether a part of a batch may be what the default collate makes of texts; beside other parts it may be a constant."""
+    """Whether a part may be the default collate's tuple of texts. Beside other parts it may be a constant."""
     return type(value) is tuple and bool(value) and all(type(item) in (str, bytes) for item in value)
 
 
@@ -320,7 +324,10 @@ def _lengths(value: Any, has_items: Callable[[Any], bool]) -> set[int]:
 
 
 def _layout_of(value: Any, count: int) -> Any:
-    """What of a batch of so many items belongs to single ones: the elements of tensors, arrays, lists and tuples of texts."""
+    """The layout of a batch of ``count`` items.
+
+    Elements of tensors, arrays, lists and tuples of texts belong to single items.
+    """
     if _has_items(value):
         is_tensor, is_array = isinstance(value, torch.Tensor), isinstance(value, np.ndarray)
         return PerItem("tensor" if is_tensor else "numpy" if is_array else "list")
@@ -332,12 +339,12 @@ def _layout_of(value: Any, count: int) -> Any:
 
 
 def _for_key(value: Any) -> Any:
-    """An item as it counts for its key: the type of an array of texts tells how long those around it are."""
+    """An item in the form that its key is made of. The dtype of an array of texts depends on its batch."""
     return value.tolist() if isinstance(value, np.ndarray) and value.dtype.kind in "USO" else value
 
 
 def _alone(layout: Any, value: Any) -> Any:
-    """One item of a batch of one."""
+    """The only item of a batch of one."""
     if isinstance(layout, PerItem):
         return value[0]
     if isinstance(layout, Mapping):

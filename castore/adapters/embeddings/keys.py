@@ -1,9 +1,9 @@
-"""Keys: what a batch holds in the place of features whose embeddings are cached.
+"""Keys: stand in a batch for features whose embeddings are cached.
 
-A row of Keys is an item, a column an encoder: the number says where in that encoder's tables the embedding lies. A
-class of its own, since features may be tensors of int64 too. It moves like a tensor (devices, pinned memory, workers,
-slices, concatenation) and refuses all that computes: numbers of rows mean nothing to a layer. Must never be made of
-anything but int64.
+A row of Keys is an item, a column an encoder. The number is the place of the embedding in that encoder's
+tables. Keys are a class of their own, because features may be int64 tensors too. They move like a tensor
+(devices, pinned memory, workers, slices, concatenation) and refuse every computation: row numbers mean
+nothing to a layer. Must never be made of anything but int64.
 """
 
 from __future__ import annotations
@@ -15,30 +15,35 @@ import torch
 
 from castore.errors import InvalidValueError
 
-#: In a column of Keys: the encoder takes nothing from this place.
+#: In a column of Keys: the encoder takes no input from this place.
 ABSENT = -1
-#: A key is the number of a table, times this, plus a row of it.
+#: A key is the number of a table times this, plus a row of the table.
 ROWS_PER_TABLE = 1 << 44
-# What moves, cuts, joins or describes. Names, since a method and the function of the same name are two objects.
+# Operations that move, cut, join or describe. They are names, because a method and the function of the same
+# name are two objects.
 _MOVES = {
-    "to", "cpu", "cuda", "pin_memory", "clone", "detach", "contiguous", "share_memory_", "__getitem__", "index_select",
+    "to", "cpu", "cuda", "pin_memory", "clone", "detach", "contiguous", "share_memory_", "__getitem__",
+    "index_select",
     "narrow", "split", "chunk", "unbind", "cat", "concat", "concatenate", "__iter__",
 }  # fmt: skip
 _TELLS = {
-    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr", "get_device",
-    "is_pinned", "is_shared", "is_contiguous", "is_floating_point", "is_complex", "is_neg", "is_conj", "is_inference",
-    "is_same_size", "equal", "tolist", "record_stream", "untyped_storage", "storage", "_typed_storage", "__reduce_ex__",
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr",
+    "get_device",
+    "is_pinned", "is_shared", "is_contiguous", "is_floating_point", "is_complex", "is_neg", "is_conj",
+    "is_inference",
+    "is_same_size", "equal", "tolist", "record_stream", "untyped_storage", "storage", "_typed_storage",
+    "__reduce_ex__",
     "__setstate__", "_is_view", "__len__", "__repr__", "__format__", "__hash__", "__get__", "__set__",
 }  # fmt: skip
 
 
 class Keys(torch.Tensor):
-    """Where the embeddings of a batch lie: int64, shape (B, E), for B items and E encoders.
+    """The places of a batch's embeddings: int64, shape (B, E), for B items and E encoders.
 
     Made by the loaders of `cache_embeddings`, read by `CachedEncoder`.
 
     Raises:
-        InvalidValueError: something computes with it, as a layer does that is no CachedEncoder.
+        InvalidValueError: an operation computes with it, as a layer that is no CachedEncoder does.
 
     >>> keys = Keys.of(torch.tensor([[3], [0]]))
     >>> keys[:1], len(keys), keys.column(0)
@@ -63,7 +68,8 @@ class Keys(torch.Tensor):
             plain = self.as_subclass(torch.Tensor)
             if plain.ndim != 2:
                 raise InvalidValueError(
-                    "these keys are of one item, without the dimension of the batch; keep it with keys[i : i + 1]"
+                    "these keys are of one item, without the dimension of the "
+                    "batch; keep it with keys[i : i + 1]"
                 )
             return plain[:, number]
 
@@ -75,7 +81,7 @@ class Keys(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Moving is allowed and gives Keys, asking gives what a tensor answers; the rest is refused."""
+        """Let operations move or describe Keys, and refuse all others."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         with torch._C.DisableTorchFunctionSubclass():
@@ -105,7 +111,7 @@ def _as_keys(result: Any, name: str) -> Any:
 
 def _refusal(what: str) -> InvalidValueError:
     return InvalidValueError(
-        f"{what} of Keys: this batch holds keys of cached embeddings in the place of features, and only a CachedEncoder"
-        " takes them; name whatever else reads these features in encoders=..., or leave its encoder uncached with"
-        " CacheType.NONE"
+        f"{what} of Keys: this batch holds keys of cached embeddings in the place of features, and "
+        "only a CachedEncoder takes them; name whatever else reads these features in "
+        "encoders=..., or leave its encoder uncached with CacheType.NONE"
     )

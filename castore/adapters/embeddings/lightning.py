@@ -1,7 +1,8 @@
-"""A callback for Lightning: a LightningModule that has `configure_caches` trains on cached embeddings.
+"""A callback for Lightning: a LightningModule with `configure_caches` trains on cached embeddings.
 
-As in Quaterion, the method returns a CacheConfig, or None for no cache. Before a fit begins, the module's frozen encoders
-make way for CachedEncoders, and its loaders for such as give Keys. Needs the package `lightning` or `pytorch_lightning`.
+As in Quaterion, the method returns a CacheConfig, or None for no cache. Before a fit begins, CachedEncoders
+replace the module's frozen encoders, and loaders that give Keys replace its loaders. Needs the package
+`lightning` or `pytorch_lightning`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from castore import Store
-from castore.adapters.embeddings.caching import cache_loaders
+from castore.adapters.embeddings.model_cache import cache_loaders
 from castore.errors import InvalidValueError, MissingDependencyError
 
 try:
@@ -28,7 +29,7 @@ except ModuleNotFoundError:
 
 
 class EmbeddingCacheCallback(Callback):
-    """Caches what `configure_caches` of the LightningModule says, before each fit.
+    """Caches the encoders that `configure_caches` of the LightningModule names, before each fit.
 
     Args:
         encoders, store, progress: as for `cache_embeddings`.
@@ -49,16 +50,20 @@ class EmbeddingCacheCallback(Callback):
         self._progress = progress
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Fill the caches, and have module and trainer use them: data is set up by now, and no loader asked for."""
+        """Fill the caches, and have module and trainer use them.
+
+        The data is set up, and no loader is in use yet.
+        """
         configure = getattr(pl_module, "configure_caches", None)
         if configure is None:
             raise InvalidValueError(
-                f"{type(pl_module).__name__} has no configure_caches; let it return a CacheConfig, or None for no cache"
+                f"{type(pl_module).__name__} has no configure_caches; let it "
+                "return a CacheConfig, or None for no cache"
             )
         config = configure()
         if config is None:
             return
-        # Where a trainer keeps its loaders, given to `fit` or by a method; there is no public name for it.
+        # A trainer keeps its loaders here, from `fit` or from a method; there is no public name for it.
         sources = {
             "train": trainer.fit_loop._data_source,
             "val": trainer.fit_loop.epoch_loop.val_loop._data_source,
@@ -93,5 +98,6 @@ def _inner(role: str, loaders: Any) -> list[tuple[Any, Any]]:
     if isinstance(loaders, list | tuple):
         return list(enumerate(loaders))
     raise InvalidValueError(
-        f"the {role} loader is a {type(loaders).__name__}; only DataLoaders, and lists and dicts of these, can be cached"
+        f"the {role} loader is a {type(loaders).__name__}; only DataLoaders, "
+        "and lists and dicts of these, can be cached"
     )

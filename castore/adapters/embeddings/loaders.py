@@ -1,8 +1,9 @@
-"""Loaders whose batches hold Keys where the features were. All else of a loader stays: its class, sampler, generator, workers.
+"""Loaders whose batches hold Keys in the place of features. Class, sampler, generator and workers stay.
 
-Three ways: the raw data is not read at all, since labels are cached too (`joined_loader`); it is read, and features make
-way for Keys by index (`replaced_loader`); or it is a stream, and keys are looked up by what the key extractor says
-(`streaming_loader`). What a batch of theirs is made of is looked at first (`first_batches`). Knows no models.
+There are three kinds. `joined_loader` does not read the raw data at all, because labels are cached too.
+`replaced_loader` reads it, and replaces features by Keys, by index. `streaming_loader` is for streams: keys
+are looked up by the key extractor's result. `first_batches` reads the first samples, from which the layout of
+a batch is learnt. Knows no models.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from castore.adapters.embeddings.batches import Path, Rest, put, same
+from castore.adapters.embeddings.batch_places import Path, Rest, put, same
 from castore.adapters.embeddings.cache import EmbeddingCache
-from castore.adapters.embeddings.frozen import no_random_numbers
+from castore.adapters.embeddings.dataset_pass import Gather, Numbered, Sample
+from castore.adapters.embeddings.frozen_encoders import no_random_numbers
 from castore.adapters.embeddings.keys import ABSENT, Keys
-from castore.adapters.embeddings.passes import Gather, Numbered, Sample
 from castore.errors import InvalidValueError, NotFoundError
 
-# So many samples are read and collated twice, to learn what a batch is made of.
+# Number of samples that are read and collated twice, to learn the layout of a batch.
 _SAMPLES = 3
 
 
@@ -33,9 +34,9 @@ class Column:
     """One column of one place's Keys.
 
     Attributes:
-        place: which of the places.
-        encoder: which column, `CachedEncoder.column`.
-        source: which column of `Pass.rows` it comes from.
+        place: number of the place.
+        encoder: number of the column, `CachedEncoder.column`.
+        source: number of its column in `Pass.rows`.
         first_key: the key of row 0.
     """
 
@@ -46,7 +47,7 @@ class Column:
 
 
 def _width(columns: Sequence[Column]) -> int:
-    """How many columns Keys have."""
+    """The number of columns of Keys."""
     return 1 + max(column.encoder for column in columns)
 
 
@@ -55,8 +56,8 @@ class KeyTable:
 
     Args:
         rows: from `Pass.rows`: int64 (n, calls).
-        columns: what goes where.
-        places: how many places there are.
+        columns: the columns of Keys.
+        places: the number of places.
     """
 
     def __init__(self, rows: torch.Tensor, columns: Sequence[Column], places: int) -> None:
@@ -79,7 +80,7 @@ class JoinedDataset(Dataset[Any]):
 
     Args:
         keys: of every sample.
-        rest: how labels become a batch.
+        rest: joins labels into a batch.
         index: the table of labels; None if there are none.
     """
 
@@ -104,7 +105,7 @@ class JoinedDataset(Dataset[Any]):
 
 
 class ReplacedCollate:
-    """Collates raw samples, and puts Keys where the cached features were."""
+    """Collates raw samples, and puts Keys in the place of the cached features."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], keys: KeyTable, places: Sequence[Path]) -> None:
         self._collate = collate
@@ -119,7 +120,7 @@ class ReplacedCollate:
 
 
 class StreamingCollate:
-    """Collates samples of a stream, and puts Keys, found by what the key extractors say, where the features were."""
+    """Collates samples of a stream, and puts Keys, found by the key extractors, for the features."""
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class StreamingCollate:
             NotFoundError: an item was not there when the cache was filled.
         """
         keys = torch.full((len(self._places), len(samples), _width(self._columns)), ABSENT)
-        # In the order of encoders and their calls, as columns of `Pass.rows` are.
+        # In the order of encoders and their calls, as the columns of `Pass.rows`.
         rows = [self._rows(encoder, own) for (encoder, _), own in self._gather.keys(samples).items()]
         for column in self._columns:
             keys[column.place, :, column.encoder] = rows[column.source] + column.first_key
@@ -152,14 +153,14 @@ class StreamingCollate:
         rows = self._tables[encoder].find(extracted)
         if bool((rows < 0).any()):
             raise NotFoundError(
-                "the stream gave an item that was not in it when the cache was filled; call cache_embeddings again, which"
-                " encodes what is new"
+                "the stream gave an item that was not in it when the cache was filled; call "
+                "cache_embeddings again, which encodes what is new"
             )
         return rows
 
 
 def first_batches(loader: DataLoader[Any], role: str) -> tuple[Any, list[Any], tuple[int, int]]:
-    """What the loader's collate function makes of the first samples.
+    """The batches that the loader's collate function makes of the first samples.
 
     Returns:
         a batch of them all; for each of them, a batch of the others; and the sizes of both.
@@ -169,14 +170,15 @@ def first_batches(loader: DataLoader[Any], role: str) -> tuple[Any, list[Any], t
     """
     if loader.batch_sampler is None:
         raise InvalidValueError(
-            f"the {role} loader has batch_size=None, so its samples are not put into batches; give it a batch size"
+            f"the {role} loader has batch_size=None, so its samples are not "
+            "put into batches; give it a batch size"
         )
     dataset = loader.dataset
     advice = (
-        "random augmentations cannot be cached: take them out, apply them behind the encoder, or leave the encoder uncached"
-        " with CacheType.NONE"
+        "random augmentations cannot be cached: take them out, apply them behind the "
+        "encoder, or leave the encoder uncached with CacheType.NONE"
     )
-    # A stream may draw the order of its items, which their keys make up for.
+    # A stream may draw the order of its items; their keys make up for that.
     is_stream = isinstance(dataset, IterableDataset)
     with nullcontext() if is_stream else no_random_numbers(f"the {role} loader's dataset", advice):
         first = _read(dataset)
@@ -218,9 +220,9 @@ def streaming_loader(loader: DataLoader[Any], collate: StreamingCollate) -> Data
 
 
 def _changed(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """A copy of a loader, of whatever class, that draws the same random numbers in the same order."""
+    """A copy of a loader, of any class, that draws the same random numbers in the same order."""
     changed = copy.copy(loader)
-    # Loaders refuse to be given another dataset, for reasons that do not hold before the first epoch.
+    # A loader refuses another dataset, for reasons that do not hold before the first epoch.
     changed.__dict__.update(changes, _iterator=None)
     return changed
 

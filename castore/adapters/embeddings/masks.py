@@ -1,6 +1,7 @@
-"""States of tokens without their padding: taken out of padded outputs by the mask that the encoder was fed, and put back by one.
+"""States of tokens without their padding: a mask removes it from outputs, and a mask adds it again.
 
-What a batch is padded to depends on what else is in it, so padding is no part of an item's embedding. Knows no tables.
+The padding of a batch depends on its other items, so padding is no part of an item's embedding. Knows no
+tables.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from castore.adapters.embeddings.batches import like, over
+from castore.adapters.embeddings.batch_places import like, over
 from castore.errors import InvalidValueError
 
 
@@ -19,20 +20,22 @@ def mask_in(kwargs: Mapping[str, Any], keyword: str, name: str) -> torch.Tensor:
     """The mask (B, L), as bool, among the arguments of an encoder.
 
     Raises:
-        InvalidValueError: there is none, or it marks nothing of an item, as one does that marks the padding.
+        InvalidValueError: there is none, or it marks nothing of an item, as a mask of the padding may do.
     """
     mask = kwargs.get(keyword)
     if type(mask) is not torch.Tensor or mask.ndim != 2:
         got = "nothing" if mask is None else f"a {type(mask).__name__} of {tuple(getattr(mask, 'shape', ()))}"
         raise InvalidValueError(
-            f"masks says that the encoder {name!r} is fed a mask as {keyword}=..., a tensor (B, L), and it got {got}; call it"
-            f" with {keyword}=..., and name its place with encoders={{{name!r}: {{{keyword!r}: ...}}}}"
+            f"masks says that the encoder {name!r} is fed a mask as {keyword}=..., a "
+            f"tensor (B, L), and it got {got}; call it with {keyword}=..., and name its "
+            f"place with encoders={{{name!r}: {{{keyword!r}: ...}}}}"
         )
     marked = mask.bool()
     if not bool(marked.any(1).all()):
         raise InvalidValueError(
-            f"masks names {keyword!r} for the encoder {name!r}, and it marks nothing of an item: it must be true where the item"
-            " is and false where padding is; give the encoder its opposite, and let it turn it over"
+            f"masks names {keyword!r} for the encoder {name!r}, and it marks nothing of "
+            "an item: it must be true where the item is and false where padding is; give "
+            "the encoder its opposite, and let it turn it over"
         )
     return marked
 
@@ -41,7 +44,7 @@ def unpadded(outputs: Any, mask: torch.Tensor) -> Any:
     """Outputs with a list of tensors (length, D) in the place of each tensor (B, L, D).
 
     Raises:
-        InvalidValueError: there is none whose first sides are those of the mask.
+        InvalidValueError: no tensor's first dimensions are those of the mask.
     """
     found = []
 
@@ -54,8 +57,8 @@ def unpadded(outputs: Any, mask: torch.Tensor) -> Any:
     cut_outputs = over(outputs, cut)
     if not found:
         raise InvalidValueError(
-            f"masks says that outputs are padded, and none is (B, L, D) with the mask's {tuple(mask.shape)}; leave the encoder"
-            " out of masks"
+            "masks says that outputs are padded, and none is (B, L, D) with the mask's "
+            f"{tuple(mask.shape)}; leave the encoder out of masks"
         )
     return cut_outputs
 
@@ -78,8 +81,8 @@ def padded(outputs: Any, mask: torch.Tensor) -> Any:
     lengths, marked = [len(states) for states in outputs], mask.sum(1).tolist()
     if lengths != marked:
         raise InvalidValueError(
-            f"the mask marks {marked} elements of these items, and {lengths} were kept; feed the encoder the mask that belongs"
-            " to its keys"
+            f"the mask marks {marked} elements of these items, and {lengths} were kept; "
+            "feed the encoder the mask that belongs to its keys"
         )
     values = torch.cat(outputs)
     whole = values.new_zeros((*mask.shape, *values.shape[1:]))

@@ -1,8 +1,8 @@
-"""A table of embeddings as one process sees it: its shards mapped side by side, and where each key is.
+"""A table of embeddings as one process sees it: its shards mapped side by side, and the row of each key.
 
-What is mapped stays mapped, and a row number that was handed out keeps its meaning, whatever gc does to the store. Every file
-is checked before it is mapped (checked.py). A shard of which a file is gone or damaged is *missing*: its keys are not known.
-Must never write to the store but for notes of what was checked.
+Mapped files stay mapped, and a row number keeps its meaning, whatever gc does to the store. Every file is
+checked before it is mapped (mapped_check.py). A shard of which a file is gone or damaged is *missing*: its
+keys are not known. Must never write to the store, except for notes of checked files.
 """
 
 from __future__ import annotations
@@ -17,35 +17,42 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from castore.adapters.embeddings.keytable import EMPTY, NO_KEY, Digests, Rows, Sorted
-from castore.adapters.embeddings.layout import SORTED_KEYS, Column, Manifest, Shard, alignments, columns_of
-from castore.adapters.embeddings.outputs import dtype_of
-from castore.adapters.embeddings.region import PAGE, Region
+from castore.adapters.embeddings.encoder_outputs import dtype_of
+from castore.adapters.embeddings.key_table import EMPTY, NO_KEY, Digests, Rows, Sorted
+from castore.adapters.embeddings.mapped_region import PAGE, Region
+from castore.adapters.embeddings.table_layout import (
+    SORTED_KEYS,
+    Column,
+    Manifest,
+    Shard,
+    alignments,
+    columns_of,
+)
 from castore.adapters.mapped_check import read_whole, unchecked
-from castore.errors import CorruptError
-from castore.index.queries import Found
-from castore.records import LOOSE, LOST, Blob
+from castore.errors import CorruptError, NotFoundError
+from castore.records import LOOSE, LOST, Blob, Found
 from castore.store import Store
 from castore.system.temporary import open_regular
 
-# Reading ahead is in vain once a table takes more than this part of the machine's memory; before, it soon fills it.
+# A table above this part of the machine's memory is read without read-ahead; a smaller one is soon read
+# whole.
 _RANDOM_PART = 0.5
-# How many times as many addresses as are needed are reserved, and at least: a table grows.
+# Factor by which more addresses are reserved than are needed, because a table grows; and the least number.
 _SPARE = 16
 _LEAST = 1 << 30
 _NEVER = torch.iinfo(torch.int64).max
 
 
 class CacheWarning(UserWarning):
-    """Something of an embedding cache is gone or damaged, and will be computed again."""
+    """A part of an embedding cache is gone or damaged, and will be computed again."""
 
 
 class View(NamedTuple):
-    """What look-ups use; replaced as a whole when the table grows.
+    """The state that look-ups use; replaced as a whole when the table grows.
 
     Attributes:
         columns: one tensor a column, over all its rows.
-        starts, ends: of the runs of rows that are there, int64; ``starts`` has one more, beyond all.
+        starts, ends: of the runs of mapped rows, int64; ``starts`` has one more, beyond all.
         is_whole: whether that is one run from row 0 on.
     """
 
@@ -63,10 +70,10 @@ class Table:
     """The mapped table.
 
     Args:
-        store: where it is.
+        store: the store that holds it.
         prefix: the name under which its entries lie.
-        manifest: what it is at first.
-        resident: bring the rows into memory, in the background; else they are read when touched.
+        manifest: its first manifest.
+        resident: read the rows into memory in the background; else rows are read when they are touched.
     """
 
     manifest: Manifest
@@ -77,7 +84,8 @@ class Table:
         self._resident = resident
         self.columns = columns_of(manifest.schema)
         self.alignments = alignments(self.columns)
-        #: The leaves; and of each the column that rows index, and the one of its elements if it is ragged, or -1.
+        #: The leaves, and for each the column that rows index, and the column of its elements if it is
+        #: ragged, or -1.
         self.places = (manifest.schema.leaves, _places(self.columns, len(manifest.schema.leaves)))
         self._regions: list[Region | None] = [None] * len(self.columns)
         self._mapped: dict[tuple[int, int], Shard] = {}
@@ -91,7 +99,7 @@ class Table:
     # Rows
 
     def update(self, manifest: Manifest) -> None:
-        """Map what is new, and find out what is missing."""
+        """Map new shards, and find out which are missing."""
         self.manifest = manifest
         fresh = [
             shard
@@ -99,7 +107,7 @@ class Table:
             if self._mapped.get(shard.extents[0]) != shard and shard not in self._missing
         ]
         names = [self._name(shard, column) for shard in fresh for column in self.columns]
-        found = self._store.index.find_many([*names, self._below(SORTED_KEYS)])
+        found = self._store.find_many([*names, self._below(SORTED_KEYS)])
         good = self._good(fresh, found)
         self._reserve(manifest.ends)
         self._missing.update(
@@ -111,11 +119,11 @@ class Table:
             for old in [key for key in self._mapped if start <= key[0] and key[1] <= end]:
                 del self._mapped[old]
             self._mapped[start, end] = shard
-        # Old ones that a missing one was made of are still mapped, and still true.
+        # Rows of absorbed shards are still mapped, and still true, also if the absorbing shard is missing.
         before, self.view = self.view, self._view(manifest.ends)
         self._update_keys(found.get(self._below(SORTED_KEYS)), fresh, before)
         for name in found:
-            self._store.source.count_use(name)
+            self._store.count_use(name)
         if self._resident:
             self._populate(fresh)
 
@@ -159,13 +167,13 @@ class Table:
         return self._sound(wanted)
 
     def _sound(self, wanted: dict[str, Blob]) -> set[str]:
-        """Those of some blobs, by digest in hex, whose bytes are right."""
+        """The digests, in hex, of the blobs whose bytes are right."""
         good = set(wanted)
-        # Packed and compressed ones are copied, and checked as they are read.
+        # Packed and compressed blobs are copied, and checked when they are read.
         for blob in unchecked(self._store, [blob for blob in wanted.values() if _can_be_mapped(blob)]):
             try:
                 read_whole(self._store, blob)
-            except FileNotFoundError:  # gc was faster
+            except NotFoundError:  # gc was faster
                 good.discard(blob.digest.hex())
             except CorruptError as error:
                 _warn(f"{self._prefix}: {error}; its rows will be computed again")
@@ -173,7 +181,7 @@ class Table:
         return good
 
     def _reserve(self, ends: Sequence[int]) -> None:
-        """See that every column has addresses for all rows."""
+        """Reserve addresses for all rows of every column."""
         size = sum(ends[column.space] * column.row_bytes for column in self.columns)
         memory = os.sysconf("SC_PHYS_PAGES") * PAGE
         random = not self._resident and size > _RANDOM_PART * memory
@@ -192,7 +200,7 @@ class Table:
             new.take_over(old, start, end)
 
     def _map(self, shard: Shard, found: dict[str, Found]) -> bool:
-        """Map a shard's files; False if one is gone after all."""
+        """Map a shard's files; False if one is gone meanwhile."""
         for number, column in enumerate(self.columns):
             start, end = shard.extents[column.space]
             if start == end:
@@ -205,10 +213,10 @@ class Table:
                     continue
             except FileNotFoundError:
                 return False
-            data = self._store.source.fetch(blob)
+            data = self._store.get_blob(blob)
             if data is None:
-                now = self._store.index.blob(blob.digest)
-                if now is not None and now.pack == LOST:  # else gc was faster
+                now = self._store.blob(blob.digest)
+                if now is not None and now.pack == LOST:  # otherwise gc was faster
                     name = self._name(shard, column)
                     _warn(f"{self._prefix}: {name} is damaged; its rows will be computed again")
                 return False
@@ -216,9 +224,9 @@ class Table:
         return True
 
     def _map_file(self, region: Region, at: int, blob: Blob) -> None:
-        fd = open_regular(self._store.objects.loose.path(blob.digest, "none"))
+        fd = open_regular(self._store.path_of(blob))
         try:
-            if os.fstat(fd).st_size != blob.size:  # a page beyond the end would end the process
+            if os.fstat(fd).st_size != blob.size:  # touching a page beyond the end would end the process
                 raise FileNotFoundError
             region.map(at, fd, PAGE, blob.size - PAGE)
         finally:
@@ -278,7 +286,7 @@ class Table:
 
     @property
     def unsorted(self) -> int:
-        """How many keys came since the file of sorted keys was made."""
+        """Number of keys that came since the file of sorted keys was made."""
         return len(self._recent.rows)
 
     def _in_order(self) -> list[Shard]:
@@ -288,7 +296,7 @@ class Table:
         return self.view.columns[0][start:end].numpy().view(np.uint64)
 
     def _update_keys(self, found: Found | None, fresh: list[Shard], before: View | None) -> None:
-        """Learn the keys of rows that were not here before."""
+        """Add the keys of rows that were not here before."""
         kept = self.manifest.sorted_keys
         if kept is not None and kept.digest != self._sorted_digest:
             table = self._load_sorted(kept.digest, found)
@@ -300,7 +308,7 @@ class Table:
             for (start, end), *_ in (shard.extents for shard in fresh)
         ]
         new = np.concatenate([np.empty(0, np.int64), *rows])
-        if before is not None:  # a shard that took in others brings rows that were here
+        if before is not None:  # a shard that absorbed others has rows that were here before
             new = new[~before.has(torch.from_numpy(new)).numpy()]
         keys = self.view.columns[0].numpy().view(np.uint64)[new]
         real = (keys != NO_KEY).any(1)
@@ -308,7 +316,7 @@ class Table:
             self._recent = self._recent.with_more(keys[real], new[real])
 
     def _load_sorted(self, digest: str, found: Found | None) -> Sorted | None:
-        """The file of sorted keys, mapped; None if it is gone, and the keys have to be sorted here."""
+        """The file of sorted keys, mapped. None if it is gone; the keys are then sorted here."""
         if (
             found is None
             or found.blob.digest.hex() != digest
@@ -324,7 +332,7 @@ class Table:
                 return None
             data = region.tensor(torch.int64, (3, size // 24))
         else:
-            read = self._store.source.fetch(found.blob)
+            read = self._store.get_blob(found.blob)
             if read is None:
                 return None
             data = torch.frombuffer(bytearray(read), dtype=torch.int64, offset=PAGE).view(3, -1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from castore.errors import MissingDependencyError
 
 try:
+    from castore.adapters.torch.batch_collate import collate
     from castore.adapters.torch.bilevel import BiLevelCachedDataset
     from castore.adapters.torch.cached import CachedDataset
-    from castore.adapters.torch.collating import collate
-    from castore.adapters.torch.identity import dataset_key
-    from castore.adapters.torch.identity import key_and_doubts as key_and_doubts
+    from castore.adapters.torch.dataset_identity import dataset_key
+    from castore.adapters.torch.dataset_identity import key_and_doubts as key_and_doubts
     from castore.adapters.torch.lazy import LazyShardDataset
     from castore.adapters.torch.shared import SharedCache, get_shm_size
 except ModuleNotFoundError as error:

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from castore.adapters.torch.apart import Apart, sizes_apart
-from castore.adapters.torch.filling import CachingWrapper
-from castore.adapters.torch.identity import ADVICE, RANDOM_ADVICE, key_and_doubts
+from castore.adapters.torch.dataset_identity import ADVICE, RANDOM_ADVICE, key_and_doubts
+from castore.adapters.torch.level_sizes import Size, is_off
 from castore.adapters.torch.levels import DiskLevel, LevelStats, MemoryLevel
+from castore.adapters.torch.prefill import CachingWrapper
 from castore.adapters.torch.ranks import job_id, read_ranks
 from castore.adapters.torch.samples import MISSING, pack, tell_no_sample, unpack
-from castore.adapters.torch.sizing import Size, is_off
 from castore.adapters.torch.tiers import TwoLevels, fixed_bytes
+from castore.adapters.torch.unshared_sizes import Apart, sizes_apart
 from castore.errors import CorruptError, InvalidValueError, SerializationError, UnhashableError
 from castore.keys.doubts import Doubts, outside
 from castore.keys.encoder import RefusedError

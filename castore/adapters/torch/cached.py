@@ -15,8 +15,8 @@ import os
 from typing import Any
 
 from castore import Store
-from castore.adapters.torch.filling import CachingWrapper
-from castore.adapters.torch.identity import RANDOM_ADVICE, key_and_doubts
+from castore.adapters.torch.dataset_identity import RANDOM_ADVICE, key_and_doubts
+from castore.adapters.torch.prefill import CachingWrapper
 from castore.adapters.torch.samples import MISSING, pack, record_name, tell_no_sample, unpack
 from castore.errors import CorruptError, SerializationError
 from castore.shm.segments import Segment

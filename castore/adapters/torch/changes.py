@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from castore.adapters.torch.identity import DatasetEncoder
+from castore.adapters.torch.dataset_identity import DatasetEncoder
 from castore.errors import InvalidValueError, UnhashableError
 from castore.keys.bytecode import codes, steps
 from castore.keys.classes import has_member, per_class

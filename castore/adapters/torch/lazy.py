@@ -1,8 +1,8 @@
 """LazyShardDataset: each rank, or each node, reads its own shard of a dataset, and keeps it near after the first epoch.
 
 The shard travels to the node as training asks for it, sample by sample, into the node's two-level cache; from the second
-epoch on the source is left alone. Who has which samples is `sharding`'s, how many `shares`', the cache
-`BiLevelCachedDataset`'s, the epoch `progress`'; here they come together. The class and its arguments are BiLevelCache's
+epoch on the source is left alone. Who has which samples is `shard_plan`'s, how many `shard_sizes`', the cache
+`BiLevelCachedDataset`'s, the epoch `epoch_progress`'; here they come together. The class and its arguments are BiLevelCache's
 (Jay Rothenberger).
 
 Assumes that all ranks make it with the same arguments. Must never need a process group, let an epoch change who has
@@ -21,10 +21,12 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from castore.adapters.torch.bilevel import BiLevelCachedDataset, BiLevelStats
-from castore.adapters.torch.filling import fill
+from castore.adapters.torch.epoch_progress import Progress, dump_state, parse_state
+from castore.adapters.torch.level_sizes import Size
 from castore.adapters.torch.levels import DiskLevel, MemoryLevel
-from castore.adapters.torch.progress import Progress, dump_state, parse_state
+from castore.adapters.torch.prefill import fill
 from castore.adapters.torch.ranks import read_ranks
+from castore.adapters.torch.shard_plan import Indices, Step, epoch_order, remaining, slice_of
 from castore.adapters.torch.shard_sizes import (
     check_least,
     cut_shards,
@@ -33,8 +35,6 @@ from castore.adapters.torch.shard_sizes import (
     sample_bytes,
     whole_shards,
 )
-from castore.adapters.torch.sharding import Indices, Step, epoch_order, remaining, slice_of
-from castore.adapters.torch.sizing import Size
 from castore.adapters.torch.wrapper import check_index
 from castore.errors import InvalidValueError, UnhashableError
 from castore.units import format_size

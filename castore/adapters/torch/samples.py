@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from castore.adapters.torch.images import build_pixels, take_pixels
+from castore.adapters.torch.image_records import build_pixels, take_pixels
 from castore.adapters.torch.leaf_codecs import (
     BUILDERS,
     NUMBERS,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from castore.adapters.torch.ranks import Ranks
 from castore.adapters.torch.samples import pack
-from castore.adapters.torch.sharding import Step, permutation, shard_sizes
+from castore.adapters.torch.shard_plan import Step, permutation, shard_sizes
 from castore.errors import InvalidValueError
 from castore.units import format_size, parse_size
 

@@ -12,10 +12,10 @@ import warnings
 from typing import Any
 
 from castore import Store
+from castore.adapters.torch.level_sizes import Size, disk_bytes, is_off, memory_bytes, refuse_full_disk
 from castore.adapters.torch.levels import TALLIES, Buffer, DiskLevel, DiskTable, MemoryLevel
 from castore.adapters.torch.policy import Policy
 from castore.adapters.torch.samples import record_name
-from castore.adapters.torch.sizing import Size, disk_bytes, is_off, memory_bytes, refuse_full_disk
 from castore.errors import InvalidValueError
 from castore.shm.arena import Arena
 from castore.shm.segments import Segment, is_alive

@@ -1,6 +1,6 @@
-"""A cache of Python objects in two levels, RAM over a store: any text is a key, each value comes with metadata.
+"""A cache of Python objects in two levels, RAM over a store. Any text is a key; each value has metadata.
 
-The interface is that of EasyDeL's EasyData, itself after Levanter's TreeCache.
+The interface is that of EasyDeL's EasyData, which follows Levanter's TreeCache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`DiskCache`: Python objects on disk, compressed, checked and shared between processes. No RAM is kept."""
+"""`DiskCache`: Python objects on disk, compressed, checked and shared between processes.
+
+Keeps nothing in RAM.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import os
 from functools import partial
 from typing import Any
 
+from castore.adapters.tree.entry_names import name_of
 from castore.adapters.tree.level import DiskLevel, OverDisk
 from castore.adapters.tree.metadata import CacheMetadata
-from castore.adapters.tree.naming import name_of
-from castore.adapters.tree.packing import pack, unpack
+from castore.adapters.tree.packed_value import pack, unpack
 from castore.adapters.tree.tally import Tally
 from castore.errors import CorruptError
 
@@ -18,15 +21,16 @@ class DiskCache(OverDisk):
     """Values in the store of a folder.
 
     Args:
-        cache_dir: the folder, on a local disk; made if it is not there.
-        compression: ``"none"``, ``"gzip"``, ``"lz4"`` or ``"zstd"``, for what is put from here on.
-        expiry_seconds: seconds (or ``"1h"``) after its put at which a value is a miss; default never. A value expires by
-            the shorter of what it was put with and what it is read with.
-        max_size: budget on disk in bytes (or ``"10GB"``): the least recently used go first; default none.
+        cache_dir: the folder, on a local disk; created if it is missing.
+        compression: ``"none"``, ``"gzip"``, ``"lz4"`` or ``"zstd"``, for values put from now on.
+        expiry_seconds: seconds (or ``"1h"``) after its put at which a value is a miss; default never. If a
+            value was put with another expiry, the shorter one counts.
+        max_size: budget on disk in bytes (or ``"10GB"``): the least recently used values are removed first;
+            default none.
         allow_pickle: take values that only pickle can hold. Loading a pickle runs code.
 
     Raises:
-        InvalidValueError: an argument is not understood; no folder is made then.
+        InvalidValueError: an argument is invalid; no folder is created then.
         StoreError: the folder holds other things, or lies on a network file system.
 
     >>> import tempfile
@@ -58,7 +62,7 @@ class DiskCache(OverDisk):
         )
 
     def put(self, key: str, data: object, metadata: CacheMetadata | None = None) -> None:
-        """Keep ``data`` under ``key``, whole or not at all.
+        """Keep ``data`` under ``key``, atomically.
 
         Raises:
             SerializationError: no serializer takes ``data``; the message has the path to the part.
@@ -67,7 +71,9 @@ class DiskCache(OverDisk):
         self._disk.put(name_of(key), pack(data, metadata, allow_pickle=self._allow_pickle))
 
     def get(self, key: str) -> tuple[Any, CacheMetadata] | None:
-        """The value, verified, and its metadata; or None, also for what has expired or is damaged.
+        """The value, verified, and its metadata; None if it is missing, expired or damaged.
+
+        The caller gets an object of its own.
 
         Raises:
             SerializationError: the value is a pickle, and ``allow_pickle`` is not set.
@@ -77,7 +83,7 @@ class DiskCache(OverDisk):
             try:
                 found = unpack(read[1], allow_pickle=self._allow_pickle)
             except CorruptError:
-                pass  # bytes that were put past this cache and are no object: a miss, as all damage
+                pass  # bytes that were put past this cache and are no object: a miss, like all damage
             else:
                 self._tally.hits += 1
                 return found
@@ -89,7 +95,7 @@ class DiskCache(OverDisk):
         return self._disk.holds(name_of(key))
 
     def invalidate(self, key: str | None = None) -> None:
-        """Forget one value, or without a key all of them, bytes included."""
+        """Remove one value, or without a key all of them, with their bytes."""
         if key is None:
             self._disk.clear()
         else:
@@ -97,5 +103,9 @@ class DiskCache(OverDisk):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """``hits misses hit_rate`` of this object; ``size`` in values; ``bytes``, ``max_bytes``, ``evictions`` of the folder."""
+        """Figures of this object and of the folder.
+
+        ``hits misses hit_rate`` are those of this object, ``size`` is in values, and ``bytes``,
+        ``max_bytes``, ``evictions`` are those of the folder.
+        """
         return {**self._tally.figures(), **self._disk.figures()}

@@ -1,8 +1,8 @@
 """The level on disk: packed values as entries of a store, below one folder of names.
 
-Knows the store and nothing of objects: what is read and written here are bytes with their metadata, from one row of
-the index, so that value and metadata always belong together. Codec and expiry are said with each put; whoever
-opens a folder later reads what is there, whatever it was put with.
+Knows the store and nothing of objects: it reads and writes bytes with their metadata, from one row of the
+index, so that value and metadata always belong together. Codec and expiry are given with each put; a later
+process reads any value, whatever codec and expiry it was put with.
 """
 
 from __future__ import annotations
@@ -13,27 +13,23 @@ import time
 from functools import partial
 from typing import Any, TypeVar
 
+from castore.adapters.tree.entry_names import FOLDER
 from castore.adapters.tree.metadata import to_text
-from castore.adapters.tree.naming import FOLDER
-from castore.adapters.tree.packing import Packed
+from castore.adapters.tree.packed_value import Packed
 from castore.errors import InvalidValueError
 from castore.gc import collect
-from castore.index.queries import below
+from castore.index.eviction import is_work
+from castore.index.name_ranges import count_inside
 from castore.read.usage import Usage
 from castore.records import LOST, Entry
 from castore.store import Store
-from castore.units import parse_duration
+from castore.units import NEVER, parse_ttl
 
-#: What users may ask for; `Store` has ``auto`` besides.
+#: The codecs that users may choose; `Store` has ``auto`` besides.
 COMPRESSIONS = ("none", "gzip", "lz4", "zstd")
-#: Seconds between two looks for expired and orphaned bytes by a process that puts.
+#: Seconds between two sweeps for expired and orphaned bytes by a process that puts.
 SWEEP_SECONDS = 300.0
 _ATTEMPTS = 5
-_DEAD = (
-    "SELECT EXISTS (SELECT 1 FROM entries WHERE expires <= ?1 AND pinned = 0)"
-    " OR EXISTS (SELECT 1 FROM blobs WHERE orphaned <= ?2)"
-)
-_COUNT = "SELECT count(*) FROM entries WHERE name > ?1 AND name < ?2 AND (expires IS NULL OR expires > ?3)"
 
 Self = TypeVar("Self", bound="OverDisk")
 
@@ -42,13 +38,14 @@ class DiskLevel:
     """Packed values in a store.
 
     Args:
-        folder: of the store, made if it is not there.
+        folder: of the store; created if it is missing.
         compression: one of `COMPRESSIONS`.
-        expiry: seconds or a text; None for never.
-        max_size: budget in stored bytes; None for what the store was made with.
+        expiry: seconds or a text, or `castore.NEVER`. None for the lifetime of the existing store, which is never
+            by default.
+        max_size: budget in stored bytes; None for that of the existing store.
 
     Raises:
-        InvalidValueError: an argument is not understood; no folder is made then.
+        InvalidValueError: an argument is invalid; no folder is created then.
         StoreError: the folder cannot be a store.
     """
 
@@ -64,10 +61,13 @@ class DiskLevel:
                 f"unknown compression {compression!r}: choose one of {', '.join(COMPRESSIONS)}"
             )
         self._compression = compression
-        self._expiry = None if expiry is None else parse_duration(expiry)
-        # Without a RAM tier: the caches have one of their own, which can be bounded in items.
+        self._expiry: float | None = None
+        if expiry is not None:
+            seconds = parse_ttl(expiry)
+            self._expiry = NEVER if seconds is None else seconds
+        # The store has no RAM tier: the caches have one of their own, which can be bounded in items.
         self.store = Store(folder, max_size=max_size, memory=0)
-        # What the level above answers is counted apart: the store does not see it.
+        # Hits of the level above are counted here: the store does not see them.
         self._usage = Usage(self.store.index)
         self._sweep_due = time.monotonic()
 
@@ -79,7 +79,7 @@ class DiskLevel:
         """
         self._sweep_if_due()
         if self.store.settings.max_size is not None:
-            self._usage.flush_if_possible()  # so that the budget takes what was not just used
+            self._usage.flush_if_possible()  # so that the budget evicts values that were not used just now
         return self.store.put(
             name,
             packed.data,
@@ -90,12 +90,12 @@ class DiskLevel:
         )
 
     def entry(self, name: str) -> Entry | None:
-        """The entry of a name that has not expired, be it as it was put or by this level's expiry."""
+        """The entry of a name, unless it has expired by its own expiry or by this level's."""
         entry = self.store.entry(name)
         return None if entry is None or self.remaining(entry) <= 0 else entry
 
     def remaining(self, entry: Entry) -> float:
-        """Seconds until an entry expires. Measured by the date: entries outlive the clock of a running machine."""
+        """Seconds until an entry expires, by the date: entries outlive the clock of a running machine."""
         now = time.time()
         left = float("inf") if entry.expires is None else entry.expires - now
         if self._expiry is not None:
@@ -108,69 +108,71 @@ class DiskLevel:
         for _ in range(_ATTEMPTS):
             entry = self.entry(name)
             if entry is not None:
-                blob = store.index.blob(bytes.fromhex(entry.digest))
-                data = None if blob is None else store.source.fetch(blob)
+                blob = store.blob(entry.digest)
+                data = None if blob is None else store.get_blob(blob)
                 if data is not None:
-                    store.source.count_use(name)
-                    store.flush_if_due()
+                    store.count_use(name)
+                    store.parts.usage.flush_if_due()
                     return entry, Packed(entry.serializer, data, to_text(entry.metadata))
-            # The store's own read counts the miss, and finds what somebody may have put just now.
+            # The store's own read counts the miss, and finds a value that another process has just put.
             if (entry is None and store.entry(name) is not None) or store.source.read(name) is None:
                 return None
         return None
 
     def count_memory_hit(self, name: str) -> None:
-        """Have an answer from RAM count as a use, so that the budget takes other entries first."""
+        """Count a hit in RAM as a use, so that the budget evicts other entries first."""
         usage = self._usage
         usage.touched[name] = time.time()
         usage.counts["memory_hits"] += 1
         usage.flush_if_due()
 
     def holds(self, name: str) -> bool:
-        """Whether `read` would find something, but for damage nobody has met yet."""
+        """Whether `read` would find a value, if its bytes have no undiscovered damage."""
         entry = self.entry(name)
-        blob = None if entry is None else self.store.index.blob(bytes.fromhex(entry.digest))
+        blob = None if entry is None else self.store.blob(entry.digest)
         return blob is not None and blob.pack != LOST
 
     def close(self) -> None:
-        """Let go of files and connections, after writing what has been counted."""
+        """Write the counted uses, then close files and connections."""
         self._usage.flush_if_possible()
         self.store.close()
 
     def clear(self) -> None:
-        """Remove every entry of these caches, and what the store then holds for nobody."""
+        """Remove every entry of these caches, and the bytes that no entry needs then."""
         self.store.delete_many(entry.name for entry in self.store.entries(FOLDER))
         self.store.gc(grace=0)
 
     def figures(self) -> dict[str, int | None]:
         """Entries, and the bytes and evictions of the whole store."""
-        index = self.store.index
-        ((size,),) = index.all(_COUNT, (*below(FOLDER), time.time()))
         return {
-            "size": size,
+            "size": count_inside(self.store.index, FOLDER, time.time()),
             "max_size": None,
-            "bytes": index.totals().stored,
+            "bytes": self.store.totals().stored,
             "max_bytes": self.store.settings.max_size,
-            "evictions": index.counters().get("evictions", 0),
+            "evictions": self.store.index.counters().get("evictions", 0),
         }
 
     def _sweep_if_due(self) -> None:
-        """Take away what has expired or was replaced. Without a budget nothing else would, and the disk would fill."""
+        """Run gc for expired and replaced values, if it is due.
+
+        Without a budget nothing else would free the disk.
+        """
         if time.monotonic() < self._sweep_due:
             return
         self._sweep_due = time.monotonic() + SWEEP_SECONDS
         now = time.time()
-        ((dead,),) = self.store.index.all(_DEAD, (now, now - collect.GRACE_SECONDS))
-        if dead:
+        if is_work(self.store.index, now, now - collect.GRACE_SECONDS):
             self.store.gc(grace=collect.GRACE_SECONDS)
 
 
 class OverDisk:
-    """What every cache over a `DiskLevel` is: a context manager that pickles as its arguments, never with open files.
+    """The common part of caches over a `DiskLevel`: a context manager that pickles as its arguments.
+
+    Open files are never pickled.
 
     Attributes:
         _disk: the level, made by the subclass.
-        _again: makes an equal cache, in whatever process the pickle comes to.
+        _again: makes an equal cache, in the process that loads the pickle.
     """
 
     _disk: DiskLevel
@@ -187,11 +189,11 @@ class OverDisk:
 
     @property
     def store(self) -> Store:
-        """The store underneath, for upkeep; the entries are below ``tree/``."""
+        """The store underneath, for maintenance; the entries are below ``tree/``."""
         return self._disk.store
 
     def close(self) -> None:
-        """Let go of files and connections."""
+        """Close files and connections."""
         self._disk.close()
 
 

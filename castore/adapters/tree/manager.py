@@ -1,9 +1,9 @@
-"""`TreeCacheManager`: RAM over disk. The disk has the last word; RAM only answers sooner.
+"""`TreeCacheManager`: RAM over disk. The disk decides; RAM only answers faster.
 
-A value in RAM is bound to the digest of its entry. It answers by itself while the store's beacon says that no name
-changed, and for at most a second and no longer than the entry lives; then the index is asked (some 10 µs), and a name
-that points elsewhere, is gone or has expired is not answered from RAM. So every process sees what another invalidated or
-replaced, and RAM never holds what the disk does not.
+A value in RAM is bound to the digest of its entry. RAM answers alone while the store's beacon shows that no
+name changed, for at most a second and no longer than the entry lives. After that the index is read (some
+10 µs). A name that points elsewhere, is gone or has expired is not answered from RAM. So every process sees
+what another one invalidated or replaced, and RAM never holds a value that the disk does not hold.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from castore.adapters.tree.entry_names import compute_key, name_of
 from castore.adapters.tree.level import DiskLevel, OverDisk
 from castore.adapters.tree.memory import parse_bounds
 from castore.adapters.tree.metadata import CacheMetadata, to_text
-from castore.adapters.tree.naming import compute_key, name_of
-from castore.adapters.tree.packing import Packed, held, pack, unpack
+from castore.adapters.tree.packed_value import Packed, held, pack, unpack
 from castore.adapters.tree.tally import Tally
 from castore.errors import CorruptError
 from castore.index.beacon import CHANGED
@@ -28,7 +28,8 @@ from castore.store import DEFAULT_MEMORY
 from castore.system.ram_cache import MemoryLRU
 from castore.system.single_flight import ComputeLocks
 
-# Longest time a slot answers without asking the index: it may be touched in other ways than by the names' changing.
+# Longest time for which a slot answers without a read of the index: entries also change without a change of
+# names.
 TRUST_SECONDS = 1.0
 
 Found = tuple[Any, CacheMetadata]
@@ -36,7 +37,7 @@ Accept = Callable[[CacheMetadata], bool]
 
 
 class _Slot:
-    """A value in RAM, the digest it is bound to, and until when (beacon's word, monotonic time) to believe that.
+    """A value in RAM, its digest, and how long to trust it: the beacon's word and a monotonic time.
 
     ``trust`` is one tuple, so that no thread sees half of a new one.
     """
@@ -49,7 +50,7 @@ class _Slot:
         self.trust = trust
 
 
-# The slot, its tuples and the digest, as measured with tracemalloc.
+# The slot, its tuples and the digest, measured with tracemalloc.
 _SLOT_BYTES = 270
 
 
@@ -57,16 +58,19 @@ class TreeCacheManager(OverDisk):
     """A cache of Python objects in RAM and on disk.
 
     Args:
-        cache_dir: folder of the store, on a local disk; made if it is not there.
-        memory_size: how many values RAM may hold, or a text such as ``"1GB"``: how many bytes. 0 for none.
-        disk_expiry: seconds (or ``"1d"``) after its put at which a value is a miss, in RAM too; default never.
-        compression: ``"none"``, ``"gzip"``, ``"lz4"`` or ``"zstd"``, for what is put from here on.
-        memory_bytes: with a number of values, a bound in bytes besides; default 128 MB, for each process has its own.
-        max_size: budget on disk in bytes (or ``"10GB"``): the least recently used go first; default none.
+        cache_dir: folder of the store, on a local disk; created if it is missing.
+        memory_size: the number of values RAM may hold, or a text such as ``"1GB"``: the number of bytes. 0
+            for none.
+        disk_expiry: seconds (or ``"1d"``) after its put at which a value is a miss, in RAM too; default
+            never.
+        compression: ``"none"``, ``"gzip"``, ``"lz4"`` or ``"zstd"``, for values put from now on.
+        memory_bytes: with a number of values, an additional bound in bytes; default 128 MB, in each process.
+        max_size: budget on disk in bytes (or ``"10GB"``): the least recently used values are removed first;
+            default none.
         allow_pickle: take values that only pickle can hold. Loading a pickle runs code.
 
     Raises:
-        InvalidValueError: an argument is not understood; no folder is made then.
+        InvalidValueError: an argument is invalid; no folder is created then.
         StoreError: the folder holds other things, or lies on a network file system.
 
     >>> import tempfile
@@ -94,7 +98,8 @@ class TreeCacheManager(OverDisk):
         self._disk = DiskLevel(cache_dir, compression, disk_expiry, max_size)
         self._slots: MemoryLRU[_Slot] = self._bounds.lru(lambda slot: held(slot.packed) + _SLOT_BYTES)
         self._beacon = self.store.index.beacon
-        # The very lock file of the store: who computes a name there and who does here meet.
+        # The lock files of the store itself: callers of `Store` and of this cache that compute one name share
+        # one lock.
         self._locks = ComputeLocks(self.store.path / "locks" / "compute", self.store.settings.file_mode)
         self._allow_pickle = allow_pickle
         self._memory_tally, self._disk_tally = Tally(), Tally()
@@ -110,7 +115,7 @@ class TreeCacheManager(OverDisk):
         )
 
     def close(self) -> None:
-        """Let go of RAM, files and connections."""
+        """Empty the RAM level, and close files and connections."""
         self._slots.clear()
         super().close()
 
@@ -121,7 +126,7 @@ class TreeCacheManager(OverDisk):
         include_content_hash: bool = False,
         content: encoder.Content | None = None,
     ) -> str:
-        """``<prefix>_<hex>`` or ``<prefix>_<hex>_<hex>``: what identifies a config, and the content it is applied to.
+        """``<prefix>_<hex>`` or ``<prefix>_<hex>_<hex>``: identifies a config, and the content it applies to.
 
         Args:
             config: what `castore.key` takes. The order of dicts does not matter; every type does.
@@ -142,7 +147,7 @@ class TreeCacheManager(OverDisk):
         return compute_key(config, prefix, include_content_hash, content)
 
     def put(self, key: str, data: object, metadata: CacheMetadata | None = None) -> None:
-        """Keep ``data`` under ``key`` on disk, whole or not at all, and in RAM.
+        """Keep ``data`` under ``key`` on disk, atomically, and in RAM.
 
         Raises:
             SerializationError: no serializer takes ``data``; the message has the path to the part.
@@ -150,12 +155,14 @@ class TreeCacheManager(OverDisk):
         """
         name = name_of(key)
         packed = pack(data, metadata, allow_pickle=self._allow_pickle)
-        # Read before the put: whoever changes a name in between makes the slot stale, never fresh.
+        # Read before the put: a change of a name in between then makes the slot stale, never fresh.
         changed = self._beacon.settled()
         self._keep(name, self._disk.put(name, packed), packed, changed)
 
     def get(self, key: str) -> Found | None:
-        """The value, the caller's own, and its metadata; or None, also for what has expired or is damaged.
+        """The value and its metadata; None if it is missing, expired or damaged.
+
+        The caller gets an object of its own.
 
         Raises:
             SerializationError: the value is a pickle, and ``allow_pickle`` is not set.
@@ -171,16 +178,20 @@ class TreeCacheManager(OverDisk):
         metadata: CacheMetadata | None = None,
         validate_fn: Accept | None = None,
     ) -> Any:
-        """The value of ``key``; on a miss ``compute_fn()`` makes it, once for all threads and processes of the machine.
+        """The value of ``key``; on a miss that of ``compute_fn()``.
+
+        All threads and processes of the machine compute a missing value once.
 
         Args:
             key: any text.
             compute_fn: takes nothing, returns what `put` takes.
             metadata: kept with a computed value.
-            validate_fn: says of the metadata of a kept value whether it still serves; if not, it is computed anew.
+            validate_fn: takes the metadata of a kept value, returns whether the value may be used; if not, it
+                is computed anew.
 
         Raises:
-            Exception: what ``compute_fn`` raised; nothing is kept then, and the next caller tries again.
+            Exception: the one that ``compute_fn`` raised; nothing is kept then, and the next caller tries
+                again.
         """
         name = name_of(key)
         tally, found = self._find(name, validate_fn)
@@ -202,7 +213,10 @@ class TreeCacheManager(OverDisk):
         return self._disk.holds(name) or self._from_memory(name) is not None
 
     def invalidate(self, key: str | None = None) -> None:
-        """Forget one value, or without a key all of them, bytes included. Other processes see it at their next look."""
+        """Remove one value, or without a key all of them, with their bytes.
+
+        Other processes notice at their next read.
+        """
         if key is None:
             self._disk.clear()
             self._slots.clear()
@@ -213,10 +227,12 @@ class TreeCacheManager(OverDisk):
 
     @property
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Figures of ``memory`` and of ``disk``: ``hits misses hit_rate size max_size bytes max_bytes evictions``.
+        """Figures of ``memory`` and of ``disk``.
 
-        Hits and misses are those of this object; the disk is asked only for what RAM does not have. Sizes are in
-        values. On disk, bytes and evictions are those of the whole folder.
+        Each has ``hits misses hit_rate size max_size bytes max_bytes evictions``.
+
+        Hits and misses are those of this object; the disk is read only for values that RAM does not have.
+        Sizes are in values. On disk, bytes and evictions are those of the whole folder.
         """
         return {
             "memory": {**self._memory_tally.figures(), **self._bounds.figures(self._slots)},
@@ -224,10 +240,10 @@ class TreeCacheManager(OverDisk):
         }
 
     def _find(self, name: str, accept: Accept | None) -> tuple[Tally | None, Found | None]:
-        """What ``name`` holds, if ``accept`` takes its metadata, and the tally of the level that had it."""
+        """The value of ``name``, if ``accept`` takes its metadata, and the tally of the level that had it."""
         packed = self._from_memory(name)
         if packed is not None:
-            # What is refused in RAM is on disk the same.
+            # The disk has the same metadata, so a value refused here is refused there.
             found = self._decoded(packed, accept)
             if found is None:
                 return None, None
@@ -242,7 +258,7 @@ class TreeCacheManager(OverDisk):
         return self._disk_tally, found
 
     def _count(self, hit: Tally | None) -> None:
-        """Count one read, by the level that answered it, if one did."""
+        """Count one read for the level that answered it, if one did."""
         if hit is self._memory_tally:
             hit.hits += 1
             return
@@ -256,11 +272,11 @@ class TreeCacheManager(OverDisk):
         try:
             found = unpack(packed, allow_pickle=self._allow_pickle)
         except CorruptError:
-            return None  # bytes that were put past this cache and are no object: a miss, as all damage
+            return None  # bytes that were put past this cache and are no object: a miss, like all damage
         return found if accept is None or accept(found[1]) else None
 
     def _from_memory(self, name: str) -> Packed | None:
-        """What RAM holds of ``name``, as long as it is what the disk says."""
+        """The value of ``name`` in RAM, as long as it is the one on disk."""
         slot = self._slots.get(name)
         if slot is None:
             return None

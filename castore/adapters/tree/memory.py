@@ -1,7 +1,7 @@
-"""The level in RAM: how users bound it, in items and in bytes, and `MemoryCache`, which is that level alone.
+"""The level in RAM: its bounds in items and in bytes, and `MemoryCache`, which is that level alone.
 
-Values are held encoded (see packing.py) and expire by the monotonic clock, which no correction of the date moves.
-Each process has its own; nothing here is shared or written.
+Values are held encoded (see `packed_value`) and expire by the monotonic clock, which no correction of the date
+moves. Each process has its own; nothing here is shared or written to disk.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from castore.adapters.tree.entry_names import check_key
 from castore.adapters.tree.metadata import CacheMetadata
-from castore.adapters.tree.naming import check_key
-from castore.adapters.tree.packing import Packed, held, pack, unpack
+from castore.adapters.tree.packed_value import Packed, held, pack, unpack
 from castore.adapters.tree.tally import Tally
 from castore.errors import InvalidValueError
 from castore.system.ram_cache import MemoryLRU
-from castore.units import parse_duration, parse_size
+from castore.units import NEVER, parse_size, parse_ttl
 
 V = TypeVar("V")
 
 
 class Bounds(NamedTuple):
-    """How much a level in RAM may hold; None is no bound."""
+    """Bounds of a level in RAM; None is no bound."""
 
     items: int | None
     bytes: int | None
 
     def lru(self, measure: Callable[[V], int]) -> MemoryLRU[V]:
-        """An empty level within these bounds; ``measure`` tells what a value occupies in bytes."""
+        """An empty level within these bounds; ``measure`` returns a value's size in bytes."""
         most = sys.maxsize if self.bytes is None else self.bytes
         return MemoryLRU(most, measure, max_items=sys.maxsize if self.items is None else self.items)
 
     def figures(self, held: MemoryLRU[Any]) -> dict[str, int | None]:
-        """What a level within these bounds holds, the bounds, and what it let go of to stay within them."""
+        """The contents of a level within these bounds, the bounds, and the evictions they caused."""
         return {
             "size": len(held),
             "max_size": self.items,
@@ -46,10 +46,12 @@ class Bounds(NamedTuple):
 
 
 def parse_bounds(size: int | str, size_name: str, most: int | str | None, most_name: str) -> Bounds:
-    """Bounds as users write them: an int counts items, a text such as "1GB" bytes; ``most`` bounds bytes as well.
+    """Parse a user's bounds: an int is a number of items, a text such as "1GB" a number of bytes.
+
+    ``most`` is an additional bound in bytes.
 
     Raises:
-        InvalidValueError: one of them is not understood, or both bound bytes.
+        InvalidValueError: one of them is invalid, or both bound bytes.
     """
     if isinstance(size, str):
         if most is not None:
@@ -69,27 +71,27 @@ def parse_bounds(size: int | str, size_name: str, most: int | str | None, most_n
 
 
 class _Timed(NamedTuple):
-    """A value and when it is over, on the monotonic clock."""
+    """A value and the monotonic time at which it expires."""
 
     packed: Packed
     deadline: float
 
 
-# The tuple, its float and what `Packed` costs besides its two texts, as measured with tracemalloc.
+# The tuple, its float, and `Packed` without its two texts, measured with tracemalloc.
 _TIMED_BYTES = 100
 
 
 class MemoryCache:
-    """Values in the RAM of this process, least recently used first to go.
+    """Values in the RAM of this process; the least recently used are evicted first.
 
     Args:
-        max_size: how many values, or a text such as ``"1GB"``: how many bytes.
-        max_bytes: with a number of values, a bound in bytes besides; default none.
+        max_size: the number of values, or a text such as ``"1GB"``: the number of bytes.
+        max_bytes: with a number of values, an additional bound in bytes; default none.
         expiry_seconds: seconds (or ``"1h"``) until a value is a miss; default never.
         allow_pickle: take values that only pickle can hold.
 
     Raises:
-        InvalidValueError: an argument is not understood.
+        InvalidValueError: an argument is invalid.
 
     >>> cache = MemoryCache(max_size=1000)
     >>> cache.put("key1", {"data": "value"})
@@ -107,7 +109,8 @@ class MemoryCache:
         allow_pickle: bool = False,
     ) -> None:
         self._options = (max_size, max_bytes, expiry_seconds, allow_pickle)
-        self._expiry = float("inf") if expiry_seconds is None else parse_duration(expiry_seconds)
+        seconds = None if expiry_seconds is None else parse_ttl(expiry_seconds)
+        self._expiry = NEVER if seconds is None else seconds
         self._allow_pickle = allow_pickle
         self._bounds = parse_bounds(max_size, "max_size", max_bytes, "max_bytes")
         self._values: MemoryLRU[_Timed] = self._bounds.lru(lambda timed: held(timed.packed) + _TIMED_BYTES)
@@ -117,7 +120,7 @@ class MemoryCache:
         return _memory_cache, self._options
 
     def put(self, key: str, data: object, metadata: CacheMetadata | None = None) -> None:
-        """Keep ``data`` under ``key``. What alone is larger than the bound on bytes is not kept.
+        """Keep ``data`` under ``key``. A value that is larger than the bound on bytes is not kept.
 
         Raises:
             SerializationError: no serializer takes ``data``; the message has the path to the part.
@@ -127,7 +130,7 @@ class MemoryCache:
         self._values.put(key, _Timed(packed, time.monotonic() + self._expiry))
 
     def get(self, key: str) -> tuple[Any, CacheMetadata] | None:
-        """The value, the caller's own, and its metadata; or None."""
+        """The value and its metadata, or None. The caller gets an object of its own."""
         timed = self._alive(check_key(key))
         if timed is None:
             self._tally.misses += 1
@@ -140,7 +143,7 @@ class MemoryCache:
         return self._alive(check_key(key)) is not None
 
     def invalidate(self, key: str | None = None) -> None:
-        """Forget one value, or without a key all of them."""
+        """Remove one value, or without a key all of them."""
         if key is None:
             self._values.clear()
         else:
@@ -165,7 +168,7 @@ def _memory_cache(
     expiry_seconds: float | str | None,
     allow_pickle: bool,
 ) -> MemoryCache:
-    """What a pickled `MemoryCache` becomes: an empty one with its options."""
+    """Make a `MemoryCache` from a pickle: an empty one with the same options."""
     return MemoryCache(
         max_size, max_bytes=max_bytes, expiry_seconds=expiry_seconds, allow_pickle=allow_pickle
     )

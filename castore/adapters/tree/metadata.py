@@ -1,7 +1,7 @@
-"""What is said of a cached value besides the value: hashes of what it was made from, kept as JSON with its entry.
+"""The metadata of a cached value: hashes of its sources, kept as JSON with its entry.
 
-Assumes nothing of where it is kept. Must never hand out a part that somebody else holds too: metadata goes in and
-comes out as text, so nobody's later change reaches the cache.
+Assumes nothing of the place where it is kept. Must never hand out a shared object: metadata goes in and comes
+out as text, so a caller's later change does not reach the cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from castore.errors import InvalidValueError, SerializationError
 
 @dataclass
 class CacheMetadata:
-    """What a cached value was made from.
+    """The sources of a cached value.
 
     Args:
         version: of the caller's format.
@@ -26,8 +26,8 @@ class CacheMetadata:
         transform_hash: identifies the transforms.
         num_examples: how many examples the value holds.
         config_hash: identifies the configuration.
-        extra: anything else that JSON can say.
-        created_at: when it was put, seconds since the epoch. `put` sets it; it does not count when two are compared.
+        extra: any other JSON values.
+        created_at: when it was put, seconds since the epoch. `put` sets it; comparisons ignore it.
 
     >>> CacheMetadata(config_hash="xyz789", source_hash="abc123").is_valid_for(config_hash="xyz789")
     True
@@ -51,7 +51,7 @@ class CacheMetadata:
         transform_hash: str | None = None,
         config_hash: str | None = None,
     ) -> bool:
-        """Whether everything that is given here is what this metadata says; what is not given does not count.
+        """Whether all given values are those of this metadata. Arguments that are not given do not count.
 
         >>> CacheMetadata(source_hash="abc").is_valid_for(source_hash="abc", config_hash="new")
         False
@@ -65,7 +65,7 @@ _FIELDS = tuple(entry.name for entry in dataclasses.fields(CacheMetadata))
 
 
 def to_fields(metadata: CacheMetadata | None) -> dict[str, Any]:
-    """What is kept of ``metadata`` that is put now: its fields but for those that say nothing.
+    """The fields to keep of ``metadata`` that is put now, without empty ones.
 
     Raises:
         InvalidValueError: it is no CacheMetadata.
@@ -92,7 +92,8 @@ def _check(name: str, value: Any) -> None:
         raise SerializationError(f"metadata.{name} is kept as JSON, which cannot hold it: {error}") from error
     if not same:
         raise SerializationError(
-            f"metadata.{name} is kept as JSON and would come back changed; use lists, and text as keys: {value!r}"
+            f"metadata.{name} is kept as JSON and would come back changed; "
+            f"use lists, and text as keys: {value!r}"
         )
 
 
@@ -102,7 +103,10 @@ def to_text(fields: dict[str, Any]) -> str:
 
 
 def from_text(text: str) -> CacheMetadata:
-    """The metadata of such a text; what an entry says that is no field of ours (it was put some other way) is extra."""
+    """The metadata of such a text. Fields that CacheMetadata does not have become part of ``extra``.
+
+    An entry that was put without this cache may have such fields.
+    """
     fields: dict[str, Any] = json.loads(text)
     known = {name: fields.pop(name) for name in _FIELDS if name in fields}
     extra: Any = known.pop("extra", {})

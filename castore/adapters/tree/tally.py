@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 class Tally:
-    """Counts of reads. ``+= 1`` on an attribute is not interrupted by another thread under the GIL: no lock."""
+    """Counts of reads.
+
+    Under the GIL no other thread interrupts ``+= 1`` on an attribute, so there is no lock.
+    """
 
     __slots__ = ("hits", "misses")
 

@@ -1,4 +1,4 @@
-"""What mappers, filters and deduplicators of texts share: where the text is, and where the statistics go.
+"""Base classes of mappers, filters and deduplicators: where the text is, and where the statistics go.
 
 An operator is a plain object: what it was made with are its attributes, nothing of it changes while it works,
 so it pickles into worker processes and hashes the same everywhere. Must never look at anything but the sample
@@ -38,11 +38,12 @@ class Operator:
     """
 
     _name: ClassVar[str]
-    # One more whenever a mended operator gives other results: what is kept of the former one no longer serves.
+    # One more whenever a mended operator gives other results: what is kept of the former one no longer
+    # serves.
     _castore_revision: ClassVar[int] = 1
 
     def __init_subclass__(cls) -> None:
-        # What recipes and reports call it: TextLengthFilter is text_length_filter.
+        # The name in recipes and reports: TextLengthFilter is text_length_filter.
         cls._name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def __init__(self, *, text_key: str = "text") -> None:
@@ -101,7 +102,8 @@ class Filter(Operator):
         super().__init__(text_key=text_key)
         if not low <= high:
             raise InvalidValueError(
-                f"{names[0]}={low!r} is above {names[1]}={high!r} in {type(self).__name__}: it would keep nothing"
+                f"{names[0]}={low!r} is above {names[1]}={high!r} in {type(self).__name__}: it would keep "
+                "nothing"
             )
         # Under the names that the user gave them: those of a message that says what changed.
         setattr(self, names[0], low)
@@ -196,8 +198,8 @@ def at_least(least: int, value: int, what: str) -> int:
 def compiled(pattern: str, what: str) -> re.Pattern[str]:
     """A regular expression, with ``.`` for any character, line breaks too.
 
-    With properties of Unicode, as in ``\\p{P}`` for punctuation, it is one of the package regex. Operators keep the text
-    of their expressions and compile it here where they use it, once a process.
+    With properties of Unicode, as in ``\\p{P}`` for punctuation, it is one of the package regex. Operators
+    keep the text of their expressions and compile it here where they use it, once a process.
 
     Raises:
         InvalidValueError: it is none.
@@ -214,7 +216,8 @@ def compiled(pattern: str, what: str) -> re.Pattern[str]:
             engine = import_module("regex")
         except ImportError:
             raise NeedsMoreError(
-                f"{what}={pattern!r} has a property of Unicode, which takes the package regex; pip install regex"
+                f"{what}={pattern!r} has a property of Unicode, which takes the package regex; pip install "
+                "regex"
             ) from None
     try:
         found: re.Pattern[str] = engine.compile(pattern, engine.DOTALL)

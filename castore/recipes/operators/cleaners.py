@@ -11,7 +11,7 @@ from castore.recipes.operators.base import Mapper, compiled
 
 # Up to what cannot be in a link, and without the punctuation of the sentence around it.
 LINK = r"(?i:\b(?:https?|ftp)://|\bwww\.)[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}]"
-# What stands before it may not be of it: else a long word would be tried from each of its letters.
+# No letter of the word may stand before it: else a long word would be tried from each of its letters.
 EMAIL = r"(?<![\w.+%-])[\w.+%-]{1,64}@(?:[\w-]{1,63}\.){1,8}[^\W\d_]{2,63}"
 
 
@@ -35,7 +35,8 @@ class ReplaceContentMapper(Mapper):
         replacements = [repl] * len(patterns) if isinstance(repl, str) else list(repl)
         if pattern is not None and len(replacements) != len(patterns):
             raise InvalidValueError(
-                f"{len(patterns)} patterns and {len(replacements)} replacements (repl): give one for all, or one for each"
+                f"{len(patterns)} patterns and {len(replacements)} replacements (repl): give one for all, or "
+                "one for each"
             )
         self.pattern = patterns
         self.repl = replacements[: len(patterns)]
@@ -89,8 +90,8 @@ class CleanEmailMapper(ReplaceContentMapper):
 class CleanCopyrightMapper(Mapper):
     """Takes the copyright notice out of source code.
 
-    Where there is a comment between ``/*`` and ``*/``, the first one goes if it names a copyright. Where there is none, all
-    lines at the beginning go that are empty or begin with ``//``, ``#`` or ``--``.
+    Where there is a comment between ``/*`` and ``*/``, the first one goes if it names a copyright. Where
+    there is none, all lines at the beginning go that are empty or begin with ``//``, ``#`` or ``--``.
 
     >>> CleanCopyrightMapper().process({"text": "# Copyright 2026 by us\\n\\nimport os"})
     {'text': 'import os'}

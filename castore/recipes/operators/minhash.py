@@ -4,10 +4,11 @@ After Broder (1997), with the bands of Leskovec, Rajaraman and Ullman's "Mining 
 that shares a band is looked at again by its whole signatures, so no pair is dropped for one band's sake.
 Everything follows from the seed: the same texts give the same signatures on every machine.
 
-datasketch was tried in the place of the signatures and the bands, on 2,000 pieces of source code. It takes 1.06 s of CPU
-where this module takes 0.51 s (0.84 s with xxHash for SHA-1), and 0.28 s to import with SciPy, which is 143 MB that
-castore needs for nothing else. It keeps 25 other rows: other hashes decide otherwise close to the threshold, so results that
-stores hold would no longer be those of their operator. The second look and the clusters would still be castore's.
+datasketch was tried in the place of the signatures and the bands, on 2,000 pieces of source code. It takes
+1.06 s of CPU where this module takes 0.51 s (0.84 s with xxHash for SHA-1), and 0.28 s to import with SciPy,
+which is 143 MB that castore needs for nothing else. It keeps 25 other rows: other hashes decide otherwise
+close to the threshold, so results that stores hold would no longer be those of their operator. The second
+look and the clusters would still be castore's.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class DocumentMinhashDeduplicator(Deduplicator):
         super().__init__(text_key=text_key)
         if tokenization == "sentencepiece":
             raise NeedsMoreError(
-                f"tokenization='sentencepiece' needs a model, and castore's operators have none; {', '.join(TOKENIZATIONS)} do"
+                "tokenization='sentencepiece' needs a model, and castore's operators have none; "
+                f"{', '.join(TOKENIZATIONS)} do"
                 " without"
             )
         if tokenizer_model is not None:
@@ -111,7 +113,8 @@ class DocumentMinhashDeduplicator(Deduplicator):
             num_bands, num_rows_per_band = num_bands or num_permutations // max(1, rows), rows
         if num_bands < 1 or num_rows_per_band < 1 or num_bands * num_rows_per_band > num_permutations:
             raise InvalidValueError(
-                f"{num_bands} bands of {num_rows_per_band} rows do not fit into {num_permutations} permutations"
+                f"{num_bands} bands of {num_rows_per_band} rows do not fit into {num_permutations} "
+                "permutations"
             )
         self.num_bands, self.num_rows_per_band = num_bands, num_rows_per_band
 
@@ -146,7 +149,7 @@ class DocumentMinhashDeduplicator(Deduplicator):
             yield " ".join(tokens[at : at + self.window_size]).encode("utf-8", "surrogatepass")
 
     def process(self, dataset: Any) -> Any:
-        """The dataset without near duplicates, in its order; takes 4 bytes of RAM a sample and permutation."""
+        """The dataset without near duplicates, in its order. Takes 4 bytes a sample and permutation."""
         import numpy as np
 
         signatures = np.empty((len(dataset), self.num_permutations), "<u4")

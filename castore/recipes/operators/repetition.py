@@ -74,7 +74,7 @@ class WordRepetitionFilter(RatioFilter):
 
 
 class LineRepetitionFilter(RatioFilter):
-    """Keeps texts of whose lines, but empty ones, ``min_ratio`` to ``max_ratio`` occur again (Gopher's rule)."""
+    """Keeps texts by the part of their lines, empty ones aside, that occur again (Gopher's rule)."""
 
     stat = "line_rep_ratio"
 

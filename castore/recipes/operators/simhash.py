@@ -1,7 +1,8 @@
 """The deduplicator of texts that are nearly equal: SimHash, 64 bits a text, near in few bits.
 
-After Charikar (2002) and Manku, Jain and Das Sarma (2007): of two hashes that differ in k bits at most, one of k + 1
-blocks is equal, so only those that share a block are compared. Hashes are Data-Juicer's, bit for bit.
+After Charikar (2002) and Manku, Jain and Das Sarma (2007): of two hashes that differ in k bits at most, one
+of k + 1 blocks is equal, so only those that share a block are compared. Hashes are Data-Juicer's, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ class DocumentSimhashDeduplicator(Deduplicator):
     """Keeps the first of the samples whose hashes differ in few bits; a chain of such pairs is one cluster.
 
     Args:
-        tokenization: what a token is: ``"space"`` (what stands between plain spaces), ``"punctuation"`` (what stands
-            between punctuation) or ``"character"`` (for scripts without spaces).
+        tokenization: what a token is: ``"space"`` (what stands between plain spaces), ``"punctuation"`` (what
+            stands between punctuation) or ``"character"`` (for scripts without spaces).
         window_size: tokens of a shingle.
         lowercase: take upper and lower case for equal.
         ignore_pattern: a regular expression of what does not count.
-        num_blocks: into how many blocks a hash is cut up to find pairs; changes the time that takes, and nothing else.
+        num_blocks: into how many blocks a hash is cut up to find pairs; changes the time that takes, and
+            nothing else.
         hamming_distance: bits in which two duplicates may differ; less than ``num_blocks``.
         text_key: the column of the text.
 
@@ -83,7 +85,8 @@ class DocumentSimhashDeduplicator(Deduplicator):
             raise InvalidValueError(f"tokenization={tokenization!r} is not one of {', '.join(_TOKENS)}")
         if not 0 < hamming_distance < num_blocks <= _BITS:
             raise InvalidValueError(
-                f"hamming_distance={hamming_distance!r} must be at least 1 and less than num_blocks={num_blocks!r}, which is at"
+                f"hamming_distance={hamming_distance!r} must be at least 1 and less than "
+                f"num_blocks={num_blocks!r}, which is at"
                 f" most {_BITS}"
             )
         if ignore_pattern is not None:

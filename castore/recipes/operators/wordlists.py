@@ -1,4 +1,5 @@
-"""Filters on how many of a text's words are on a list of the user's: stop words, and words that are not wanted.
+"""Filters on how many of a text's words are on a list of the user's: stop words, and words that are not
+wanted.
 
 A list is a JSON file of words by language, as Data-Juicer has them. Must never download one.
 """
@@ -45,14 +46,16 @@ class _ListFilter(RatioFilter):
 
 
 class StopwordsFilter(_ListFilter):
-    """Keeps texts of whose words ``min_ratio`` to ``max_ratio`` are stop words: prose has many, lists have few.
+    """Keeps texts of whose words ``min_ratio`` to ``max_ratio`` are stop words: prose has many, lists have
+    few.
 
     Args:
         lang: whose words count; ``"all"`` for those of all languages of the list.
         tokenization: Data-Juicer's tokens of a model, which castore has not: false only.
         min_ratio, max_ratio: the part that is kept.
         stopwords_dir: a folder with files ``*stopwords*.json``, each a map of languages to lists of words.
-        use_words_aug, words_aug_group_sizes, words_aug_join_char: look up runs of so many words, too, joined so.
+        use_words_aug, words_aug_group_sizes, words_aug_join_char: look up runs of so many words, too, joined
+            so.
         text_key: the column of the text.
 
     Raises:
@@ -88,8 +91,10 @@ class FlaggedWordsFilter(_ListFilter):
         lang: whose words count; ``"all"`` for those of all languages of the list.
         tokenization: Data-Juicer's tokens of a model, which castore has not: false only.
         min_ratio, max_ratio: the part that is kept.
-        flagged_words_dir: a folder with files ``*flagged_words*.json``, each a map of languages to lists of words.
-        use_words_aug, words_aug_group_sizes, words_aug_join_char: look up runs of so many words, too, joined so.
+        flagged_words_dir: a folder with files ``*flagged_words*.json``, each a map of languages to lists of
+            words.
+        use_words_aug, words_aug_group_sizes, words_aug_join_char: look up runs of so many words, too, joined
+            so.
         text_key: the column of the text.
 
     Raises:
@@ -135,7 +140,8 @@ def read_words(folder: str | None, lists: str, lang: str) -> frozenset[str]:
     files = sorted(place.glob(f"*{lists}*.json")) if place.is_dir() else []
     if not files:
         raise NeedsMoreError(
-            f"there is no *{lists}*.json in {os.fspath(place)!r}; name a folder of your own with {parameter}, with a file such as "
+            f"there is no *{lists}*.json in {os.fspath(place)!r}; name a folder of your own with "
+            f"{parameter}, with a file such as "
             f'{lists}.json that holds words by language: {{"{lang}": ["word", ...]}}'
         )
     by_language: dict[str, list[str]] = {}
@@ -146,7 +152,8 @@ def read_words(folder: str | None, lists: str, lang: str) -> frozenset[str]:
         return frozenset(word for words in by_language.values() for word in words)
     if lang not in by_language:
         raise InvalidValueError(
-            f"the word lists in {os.fspath(place)!r} have no language {lang!r}; they have {', '.join(sorted(by_language))}"
+            f"the word lists in {os.fspath(place)!r} have no language {lang!r}; they have "
+            f"{', '.join(sorted(by_language))}"
         )
     return frozenset(by_language[lang])
 

@@ -1,6 +1,8 @@
-"""Words of a text: the pieces between spaces, line breaks and tabs, without signs at their ends that are no letters.
+"""Words of a text: the pieces between spaces, line breaks and tabs, without signs at their ends that are no
+letters.
 
-As in Data-Juicer, but that letters are told by their Unicode categories and not by a list. Must never need a model.
+As in Data-Juicer, but that letters are told by their Unicode categories and not by a list. Must never need a
+model.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ A *kind* takes a value apart into a `Form`: the kind's name, the class if the ki
 parts. Parts are plain values or values of other kinds. `castore.serialize.serializers` and the samples of
 `castore.adapters.torch` each write forms in their own format, so both accept the same values.
 
-The fixed kinds need no user class: `standard` has the standard library's, `numeric` those of NumPy, torch and
-transformers, `images` PIL's, `tables` pyarrow's. `classes` has users' named tuples, dataclasses, enums and
-tensor subclasses. `registry` has the types that users explain with `register_type`.
+The fixed kinds need no user class: `standard_library` has the standard library's, `numeric` those of NumPy, torch and
+transformers, `images` PIL's, `arrow_tables` pyarrow's. `user_classes` has users' named tuples, dataclasses, enums and
+tensor subclasses. `kind_registry` has the types that users explain with `register_type`.
 
 Parts to put together may come from hostile bytes. Must never: import a module or call a constructor because
 bytes name it, except for the modules and classes of the fixed kinds.
@@ -14,9 +14,8 @@ bytes name it, except for the modules and classes of the fixed kinds.
 
 from __future__ import annotations
 
-from castore.serialize.kinds.numeric import tensor_problem
-from castore.serialize.kinds.parts import Form, MisfitError
-from castore.serialize.kinds.registry import (
+from castore.serialize.kinds.forms import Form, MisfitError
+from castore.serialize.kinds.kind_registry import (
     is_found_by_name,
     is_registered,
     put_together,
@@ -24,6 +23,7 @@ from castore.serialize.kinds.registry import (
     take_apart,
     way_out,
 )
+from castore.serialize.kinds.numeric import tensor_problem
 
 __all__ = [
     "Form",

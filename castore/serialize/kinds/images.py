@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from castore.errors import SerializationError
-from castore.serialize.kinds.parts import MisfitError, expect, listed
+from castore.serialize.kinds.forms import MisfitError, expect, listed
 
 KIND = "image"
 #: Bytes per pixel by mode. Mode 1, which is not listed, has eight pixels per byte.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from castore.errors import MissingDependencyError, SerializationError
-from castore.serialize.kinds.parts import (
+from castore.serialize.kinds.forms import (
     Form,
     Kind,
     MisfitError,

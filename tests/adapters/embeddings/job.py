@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from castore.adapters.embeddings import CacheConfig, cache_embeddings, filling
+from castore.adapters.embeddings import CacheConfig, cache_embeddings, table_fill
 
 ITEMS = 120
 # A kill then loses little of so short a run.
-filling.PUT_SECONDS = 0.2
+table_fill.PUT_SECONDS = 0.2
 
 
 def wait_for_all(folder: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from castore import Store
-from castore.adapters.embeddings import filling
+from castore.adapters.embeddings import table_fill
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.errors import StoreError
 from tests.adapters.embeddings.test_table import Encoder, vectors
@@ -107,7 +107,7 @@ def test_threads_that_fill_at_once_encode_each_key_once(store: Store, tmp_path: 
 
 def _fill(store: Store, encode: Logged) -> None:
     torch.set_num_threads(1)
-    filling.PUT_SECONDS = 0.05
+    table_fill.PUT_SECONDS = 0.05
     EmbeddingCache("demo", store).fill(range(500), range(500), encode, batch_size=5)
 
 

@@ -14,7 +14,7 @@ import torch
 
 import castore_fuse
 from castore import Store
-from castore.adapters.embeddings import publishing, table
+from castore.adapters.embeddings import shard_commit, table
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.table import CacheWarning
 from castore.errors import CastoreError, CorruptError, OutOfRangeError, StoreError
@@ -31,8 +31,8 @@ def shards(store: Store, column: str = "output") -> list[str]:
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of 64 KiB, which stay apart."""
-    monkeypatch.setattr(publishing, "SHARD_BYTES", 1 << 16)
-    monkeypatch.setattr("castore.adapters.embeddings.filling.SHARD_BYTES", 1 << 16)
+    monkeypatch.setattr(shard_commit, "SHARD_BYTES", 1 << 16)
+    monkeypatch.setattr("castore.adapters.embeddings.table_fill.SHARD_BYTES", 1 << 16)
 
 
 def fill(store: Store, start: int, end: int) -> EmbeddingCache:
@@ -114,7 +114,7 @@ def test_a_table_that_outgrows_its_addresses_moves(store: Store, monkeypatch: py
 
 
 def test_sorted_keys_are_mapped_and_are_not_needed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "_UNSORTED", 16)
+    monkeypatch.setattr(shard_commit, "_UNSORTED", 16)
     fill(store, 0, 500)
     fill(store, 500, 520)
     name = "embeddings/demo/sorted-keys.npy"
@@ -201,7 +201,7 @@ def test_no_flipped_bit_gives_other_vectors(store: Store) -> None:
 def test_a_damaged_file_of_sorted_keys_is_told_and_not_needed(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "_UNSORTED", 16)
+    monkeypatch.setattr(shard_commit, "_UNSORTED", 16)
     fill(store, 0, 3000)
     path, _, length = payload(store, "embeddings/demo/sorted-keys.npy")
     overwrite(path, length - 64, b"\x01" * 64)
@@ -319,8 +319,8 @@ def test_whatever_happens_every_known_key_has_its_own_outputs(
     store: Store, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fills of all sizes by two writers, files that go one by one, merges, readers of any age: against a function."""
-    monkeypatch.setattr(publishing, "_SMALL", 1 << 12)
-    monkeypatch.setattr(publishing, "_UNSORTED", 64)
+    monkeypatch.setattr(shard_commit, "_SMALL", 1 << 12)
+    monkeypatch.setattr(shard_commit, "_UNSORTED", 64)
     monkeypatch.setattr(table, "_LEAST", 4096)
     monkeypatch.setattr(table, "_SPARE", 2)
     chance = random.Random(seed)

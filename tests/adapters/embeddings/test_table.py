@@ -11,7 +11,7 @@ import torch
 
 from castore import Store
 from castore.adapters.embeddings.cache import EmbeddingCache
-from castore.adapters.embeddings.keytable import Sorted, digests
+from castore.adapters.embeddings.key_table import Sorted, digests
 from castore.errors import (
     FullError,
     InvalidValueError,

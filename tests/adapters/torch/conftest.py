@@ -103,9 +103,16 @@ def _forkserver() -> None:
 
 # torch warns where there are fewer cores than workers.
 _FEW_CORES = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+# Each start method, number of workers and persistence is among these; all combinations are in `make torture`.
+_QUICK_CELLS = ("0", "fork-4-persistent", "fork-1-fresh", "forkserver-4-fresh", "spawn-1-persistent")
 
 
-@pytest.fixture(params=[pytest.param(cell, id=str(cell), marks=_FEW_CORES) for cell in CELLS])
+def _cell(cell: Cell) -> Any:
+    marks = [_FEW_CORES] if str(cell) in _QUICK_CELLS else [_FEW_CORES, pytest.mark.matrix]
+    return pytest.param(cell, id=str(cell), marks=marks)
+
+
+@pytest.fixture(params=[*map(_cell, CELLS)])
 def cell(request: pytest.FixtureRequest, _forkserver: None, no_leftovers: None) -> Cell:
     """Each way of running workers in turn."""
     found = request.param

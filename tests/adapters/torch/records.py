@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from castore.adapters.torch.sizing import Size
+from castore.adapters.torch.level_sizes import Size
 from castore.adapters.torch.tiers import TwoLevels, fixed_bytes
 from tests.helpers import noise
 

@@ -17,7 +17,7 @@ import zarr
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from castore import CastoreError
-from castore.adapters.torch.identity import dataset_key
+from castore.adapters.torch.dataset_identity import dataset_key
 from tests.adapters.torch.conftest import START_METHODS, Cell
 from tests.adapters.torch.shards import Make, indices_of, of_node
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from castore.adapters.torch.sizing import disk_bytes, is_off, memory_bytes
+from castore.adapters.torch.level_sizes import disk_bytes, is_off, memory_bytes
 from castore.adapters.torch.tiers import TwoLevels
 from castore.errors import InvalidValueError, StoreError
 from castore.shm.room import shm_free

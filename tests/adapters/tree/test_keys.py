@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from castore import InvalidValueError, UnhashableError
 from castore.adapters.tree import DiskCache, MemoryCache, TreeCacheManager
-from castore.adapters.tree.naming import name_of
+from castore.adapters.tree.entry_names import name_of
 from castore.names import check_name
 
 ODD = [

@@ -1,4 +1,4 @@
-"""Samples to train on and to put, and what the tests look up in a store."""
+"""Samples to train on and to put, and helpers to read a store in the tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEW = records(300, 2)
 
 
 def number_in(store: Store, name: str) -> int:
-    """The dictionary that the frame of an entry asks for; 0 for none."""
+    """The number of the dictionary that an entry's frame needs; 0 for none."""
     path, offset, length = payload(store, name)
     with path.open("rb") as file:
         file.seek(offset)

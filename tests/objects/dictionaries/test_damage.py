@@ -1,4 +1,7 @@
-"""Dictionaries that are damaged, missing, hostile, or gone at the wrong moment: misses and errors, never other bytes, and nothing else lost."""
+"""Dictionaries that are damaged, missing, hostile, or gone at the wrong moment: misses and errors only.
+
+Never other bytes, and nothing else is lost.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ def test_without_any_whole_copy_its_blobs_are_misses_and_heal(
         assert len([f for f in store.verify().bad if len(f.digest) == 64]) == len(NEW)
         findings = doctor.examine(store.path)
         assert any("dictionary" in finding.what for finding in findings), findings
-        # Put again they are whole again, without a dictionary.
+        # Put again, they are whole, without a dictionary.
         store.put("rec/0", NEW[0])
         assert store.get("rec/0") == NEW[0]
         assert number_in(store, "rec/0") == 0
@@ -92,14 +95,14 @@ def test_without_any_whole_copy_its_blobs_are_misses_and_heal(
 def test_what_was_staged_with_a_dictionary_that_goes_meanwhile_is_compressed_without(
     store: Store, by_hand: bool
 ) -> None:
-    """Between compressing and committing somebody removes it: the bytes must not be committed as they are."""
+    """The dictionary goes between compressing and committing: the bytes must not be committed as they are."""
     store.train_dictionary("rec", SEEN)
     dictionary = store.prefixes.dictionary("rec")
     noises = [store.writer.stage(noise(500, n), "auto", None, dictionary=dictionary) for n in (1, 2)]
     commit = store.writer.commit
 
     def late(staged: Any, first: Any = None) -> Any:
-        # These do not need it; but it has been looked for then.
+        # These do not need the dictionary, but their commit checks that it is there.
         commit([(staged[0][0]._replace(name="rec/noise"), noises.pop())])
         if by_hand:
             for path in files(store):
@@ -162,14 +165,15 @@ def test_doctor_removes_what_no_record_needs_and_nothing_else(store: Store) -> N
     store.train_dictionary("a", SEEN)
     store.put("a/1", NEW[0])
     needed = files(store)
-    store.train_dictionary("a", NEW)  # nothing is put with the first one any more
+    store.train_dictionary("a", NEW)  # from now on nothing is put with the first one
     store.drop_dictionary("a")
     assert len(files(store)) == 4
     (finding,) = doctor.examine(store.path)
     assert "dictionaries that nothing needs: 1" in finding.what
     assert files(store) == needed
     store.delete("a/1")
-    # A record that no row means any more may come back with a rebuilt index: it keeps its dictionary, till it has gone.
+    # A rebuilt index may bring back a record without a row, so the record keeps its dictionary until it is
+    # gone.
     assert doctor.examine(store.path) == []
     assert files(store) == needed
     store.gc(grace=0)
@@ -178,7 +182,7 @@ def test_doctor_removes_what_no_record_needs_and_nothing_else(store: Store) -> N
 
 
 def test_hostile_dictionaries_are_errors_in_bounded_memory(trained: Store) -> None:
-    """Whoever may write to a shared store can plant files; their numbers then fit their bytes."""
+    """Every user who may write to a shared store can plant files whose numbers fit their bytes."""
     path, offset, _ = payload(trained, "rec/5")
     for body in (b"\xff" * 4000, noise(5000), b"\0" * 300, noise(LARGEST)):
         planted = numbered(b"\x37\xa4\x30\xec" + b"\0" * 4 + body)
@@ -190,7 +194,7 @@ def test_hostile_dictionaries_are_errors_in_bounded_memory(trained: Store) -> No
             file.write_bytes(planted)
         with pytest.raises(CorruptError):
             trained.objects.dictionaries.load(number)
-        # A frame that asks for it, and one whose number is that of no file.
+        # A frame that needs it, and a frame whose number is that of no file.
         overwrite(path, offset + 6, number.to_bytes(4, "little"))
         assert trained.get("rec/5") is None
         trained.put("rec/5", NEW[5])

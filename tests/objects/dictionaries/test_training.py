@@ -1,4 +1,4 @@
-"""Dictionaries: small blobs that are alike take much less, and are as safe as all others, whatever becomes of the dictionary."""
+"""Dictionaries: small similar blobs take much less room, and are as safe as others, also without it."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_recompress_writes_what_is_there_anew_and_gc_frees_the_rest(store: Store
     assert all_read(store)
 
 
-# What hangs on a dictionary
+# Uses of a dictionary
 
 
 def test_the_dictionary_is_an_ordinary_one_and_the_stock_tool_decodes_with_it(
@@ -268,7 +268,7 @@ def test_another_process_that_has_the_store_open_uses_it_at_once(store: Store) -
 
 
 def test_one_process_trains_and_drops_while_others_put_and_a_doctor_cleans_up(store: Store) -> None:
-    """Nothing that was put may need a dictionary that a doctor took for unneeded."""
+    """No put may rely on a dictionary that a doctor took for unneeded."""
 
     def work(turn: int) -> int:
         if turn == 0:

@@ -1,5 +1,7 @@
-"""All numbers that torch, NumPy and ml_dtypes have, bytes and images: each comes back from every place as it went in, in
-type and bits, or is refused by every place with a way out that works.
+"""Numbers of torch, NumPy and ml_dtypes, bytes and images: every place returns each exactly, or refuses it.
+
+A returned value has the same type and bits. If one place refuses a value, every place does, with a way out
+that works.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def saved(value: Any) -> Any:
     return load(data, name)
 
 
-#: From a value to what comes back of it.
+#: Each puts a value into one place and returns it from there.
 WAYS: dict[str, Callable[[Any], Any]] = {
     "save": saved,
     "save, inside": lambda value: saved({"x": [1, (value, {"y": None})]})["x"][1][0],
@@ -44,7 +46,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 
 def returns(value: Any) -> None:
-    """See that all ways give the value back."""
+    """Check that all ways give the value back."""
     for way, through in WAYS.items():
         assert same(through(value), value), way
 
@@ -55,7 +57,7 @@ def test_tensors_of_every_dtype_and_layout_come_back_bit_for_bit(dtype: torch.dt
         returns(tensor_of(dtype, *shape))
     whole = tensor_of(dtype, 4, 6)
     for value in (whole.T, whole[1:, ::2], whole[0, 1], whole[1].expand(2, 6)):
-        # Bits of what does not lie in one piece are compared as a copy's.
+        # The bits of a value that is not in one piece are compared through a copy.
         for way, through in WAYS.items():
             back = through(value)
             assert (back.dtype, back.shape) == (value.dtype, value.shape), way
@@ -65,7 +67,7 @@ def test_tensors_of_every_dtype_and_layout_come_back_bit_for_bit(dtype: torch.dt
 
 
 def bits_of(value: torch.Tensor) -> list[Any]:
-    """The bits, of tensors that no operation but a view knows too."""
+    """The bits, of tensors that support no operation but a view too."""
     like = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(value.element_size())
     return (torch.view_as_real(value).view(torch.int64) if like is None else value.view(like)).tolist()
 
@@ -87,7 +89,7 @@ def numpy_types() -> list[np.dtype[Any]]:
 
 
 def array_of(dtype: np.dtype[Any], *shape: int) -> np.ndarray[Any, Any]:
-    """Random bits, where all bits are a value."""
+    """Random bits, for types in which all bits are a value."""
     count = max(math.prod(shape), 1) * dtype.itemsize
     most = {"b": 2, "U": 1}.get(dtype.kind, 16 if dtype.type.__module__ == "ml_dtypes" else 256)
     data = np.random.default_rng(0).integers(0, most, count, "u1").tobytes()
@@ -101,7 +103,7 @@ def test_arrays_and_scalars_of_every_dtype_come_back_bit_for_bit(dtype: np.dtype
     for value in (whole, whole[1:, ::2], np.asfortranarray(whole), array_of(dtype), array_of(dtype, 0, 2)):
         returns(value)
     scalar = whole[0, 0]
-    if type(scalar) in (np.longlong, np.ulonglong):  # what NumPy writes of it says `int64`
+    if type(scalar) in (np.longlong, np.ulonglong):  # NumPy writes it as `int64`
         for through in WAYS.values():
             with pytest.raises(SerializationError, match=r"longlong.*convert it with item\(\)"):
                 through(scalar)
@@ -111,7 +113,8 @@ def test_arrays_and_scalars_of_every_dtype_come_back_bit_for_bit(dtype: np.dtype
 
 @pytest.mark.parametrize(
     "value",
-    [bytearray(), bytearray(b"\0\xff"), [bytearray(b"x"), b"x"], {"a": {"b": (bytearray(b"y"), 1)}}, np.str_("a\0"), np.bytes_(b"a\0")],
+    [bytearray(), bytearray(b"\0\xff"), [bytearray(b"x"), b"x"], {"a": {"b": (bytearray(b"y"), 1)}},
+    np.str_("a\0"), np.bytes_(b"a\0")],
     ids=repr,
 )  # fmt: skip
 def test_bytes_come_back_as_what_they_were(value: Any) -> None:
@@ -136,8 +139,10 @@ def test_a_shared_list_of_bytearrays_is_kept_wherever_it_hangs() -> None:
 
 
 VALUES = [
-    bytearray(b"raw"), torch.ones(2, dtype=torch.complex128), torch.ones(2).to(torch.float8_e8m0fnu), tensor_of(torch.complex32, 3),
-    np.ones((2, 2), ml_dtypes.bfloat16), ml_dtypes.float8_e4m3fn(1.5), np.bytes_(b"a\0"), [{"photo": Image.new("RGB", (2, 3), (1, 2, 3))}],
+    bytearray(b"raw"), torch.ones(2, dtype=torch.complex128), torch.ones(2).to(torch.float8_e8m0fnu),
+    tensor_of(torch.complex32, 3),
+    np.ones((2, 2), ml_dtypes.bfloat16), ml_dtypes.float8_e4m3fn(1.5), np.bytes_(b"a\0"),
+    [{"photo": Image.new("RGB", (2, 3), (1, 2, 3))}],
 ]  # fmt: skip
 
 
@@ -165,25 +170,33 @@ def test_every_place_of_the_package_gives_them_back(tmp_path: Path, store: Store
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch on its own quantised and nested tensors
+    warnings.simplefilter("ignore")  # torch's warnings on its own quantised and nested tensors
     REFUSED: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (memoryview(b"x"), "bytes(...)", bytes),
         (np.longdouble(1.5), "astype('float64')", lambda value: value.astype("float64")),
         (np.array([1.5], "g"), "astype('float64')", lambda value: value.astype("float64")),
         (np.array([1j], "G"), "astype('complex128')", lambda value: value.astype("complex128")),
         (np.array([1, "a", None], object), "tolist()", lambda value: value.tolist()),
-        (np.zeros(2, [("a", "g"), ("b", "i4")]), "field 'a' cannot be kept in it; keep each field as an array of its own", lambda value: value["b"]),
-        (np.zeros(2, [("a", ml_dtypes.bfloat16)]), "keep each field as an array of its own", lambda value: value["a"].copy()),
-        (np.zeros(2, {"names": ["a", "b"], "formats": ["i4", "i4"], "offsets": [0, 2]}), "keep each field", lambda value: value["b"]),
+        (np.zeros(2, [("a", "g"), ("b", "i4")]),
+        "field 'a' cannot be kept in it; keep each field as an array of its own", lambda value: value["b"]),
+        (np.zeros(2, [("a", ml_dtypes.bfloat16)]), "keep each field as an array of its own",
+        lambda value: value["a"].copy()),
+        (np.zeros(2, {"names": ["a", "b"], "formats": ["i4", "i4"], "offsets": [0, 2]}), "keep each field",
+        lambda value: value["b"]),
         (np.matrix([[1]]), "numpy.asarray(...)", np.asarray),
-        (torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8), "dequantize()", lambda value: value.dequantize()),
-        (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "unbind()", lambda value: list(value.unbind())),
-        (torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), "unbind()", lambda value: list(value.unbind())),
+        (torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8), "dequantize()",
+        lambda value: value.dequantize()),
+        (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "unbind()",
+        lambda value: list(value.unbind())),
+        (torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), "unbind()",
+        lambda value: list(value.unbind())),
         (torch.ones(2).to_mkldnn(), "to_dense()", lambda value: value.to_dense()),
         (torch.ones(2, device="meta"), "meta tensor", lambda value: torch.ones(2)),
-        (torch.zeros(8, dtype=torch.uint8).view(torch.bits8), "view(torch.uint8)", lambda value: value.view(torch.uint8)),
+        (torch.zeros(8, dtype=torch.uint8).view(torch.bits8), "view(torch.uint8)",
+        lambda value: value.view(torch.uint8)),
         (torch.nn.Parameter(torch.ones(1)), "detach()", lambda value: value.detach()),
-        (torch.nn.Linear(1, 1), "state_dict()", lambda value: {name: part.detach() for name, part in value.state_dict().items()}),
+        (torch.nn.Linear(1, 1), "state_dict()",
+        lambda value: {name: part.detach() for name, part in value.state_dict().items()}),
         (pandas.Series([1, 2]), "to_numpy()", lambda value: value.to_numpy()),
         (pandas.Timestamp("2024-01-02"), "to_pydatetime()", lambda value: value.to_pydatetime()),
         (io.BytesIO(b"x"), "getvalue()", lambda value: value.getvalue()),
@@ -238,7 +251,7 @@ def test_a_table_of_pandas_is_kept_as_arrow_says(store: Store) -> None:
 
 
 def test_what_msgpack_would_write_by_itself_is_no_disguise() -> None:
-    """An ExtType with one of castore's numbers would come back as something else, a Timestamp as a datetime."""
+    """An ExtType with one of castore's numbers would change its type, a Timestamp would become a datetime."""
     odd = msgpack.ExtType(1, msgpack.packb([1]))
     back = saved([odd])[0]
     assert (type(back), back) == (msgpack.ExtType, odd)

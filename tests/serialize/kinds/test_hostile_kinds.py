@@ -1,4 +1,4 @@
-"""Bytes that lie about kinds: a clear error, no import, no code of a class, and nothing that is not of the kind."""
+"""Bytes that lie about kinds: a clear error, no import, no code of a class, and no value of another kind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ran: list[str] = []
 
 @dataclasses.dataclass
 class Loud:
-    """Says when any of its code runs."""
+    """Raises an alarm when any of its code runs."""
 
     x: int = 0
 
@@ -66,7 +66,7 @@ class Ordinary:
 
 @dataclasses.dataclass
 class Own:
-    """Pickle is told more than its fields."""
+    """Its pickle has more than its fields."""
 
     x: int = 0
 
@@ -75,7 +75,7 @@ class Own:
 
 
 class Lie:
-    """Stands for a value while what claims to be its form is written."""
+    """Stands for a value, and is written as a false form of it."""
 
 
 def _told(form: Form) -> Callable[[Any], Form | None]:
@@ -83,7 +83,7 @@ def _told(form: Form) -> Callable[[Any], Form | None]:
 
 
 def as_record(form: Form) -> Callable[[], Any]:
-    """What reads a sample that claims to be this form."""
+    """A reader of a sample that claims to be this form."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(samples, "take_apart", _told(form))
         record = pack(Lie())
@@ -91,7 +91,7 @@ def as_record(form: Form) -> Callable[[], Any]:
 
 
 def as_msgpack(form: Form) -> Callable[[], Any]:
-    """What reads a stored object that claims to be this form."""
+    """A reader of a stored object that claims to be this form."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serializers, "take_apart", _told(form))
         data = dump(Lie())[1]
@@ -117,12 +117,15 @@ LIES: dict[str, Form] = {
     "plain tuple": Form("namedtuple", "builtins:tuple", FIELDS),
     "plain tensor": Form("tensor", "torch:Tensor", [torch.ones(1), {"grad_fn": 1}]),
     "parameter": Form("tensor", "torch.nn.parameter:Parameter", [torch.ones(1), None]),
-    "wrapper of tensors": Form("tensor", "torch.testing._internal.two_tensor:TwoTensor", [torch.ones(1), None]),
+    "wrapper of tensors": Form("tensor", "torch.testing._internal.two_tensor:TwoTensor",
+    [torch.ones(1), None]),
     "tensor of a list": Form("tensor", "tests.serialize.kinds.values:Image", [[1], None]),
-    "tensor with numbers for names": Form("tensor", "tests.serialize.kinds.values:Image", [torch.ones(1), {1: 2}]),
+    "tensor with numbers for names": Form("tensor", "tests.serialize.kinds.values:Image",
+    [torch.ones(1), {1: 2}]),
     "fields that are a list": Form("dataclass", "tests.serialize.kinds.values:Frozen", [["x", "y"], None]),
     "one part": Form("dataclass", "tests.serialize.kinds.values:Frozen", [{"x": 1, "y": 2}]),
-    "state in slots that has none": Form("dataclass", "tests.serialize.kinds.values:Slim", [{"x": 1}, {"z": 1}]),
+    "state in slots that has none": Form("dataclass", "tests.serialize.kinds.values:Slim",
+    [{"x": 1}, {"z": 1}]),
     "member that is a list": Form("enum", "tests.serialize.kinds.values:Colour", ["RED"]),
     "member by value": Form("enum", "tests.serialize.kinds.values:Colour", 1),
     "name of a step too many": Form("enum", "tests.serialize.kinds.values:Outer.Inner.HERE", "HERE"),
@@ -154,13 +157,19 @@ LIES: dict[str, Form] = {
     "size of text": Form("torch.size", None, ["1"]),
     "dtype that is a function": Form("torch.dtype", None, "load"),
     "device of nowhere": Form("torch.device", None, "moon:1"),
-    "sparse index outside": Form("torch.sparse", None, ["sparse_coo", [3], torch.tensor([[9]]), torch.ones(1), False]),
-    "sparse index below": Form("torch.sparse", None, ["sparse_coo", [3], torch.tensor([[-1]]), torch.ones(1), False]),
-    "sparse in false order": Form("torch.sparse", None, ["sparse_coo", [3], torch.tensor([[2, 1]]), torch.ones(2), True]),
-    "sparse of negative size": Form("torch.sparse", None, ["sparse_coo", [-3], torch.tensor([[0]]), torch.ones(1), False]),
-    "sparse of no layout": Form("torch.sparse", None, ["strided", [3], [torch.zeros(1), torch.zeros(1)], torch.ones(1), True]),
+    "sparse index outside": Form("torch.sparse", None,
+    ["sparse_coo", [3], torch.tensor([[9]]), torch.ones(1), False]),
+    "sparse index below": Form("torch.sparse", None,
+    ["sparse_coo", [3], torch.tensor([[-1]]), torch.ones(1), False]),
+    "sparse in false order": Form("torch.sparse", None,
+    ["sparse_coo", [3], torch.tensor([[2, 1]]), torch.ones(2), True]),
+    "sparse of negative size": Form("torch.sparse", None,
+    ["sparse_coo", [-3], torch.tensor([[0]]), torch.ones(1), False]),
+    "sparse of no layout": Form("torch.sparse", None,
+    ["strided", [3], [torch.zeros(1), torch.zeros(1)], torch.ones(1), True]),
     "compressed rows outside": Form(
-        "torch.sparse", None, ["sparse_csr", [2, 3], [torch.tensor([0, 1, 99]), torch.tensor([0, 9])], torch.ones(2), True]
+        "torch.sparse", None, ["sparse_csr", [2, 3], [torch.tensor([0, 1, 99]), torch.tensor([0, 9])],
+        torch.ones(2), True]
     ),
     "encodings that are no JSON": Form("transformers.batch_encoding", None, [{}, [b"pickle"], None]),
     "features of a list": Form("transformers.batch_feature", None, [1]),
@@ -174,7 +183,7 @@ def test_a_lie_is_a_clear_error_and_runs_nothing(
 ) -> None:
     read = reader(LIES[lie])
     ran.clear()
-    for _ in range(2):  # the second time, what was made of a record's header is remembered
+    for _ in range(2):  # the second time, the record's header comes from a cache
         with pytest.raises((CorruptError, SerializationError)):
             read()
     assert ran == []
@@ -189,7 +198,7 @@ def test_fields_are_set_past_all_code_of_the_class(reader: Callable[[Form], Call
 
 @pytest.fixture
 def absent(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module that could be imported, and says so."""
+    """A module that can be imported, and reports its import."""
     (tmp_path / "castore_trap.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     yield "castore_trap"
@@ -229,15 +238,14 @@ def test_a_module_is_not_asked_for_what_it_would_load_first(absent: str, reader:
 def test_a_record_of_transformers_does_not_import_it() -> None:
     record, data = pack(_encoding()), dump(_encoding())[1]
     script = (
-        "import sys, castore; from castore.adapters.torch.samples import unpack; from castore.serialize.serializers import load\n"
-        "heavy = {name for name in sys.modules if name.startswith('transformers')}\n"
-        "for read in (lambda: unpack(RECORD), lambda: load(DATA, 'msgpack')):\n"
-        "    try: read()\n"
-        "    except castore.SerializationError as error: assert 'import transformers.tokenization_utils_base first' in str(error)\n"
-        "    else: raise SystemExit('no error')\n"
-        "assert {name for name in sys.modules if name.startswith('transformers')} == heavy\n"
-        "import transformers.tokenization_utils_base\n"
-        "assert unpack(RECORD)['ids'] == load(DATA, 'msgpack')['ids'] == [1]\n"
+        "import sys, castore; from castore.adapters.torch.samples import unpack; from "
+        "castore.serialize.serializers import load\nheavy = {name for name in sys.modules if "
+        "name.startswith('transformers')}\nfor read in (lambda: unpack(RECORD), lambda: load(DATA, "
+        "'msgpack')):\n    try: read()\n    except castore.SerializationError as error: assert 'import "
+        "transformers.tokenization_utils_base first' in str(error)\n    else: raise SystemExit('no "
+        "error')\nassert {name for name in sys.modules if name.startswith('transformers')} == heavy\nimport "
+        "transformers.tokenization_utils_base\nassert unpack(RECORD)['ids'] == load(DATA, 'msgpack')['ids'] "
+        "== [1]\n"
     ).replace("RECORD", repr(record)).replace("DATA", repr(data))  # fmt: skip
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
 

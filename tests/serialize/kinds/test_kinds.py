@@ -1,4 +1,4 @@
-"""Values of every kind come back as they were: from a record, from a serializer, and through every adapter."""
+"""Values of every kind come back as they were: from records, from serializers, through every adapter."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_any_nesting_comes_back_and_equal_values_give_equal_bytes(value: Any) ->
 
 
 def _twice(dataset: Any, values: list[Any]) -> list[Any]:
-    """What the dataset answers once all samples are in its cache."""
+    """The dataset's answers once all samples are in its cache."""
     assert all(map(same, [dataset[place] for place in range(len(values))], values))
     with dataset:
         before = dataset.misses
@@ -69,7 +69,7 @@ def _adapters(folder: Path) -> dict[str, RoundTrip]:
     tree = TreeCacheManager(folder / "tree")
 
     def fresh() -> str:
-        # A list of values may lack a fingerprint, and that is not what this is about.
+        # A list of values may lack a fingerprint, which these tests are not about.
         return f"values-{next(number)}"
 
     def in_store(values: list[Any]) -> list[Any]:

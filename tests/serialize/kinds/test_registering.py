@@ -1,4 +1,4 @@
-"""Types that users explain, what other processes know of classes, and advice that works."""
+"""Types that users register, classes in other processes, and advice that works."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import castore
 from castore import InvalidValueError, SerializationError, Store, register_type
 from castore.adapters.torch import CachedDataset
 from castore.adapters.torch.samples import pack, unpack
-from castore.serialize.kinds import classes, registry
+from castore.serialize.kinds import kind_registry, user_classes
 from castore.serialize.serializers import dump, load
 from tests.serialize.kinds.values import Image as Plane
 from tests.serialize.kinds.values import Typed
@@ -36,13 +36,13 @@ from tests.serialize.kinds.values import Typed
 
 @pytest.fixture(autouse=True)
 def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers ends with it."""
-    for owner, name in ((classes, "registered"), (classes, "names"), (registry, "_explained")):
+    """A test's registrations end with it."""
+    for owner, name in ((user_classes, "registered"), (user_classes, "names"), (kind_registry, "_explained")):
         monkeypatch.setattr(owner, name, dict(getattr(owner, name)))
 
 
 class Box:
-    """A class that says nothing of itself."""
+    """A class that describes nothing of itself."""
 
     def __init__(self, corners: Any) -> None:
         self.corners = corners
@@ -66,7 +66,7 @@ def both_ways(value: Any) -> list[Any]:
     return [unpack(pack(value)), _saved(value)]
 
 
-# --- registering ------------------------------------------------------------------------------------------------
+# --- registering --------------------------------------------------------------------------------------------
 
 
 def test_a_registered_type_is_kept_wherever_it_stands() -> None:
@@ -198,7 +198,7 @@ def test_where_pickle_is_allowed_it_finds_the_users_classes_by_importing_them() 
     assert dump({"c": {1}}, allow_pickle=True)[0] == "msgpack"
 
 
-# --- other processes --------------------------------------------------------------------------------------------
+# --- other processes ----------------------------------------------------------------------------------------
 
 PROGRAM = '''
 import collections, dataclasses, enum, os, sys
@@ -298,7 +298,7 @@ def _run(command: list[str], folder: Path) -> str:
 def test_a_class_that_is_not_imported_is_read_again_from_the_dataset_and_then_found(
     tmp_path: Path, made: str
 ) -> None:
-    """A dataset that imports what it needs when it reads: the first sample of a new process brings the class."""
+    """A dataset may import a class only when it reads: the first sample of a new process imports it."""
     (tmp_path / "late.py").write_text(LATE)
     script = (
         "from castore.adapters.torch import BiLevelCachedDataset, CachedDataset\n"
@@ -344,7 +344,7 @@ def test_an_object_whose_class_is_not_imported_says_what_to_import(tmp_path: Pat
     assert found == "Late(x=1)"
 
 
-# --- advice -----------------------------------------------------------------------------------------------------
+# --- advice -------------------------------------------------------------------------------------------------
 
 
 class OwnDict(dict[str, int]):
@@ -372,7 +372,7 @@ class Zone(dt.tzinfo):
 
 @dataclasses.dataclass
 class Handle:
-    """Pickle leaves out what it holds open."""
+    """Its pickle leaves out the file that it holds open."""
 
     path: str
 
@@ -440,7 +440,7 @@ _EXPLAIN = re.compile(
 @pytest.fixture
 def value(request: pytest.FixtureRequest) -> Iterator[Any]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, on its quantised and nested tensors
+        warnings.simplefilter("ignore")  # torch's warnings on its quantised and nested tensors
         yield REFUSED[request.param]()
 
 
@@ -466,7 +466,7 @@ def test_the_advice_of_every_refusal_leads_out(value: Any) -> None:
 
 
 def _converted(value: Any, how: str) -> Any:
-    """The value after what an error advises: ``list(...)`` of it, or its method."""
+    """The value after following an error's advice: ``list(...)`` of it, or its method."""
     space = {
         "numpy": importlib.import_module("numpy"),
         "torch": torch,
@@ -479,7 +479,7 @@ def _converted(value: Any, how: str) -> Any:
 
 @pytest.mark.parametrize("value", REFUSED, indirect=True)
 def test_what_save_refuses_is_told_with_a_way_out_too(value: Any) -> None:
-    with contextlib.suppress(SerializationError):  # `save` takes some that samples refuse
+    with contextlib.suppress(SerializationError):  # `save` takes some values that samples refuse
         dump({"x": [value]})
         return
     with pytest.raises(

@@ -1,4 +1,7 @@
-"""Values of every kind, whether two are the same, and classes as users have them. Apart from the tests: workers import it."""
+"""Values of every kind, a comparison of two, and users' classes.
+
+Workers import this module, not the tests.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from transformers import BatchEncoding, BatchFeature, PreTrainedTokenizerFast
 UTC = dt.timezone.utc
 PARIS = zoneinfo.ZoneInfo("Europe/Paris")
 
-# --- classes ----------------------------------------------------------------------------------------------------
+# --- classes ------------------------------------------------------------------------------------------------
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -38,7 +41,7 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass
 class Scan:
-    """Its `__post_init__` must not run again: what it made is kept."""
+    """Its `__post_init__` must not run again: the attributes that it made are kept."""
 
     pixels: Any
     spacing: tuple[float, ...] = (1.0,)
@@ -97,7 +100,7 @@ class Outer:
 
 
 class Image(torch.Tensor):
-    """A subclass as torchvision's tv_tensors make it: `as_subclass`, attributes, and operations that give plain tensors."""
+    """A subclass like torchvision's tv_tensors: `as_subclass`, attributes, operations give plain tensors."""
 
     @classmethod
     def wrap(cls, data: torch.Tensor, **attributes: Any) -> Image:
@@ -113,7 +116,7 @@ class Image(torch.Tensor):
 
 
 class Volume(torch.Tensor):
-    """A subclass as MONAI's MetaTensor is: made by `__new__`, with metadata that its operations carry on."""
+    """A subclass like MONAI's MetaTensor: made by `__new__`, with metadata that its operations carry on."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, affine: torch.Tensor, meta: dict[Any, Any]) -> Volume:
@@ -132,7 +135,7 @@ class Volume(torch.Tensor):
         return made
 
 
-# --- values -----------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
 
 def _tokenizer() -> Any:
@@ -149,62 +152,89 @@ _tokenizer_ = _tokenizer()
 
 MASKED: Any = np.ma.MaskedArray
 HASHABLE: list[Any] = [
-    dt.datetime(2024, 2, 29, 1, 2, 3, 4), dt.datetime(2024, 10, 27, 2, 30, tzinfo=PARIS, fold=1),  # noqa: DTZ001
-    dt.datetime(2024, 1, 1, tzinfo=UTC), dt.datetime(2024, 1, 1, tzinfo=dt.timezone(dt.timedelta(hours=-3, minutes=30))),
-    dt.datetime(1, 1, 1, tzinfo=dt.timezone(dt.timedelta(seconds=7), "odd")), dt.datetime(2024, 1, 1, fold=1),  # noqa: DTZ001
-    dt.date(2024, 2, 29), dt.time(1, 2, 3, 4), dt.time(1, tzinfo=UTC, fold=1), dt.timedelta(-1, 2, 3), UTC, PARIS,
-    decimal.Decimal("1.10"), decimal.Decimal("-0E+5"), decimal.Decimal("-Infinity"), fractions.Fraction(3, -9),
+    dt.datetime(2024, 2, 29, 1, 2, 3, 4),  # noqa: DTZ001
+    dt.datetime(2024, 10, 27, 2, 30, tzinfo=PARIS, fold=1),
+    dt.datetime(2024, 1, 1, tzinfo=UTC),
+    dt.datetime(2024, 1, 1, tzinfo=dt.timezone(dt.timedelta(hours=-3, minutes=30))),
+    dt.datetime(1, 1, 1, tzinfo=dt.timezone(dt.timedelta(seconds=7), "odd")),
+    dt.datetime(2024, 1, 1, fold=1),  # noqa: DTZ001
+    dt.date(2024, 2, 29), dt.time(1, 2, 3, 4), dt.time(1, tzinfo=UTC, fold=1), dt.timedelta(-1, 2, 3), UTC,
+    PARIS,
+    decimal.Decimal("1.10"), decimal.Decimal("-0E+5"), decimal.Decimal("-Infinity"),
+    fractions.Fraction(3, -9),
     uuid.UUID(int=7), uuid.UUID(int=9, is_safe=uuid.SafeUUID.safe),
     pathlib.Path("/a/b"), pathlib.PurePosixPath("a"), pathlib.PureWindowsPath("c:/x"), pathlib.Path("\udcff"),
-    ipaddress.ip_address("10.0.0.1"), ipaddress.ip_address("fe80::1%eth0"), ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_interface("::1/64"),
-    Colour.RED, Colour.GREEN, Level.LOW, Mode.TRAIN, Access.READ, Access.READ | Access.WRITE, Access(0), Bits.ONE | Bits.FOUR, Bits(64), Outer.Inner.HERE,
-    Point(1, "y"), Frozen(1, (2,)), Slim("s"), range(1, 9, 3), frozenset(), frozenset({1, (2, "x"), frozenset({"y"})}),
-    1.5, (1, 2.5), b"raw", "text", 2**70, -3, True, None, 1 + 2j, torch.float16, torch.Size([1, 2]), torch.device("cuda", 1),
+    ipaddress.ip_address("10.0.0.1"), ipaddress.ip_address("fe80::1%eth0"),
+    ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_interface("::1/64"),
+    Colour.RED, Colour.GREEN, Level.LOW, Mode.TRAIN, Access.READ, Access.READ | Access.WRITE, Access(0),
+    Bits.ONE | Bits.FOUR, Bits(64), Outer.Inner.HERE,
+    Point(1, "y"), Frozen(1, (2,)), Slim("s"), range(1, 9, 3), frozenset(),
+    frozenset({1, (2, "x"), frozenset({"y"})}),
+    1.5, (1, 2.5), b"raw", "text", 2**70, -3, True, None, 1 + 2j, torch.float16, torch.Size([1, 2]),
+    torch.device("cuda", 1),
 ]  # fmt: skip
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of torch, that compressed layouts are new
+    warnings.simplefilter("ignore")  # torch's warnings that compressed layouts are new
     SPARSE = [
-        torch.eye(3).to_sparse(), torch.eye(3, dtype=torch.bfloat16).to_sparse(), torch.zeros(2, 3).to_sparse(),
-        torch.sparse_coo_tensor(torch.tensor([[1, 1]]), [1.0, 2.0], (3,)), torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 3), (3, 3)),
-        torch.eye(4).to_sparse_csr(), torch.eye(4).to_sparse_csc(), torch.eye(4).to_sparse_bsr((2, 2)), torch.eye(4).to_sparse_bsc((2, 2)),
+        torch.eye(3).to_sparse(), torch.eye(3, dtype=torch.bfloat16).to_sparse(),
+        torch.zeros(2, 3).to_sparse(),
+        torch.sparse_coo_tensor(torch.tensor([[1, 1]]), [1.0, 2.0], (3,)),
+        torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 3), (3, 3)),
+        torch.eye(4).to_sparse_csr(), torch.eye(4).to_sparse_csc(), torch.eye(4).to_sparse_bsr((2, 2)),
+        torch.eye(4).to_sparse_bsc((2, 2)),
     ]  # fmt: skip
 
 VALUES: list[Any] = [
     *HASHABLE, *SPARSE, set(), {1, 2}, {"b", "a"}, {("x", 1), 2.5}, set(map(str, range(30))),
-    collections.OrderedDict(b=1, a=[2]), collections.OrderedDict(), collections.Counter("abca"), collections.defaultdict(list, {1: [2]}),
-    collections.defaultdict(None, x=1), collections.deque([1, [2]], 5), collections.deque(), types.SimpleNamespace(a=1, b=[2]), slice(1, None), slice(0, 9, 2),
+    collections.OrderedDict(b=1, a=[2]), collections.OrderedDict(), collections.Counter("abca"),
+    collections.defaultdict(list, {1: [2]}),
+    collections.defaultdict(None, x=1), collections.deque([1, [2]], 5), collections.deque(),
+    types.SimpleNamespace(a=1, b=[2]), slice(1, None), slice(0, 9, 2),
     {1.5: 1, (1, "a"): [2], Colour.RED: {b"k": 3}, frozenset({1}): None, dt.date(2024, 1, 1): 5},
-    Pair(torch.ones(2), 3), Point({1}, [Point(1, 2)]), Scan(np.ones(2), notes={"who": Colour.GREEN}), Frozen(1, {"deep": Slim(torch.zeros(2))}), Typed(3),
-    Image.wrap(torch.arange(6, dtype=torch.uint8)), Image.wrap(torch.ones(1, 4), format=Colour.GREEN, canvas_size=(4, 5)),
-    Volume(torch.arange(4.0).view(2, 2), torch.eye(4, dtype=torch.float64), {"path": "a.nii", "shape": np.array([8, 8])}),
-    MASKED([1, 2, 3], [0, 1, 0], fill_value=7, hard_mask=True), np.ma.MaskedArray([1.5, 2]), np.ma.MaskedArray([[1, 2]], mask=True), np.ma.masked,
-    MASKED(_rows, mask=[(1, (0, 1)), (0, (0, 0))]), np.ma.MaskedArray(5, mask=True), np.ma.MaskedArray(np.array(["2024-01-01"], "M8[D]")),
-    _rows, _rows.view(np.recarray), _rows[1], _rows.view(np.recarray)[1], np.void(b"raw"), _rows.view(np.dtype((np.record, RECORD))), _rows[:0].view(np.recarray),
-    _tokenizer_(["a b", "b"]), _tokenizer_(["a b", "b"], return_tensors="pt", padding=True), _tokenizer_("a"), BatchEncoding({"ids": [1]}), BatchFeature({"pixels": torch.ones(2)}),
+    Pair(torch.ones(2), 3), Point({1}, [Point(1, 2)]), Scan(np.ones(2), notes={"who": Colour.GREEN}),
+    Frozen(1, {"deep": Slim(torch.zeros(2))}), Typed(3),
+    Image.wrap(torch.arange(6, dtype=torch.uint8)),
+    Image.wrap(torch.ones(1, 4), format=Colour.GREEN, canvas_size=(4, 5)),
+    Volume(torch.arange(4.0).view(2, 2), torch.eye(4, dtype=torch.float64),
+    {"path": "a.nii", "shape": np.array([8, 8])}),
+    MASKED([1, 2, 3], [0, 1, 0], fill_value=7, hard_mask=True), np.ma.MaskedArray([1.5, 2]),
+    np.ma.MaskedArray([[1, 2]], mask=True), np.ma.masked,
+    MASKED(_rows, mask=[(1, (0, 1)), (0, (0, 0))]), np.ma.MaskedArray(5, mask=True),
+    np.ma.MaskedArray(np.array(["2024-01-01"], "M8[D]")),
+    _rows, _rows.view(np.recarray), _rows[1], _rows.view(np.recarray)[1], np.void(b"raw"),
+    _rows.view(np.dtype((np.record, RECORD))), _rows[:0].view(np.recarray),
+    _tokenizer_(["a b", "b"]), _tokenizer_(["a b", "b"], return_tensors="pt", padding=True),
+    _tokenizer_("a"), BatchEncoding({"ids": [1]}), BatchFeature({"pixels": torch.ones(2)}),
 ]  # fmt: skip
 
 
 def nested() -> st.SearchStrategy[Any]:
     """Values of every kind inside one another."""
     hashable = st.recursive(
-        st.sampled_from(HASHABLE) | st.datetimes(timezones=st.timezones() | st.none()) | st.decimals(allow_nan=False)
-        | st.fractions() | st.uuids() | st.timedeltas() | st.times() | st.dates() | st.text(max_size=4) | st.integers(),
-        lambda inner: st.frozensets(inner, max_size=3) | st.builds(Point, inner, inner) | st.builds(Frozen, inner, inner) | st.builds(Slim, inner)
+        st.sampled_from(HASHABLE) | st.datetimes(timezones=st.timezones() | st.none())
+        | st.decimals(allow_nan=False)
+        | st.fractions() | st.uuids() | st.timedeltas() | st.times() | st.dates() | st.text(max_size=4)
+        | st.integers(),
+        lambda inner: st.frozensets(inner, max_size=3) | st.builds(Point, inner, inner)
+        | st.builds(Frozen, inner, inner) | st.builds(Slim, inner)
         | st.lists(inner, max_size=3).map(tuple),
         max_leaves=5,
     )  # fmt: skip
     return st.recursive(
         st.sampled_from(VALUES) | hashable,
-        lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(hashable, inner, max_size=3)
-        | st.dictionaries(hashable, inner, max_size=3).map(collections.OrderedDict) | st.builds(Pair, inner, st.integers()) | st.builds(Scan, inner)
-        | st.lists(inner, max_size=3).map(lambda items: collections.deque(items, 4)) | st.sets(hashable, max_size=4)
+        lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(hashable, inner, max_size=3)
+        | st.dictionaries(hashable, inner, max_size=3).map(collections.OrderedDict)
+        | st.builds(Pair, inner, st.integers()) | st.builds(Scan, inner)
+        | st.lists(inner, max_size=3).map(lambda items: collections.deque(items, 4))
+        | st.sets(hashable, max_size=4)
         | st.builds(lambda part: Image.wrap(torch.ones(3), meta=part), inner),
         max_leaves=8,
     )  # fmt: skip
 
 
-# --- sameness ---------------------------------------------------------------------------------------------------
+# --- sameness -----------------------------------------------------------------------------------------------
 
 
 def same(one: Any, two: Any) -> bool:  # noqa: C901 - one rule for each type
@@ -250,7 +280,7 @@ def _about_array(value: Any) -> tuple[Any, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Encodings of the tokenizers library are compared by what they say."""
+    """Encodings of the tokenizers library as plain values, for comparison."""
     return [part.__getstate__() for part in value] if isinstance(value, list) else value
 
 
@@ -278,7 +308,7 @@ def _same_tensors(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 class Checked(Dataset[bool]):
-    """Whether what a cache answers is as it was; for workers, for what travels to their parent goes by pickle."""
+    """Whether a cache's answer is unchanged. Workers compare, because the way to their parent is a pickle."""
 
     def __init__(self, cached: Any) -> None:
         self.cached = cached
@@ -291,7 +321,7 @@ class Checked(Dataset[bool]):
 
 
 class Numbered(Dataset[Any]):
-    """`VALUES`, without carrying them."""
+    """`VALUES`, without being pickled along."""
 
     def __len__(self) -> int:
         return len(VALUES)

@@ -1,7 +1,7 @@
-"""Python imports this first in every process that has this folder in PYTHONPATH: there, every lock is granted to everybody.
+"""Makes every lock succeed: Python imports this first in each process with this folder in PYTHONPATH.
 
-As on Lustre, GPFS and some NFS, where ``flock`` succeeds and locks nothing. SQLite's own locks are left alone: its calls
-do not go through Python.
+On Lustre, GPFS and some NFS, ``flock`` succeeds too and locks nothing. SQLite's own locks still work: SQLite
+does not call Python.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ def _grant(fd: int, command: int, argument: int | bytes = 0) -> int | bytes:
     return argument if command in _OPEN_FILE_LOCKS else _real(fd, command, argument)
 
 
-# Only where it is meant: whoever collects tests imports this file too.
+# Active only where the tests set the variable: pytest's collection imports this file too.
 if told := os.environ.get("CASTORE_TEST_GRANTED"):
     fcntl.flock = lambda fd, operation: None
     fcntl.fcntl = _grant  # type: ignore[assignment]  # one of its overloads is enough here

@@ -23,14 +23,17 @@ from tools.bench.peers import Mount, run
 
 TITLE = "Hugging Face datasets"
 ABOUT = (
-    "Text files installed on the machine, one a row. The five steps are three maps, a map that measures and a filter; the recipe for token ids "
-    "has a tokenizer with 50 000 pieces (int32) for its third step. `datasets` runs `map` and `filter` with its own cache, uncompressed Arrow files "
-    "beside its input; castore runs the same calls as `cached_map` and `cached_filter`, or the same steps as a `Pipeline`. All of them "
-    "give the same rows. A rerun opens the saved input, hashes the operators, and ends with the first row of the last step; imports and closing the "
-    "store do not count; 1.2 times the time is a ratio of 0.834. castore decodes the first rows of a step, and one pass over it, where they are; "
-    "for whatever else is asked it maps the step, which without a mount it decompresses for that once: `and its last row` is that time, and "
-    "`mapped before` says where it was done already. Through a mount nothing is decompressed but what is read. `first batch` is of one map; the compressed file is "
-    "in the page cache, mounts are put up anew. `Hasher` is what `datasets` hashes functions with."
+    "Text files installed on the machine, one a row. The five steps are three maps, a map that measures and "
+    "a filter; the recipe for token ids has a tokenizer with 50 000 pieces (int32) for its third step. "
+    "`datasets` runs `map` and `filter` with its own cache, uncompressed Arrow files beside its input; "
+    "castore runs the same calls as `cached_map` and `cached_filter`, or the same steps as a `Pipeline`. All "
+    "of them give the same rows. A rerun opens the saved input, hashes the operators, and ends with the "
+    "first row of the last step; imports and closing the store do not count; 1.2 times the time is a ratio "
+    "of 0.834. castore decodes the first rows of a step, and one pass over it, where they are; for whatever "
+    "else is asked it maps the step, which without a mount it decompresses for that once: `and its last row` "
+    "is that time, and `mapped before` says where it was done already. Through a mount nothing is "
+    "decompressed but what is read. `first batch` is of one map; the compressed file is in the page cache, "
+    "mounts are put up anew. `Hasher` is what `datasets` hashes functions with."
 )
 _PLAIN, _CALLS, _PIPELINE = (
     "datasets, its cache warm",
@@ -39,7 +42,7 @@ _PLAIN, _CALLS, _PIPELINE = (
 )
 _UNMAPPED, _MOUNTED = "castore Pipeline, not yet mapped", "castore Pipeline, through a mount"
 _LAST = "castore Pipeline, not yet mapped, and its last row"
-# "At most 1.2 times its time."
+# The goal is at most 1.2 times the time of `datasets`.
 _NEAR = 0.834
 _SMALLER = 0.3
 _STEPS = {
@@ -71,12 +74,12 @@ def rows(bench: Bench) -> Iterator[Row | Study]:
 
 
 class Steps:
-    """A recipe that has been run in all ways, so that each has its cache.
+    """A recipe that has been run in all ways, so that each way has its cache.
 
     Args:
         name: of the recipe.
         saved: the input.
-        folder: to be made.
+        folder: for the caches; it is created.
     """
 
     def __init__(self, name: str, saved: Path, folder: Path) -> None:
@@ -97,7 +100,7 @@ class Steps:
         return textrun.Process(way, self._name, self._third, source, cache, check=check, last=last)
 
     def space(self, label: str) -> Study:
-        """What the caches take before any rerun, step by step, and after one."""
+        """Disk space of the caches, step by step before any rerun, and after one."""
         files = sorted(self._theirs.glob("cache-*.arrow"), key=lambda file: file.stat().st_mtime_ns)
         theirs = [file.stat().st_size for file in files]
         calls, before = recipe.size_on_disk(self._cache("calls")), recipe.size_on_disk(self._cache("cache"))
@@ -126,19 +129,20 @@ class Steps:
             f"Disk that the cache takes after five steps: {self._name}, from {label}",
             ["", "castore", "datasets", "ratio"],
             lines,
-            note="Of a filter `datasets` keeps the numbers of the rows, castore the rows. To be mapped without a mount, a step is "
-            "decompressed into the store once; gc takes that copy first.",
+            note="Of a filter `datasets` keeps the numbers of the rows, castore the rows. To be mapped "
+            "without a mount, a step is decompressed into the store once; gc takes that copy first.",
             goals=[
                 verdict(
                     size <= _SMALLER * total,
-                    f"disk after five steps, {self._name}: {way}, at most {_SMALLER:g} times datasets': {size / total:.3f} times",
+                    f"disk after five steps, {self._name}: {way}, at most {_SMALLER:g} "
+                    f"times datasets': {size / total:.3f} times",
                 )
                 for way, size in found.items()
             ],
         )
 
     def mount(self, root: Path, stack: ExitStack) -> Path:
-        """A copy of the Pipeline's store that is mounted; nothing in it is decompressed."""
+        """Mount a copy of the Pipeline's store, with nothing in it decompressed."""
         store = self._folder / "mounted" / "store"
         shutil.copytree(self._cache("cache"), store)
         _forget_maps(store)
@@ -146,7 +150,7 @@ class Steps:
         return store
 
     def in_one_process(self, name: str) -> Row:
-        """Reruns in this process, where all that can be imported or remembered is."""
+        """Reruns in this process, where everything is imported and cached."""
 
         def again(way: str) -> float:
             source = self._theirs if way == "datasets" else self._ours
@@ -168,7 +172,7 @@ class Steps:
         )
 
     def in_processes(self, name: str, mounted: Path) -> Row:
-        """Reruns in a process of their own each, as scripts are run again."""
+        """Reruns in a process of their own each, as a script that is run again."""
 
         def again(way: str, cache: Path, last: bool = False) -> float:
             ran = self._process(way, cache, check=False, last=last).end()
@@ -192,7 +196,7 @@ class Steps:
         return Row(
             name,
             milliseconds(),
-            # One of them writes a whole step: without `sync` the next one would pay for writing that back.
+            # One way writes a whole step. Without `sync` the next way would pay for writing that back.
             [
                 Contestant(label, partial(again, way, cache, label == _LAST), prepare, ours=way != "datasets")
                 for label, way, cache, prepare in ways
@@ -207,14 +211,14 @@ def _sizes(ours: int, theirs: int) -> list[str]:
 
 
 def _forget_maps(folder: Path) -> None:
-    """Takes what was decompressed to be mapped out of a store, as gc does."""
+    """Remove the steps that were decompressed for mapping from a store, as gc does."""
     with Store(folder) as store:
         maps = list(store.entries(MAPS))
         store.delete_many(entry.name for entry in maps)
         remove_blobs(store.parts, [bytes.fromhex(entry.digest) for entry in maps])
 
 
-# --- first batch --------------------------------------------------------------------------------------------------
+# --- first batch --------------------------------------------------------------------------------------------
 
 _TOOL = "zstd -d, then Dataset.from_file"
 _STREAM, _HIT, _HIT_MOUNTED = (
@@ -258,7 +262,7 @@ def _first_batch(folder: Path, source: Path, name: str, stack: ExitStack) -> Row
 
     def afresh() -> None:
         unpacked.unlink(missing_ok=True)
-        os.sync()  # nobody pays for writing back what the contestant before left dirty
+        os.sync()  # the write-back of the previous contestant's pages is not measured
 
     def remounted() -> None:
         mount.again()
@@ -288,7 +292,7 @@ def _first_batch(folder: Path, source: Path, name: str, stack: ExitStack) -> Row
     )
 
 
-# --- hashing ------------------------------------------------------------------------------------------------------
+# --- hashing ------------------------------------------------------------------------------------------------
 
 _OURS, _THEIRS = "castore operator_fingerprint", "datasets Hasher.hash"
 
@@ -324,4 +328,4 @@ def _closing_over(array: np.ndarray[Any, Any]) -> Callable[..., Any]:
 
 
 def _done(_: object) -> None:
-    """Turns a call's answer into none: a work function that returns a number would be timing itself."""
+    """Drop a call's result: a work function that returns a number would replace its own time."""

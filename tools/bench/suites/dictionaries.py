@@ -1,4 +1,7 @@
-"""What zstd dictionaries trained per prefix gain on small samples that are alike: bytes on disk, and time to put and get."""
+"""The gain of zstd dictionaries on small similar samples: bytes on disk, time to put and get.
+
+The dictionaries are trained per prefix.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,15 @@ from tools.bench.harness import Bench, Contestant, Goal, Row, Study, microsecond
 
 TITLE = "Dictionaries"
 ABOUT = (
-    "JSON records (an id, a source, a split, a language, a number and a piece of text) and sequences of token ids (a vocabulary of 50 000 pieces), "
-    "cut from the texts that are installed on the machine. `castore train-dict` learns from the samples of every other document; what is measured are samples "
-    "of the others. Both stores are alike but for the dictionary, and times are CPU time. Ratios are uncompressed by stored bytes; `with, and the dictionary` counts both of its copies too, over "
-    "as many samples as stand in the table."
+    "JSON records (an id, a source, a split, a language, a number and a piece of text) and sequences of "
+    "token ids (a vocabulary of 50 000 pieces), cut from the texts that are installed on the machine. "
+    "`castore train-dict` learns from the samples of every other document; what is measured are samples of "
+    "the others. Both stores are alike but for the dictionary, and times are CPU time. Ratios are "
+    "uncompressed by stored bytes; `with, and the dictionary` counts both of its copies too, over as many "
+    "samples as stand in the table."
 )
 _WITHOUT, _WITH = "without", "with a dictionary"
-#: Label, samples from so many bytes of text, whether they are timed, and how much less they should take.
+#: Label, a function from bytes of text to samples, whether they are timed, and the gain they should reach.
 _KINDS: list[tuple[str, Callable[[int], tuple[list[bytes], list[bytes]]], bool, float]] = [
     ("JSON, 300 characters of text", lambda size: samples.records(size, 300), True, 1.5),
     ("JSON, 1 800 characters of text", lambda size: samples.records(size, 1800), True, 1.2),
@@ -67,7 +72,8 @@ def rows(bench: Bench) -> Iterator[Row | Study]:
         )
         goals.append(reached)
     header = [
-        "samples", "how many", "bytes each", "ratio without", "with", "with, and the dictionary", "fewer bytes", "KB", "CPU s to train",
+        "samples", "how many", "bytes each", "ratio without", "with", "with, and the dictionary",
+        "fewer bytes", "KB", "CPU s to train",
     ]  # fmt: skip
     yield Study("Ratios, uncompressed by stored", header, lines, goals=goals)
 
@@ -91,7 +97,7 @@ def _ratios(stores: dict[str, castore.Store], taken: list[bytes]) -> tuple[int, 
 
 
 def _timed(stores: dict[str, castore.Store], label: str, fresh: list[bytes], calls: int) -> Iterator[Row]:
-    # From the end: those at the beginning are for the ratios, and must be new then.
+    # The samples at the beginning are for the ratios, and must be new then; these are from the end.
     pool = {name: iter(fresh[20 * calls :]) for name in stores}
     turns = count()
     batches: dict[str, list[tuple[str, bytes]]] = {}
@@ -104,7 +110,7 @@ def _timed(stores: dict[str, castore.Store], label: str, fresh: list[bytes], cal
         batches[name] = [(f"samples/{turn}/{number:05}", sample) for number, sample in enumerate(data)]
 
     def as_it_is(name: str) -> None:
-        """Reads need nothing new."""
+        """Prepare nothing: reads need no new samples."""
 
     def contestants(work: Callable[[str], float], prepare: Callable[[str], None]) -> list[Contestant]:
         return [Contestant(name, partial(work, name), partial(prepare, name), ours=True) for name in stores]
@@ -127,7 +133,7 @@ def _timed(stores: dict[str, castore.Store], label: str, fresh: list[bytes], cal
         return time.process_time() - started
 
     unit = microseconds_each(calls)
-    # A put alone finds a dictionary's tables in no cache.
+    # A single put finds a dictionary's tables in no cache.
     alone, goal = [Goal(_WITH, 0.85, _WITHOUT)], [Goal(_WITH, 0.9, _WITHOUT)]
     yield Row(f"put, {label}", unit, contestants(put, anew), _WITHOUT, goals=alone)
     yield Row(f"put_many, {label}", unit, contestants(put_many, anew), _WITHOUT, goals=goal)

@@ -1,4 +1,4 @@
-"""Embeddings of a frozen encoder: looking them up, opening them, keeping them, training on them."""
+"""Embeddings of a frozen encoder: look them up, open them, store them, train on them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ from tools.bench.harness import (
 
 TITLE = "Embeddings"
 ABOUT = (
-    "Vectors of 384 float32, found in batches of 256 in shuffled order, with one thread, all pages warm. The seed keeps a "
-    "dictionary of offsets into one tensor in memory and asks it for every key of every batch; castore's batches hold row "
-    "numbers, found once. The seed's file is a pickle. An epoch trains a linear head with Adam on the batches of a DataLoader (for "
-    "castore, of the one that `cache_embeddings` gives back); the encoder is a transformer of two layers with fixed weights over 32 tokens."
+    "Vectors of 384 float32, found in batches of 256 in shuffled order, with one thread, all pages warm. The "
+    "seed keeps a dictionary of offsets into one tensor in memory and asks it for every key of every batch; "
+    "castore's batches hold row numbers, found once. The seed's file is a pickle. An epoch trains a linear "
+    "head with Adam on the batches of a DataLoader (for castore, of the one that `cache_embeddings` gives "
+    "back); the encoder is a transformer of two layers with fixed weights over 32 tokens."
 )
 _WIDTH, _BATCH = 384, 256
 _TENSOR, _SEED, _STACK = (
@@ -65,7 +66,7 @@ def rows(bench: Bench) -> Iterator[Row | Study]:
     yield _epochs(bench)
 
 
-# --- looking up ---------------------------------------------------------------------------------------------------
+# --- looking up ---------------------------------------------------------------------------------------------
 
 
 def _look_ups(store: Store, cache: EmbeddingCache, vectors: torch.Tensor, seed: dict[int, int]) -> Row:
@@ -113,7 +114,7 @@ def _each(look_up: Callable[[Any], object], batches: Sequence[Any]) -> Callable[
     return work
 
 
-# --- opening ------------------------------------------------------------------------------------------------------
+# --- opening ------------------------------------------------------------------------------------------------
 
 
 def _open(store: Store) -> EmbeddingCache:
@@ -143,7 +144,7 @@ def _opening(store: Store, file: Path) -> Row:
 
 
 def _memory(store: Store, file: Path, count: int) -> Study:
-    """What two processes take that have the cache open and have looked at all of it."""
+    """Memory of two processes that have opened the cache and read all of it."""
     seed = _in_two(partial(_use_seed, file))
     ours = _in_two(partial(_use_cache, str(store.path), count))
     private = max(one.uss for one in ours)
@@ -203,7 +204,7 @@ def _measured(use: Callable[[], object], barrier: Any, answers: Any) -> None:
 
 
 def _in_two(use: Callable[[], object]) -> list[_Memory]:
-    """What each of two processes takes that do this at the same time."""
+    """Memory that each of two processes needs to do this at the same time."""
     context = multiprocessing.get_context("spawn")
     barrier, answers = context.Barrier(2), context.Queue()
     children = [context.Process(target=_measured, args=(use, barrier, answers)) for _ in range(2)]
@@ -229,7 +230,7 @@ def _on_disk(store: Store, work: Path, vectors: torch.Tensor, file: Path) -> Stu
     return Study("bytes on disk", ["", "size"], [[name, format_size(size)] for name, size in sizes.items()])
 
 
-# --- training -----------------------------------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------------------
 
 
 class _Encoder(nn.Module):
@@ -247,7 +248,7 @@ class _Encoder(nn.Module):
 
 
 class _BySeed(nn.Module):
-    """The seed's way in an encoder's place: keys to offsets, one by one."""
+    """The seed's lookup in the place of an encoder: keys to offsets, one by one."""
 
     def __init__(self, vectors: torch.Tensor) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""How much of an epoch a level answers that has room for a part of the data: a simulation, checked against the real thing."""
+"""The part of an epoch that a level with room for a part of the data answers: simulated, and checked.
+
+The check is a real dataset over the same reads.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ from tools.bench.harness import Bench, Study, verdict
 
 TITLE = "Hit rates"
 ABOUT = (
-    "How often a cache level that has room for a part of the samples has the one that is read, once there were as many reads "
-    "as there are samples. In shuffled and sequential epochs each sample is read once an epoch. Nothing can then hit more "
-    "often than the part that fits: from one read of a sample to its next there is always exactly one end of an epoch, and "
-    "no more samples than fit are there at that moment. Under Zipf, samples are drawn with a popularity of 1 / rank; where "
-    f"it drifts, {hitrates.DRIFT:.0%} of the samples exchange their ranks after each epoch's worth of reads. The offline "
-    "optimum knows all reads to come (Belady's MIN, free to keep nothing of what it reads). The fixed subset is what was "
-    "read first. castore's rows ask the policy that ships; `BiLevelCachedDataset` is the real dataset, its samples in shared "
-    "memory and its hits as it counts them, over the same reads."
+    "How often a cache level that has room for a part of the samples has the one that is read, once there "
+    "were as many reads as there are samples. In shuffled and sequential epochs each sample is read once an "
+    "epoch. Nothing can then hit more often than the part that fits: from one read of a sample to its next "
+    "there is always exactly one end of an epoch, and no more samples than fit are there at that moment. "
+    f"Under Zipf, samples are drawn with a popularity of 1 / rank; where it drifts, {hitrates.DRIFT:.0%} of "
+    "the samples exchange their ranks after each epoch's worth of reads. The offline optimum knows all "
+    "reads to come (Belady's MIN, free to keep nothing of what it reads). The fixed subset is what was read "
+    "first. castore's rows ask the policy that ships; `BiLevelCachedDataset` is the real dataset, its "
+    "samples in shared memory and its hits as it counts them, over the same reads."
 )
 _REAL = "BiLevelCachedDataset"
 _REAL_PART = 0.5
@@ -79,7 +83,7 @@ def _goals(rates: Rates, real: dict[str, float]) -> Iterator[str]:
         worst = max(behind)
         part = hitrates.PARTS[behind.index(worst)]
         found = f"{worst:.1%} of the reads behind where {part:.0%} fit" if worst > 0 else "nowhere behind"
-        # What a tenth of a percent is, only the seed knows.
+        # The goal is at most a tenth of a percent behind: differences below that depend on the seed.
         yield verdict(
             worst < 0.001, f"{trace}: {hitrates.OURS} hits as often as {rival} or more often: {found}"
         )
@@ -88,14 +92,17 @@ def _goals(rates: Rates, real: dict[str, float]) -> Iterator[str]:
 
 
 def _real(trace: list[int], samples: int) -> float:
-    """The hit rate of a real dataset that has room for `_REAL_PART` of its samples in memory, over the same reads."""
+    """The hit rate, over the same reads, of a real dataset.
+
+    It has room for `_REAL_PART` of its samples in memory.
+    """
     data = [torch.full((16,), index) for index in range(samples)]
     places = round(_REAL_PART * samples)
     with BiLevelCachedDataset(data, "64MB") as trial:
         trial.prefetch([0])
         stats = trial.stats().memory
         assert stats is not None
-        # What the tables beside the samples take, and what one sample takes.
+        # The trial shows the size of the tables beside the samples, and the size of one sample.
         size = parse_size("64MB") - stats.limit + places * stats.bytes_held
     with BiLevelCachedDataset(data, size) as cached:
         for index in trace[:samples]:

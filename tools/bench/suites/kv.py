@@ -1,7 +1,8 @@
 """Small values by name: castore beside diskcache, LMDB, joblib and plain files.
 
-Values are put under fresh names and with fresh content in every round, so nobody profits from deduplication or
-from overwriting. No contestant syncs to the disk on each put; all but the plain files' last write survive a killed process.
+Values are put under fresh names and with fresh content in every round, so no contestant profits from
+deduplication or from overwriting. No contestant syncs to the disk on each put. All puts survive a killed
+process, except the last write of the plain files.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from tools.bench.harness import Bench, Contestant, Goal, Row, microseconds_each
 
 TITLE = "Small values"
 ABOUT = (
-    "JSON records with fresh names and content in every round; random bytes where a row says so, which no codec makes "
-    "smaller. castore compresses (zstd, or lz4 where named), hashes and (on reads) verifies; its peers do not. diskcache "
-    "runs with its defaults (`set`, `get`) and without a size limit; LMDB with `sync=False`, one transaction a value or "
-    "for all. A plain file is opened, written or read, and closed; nobody indexes, replaces or checks it. `RAM hit` is "
-    "castore's memory tier against the same `get` of diskcache. A cached function returns 2 KB: castore's `cached`, "
-    "`joblib.Memory` and diskcache's `memoize` each look for the result of a call, and keep it if it is the first."
+    "JSON records with fresh names and content in every round; random bytes where a row says so, which no "
+    "codec makes smaller. castore compresses (zstd, or lz4 where named), hashes and (on reads) verifies; its "
+    "peers do not. diskcache runs with its defaults (`set`, `get`) and without a size limit; LMDB with "
+    "`sync=False`, one transaction a value or for all. A plain file is opened, written or read, and closed; "
+    "nobody indexes, replaces or checks it. `RAM hit` is castore's memory tier against the same `get` of "
+    "diskcache. A cached function returns 2 KB: castore's `cached`, `joblib.Memory` and diskcache's "
+    "`memoize` each look for the result of a call, and keep it if it is the first."
 )
 _SET, _GET = "diskcache set", "diskcache get"
 _DISK, _TMPFS = "plain files on the disk", "plain files on tmpfs"
@@ -39,7 +41,7 @@ _TOGETHER = 64
 
 @dataclass
 class Files:
-    """Plain files below a folder; the least that can be done."""
+    """Plain files below a folder: the least work that can be done."""
 
     root: Path
 
@@ -54,7 +56,7 @@ class Files:
 
 @dataclass
 class Peers:
-    """One open store of each kind, on the same disk; one set of files in memory."""
+    """One open store of each kind, on the same disk, and one set of files in memory."""
 
     disk_only: castore.Store
     with_memory: castore.Store
@@ -79,7 +81,7 @@ class Peers:
         )
 
     def make_folder(self, stamp: str) -> None:
-        """Where the next plain files go; the others need nothing made."""
+        """Make the folder of the next plain files; the other contestants need none."""
         for files in (self.files, self.tmpfs):
             (files.root / stamp).mkdir()
 
@@ -99,7 +101,7 @@ class Peers:
 
 @dataclass
 class Batch:
-    """The items of the next run: renewed by `fresh`, which is a contestant's `prepare`."""
+    """The items of the next run, renewed by `fresh`, which is a contestant's `prepare`."""
 
     peers: Peers
     calls: int
@@ -201,7 +203,7 @@ def _gets(peers: Peers, batch: Batch, label: str) -> Iterator[Row]:
     unit = microseconds_each(len(order))
 
     def each(name: str, get: Callable[[str], object]) -> Contestant:
-        for key in order:  # an answer that is wrong is not fast; and this fills the memory tier
+        for key in order:  # checks the answers, and fills the memory tier
             if get(key) != values[key]:
                 raise RuntimeError(f"{name} gave other bytes than were put for {key}")
 
@@ -263,11 +265,11 @@ def _get_many(peers: Peers, values: dict[str, bytes], order: list[str], label: s
     )
 
 
-# --- results of functions -----------------------------------------------------------------------------------------
+# --- results of functions -----------------------------------------------------------------------------------
 
 
 def _record(number: int) -> bytes:
-    """What the cached function computes: 2 KB of hexadecimal digits, in a few microseconds."""
+    """The result of the cached function: 2 KB of hexadecimal digits, computed in a few microseconds."""
     return random.Random(number).randbytes(1024).hex().encode()
 
 

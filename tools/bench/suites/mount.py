@@ -1,7 +1,7 @@
 """Files through a mount: castore beside the plain files, squashfuse_ll and the kernel's squashfs.
 
 Every contestant reads the same names in the same shuffled order with the same calls. For cold rows each mount
-is taken down and put up again before the kernel's caches are dropped, so no daemon keeps anything either.
+is unmounted and mounted again before the kernel's caches are dropped, so no daemon keeps a cache either.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from tools.bench.peers import Mount, no_kernel_squashfs, no_ratarmount, squashfs
 
 TITLE = "Files through a mount"
 ABOUT = (
-    "Small files are 20 KB of Python source each, read whole in a shuffled order with the system calls that a loader "
-    "in C makes: open, read to the end, close. Python's own `open(path, 'rb')` has a row of its own: before 3.14 it asks "
-    "every file whether it is a terminal, a question that no FUSE file system can keep the kernel from passing on; "
-    "the large file is a tar of files installed on the machine, read in order, 1 MiB a call. Squashfs images are "
-    "made with mksquashfs's defaults (128 KiB blocks), and read by squashfuse_ll and, mounted by root, by the kernel itself. "
-    "ratarmount shows a tar of the same files: for the small ones uncompressed, since of a compressed one it decodes a whole frame "
-    "for each, and for the large one in the frames of zstd that pzstd makes. "
-    "The plain files lie on the same disk. Random reads are of 64 KB at places of the large file that no two readers share, by "
-    "four threads with a descriptor each. The names are those of small files, 1000 to a folder; `find` and `ls -lR` run as "
-    "programs of their own."
+    "Small files are 20 KB of Python source each, read whole in a shuffled order with the system calls that "
+    "a loader in C makes: open, read to the end, close. Python's own `open(path, 'rb')` has a row of its "
+    "own: before 3.14 it asks every file whether it is a terminal, a question that no FUSE file system can "
+    "keep the kernel from passing on; the large file is a tar of files installed on the machine, read in "
+    "order, 1 MiB a call. Squashfs images are made with mksquashfs's defaults (128 KiB blocks), and read by "
+    "squashfuse_ll and, mounted by root, by the kernel itself. ratarmount shows a tar of the same files: for "
+    "the small ones uncompressed, since of a compressed one it decodes a whole frame for each, and for the "
+    "large one in the frames of zstd that pzstd makes. The plain files lie on the same disk. Random reads "
+    "are of 64 KB at places of the large file that no two readers share, by four threads with a descriptor "
+    "each. The names are those of small files, 1000 to a folder; `find` and `ls -lR` run as programs of "
+    "their own."
 )
 CHUNK = 2**20
 PIECE, READERS = 65_536, 4
@@ -78,7 +79,7 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def _name_rows(bench: Bench) -> Iterator[Row]:
-    """Many names: what looking through a tree costs, reading nothing."""
+    """Many names: the cost of walking a tree without reading a file."""
     count = bench.size(100_000, 5000)
     with ExitStack() as stack:
         places = _set_up_names(bench, stack, count)
@@ -91,12 +92,15 @@ def _name_rows(bench: Bench) -> Iterator[Row]:
         yield _row(f"warm, ls -lR over {count} names", unit, ls, places, chosen, goals)
 
 
-#: Root and remount of a contestant, or why this machine cannot run it.
+#: Root and remount of a contestant, or the reason why this machine cannot run it.
 Place = tuple[Path, Callable[[], None]] | str
 
 
 def _set_up(bench: Bench, stack: ExitStack, size: int, count: int) -> tuple[dict[str, Place], list[str]]:
-    """Stores, images and mounts; returns root and remount of each contestant, and the small files' names."""
+    """Make stores, images and mounts.
+
+    Returns root and remount of each contestant, and the small files' names.
+    """
     plain = bench.work / f"plain-{count}-{size}"
     names = [f"small/{name}" for name in corpus.small_files(plain / "small", count, 20_000)]
     random.Random(corpus.SEED).shuffle(names)

@@ -1,4 +1,7 @@
-"""Five steps over much text: run, run again, changed, killed and resumed; results equal to plain `datasets` each time."""
+"""Five steps over much text: run, run again, changed, killed and resumed.
+
+Each result is compared with that of plain `datasets`.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from tools.bench.harness import Bench, Study, verdict
 
 TITLE = "A pipeline over much text"
 ABOUT = (
-    "Three maps, a map that measures and a filter (five steps) over text files installed on the machine, each run in a process of its "
-    "own, once; its imports do not count. Killed means SIGKILL at a random point of the work, before the run that is shown. "
-    "Equal means that features and all rows are those of plain `datasets` in the same order. Plain `datasets` ran once with an empty cache; "
-    "castore's first run also compresses every step, and has everything stored when it ends."
+    "Three maps, a map that measures and a filter (five steps) over text files installed on the machine, "
+    "each run in a process of its own, once; its imports do not count. Killed means SIGKILL at a random "
+    "point of the work, before the run that is shown. Equal means that features and all rows are those of "
+    "plain `datasets` in the same order. Plain `datasets` ran once with an empty cache; castore's first run "
+    "also compresses every step, and has everything stored when it ends."
 )
 
 

@@ -1,4 +1,4 @@
-"""Profiles: what one operation asks of the kernel, and which functions take its time."""
+"""Profiles: the system calls and FUSE requests of one operation, and the functions that take its time."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from tools.bench.suites.mount import PIECE
 
 TITLE = "What an operation costs"
 ABOUT = (
-    "Counted, not timed. System calls are those of all threads of a process, by `strace -c`: what a run makes more than a "
-    "shorter one, for each call more. FUSE requests are those that the daemon reads from `/dev/fuse`, for files of 20 KB in "
-    "one folder that are opened, read to the end and closed, the first time with all caches empty and then once more. "
-    "Functions are sampled with py-spy: the part of the processor time of all threads that is spent in them and in the C code that they "
-    "call, but not in the Python functions that they call; of the all-hit reruns, where time is spread over hundreds of functions, in "
-    "stages with all that they call. Values are JSON records of 2 KB, samples 12 KB of random bytes, embeddings 384 float32; "
-    "reruns are the five steps of the suite `datasets`, over 10 MB of text."
+    "Counted, not timed. System calls are those of all threads of a process, by `strace -c`: what a run "
+    "makes more than a shorter one, for each call more. FUSE requests are those that the daemon reads from "
+    "`/dev/fuse`, for files of 20 KB in one folder that are opened, read to the end and closed, the first "
+    "time with all caches empty and then once more. Functions are sampled with py-spy: the part of the "
+    "processor time of all threads that is spent in them and in the C code that they call, but not in the "
+    "Python functions that they call; of the all-hit reruns, where time is spread over hundreds of "
+    "functions, in stages with all that they call. Values are JSON records of 2 KB, samples 12 KB of random "
+    "bytes, embeddings 384 float32; reruns are the five steps of the suite `datasets`, over 10 MB of text."
 )
-_LEAST, _LEAST_PART = 0.02, 0.01  # fewer of a kind are not an operation's own, or tell little of it
+_LEAST, _LEAST_PART = 0.02, 0.01  # rarer ones are not the operation's own, or not worth a line
 _SHOWN = 6
-# One cold reading is over before it is seen often enough.
+# One cold reading is too short for a sampler.
 _TIMES = 3
 
 
@@ -145,7 +146,7 @@ def _daemon(work: Path, size: int, files: int) -> Study:
 
 
 def _counts(found: Mapping[str, float]) -> tuple[str, str]:
-    """Each kind, most frequent first, and all together."""
+    """Each kind, most frequent first, and the sum."""
     kinds, total = sorted(found.items(), key=lambda item: -item[1]), max(0.0, sum(found.values()))
     shown = [f"{name} {count:.2f}" for name, count in kinds if count >= max(_LEAST, _LEAST_PART * total)]
     return ", ".join(shown) or "none", f"{total:.2f}"

@@ -1,4 +1,4 @@
-"""One store, from ten thousand to ten million entries: what grows, and what a process needs beside it."""
+"""One store, from ten thousand to ten million entries: how costs and memory grow."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from tools.bench.peers import castore as command
 
 TITLE = "Ten million entries"
 ABOUT = (
-    "A store that grows from 10,000 to 10,000,000 entries, each of a blob of its own, in folders of 1,000. Ten thousand of "
-    "them, evenly spread, hold JSON records of 2 KB, and those are read; the others are tiny, and packs are cut at an "
-    "eighth of their size, so that there are as many as if all held 2 KB. Index, packs and names journal are made by "
-    "`tools/bench/growing.py`. gc removes a million expired entries beside ten million others, while a process reads "
-    "all the time and another puts a small value every few milliseconds."
+    "A store that grows from 10,000 to 10,000,000 entries, each of a blob of its own, in folders of 1,000. "
+    "Ten thousand of them, evenly spread, hold JSON records of 2 KB, and those are read; the others are "
+    "tiny, and packs are cut at an eighth of their size, so that there are as many as if all held 2 KB. "
+    "Index, packs and names journal are made by `tools/bench/growing.py`. gc removes a million expired "
+    "entries beside ten million others, while a process reads all the time and another puts a small value "
+    "every few milliseconds."
 )
 _PICTURE = "growth.png"
 
@@ -76,10 +77,11 @@ def _growth(pictures: Path, sizes: list[int], found: dict[str, list[float]]) -> 
 
 
 _REASONS = (
-    "`get`, `put`, look-ups and listings go down B-trees, a page further for each ten- to thirtyfold number of entries. The small "
-    "store's pages are all in SQLite's own cache of 8 MB; of the largest's, those near the leaves are read from the kernel's, at "
-    "about a microsecond each, and its packs are read from memory that no cache of the processor holds. gc finds what has expired in an "
-    "index of its own, and which packs are mostly dead is noted with them; what grows is that it looks at each pack's size. `stat` is flat but "
+    "`get`, `put`, look-ups and listings go down B-trees, a page further for each ten- to thirtyfold number "
+    "of entries. The small store's pages are all in SQLite's own cache of 8 MB; of the largest's, those near "
+    "the leaves are read from the kernel's, at about a microsecond each, and its packs are read from memory "
+    "that no cache of the processor holds. gc finds what has expired in an index of its own, and which packs "
+    "are mostly dead is noted with them; what grows is that it looks at each pack's size. `stat` is flat but "
     "for the largest prefixes, which it sums up, and shows, below 200,000 entries only."
 )
 
@@ -102,9 +104,12 @@ def _beside_a_small_one(small: Growing, big: Growing, mountpoint: Path) -> Itera
         yield Row(
             "get by name, 2 KB",
             microseconds_each(PROBES),
-            [Contestant(label, lambda label=label: get(label), ours=True) for label in stores],  # type: ignore[misc]
+            [
+                Contestant(label, lambda label=label: get(label), ours=True)  # type: ignore[misc]
+                for label in stores
+            ],
             reference=first,
-            goals=[Goal(last, 0.667, first)],  # one and a half times the time,
+            goals=[Goal(last, 0.667, first)],  # 0.667 is one and a half times the time
         )
     finally:
         for store in opened.values():
@@ -116,7 +121,10 @@ def _beside_a_small_one(small: Growing, big: Growing, mountpoint: Path) -> Itera
     yield Row(
         "castore stat, a process of its own",
         seconds(),
-        [Contestant(label, lambda label=label: stat(label), ours=True) for label in stores],  # type: ignore[misc]
+        [
+            Contestant(label, lambda label=label: stat(label), ours=True)  # type: ignore[misc]
+            for label in stores
+        ],
         reference=first,
         goals=[Goal(last, at_most=0.5)],
     )
@@ -132,7 +140,10 @@ def _beside_a_small_one(small: Growing, big: Growing, mountpoint: Path) -> Itera
         yield Row(
             "castore mount, until it answers",
             seconds(),
-            [Contestant(label, lambda label=label: mount(label), unmount, ours=True) for label in stores],  # type: ignore[misc]
+            [
+                Contestant(label, lambda label=label: mount(label), unmount, ours=True)  # type: ignore[misc]
+                for label in stores
+            ],
             reference=first,
             goals=[Goal(last, at_most=1.0)],
         )
@@ -140,7 +151,8 @@ def _beside_a_small_one(small: Growing, big: Growing, mountpoint: Path) -> Itera
         unmount()
 
 
-#: What was measured: in words, the figure as text, and whether it is good enough, if anything was asked.
+#: By what was measured: the goal in words, the figure as text, and whether it is good enough (None without a
+#: goal).
 Measured = dict[str, tuple[str, str, bool | None]]
 
 
@@ -206,7 +218,10 @@ def _collecting(store: Growing, count: int) -> Measured:
 
 
 def _both(waits: dict[str, float]) -> str:
-    return f"{_in_milliseconds(waits['longest'])} ({_in_milliseconds(waits['blocked'])} without waiting for a processor)"
+    return (
+        f"{_in_milliseconds(waits['longest'])} "
+        f"({_in_milliseconds(waits['blocked'])} without waiting for a processor)"
+    )
 
 
 def _at_most(figure: float, limit: float, say: Any) -> tuple[str, str, bool]:
@@ -222,7 +237,7 @@ def _in_milliseconds(value: float) -> str:
 
 
 def _waits(store: Growing, work: Any) -> dict[str, dict[str, float]]:
-    """How long a reader and a writer in processes of their own waited at most while ``work`` was done."""
+    """The longest waits of a reader and of a writer, in processes of their own, during ``work``."""
     with _witness("read", store) as reader, _witness("write", store) as writer:
         work()
         return {"read": _told(reader, "\n"), "write": _told(writer, "\n")}
@@ -241,7 +256,7 @@ def _witness(chore: str, store: Growing) -> Iterator[subprocess.Popen[str]]:
 
 
 def _told(process: subprocess.Popen[str], end: str | None = None) -> dict[str, Any]:
-    """What a chore printed at its end, which ``end`` on its standard input may bring about."""
+    """The JSON that a chore prints at its end. ``end`` on its standard input may cause that end."""
     said, wrong = process.communicate(end)
     if process.returncode:
         raise RuntimeError(f"a chore failed: {wrong}")

@@ -1,4 +1,4 @@
-"""Decoded frames that the processes of a node share: random reads of several processes, and what memory they take."""
+"""Decoded frames that the processes of a node share: random reads of several processes, and their memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from tools.bench.peers import Mount
 
 TITLE = "Frames that processes share"
 ABOUT = (
-    "Four processes read 64 KiB at random places of the first quarter of one large zstd object through `Store.open`, each for itself and all "
-    "at once. `decoding anew` is a store without shared memory; `a cache in each process` keeps all frames of that quarter decoded in every process (nothing "
-    "that ships does so); `shared memory` keeps them once (`Store(shared_memory=…)`); through the mount the kernel's page cache does. "
-    "All caches are warm. In the second row each process gets a blob whole, over and over, without a memory tier of its own."
+    "Four processes read 64 KiB at random places of the first quarter of one large zstd object through "
+    "`Store.open`, each for itself and all at once. `decoding anew` is a store without shared memory; `a "
+    "cache in each process` keeps all frames of that quarter decoded in every process (nothing that ships "
+    "does so); `shared memory` keeps them once (`Store(shared_memory=…)`); through the mount the kernel's "
+    "page cache does. All caches are warm. In the second row each process gets a blob whole, over and over, "
+    "without a memory tier of its own."
 )
 _PROCESSES, _PIECE = 4, 64 * 1024
 _ANEW, _OWN, _SHARED, _MOUNT = (
@@ -85,7 +87,7 @@ def rows(bench: Bench) -> Iterator[Row | Study]:
 
 
 class Crew:
-    """Processes that each do the same work when asked to, at the same time."""
+    """Processes that do the same job on request, at the same time."""
 
     def __init__(self, job: Callable[[], Callable[[], None]]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -97,10 +99,10 @@ class Crew:
             process.start()
             self._pipes.append(here)
             self.processes.append(process)
-        self.work()  # whoever answers is set up, and has read it all once
+        self.work()  # a process that answers is set up, and has done its work once
 
     def work(self) -> float:
-        """Seconds until the last is done."""
+        """Have all processes do their work; returns the seconds until the last is done."""
         start = time.perf_counter()
         for pipe in self._pipes:
             pipe.send("go")
@@ -109,7 +111,10 @@ class Crew:
         return time.perf_counter() - start
 
     def pss(self) -> tuple[float, float]:
-        """Bytes of the processes, a page that n use counted as an n-th for each; and what of that is shared memory."""
+        """PSS of the processes in bytes, and the part of it that is shared memory.
+
+        A page that n processes use counts as an n-th for each.
+        """
         whole = shared = 0.0
         for process in self.processes:
             found = psutil.Process(process.pid)
@@ -140,7 +145,7 @@ def _serve(job: Callable[[], Callable[[], None]], pipe: Connection) -> None:
 
 def _random_reads(opened: Callable[[], Any], hot: int, reads: int) -> Callable[[], None]:
     file = opened()
-    for place in range(0, hot, _PIECE):  # warm
+    for place in range(0, hot, _PIECE):  # warms the caches
         file.seek(place)
         file.read(_PIECE)
     chance = random.Random()
@@ -202,5 +207,6 @@ def _memory(crews: dict[str, Crew]) -> Study:
         f"Memory of the {_PROCESSES} processes",
         ["", "PSS in all", "of that shared memory"],
         lines,
-        note="PSS counts a page that processes share once in all. What the kernel and the mount's daemon keep is not in it.",
+        note="PSS counts a page that processes share once in all. "
+        "PSS leaves out the memory of the kernel and of the mount's daemon.",
     )

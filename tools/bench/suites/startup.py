@@ -1,4 +1,4 @@
-"""What a user waits for before anything happens: the import and the command line."""
+"""The wait before anything happens: the import and the command line."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tools.bench.peers import run
 
 TITLE = "Starting up"
 ABOUT = (
-    "Each figure is a process of its own. `import` is timed inside the process, without the interpreter's start. "
-    "Cold means that the kernel's caches were dropped, so Python itself comes from the disk as well."
+    "Each figure is a process of its own. `import` is timed inside the process, without the interpreter's "
+    "start. Cold means that the kernel's caches were dropped, so Python itself comes from the disk as well."
 )
 
 

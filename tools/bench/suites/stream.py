@@ -1,4 +1,4 @@
-"""One large file in and out: castore beside the stock compressors, and beside `cp` for what it has already."""
+"""One large file in and out: castore beside the stock compressors, and beside `cp` for a known file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tools.bench.peers import run
 TITLE = "One large file, in and out"
 ABOUT = (
     "A tar of files installed on the machine. castore hashes (BLAKE3) what it puts and checks what it gets; "
-    "`zstd` and `lz4` keep checksums of 32 bits. castore's reads end with the bytes in the process; the tools write "
-    "to `/dev/null`, which costs them nothing, or to a file in memory (tmpfs). Input is in the page cache, and memory "
-    "is warmed: before each run as much of it as the file takes is written to and given back, because first touches of "
-    "memory that has lain free are slow on the virtual machine that the figures are from. That helps castore's reads, whose "
-    "result needs memory, and not a tool that writes to `/dev/null`; one read goes without, "
-    "after three seconds in which nothing happens. Re-put is `put_file` of a file whose bytes the store has, "
-    "under another name."
+    "`zstd` and `lz4` keep checksums of 32 bits. castore's reads end with the bytes in the process; the "
+    "tools write to `/dev/null`, which costs them nothing, or to a file in memory (tmpfs). Input is in the "
+    "page cache, and memory is warmed: before each run as much of it as the file takes is written to and "
+    "given back, because first touches of memory that has lain free are slow on the virtual machine that the "
+    "figures are from. That helps castore's reads, whose result needs memory, and not a tool that writes to "
+    "`/dev/null`; one read goes without, after three seconds in which nothing happens. Re-put is `put_file` "
+    "of a file whose bytes the store has, under another name."
 )
 
 
@@ -44,7 +44,7 @@ def rows(bench: Bench) -> Iterator[Row]:
             yield _read(source, scratch, memory, codec, size, f"whole read, {codec}, {label}")
 
 
-#: What makes each codec's format, and its name in the tables.
+#: The command behind each codec's format, and its name in the tables.
 TOOLS = {
     "zstd": ("zstd -3 -T0", ["zstd", "-3", "-T0", "-q", "-f"]),
     "lz4": ("lz4 -1", ["lz4", "-1", "-q", "-f"]),
@@ -60,7 +60,7 @@ def _decompress(codec: str, source: Path, target: Path | str) -> None:
 
 
 def _warm_memory(size: int) -> None:
-    """Leaves as much free memory that the machine really has, as opposed to memory that its host has promised."""
+    """Leave that much free memory that the machine really has, where its host may only have promised it."""
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room:
         room.madvise(mmap.MADV_HUGEPAGE)
         room[:: mmap.PAGESIZE] = b"\1" * -(-size // mmap.PAGESIZE)
@@ -76,7 +76,7 @@ def _put(source: Path, scratch: Path, codec: str, size: int, name: str) -> Row:
     def afresh() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         packed.unlink(missing_ok=True)
-        os.sync()  # nobody pays for writing back what the contestant before left dirty
+        os.sync()  # the write-back of the previous contestant's pages is not measured
         _warm_memory(size)
 
     tool = TOOLS[codec][0]

@@ -33,16 +33,18 @@ from tools.bench.peers import OURS, PEERS, Reader
 
 TITLE = "Samples for training"
 ABOUT = (
-    "Through a `DataLoader`: samples of 12 KB (3 x 64 x 64 bytes), shuffled, in batches of 64, all of them in memory. A "
-    "figure is the mean of 5 epochs in a process of its own; workers persist and are forked. Both caches are asked one "
-    "sample at a time with `get_slot`, as stocaching's README has it; with `get_slots` castore answers a whole batch "
-    "(`__getitems__`), with `get_batch` and `collate` as the batch that the loader is asked for. stocaching and `TensorDataset` hand out views of their memory, which a transform in place changes; "
-    "castore hands out copies. stocaching runs with NumPy 1, which it needs. Samples on disk are in the page cache; litdata reads "
-    "them from the 64 MB chunks of its `optimize`, which nobody checks, with its own `StreamingDataLoader`, and shuffles the "
-    "chunks and the samples of each, where castore and the plain files take any sample after any other. `BiLevelCachedDataset` is read in the "
-    "process itself, with one thread, a sample being 12 KB of random bytes as an image and its label; what comes from its disk level is "
-    "checked, the plain files are not. The JPEG photographs are 500 x 375; when one is read, Pillow decodes it and makes "
-    "it 224 x 224."
+    "Through a `DataLoader`: samples of 12 KB (3 x 64 x 64 bytes), shuffled, in batches of 64, all of them "
+    "in memory. A figure is the mean of 5 epochs in a process of its own; workers persist and are forked. "
+    "Both caches are asked one sample at a time with `get_slot`, as stocaching's README has it; with "
+    "`get_slots` castore answers a whole batch (`__getitems__`), with `get_batch` and `collate` as the batch "
+    "that the loader is asked for. stocaching and `TensorDataset` hand out views of their memory, which a "
+    "transform in place changes; castore hands out copies. stocaching runs with NumPy 1, which it needs. "
+    "Samples on disk are in the page cache; litdata reads them from the 64 MB chunks of its `optimize`, "
+    "which nobody checks, with its own `StreamingDataLoader`, and shuffles the chunks and the samples of "
+    "each, where castore and the plain files take any sample after any other. `BiLevelCachedDataset` is read "
+    "in the process itself, with one thread, a sample being 12 KB of random bytes as an image and its label; "
+    "what comes from its disk level is checked, the plain files are not. The JPEG photographs are 500 x 375; "
+    "when one is read, Pillow decodes it and makes it 224 x 224."
 )
 _ONE, _MANY = "castore SharedCache, get_slot", "castore SharedCache, get_slots"
 _WHOLE = "castore SharedCache, get_batch"
@@ -53,12 +55,12 @@ _FILES = "plain files: open, read, close"
 _PLAIN = "the dataset itself"
 _PARTS = (0.25, 0.5, 0.75, 1.0)
 _BATCH = 64
-# That a run takes: one alone is over in a tenth of a second.
+# Epochs of a run: one epoch alone is over in a tenth of a second.
 _EPOCHS = 5
 
 
 def rows(bench: Bench) -> Iterator[Row | Study]:
-    # As in a DataLoader's worker; for what this process reads itself.
+    # One thread, as in a DataLoader's worker, for the samples that this process reads itself.
     torch.set_num_threads(1)
     samples = bench.size(20_000, 2000)
     for workers in (0, 2):
@@ -115,7 +117,7 @@ def _from_disk(work: Path, samples: int, workers: int, stack: ExitStack) -> Row:
     )
 
 
-# --- the two levels ---------------------------------------------------------------------------------------------
+# --- the two levels -----------------------------------------------------------------------------------------
 
 
 def _images(count: int) -> TensorDataset:
@@ -148,7 +150,10 @@ def _in_batches(dataset: Any, order: list[int]) -> Callable[[], None]:
 
 
 def _filled(dataset: BiLevelCachedDataset, data: TensorDataset, stack: ExitStack) -> BiLevelCachedDataset:
-    """The dataset with all samples in its levels: an answer that is wrong is not fast, nor one that is not cached."""
+    """The dataset with all samples in its levels.
+
+    Checks every sample, and that all are cached: a wrong answer is not fast, nor one that is not cached.
+    """
     stack.callback(dataset.close)
     dataset.fill(progress=False)
     for index in range(len(data)):
@@ -205,7 +210,7 @@ def _disk_hits(work: Path, count: int, stack: ExitStack) -> Row:
     )
 
 
-# --- a dataset that takes its time ------------------------------------------------------------------------------
+# --- a dataset that takes its time --------------------------------------------------------------------------
 
 
 def _epoch_two(bench: Bench, count: int, stack: ExitStack) -> Row:
@@ -227,7 +232,7 @@ def _epoch_two(bench: Bench, count: int, stack: ExitStack) -> Row:
 def _holding(data: photos.Photos, part: float, stack: ExitStack) -> BiLevelCachedDataset:
     """The dataset with room for a part of its samples in memory, after its first epoch."""
     record = -(-len(pack(data[0])) // 64) * 64
-    # The tables beside the samples count too: a trial tells what they take.
+    # The tables beside the samples count too; a trial gives their size.
     with BiLevelCachedDataset(data, 64 * 2**20) as trial:
         stats = trial.stats().memory
         assert stats is not None
@@ -249,7 +254,7 @@ def _epoch(dataset: Dataset[torch.Tensor]) -> None:
 
 
 def _straightness(picture: Path, result: Result) -> Study:
-    """How far the times of an epoch are from the straight line between no cache and all cached."""
+    """The distance of an epoch's times from the straight line between no cache and all cached."""
     parts, timings = (0.0, *_PARTS), result.timings
     times = [timing.median for timing in timings]
     line = [times[0] + part * (times[-1] - times[0]) for part in parts]
@@ -259,7 +264,8 @@ def _straightness(picture: Path, result: Result) -> Study:
     )
     worst = max(off, key=abs)
     return Study(
-        "Epoch 2 of a dataset that decodes JPEG files, by the part of it that BiLevelCachedDataset has in memory",
+        "Epoch 2 of a dataset that decodes JPEG files, by the part of it "
+        "that BiLevelCachedDataset has in memory",
         ["cached", "time of epoch 2", "times as fast as without", "on the straight line", "off by"],
         [
             [
@@ -271,22 +277,24 @@ def _straightness(picture: Path, result: Result) -> Study:
             ]
             for part, timing, time, expected, deviation in zip(parts, timings, times, line, off, strict=True)
         ],
-        note="At 0 % there is no cache around the dataset. The straight line runs from there to the time with all cached.",
+        note="At 0 % there is no cache around the dataset. The straight line "
+        "runs from there to the time with all cached.",
         goals=[
             verdict(
                 abs(worst) <= 0.1,
-                f"the time of epoch 2 falls linearly with the cached part, within 10 %: off by {worst:+.1%} at most",
+                "the time of epoch 2 falls linearly with the cached part, "
+                f"within 10 %: off by {worst:+.1%} at most",
             )
         ],
         picture=picture.name,
     )
 
 
-# --- memory -----------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 def _memory_of_workers(work: Path, samples: int) -> Study:
-    """What a process with 1 and with 4 workers takes, each page counted once: PSS."""
+    """Memory of a process with 1 and with 4 workers, each page counted once: PSS."""
     found = {}
     for workers in (1, 4):
         with Reader("castore", samples, workers, work / "unused") as reader:
@@ -296,14 +304,14 @@ def _memory_of_workers(work: Path, samples: int) -> Study:
     growth = [total_4 / total - 1, cache_4 / cache - 1]
     size = samples * torch.Size(SHAPE).numel()
     return Study(
-        f"Memory of a SharedCache of {size / 1e6:.0f} MB with its `DataLoader`'s workers (PSS: a page that n processes "
-        "share counts 1/n in each)",
+        f"Memory of a SharedCache of {size / 1e6:.0f} MB with its `DataLoader`'s workers",
         ["", "1 worker", "4 workers", "growth"],
         [
             ["all processes", f"{total / 1e6:.0f} MB", f"{total_4 / 1e6:.0f} MB", f"{growth[0]:+.1%}"],
             ["of which the cache", f"{cache / 1e6:.0f} MB", f"{cache_4 / 1e6:.0f} MB", f"{growth[1]:+.1%}"],
         ],
-        note="What grows beside the cache is each worker's own Python, and the batches that it has ready.",
+        note="Figures are PSS: a page that n processes share counts 1/n in each. Beside the cache, each worker's own "
+        "Python grows, and the batches that the worker has ready.",
         goals=[
             verdict(
                 growth[0] < 0.05,
@@ -314,7 +322,7 @@ def _memory_of_workers(work: Path, samples: int) -> Study:
 
 
 def _pss(pid: int) -> tuple[int, int]:
-    """Of a process and its children: bytes in all, and those of castore's segments."""
+    """PSS of a process and its children: all bytes, and those of castore's segments."""
     reader = psutil.Process(pid)
     total = cache = 0
     for process in (reader, *reader.children(recursive=True)):

@@ -1,0 +1,174 @@
+"""cached_map and cached_filter: `Dataset.map` and `Dataset.filter` whose results come from a store.
+
+The key is made of the input's rows, the function's code and state, and the arguments that can change the
+result. Ignored are those that cannot: `num_proc` (but with ranks, or when last batches are dropped),
+`writer_batch_size`, `batch_size` of a map that takes one sample at a time, `desc`, and where `datasets` would
+keep its own cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from castore.adapters.datasets import dataset_entries, step_runner
+from castore.adapters.datasets.background import background
+from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
+from castore.adapters.datasets.operator_description import describe
+from castore.adapters.datasets.operator_keys import RANDOM_ADVICE, operator_fingerprint
+from castore.adapters.datasets.steps import operator_name
+from castore.adapters.datasets.tables import our_fingerprint
+from castore.errors import InvalidValueError
+from castore.objects.codecs import check_codec
+from castore.store import Store
+
+# Where and how the work is done, not what comes out.
+_IGNORED = {
+    "self", "function", "num_proc", "writer_batch_size", "desc", "load_from_cache_file", "keep_in_memory",
+    "cache_file_name", "suffix_template", "new_fingerprint",
+}  # fmt: skip
+# Of datasets' own cache, which stays out of it.
+_REPLACED = {
+    "load_from_cache_file",
+    "keep_in_memory",
+    "cache_file_name",
+    "suffix_template",
+    "new_fingerprint",
+}
+
+
+def cached_map(
+    dataset: Any,
+    function: Any = None,
+    *,
+    store: Store | None = None,
+    fingerprint: str | None = None,
+    codec: str = "zstd",
+    **map_kwargs: Any,
+) -> Any:
+    """``dataset.map(function, **map_kwargs)``, run only if its result is not in the store.
+
+    The result can be used at once; it is compressed into the store in the background (`wait` waits for that,
+    and so does the end of the program).
+
+    Args:
+        dataset: a `datasets.Dataset`, or a `datasets.DatasetDict`, split by split.
+        function: as for `map`; anything `operator_fingerprint` takes.
+        store: default the default store.
+        fingerprint: what identifies the function, in place of its code and state: for what cannot be hashed.
+            Give another one when it changes.
+        codec: of what is kept.
+        **map_kwargs: as for `map`; ``load_from_cache_file=False`` runs it anew. ``cache_file_name``,
+            ``suffix_template`` and ``keep_in_memory`` are taken and not used, for they say where `datasets`
+            would keep its own copy.
+
+    Raises:
+        UnhashableError: a part of the function, or of an argument, has no stable hash.
+        InvalidValueError: the dataset is an iterable one, or `map` has no such argument.
+    """
+    return _cached("map", dataset, function, store, fingerprint, codec, map_kwargs)
+
+
+def cached_filter(
+    dataset: Any,
+    function: Any = None,
+    *,
+    store: Store | None = None,
+    fingerprint: str | None = None,
+    codec: str = "zstd",
+    **filter_kwargs: Any,
+) -> Any:
+    """``dataset.filter(function, **filter_kwargs)``, run only if it is not stored: see `cached_map`."""
+    return _cached("filter", dataset, function, store, fingerprint, codec, filter_kwargs)
+
+
+def _cached(
+    kind: str,
+    dataset: Any,
+    function: Any,
+    store: Store | None,
+    fingerprint: str | None,
+    codec: str,
+    given: dict[str, Any],
+) -> Any:
+    background.warn(stacklevel=4)
+    store = step_runner.store_of(store)
+    if isinstance(dataset, datasets.DatasetDict):
+        parts = {
+            split: _cached(kind, part, function, store, fingerprint, codec, given)
+            for split, part in dataset.items()
+        }
+        return datasets.DatasetDict(parts)
+    if not isinstance(dataset, datasets.Dataset):
+        raise InvalidValueError(
+            f"cached_{kind} takes a datasets.Dataset, not {type(dataset).__name__}; keep a stream with"
+            " DatasetCache.put(name, stream), and pass what DatasetCache.dataset(name) gives, which is a "
+            "Dataset"
+        )
+    arguments = _arguments(kind, given)
+    name = "identity" if function is None else operator_name(function)
+    what = describe(function, name, fingerprint)
+    if what.doubts is not None:
+        what.doubts.tell(store, name, RANDOM_ADVICE)
+    source = dataset_fingerprint(dataset, store)
+    parameters = {
+        argument: operator_fingerprint(value, f"{kind}(..., {argument}=...)")
+        for argument, value in _that_matter(arguments).items()
+    }
+    digits = step_runner.step_key(source, name, kind, what.fingerprint, parameters)
+
+    def make(file: Path) -> datasets.Dataset:
+        passed = {name: value for name, value in given.items() if name not in _REPLACED}
+        return getattr(dataset, kind)(
+            function,
+            **passed,
+            load_from_cache_file=False,
+            cache_file_name=str(file),
+            new_fingerprint=our_fingerprint(digits),
+        )
+
+    record = {"step": name, "kind": kind, "key": digits, "input": source, "operator": what.fingerprint}
+    return step_runner.run_or_load(
+        store,
+        step_runner.step_name(name, digits),
+        make,
+        {**record, "parts": what.parts},
+        dataset_entries.Options(*check_codec(codec, None), store.settings.ttl),
+        rows_in=len(dataset),
+        fresh=given.get("load_from_cache_file") is False,
+    ).dataset
+
+
+def _arguments(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of `map` or `filter`, defaults included."""
+    signature = inspect.signature(getattr(datasets.Dataset, kind))
+    unknown = [name for name in given if name not in signature.parameters]
+    if unknown:
+        raise InvalidValueError(
+            f"Dataset.{kind} has no argument {unknown[0]!r}; it has {', '.join(signature.parameters)}"
+        )
+    if given.get("new_fingerprint") is not None:
+        raise InvalidValueError(
+            "new_fingerprint is of datasets' own cache; fingerprint=... identifies the function here"
+        )
+    bound = signature.bind(None, None, **given)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _that_matter(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that can change the result."""
+    matter = {name: value for name, value in arguments.items() if name not in _IGNORED}
+    if not arguments["batched"]:
+        del matter["batch_size"]
+    for name in ("input_columns", "remove_columns"):
+        if isinstance(matter.get(name), str):
+            matter[name] = [matter[name]]
+    matter["fn_kwargs"] = matter["fn_kwargs"] or {}
+    # Ranks are numbers of processes, and each process drops the last batch of its own.
+    if arguments["with_rank"] or (arguments["batched"] and arguments.get("drop_last_batch")):
+        matter["num_proc"] = arguments["num_proc"] or 1
+    return matter

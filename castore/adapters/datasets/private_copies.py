@@ -1,0 +1,74 @@
+"""Datasets that share their rows and nothing that can be changed in place.
+
+`set_format`, `info`, the search indices and the end of a ``with`` block change a `datasets.Dataset` in place.
+A dataset that is kept, or on its way to the store, is therefore an object that no caller has, and every
+caller gets an object of its own.
+
+Arrow's tables never change, but a table in memory may lie in a caller's NumPy array. `private` copies such
+rows. A mapped file is left where it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from datasets.table import ConcatenationTable, InMemoryTable, MemoryMappedTable, Table, concat_tables
+
+from castore.adapters.datasets.tables import arrow_files
+
+# Columns that were put beside those of a mapped file come from memory.
+_FROM_MEMORY = frozenset({"add_column", "append_column", "set_column"})
+
+
+def own(dataset: datasets.Dataset) -> datasets.Dataset:
+    """Another dataset of the same rows, fingerprint and format, without search indices. Reads no rows."""
+    # Not `copy.copy`, which reads the rows of a `LateDataset`.
+    same: datasets.Dataset = object.__new__(type(dataset))
+    state: dict[str, Any] = dict(vars(dataset))
+    state["_info"] = dataset._info.copy()
+    state["_format_columns"] = copy.copy(dataset._format_columns)
+    state["_format_kwargs"] = _containers(dataset._format_kwargs)
+    state["_indexes"] = {}
+    same.__setstate__(state)
+    return same
+
+
+def private(dataset: datasets.Dataset) -> datasets.Dataset:
+    """As `own`, with no row in memory that a caller can write to."""
+    same = own(dataset)
+    if not _is_mapped(dataset._data):
+        same._data = _selected(same) or concat_tables(
+            [InMemoryTable.from_buffer(file) for file in arrow_files(same)]
+        )
+        same._indices = None
+    return same
+
+
+def _selected(dataset: datasets.Dataset) -> Table | None:
+    """The rows of a selection, copied at once; None where that cannot be done."""
+    if dataset._indices is None or not len(dataset):
+        return None
+    try:
+        return InMemoryTable(dataset._data.table.take(dataset._indices.column(0)))
+    except pa.ArrowException:  # some extension types, and texts of over 2 GB
+        return None
+
+
+def _is_mapped(table: Table) -> bool:
+    if isinstance(table, ConcatenationTable):
+        return all(_is_mapped(block) for row in table.blocks for block in row)
+    return isinstance(table, MemoryMappedTable) and not any(
+        what in _FROM_MEMORY for what, *_ in getattr(table, "replays", ())
+    )
+
+
+def _containers(value: Any) -> Any:
+    """Copies of dictionaries, lists and sets, whatever they hold: a transform stays the object that it is."""
+    if isinstance(value, dict):
+        return {name: _containers(item) for name, item in value.items()}
+    if isinstance(value, list | set):
+        return type(value)(_containers(item) for item in value)
+    return value

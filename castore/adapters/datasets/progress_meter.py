@@ -1,0 +1,53 @@
+"""Telling a callback how far a run is, some times a second at most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from castore.adapters.datasets.reports import Progress, StepReport
+from castore.adapters.datasets.steps import Step
+
+_SECONDS = 0.1
+
+
+class Teller:
+    """Knows the steps and whom to tell.
+
+    Args:
+        steps: of the run.
+        tell: the callback, or None.
+    """
+
+    def __init__(self, steps: Sequence[Step], tell: Callable[[Progress], object] | None) -> None:
+        self._steps = steps
+        self._tell = tell
+
+    def begin(self, number: int, rows: int) -> None:
+        """A step begins, with so many rows to do."""
+        self._say(number, 0, rows, None)
+
+    def end(self, number: int, report: StepReport) -> None:
+        """A step has ended."""
+        rows = report.rows_in or 0
+        self._say(number, rows, rows, report)
+
+    def counter(self, number: int, rows: int) -> Callable[[int], None] | None:
+        """A function to call with the rows done since the last call; None if no one wants progress."""
+        if self._tell is None:
+            return None
+        done, due = 0, time.monotonic() + _SECONDS
+
+        def count(more: int) -> None:
+            nonlocal done, due
+            done += more
+            if time.monotonic() >= due:
+                due = time.monotonic() + _SECONDS
+                self._say(number, min(done, rows), rows, None)
+
+        return count
+
+    def _say(self, number: int, done: int, rows: int, report: StepReport | None) -> None:
+        if self._tell is not None:
+            step = self._steps[number]
+            self._tell(Progress(number, len(self._steps), step.name, step.kind, done, rows, report))

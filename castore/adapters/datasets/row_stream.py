@@ -1,0 +1,128 @@
+"""The rows of an iterable dataset, on their way into a store.
+
+A stream of Python objects that declares no features is written as `Dataset.from_generator` writes it: the
+first batch of rows tells the types, and later rows are cast to them. A stream that declares its features, or
+that yields Arrow tables, is written by those.
+
+Must never drop a column without a word, as `from_generator` does with those that the first row lacks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from datasets.arrow_writer import ArrowWriter
+from datasets.table import InMemoryTable
+
+from castore.adapters.datasets.tables import SHARD_BYTES, Part, describe, nothing, our_fingerprint, written
+from castore.errors import SerializationError
+from castore.keys.encoder import key
+
+_ITERATED_ROWS = 1000
+# Raised for rows that do not fit: by Arrow, by its conversions, and for columns of nothing but None.
+_MISFITS = (pa.ArrowException, TypeError, ValueError, OverflowError)
+
+
+def part_of_stream(dataset: datasets.IterableDataset) -> Part:
+    """The rows of an iterable dataset, to be kept.
+
+    Raises:
+        SerializationError: (while its files are made) a row does not fit to those before it.
+    """
+    stream = _Stream(dataset)
+    return Part(stream.files, stream.describe)
+
+
+class _Stream:
+    """An iterable dataset, and the features that its rows turn out to have."""
+
+    def __init__(self, dataset: datasets.IterableDataset) -> None:
+        self._dataset = dataset
+        self._declared = dataset.features
+        self._features = datasets.Features()
+
+    def files(self) -> Iterator[pa.Buffer]:
+        """Its rows as Arrow streams; iterates it anew each time."""
+        if self._declared is None and not self._dataset._ex_iterable.iter_arrow:
+            return self._of_rows(iter(self._dataset.with_format(None)))
+        return self._of_tables(self._dataset.with_format("arrow").iter(_ITERATED_ROWS))
+
+    def describe(self, digests: list[bytes]) -> tuple[bytes, bytes]:
+        """State and description, once the files are made."""
+        dataset, formatting = self._dataset, self._dataset._formatting
+        info = dataset.info.copy()
+        info.features = self._features
+        empty = datasets.Dataset(
+            InMemoryTable(pa.Table.from_batches([], self._features.arrow_schema)),
+            info=info,
+            split=dataset.split,
+            fingerprint=our_fingerprint(key([*digests, str(self._features)])),
+        )
+        empty._format_type = formatting.format_type if formatting else None
+        return describe(empty, len(digests))
+
+    def _of_tables(self, tables: Iterator[pa.Table]) -> Iterator[pa.Buffer]:
+        first = next(tables, None)
+        if self._declared is not None:
+            self._features = self._declared
+        elif first is not None:
+            self._features = datasets.Features.from_arrow_schema(first.schema)
+        yield from written(itertools.chain([] if first is None else [first], tables), self._features)
+
+    def _of_rows(self, rows: Iterator[dict[str, Any]]) -> Iterator[pa.Buffer]:
+        first = next(rows, None)
+        if first is None:
+            self._features = datasets.Features()
+            yield nothing()
+            return
+        if not first:
+            raise SerializationError(
+                "row 0 of the stream has no columns, and a dataset keeps no rows without any; yield rows "
+                "with columns"
+            )
+        columns, features, count = first.keys(), None, 0
+        remaining, is_more = itertools.chain([first], rows), True
+        while is_more:
+            sink = pa.BufferOutputStream()
+            writer = ArrowWriter(features=features, stream=sink, embed_local_files=True)
+            is_more = False
+            for row in remaining:
+                if row.keys() != columns:
+                    raise _other_columns(count, columns, row)
+                try:
+                    writer.write(dict(row))  # which waits for its batch; generators fill one dict anew
+                except _MISFITS as error:
+                    raise _misfit(count, error) from error
+                count += 1
+                if writer._num_bytes >= SHARD_BYTES:
+                    is_more = True
+                    break
+            try:
+                writer.finalize(close_stream=False)
+            except _MISFITS as error:
+                raise _misfit(count, error) from error
+            features = self._features = writer._features
+            yield sink.getvalue()
+
+
+def _misfit(row: int, error: Exception) -> SerializationError:
+    return SerializationError(
+        f"the stream's rows up to number {row} do not fit to the types of its first ones: {error}; declare "
+        "its features,"
+        " with IterableDataset.from_generator(..., features=...) or cast(features)"
+    )
+
+
+def _other_columns(row: int, columns: Any, given: dict[str, Any]) -> SerializationError:
+    missing, added = (
+        [name for name in one if name not in other] for one, other in ((columns, given), (given, columns))
+    )
+    what = f"has no column {missing[0]!r}" if missing else f"has a column {added[0]!r}"
+    return SerializationError(
+        f"row {row} of the stream {what}, unlike the first row; yield all columns in each row, None for what "
+        "is missing"
+    )

@@ -1,0 +1,125 @@
+"""The part of a filter that its statistics depend on: the operator without the parameters that
+`compute_stats` never reads.
+
+A threshold is read by `process` alone, so statistics that were measured once serve every threshold. Which
+attributes a method reads is told from its instructions, and followed through the methods that it calls on
+``self``. That is sound as long as ``self`` is used for nothing but reading attributes of it by name; wherever
+it is used otherwise (handed on, kept in a closure, written to, looked into), and wherever a class decides for
+itself how it is read or pickled, all of the operator counts. Must never leave out a parameter that could be
+read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import types
+from collections.abc import Iterator
+from typing import Any
+
+_OWN_WAYS = (
+    "__getattr__", "__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__", "__getnewargs__",
+    "__getnewargs_ex__", "__new__", "__slots__", "__castore_key__", "__deepcopy__", "__copy__",
+)  # fmt: skip
+# With these a function sees its own variables, or its caller's, without naming them.
+_LOOKING = {
+    "locals",
+    "vars",
+    "eval",
+    "exec",
+    "dir",
+    "_getframe",
+    "currentframe",
+    "stack",
+    "get_objects",
+    "super",
+}
+_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_METHODS = ("compute_stats", "compute_stats_batched", "is_batched_op")
+
+
+class _Unclear(Exception):
+    """It cannot be told what is read."""
+
+
+def without_unread(operator: Any) -> Any:
+    """The operator as its statistics see it: a copy without the parameters that they do not depend on, or
+    itself.
+
+    >>> class LengthFilter:
+    ...     def __init__(self, column, least):
+    ...         self.column, self.least = column, least
+    ...     def compute_stats(self, sample):
+    ...         sample["__dj__stats__"]["length"] = len(sample[self.column])
+    ...         return sample
+    ...     def process(self, sample):
+    ...         return sample["__dj__stats__"]["length"] >= self.least
+    >>> vars(without_unread(LengthFilter("text", least=100)))
+    {'column': 'text'}
+    """
+    own = type(operator).__mro__[:-1]
+    if dataclasses.is_dataclass(operator):
+        return operator  # it is encoded by all of its fields
+    in_python = all(cls.__flags__ & _IN_PYTHON for cls in own)
+    if not in_python or any(name in vars(cls) for cls in own for name in _OWN_WAYS):
+        return operator
+    try:
+        read = _read(operator)
+    except _Unclear:
+        return operator
+    if read >= vars(operator).keys():
+        return operator
+    seen = object.__new__(type(operator))
+    vars(seen).update({name: value for name, value in vars(operator).items() if name in read})
+    return seen
+
+
+def _read(operator: Any) -> set[str]:
+    """Names of the instance's attributes that the statistics pass may read."""
+    read: set[str] = set()
+    followed: set[str] = set()
+    waiting = [name for name in _METHODS if hasattr(operator, name)]
+    while waiting:
+        name = waiting.pop()
+        if name in followed:
+            continue
+        followed.add(name)
+        if name in vars(operator):
+            read.add(name)  # if the operator is in it, all of it counts
+        for function in _functions(operator, name):
+            waiting += _names_read(function)
+    return read
+
+
+def _functions(operator: Any, name: str) -> Iterator[types.FunctionType]:
+    """The functions that get the operator as their first argument when its attribute is read, or called."""
+    holder = next((cls for cls in type(operator).__mro__ if name in vars(cls)), None)
+    if name.startswith("__") or (holder is None and name not in vars(operator)):
+        raise _Unclear
+    found = None if holder is None else vars(holder)[name]
+    if isinstance(found, property) and isinstance(found.fget, types.FunctionType):
+        yield found.fget
+    elif isinstance(found, types.FunctionType):
+        if name not in vars(operator):
+            yield found
+    elif not isinstance(found, staticmethod) and hasattr(type(found), "__get__"):
+        raise _Unclear
+
+
+def _names_read(function: types.FunctionType) -> set[str]:
+    """The attributes of its first argument that a function reads."""
+    code = function.__code__
+    if not code.co_argcount or set(code.co_names) & _LOOKING or hasattr(function, "__wrapped__"):
+        raise _Unclear
+    itself, names = code.co_varnames[0], set()
+    if itself in code.co_cellvars:
+        raise _Unclear
+    steps = list(dis.get_instructions(function))
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        if step.argval != itself and not (isinstance(step.argval, tuple) and itself in step.argval):
+            continue
+        reads = step.opname in ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
+        if not reads or following is None or following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            raise _Unclear
+        names.add(str(following.argval))
+    return names

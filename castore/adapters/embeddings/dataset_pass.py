@@ -1,0 +1,317 @@
+"""One pass over a dataset, which fills the tables of all its encoders and of its labels at once.
+
+The pass reads only samples of which something is missing. Ranks of a node that fill at the same time begin at
+different places, and share the work through the tables' claims. Must leave the random numbers of the training
+run as they were (see `frozen_encoders`), and never touch its loader: the pass has one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from tqdm.auto import tqdm
+
+from castore.adapters.embeddings.batch_places import Rest
+from castore.adapters.embeddings.cache import EmbeddingCache
+from castore.adapters.embeddings.devices import joined
+from castore.adapters.embeddings.encoder_inputs import Call, Source
+from castore.adapters.embeddings.table_identity import item_key
+from castore.errors import InvalidValueError
+
+Extractors = Mapping[int, Callable[[Any], Any]]
+Encode = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of a batch's items, for one call of an encoder."""
+
+    batch: Any
+    call: int
+    position: int
+    size: int
+
+
+class Pass:
+    """A pass over one loader's dataset, and its tables.
+
+    Args:
+        loader: the loader of the training run.
+        encoders: their inputs.
+        extractors: key extractors, by the encoder's number.
+        tables: of the encoders, by number.
+        index: the table of labels and extracted keys, by sample; None if there is nothing to keep in it.
+        rest: the labels' part of a batch; None if labels are not kept.
+        layout: of a batch, from `learn`.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        encoders: list[Source],
+        extractors: Extractors,
+        tables: list[EmbeddingCache],
+        index: EmbeddingCache | None,
+        rest: Rest | None,
+        layout: Any,
+    ) -> None:
+        self.loader = loader
+        self.encoders = encoders
+        self.extractors = extractors
+        self.tables = tables
+        self.index = index
+        self.rest = rest
+        self._layout = layout
+
+    # Contents
+
+    def rows(self) -> torch.Tensor:
+        """The rows of each sample's embeddings: int64 (n, calls of all encoders); -1 for missing ones."""
+        count = len(self.loader.dataset)  # type: ignore[arg-type]
+        columns = []
+        kept = None if self.index is None else self.index.find(range(count))
+        for source, table in zip(self.encoders, self.tables, strict=True):
+            for number in range(len(source.calls)):
+                if source.number not in self.extractors:
+                    columns.append(table.find(range(number, count * len(source.calls), len(source.calls))))
+                    continue
+                assert self.index is not None
+                assert kept is not None
+                found = torch.full((count,), -1)
+                there = (kept >= 0).nonzero().flatten()
+                if len(there):
+                    keys = self.index.take(kept[there])[key_leaf(source.number, number)]
+                    found[there] = table.find(keys)
+                columns.append(found)
+        rows = torch.stack(columns, 1)
+        if kept is not None:
+            rows[kept < 0] = -1
+        return rows
+
+    # Filling
+
+    def fill(
+        self,
+        encode: list[Encode],
+        *,
+        batch_size: int,
+        num_workers: int,
+        start: float,
+        label: str,
+        progress: bool | None,
+    ) -> list[list[Any]]:
+        """Encode the samples of which something is missing.
+
+        Args:
+            encode: for each encoder, a function that runs it on arguments.
+            batch_size, num_workers: of the pass's loader.
+            start: the part of the samples at which to begin, from 0 to 1.
+            label: of the bar.
+            progress: show it; None: on a terminal.
+
+        Returns:
+            The keys of each encoder's items that were seen; for an iterable dataset these are all its keys.
+        """
+        dataset = self.loader.dataset
+        total, todo = None, None
+        if not isinstance(dataset, IterableDataset):
+            total = len(dataset)  # type: ignore[arg-type]
+            missing = (self.rows() < 0).any(1).nonzero().flatten().tolist()
+            begin = int(start * total)
+            todo = [*(i for i in missing if i >= begin), *(i for i in missing if i < begin)]
+            if not todo:
+                return []
+        seen: list[dict[Any, None]] = [{} for _ in self.encoders]
+        # None for tqdm's `disable` shows the bar on a terminal only.
+        with (
+            ExitStack() as stack,
+            tqdm(
+                total=total,
+                initial=0 if todo is None or total is None else total - len(todo),
+                desc=f"encoding {label}",
+                unit=" samples",
+                disable=None if progress is None else not progress,
+            ) as bar,
+        ):
+            fillings = [
+                stack.enter_context(
+                    table.filling(_Encoding(source, run, self._layout), batch_size=batch_size)
+                )
+                for source, table, run in zip(self.encoders, self.tables, encode, strict=True)
+            ]
+            index = None
+            if self.index is not None:
+                index = stack.enter_context(self.index.filling(_pick, batch_size=batch_size))
+            for numbers, batch, keys in self._batches(todo, batch_size, num_workers):
+                size = len(numbers)
+                for source, filling in zip(self.encoders, fillings, strict=True):
+                    for call in range(len(source.calls)):
+                        # Without a key extractor, indices are the keys; an encoder with several calls has a
+                        # number for each call.
+                        own = keys.get((source.number, call)) or [
+                            n * len(source.calls) + call for n in numbers
+                        ]
+                        filling.add(own, [Part(batch, call, position, size) for position in range(size)])
+                        if todo is None:
+                            seen[source.number].update(dict.fromkeys(own))
+                if index is not None:
+                    kept = self._kept(batch, keys)
+                    index.add(numbers, [Part(kept, 0, position, size) for position in range(size)])
+                bar.update(size)
+        return [list(found) for found in seen]
+
+    def _kept(self, batch: Any, keys: Mapping[tuple[int, int], list[bytes]]) -> dict[str, Any]:
+        values = {} if self.rest is None else self.rest.take(batch)
+        return values | {key_leaf(*place): found for place, found in keys.items()}
+
+    def _batches(
+        self, todo: list[int] | None, batch_size: int, num_workers: int
+    ) -> Iterator[tuple[Any, Any, Any]]:
+        loader = self.loader
+        gather = Gather(loader.collate_fn, self.encoders, self.extractors)
+        options: dict[str, Any] = {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": gather}
+        if num_workers:
+            options |= {
+                "worker_init_fn": loader.worker_init_fn,
+                "multiprocessing_context": loader.multiprocessing_context,
+            }
+        # A generator of its own, so that starting workers draws nothing from that of the training run.
+        options["generator"] = torch.Generator()
+        if todo is None:
+            return iter(DataLoader(loader.dataset, **options))
+        return iter(DataLoader(Numbered(loader.dataset), sampler=todo, **options))
+
+
+class Sample(NamedTuple):
+    """A sample of a map-style dataset, and its index."""
+
+    number: int
+    value: Any
+
+
+class Numbered(Dataset[Any]):
+    """Samples with their indices; reads as many at once as the dataset can."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(index, self.dataset[index])
+
+    def __getitems__(self, indices: list[int]) -> list[Sample]:
+        fetch = getattr(self.dataset, "__getitems__", None)
+        samples = fetch(indices) if fetch else [self.dataset[index] for index in indices]
+        return list(map(Sample, indices, samples))
+
+
+class Gather:
+    """Collates samples in the loader's worker, and returns their indices and keys too.
+
+    Samples of map-style datasets come with their indices; those of others are known by their keys.
+    """
+
+    def __init__(
+        self, collate: Callable[[list[Any]], Any], encoders: list[Source], extractors: Extractors
+    ) -> None:
+        self._collate = collate
+        self._calls: list[tuple[int, int, Call]] = [
+            (source.number, number, call)
+            for source in encoders
+            if source.number in extractors
+            for number, call in enumerate(source.calls)
+        ]
+        self._extractors = extractors
+
+    def __call__(self, samples: list[Any]) -> tuple[list[int], Any, dict[tuple[int, int], list[bytes]]]:
+        """Indices (or places in the batch), the batch, and extracted keys by encoder and call."""
+        numbers = list(range(len(samples)))
+        if isinstance(samples[0], Sample):
+            numbers, samples = [sample.number for sample in samples], [sample.value for sample in samples]
+        return numbers, self._collate(samples), self.keys(samples)
+
+    def keys(self, samples: list[Any]) -> dict[tuple[int, int], list[bytes]]:
+        """Extracted keys, by encoder and call."""
+        return {
+            (encoder, number): [
+                item_key((number, self._extractors[encoder](call.feature(sample)))) for sample in samples
+            ]
+            for encoder, number, call in self._calls
+        }
+
+
+class _Encoding:
+    """Runs an encoder on single items; a whole batch is run at once if its items come together."""
+
+    def __init__(self, source: Source, run: Encode, layout: Any) -> None:
+        self._source = source
+        self._run = run
+        self._layout = layout
+
+    def __call__(self, parts: list[Part]) -> Any:
+        outputs = []
+        for group in _groups(parts):
+            first = group[0]
+            call = self._source.calls[first.call]
+            positions = [part.position for part in group]
+            whole = positions == list(range(first.size))
+            args, kwargs = (
+                call.read(first.batch) if whole else call.read_some(first.batch, self._layout, positions)
+            )
+            try:
+                outputs.append(self._run(args, kwargs))
+            except torch.OutOfMemoryError:  # a RuntimeError that does not depend on the place of the input
+                raise
+            except (TypeError, AttributeError, LookupError, RuntimeError) as error:
+                raise InvalidValueError(
+                    f"the encoder {self._source.name!r} failed on what it is fed, "
+                    f"{_described(args, kwargs)} ({type(error).__name__}: {error}); say with "
+                    f"encoders={{{self._source.name!r}: ...}} where its input is"
+                ) from error
+        return joined(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _groups(parts: list[Part]) -> Iterator[list[Part]]:
+    """Runs of items of one batch and one call."""
+    group: list[Part] = []
+    for part in parts:
+        if group and (part.batch is not group[0].batch or part.call != group[0].call):
+            yield group
+            group = []
+        group.append(part)
+    yield group
+
+
+def _described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    shown = [type(value).__name__ for value in args] + [
+        f"{name}={type(v).__name__}" for name, v in kwargs.items()
+    ]
+    return ", ".join(shown)
+
+
+def key_leaf(encoder: int, call: int) -> str:
+    """The name under which the index keeps an encoder's extracted keys."""
+    return f"key.{encoder}.{call}"
+
+
+def _pick(parts: list[Part]) -> dict[str, Any]:
+    """The values of items, from those of their batches."""
+    picked = []
+    for group in _groups(parts):
+        positions = [part.position for part in group]
+        picked.append(
+            {
+                name: value[positions]
+                if isinstance(value, torch.Tensor)
+                else [value[place] for place in positions]
+                for name, value in group[0].batch.items()
+            }
+        )
+    return joined(picked)  # type: ignore[no-any-return]

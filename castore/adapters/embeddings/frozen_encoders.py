@@ -1,0 +1,197 @@
+"""The check that an encoder gives the same answer for ever.
+
+A trainable or random encoder is refused, by name.
+
+The check reads parameters, and modules that behave differently in training. It cannot see dropout that is
+called as a function: `no_random_numbers` notices that when it draws random numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from castore.errors import InvalidValueError
+from castore.keys.bytecode import steps
+
+
+def trainable(encoder: Any) -> str | None:
+    """Why a module, or one that a function uses, is trainable or random, in words; None if it is frozen.
+
+    >>> trainable(nn.Linear(2, 2))
+    "its parameter 'weight' requires grad; freeze it with requires_grad_(False)"
+    >>> trainable(nn.Sequential(nn.Dropout(0.1)))
+    "its module '0' (Dropout) is in train mode, and gives another answer every time; call eval() on the
+    encoder"
+    >>> trainable(nn.Sequential(nn.Dropout(0.1)).eval())
+    >>> trainable(nn.Linear(2, 2).forward)
+    "its parameter 'self.weight' requires grad; freeze it with requires_grad_(False)"
+    """
+    modules = list(_modules(encoder))
+    for prefix, held in modules:
+        for name, parameter in held.named_parameters(prefix):
+            if parameter.requires_grad:
+                return f"its parameter {name!r} requires grad; freeze it with requires_grad_(False)"
+    for prefix, held in modules:
+        for name, module in held.named_modules(prefix=prefix):
+            if module.training and _differs_in_training(module):
+                return (
+                    f"its module {name or 'itself'!r} ({type(module).__name__}) is in train mode, and gives "
+                    "another answer every time; call eval() on the encoder"
+                )
+    return None
+
+
+def check_frozen(encoder: Any, name: str) -> None:
+    """Check that an encoder may be cached.
+
+    Raises:
+        InvalidValueError: it may change; the message names the parameter or module.
+    """
+    problem = trainable(encoder)
+    if problem:
+        raise InvalidValueError(f"the encoder {name!r} cannot be cached: {problem}")
+
+
+def _modules(encoder: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules that an encoder is or uses.
+
+    It uses a method's object, a function's globals and enclosing names, a partial's arguments.
+    """
+    if isinstance(encoder, nn.Module):
+        yield name, encoder
+    elif isinstance(encoder, functools.partial):
+        for number, value in enumerate((encoder.func, *encoder.args)):
+            yield from _modules(value, f"{name or 'partial'}.{number}")
+        for keyword, value in encoder.keywords.items():
+            yield from _modules(value, keyword)
+    elif inspect.ismethod(encoder):
+        yield from _modules(encoder.__self__, "self")
+    else:
+        named = _outside(encoder) if inspect.isfunction(encoder) else getattr(encoder, "__dict__", {})
+        yield from ((name, value) for name, value in named.items() if isinstance(value, nn.Module))
+
+
+def _outside(function: types.FunctionType) -> dict[str, Any]:
+    """The values of a function's global and enclosing names."""
+    code, cells = function.__code__, function.__closure__ or ()
+    names = [argument for opname, argument in steps(code) if opname == "LOAD_GLOBAL"]
+    found = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    for name, cell in zip(code.co_freevars, cells, strict=True):
+        with suppress(ValueError):  # the enclosing function has not assigned it yet
+            found[name] = cell.cell_contents
+    return found
+
+
+class Noted:
+    """Cheap signs of a changed encoder: its weights' addresses and versions, a function's outer names.
+
+    Settings of its modules are not noticed, nor objects that a function reaches through other objects.
+    """
+
+    def __init__(self, encoder: Any) -> None:
+        self._encoder = encoder
+        self.note()
+
+    def note(self) -> None:
+        """Take the present state as the one to compare with."""
+        self._outside = _referred(self._encoder)
+        self._weights = _weights(self._encoder)
+        self._told = [*map(_written, self._weights)]
+
+    def may_have_changed(self, *, all_of_it: bool = False) -> bool:
+        """Whether the encoder looks different from the noted state.
+
+        Args:
+            all_of_it: also notice other weights in the place of these, and take an encoder without weights as
+                changed.
+        """
+        outside = _referred(self._encoder)
+        if any(outside.get(name) is not value for name, value in self._outside.items()):
+            return True
+        weights = _weights(self._encoder) if all_of_it else self._weights
+        return (all_of_it and not weights) or [*map(_written, weights)] != self._told
+
+    def __getstate__(self) -> dict[str, Any]:
+        # In another process everything has another address.
+        return {"_encoder": self._encoder, "_outside": {}, "_weights": [], "_told": []}
+
+
+def _referred(encoder: Any) -> dict[str, Any]:
+    return _outside(encoder) if inspect.isfunction(encoder) else {}
+
+
+def _weights(encoder: Any) -> list[torch.Tensor]:
+    modules = [module for _, module in _modules(encoder)]
+    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+
+def _written(tensor: torch.Tensor) -> tuple[int, int]:
+    """A tensor's address, and the number of writes to it, as far as torch counts them."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return tensor.data_ptr() if plain else id(tensor), 0 if tensor.is_inference() else tensor._version
+
+
+def _differs_in_training(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        return module.dropout > 0
+    # Batch norm learns averages even when nothing else is trained.
+    return isinstance(module, nn.modules.batchnorm._NormBase | nn.RReLU)
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Restore the states of the random number generators, so that training draws what it would have drawn."""
+    states = _random_states()
+    devices = (
+        list(range(torch.cuda.device_count()))
+        if torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        else []
+    )
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(states[1])
+            np.random.set_state(states[2])  # noqa: NPY002 - the global source, which user code draws from
+
+
+@contextmanager
+def no_random_numbers(what: str, advice: str) -> Iterator[None]:
+    """Check that nothing draws from a global random number generator inside the block.
+
+    Raises:
+        InvalidValueError: something did: ``what`` is random; ``advice`` is the remedy.
+    """
+    before = _random_states()
+    yield
+    after = _random_states()
+    if not (
+        torch.equal(before[0], after[0])
+        and before[1] == after[1]
+        and all(np.array_equal(one, other) for one, other in zip(before[2], after[2], strict=True))
+        and all(map(torch.equal, before[3], after[3]))
+    ):
+        raise InvalidValueError(
+            f"{what} draws random numbers, so that one answer is as good as another; {advice}"
+        )
+
+
+def _random_states() -> tuple[torch.Tensor, Any, Any, list[torch.Tensor]]:
+    on_devices = (
+        torch.cuda.get_rng_state_all()
+        if torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        else []
+    )
+    return torch.get_rng_state(), random.getstate(), np.random.get_state(), on_devices  # noqa: NPY002

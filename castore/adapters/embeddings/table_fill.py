@@ -1,0 +1,190 @@
+"""One fill: which items have to be encoded, in what batches, and when they are put.
+
+A fill goes once through keys and items, a window at a time: it skips known items, claims and encodes free
+ones, and defers those that another process has claimed. A shard is put when it is large enough, or so old
+that a kill would lose too much work. Must never hold claims while it waits for others, so that no two fillers
+wait for each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from castore.adapters.embeddings.claims import Claims
+from castore.adapters.embeddings.encoder_outputs import Schema, check_alike, split
+from castore.adapters.embeddings.key_table import Digests, digests
+from castore.adapters.embeddings.key_table import Rows as RowNumbers
+from castore.adapters.embeddings.shard_commit import SHARD_BYTES, Publisher, Rows, joined
+from castore.errors import InvalidValueError
+
+#: Batches that are looked up and claimed together.
+WINDOW = 8
+#: Seconds after which a shard is put, full or not: a kill loses no more work than that.
+PUT_SECONDS = 30.0
+# Seconds between checks of the keys that others have claimed: the first pause, and the longest.
+_WAIT, _LONGEST_WAIT = 0.01, 0.5
+
+Encode = Callable[[list[Any]], Any]
+
+
+class Known(Protocol):
+    """The part of the cache that a fill uses."""
+
+    def refresh(self) -> int:
+        """Read the rows that others appended."""
+        ...
+
+    def find_digests(self, keys: Digests) -> RowNumbers:
+        """The row of each key, or -1."""
+        ...
+
+    @property
+    def schema(self) -> Schema | None:
+        """The structure of the outputs; None while the cache is empty."""
+        ...
+
+
+class Filling:
+    """One fill.
+
+    Args:
+        cache: the known keys.
+        publisher: puts the shards.
+        claims: of this fill.
+        encode: turns a list of items into their outputs.
+        batch_size: items to encode at a time.
+        dtype: the dtype that floating outputs are stored as, or None.
+        where: the table's name, for messages.
+    """
+
+    def __init__(
+        self,
+        cache: Known,
+        publisher: Publisher,
+        claims: Claims,
+        encode: Encode,
+        *,
+        batch_size: int,
+        dtype: torch.dtype | None,
+        where: str,
+    ) -> None:
+        self._cache = cache
+        self._publisher = publisher
+        self._claims = claims
+        self._encode = encode
+        self._batch_size = batch_size
+        self._dtype = dtype
+        self._where = where
+        self._schema = cache.schema
+        self._queue: list[tuple[bytes, Any]] = []
+        self._put_off: dict[bytes, Any] = {}
+        self._encoded: list[Rows] = []
+        self._ours: set[bytes] = set()
+        self._last_put = time.monotonic()
+        self.count = 0
+
+    def run(self, keys: Iterable[Any], items: Iterable[Any]) -> None:
+        """Fill with all of these.
+
+        Raises:
+            InvalidValueError: there are more keys than items, or fewer.
+            SerializationError: outputs differ in structure from those before, or cannot be kept.
+        """
+        keys, items = iter(keys), iter(items)
+        while some := list(islice(keys, WINDOW * self._batch_size)):
+            theirs = list(islice(items, len(some)))
+            if len(some) != len(theirs):
+                break
+            self.add(some, theirs)
+        if some or next(items, self) is not self:
+            raise InvalidValueError(f"{self._where}: there must be as many items as keys")
+
+    def add(self, keys: Sequence[Any], items: Sequence[Any]) -> None:
+        """Add items to the fill. Whole batches are encoded at once, the rest together with later items."""
+        self._window(digests(keys), items)
+        self._encode_queue(self._batch_size)
+
+    def __enter__(self) -> Filling:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._encode_queue(1)
+                self.put()
+                self._wait_for_others()
+        finally:
+            self.put()  # encoded items are right, even if a later one failed
+
+    def _window(self, keys: Digests, items: Sequence[Any]) -> None:
+        """Queue the items that are neither known nor claimed; defer those that others have claimed."""
+        wanted: dict[bytes, Any] = dict(self._put_off)
+        for number in np.flatnonzero(self._cache.find_digests(keys) < 0).tolist():
+            key = keys[number].tobytes()
+            if key not in self._ours:
+                wanted.setdefault(key, items[number])
+        self._put_off = {}
+        if not wanted:
+            return
+        asked = np.frombuffer(b"".join(wanted), np.uint64).reshape(-1, 2)
+        free = self._claims.take(asked)
+        # Keys released before `take` were put before that, so after this refresh they are known.
+        self._cache.refresh()
+        known = self._cache.find_digests(asked) >= 0
+        for (key, item), is_free, is_known in zip(wanted.items(), free, known, strict=True):
+            if is_known:
+                continue
+            if is_free:
+                self._ours.add(key)
+                self._queue.append((key, item))
+            else:
+                self._put_off[key] = item
+
+    def _encode_queue(self, at_least: int) -> None:
+        while len(self._queue) >= at_least:
+            batch, self._queue = self._queue[: self._batch_size], self._queue[self._batch_size :]
+            outputs = self._encode([item for _, item in batch])
+            schema, parts = split(outputs, len(batch), self._dtype)
+            if self._schema is None:
+                self._schema = schema
+            check_alike(self._schema, schema, self._where)
+            keys = np.frombuffer(b"".join(key for key, _ in batch), np.uint64).reshape(-1, 2)
+            self._encoded.append(Rows(keys, self._schema, parts))
+            self.count += len(batch)
+            full = sum(rows.size for rows in self._encoded) >= SHARD_BYTES
+            if full or time.monotonic() - self._last_put > PUT_SECONDS:
+                self.put()
+
+    def put(self) -> None:
+        """Put the encoded items, and release their keys; items still in the queue stay claimed."""
+        encoded, self._encoded = self._encoded, []
+        if not encoded:
+            return
+        rows = joined(encoded)
+        self._publisher.publish(rows)
+        self._cache.refresh()
+        self._last_put = time.monotonic()
+        self._claims.release(keep=[key for key, _ in self._queue])
+        self._ours = {key for key, _ in self._queue}
+
+    def _wait_for_others(self) -> None:
+        pause = _WAIT
+        while self._put_off:
+            before = len(self._put_off)
+            self._window(np.empty((0, 2), np.uint64), [])
+            self._encode_queue(1)
+            self.put()
+            if len(self._put_off) == before:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_WAIT)
+            else:
+                pause = _WAIT

@@ -1,0 +1,206 @@
+"""Names of tables: they change when an embedding may have changed, and at no other time.
+
+An encoder counts by its weights and buffers, by the code of its classes (followed through the user's own
+modules) and by its attributes; a tokenizer counts by its rules. Traces of use do not count: attributes that
+``forward`` itself assigns, such as a counter, and the bookkeeping of libraries. Train mode does not count
+either, because an encoder that behaves differently in training is refused. Must never give a random answer:
+anything without a stable hash is an UnhashableError with the remedy.
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from blake3 import blake3
+from torch import nn
+
+from castore.adapters.torch import key_and_doubts
+from castore.errors import UnhashableError
+from castore.keys.encoder import key as key_of_config
+from castore.keys.functions import uncompiled
+from castore.keys.objects import InstanceEncoder, order_of_layers
+from castore.keys.values import (
+    Kinds,
+    random_rows,
+    refuse_random,
+    scripted_module,
+    tensor_values,
+)
+from castore.store import Store
+
+_VERSION = b"castore.encoder.1"
+_DIGITS = 40
+_KEY_BYTES = 16
+# Attributes of torch's modules that do not affect their output.
+_MODULE_NOISE = {
+    "training", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+    "_compiled_call_impl",
+}  # fmt: skip
+# Bookkeeping of transformers and sentence_transformers, and the place from which a model was loaded.
+_LIBRARY_NOISE = {
+    "model_card_data", "_model_card_vars", "_model_card_text", "_method_signature_cache",
+    "_prompt_length_mapping",
+    "_chat_template_suffix_cache", "_modules_placed", "_device_map", "_target_device", "_is_hf_initialized",
+    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version",
+}  # fmt: skip
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def encoder_digest(encoder: Any, name: str, given: object = None, store: Store | None = None) -> str:
+    """40 hexadecimal digits that identify what an encoder computes.
+
+    Args:
+        encoder: a module or any callable.
+        name: its name in the message of an error.
+        given: a text or a config that stands for it; None to hash the encoder.
+        store: remembers which parts of it look random; None: they are not remembered.
+
+    Raises:
+        UnhashableError: a part of it has no stable hash; the message has the path to it.
+
+    Warns:
+        RuntimeWarning: the parts that look random have changed since the last run, and nothing else has.
+
+    >>> first, again = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> encoder_digest(first, "encoder") == encoder_digest(again, "encoder")
+    False
+    >>> _ = again.load_state_dict(first.state_dict())
+    >>> encoder_digest(first, "encoder") == encoder_digest(again.eval(), "encoder")
+    True
+    """
+    return _digest(encoder, f"encoder {name!r}", name, given, store)
+
+
+def code_digest(
+    function: Callable[..., Any] | None, what: str, given: object = None, store: Store | None = None
+) -> str:
+    """40 hexadecimal digits that identify a user's function, such as a collate function.
+
+    See `encoder_digest`.
+    """
+    return _digest(function, what, what, given, store)
+
+
+def data_digest(dataset: Any, role: str, given: object = None, store: Store | None = None) -> str:
+    """40 hexadecimal digits that identify a dataset, by `castore.adapters.torch.dataset_key`.
+
+    See `encoder_digest`.
+
+    Raises:
+        UnhashableError: the dataset has no fingerprint; the message names the part and the remedy.
+    """
+    if given is not None:
+        return key_of_config(given)
+    try:
+        digits, doubts = key_and_doubts(dataset)
+    except UnhashableError as error:
+        problem = str(error).partition("; or say what identifies the data")[0]
+        raise UnhashableError(f"the {role} loader's {problem}; {_way_out(role)}") from None
+    if doubts is not None and store is not None:
+        doubts.tell(store, f"the {role} loader's dataset", _random_advice(role))
+    return digits
+
+
+def table_name(label: str, parts: Mapping[str, object]) -> str:
+    """The name of a table: a readable label, and a digest of ``parts``."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "_", label).strip("._-")[:40] or "encoder"
+    return f"{plain}-{key_of_config(dict(parts))}"
+
+
+def item_key(key: object, what: str = "the key of an item") -> bytes:
+    """16 bytes that stand for a key extractor's result, or for the content of an item.
+
+    Raises:
+        UnhashableError: it has no stable hash.
+    """
+    return blake3(ModelEncoder().encode(key, what)).digest(length=_KEY_BYTES)
+
+
+def _digest(value: Any, what: str, option: str, given: object, store: Store | None) -> str:
+    if given is not None:
+        return key_of_config(given)
+    encoder = ModelEncoder()
+    try:
+        code = encoder.encode(value, what)
+    except UnhashableError as error:
+        raise UnhashableError(f"{error}; {_way_out(option)}") from None
+    doubts = encoder.doubts(value) if store is not None else None
+    if doubts is not None and store is not None:
+        doubts.tell(store, what, _random_advice(option))
+    return str(blake3(_VERSION + code).hexdigest()[:_DIGITS])
+
+
+def _way_out(option: str) -> str:
+    return f"or say what identifies it with CacheConfig(fingerprints={{{option!r}: ...}})"
+
+
+def _random_advice(option: str) -> str:
+    return f"if it does not count, leave it out in __getstate__, {_way_out(option)}"
+
+
+class ModelEncoder(InstanceEncoder):
+    """An InstanceEncoder that also takes the parts of encoders: modules and tensors."""
+
+    def other(self, value: Any) -> bytes:
+        """As in InstanceEncoder, with the types that encoders hold besides."""
+        count = _KINDS.of(type(value))
+        if count is not None and uncompiled(value) is value:
+            return self.tagged(*count(self, value))
+        return super().other(value)
+
+    def state(self, state: Any) -> Iterator[Any]:
+        """As in InstanceEncoder, without the bookkeeping of libraries."""
+        if type(state) is dict:
+            state = {name: item for name, item in state.items() if name not in _LIBRARY_NOISE}
+        return super().state(state)
+
+
+def _module(encoder: ModelEncoder, value: nn.Module) -> Iterator[Any]:
+    encoder._met[id(value)] = (len(encoder._met), value)
+    yield from ("module", encoder.part(type(value), f" -> {type(value).__name__}"))
+    noise = _MODULE_NOISE | {*_HOOKS} | _assigned(type(value).forward)
+    state = {name: item for name, item in vars(value).items() if name not in noise}
+    yield from encoder.state(encoder.lasting(value, state))
+    yield [encoder.part([*vars(value).get(hooks, {}).values()], f".{hooks}") for hooks in _HOOKS]
+    order = order_of_layers(value)
+    if order is not None:
+        yield "order", order
+
+
+def _scripted(encoder: ModelEncoder, value: Any) -> Iterator[Any]:
+    yield from scripted_module(encoder, value, frozenset({"training"}))
+
+
+def _word(encoder: ModelEncoder, value: Any) -> Iterator[Any]:
+    yield from ("torch", type(value).__name__, str(value))
+
+
+def _random(encoder: ModelEncoder, value: Any) -> Iterator[Any]:
+    yield refuse_random(value)
+
+
+_KINDS = Kinds(
+    [
+        ("torch", ("Tensor",), tensor_values),
+        ("torch.jit", ("ScriptModule",), _scripted),
+        ("torch.nn", ("Module",), _module),
+        ("torch", ("dtype", "layout", "memory_format"), _word),
+        # The device does not affect the result.
+        ("torch", ("device",), lambda encoder, value: iter(("device",))),
+        *random_rows(_random),
+    ]
+)
+
+
+def _assigned(function: Any) -> set[str]:
+    """Attributes of ``self`` that a method assigns."""
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, types.CodeType):
+        return set()
+    return {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}

@@ -1,0 +1,19 @@
+"""A store as an fsspec file system, protocol ``castore``: for pandas, pyarrow, DuckDB, zarr, Dask, `datasets`
+and others.
+
+`filesystem` maps fsspec's calls to the store's. `files` are what it opens. `stores` opens each store once a
+process. `paths` is for universal_pathlib.
+"""
+
+from __future__ import annotations
+
+from castore.errors import MissingDependencyError
+
+try:
+    from castore.adapters.filesystem.filesystem import CastoreFileSystem
+except ModuleNotFoundError as error:
+    if error.name != "fsspec":
+        raise
+    raise MissingDependencyError.of("fsspec", "fsspec") from error
+
+__all__ = ["CastoreFileSystem"]

@@ -1,0 +1,43 @@
+"""castore's errors as those that callers of a file system expect: `FileNotFoundError` and its kin."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from castore import InvalidNameError, NameConflictError, NotFoundError
+
+
+def not_found(path: str) -> FileNotFoundError:
+    """The error for a path where nothing is."""
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"castore://{path}")
+
+
+def is_folder(path: str) -> IsADirectoryError:
+    """The error for a path that is a folder of names."""
+    return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), f"castore://{path}")
+
+
+def exists(path: str) -> FileExistsError:
+    """The error for a path where something is already."""
+    return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), f"castore://{path}")
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Have what is missing, and what can be no name, be a `FileNotFoundError`."""
+    try:
+        yield
+    except (NotFoundError, InvalidNameError) as error:
+        raise not_found(path) from error
+
+
+@contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Have a name that is a folder, or lies inside a file, be an `OSError` that says so."""
+    try:
+        yield
+    except NameConflictError as error:
+        raise NotADirectoryError(errno.ENOTDIR, str(error), f"castore://{path}") from error

@@ -1,0 +1,451 @@
+"""`CastoreFileSystem`: names are paths, their parts are folders, and a folder is there as long as a name lies
+in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from fsspec import AbstractFileSystem
+from fsspec.callbacks import DEFAULT_CALLBACK
+from fsspec.config import apply_config
+from fsspec.utils import stringify_path
+
+from castore import Entry, InvalidNameError, InvalidValueError, Store
+from castore.adapters.filesystem.errors import exists, is_folder, not_found, reading, writing
+from castore.adapters.filesystem.files import ReadFile, WriteFile
+from castore.adapters.filesystem.stores import shared_store
+from castore.settings import default_path
+
+#: What a put can be told, for all files of a file system or for one.
+_PUT_OPTIONS = ("codec", "level", "ttl", "metadata", "pin")
+#: What fsspec's base class takes.
+_BASE_OPTIONS = {
+    "asynchronous", "loop", "batch_size", "use_listings_cache", "listings_expiry_time", "max_paths",
+}  # fmt: skip
+
+
+class _Resolved(type(AbstractFileSystem)):  # type: ignore[misc]  # fsspec has no types
+    """Instances are kept by the store that they are of, wherever its path came from."""
+
+    def __call__(cls, store: Any = None, **options: Any) -> Any:
+        options = apply_config(cls, options)
+        store = options.pop("store", None) if store is None else store
+        if isinstance(store, Store):
+            # Two stores of one folder may have other options, and one may be closed: none stands for another.
+            return super().__call__(store=store, **options, skip_instance_cache=True)
+        path = os.path.abspath(default_path() if store is None else store)
+        return super().__call__(store=path, **options)
+
+
+class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignore[misc]  # fsspec has no types
+    """A store as a file system of fsspec: ``castore://NAME``.
+
+    Files are read in any order, decoding only what is read; what is written is seen whole when it is closed,
+    or not at all. A path that expires or is removed while it is read keeps its bytes until it is closed.
+
+    Args:
+        store: the store's folder, or a `castore.Store`; default ``$CASTORE_DIR``, then ``~/.cache/castore``.
+        codec, level, ttl, metadata, pin: of what is written, as for `castore.Store.put`; `open`, `pipe_file`
+            and `put_file` take them, too.
+
+    Threads may share an instance, a forked child may go on with it, and it pickles as the path of its store
+    (or as the `castore.Store` that it was given).
+
+    >>> import fsspec, tempfile
+    >>> fs = fsspec.filesystem("castore", store=tempfile.mkdtemp() + "/cache")
+    >>> with fs.open("castore://run/notes.txt", "w") as file:
+    ...     _ = file.write("hello")
+    >>> fs.cat("run/notes.txt"), fs.ls("run", detail=False), fs.store.get("run/notes.txt")
+    (b'hello', ['run/notes.txt'], b'hello')
+    """
+
+    protocol = "castore"
+    root_marker = ""
+
+    def __init__(self, store: str | os.PathLike[str] | Store | None = None, **options: Any) -> None:
+        if self._cached:
+            return  # fsspec's base class runs this again for an instance that it has kept
+        self._put_options = {name: options.pop(name) for name in _PUT_OPTIONS if name in options}
+        if unknown := options.keys() - _BASE_OPTIONS:
+            raise InvalidValueError(
+                f"CastoreFileSystem takes no {', '.join(sorted(unknown))};"
+                f" it takes store, {', '.join(_PUT_OPTIONS)}"
+            )
+        super().__init__(**options)
+        assert store is not None  # the metaclass has resolved it
+        self.store = store if isinstance(store, Store) else shared_store(store)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.store.path)!r})"
+
+    # Paths
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, list):
+            return [cls._strip_protocol(one) for one in path]
+        return stringify_path(path).removeprefix("castore://").strip("/")
+
+    @property
+    def fsid(self) -> str:
+        """Tells this store from others on this machine."""
+        return f"castore-{self.store.path}"
+
+    # Looking
+
+    def _entry(self, path: str) -> Entry | None:
+        try:
+            return self.store.entry(path) if path in self.store else None
+        except InvalidNameError:
+            return None
+
+    def _is_folder(self, path: str) -> bool:
+        try:
+            return not path or next(self.store.children(path), None) is not None
+        except InvalidNameError:
+            return False
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        """``name``, ``size``, ``type``; of a file also ``mtime``, ``digest`` (and ``ETag``, the same),
+        ``codec``, ``stored``, ``expires``, ``metadata``.
+
+        Raises:
+            FileNotFoundError: there is neither a file nor a folder.
+        """
+        path = self._strip_protocol(path)
+        if (entry := self._entry(path)) is not None:
+            return _file(entry)
+        if self._is_folder(path):
+            return _folder(path)
+        raise not_found(path)
+
+    def exists(self, path: str, **kwargs: Any) -> bool:
+        """Whether there is a file or a folder."""
+        path = self._strip_protocol(path)
+        return self._entry(path) is not None or self._is_folder(path)
+
+    def isfile(self, path: str) -> bool:
+        """Whether there is a file."""
+        return self._entry(self._strip_protocol(path)) is not None
+
+    def isdir(self, path: str) -> bool:
+        """Whether a name lies below the path."""
+        return self._is_folder(self._strip_protocol(path))
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        """The direct contents of a folder, in the order of names; of a file, that file.
+
+        Raises:
+            FileNotFoundError: there is neither.
+        """
+        path = self._strip_protocol(path)
+        if (entry := self._entry(path)) is not None:
+            found = [_file(entry)]
+        else:
+            with reading(path):
+                children = self.store.children(path)
+                found = [_folder(one) if isinstance(one, str) else _file(one) for one in children]
+            if not found and path:
+                raise not_found(path)
+        found.sort(key=lambda one: str(one["name"]))
+        return found if detail else [one["name"] for one in found]
+
+    def find(
+        self,
+        path: str,
+        maxdepth: int | None = None,
+        withdirs: bool = False,
+        detail: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """All files below a folder, in one go through the index; see fsspec's `find`."""
+        if maxdepth is not None and maxdepth < 1:
+            raise ValueError(f"maxdepth must be at least 1, not {maxdepth!r}")
+        path = self._strip_protocol(path)
+        try:
+            entries = list(self.store.entries(path, damaged=False))
+        except InvalidNameError:
+            entries = []
+        start = len(path) + 1 if path else 0
+        found: dict[str, dict[str, Any]] = {}
+        for entry in entries:
+            if withdirs:
+                for folder in _folders(entry.name, start, maxdepth):
+                    found.setdefault(folder, _folder(folder))
+            if maxdepth is None or entry.name.count("/", start) < maxdepth:
+                found[entry.name] = _file(entry)
+        if withdirs and path and entries and entries[0].name != path:
+            found[path] = _folder(path)
+        names = sorted(found)
+        return {name: found[name] for name in names} if detail else names
+
+    def created(self, path: str) -> datetime:
+        """When the path was last pointed at other bytes."""
+        info = self.info(path)
+        if info["type"] != "file":
+            raise is_folder(info["name"])
+        return datetime.fromtimestamp(info["created"], tz=timezone.utc)
+
+    def modified(self, path: str) -> datetime:
+        """The same: bytes never change, the path does."""
+        return self.created(path)
+
+    def checksum(self, path: str) -> int:
+        """The digest of a file's bytes as a number; it tells whether they are the same."""
+        return int(self.ukey(path), 16)
+
+    def ukey(self, path: str) -> str:
+        """The digest of a file's bytes: 64 hex digits."""
+        info = self.info(path)
+        if info["type"] != "file":
+            raise is_folder(info["name"])
+        return str(info["digest"])
+
+    # Reading
+
+    def _open(
+        self,
+        path: str,
+        mode: str = "rb",
+        block_size: int | str | None = None,
+        autocommit: bool = True,
+        cache_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> ReadFile | WriteFile:
+        path = self._strip_protocol(path)
+        if mode == "rb":
+            self._see_file(path)
+            return ReadFile(self, path)
+        if mode not in ("wb", "xb", "ab"):
+            raise ValueError(f"castore:// opens files as rb, wb, xb or ab (and as text), not as {mode!r}")
+        if mode == "xb" and self.exists(path):
+            raise exists(path)
+        self._see_no_folder(path)
+        return WriteFile(self, path, mode, autocommit, self._options(kwargs))
+
+    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+        return self._put_options | {name: given[name] for name in _PUT_OPTIONS if name in given}
+
+    def _see_file(self, path: str) -> None:
+        if self._entry(path) is None:
+            raise is_folder(path) if self._is_folder(path) else not_found(path)
+
+    def _see_no_folder(self, path: str) -> None:
+        if self._is_folder(path):
+            raise is_folder(path)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        """The bytes of a file, or those from ``start`` to ``end``, which count from its end if they are
+        negative.
+        """
+        path = self._strip_protocol(path)
+        if start is None and end is None:
+            with reading(path):
+                data = self.store.get(path)
+            if data is None:
+                raise is_folder(path) if self._is_folder(path) else not_found(path)
+            return data
+        self._see_file(path)
+        with ReadFile(self, path) as file:
+            return _range(file, start, end)
+
+    def cat_ranges(
+        self,
+        paths: Sequence[str],
+        starts: int | Sequence[int | None] | None,
+        ends: int | Sequence[int | None] | None,
+        max_gap: int | None = None,
+        on_error: str = "return",
+        **kwargs: Any,
+    ) -> list[bytes | Exception]:
+        """Ranges of files, in their order; each file is opened once, and its ranges read from first to last.
+
+        Args:
+            on_error: ``"return"`` gives an exception in the place of the bytes, ``"raise"`` raises the first.
+        """
+        all_starts = [starts] * len(paths) if starts is None or isinstance(starts, int) else list(starts)
+        all_ends = [ends] * len(paths) if ends is None or isinstance(ends, int) else list(ends)
+        if not len(paths) == len(all_starts) == len(all_ends):
+            raise ValueError(
+                f"{len(paths)} paths, {len(all_starts)} starts and {len(all_ends)} ends do not match"
+            )
+        wanted: dict[str, list[int]] = {}
+        for place, path in enumerate(paths):
+            wanted.setdefault(self._strip_protocol(path), []).append(place)
+        results: list[Any] = [b""] * len(paths)
+        for path, places in wanted.items():
+            places.sort(key=lambda place: all_starts[place] or 0)
+            try:
+                self._see_file(path)
+                with ReadFile(self, path) as file:
+                    for place in places:
+                        results[place] = _range(file, all_starts[place], all_ends[place])
+            except Exception as error:
+                if on_error != "return":
+                    raise
+                for place in places:
+                    results[place] = error
+        return results
+
+    # Writing
+
+    def touch(self, path: str, truncate: bool = True, **kwargs: Any) -> None:
+        """Put an empty file; with ``truncate=False`` only where there is none."""
+        if truncate or not self.exists(path):
+            self.pipe_file(path, b"", **kwargs)
+
+    def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **kwargs: Any) -> None:
+        """Put bytes under a path.
+
+        Raises:
+            FileExistsError: ``mode`` is ``"create"`` and the path is there.
+        """
+        path = self._strip_protocol(path)
+        options = self._options(kwargs)
+        self._see_no_folder(path)
+        with writing(path):
+            if mode == "create":
+                if path in self.store:
+                    raise exists(path)
+                with WriteFile(self, path, "xb", True, options) as file:
+                    file.write(value)
+            else:
+                self.store.put(path, value, **options)
+
+    def put_file(
+        self, lpath: str, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **kwargs: Any
+    ) -> None:
+        """Put a local file, in constant memory; a local folder gives nothing, since folders are made by
+        names.
+        """
+        path = self._strip_protocol(rpath)
+        if mode == "create" and self.exists(path):
+            raise exists(path)
+        if os.path.isdir(lpath):
+            return
+        self._see_no_folder(path)
+        size = os.path.getsize(lpath)
+        callback.set_size(size)
+        with writing(path):
+            self.store.put_file(path, lpath, progress=callback.relative_update, **self._options(kwargs))
+        callback.absolute_update(size)  # bytes that were known already are not counted one by one
+
+    def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
+        """Have a second path for the same bytes, in no time whatever their size; of a folder, nothing."""
+        path1, path2 = self._strip_protocol(path1), self._strip_protocol(path2)
+        if self._entry(path1) is None:
+            if self._is_folder(path1):
+                return
+            raise not_found(path1)
+        with reading(path1), writing(path2):
+            self.store.copy(path1, path2)
+
+    def mv(
+        self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any
+    ) -> None:
+        """Move: a single file in one step, seen under one path or the other; else copy, then remove."""
+        if isinstance(path1, str) and isinstance(path2, str) and not path2.endswith("/"):
+            source, target = self._strip_protocol(path1), self._strip_protocol(path2)
+            if self._entry(source) is not None and not self._is_folder(target):
+                with reading(source), writing(target):
+                    self.store.rename(source, target)
+                return
+        super().mv(path1, path2, recursive=recursive, maxdepth=maxdepth, **kwargs)
+
+    def _rm(self, path: str) -> None:
+        path = self._strip_protocol(path)
+        if self._entry(path) is None:
+            raise is_folder(path) if self._is_folder(path) else not_found(path)
+        self.store.delete(path)
+
+    def rm_file(self, path: str) -> None:
+        """Remove a file."""
+        self._rm(path)
+
+    def rm(self, path: str | list[str], recursive: bool = False, maxdepth: int | None = None) -> None:
+        """Remove files, and folders with all below them if ``recursive``.
+
+        Raises:
+            FileNotFoundError: there is nothing at a path; nothing is removed then.
+            IsADirectoryError: it is a folder, and ``recursive`` is false.
+        """
+        found = self.expand_path(path, recursive=recursive, maxdepth=maxdepth)
+        files = []
+        for one in found:
+            if self._entry(one) is not None:
+                files.append(one)
+            elif not self._is_folder(one):
+                raise not_found(one)
+            elif not recursive:
+                raise is_folder(one)
+        self.store.delete_many(files)
+
+    def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
+        """Nothing: a folder is there as soon as a name lies in it.
+
+        Raises:
+            FileExistsError: there is a file, or a folder.
+        """
+        if self.exists(path) and self._strip_protocol(path):
+            raise exists(self._strip_protocol(path))
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Nothing: a folder is there as soon as a name lies in it.
+
+        Raises:
+            FileExistsError: there is a file; or a folder, and ``exist_ok`` is false.
+        """
+        if not (exist_ok and self.isdir(path)):
+            self.mkdir(path)
+
+    def rmdir(self, path: str) -> None:
+        """Nothing: an empty folder is not there.
+
+        Raises:
+            OSError: the folder is not empty.
+        """
+        path = self._strip_protocol(path)
+        if self._entry(path) is not None:
+            raise NotADirectoryError(f"castore://{path} is a file")
+        if path and self._is_folder(path):
+            import errno
+
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), f"castore://{path}")
+
+
+def _file(entry: Entry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "size": entry.size,
+        "type": "file",
+        "created": entry.created,
+        "mtime": entry.created,
+        "digest": entry.digest,
+        "ETag": entry.digest,  # other caches tell by it that a file has changed
+        "codec": entry.codec,
+        "stored": entry.stored,
+        "expires": entry.expires,
+        "metadata": entry.metadata,
+    }
+
+
+def _folder(path: str) -> dict[str, Any]:
+    return {"name": path, "size": 0, "type": "directory"}
+
+
+def _folders(name: str, start: int, maxdepth: int | None) -> Iterable[str]:
+    """The folders that a name lies in, below the one whose path ends before ``start``."""
+    end, depth = name.find("/", start), 0
+    while end >= 0 and (maxdepth is None or depth < maxdepth):
+        yield name[:end]
+        end, depth = name.find("/", end + 1), depth + 1
+
+
+def _range(file: ReadFile, start: int | None, end: int | None) -> bytes:
+    first, last, _ = slice(start, end).indices(file.size)
+    file.seek(first)
+    return file.read(max(0, last - first))

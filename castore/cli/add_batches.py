@@ -1,0 +1,229 @@
+"""How `castore add` puts what it found: small files in batches and threads, large ones one after the other.
+
+A file that cannot be put is reported and does not keep the others from being put. What concerns the store itself (a full
+disk, a budget taken up by pins) ends everything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from castore import Store
+from castore.cli.output import Failures, describe, printable
+from castore.cli.store_access import check_ttl
+from castore.cli.walk import Source
+from castore.errors import CastoreError, FullError, StoreError, naming
+from castore.objects.codecs import check_codec
+from castore.objects.workers import cores
+from castore.records import Pointing
+from castore.watch import entry_sources
+from castore.write import batch
+from castore.write.batch import SupportsRead
+
+#: Files up to this many bytes are read whole and put in batches.
+SMALL = 1 << 20
+_BATCH_BYTES = 8 << 20
+_BATCH_FILES = 500
+# Compressing lets go of the GIL and the rest does not: more threads than these only get in one another's way.
+_THREADS = 4
+
+
+class Options(NamedTuple):
+    """What the user wants of every entry; None is the store's default."""
+
+    codec: str | None = None
+    ttl: str | None = None
+    metadata: dict[str, Any] | None = None
+    pin: bool = False
+
+    def check(self) -> None:
+        """Refuse what no entry can have, before the first file is read.
+
+        Raises:
+            InvalidValueError: there is no such codec, or the ttl is no duration.
+        """
+        if self.codec is not None:
+            check_codec(self.codec, None)
+        if self.ttl is not None:
+            check_ttl(self.ttl)
+
+
+class _Outcome(NamedTuple):
+    """What became of a batch: what was put, a sentence about each file that was not, and what ends everything."""
+
+    files: int
+    size: int
+    problems: list[str]
+    end: Exception | None = None
+
+
+class Putter:
+    """Puts files into a store.
+
+    Args:
+        store: where to.
+        options: for all of them.
+        failures: told of each file that cannot be put.
+        done: called with the bytes of files that are dealt with.
+
+    Attributes:
+        files, size: how many were put, and their bytes.
+    """
+
+    def __init__(
+        self, store: Store, options: Options, failures: Failures, done: Callable[[int], object]
+    ) -> None:
+        self._store = store
+        self._batches = batch.Putter(store.writer, store.settings, store.path, store.prefixes)
+        self._options = options
+        self._failures = failures
+        self._done = done
+        self.files = 0
+        self.size = 0
+
+    def put_all(self, sources: Iterable[Source]) -> None:
+        """Put every file.
+
+        Raises:
+            CastoreError, OSError: the store itself cannot go on.
+        """
+        pool = ThreadPoolExecutor(min(cores(), _THREADS), thread_name_prefix="castore-add")
+        running: deque[tuple[list[Source], Future[_Outcome]]] = deque()
+        try:
+            for batch in _batches(sources):
+                if batch[0].size > SMALL:
+                    # Here and not in the pool: Ctrl-C must not wait for the end of a large file.
+                    self._put_file(batch[0])
+                    continue
+                running.append((batch, pool.submit(self._put_batch, batch)))
+                # Few batches wait, so that memory stays bounded however quick the disk is.
+                if len(running) > 2 * cores():
+                    self._collect(*running.popleft())
+            while running:
+                self._collect(*running.popleft())
+        finally:
+            pool.shutdown(cancel_futures=True)
+            for (
+                batch,
+                future,
+            ) in running:  # something ended it: those that were under way have got in all the same
+                if not future.cancelled() and future.exception() is None:
+                    self._count(batch, future.result()._replace(end=None))
+
+    def put_input(self, name: str, file: SupportsRead) -> None:
+        """Put what can be read from a stream to its end, or nothing of it.
+
+        Raises:
+            CastoreError, OSError: it cannot be read, or not be kept.
+        """
+        codec, ttl, metadata, pin = self._options
+        entry = self._store.put_stream(
+            name, file, codec=codec, ttl=ttl, metadata=metadata, pin=pin, progress=self._done
+        )
+        self.files, self.size = self.files + 1, self.size + entry.size
+
+    def _collect(self, batch: list[Source], future: Future[_Outcome]) -> None:
+        self._count(batch, future.result())
+
+    def _count(self, batch: list[Source], outcome: _Outcome) -> None:
+        self.files += outcome.files
+        self.size += outcome.size
+        for problem in outcome.problems:
+            self._failures.add(problem)
+        self._done(sum(source.size for source in batch))
+        if outcome.end is not None:
+            raise outcome.end
+
+    def _put_batch(self, batch: list[Source]) -> _Outcome:
+        problems: list[str] = []
+        items: list[tuple[str, Pointing, bytes]] = []
+        for source in batch:
+            try:
+                with open(source.path, "rb") as file, naming(source.path):
+                    status = os.fstat(file.fileno())
+                    items.append((source.path, self._pointing(source, status), file.read()))
+            except OSError as error:
+                problems.append(f"{describe(error)}; skipped")
+        outcome = self._put_items(items)
+        return outcome._replace(problems=problems + outcome.problems)
+
+    def _pointing(self, source: Source, status: os.stat_result) -> Pointing:
+        _, ttl, _, pin = self._options
+        return self._batches.pointing(source.name, ttl, self._metadata(source.path, status), pin, "bytes")
+
+    def _metadata(self, path: str, status: os.stat_result) -> dict[str, Any]:
+        """The user's, and the file that the entry is made from."""
+        source = entry_sources.own(os.path.abspath(path), status)
+        return ({} if source is None else {"source": source}) | (self._options.metadata or {})
+
+    def _put_items(self, items: list[tuple[str, Pointing, bytes]]) -> _Outcome:
+        codec = self._batches.codec(self._options.codec, None)
+        try:
+            self._batches.put_many(((pointing, data) for _, pointing, data in items), *codec)
+        except (FullError, StoreError):
+            raise
+        except CastoreError:
+            pass  # one of them spoilt the batch for all: put them singly, to see which
+        else:
+            return _Outcome(len(items), sum(len(data) for _, _, data in items), [])
+        files, size = 0, 0
+        problems: list[str] = []
+        for path, pointing, data in items:
+            try:
+                self._batches.put(pointing, data, *codec)
+            except (FullError, StoreError) as error:
+                return _Outcome(files, size, problems, error)
+            except CastoreError as error:
+                problems.append(f"{printable(path)}: {error}")
+            else:
+                files, size = files + 1, size + len(data)
+        return _Outcome(files, size, problems)
+
+    def _put_file(self, source: Source) -> None:
+        seen = 0
+
+        def progress(size: int) -> None:
+            nonlocal seen
+            seen += size
+            self._done(size)
+
+        outcome = self._put_large(source, progress)
+        self._count([source._replace(size=max(0, source.size - seen))], outcome)
+
+    def _put_large(self, source: Source, progress: Callable[[int], object]) -> _Outcome:
+        codec, ttl, _, pin = self._options
+        try:
+            metadata = self._metadata(source.path, os.stat(source.path))
+            entry = self._store.put_file(
+                source.name, source.path, codec=codec, ttl=ttl, metadata=metadata, pin=pin, progress=progress
+            )
+        except (FullError, StoreError):
+            raise
+        except OSError as error:
+            if error.filename != source.path:
+                raise  # it is the store that cannot be written to
+            return _Outcome(0, 0, [f"{describe(error)}; skipped"])
+        except CastoreError as error:
+            return _Outcome(0, 0, [f"{printable(source.path)}: {error}"])
+        return _Outcome(1, entry.size, [])
+
+
+def _batches(sources: Iterable[Source]) -> Iterator[list[Source]]:
+    """Small files together, each large one alone."""
+    batch: list[Source] = []
+    size = 0
+    for source in sources:
+        if source.size > SMALL:
+            yield [source]
+            continue
+        batch.append(source)
+        size += source.size
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_FILES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,139 @@
+"""Opening the store that a command is about, and finding what its arguments name.
+
+Only `init`, `add` and `watch` may make a store: everything else would hide a mistyped folder behind an empty store.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from castore import Store, settings
+from castore.cli.output import typed
+from castore.errors import CastoreError, InvalidValueError, NotFoundError, StoreError
+from castore.names import check_name, check_prefix
+from castore.records import LOST, Blob, Entry
+from castore.units import parse_ttl
+
+_HEX = re.compile(r"[0-9a-f]{8,64}").fullmatch
+
+
+def store_path(context: typer.Context) -> Path:
+    """The folder that `--store`, the environment or the default names."""
+    given = context.find_root().params.get("store")
+    return Path(os.path.abspath(settings.default_path() if given is None else see_path(given, "--store")))
+
+
+def see_names(given: Iterable[str]) -> None:
+    """See that names, or folders of names, can be such, before anything is done about the first of them.
+
+    Raises:
+        InvalidNameError: nothing can have one of the names.
+    """
+    for name in given:
+        check_name(name if name == "/" else name.removesuffix("/"))
+
+
+def see_path(path: str, what: str, kind: str = "folder") -> str:
+    """``path``, unless it is empty: the system takes that for the working folder, which nobody has named.
+
+    Raises:
+        InvalidValueError: it is.
+    """
+    if not path:
+        raise InvalidValueError(f"{what} is empty; say which {kind} is meant (is a variable unset?)")
+    return path
+
+
+def open_store(context: typer.Context, **options: Any) -> Store:
+    """The store, which must exist.
+
+    Raises:
+        StoreError: there is none.
+    """
+    path = store_path(context)
+    see_store(path)
+    return Store(path, memory=0, **options)
+
+
+def see_store(path: Path) -> None:
+    """See that there is a store.
+
+    Raises:
+        StoreError: there is none.
+    """
+    if settings.load(path) is None:
+        raise StoreError(settings.nothing_at(path))
+
+
+def check_ttl(ttl: str) -> None:
+    """Refuse what no entry can live for.
+
+    Raises:
+        InvalidValueError: it is no duration, or none at all.
+    """
+    if parse_ttl(ttl) == 0:
+        raise InvalidValueError(
+            f"--ttl {ttl} lets entries expire before they can be read;"
+            " `--ttl never` is for entries that never do"
+        )
+
+
+def find_entry(store: Store, name: str) -> Entry | None:
+    """The entry of a name that is not expired.
+
+    Raises:
+        InvalidNameError: nothing can have that name.
+    """
+    if (folder := name.removesuffix("/")) != name and folder:
+        if find_entry(store, check_prefix(folder)) is not None:
+            raise NotFoundError(f"{folder!r} is a file; leave out the '/' behind it")
+        raise not_found(store, folder, hint=lists(folder))
+    entry = store.entry(name, expired=True)
+    return None if entry is None or (entry.expires is not None and entry.expires <= time.time()) else entry
+
+
+def find_blob(store: Store, name: str) -> Blob:
+    """The blob that a name or a digest (or 8 and more of its first hex digits) stands for; names come first.
+
+    Raises:
+        NotFoundError: there is none.
+        CastoreError: several digests begin so.
+    """
+    entry = find_entry(store, name)
+    if entry is not None:
+        blob = store.blob(entry.digest)
+        if blob is None or blob.pack == LOST:
+            raise NotFoundError(
+                f"the bytes of {name!r} were found damaged or missing; add it again, or `castore verify --repair`"
+            )
+        return blob
+    found = _blobs_beginning(store, name) if _HEX(name) else []
+    if len(found) > 1:
+        raise CastoreError(f"several digests begin with {name}; give more of it")
+    if not found:
+        raise not_found(store, name, hint=lists(name))
+    return found[0]
+
+
+def not_found(store: Store, name: str, *, hint: str) -> NotFoundError:
+    """The error for a name that no entry has; ``hint`` says what to do if it is a folder of names."""
+    if next(store.entries(name), None) is not None:
+        return NotFoundError(f"{name!r} is a folder of entries; {hint}")
+    return NotFoundError(f"there is no entry {name!r} in {store.path}; `castore ls` lists what there is")
+
+
+def lists(folder: str) -> str:
+    """What to do about a name that is a folder."""
+    return f"`castore ls {typed(folder)}` lists them"
+
+
+def _blobs_beginning(store: Store, digits: str) -> list[Blob]:
+    low, high = (bytes.fromhex(digits.ljust(64, fill)) for fill in "0f")
+    return store.index.blobs_between(low, high, 2)

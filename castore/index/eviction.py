@@ -1,0 +1,97 @@
+"""Gc's questions: entries that may go, blobs that no entry names, and whether there is anything to do.
+
+Changes nothing. Rows may be damaged: sizes and counts come as numbers whatever a row holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from itertools import islice
+from operator import itemgetter
+from typing import NamedTuple
+
+from castore.index.database import Index
+
+#: Blobs asked for at a time.
+_BATCH = 500
+# An entry that no pin and no live pinned mount holds.
+_FREE = (
+    "e.pinned = 0 AND NOT EXISTS (SELECT 1 FROM mounts m WHERE m.pinned AND"
+    " (m.prefix = '' OR e.name = m.prefix OR (e.name > m.prefix || '/' AND e.name < m.prefix || '0')))"
+)
+# Numbers, whatever a damaged row holds.
+_STORED, _REFS, _PACK = (f"CAST(b.{column} AS INTEGER)" for column in ("stored", "refs", "pack"))
+_BY_LAST_USE = (
+    "SELECT e.name, CAST(e.digest AS BLOB), e.accessed,"
+    f" coalesce({_STORED}, 0), coalesce({_REFS}, 1), coalesce({_PACK}, 0)"
+    f" FROM entries e LEFT JOIN blobs b ON b.digest = e.digest WHERE {_FREE}"
+    " ORDER BY e.accessed <= ?, e.accessed"
+)
+_EXPIRED = f"SELECT name, CAST(digest AS BLOB), accessed FROM entries e WHERE {_FREE} AND expires <= ?"
+_BLOBS = f"SELECT digest, {_STORED}, {_REFS}, {_PACK} FROM blobs b WHERE digest IN (%s)"
+_ORPHANS = (
+    f"SELECT digest, {_STORED}, {_PACK}, CAST(orphaned AS REAL) FROM blobs b"
+    " WHERE orphaned IS NOT NULL AND refs = 0"
+)
+_NO_BLOB = (0, 1, 0)
+_WORK = (
+    "SELECT EXISTS (SELECT 1 FROM entries WHERE expires <= ?1 AND pinned = 0)"
+    " OR EXISTS (SELECT 1 FROM blobs WHERE orphaned <= ?2)"
+)
+
+
+class Candidate(NamedTuple):
+    """An entry that may go.
+
+    Attributes:
+        name, digest, accessed: of the entry.
+        stored, refs, pack: of its blob: bytes, how many entries name it, and where it lies.
+    """
+
+    name: str
+    digest: bytes
+    accessed: float
+    stored: int
+    refs: int
+    pack: int
+
+
+class Orphan(NamedTuple):
+    """A blob that no entry names, and since when."""
+
+    digest: bytes
+    stored: int
+    pack: int
+    since: float
+
+
+def by_last_use(index: Index, ahead: float) -> Generator[Candidate]:
+    """Free entries, least recently used first; before them those last used after ``ahead``, a time to come.
+
+    A stream: no fork happens until its end, so the caller closes it soon.
+    """
+    with closing(index.file.stream(_BY_LAST_USE, (ahead,))) as rows:
+        yield from map(Candidate._make, rows)
+
+
+def expired(index: Index, now: float) -> Iterator[Candidate]:
+    """Free entries whose time is over, in the order of digests, which is that of the blobs' tree."""
+    rows = iter(sorted(index.file.rows(_EXPIRED, (now,)), key=itemgetter(1)))
+    while some := list(islice(rows, _BATCH)):
+        digests = [digest for _, digest, _ in some]
+        found = index.file.rows(_BLOBS % ",".join("?" * len(digests)), digests)
+        blobs = {digest: known for digest, *known in found}
+        for name, digest, accessed in some:
+            yield Candidate(name, digest, accessed, *blobs.get(digest, _NO_BLOB))
+
+
+def orphans(index: Index) -> Iterator[Orphan]:
+    """Every blob that no entry names."""
+    return map(Orphan._make, index.file.rows(_ORPHANS))
+
+
+def is_work(index: Index, now: float, orphaned_before: float) -> bool:
+    """Whether an entry that is not pinned has expired, or a blob lost its last name before that time."""
+    ((work,),) = index.file.all(_WORK, (now, orphaned_before))
+    return bool(work)

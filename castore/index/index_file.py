@@ -1,0 +1,264 @@
+"""The file of the index: each thread has its own connection to it, and opens another when it is replaced.
+
+Knows no table. Statements and what their rows mean are the other modules'. A question that finds others' lock
+on the file asks again. An error of SQLite's becomes what the user should see.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from castore.errors import StoreError
+from castore.index.beacon import EPOCH, Beacon
+from castore.index.connections import BUSY_SECONDS, PAUSE_SECONDS, Connections, patiently
+from castore.index.schema import SCHEMA_VERSION, foreign, migrate
+from castore.system.ballast import full
+from castore.system.forks import fork_gate, reset_after_fork, unforked
+from castore.system.sql_errors import SQL_ERRORS, is_damage, is_locked
+from castore.system.temporary import check_regular, open_with_mode
+
+
+def _version(db: sqlite3.Connection) -> int:
+    with unforked():
+        return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _migrate(db: sqlite3.Connection) -> None:
+    with fork_gate:
+        migrate(db)
+
+
+def _foreign(db: sqlite3.Connection) -> str | None:
+    with unforked():
+        return foreign(db)
+
+
+class IndexFile:
+    """The SQLite file of one index.
+
+    Args:
+        path: of ``index.sqlite``.
+        beacon: tells when another file has taken its place.
+        mode: permission bits of a new file; SQLite gives its WAL the same.
+        is_empty: tells whether there are no objects, so that an index without rows is right.
+        durable: commits survive a power cut.
+        rebuilding: open it as it is, tables or not: for `rebuild`, whose transaction makes it whole.
+        read_only: nothing can be written where the file lies.
+
+    Attributes:
+        has_written: whether more than usage counters was written through this object. A connection that wrote
+            no more than those leaves a small log to the next writer when it is closed.
+
+    Raises:
+        StoreError: the file is damaged or of another version.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        beacon: Beacon,
+        *,
+        mode: int,
+        is_empty: Callable[[], bool],
+        durable: bool,
+        rebuilding: bool,
+        read_only: bool,
+    ) -> None:
+        self.path = path
+        self.read_only = read_only
+        self.has_written = rebuilding
+        self._words = beacon.words
+        self._rebuilding = rebuilding
+        self._connections = Connections(path, durable, read_only=read_only)
+        self._after_fork()
+        reset_after_fork(self)
+        # Never opened and closed if it is there: closing any descriptor of the file would drop the locks that
+        # SQLite holds on it in this process, for another `Store` of the same folder.
+        for suffix in ("", "-wal", "-shm", "-journal"):
+            check_regular(f"{path}{suffix}")
+        if not path.exists():
+            if read_only:
+                raise self._no_index()
+            os.close(open_with_mode(path, os.O_RDWR, mode))
+        if not rebuilding:
+            self._prepare(is_empty)
+
+    def _after_fork(self) -> None:
+        self._local = threading.local()
+
+    def _prepare(self, is_empty: Callable[[], bool]) -> None:
+        """Make the tables of a new index, or bring an older one up to date."""
+        epoch = self._epoch()
+        db = self._local.db = self._connect()
+        self._local.epoch = epoch
+        try:
+            version = patiently(partial(_version, db))
+        except SQL_ERRORS as error:
+            self.fail(error)
+        if version > SCHEMA_VERSION:
+            raise StoreError(
+                f"{self.path} was written by a newer castore"
+                f" (schema {version}, this one knows {SCHEMA_VERSION}); upgrade castore"
+            )
+        # Looked at again if there are objects: another process may have made the index and put them just now.
+        if version == 0 and not is_empty() and patiently(partial(_version, db)) == 0:
+            raise self._no_index()
+        if version < SCHEMA_VERSION and self.read_only:
+            raise StoreError(
+                f"{self.path} was written by an older castore"
+                f" (schema {version}, this one knows {SCHEMA_VERSION});"
+                " open the store once where it can be written to, which brings it up to date"
+            )
+        try:
+            if version < SCHEMA_VERSION:
+                self.has_written = True
+                patiently(partial(_migrate, db))
+            if (wrong := patiently(partial(_foreign, db))) is not None:
+                raise self.damaged(wrong)
+        except SQL_ERRORS as error:
+            self.fail(error)
+
+    def _no_index(self) -> StoreError:
+        return StoreError(
+            f"the index {self.path} is missing or being rebuilt, and to an empty one all objects would be"
+            " garbage; `castore doctor --rebuild-index` makes a new one from them"
+        )
+
+    def connection(self) -> sqlite3.Connection:
+        """This thread's connection, to the file that is the index now.
+
+        Raises:
+            StoreError: the index was replaced and is not whole again yet.
+        """
+        local = self._local
+        epoch = self._words[EPOCH]
+        try:
+            if local.epoch == epoch:
+                return local.db  # type: ignore[no-any-return]
+        except AttributeError:
+            pass  # this thread's first use
+        opened_to = self._epoch() if self.read_only else epoch
+        if self.read_only and getattr(local, "epoch", None) == opened_to:
+            return local.db  # type: ignore[no-any-return]
+        db = self._connect()
+        if not self._rebuilding and patiently(partial(_version, db)) != SCHEMA_VERSION:
+            raise self._no_index()
+        local.db, local.epoch = db, opened_to
+        return db
+
+    def _epoch(self) -> object:
+        """What a connection was opened to: `connection` opens another once this has changed."""
+        epoch = self._words[EPOCH]
+        return (epoch, self._connections.frozen()) if self.read_only else epoch
+
+    def is_whole(self) -> bool:
+        """Whether a rebuild has committed, or the index was whole before it. Raises nothing."""
+        try:
+            return _version(self.connection()) == SCHEMA_VERSION
+        except (StoreError, OSError, *SQL_ERRORS):
+            return False
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            return self._connections.open()
+        except SQL_ERRORS as error:
+            self.fail(error)
+
+    def damaged(self, why: object) -> StoreError:
+        """What to tell the user of an index that is not what it should be."""
+        return StoreError(f"the index {self.path} cannot be used ({why}); `castore doctor` tells more")
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Raise what the user should see of an error."""
+        if self.read_only and "unable to open" in str(error):
+            raise StoreError(
+                f"{self.path} has a log, which cannot be read without {self.path.name}-shm where"
+                " nothing can be written; open the store once where it can be written to (`castore stat`)"
+            ) from error
+        if (no_room := full(self.path.parent, error)) is not None:
+            raise no_room from error
+        if is_damage(error):
+            raise self.damaged(error) from error
+        raise error
+
+    def close(self) -> None:
+        """Close every thread's connection."""
+        self._local = threading.local()
+        self._connections.close(leave_log=not self.has_written and not self.read_only)
+
+    # Asking
+
+    def all(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
+        """The rows of a question, or of a statement that changes no table of the index.
+
+        All at once: between two rows this process might fork, and the child would take the open read for its
+            own.
+
+        Raises:
+            StoreError: the index is damaged.
+        """
+        until = 0.0
+        while True:
+            try:
+                db = self.connection()
+                with unforked():
+                    return db.execute(sql, parameters).fetchall()
+            except SQL_ERRORS as error:
+                now = time.monotonic()
+                until = until or now + BUSY_SECONDS
+                if not is_locked(error) or now > until:
+                    self.fail(error)
+            time.sleep(PAUSE_SECONDS)
+
+    def one(self, sql: str, parameters: tuple[Any, ...] = ()) -> Any:
+        """The first row, or None. See `all`."""
+        rows = self.all(sql, parameters)
+        return rows[0] if rows else None
+
+    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> Iterator[Any]:
+        """`all`, one after the other."""
+        return iter(self.all(sql, parameters))
+
+    def stream(self, sql: str, parameters: Sequence[Any] = ()) -> Generator[Any]:
+        """`rows` for more than memory should hold. No fork happens until its end: close it soon."""
+        db = self.connection()
+        with unforked(), closing(db.cursor()) as cursor:
+            try:
+                yield from cursor.execute(sql, parameters)
+            except SQL_ERRORS as error:
+                self.fail(error)
+
+    def pages(self, sql: str, after: Any, *parameters: Any) -> Iterator[list[Any]]:
+        """The rows of a question in pages, so that no long read holds up the WAL.
+
+        Args:
+            sql: a page of rows in the order of their first column, which is to be greater than the first
+                parameter.
+            after: the first parameter of the first page.
+            parameters: the others.
+
+        Raises:
+            StoreError: the rows are in another order: the index is damaged, and there might be no end to
+                them.
+        """
+        while page := self.all(sql, (after, *parameters)):
+            yield page
+            after = self.behind(after, page[-1][0])
+
+    def behind(self, last: Any, key: Any) -> Any:
+        """``key``, which must come behind the last one.
+
+        Raises:
+            StoreError: it does not.
+        """
+        if type(key) is not type(last) or not last < key:
+            self.fail(sqlite3.DatabaseError(f"the row of {key!r} comes behind that of {last!r}"))
+        return key

@@ -1,0 +1,105 @@
+"""Entries by the order of their names: files, folders, prefixes, names that begin with some letters.
+
+Folders are not in the index: one exists as long as a name lies in it. Changes nothing. Names are already
+checked, times are seconds since the epoch. A row may be damaged: what it says may be anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import NamedTuple
+
+from castore.index.database import Index
+from castore.names import below
+
+_FILE = "SELECT {} FROM entries WHERE name = ? AND (expires IS NULL OR expires > ?)".format(
+    "name, digest, size, created, expires, checked"
+)
+_FILES = (
+    "SELECT name, digest, size, created, expires, checked FROM entries"
+    " WHERE name >= ? AND name < ? AND (expires IS NULL OR expires > ?) ORDER BY name LIMIT ?"
+)
+_COUNT = "SELECT count(*) FROM entries WHERE name > ?1 AND name < ?2 AND (expires IS NULL OR expires > ?3)"
+_BEGINNING = "SELECT name FROM entries WHERE name >= ?1 AND name < ?1 || char(1114111) ORDER BY name LIMIT ?2"
+_SIZED = "SELECT name, digest, size FROM entries WHERE name > ? AND name < ? ORDER BY name LIMIT ?"
+_SIZED_ONE = "SELECT name, digest, size FROM entries WHERE name = ?"
+
+#: Behind all names: no part of a name is long enough for as many of the last character.
+LAST = "\U0010ffff" * 64
+#: Behind all text: SQLite sorts every blob there, even the empty one.
+BEHIND_TEXT = b""
+
+#: Name, digest, size, creation, expiry and check of an entry. A plain tuple, since a listing has millions of
+#: them.
+FileRow = tuple[str, bytes, int, float, float | None, int]
+
+
+class Sized(NamedTuple):
+    """An entry with the size of its blob, in bytes."""
+
+    name: str
+    digest: bytes
+    size: int
+
+
+def file(index: Index, name: str, now: float) -> FileRow | None:
+    """The entry of a name, unless it has expired by ``now``."""
+    rows = index.file.all(_FILE, (name, now))
+    return rows[0] if rows else None
+
+
+def files(index: Index, low: str, high: str | bytes, now: float, limit: int) -> list[FileRow]:
+    """The first entries from ``low`` on, and before ``high``, that have not expired by ``now``, by name."""
+    return index.file.all(_FILES, (low, high, now, limit))
+
+
+def behind(index: Index, last: str, key: str) -> str:
+    """``key``, where the next `files` are to begin.
+
+    Raises:
+        StoreError: it does not lie behind ``last``: the index is damaged, and there might be no end to it.
+    """
+    return index.file.behind(last, key)  # type: ignore[no-any-return]
+
+
+def is_folder(index: Index, path: str, now: float) -> bool:
+    """Whether a name that has not expired by ``now`` lies inside ``path``."""
+    return bool(files(index, *below(path), now, 1))
+
+
+def count_inside(index: Index, folder: str, now: float) -> int:
+    """How many entries inside a folder have not expired by ``now``. Reads the row of each."""
+    ((count,),) = index.file.all(_COUNT, (*below(folder), now))
+    return int(count)
+
+
+def names_beginning(index: Index, text: str, limit: int) -> list[str]:
+    """The first names that begin with ``text``, expired or not."""
+    return [row[0] for row in index.file.rows(_BEGINNING, (text, limit))]
+
+
+def sized_pages(index: Index, prefix: str, page: int) -> Iterator[list[Sized]]:
+    """Entries at or below a prefix ("" for all), expired or not, by name, at most ``page`` at a time."""
+    low, high = below(prefix) if prefix else ("", LAST)
+    if prefix and (own := index.file.all(_SIZED_ONE, (prefix,))):
+        yield [Sized(*row) for row in own]
+    for rows in index.file.pages(_SIZED, low, high, page):
+        yield [Sized(*row) for row in rows]
+
+
+def small_digests(index: Index, prefix: str, largest: int, limit: int) -> list[bytes]:
+    """The first digests, in their own order, of entries of 1 to ``largest`` bytes at or below a prefix.
+
+    One that several entries have is there several times.
+    """
+    where, bounds = "size BETWEEN 1 AND ?", (largest,)
+    if prefix:
+        where += " AND (name = ? OR (name >= ? AND name < ?))"
+        bounds += (prefix, *below(prefix))  # type: ignore[assignment]
+    sql = f"SELECT digest FROM entries WHERE {where} ORDER BY digest LIMIT ?"
+    return [row[0] for row in index.file.rows(sql, (*bounds, limit))]
+
+
+def digests_of_names(index: Index) -> Generator[tuple[str, bytes]]:
+    """Every name with its digest. A stream: no fork happens until its end, so the caller closes it soon."""
+    return index.file.stream("SELECT name, digest FROM entries")

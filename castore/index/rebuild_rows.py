@@ -1,0 +1,133 @@
+"""Writing every row anew, and counting anew what follows from rows. For `castore.repair` alone.
+
+`transaction.Write` keeps sizes, references and totals in step with each change. A rebuild leaves them out,
+and has `recount` work them out once at its end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from castore.index.database import Index
+from castore.index.journal import NameRecord
+from castore.index.schema import apply_migrations
+from castore.index.transaction import Write
+from castore.records import HEAD_SIZE, Blob, entry_check
+from castore.system.forks import unforked
+
+_TABLES = ("entries", "blobs", "checksums", "packs", "released")
+_ADD_BLOB = "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?, ?, ?, 0, NULL)"
+_ADD_CHECKSUMS = "INSERT OR REPLACE INTO checksums VALUES (?, ?)"
+_SET_NAME = (
+    "INSERT OR REPLACE INTO entries"
+    " (name, digest, size, serializer, metadata, created, expires, accessed, pinned, checked)"
+    " VALUES (?1, ?2, 0, ?3, ?4, ?5, ?6, ?5, ?7, ?8)"
+)
+_DROP_NAME = "DELETE FROM entries WHERE name = ?"
+_NAMELESS = "SELECT name FROM entries e WHERE NOT EXISTS (SELECT 1 FROM blobs b WHERE b.digest = e.digest)"
+_SKIP_IDS = "INSERT INTO packs (id, created) SELECT max(?, coalesce(max(id), 0) + 1), 0 FROM packs"
+
+_PACKED = f"coalesce(sum(CASE WHEN pack > 0 THEN stored + {HEAD_SIZE} END), 0)"
+_RECOUNT_SIZES = (
+    "UPDATE entries SET size = coalesce((SELECT size FROM blobs b WHERE b.digest = entries.digest), size)"
+)
+_RECOUNT_REFS = (
+    "UPDATE blobs SET refs = coalesce((SELECT refs FROM named n WHERE n.digest = blobs.digest), 0)"
+)
+_RECOUNT_TOTALS = (
+    "UPDATE totals SET (entries, logical) = (SELECT count(*), coalesce(sum(size), 0) FROM entries),"
+    " (blobs, uniq, stored, packed) ="
+    f" (SELECT count(*), coalesce(sum(size), 0), coalesce(sum(stored), 0), {_PACKED} FROM blobs)"
+)
+_SUMS = (
+    "SELECT (SELECT count(*) FROM entries), (SELECT coalesce(sum(size), 0) FROM entries), count(*),"
+    f" coalesce(sum(size), 0), coalesce(sum(stored), 0), {_PACKED}, coalesce(sum(refs), 0),"
+    " (SELECT coalesce(sum(length(digests) / 32), 0) FROM released) FROM blobs"
+)
+# A digest for each name that its blob counts: of the entries, and of those that gc has removed but not taken
+# off yet.
+_NAMED = (
+    "SELECT digest FROM entries UNION ALL SELECT digest FROM (WITH RECURSIVE cut (digest, rest) AS ("
+    "SELECT substr(digests, 1, 32), substr(digests, 33) FROM released UNION ALL"
+    " SELECT substr(rest, 1, 32), substr(rest, 33) FROM cut WHERE length(rest) > 0) SELECT digest FROM cut)"
+)
+_WRONG = (
+    f"SELECT 1 FROM (SELECT digest, count(*) AS named FROM ({_NAMED}) GROUP BY digest) n"
+    " JOIN blobs b ON b.digest = n.digest WHERE b.refs != n.named"
+    " UNION ALL SELECT 1 FROM blobs WHERE (refs = 0) != (orphaned IS NOT NULL)"
+    " UNION ALL SELECT 1 FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.size != b.size LIMIT 1"
+)
+
+
+def empty(index: Index, txn: Write) -> None:
+    """Remove every row of names, blobs and packs, and make the tables if the file has none."""
+    apply_migrations(index.connection())
+    for table in _TABLES:
+        txn.execute(f"DELETE FROM {table}")
+
+
+def add_pack(txn: Write, pack: int) -> None:
+    """Register a pack that is there."""
+    txn.execute("INSERT INTO packs (id, created) VALUES (?, ?)", (pack, time.time()))
+
+
+def add_blob(txn: Write, blob: Blob, checksums: bytes | None) -> None:
+    """Record a blob, in the place of one of the same digest. No name counts yet."""
+    txn.execute(_ADD_BLOB, blob)
+    if checksums is not None:
+        txn.execute(_ADD_CHECKSUMS, (blob.digest, checksums))
+
+
+def skip_pack_ids(txn: Write) -> None:
+    """Have new packs take ids that no pack ever had: a process may hold a removed one open."""
+    txn.execute(_SKIP_IDS, (int(time.time()),))
+    txn.execute("DELETE FROM packs WHERE created = 0")
+
+
+def replay(txn: Write, record: NameRecord) -> None:
+    """Do what a record of the names journal says."""
+    if record.digest is None:
+        txn.execute(_DROP_NAME, (record.name,))
+    else:
+        txn.execute(_SET_NAME, (*record, entry_check(record.name, record.digest)))
+
+
+def names_without_blob(txn: Write) -> list[str]:
+    """Names that point to a digest that no row of blobs has."""
+    return [row[0] for row in txn.execute(_NAMELESS)]
+
+
+def drop_names(txn: Write, names: Iterable[str]) -> None:
+    """Remove names, and nothing beside them."""
+    txn.executemany(_DROP_NAME, ((name,) for name in names))
+
+
+def recount(txn: Write) -> None:
+    """Make what is kept beside the rows (sizes, references, totals) what the rows say."""
+    txn.execute(_RECOUNT_SIZES)
+    txn.execute("DROP TABLE IF EXISTS temp.named")
+    txn.execute("CREATE TEMP TABLE named (digest BLOB PRIMARY KEY, refs INTEGER) WITHOUT ROWID")
+    txn.execute("INSERT INTO named SELECT digest, count(*) FROM entries GROUP BY digest")
+    txn.execute(_RECOUNT_REFS)
+    txn.execute("UPDATE blobs SET orphaned = NULL WHERE refs > 0")
+    txn.execute("UPDATE blobs SET orphaned = ? WHERE refs = 0 AND orphaned IS NULL", (time.time(),))
+    txn.execute("DROP TABLE temp.named")
+    txn.execute("DELETE FROM released")
+    txn.execute(_RECOUNT_TOTALS)
+
+
+def is_counted_right(index: Index) -> bool:
+    """Whether what `recount` makes is what there is. Reads every row."""
+    db = index.connection()
+    with unforked():
+        db.execute("BEGIN")  # all of it as of one moment
+        try:
+            totals = index.totals()
+            row = db.execute(_SUMS).fetchone()
+            # Totals first, references by their sum, then one by one.
+            if tuple(row[:6]) != tuple(totals) or row[6] != row[0] + row[7]:
+                return False
+            return db.execute(_WRONG).fetchone() is None
+        finally:
+            db.execute("ROLLBACK")

@@ -1,0 +1,97 @@
+"""Whether a file is an index that castore can have written: what SQLite finds, and rows that cannot be.
+
+Looks at the file through a connection of its own, for an index that does not open otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Container
+from contextlib import closing
+from pathlib import Path
+
+from castore.errors import StoreError
+from castore.index import schema
+from castore.names import check_name
+from castore.records import entry_check
+from castore.system.ballast import full
+from castore.system.forks import unforked
+from castore.system.sql_errors import SQL_ERRORS, is_locked
+
+#: Seconds to wait for others who hold the file.
+_PATIENCE = 120.0
+
+# Rows that castore never writes. SQLite keeps no checksums of its pages: a flipped bit within a value looks
+# like one.
+_SENSELESS_BLOB = (
+    "SELECT 1 FROM blobs WHERE typeof(digest) != 'blob' OR length(digest) != 32"
+    " OR typeof(size) != 'integer' OR size NOT BETWEEN 0 AND 1 << 50"
+    " OR typeof(stored) != 'integer' OR stored NOT BETWEEN 0 AND 1 << 50"
+    " OR typeof(pack) != 'integer' OR pack < -1 OR typeof(offset) != 'integer' OR offset < 0"
+    " OR typeof(refs) != 'integer' OR refs < 0 OR codec NOT IN ('zstd', 'lz4', 'gzip', 'none') LIMIT 1"
+)
+_SENSELESS_ENTRY = (
+    "SELECT 1 FROM entries WHERE typeof(digest) != 'blob' OR length(digest) != 32"
+    " OR typeof(size) != 'integer' OR typeof(created) != 'real' OR typeof(accessed) != 'real'"
+    " OR typeof(expires) NOT IN ('real', 'null')"
+    " OR abs(created) > 1e12 OR typeof(pinned) != 'integer'"
+    " OR NOT EXISTS (SELECT 1 FROM blobs b WHERE b.digest = entries.digest) LIMIT 1"
+)
+_SENSELESS_CHECKSUMS = (
+    "SELECT 1 FROM blobs b LEFT JOIN checksums c ON c.digest = b.digest WHERE b.codec = 'none' AND b.pack = 0"
+    " AND b.size > ?1 AND (typeof(c.frames) != 'blob' OR length(c.frames) % 8) LIMIT 1"
+)
+_SENSELESS_RELEASED = "SELECT 1 FROM released WHERE typeof(digests) != 'blob' OR length(digests) % 32 LIMIT 1"
+_SENSELESS = (_SENSELESS_BLOB, _SENSELESS_ENTRY, _SENSELESS_RELEASED)
+_ENTRIES = "SELECT name, digest, serializer, metadata, checked FROM entries"
+
+
+def damage(file: Path, frame_size: int, serializers: Container[str]) -> str | None:
+    """What SQLite itself finds wrong with the index, or what its rows say that cannot be, or None.
+
+    Args:
+        file: of the index. One that an older castore wrote is brought up to date first, as opening the store
+            would.
+        frame_size: bytes of a frame: a loose raw blob of more has checksums.
+        serializers: names of those that there are.
+
+    Raises:
+        FullError: there is no room to look at it.
+        StoreError: it cannot be opened, which is no damage.
+    """
+    if not file.exists():
+        return f"there is no {file}"
+    try:
+        with unforked(), closing(sqlite3.connect(file, timeout=_PATIENCE, isolation_level=None)) as db:
+            if 0 < db.execute("PRAGMA user_version").fetchone()[0] < schema.SCHEMA_VERSION:
+                schema.migrate(db)
+            (row,) = db.execute("PRAGMA integrity_check(1)").fetchone()
+            if row != "ok":
+                return str(row)
+            return schema.foreign(db) or _senseless(db, frame_size, serializers)
+    except SQL_ERRORS as error:
+        if (no_room := full(file.parent, error)) is not None:
+            raise no_room from error
+        if is_locked(error) or "unable to open" in str(error) or "readonly" in str(error):
+            raise StoreError(
+                f"the index {file} cannot be looked at ({error});"
+                " run this as the store's owner, while nobody holds it"
+            ) from error
+        return str(error)
+
+
+def _senseless(db: sqlite3.Connection, frame_size: int, serializers: Container[str]) -> str | None:
+    questions = [(sql, ()) for sql in _SENSELESS] + [(_SENSELESS_CHECKSUMS, (frame_size,))]
+    if any(db.execute(sql, parameters).fetchone() for sql, parameters in questions):
+        return "it has rows that cannot be"
+    for name, digest, serializer, metadata, checked in db.execute(_ENTRIES):
+        try:
+            check_name(name)
+            sound = checked == entry_check(name, digest) and serializer in serializers
+            sound = sound and (metadata is None or type(json.loads(metadata)) is dict)
+        except ValueError:
+            sound = False
+        if not sound:
+            return f"what it says of the name {name!r} cannot be"
+    return None

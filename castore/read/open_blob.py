@@ -1,0 +1,82 @@
+"""A blob that is held open: any range of its bytes, or all of them in order, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from castore.errors import CorruptError
+from castore.objects.decode import BlobReader
+from castore.records import Blob
+
+
+class OpenBlob:
+    """The bytes of a blob, held until `close` whatever gc does. Threads may share it.
+
+    Bytes that fail their check are set aside in the store and are never given out: the blob is missing from
+    then on.
+
+    Attributes:
+        blob: what is known of it: its digest, its sizes in bytes, its codec and where it lies.
+    """
+
+    def __init__(self, reader: BlobReader, damaged: Callable[[Blob, CorruptError], object]) -> None:
+        self._reader = reader
+        self._damaged = damaged
+        self.blob = reader.blob
+
+    @property
+    def size(self) -> int:
+        """Bytes of the blob, uncompressed."""
+        return self.blob.size
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Up to ``size`` bytes from ``offset``; fewer only at the end of the blob.
+
+        Raises:
+            CorruptError: the stored bytes are damaged.
+        """
+        with self._reporting():
+            return self._reader.read(offset, size)
+
+    def read_all(self) -> bytes:
+        """All bytes, decoded on all cores.
+
+        Raises:
+            CorruptError: the stored bytes are damaged.
+        """
+        with self._reporting():
+            return self._reader.read_all()
+
+    def pieces(self, *, whole: bool = True) -> Generator[bytes]:
+        """All bytes in order, in pieces of 256 KiB, decoded ahead on all cores in bounded memory.
+
+        Args:
+            whole: compare the digest of all bytes at the end. Each piece is checked without it as well.
+
+        Raises:
+            CorruptError: the stored bytes are damaged; with ``whole`` this may come after the last piece.
+        """
+        with self._reporting():
+            yield from self._reader.in_order(whole=whole)
+
+    def close(self) -> None:
+        """Let go of the bytes."""
+        self._reader.close()
+
+    def __enter__(self) -> OpenBlob:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except CorruptError as error:
+            self._damaged(self.blob, error)
+            raise

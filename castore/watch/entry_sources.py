@@ -1,0 +1,170 @@
+"""The files that an entry was made from, kept in its metadata, and whether they are still what they were.
+
+An entry that is a copy of a file says so under ``source``; its digest is the entry's own. An entry that was computed
+from files lists them under ``sources``, each with its digest, as `remember` gives them. Nothing is kept elsewhere, so
+an index that is rebuilt knows it all.
+
+A look costs one ``stat`` a file as long as size and mtime are as remembered; only then is nothing read.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeGuard
+
+import blake3
+
+from castore import Store
+from castore.errors import InvalidValueError
+from castore.index.noted import Noted, noted
+from castore.records import Entry
+
+#: A file that was written this short a while ago may be written again within the same tick of its clock.
+_TICK_NS = 50_000_000
+
+
+def remember(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
+    """What to keep in an entry's metadata, under ``sources``, of the files that it is computed from.
+
+    Args:
+        paths: regular files; each is read once, for its digest.
+
+    Returns:
+        For each a JSON-like dict of ``path``, ``size`` in bytes, ``mtime_ns`` and ``digest``.
+
+    Raises:
+        OSError: a file cannot be read.
+        InvalidValueError: it is not a regular file, changed while it was read, or its path is not UTF-8.
+
+    >>> import tempfile, castore
+    >>> from pathlib import Path
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "raw.txt").write_text("hello")
+    >>> store = castore.Store(folder / "store")
+    >>> kept = store.put("upper", b"HELLO", metadata={"sources": remember([folder / "raw.txt"])})
+    >>> fresh(store, "upper")
+    True
+    >>> _ = (folder / "raw.txt").write_text("goodbye")
+    >>> fresh(store, "upper")
+    False
+    """
+    return [_remember(os.path.abspath(path)) for path in paths]
+
+
+def _remember(path: str) -> dict[str, Any]:
+    before = os.stat(path)
+    source = own(path, before)
+    if source is None:
+        raise InvalidValueError(f"{path!r} is not UTF-8, so it cannot be remembered; rename it")
+    if not stat.S_ISREG(before.st_mode):
+        raise InvalidValueError(
+            f"{path} is not a regular file, so it cannot be remembered; list the files in it"
+        )
+    digest = digest_of(path)
+    after = os.stat(path)
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise InvalidValueError(f"{path} changed while it was read; remember it when nobody writes to it")
+    return source | {"digest": digest}
+
+
+def own(path: str, status: os.stat_result) -> dict[str, Any] | None:
+    """What an entry that is a copy of the file keeps under ``source``; None for a path that JSON cannot hold.
+
+    Args:
+        path: absolute.
+        status: of the file, from before it was read.
+    """
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return None
+    # None is never equal to an mtime: the next look compares the content.
+    trusted = status.st_mtime_ns + _TICK_NS < time.time_ns()
+    return {"path": path, "size": status.st_size, "mtime_ns": status.st_mtime_ns if trusted else None}
+
+
+def digest_of(path: str) -> str:
+    """BLAKE3-256 of a file, in hex; read in pieces, since mapping a file that shrinks would end the process."""
+    hasher = blake3.blake3()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def changed(entry: Entry | Noted) -> list[str]:
+    """Why an entry no longer stands for the files it was made from: a sentence each; empty if it does.
+
+    Size is compared first, then mtime, and where that differs the content.
+    """
+    return [reason for reason in map(_difference, of(entry)) if reason is not None]
+
+
+def of(entry: Entry | Noted) -> list[dict[str, Any]]:
+    """All files that an entry remembers, each with its digest."""
+    source = entry.metadata.get("source")
+    listed = entry.metadata.get("sources")
+    found = [source | {"digest": entry.digest}] if _is_source(source) else []
+    return found + [one for one in listed if _is_source(one)] if isinstance(listed, list) else found
+
+
+def _is_source(value: object) -> TypeGuard[dict[str, Any]]:
+    # `source` and `sources` are words that users put into metadata for purposes of their own, too.
+    return (
+        isinstance(value, dict)
+        and {"size", "mtime_ns"} <= value.keys()
+        and isinstance(value.get("path"), str)
+    )
+
+
+def _difference(source: dict[str, Any]) -> str | None:
+    path, digest = source["path"], source.get("digest")
+    try:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):
+            return f"{path} is not a file any more"
+        if found.st_size != source["size"]:
+            return f"{path} has {found.st_size:,} bytes, and had {source['size']:,}"
+        # A link that stands for the file (`castore watch --replace`) carries its mtime to the nanosecond.
+        if source["mtime_ns"] in (found.st_mtime_ns, os.lstat(path).st_mtime_ns):
+            return None
+        return None if digest_of(path) == digest else f"{path} has other content"
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{path} is gone"
+    except OSError as error:
+        return f"{path} cannot be looked at: {error.strerror}"
+
+
+def fresh(store: Store, name: str) -> bool:
+    """Whether there is an entry of that name and the files it was made from are as they were."""
+    entry = store.entry(name)
+    return entry is not None and not changed(entry)
+
+
+class Stale(NamedTuple):
+    """An entry that was computed from files which have changed; ``dropped`` unless it is pinned."""
+
+    name: str
+    reasons: list[str]
+    dropped: bool
+
+
+def drop_stale(store: Store, concerns: Callable[[str], bool]) -> Iterator[Stale]:
+    """Drop entries that were computed from files which have changed. Looks through all entries once.
+
+    Args:
+        store: where they are.
+        concerns: whether to look at a file, by its path.
+    """
+    for entry in noted(store.index, "sources"):
+        if any(concerns(source["path"]) for source in of(entry)) and (reasons := changed(entry)):
+            yield Stale(entry.name, reasons, not entry.pinned and drop(store, entry))
+
+
+def drop(store: Store, entry: Entry | Noted) -> bool:
+    """Delete an entry, unless it was put again since it was looked at; whether it went."""
+    with store.index.write() as txn:
+        return txn.delete_unchanged(entry.name, bytes.fromhex(entry.digest), entry.metadata)

@@ -1,0 +1,226 @@
+"""A blob whose bytes come in pieces: what `Store.create` gives to be written to, and `Store.put_stream`
+fills.
+
+The first bytes are held in memory: a blob that ends within them is put as `Store.put` does it. Later
+bytes are compressed at once, frame after frame, into a temporary file, so memory stays bounded however long
+the stream goes on.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import blake3
+
+from castore.errors import InvalidValueError, SerializationError, naming
+from castore.objects.codecs import FRAME_SIZE, Buffer
+from castore.objects.directory import ObjectDirectory
+from castore.objects.encode import FrameEncoder, choose_codec
+from castore.records import LOOSE, Blob, Entry
+from castore.write.staging import Large, Staged
+
+#: A blob that is no longer than this is put whole. Of one that is longer, ``auto`` is settled from so much of
+#: it.
+HEAD_BYTES = 32 * FRAME_SIZE
+
+
+def write_all(fd: int, data: Buffer, path: Path) -> None:
+    """Write all of ``data``; an error names the file."""
+    view = memoryview(data)
+    with naming(path):
+        while view:
+            view = view[os.write(fd, view) :]
+
+
+class StageWhole(Protocol):
+    """Stages a blob that is held in memory."""
+
+    def __call__(self, data: Buffer, codec: str, level: int | None, *, known: bool) -> Staged:
+        """See `BlobWriter.stage`."""
+        ...
+
+
+class IncomingBlob:
+    """Bytes on their way to a blob.
+
+    Args:
+        stage_whole: stages a blob that ends within its first bytes.
+        objects: where a longer one goes.
+        codec, level: as for a put.
+    """
+
+    def __init__(
+        self, stage_whole: StageWhole, objects: ObjectDirectory, codec: str, level: int | None
+    ) -> None:
+        self._stage_whole = stage_whole
+        self._objects = objects
+        self._codec = codec
+        self._level = level
+        self._buffer = bytearray()  # the first bytes, and later what is less than a frame
+        self._encoder: FrameEncoder | None = None
+        self._hash = blake3.blake3()
+        self._fd = -1
+        self._temporary: Path | None = None
+        self._process = os.getpid()
+        self.size = 0
+
+    def add(self, data: Buffer) -> None:
+        """Take some more bytes. The caller may change the buffer afterwards."""
+        self._see_own()
+        self._buffer += data
+        self.size += len(data)
+        if self._encoder is not None:
+            self._hash.update(data)
+            self._encode_frames(self._encoder)
+        elif self.size > HEAD_BYTES:
+            self._begin()
+
+    def _begin(self) -> None:
+        head = memoryview(self._buffer)
+        used = choose_codec(self._codec, len(head), lambda at, length: head[at : at + length])
+        self._hash.update(head)
+        head.release()  # the buffer cannot shrink before
+        self._codec = used
+        fd, temporary = self._objects.loose.create()
+        self._fd, self._temporary = fd, temporary
+        self._encoder = FrameEncoder(used, self._level, lambda piece: write_all(fd, piece, temporary))
+        self._encode_frames(self._encoder)
+
+    def _encode_frames(self, encoder: FrameEncoder) -> None:
+        whole = len(self._buffer) // FRAME_SIZE * FRAME_SIZE
+        if not whole:
+            return
+        frames = bytes(memoryview(self._buffer)[:whole])
+        del self._buffer[:whole]
+        view = memoryview(frames)
+        for start in range(0, whole, FRAME_SIZE):
+            encoder.add(view[start : start + FRAME_SIZE])
+
+    def stage(self, known: bool) -> Staged:
+        """All bytes, ready to be placed. Called again, with ``known=False``, for a blob that was seen to
+        vanish.
+        """
+        self._see_own()
+        if self._encoder is None:
+            return self._stage_whole(bytes(self._buffer), self._codec, self._level, known=known)
+        if self._buffer:
+            self._encoder.add(bytes(self._buffer))
+        encoded = self._encoder.finish(self.size)
+        self._objects.loose.seal(self._fd, durable=self._objects.durable)
+        self._let_go()
+        temporary, self._temporary = self._temporary, None
+        assert temporary is not None  # made with the encoder; a blob of this kind is staged once
+        blob = Blob(self._hash.digest(), self.size, encoded.stored, self._codec, LOOSE, 0)
+        return Large(self._objects, blob, temporary, encoded.checksums)
+
+    def _see_own(self) -> None:
+        if os.getpid() != self._process:
+            raise InvalidValueError(
+                f"process {self._process} has begun to write this, and a forked child cannot go on with it;"
+                " begin anew there"
+            )
+
+    def abandon(self) -> None:
+        """Keep nothing. A blob that was staged already belongs to its `Large`."""
+        if self._encoder is not None:
+            self._encoder.abandon()
+        self._let_go()
+        temporary, self._temporary = self._temporary, None
+        # A forked child has a copy of this object: the file is its parent's.
+        if temporary is not None and os.getpid() == self._process:
+            temporary.unlink(missing_ok=True)
+
+    def _let_go(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class NewFile(io.BufferedIOBase):
+    """The file that `Store.create` gives: binary, written from its start to its end, for one thread at a
+    time.
+
+    Closing it ends the writing. Whether its bytes are kept is told by how the block of `Store.create` ends.
+
+    Attributes:
+        entry: what was kept, once the block has ended; else None.
+    """
+
+    def __init__(
+        self, name: str, blob: IncomingBlob, telling_full: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.mode = "wb"
+        self.entry: Entry | None = None
+        self._blob = blob
+        self._telling_full = telling_full
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """How many bytes were written."""
+        return self._blob.size
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Always an `io.UnsupportedOperation`, which archives and others take as a word that they must write
+        on.
+        """
+        raise io.UnsupportedOperation(
+            f"{self.name!r} is written from its start to its end; write a local file where a library has to"
+            " seek, and put that"
+        )
+
+    def write(self, data: Buffer) -> int:  # type: ignore[override]  # typeshed's type of buffers is private
+        """Take all of ``data``.
+
+        Raises:
+            FullError: the disk is full.
+            SerializationError: it is no run of bytes, but text, say.
+        """
+        if self.closed:
+            raise ValueError(f"write to {self.name!r}, which is closed")
+        try:
+            view = memoryview(data)
+        except TypeError as error:
+            raise SerializationError(
+                f"{self.name!r} is written as bytes, not as {type(data).__name__}; encode text first,"
+                " or wrap the file in io.TextIOWrapper"
+            ) from error
+        plain = view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
+        with self._telling_full():
+            self._blob.add(plain)
+        return len(plain)
+
+    def __del__(self) -> None:
+        self._blob.abandon()
+
+
+class Creation:
+    """The block of `Store.create`: its end keeps what was written, and an exception keeps nothing."""
+
+    def __init__(self, file: NewFile, commit: Callable[[], Entry], blob: IncomingBlob) -> None:
+        self._file = file
+        self._commit = commit
+        self._blob = blob
+
+    def __enter__(self) -> NewFile:
+        return self._file
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        try:
+            if kind is None:
+                self._file.entry = self._commit()
+        finally:
+            self._blob.abandon()

@@ -1,0 +1,62 @@
+"""fsspec's own suites for file systems, run against a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.tests import abstract
+
+from castore.adapters.filesystem import CastoreFileSystem
+
+
+class Fixtures(abstract.AbstractFixtures):  # type: ignore[misc]  # fsspec has no types
+    @pytest.fixture(scope="class")
+    def fs(self, tmp_path_factory: pytest.TempPathFactory) -> CastoreFileSystem:
+        return CastoreFileSystem(tmp_path_factory.mktemp("fs") / "store")
+
+    @pytest.fixture
+    def fs_path(self) -> str:
+        return "root/deep"
+
+    @pytest.fixture
+    def fs_sanitize_path(self) -> Any:
+        return lambda path: path
+
+    @pytest.fixture
+    def supports_empty_directories(self) -> bool:
+        return False
+
+
+class TestCopy(abstract.AbstractCopyTests, Fixtures):  # type: ignore[misc]
+    pass
+
+
+class TestGet(abstract.AbstractGetTests, Fixtures):  # type: ignore[misc]
+    pass
+
+
+class TestPut(abstract.AbstractPutTests, Fixtures):  # type: ignore[misc]
+    pass
+
+
+class TestOpen(abstract.AbstractOpenTests, Fixtures):  # type: ignore[misc]
+    pass
+
+
+class TestPipe(abstract.AbstractPipeTests, Fixtures):  # type: ignore[misc]
+    pass
+
+
+def test_every_suite_of_fsspec_is_run() -> None:
+    """A suite that a newer fsspec brings has to be taken up here."""
+    suites = {name for name in vars(abstract) if name.startswith("Abstract") and name.endswith("Tests")}
+    run = {
+        base.__name__ for test in (TestCopy, TestGet, TestPut, TestOpen, TestPipe) for base in test.__mro__
+    }
+    assert suites <= run
+
+
+def test_the_store_of_the_suites_is_a_folder(tmp_path: Path) -> None:
+    assert CastoreFileSystem(tmp_path / "s").store.path == tmp_path / "s"

@@ -1,0 +1,601 @@
+"""`castore://` as a file system: paths, files that are whole or absent, and instances that cross threads and
+processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from castore import InvalidValueError, Store
+from castore.adapters.filesystem import CastoreFileSystem
+from castore.objects.codecs import FRAME_SIZE
+from tests.clocks import pass_time
+from tests.helpers import agrees_with_disk, flip, in_processes, mixed, noise, payload
+
+BIG = mixed(12 * FRAME_SIZE + 4_321)
+
+
+@pytest.fixture
+def fs(tmp_path: Path) -> Iterator[CastoreFileSystem]:
+    """A file system over a new store."""
+    yield CastoreFileSystem(tmp_path / "store")
+    CastoreFileSystem.clear_instance_cache()
+
+
+def in_tmp(fs: CastoreFileSystem) -> list[Path]:
+    return [path for path in (fs.store.path / "tmp").iterdir() if path.is_file()]
+
+
+def _write(file: Any, data: Any, error: Exception | None = None) -> None:
+    file.write(data)
+    if error is not None:
+        raise error
+
+
+# Finding it
+
+
+def test_fsspec_finds_it_and_imports_nothing_of_it_before_it_is_asked_for(tmp_path: Path) -> None:
+    script = (
+        "import sys, fsspec; assert 'castore' not in sys.modules, 'too early';"
+        "fs = fsspec.filesystem('castore'); fs.pipe('a/b', b'x');"
+        "print(fs.store.path, fs.cat('castore://a/b'))"
+    )
+    environment = os.environ | {
+        "CASTORE_DIR": str(tmp_path / "s"),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert (done.stdout, done.stderr) == (f"{tmp_path / 's'} b'x'\n", "")
+
+
+def test_the_store_is_that_of_the_environment_and_not_of_the_first_who_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "other", "one"):
+        monkeypatch.setenv("CASTORE_DIR", str(tmp_path / name))
+        fs = fsspec.filesystem("castore")
+        assert fs.store.path == tmp_path / name
+        assert pickle.loads(pickle.dumps(fs)).store.path == tmp_path / name
+
+
+def test_one_store_is_one_instance_however_its_path_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CASTORE_DIR", "store")
+    ways: list[Any] = [tmp_path / "store", str(tmp_path / "store"), "store", "./x/../store", None]
+    first, *others = (CastoreFileSystem(way) for way in ways)
+    assert all(other is first for other in others)
+    assert fsspec.filesystem("castore", store="store") is first
+    monkeypatch.chdir("/")
+    assert pickle.loads(pickle.dumps(first)) is first
+
+
+def test_other_options_are_another_instance_over_the_same_open_store(tmp_path: Path) -> None:
+    plain, short = CastoreFileSystem(tmp_path / "s"), CastoreFileSystem(tmp_path / "s", ttl="1h")
+    assert plain is not short
+    assert plain != short
+    assert plain.store is short.store
+
+
+def test_a_store_that_is_given_is_used_with_its_options(tmp_path: Path) -> None:
+    Store(tmp_path / "s").close()
+    with Store(tmp_path / "s", ttl="1h", memory=0) as one, Store(tmp_path / "s", memory=0) as other:
+        short, plain = CastoreFileSystem(store=one), CastoreFileSystem(store=other)
+        assert (short.store, plain.store) == (one, other)
+        short.pipe("a", b"x")
+        plain.pipe("b", b"x")
+        assert [short.info(name)["expires"] is None for name in "ab"] == [False, True]
+        again = pickle.loads(pickle.dumps(short))
+        assert again.store.settings.ttl == 3600.0
+        again.store.close()
+
+
+def test_an_option_that_there_is_not_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match="takes no tll; it takes store, codec, level, ttl"):
+        fsspec.filesystem("castore", store=tmp_path / "s", tll="1d")
+
+
+def test_a_store_is_closed_when_nobody_has_its_file_system_any_more(tmp_path: Path) -> None:
+    def files() -> int:
+        return sum(
+            str(tmp_path) in os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.lexists(f"/proc/self/fd/{fd}")
+        )
+
+    fs = CastoreFileSystem(tmp_path / "s")
+    fs.pipe("a", b"x")
+    assert files() > 0
+    CastoreFileSystem.clear_instance_cache()
+    del fs
+    gc.collect()
+    assert files() == 0
+
+
+def test_what_a_short_program_reads_counts_as_used(tmp_path: Path) -> None:
+    with Store(tmp_path / "s", memory=0) as store:
+        store.put("a", b"x")
+    script = f"import fsspec; fsspec.filesystem('castore', store={str(tmp_path / 's')!r}).cat('a')"
+    subprocess.run([sys.executable, "-c", script], check=True)
+    with Store(tmp_path / "s", memory=0) as store:
+        assert store.stat().disk_hits == 1
+
+
+# Paths
+
+
+def test_folders_are_the_parts_of_names(fs: CastoreFileSystem) -> None:
+    fs.pipe({"a/b/c": b"1", "a/b-d": b"22", "a/e": b"333", "f": b""})
+    assert fs.ls("", detail=False) == ["a", "f"]
+    assert fs.ls("castore://a/", detail=False) == ["a/b", "a/b-d", "a/e"]
+    assert [(one["name"], one["type"], one["size"]) for one in fs.ls("a")] == [
+        ("a/b", "directory", 0), ("a/b-d", "file", 2), ("a/e", "file", 3),
+    ]  # fmt: skip
+    assert fs.ls("a/e", detail=False) == ["a/e"]
+    assert fs.glob("a/*") == ["a/b", "a/b-d", "a/e"]
+    assert fs.glob("**/[c-e]") == ["a/b/c", "a/e"]
+    assert fs.find("a") == ["a/b-d", "a/b/c", "a/e"]
+    assert fs.find("a", maxdepth=1, withdirs=True) == ["a", "a/b", "a/b-d", "a/e"]
+    assert list(fs.walk("a")) == [("a", ["b"], ["b-d", "e"]), ("a/b", [], ["c"])]
+    assert fs.du("a") == 6
+    for missing in ("a/b/", "a/x", "no/such", "a/e/inside", "../a", "a//b"):
+        assert fs.exists(missing) is (missing == "a/b/")
+    with pytest.raises(FileNotFoundError):
+        fs.ls("no/such")
+    with pytest.raises(FileNotFoundError):
+        fs.info("a//b")
+
+
+def test_listing_a_folder_skips_what_lies_below_its_folders(fs: CastoreFileSystem) -> None:
+    fs.store.put_many((f"big/{n % 3}/{n}", b"x") for n in range(9_000))
+    fs.store.put_many((f"big/file-{n:04}", b"x") for n in range(2_500))
+    asked: list[str] = []
+    db = fs.store.index.connection()
+    db.set_trace_callback(asked.append)
+    try:
+        names = fs.ls("big", detail=False)
+    finally:
+        db.set_trace_callback(None)
+    assert names == [f"big/{n}" for n in range(3)] + [f"big/file-{n:04}" for n in range(2_500)]
+    assert len(asked) < 15
+
+
+def test_a_file_tells_what_is_known_of_it(fs: CastoreFileSystem) -> None:
+    fs.pipe_file("a", b"hello", metadata={"k": 1}, ttl="1h", codec="lz4", pin=True)
+    info, entry = fs.info("a"), fs.store.entry("a")
+    assert entry is not None
+    assert {**info, "mtime": info["created"]} == info
+    assert (info["size"], info["digest"], info["codec"], info["metadata"]) == (
+        5,
+        entry.digest,
+        entry.codec,
+        {"k": 1},
+    )
+    assert entry.pinned
+    assert fs.created("a") == fs.modified("a")
+    assert fs.created("a").timestamp() == pytest.approx(entry.created)
+    before = fs.ukey("a"), fs.checksum("a")
+    fs.pipe_file("a", b"other")
+    assert (fs.ukey("a"), fs.checksum("a")) != before
+    fs.pipe_file("b", b"other")
+    assert fs.checksum("b") == fs.checksum("a")
+
+
+def test_what_is_missing_is_no_file(fs: CastoreFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = mixed(3_000)
+    fs.store.put("d/damaged", data)
+    fs.store.put("d/expired", b"x", ttl=60)
+    path, offset, length = payload(fs.store, "d/damaged")
+    flip(path, offset + length // 2)
+    assert fs.store.verify().bad != []
+    pass_time(monkeypatch, 120)
+    for name in ("d/damaged", "d/expired"):
+        assert not fs.exists(name)
+        for ask in (fs.info, fs.cat_file, fs.open, fs.rm, fs.ukey, lambda name: fs.cat_file(name, 0, 1)):
+            with pytest.raises(FileNotFoundError, match=f"castore://{name}"):
+                ask(name)
+    assert fs.find("") == fs.ls("") == []
+    with pytest.raises(FileNotFoundError):
+        fs.ls("d")
+
+
+# Reading
+
+
+@pytest.mark.parametrize("codec", ["zstd", "none"])
+def test_files_are_read_in_any_order(fs: CastoreFileSystem, codec: str) -> None:
+    fs.store.put("a", BIG, codec=codec)
+    with fs.open("a") as file:
+        assert (file.size, file.seekable(), file.mode, file.path) == (len(BIG), True, "rb", "a")
+        assert file.info()["size"] == len(BIG)
+        assert file.read(10) == BIG[:10]
+        file.seek(-7, os.SEEK_END)
+        assert file.read() == BIG[-7:]
+        for start in (FRAME_SIZE - 3, 5 * FRAME_SIZE, 0, len(BIG) - 1, 7 * FRAME_SIZE + 1):
+            file.seek(start)
+            assert file.read(50_000) == BIG[start : start + 50_000]
+        file.seek(0)
+        pieces = iter(lambda: file.read(10_000), b"")
+        assert b"".join(pieces) == BIG
+    with fs.open("a", "rt", encoding="latin-1", newline="") as lines:
+        assert lines.read() == BIG.decode("latin-1")
+
+
+def test_ranges_of_many_files_come_in_the_order_in_which_they_are_asked_for(fs: CastoreFileSystem) -> None:
+    fs.store.put("a", BIG)
+    fs.store.put("b", b"0123456789")
+    paths = ["b", "a", "castore://b", "a", "a", "b"]
+    starts = [2, 5 * FRAME_SIZE - 9, -3, 0, len(BIG) - 5, 8]
+    ends = [5, 5 * FRAME_SIZE + 9, None, 1, None, 100]
+    data = {"a": BIG, "b": b"0123456789"}
+    expected = [data[path[-1]][start:end] for path, start, end in zip(paths, starts, ends, strict=True)]
+    assert fs.cat_ranges(paths, starts, ends) == expected
+    assert fs.cat_ranges(["b", "b"], 1, 3) == [b"12", b"12"]
+    assert [
+        fs.cat_file(path, start, end) for path, start, end in zip(paths, starts, ends, strict=True)
+    ] == expected
+    found = fs.cat_ranges(["b", "missing", "b"], 0, 2)
+    assert [found[0], found[2]] == [b"01", b"01"]
+    assert isinstance(found[1], FileNotFoundError)
+    with pytest.raises(FileNotFoundError):
+        fs.cat_ranges(["b", "missing"], 0, 2, on_error="raise")
+    with pytest.raises(ValueError, match="2 paths, 1 starts"):
+        fs.cat_ranges(["b", "b"], [0], [1])
+
+
+def test_an_open_file_keeps_its_bytes_whatever_becomes_of_its_path(fs: CastoreFileSystem) -> None:
+    fs.store.put("a", BIG)
+    with fs.open("a") as file:
+        file.read(10)
+        fs.rm("a")
+        fs.store.gc(grace=0)
+        assert file.read() == BIG[10:]
+
+
+def test_an_open_file_pickles_as_its_place(fs: CastoreFileSystem) -> None:
+    fs.store.put("a", BIG)
+    with fs.open("a") as file:
+        file.seek(1_234_567)
+        pickled = pickle.dumps(file)
+        assert len(pickled) < 500
+        with pickle.loads(pickled) as again:
+            assert again.read(100) == BIG[1_234_567:1_234_667]
+
+
+# Writing
+
+
+@pytest.mark.parametrize("size", [0, 10, 20_000_000])
+def test_a_file_is_seen_whole_when_it_is_closed(fs: CastoreFileSystem, size: int) -> None:
+    data = noise(size)
+    with fs.open("a", "wb", metadata={"k": 1}, codec="none") as file:
+        file.write(data)
+        assert file.tell() == size
+        assert not fs.exists("a")
+        assert fs.ls("") == []
+    assert fs.cat("a") == data
+    assert fs.info("a")["metadata"] == {"k": 1}
+    assert file.entry == fs.store.entry("a")
+
+
+@pytest.mark.parametrize("size", [10, 20_000_000])
+@pytest.mark.parametrize("mode", ["wb", "w", "wt", "xb"])
+@pytest.mark.parametrize("opener", ["fs", "fsspec"])
+def test_an_error_keeps_nothing_and_what_was_there(
+    fs: CastoreFileSystem, opener: str, mode: str, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    if mode != "xb":
+        fs.pipe("a", b"before")
+    opened = fs.open("a", mode) if opener == "fs" else fsspec.open("castore://a", mode, store=fs.store.path)
+    with pytest.raises(KeyError, match="the writer fails"), opened as file:
+        _write(file, "x" * size if mode in ("w", "wt") else noise(size), KeyError("the writer fails"))
+    assert fs.store.get("a") == (None if mode == "xb" else b"before")
+    assert in_tmp(fs) == []
+
+
+def test_an_error_keeps_nothing_through_layers_of_text_and_compression(fs: CastoreFileSystem) -> None:
+    place = fsspec.open("castore://a.gz", "wt", compression="gzip", store=fs.store.path)
+    with pytest.raises(KeyError), place as file:
+        _write(file, "x" * 100_000, KeyError())
+    assert not fs.exists("a.gz")
+    with place as file:
+        file.write("x" * 100_000)
+    with fsspec.open("castore://a.gz", "rt", compression="infer", store=fs.store.path) as file:
+        assert file.read() == "x" * 100_000
+
+
+def test_a_file_that_is_written_while_an_error_is_handled_is_kept(fs: CastoreFileSystem) -> None:
+    try:
+        raise KeyError
+    except KeyError:
+        with fs.open("a", "w") as file:
+            file.write("what went wrong")
+    assert fs.cat("a") == b"what went wrong"
+
+
+def test_closing_in_the_middle_of_an_error_is_logged(
+    fs: CastoreFileSystem, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = fs.open("a", "wb")
+    with caplog.at_level(logging.WARNING, "castore"):
+        try:
+            raise KeyError("k")
+        except KeyError:
+            file.close()
+    assert (
+        "nothing of castore://a is kept: it was closed while KeyError('k') was being handled" in caplog.text
+    )
+    assert not fs.exists("a")
+
+
+def test_a_file_that_nobody_closes_is_not_kept_and_says_so(fs: CastoreFileSystem) -> None:
+    files = [fs.open("a", "wb")]
+    files[0].write(noise(20_000_000))
+    with pytest.warns(ResourceWarning, match="castore://a was never closed"):
+        files.clear()
+    assert not fs.exists("a")
+    assert in_tmp(fs) == []
+
+
+def test_what_is_discarded_is_not_kept(fs: CastoreFileSystem) -> None:
+    file = fs.open("a", "wb")
+    file.write(b"x")
+    file.discard()
+    file.close()
+    assert file.closed
+    assert not fs.exists("a")
+
+
+def test_a_transaction_keeps_its_files_at_its_end_or_none(fs: CastoreFileSystem) -> None:
+    with fs.transaction:
+        for name in "ab":
+            with fs.open(name, "wb") as file:
+                file.write(b"x")
+        assert fs.ls("") == []
+    assert fs.ls("", detail=False) == ["a", "b"]
+    with pytest.raises(KeyError), fs.transaction, fs.open("c", "wb") as file:
+        _write(file, noise(20_000_000), KeyError())
+    fs.start_transaction()
+    with fs.open("c", "wb") as file:
+        file.write(noise(20_000_000))
+    fs.transaction.complete(commit=False)
+    fs.end_transaction()
+    assert fs.ls("", detail=False) == ["a", "b"]
+    assert in_tmp(fs) == []
+
+
+def test_appending_goes_on_from_what_is_there(fs: CastoreFileSystem) -> None:
+    with fs.open("log", "a") as file:
+        file.write("one\n")
+    with fs.open("log", "ab") as file:
+        assert file.tell() == 4
+        file.write(b"two\n")
+        assert fs.cat("log") == b"one\n"
+    assert fs.cat("log") == b"one\ntwo\n"
+
+
+def test_a_file_that_is_written_cannot_seek_and_says_what_to_do(fs: CastoreFileSystem) -> None:
+    with fs.open("a", "wb") as file:
+        assert not file.seekable()
+        with pytest.raises(io.UnsupportedOperation, match="write a local file"):
+            file.seek(0)
+
+
+def test_touching_makes_an_empty_file_and_can_leave_what_is_there(fs: CastoreFileSystem) -> None:
+    fs.pipe("a", b"x")
+    fs.touch("a", truncate=False)
+    fs.touch("b", truncate=False)
+    assert fs.cat(["a", "b"]) == {"a": b"x", "b": b""}
+    fs.touch("a")
+    assert fs.cat("a") == b""
+    assert repr(fs) == f"CastoreFileSystem({str(fs.store.path)!r})"
+
+
+def test_exclusive_means_until_the_end(fs: CastoreFileSystem) -> None:
+    with pytest.raises(FileExistsError, match="castore://a"), fs.open("a", "xb") as file:
+        _write(file, fs.pipe("a", b"somebody else's") or b"mine")
+    with pytest.raises(FileExistsError):
+        fs.pipe_file("a", b"mine", mode="create")
+    with pytest.raises(FileExistsError):
+        fs.put_file(__file__, "a", mode="create")
+    assert fs.cat("a") == b"somebody else's"
+
+
+def test_a_file_is_no_folder(fs: CastoreFileSystem) -> None:
+    fs.pipe("f/a", b"x")
+    for act in (
+        lambda: fs.open("f", "wb"),
+        lambda: fs.pipe_file("f", b""),
+        lambda: fs.open("f"),
+        lambda: fs.cat_file("f"),
+    ):
+        with pytest.raises(IsADirectoryError, match="castore://f"):
+            act()
+    with pytest.raises(NotADirectoryError, match="f/a/b"):
+        fs.pipe_file("f/a/b", b"")
+    with pytest.raises(NotADirectoryError, match="f/a/b"), fs.open("f/a/b", "wb") as file:
+        file.write(b"x")
+    with pytest.raises(ValueError, match="not as 'r\\+b'"):
+        fs.open("f/a", "r+b")
+
+
+def test_options_of_what_is_written_are_those_of_the_file_then_of_the_file_system(tmp_path: Path) -> None:
+    fs = fsspec.filesystem("castore", store=tmp_path / "s", ttl="1h", codec="lz4", metadata={"k": 1})
+    (tmp_path / "local").write_bytes(mixed(50_000))
+    fs.pipe_file("piped", mixed(50_000))
+    fs.put_file(str(tmp_path / "local"), "put")
+    with fs.open("opened", "wb") as file:
+        file.write(mixed(50_000))
+    with fsspec.open(
+        "castore://url", "wb", store=tmp_path / "s", ttl="1h", codec="lz4", metadata={"k": 1}
+    ) as file:
+        file.write(mixed(50_000))
+    for name in ("piped", "put", "opened", "url"):
+        info = fs.info(name)
+        assert (info["codec"], info["metadata"]) == ("lz4", {"k": 1})
+        assert info["expires"] - info["created"] == pytest.approx(3600, abs=60)
+    with fs.open("for good", "wb", ttl="never", codec="gzip") as file:
+        file.write(mixed(50_000, 1))
+    assert (fs.info("for good")["expires"], fs.info("for good")["codec"]) == (None, "gzip")
+
+
+# Moving, copying, removing
+
+
+def test_copies_take_no_room_and_keep_what_is_known(fs: CastoreFileSystem) -> None:
+    fs.store.put("a", noise(3_000_000), metadata={"k": 1}, ttl="1h", pin=True)
+    before = fs.store.stat()
+    fs.cp_file("a", "copy")
+    fs.mv("a", "moved/a")
+    after = fs.store.stat()
+    assert (after.blobs, after.stored) == (before.blobs, before.stored)
+    assert fs.find("") == ["copy", "moved/a"]
+    copy, moved = fs.store.entry("copy"), fs.store.entry("moved/a")
+    assert copy is not None
+    assert moved is not None
+    assert copy.metadata == moved.metadata == {"k": 1}
+    assert copy.expires == moved.expires
+    assert (copy.pinned, moved.pinned) == (False, True)
+    assert fs.cat("moved/a") == fs.cat("copy") == noise(3_000_000)
+    agrees_with_disk(fs.store)
+
+
+def test_folders_are_moved_and_copied_with_all_below_them(fs: CastoreFileSystem) -> None:
+    fs.pipe({"a/b/c": b"1", "a/d": b"2"})
+    fs.cp("a", "copy", recursive=True)
+    fs.mv("a", "moved", recursive=True)
+    assert fs.find("") == ["copy/b/c", "copy/d", "moved/b/c", "moved/d"]
+    fs.mv("copy/d", "moved/b/")
+    assert fs.find("moved") == ["moved/b/c", "moved/b/d", "moved/d"]
+    with pytest.raises(FileNotFoundError):
+        fs.mv("no/such", "x")
+    with pytest.raises(FileNotFoundError):
+        fs.cp_file("no/such", "x")
+
+
+def test_a_file_is_moved_into_a_folder_of_its_own_name(fs: CastoreFileSystem) -> None:
+    fs.pipe("a", b"x")
+    fs.mv("a", "a/a")
+    assert fs.find("") == ["a/a"]
+    fs.mv("a/a", "a/a")
+    assert fs.cat("a/a") == b"x"
+
+
+def test_removing_wants_what_is_there_and_folders_to_be_meant(fs: CastoreFileSystem) -> None:
+    fs.pipe({"a/b/c": b"1", "a/d": b"2", "e": b"3"})
+    with pytest.raises(IsADirectoryError):
+        fs.rm("a")
+    with pytest.raises(FileNotFoundError):
+        fs.rm(["e", "no/such"])
+    with pytest.raises(OSError, match="not empty"):
+        fs.rmdir("a")
+    assert fs.find("") == ["a/b/c", "a/d", "e"]
+    fs.rm("a/*", recursive=True)
+    fs.rm_file("e")
+    assert fs.find("") == []
+    fs.makedirs("a/b", exist_ok=True)
+    fs.rmdir("a/b")
+
+
+def test_local_files_go_in_and_out(fs: CastoreFileSystem, tmp_path: Path) -> None:
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "in" / "a").write_bytes(BIG)
+    (tmp_path / "in" / "sub" / "b").write_bytes(b"b")
+    seen = fsspec.callbacks.Callback()
+    fs.put_file(str(tmp_path / "in" / "a"), "one", callback=seen)
+    assert (seen.size, seen.value) == (len(BIG), len(BIG))
+    fs.put(str(tmp_path / "in"), "all", recursive=True)
+    fs.get("all", str(tmp_path / "out"), recursive=True)
+    assert (tmp_path / "out" / "a").read_bytes() == BIG
+    assert (tmp_path / "out" / "sub" / "b").read_bytes() == b"b"
+
+
+# Threads and processes
+
+
+def test_threads_share_an_instance_and_threads_of_their_own_share_the_store(fs: CastoreFileSystem) -> None:
+    fs.store.put("a", BIG)
+    stores, problems = [], []
+
+    def work(number: int) -> None:
+        try:
+            own = CastoreFileSystem(fs.store.path)
+            stores.append(own.store)
+            for turn in range(10):
+                start = (number * 7 + turn) * 12_345 % len(BIG)
+                assert fs.cat_file("a", start, start + 5_000) == BIG[start : start + 5_000]
+                with own.open(f"t/{number}/{turn}", "wb") as file:
+                    file.write(b"%d" % turn)
+                assert own.cat(f"t/{number}/{turn}") == b"%d" % turn
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert {id(store) for store in stores} == {id(fs.store)}
+    assert len(fs.find("t")) == 80
+
+
+def test_a_forked_child_goes_on_with_the_instance_and_with_open_files(fs: CastoreFileSystem) -> None:
+    fs.store.put("a", BIG)
+    with fs.open("a") as file:
+        for _ in range(6):
+            file.read(FRAME_SIZE)  # so that frames are being read ahead at the fork
+
+        def work(number: int) -> bool:
+            with fs.open(f"child/{number}", "wb") as mine:
+                mine.write(BIG[:number])
+            CastoreFileSystem(fs.store.path).pipe(f"own/{number}", b"x")
+            file.seek(number * FRAME_SIZE)
+            return bool(file.read() == BIG[number * FRAME_SIZE :] and fs.cat("a") == BIG)
+
+        assert in_processes(4, work) == [True] * 4
+        file.seek(3)
+        assert file.read() == BIG[3:]
+    assert [fs.info(f"child/{number}")["size"] for number in range(4)] == [0, 1, 2, 3]
+
+
+def _in_another(fs: CastoreFileSystem, place: Any) -> tuple[bytes, int, str]:
+    with place as file:
+        return fs.cat_file("a", 0, 5), len(file.read()), str(fs.store.path)
+
+
+def test_it_goes_to_other_processes_as_a_path(fs: CastoreFileSystem) -> None:
+    fs.store.put("a", BIG)
+    assert len(pickle.dumps(fs)) < 300
+    place = fsspec.open("castore://a", store=fs.store.path)
+    with get_context("spawn").Pool(1) as pool:
+        assert pool.apply(_in_another, (fs, place)) == (BIG[:5], len(BIG), str(fs.store.path))
+    assert json.loads(fs.to_json())["store"] == str(fs.store.path)
+    assert fsspec.AbstractFileSystem.from_json(fs.to_json()) is fs
+
+
+def test_as_a_mapping_it_holds_bytes_by_name(fs: CastoreFileSystem) -> None:
+    mapper = fs.get_mapper("m")
+    mapper["a/b"] = b"x"
+    assert (dict(mapper), "a/b" in mapper, len(mapper)) == ({"a/b": b"x"}, True, 1)
+    assert mapper.getitems(["a/b", "c"], on_error="omit") == {"a/b": b"x"}
+    del mapper["a/b"]
+    with pytest.raises(KeyError):
+        mapper["a/b"]
