@@ -1,4 +1,4 @@
-"""Remembers answers to questions about classes, for answers that never change.
+"""Questions about classes, and their answers remembered where these never change.
 
 Classes are compared by identity: a metaclass may forbid comparing or hashing its classes. A remembered answer
 does not keep its class alive.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Answer = TypeVar("Answer")
 
@@ -31,6 +31,22 @@ def per_class(ask: Callable[[type], Answer]) -> Callable[[type], Answer]:
 def has_member(cls: type, name: str) -> bool:
     """Whether a class or one of its bases defines a name. Unlike `hasattr`, runs no code of a metaclass."""
     return any(name in vars(base) for base in cls.__mro__)
+
+
+def registered(cls: type, value: Any) -> Any:
+    """What counts of an attribute of a class: of a weak collection what it holds now, of other values all.
+
+    Instances of the class do not count in a `WeakSet` or as values of a `WeakValueDictionary`: such a
+    collection lists the instances that happen to live, as ``__subclasses__`` lists classes.
+    """
+    kind = type(value)
+    if kind not in (weakref.WeakSet, weakref.WeakValueDictionary, weakref.WeakKeyDictionary):
+        return value
+    if kind is weakref.WeakKeyDictionary:
+        return kind.__name__, dict(value)
+    if kind is weakref.WeakSet:
+        return kind.__name__, {item for item in value if not issubclass(type(item), cls)}
+    return kind.__name__, {name: item for name, item in value.items() if not issubclass(type(item), cls)}
 
 
 def _forget(known: dict[int, tuple[weakref.ref[type], Answer]], number: int) -> Callable[[object], object]:

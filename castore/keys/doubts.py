@@ -2,7 +2,7 @@
 
 A random id, a time or a number of this run, the name of a temporary folder, or the state of a random
 generator may be intended, as a seed is. Or it may keep a result from ever being found again. A single run
-does not show which; the next run does. So a store remembers a fingerprint without such values, and the
+does not show which; the next run does, or the third one where another seed is as likely. So a store remembers a fingerprint without such values, and the
 values. If a later run differs only in these values, a warning names the part. The cost is a search through
 the encoded bytes; the rest runs only if it found something.
 
@@ -47,10 +47,19 @@ _LEAST_PROCESS = 1000
 # `castore.keys.encoder` writes doubtful values with these prefixes. A present time as a float begins with the
 # byte "A".
 _MARKS = (b"\x04uuid:16:", b"\x05float:8:A", b"\x08datetime:")
+# Hashes of texts (`hash`), times in nanoseconds, and numbers of 64 and of 128 random bits.
+_LARGE_MARKS = (b"\x03int:8:", b"\x03int:9:", b"\x03int:16:", b"\x03int:17:")
+_LARGE_BITS = (range(56, 72), range(120, 136))
+# More large numbers than this are data.
+_LARGE_ONES = 16
+_TIME = "time of this run"
+LARGE = "large number that looks random"
+GENERATOR = "random generator"
 _TEXTS = (
     re.compile(rb"/tmp[a-z0-9_]{8}|psm_[0-9a-f]{8}"),
     re.compile(rb"-[14][0-9a-f]{3}-[89ab]"),
     re.compile(rb"\x03str:32:[0-9a-f]{12}4[0-9a-f]{3}[89ab]"),
+    re.compile(rb"\x05bytes:16:.{6}[\x10-\x1f\x40-\x4f].[\x80-\xbf]", re.DOTALL),
 )
 # Identifies this process: a value seen twice in one process is no evidence that it stays the same.
 _PROCESS = uuid.uuid4().hex
@@ -116,15 +125,15 @@ class Doubts(NamedTuple):
             for path, (kind, now) in self.parts.items()
             if told["last"].get(path, ("", now))[1] != now
         }
-        # Seeds often differ between runs, ids rarely: a generator needs two earlier runs for a warning.
-        generators = all(kind == "random generator" for kind in changed.values())
-        if told["again"] or not changed or len(told["seen"]) < (2 if generators else 1):
+        # Seeds often differ between runs, ids rarely: seeds need two earlier runs for a warning.
+        seeds = all(kind in (GENERATOR, LARGE) for kind in changed.values())
+        if told["again"] or not changed or len(told["seen"]) < (2 if seeds else 1):
             return
         path, kind = next(iter(changed.items()))
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         warnings.warn(
             f"{what}{path}: is a {kind}{more} that was another one in "
-            f"{'each run' if generators else 'the last run'}, "
+            f"{'each run' if seeds else 'the last run'}, "
             f"and nothing else differs, so nothing that was kept is found again; {advice}",
             RuntimeWarning,
             stacklevel=outside(),
@@ -144,6 +153,7 @@ def are_in(code: bytes) -> bool:
     number, text = _own_number(os.getpid())
     return (
         any(mark in code for mark in (*_MARKS, *number))
+        or 0 < sum(map(code.count, _LARGE_MARKS)) <= _LARGE_ONES
         or any(search.search(code) for search in _TEXTS)
         or (text is not None and text.search(code) is not None)
     )
@@ -158,18 +168,37 @@ def _own_number(process: int) -> tuple[tuple[bytes, ...], re.Pattern[bytes] | No
     return (b"\x03int:%d:%b" % (len(payload), payload),), re.compile(rb"(?<!\d)%d(?!\d)" % process)
 
 
-def kind_of(value: Any) -> str | None:
-    """Describe a value that may be another one in every run; None if there is no doubt about it."""
+def kind_of(value: Any, large: int = 0) -> str | None:
+    """Describe a value that may be another one in every run; None if there is no doubt about it.
+
+    Args:
+        value: the value.
+        large: number of parts of the same value that were `LARGE`. Default 0.
+    """
     cls = type(value)
     if cls is str:
         return _kind_of_text(value)
     if cls is int:
-        return "number of this process" if value == os.getpid() >= _LEAST_PROCESS else None
+        if value == os.getpid() >= _LEAST_PROCESS:
+            return "number of this process"
+        if not _is_large(value):
+            return None
+        return _TIME if _is_of_this_run(value / 1e9) else LARGE if large < _LARGE_ONES else None
+    if cls is bytes:
+        known = len(value) == 16 and uuid.UUID(bytes=value).version in (1, 4)
+        return "random id" if known else None
     if cls is uuid.UUID:
         return "random id" if value.version in (1, 4) else None
     if cls in (float, dt.datetime):
-        return "time of this run" if _is_of_this_run(value) else None
-    return "random generator" if is_generator(cls) else None
+        return _TIME if _is_of_this_run(value) else None
+    return GENERATOR if is_generator(cls) else None
+
+
+def _is_large(value: int) -> bool:
+    """Whether an integer has 64 or 128 bits that look random. Powers of two and their neighbours do not."""
+    size = abs(value)
+    regular = size & (size - 1) == 0 or size & (size + 1) == 0
+    return not regular and any(size.bit_length() in bits for bits in _LARGE_BITS)
 
 
 def _kind_of_text(value: str) -> str | None:

@@ -40,7 +40,7 @@ from castore.keys.bytecode import (
     outer_reads,
     steps,
 )
-from castore.keys.classes import has_member, per_class
+from castore.keys.classes import has_member, per_class, registered
 from castore.keys.encoder import AnyOrder, Encoder, UnencodableError, refuse
 from castore.keys.libraries import library_object, library_of
 
@@ -185,7 +185,7 @@ class FunctionEncoder(Encoder):
 
     def _traced(self, value: Any, step: str) -> bytes:
         """As `part`, but what is sought is an error, which collects the path to it."""
-        if self.sought and type(value) in (int, str) and addresses.holds(value, self.sought):
+        if self.sought and addresses.holds(value, self.sought):
             error = UnencodableError(_ADDRESS)
             error.path.append(step)
             raise error
@@ -305,7 +305,7 @@ class FunctionEncoder(Encoder):
             noise |= {*cls._fields, *_TUPLE_NOISE}  # type: ignore[attr-defined]
         for name, value in sorted(vars(cls).items()):
             if name not in noise:
-                yield name, self._value(value, f".{name}")
+                yield name, self._value(registered(cls, value), f".{name}")
 
 
 def _is_ordered(value: Any, around: bool) -> bool:

@@ -16,8 +16,8 @@ import itertools
 import pickle
 import sys
 import types
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from blake3 import blake3
@@ -26,7 +26,7 @@ from castore.errors import InvalidValueError
 from castore.keys import addresses
 from castore.keys.bytecode import codes, steps
 from castore.keys.classes import has_member, per_class
-from castore.keys.doubts import Doubts, is_generator, kind_of
+from castore.keys.doubts import LARGE, Doubts, is_generator, kind_of
 from castore.keys.encoder import KEY_DIGITS, AnyOrder, UnencodableError
 from castore.keys.functions import FunctionEncoder, order_of_keys
 from castore.keys.libraries import library_of
@@ -52,6 +52,7 @@ _PARAMETRIZED = "torch.nn.utils.parametrize"
 #: torch sets this when it compiles a module in place.
 _MODULE_NOISE = {"_compiled_call_impl"}
 _MODULE_TABLES = {"_parameters", "_buffers", "_modules"}
+_LRU = type(functools.lru_cache(len))
 #: Vectorizers of scikit-learn store here the id of the stop word list that they have checked.
 _SKLEARN_NOISE = {"_stop_words_id"}
 
@@ -93,10 +94,13 @@ class InstanceEncoder(FunctionEncoder):
         super().__init__()
         # Number of enclosing functions and classes that set modules to eval before they use them.
         self._settled = 0
+        # The same for classes of which only `_settles_behind` tells: their modules count as in eval mode.
+        self._settled_behind = 0
         self._around: list[int] = []
         # The path of `doubts` and its findings; None in an encoder that does not trace doubts.
         self._steps: list[str] = []
         self._doubts: dict[str, tuple[str, str]] | None = None
+        self._kinds: Counter[str] = Counter()
         self._suspects: set[int] = set()
         # Ids of torch modules' tables. The tables live as long as their modules.
         self._unordered: set[int] = set()
@@ -124,11 +128,13 @@ class InstanceEncoder(FunctionEncoder):
             return super()._traced(value, step)
         self._steps.append(step)
         try:
-            kind = kind_of(value)
-            if type(value) is int and value in self._suspects:
-                kind = "number that may be an address of this process"
+            kind = kind_of(value, self._kinds[LARGE])
+            if self._suspects and addresses.holds(value, self._suspects):
+                told = "number" if type(value) is int else "text with a number"
+                kind = f"{told} that may be an address of this process"
             if kind is None or id(value) in self._met:
                 return super()._traced(value, step)
+            self._kinds[kind] += 1
             self._doubts["".join(self._steps)] = kind, blake3(type(self)().part(value)).hexdigest()[:32]
             return self.tagged("doubtful", kind)
         finally:
@@ -162,6 +168,8 @@ class InstanceEncoder(FunctionEncoder):
         """As in FunctionEncoder."""
         alone = super()._beside()
         alone._around, alone._settled = self._around, self._settled
+        alone._settled_behind = self._settled_behind
+        alone._kinds = self._kinds
         alone._steps, alone._doubts, alone._suspects = self._steps, self._doubts, self._suspects
         return alone
 
@@ -256,12 +264,14 @@ class InstanceEncoder(FunctionEncoder):
         yield self.part(pairs)
         if setter is not None:
             yield "setter", self.part(setter)
-        settled = _settles(type(value))
+        settled, behind = _settles(type(value)), _settles_behind(type(value))
         self._settled += settled
+        self._settled_behind += behind
         try:
             yield from self.state(self.lasting(value, state))
         finally:
             self._settled -= settled
+            self._settled_behind -= behind
         order = order_of_keys(pairs or {}) if ordered else order_of_layers(value)
         if order is not None:
             yield "order", self.part(order)
@@ -281,6 +291,9 @@ class InstanceEncoder(FunctionEncoder):
         if is_module and self._settled:
             noise = noise | {"training"}
         kept = {name: item for name, item in state.items() if name not in noise}
+        if is_module and self._settled_behind and "training" in kept:
+            # Models that are in eval mode already keep the keys under which stores have their results.
+            kept["training"] = False
         if is_module:
             self._unordered |= {id(kept[name]) for name in _MODULE_TABLES & kept.keys()}
         return (_renumbered(kept) if is_module else kept) or None
@@ -401,18 +414,50 @@ def _is_module(cls: type) -> bool:
 def _settles(cls: type) -> bool:
     """Whether methods of a class set modules to eval before use, so that the modules' mode does not count.
 
-    For a class that is a torch module itself: whether a method calls ``self.eval``, as
-    SentenceTransformer.encode does.
+    For a class that is a torch module itself: whether a method calls ``self.eval``.
     """
+    return _sets_to_eval(cls, lambda member: (member,), ("LOAD_FAST",))
+
+
+@per_class
+def _settles_behind(cls: type) -> bool:
+    """As `_settles`, for methods behind decorators (torch.no_grad), and for a ``self`` that inner functions read.
+
+    SentenceTransformer has such methods.
+    """
+    return _sets_to_eval(cls, _with_wrapped, ("LOAD_FAST", "LOAD_DEREF"))
+
+
+def _sets_to_eval(cls: type, functions_of: Callable[[Any], Iterable[Any]], loads: tuple[str, ...]) -> bool:
     own = _is_module(cls)
     return any(
-        isinstance(member, types.FunctionType)
+        isinstance(function, types.FunctionType)
         and name not in ("__init__", "__new__")
-        and (_calls_own_eval if own else _calls_eval)(member.__code__)
+        and (_calls_own_eval(function.__code__, loads) if own else _calls_eval(function.__code__))
         for base in cls.__mro__
         if full_name(base) != _MODULE and (own or not library_of(base.__module__))
         for name, member in vars(base).items()
+        for function in functions_of(member)
     )
+
+
+def _with_wrapped(member: Any) -> Iterator[Any]:
+    """A member of a class, and the functions that it wraps, from the outside to the inside."""
+    seen: set[int] = set()
+    while member is not None and id(member) not in seen:
+        yield member
+        seen.add(id(member))
+        # Only members of known types are asked: others may run the user's code.
+        if isinstance(member, property):
+            member = member.fget
+        elif isinstance(member, functools.cached_property):
+            member = member.func
+        elif isinstance(member, types.FunctionType):
+            member = member.__dict__.get("__wrapped__")
+        elif isinstance(member, staticmethod | classmethod | _LRU):
+            member = member.__wrapped__
+        else:
+            return
 
 
 @functools.lru_cache(maxsize=4096)
@@ -424,10 +469,10 @@ def _is_eval(row: tuple[str, Any]) -> bool:
     return row[0] in ("LOAD_ATTR", "LOAD_METHOD") and row[1] == "eval"
 
 
-def _calls_own_eval(code: types.CodeType) -> bool:
+def _calls_own_eval(code: types.CodeType, loads: tuple[str, ...]) -> bool:
     rows = steps(code)
     return any(
-        before[0].startswith("LOAD_FAST") and before[1] == "self" and _is_eval(row)
+        before[0].startswith(loads) and before[1] == "self" and _is_eval(row)
         for before, row in itertools.pairwise(rows)
     )
 

@@ -342,6 +342,15 @@ def _quantized(encoder: Any, plain: Any) -> Iterator[Any]:
         yield from map(encoder.part, (plain.q_per_channel_scales(), plain.q_per_channel_zero_points()))
 
 
+def _storage(encoder: Any, value: Any) -> Iterator[Any]:
+    # Its pickled bytes have its address in them.
+    torch = sys.modules["torch"]
+    plain = value.untyped() if hasattr(value, "untyped") else value
+    flat = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(plain)
+    yield from ("storage", encoder.part(type(value)), encoder.part(getattr(value, "dtype", None)))
+    yield encoder.part(flat)
+
+
 def _word(encoder: Any, value: Any) -> Iterator[Any]:
     yield from ("torch", str(value))
 
@@ -352,11 +361,45 @@ def _torch_generator(encoder: Any, value: Any) -> Iterator[Any]:
 
 def _language(encoder: Any, value: Any) -> Iterator[Any]:
     # The vocabulary also collects strings during use; these do not change results.
-    yield from ("spaCy", encoder.part(type(value)), value.to_bytes(exclude=["vocab"]))
+    sorted_ones = {name: _with_sorted_sets(component) for name, component in value.components}
+    told = {name: item for name, item in sorted_ones.items() if item is not None}
+    yield from ("spaCy", encoder.part(type(value)), value.to_bytes(exclude=["vocab", *told]))
     yield encoder.part(value.vocab, ".vocab")
+    if told:
+        yield encoder.part(told)
     for name, component in value.pipeline:
         own = component if hasattr(component, "__code__") else type(component)
         yield name, encoder.part(own, f".get_pipe({name!r})")
+
+
+def _with_sorted_sets(component: Any) -> dict[str, Any] | None:
+    """What `to_bytes` of a component of spaCy's writes, with sets in sorted order; None if it writes no set.
+
+    The sentencizer writes a set of characters as a list, in an order that differs between processes.
+    """
+    held = [item for item in getattr(component, "__dict__", {}).values() if type(item) in (set, frozenset)]
+    texts = [item for item in held if len(item) > 1 and {*map(type, item)} == {str}]
+    if not texts or not hasattr(component, "to_bytes"):
+        return None
+    told = sys.modules["srsly"].msgpack_loads(component.to_bytes(exclude=["vocab"]))
+    sets = {
+        name: sorted(item)
+        for name, item in told.items()
+        if type(item) is list and {*map(type, item)} == {str} and {*item} in texts
+    }
+    return {**told, **sets} if sets else None
+
+
+def _document(encoder: Any, value: Any) -> Iterator[Any]:
+    # Its pickled bytes have its strings in the order of a set.
+    told = value.to_dict(exclude=["vocab", "user_data"])
+    yield from ("spaCy", encoder.part(type(value)), encoder.part(value.vocab, ".vocab"))
+    yield encoder.part({**told, "strings": sorted(told["strings"])})
+    yield encoder.part(dict(value.user_data), ".user_data")
+    yield [
+        encoder.part(dict(hooks))
+        for hooks in (value.user_hooks, value.user_token_hooks, value.user_span_hooks)
+    ]
 
 
 def _rules(encoder: Any, value: Any) -> Iterator[Any]:
@@ -394,6 +437,9 @@ SHARED = Kinds(
         ("asyncio.events", ("AbstractEventLoop",), by_type),
         *_modules_and_names("multiprocessing"),
         *_modules_and_names("multiprocess"),
+        ("filelock", ("BaseFileLock",), by_type),
+        ("filelock._read_write", ("ReadWriteLock",), by_type),
+        ("filelock._soft_rw", ("SoftReadWriteLock",), by_type),
         ("torch.cuda", ("Stream", "Event", "CUDAGraph"), by_type),
         ("cupy.cuda", ("Stream", "Event", "Device"), by_type),
         ("weakref", ("ReferenceType", "ProxyType", "CallableProxyType"),
@@ -425,12 +471,14 @@ SHARED = Kinds(
         ("numba.core.ccallback", ("CFunc",), _callback),
         ("numba.experimental.jitclass.base", ("JitClassType",), _jitted_class),
         ("numpy", ("ufunc",), _ufunc),
+        ("torch", ("UntypedStorage", "TypedStorage"), _storage),
         ("torch.jit", ("ScriptFunction",), _scripted),
         ("torch.jit", ("ScriptModule",), scripted_module),
         ("torch", ("Tensor",), tensor),
         ("torch", ("device", "dtype", "layout", "memory_format"), _word),
         ("torch", ("Generator",), _torch_generator),
         ("spacy.language", ("Language",), _language),
+        ("spacy.tokens.doc", ("Doc",), _document),
         ("spacy.tokenizer", ("Tokenizer",), _rules),
         ("spacy.vocab", ("Vocab",), _vocabulary),
     ]

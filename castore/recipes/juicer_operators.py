@@ -8,8 +8,10 @@ library, and must never choose between its operators and castore's: `castore.rec
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import inspect
+import os
 import sys
 from importlib import import_module
 from typing import Any
@@ -41,8 +43,22 @@ def operators() -> dict[str, type]:
         return dict(import_module(f"{_PACKAGE}.ops").OPERATORS.modules)
     except Exception as error:  # whatever a heap of optional libraries raises when it is imported
         raise CastoreError(
-            f"cannot import py-data-juicer for its operators: {type(error).__name__}: {error}"
+            f"cannot import py-data-juicer for its operators: {type(error).__name__}: {error}{_checkout()}"
         ) from error
+
+
+def _checkout() -> str:
+    """What to do where Python finds the library in a folder that nobody installed; "" where somebody did."""
+    if importlib.metadata.packages_distributions().get(_PACKAGE):
+        return ""
+    spec = importlib.util.find_spec(_PACKAGE)
+    place = next(iter(spec.submodule_search_locations or ()), None) if spec else None
+    if place is None:
+        return ""
+    return (
+        f"; Python found it in {place}, which is not installed: pip install -e {os.path.dirname(place)}, "
+        "or run in another folder"
+    )
 
 
 def parameters(target: Any) -> dict[str, inspect.Parameter] | None:

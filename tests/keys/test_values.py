@@ -6,6 +6,7 @@ import asyncio
 import copyreg
 import ctypes
 import datetime as dt
+import functools
 import json
 import logging
 import multiprocessing
@@ -17,13 +18,15 @@ import sys
 import threading
 import time
 import uuid
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from zoneinfo import ZoneInfo
 
+import filelock
 import numpy as np
 import pytest
 import torch
@@ -219,6 +222,9 @@ def test_an_address_of_this_process_is_an_error_that_names_the_part(adapter: str
     around = (
         [["text" * 99] * 99, {"deep": (1, id(ADAPTERS))}],
         [1, {"deep": (1, repr(test_options_of_numba_count))}],
+        [1, {"deep": (1, f"model of {id(ADAPTERS)}")}],
+        [1, {"deep": (1, hex(id(ADAPTERS)))}],
+        [1, {"deep": (1, f"model-{id(ADAPTERS):X}")}],
     )
     for held in around:
         with pytest.raises(UnhashableError, match=r"\[1\]\['deep'\]\[1\]: is an address of this process"):
@@ -233,6 +239,7 @@ def test_large_numbers_and_texts_with_digits_are_no_addresses(adapter: str) -> N
         time.time_ns(),
         "found at 0x10",
         "0x7fffffff0000",
+        "run of 20260101120000, order 140000000000000, commit 7f0000000000",
         *range(1 << 44, (1 << 44) + 99, 16),
     ]
     assert ADAPTERS[adapter](held) == ADAPTERS[adapter](list(held))
@@ -328,6 +335,225 @@ def test_generators_that_nobody_seeded_are_told_and_seeded_ones_are_not(folder: 
     assert [len(drawn(folder / "a", "generator", "map")) for _ in range(3)] == [0, 0, 1]
     assert [len(drawn(folder / "b", "seeded", "map")) for _ in range(3)] == [0, 0, 0]
     assert [len(drawn(folder / "c", "constant", "map")) for _ in range(2)] == [0, 0]
+
+
+_PER_PROCESS = """
+import json, sys, time, uuid, warnings
+from castore import Store
+kept = object()
+def drawn(kind, held):
+    @store.cached
+    def step(x):
+        return kind and held and x
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        step(1)
+    return [str(one.message) for one in told if one.category is RuntimeWarning]
+run = int(sys.argv[2])
+VALUES = {
+    "hexadecimal": hex(id(kept)),
+    "decimal": str(id(kept)),
+    "decimal in a text": f"model {id(kept)} of us",
+    "hexadecimal in a text": f"model-{id(kept):x}",
+    "bytes of a uuid": uuid.uuid4().bytes,
+    "nanoseconds": time.time_ns(),
+    "hash of a text": 0,
+    "number of a uuid": uuid.uuid4().int,
+    "a seed that is edited once": 7 ** 22 if run else 5 ** 26,
+    "sizes": [sys.maxsize - run, 1 << 60, -1 << 63],
+    "numbers that are data": [7 ** 22 + 1000 * run + place for place in range(20)],
+    "a time that is edited": f"2026010112{run}000",
+    "a long number in a text": f"order 1400000000{run}0000 of ours",
+    "a digest that is edited": bytes([run] * 16),
+}
+while VALUES["hash of a text"].bit_length() < 57:
+    VALUES["hash of a text"] = hash(f"text {VALUES['hash of a text']}")
+with Store(sys.argv[1]) as store:
+    print(json.dumps({kind: drawn(kind, held) for kind, held in VALUES.items()}))
+"""
+#: Which run says first that a value is another one in every run.
+_SAID_IN = {
+    **dict.fromkeys(
+        [
+            "hexadecimal",
+            "decimal",
+            "decimal in a text",
+            "hexadecimal in a text",
+            "bytes of a uuid",
+            "nanoseconds",
+        ],
+        1,
+    ),
+    "hash of a text": 2,
+    "number of a uuid": 2,
+}
+
+
+def test_later_runs_say_which_addresses_in_texts_and_numbers_of_a_process_are_random(tmp_path: Path) -> None:
+    for run in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", _PER_PROCESS, str(tmp_path / "store"), str(run)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(run + 1)},
+            capture_output=True, text=True, check=True, timeout=300,
+        )  # fmt: skip
+        told = json.loads(done.stdout)
+        assert {kind for kind, said in told.items() if said} == {
+            kind for kind, first in _SAID_IN.items() if first <= run
+        }
+        assert all("closure 'held': is a " in said[0] for said in told.values() if said)
+
+
+_STORAGES = """
+import torch
+from castore.keys.objects import function_fingerprint
+plain = [torch.ones(2).untyped_storage(), torch.zeros(2).untyped_storage(), torch.ones(2).storage()]
+print([function_fingerprint(lambda: one) for one in plain])
+"""
+
+
+def test_storages_of_torch_count_by_their_bytes_in_every_process() -> None:
+    """The bytes that pickle makes of a storage have its address in them."""
+    one, other = (
+        subprocess.check_output([sys.executable, "-W", "ignore", "-c", _STORAGES], cwd=ROOT, text=True)
+        for _ in range(2)
+    )
+    assert one == other
+    assert len(set(one.strip("[]\n").split(", "))) == 3
+
+
+# --- registries and locks of files ---------------------------------------------------------------------------------
+
+
+class MyLock(filelock.FileLock):
+    """filelock keeps a weak dict of its locks in every class of locks."""
+
+
+class Tracked:
+    """Lists its objects, as a metaclass or an `__init__` of the user's does."""
+
+    by_name: ClassVar[Any] = weakref.WeakValueDictionary()
+    alive: ClassVar[Any] = weakref.WeakSet()
+
+    def __init__(self, name: str) -> None:
+        self.by_name[name] = self
+        self.alive.add(self)
+
+
+class Referred:
+    """Can be referred to weakly."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Tables:
+    """Holds values of others weakly."""
+
+    of_keys: ClassVar[Any] = weakref.WeakKeyDictionary()
+    of_values: ClassVar[Any] = weakref.WeakValueDictionary()
+    of_members: ClassVar[Any] = weakref.WeakSet()
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_locks_of_files_count_by_their_kind(adapter: str, tmp_path: Path) -> None:
+    before = ADAPTERS[adapter](filelock.FileLock(tmp_path / "one"))
+    with filelock.FileLock(tmp_path / "other") as lock:
+        assert ADAPTERS[adapter](lock) == before
+    assert ADAPTERS[adapter](filelock.SoftFileLock(tmp_path / "one")) != before
+    with MyLock(tmp_path / "one") as mine:
+        held = ADAPTERS[adapter](mine)
+    assert ADAPTERS[adapter](MyLock(tmp_path / "other")) == held != before
+
+
+def locks(row: Any) -> Any:
+    with MyLock("x"):
+        return {}
+
+
+def tracks(row: Any) -> Any:
+    return {"n": Tracked(row).by_name}
+
+
+def looks_up(row: Any) -> Any:
+    return Tables.of_keys, Tables.of_values, Tables.of_members
+
+
+def test_the_objects_of_a_class_in_its_weak_registries_do_not_count(tmp_path: Path) -> None:
+    before = operator_fingerprint(locks), operator_fingerprint(tracks)
+    alive = Tracked("one"), MyLock(tmp_path / "one", is_singleton=True)
+    assert (operator_fingerprint(locks), operator_fingerprint(tracks)) == before
+    del alive
+
+
+@pytest.mark.parametrize("table", ["of_keys", "of_values", "of_members"])
+def test_what_else_a_class_holds_weakly_counts(table: str) -> None:
+    found, one, other = {operator_fingerprint(looks_up)}, Referred("one"), Referred("other")
+    for held in (one, other):
+        weak = getattr(Tables, table)
+        if table == "of_members":
+            weak.add(held)
+        else:
+            weak[held if table == "of_keys" else "name"] = held if table == "of_values" else 1
+        found.add(operator_fingerprint(looks_up))
+        weak.clear()
+    assert len(found) == 3
+
+
+# --- spaCy ---------------------------------------------------------------------------------------------------------
+
+
+_SPACY = """
+import sys, types
+def pipeline():
+    import spacy
+    nlp = spacy.blank("en")
+    nlp.add_pipe("sentencizer")
+    return nlp
+def like_it():
+    # spaCy's shape: `to_bytes` of a component writes a set as a list.
+    import json
+    modules = {name: types.ModuleType(name) for name in ("spacy", "spacy.language", "srsly")}
+    sys.modules.update(modules)
+    modules["srsly"].msgpack_loads = json.loads
+    class Sentencizer:
+        def __init__(self):
+            self.punct_chars = set("!.?;:")
+        def to_bytes(self, exclude=()):
+            return json.dumps({"punct_chars": list(self.punct_chars), "overwrite": False}).encode()
+    class Language:
+        vocab = None
+        def __init__(self):
+            self.components = self.pipeline = [("sentencizer", Sentencizer())]
+        def to_bytes(self, exclude=()):
+            return b"".join(one.to_bytes() for name, one in self.components if name not in exclude)
+    modules["spacy.language"].Language = Language
+    return Language()
+nlp = globals()[sys.argv[1]]()
+from castore.keys.objects import function_fingerprint
+print(function_fingerprint(lambda row: nlp(row)))
+nlp.pipeline[0][1].punct_chars.discard("!")
+print(function_fingerprint(lambda row: nlp(row)))
+if callable(nlp):
+    document = nlp("Words of a document, in a set.")
+    print(function_fingerprint(lambda row: document))
+"""
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "like_it"])
+def test_a_sentencizer_and_a_document_of_spacy_count_alike_in_every_process(kind: str) -> None:
+    if kind == "pipeline":
+        pytest.importorskip("spacy")
+    told = [
+        subprocess.check_output(
+            [sys.executable, "-c", _SPACY, kind],
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).split()
+        for seed in ("1", "2", "3")
+    ]
+    assert told[0] == told[1] == told[2]
+    assert told[0][0] != told[0][1]
 
 
 # --- pickle's protocol --------------------------------------------------------------------------------------
@@ -547,6 +773,69 @@ def test_a_model_is_the_same_before_and_after_the_use_that_sets_it_to_eval() -> 
             before = ask(made)
             use()
             assert ask(made) == before
+
+
+class Bare(torch.nn.Module):
+    """Has no method that sets it to eval."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5))
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+class ReadInside(Bare):
+    """An inner function reads ``self`` too, as in sentence_transformers."""
+
+    def encode(self, x: Any) -> Any:
+        self.eval()
+        return [self(row) for row in x]
+
+
+class UnderNoGrad(Bare):
+    @torch.no_grad()
+    def encode(self, x: Any) -> Any:
+        self.eval()
+        return self(x)
+
+
+class UnderInferenceMode(Bare):
+    @torch.inference_mode()
+    @functools.lru_cache  # noqa: B019 - the test's objects are few
+    def encode(self, x: Any) -> Any:
+        self.eval()
+        return self(x)
+
+
+class KeepsOne:
+    """No module itself."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Dropout(0.5)
+
+    @torch.no_grad()
+    def encode(self, x: Any) -> Any:
+        return self.model.eval()(x)
+
+
+@pytest.mark.parametrize("kind", [ReadInside, UnderNoGrad, UnderInferenceMode, KeepsOne])
+def test_a_model_is_the_same_before_and_after_a_method_behind_a_wrapper_sets_it_to_eval(kind: Any) -> None:
+    made = kind()
+
+    def uses(x: Any) -> Any:
+        return made.encode(x)
+
+    for ask in (operator_fingerprint, function_fingerprint):
+        for module in (made, *vars(made).values()):
+            if isinstance(module, torch.nn.Module):
+                module.train()
+        before = ask(uses)
+        uses(torch.ones(1, 2))
+        assert ask(uses) == before
 
 
 def test_the_mode_of_a_model_that_nobody_sets_counts() -> None:

@@ -617,6 +617,9 @@ def test_a_library_that_cannot_be_imported_is_an_error_of_one_line_for_its_own_o
     juicer.ops.write_text("import not_there_at_all")
     theirs, ours = juicer.run({"process": ["image_mark_mapper"]}, {"process": ["clean_links_mapper"]})
     assert theirs.startswith("r.yaml:4: cannot import py-data-juicer for its operators: ModuleNotFoundError")
+    # A checkout in the working folder is no installation.
+    found = juicer.ops.parents[1]
+    assert f"Python found it in {found}, which is not installed: pip install -e {found.parent}" in theirs
     assert len(ours[1]) == 3
 
 
