@@ -15,10 +15,10 @@ import re
 
 from castore.errors import InvalidValueError
 
-#: A ``ttl`` of entries that never expire, also where the store has another default.
 NEVER = math.inf
-#: A ``max_size`` that sets no bound, also where the store has one.
+"""A ``ttl`` of entries that never expire, also where the store has another default."""
 UNLIMITED = math.inf
+"""A ``max_size`` that sets no bound, also where the store has one."""
 
 _PREFIXES = "KMGTP"
 _UNITS = {"": 1, "B": 1}

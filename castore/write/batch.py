@@ -484,8 +484,7 @@ class Batch:
             What was put, in its order.
 
         Raises:
-            NameConflictError, TooLargeError, FullError: as for `Store.put`. Nothing was put and nothing was
-            deleted then.
+            NameConflictError, TooLargeError, FullError: as for `Store.put`; nothing was put or deleted then.
         """
         items, self._items, self.stored = self._items, [], 0
         if not items and not self._dropped:

@@ -37,7 +37,7 @@ def test_every_public_module_has_a_page() -> None:
     adapters = {
         f"castore.adapters.{path.parent.name}" for path in (ROOT / "castore/adapters").glob("*/__init__.py")
     }
-    assert set(MODULES) == {"castore", "castore_fuse", *adapters}
+    assert set(MODULES) == {"castore", "castore_fuse", "castore.recipes", *adapters}
 
 
 @pytest.mark.parametrize("name", MODULES)
