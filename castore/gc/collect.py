@@ -131,11 +131,17 @@ class Collected(NamedTuple):
 
 
 class _Removed:
-    """Names of entries, and blobs, that are gone so far."""
+    """Names of entries, and how many blobs of how many stored bytes, that are gone so far."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self.blobs: list[Blob] = []
+        self.blobs = 0
+        self.freed = 0
+
+    def add(self, blobs: list[Blob]) -> None:
+        """Count blobs that are gone. A damaged row may hold anything for a size."""
+        self.blobs += len(blobs)
+        self.freed += sum(blob.stored for blob in blobs if type(blob.stored) is int)
 
 
 def select(
@@ -261,8 +267,8 @@ def run(parts: Parts, budget: int | None, grace: float) -> Collected:
     return Collected(
         [name for name in planned.expired if name in removed.names],
         [name for name in planned.evicted if name in removed.names],
-        len(removed.blobs),
-        sum(blob.stored for blob in removed.blobs),
+        removed.blobs,
+        removed.freed,
         compacted,
         [str(stray.path) for stray in gone],
         planned.waiting,
@@ -287,7 +293,7 @@ def _remove(parts: Parts, chosen: Selection, now: float) -> _Removed:
     going = {digest for digest, _, _ in chosen.blobs}
     named = {entry.digest for entry in (*chosen.expired, *chosen.evicted)}
     for digests in _batches(parts, sorted(going - named)):
-        removed.blobs += remove_blobs(parts, digests)
+        removed.add(remove_blobs(parts, digests))
     evicted = 0
     entries: list[tuple[str, bytes, float | None]] = [
         (entry.name, entry.digest, None) for entry in chosen.expired
@@ -319,9 +325,9 @@ def _uncount(parts: Parts, going: Container[bytes], removed: _Removed) -> None:
             alone = not mounts.are_there(txn)
             gone = txn.uncount(Counter(digests), going if alone else ())
         _unlink(parts, gone)
-        removed.blobs += gone
+        removed.add(gone)
         if not alone and (unnamed := [digest for digest in digests if digest in going]):
-            removed.blobs += remove_blobs(parts, unnamed)
+            removed.add(remove_blobs(parts, unnamed))
         turns.give()
 
 
