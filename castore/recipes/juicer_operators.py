@@ -1,6 +1,5 @@
 """Finds Data-Juicer's own operators by name, with their parameters, where `py-data-juicer` is installed.
 
-
 The library is imported only for a name that no other source has: the import takes seconds. Must never change
 the library. Must never choose between its operators and castore's: `castore.recipes.registry` chooses.
 """

@@ -22,7 +22,6 @@ from castore.errors import InvalidValueError
 def checked(value: Any, hint: Any, what: str) -> Any:
     """A value with the type of ``hint``: a number that YAML read as text, or as another kind, is converted.
 
-
     Raises:
         InvalidValueError: the value has another type.
 

@@ -89,7 +89,6 @@ def note_files(dataset: datasets.Dataset) -> None:
 def check_files(dataset: datasets.Dataset) -> None:
     """Check that the files which rows of a step's result name are unchanged since `note_files`.
 
-
     Raises:
         InvalidValueError: a file has changed.
     """

@@ -1,6 +1,5 @@
 """Keeps a dataset as hard links to its own Arrow files, with its selection beside them; copies no byte.
 
-
 For datasets kept a short while: the files become raw objects of the store by hard links, so they take space
 once. A dataset that consists of whole files has the layout of `save_to_disk`. A dataset that is a part of its
 files (rows that a filter left, columns without hashes) has ``_parts`` in its state in the place of

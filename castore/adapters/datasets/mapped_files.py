@@ -1,6 +1,5 @@
 """A blob's bytes as a file that processes can map: a raw object, a live mount's file, or a copy made once.
 
-
 A materialised copy is a raw object of the store with the same bytes and a few more at the end, which readers
 of Arrow streams ignore. It is an entry like any other under `MAPS`, so gc bounds the copies; mapped bytes
 live until they are unmapped. Every object is checked before it is mapped: see

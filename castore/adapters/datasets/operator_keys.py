@@ -1,7 +1,6 @@
 """A fingerprint of an operator's computation: its code, followed through the user's own modules, and its
 state.
 
-
 Builds on `castore.keys.objects`: functions count by their code, libraries by name and version. Objects count
 by their class and by the state that pickle would keep; models and arrays by content; tokenizers by their
 rules, not by leftovers of their use. Objects that cannot change a result (locks, loggers, streams of a GPU,

@@ -1,6 +1,5 @@
 """A chain of operators over a dataset; each step comes from the cache unless something before it changed.
 
-
 The keys of all steps follow from the input and the operators. So a run finds the last step that is kept and
 continues after it; the steps before it are not even read. `step_runner` runs one step once among all
 processes; `checkpoint` keeps only the latest step; this module is the chain.

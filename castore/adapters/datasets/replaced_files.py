@@ -1,6 +1,5 @@
 """Finds mapped files that have gone from their paths: the bytes at such a path are not the mapped bytes.
 
-
 A dataset that was loaded from a file continues to show that file's rows after the file was replaced. A reader
 of the path must not take the new file for those rows. The kernel marks in ``/proc`` each mapping whose file
 was unlinked or renamed over.

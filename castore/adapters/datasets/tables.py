@@ -1,6 +1,5 @@
 """Converts a dataset to the files of a `save_to_disk` folder and back, without a disk in between.
 
-
 A dataset whose table is whole Arrow files already, with batches of a good size, is given by their paths, so
 that the files are read once, in constant memory. Any other dataset is written in memory, one file of about
 `SHARD_BYTES` at a time, with rows in the order in which the dataset shows them: this flattens a selection, a
@@ -56,7 +55,6 @@ def whole_files(dataset: datasets.Dataset) -> list[str] | None:
 def table_files(table: Table, places: list[range] | None = None) -> list[str] | None:
     """Paths of the Arrow files that hold, in order, exactly a table's rows; None if there are none.
 
-
     Args:
         table: a mapped table, or a concatenation of mapped ones.
         places: the result of `gone`, for calls about many tables.
@@ -69,7 +67,6 @@ def mapped_blocks(
     table: Table, allowed: Set[str], places: list[range] | None = None
 ) -> list[MemoryMappedTable] | None:
     """The mapped tables that hold, in order, a table's rows; None if there are none, or a file was replaced.
-
 
     Args:
         table: a mapped table, or a concatenation of mapped ones.

@@ -210,7 +210,7 @@ class BiLevelCachedDataset(CachingWrapper):
         """Write samples that are only in memory to disk, as far as there is room, for later runs."""
         self._levels.flush()
 
-    # What it did
+    # Counters
 
     @property
     def memory_cache(self) -> MemoryLevel | None:

@@ -132,7 +132,7 @@ class CachedDataset(CachingWrapper):
     def _cache(self, indices: list[int]) -> int:
         return len(self._read(indices))
 
-    # What it did
+    # Counters
 
     @property
     def hits(self) -> int:

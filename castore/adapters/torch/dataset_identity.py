@@ -34,7 +34,7 @@ from castore.keys.objects import InstanceEncoder
 from castore.keys.values import Kinds, random_rows, refuse_random
 from castore.names import check_name
 
-#: How the error of `dataset_key` ends.
+#: The end of the error of `dataset_key`.
 ADVICE = "; or say what identifies the data with key=..."
 #: The advice for a part that looks random.
 RANDOM_ADVICE = (
