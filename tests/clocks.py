@@ -1,4 +1,6 @@
-"""Time that passes at once: a short expiry, slept out, would at times be over on a busy machine before it should."""
+"""Time that passes at once: a short expiry, slept out, would at times be over on a busy machine before it
+should.
+"""
 
 from __future__ import annotations
 

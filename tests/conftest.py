@@ -12,10 +12,12 @@ from hypothesis import HealthCheck, settings
 
 from castore import Store
 
-# A shell that starts this run in the background has it ignore Ctrl-C, and every process that the tests start inherits that.
+# A shell that starts this run in the background has it ignore Ctrl-C, and every process that the tests start
+# inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes says as much of the machine as of castore: one that stood still for a moment is no failure.
+# How long an example takes says as much of the machine as of castore: one that stood still for a moment is no
+# failure.
 settings.register_profile("castore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("castore")
 
@@ -42,7 +44,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _one_environment() -> None:
     """Undo what `datasets` does after a map in processes: it puts a copy in the place of `os.environ`.
 
-    rich reads the mapping that was there when it was imported, so variables set for a test would not reach it.
+    rich reads the mapping that was there when it was imported, so variables set for a test would not reach
+    it.
     """
     os.environ = _ENVIRON  # noqa: B003
 
@@ -55,7 +58,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the figures of the torture tests. The hook is here because pytest-xdist's controller loads no deeper conftest."""
+    """Print the figures of the torture tests. The hook is here because pytest-xdist's controller loads no
+    deeper conftest.
+    """
     lines = [
         (report.nodeid.rpartition("::")[2], value)
         for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed")

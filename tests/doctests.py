@@ -1,4 +1,6 @@
-"""A plugin of pytest, named in pyproject.toml, for the doctests of castore and castore_fuse, which no conftest is above."""
+"""A plugin of pytest, named in pyproject.toml, for the doctests of castore and castore_fuse, which no
+conftest is above.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What several test files need: bytes to put, a recount of the index, crowds of processes, and damage.
 
-Bytes come from a seed, so that a failure can be repeated. Nothing here knows more of a store than its public parts
-and its index's tables.
+Bytes come from a seed, so that a failure can be repeated. Nothing here knows more of a store than its public
+parts and its index's tables.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def agrees_with_disk(store: Store) -> None:
 
 
 def in_processes(count: int, task: Callable[[int], object], *, timeout: float = 60.0) -> list[Any]:
-    """Run ``task(0)`` to ``task(count - 1)``, each in a forked process, all at once; their results, in order."""
+    """Run ``task(0)`` to ``task(count - 1)``, each in a forked process, all at once; their results, in
+    order.
+    """
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(count)
 

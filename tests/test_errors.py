@@ -1,4 +1,6 @@
-"""Errors can be caught as what they are elsewhere, print a plain sentence, and leave worker processes whole."""
+"""Errors can be caught as what they are elsewhere, print a plain sentence, and leave worker processes
+whole.
+"""
 
 from __future__ import annotations
 

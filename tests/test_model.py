@@ -1,4 +1,6 @@
-"""A store beside a dictionary: whatever is done to both in whatever order, the store says what the dictionary says."""
+"""A store beside a dictionary: whatever is done to both in whatever order, the store says what the
+dictionary says.
+"""
 
 from __future__ import annotations
 

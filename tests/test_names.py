@@ -1,4 +1,6 @@
-"""Names that could lead out of a folder, break a tool or not fit a path are refused, and the error says why."""
+"""Names that could lead out of a folder, break a tool or not fit a path are refused, and the error says
+why.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,23 @@ from castore.errors import InvalidNameError
 from castore.names import check_name, check_prefix
 
 GOOD = [
-    "a", "imagenet/train-00001.tar", "a b/c", "...", "a/..b", ".hidden", "a/.castore", ".castored", "données/été.tar", "日本/語",
+    "a", "imagenet/train-00001.tar", "a b/c", "...", "a/..b", ".hidden", "a/.castore", ".castored",
+    "données/été.tar", "日本/語",
     "a\\b", "x" * 255, "é" * 127, "/".join(["d" * 254] * 12), "\u0085", "~", "a:b", "-rf",
 ]  # fmt: skip
 
 BAD = [
-    ("", "is empty"), ("/", "absolute"), ("/a", "absolute"), ("a/", "part 2 is empty"), ("a//b", "part 2 is empty"),
-    (".", "part 1 is '.'"), ("..", "part 1 is '..'"), ("a/../b", "part 2 is '..'"), ("a/..", "part 2 is '..'"), ("a/./b", "part 2 is '.'"),
-    ("a\0b", "control character"), ("a/b\nc", "part 2 has the control character"), ("a\n", "control character"), ("..\n", "control"),
+    ("", "is empty"), ("/", "absolute"), ("/a", "absolute"), ("a/", "part 2 is empty"),
+    ("a//b", "part 2 is empty"),
+    (".", "part 1 is '.'"), ("..", "part 1 is '..'"), ("a/../b", "part 2 is '..'"),
+    ("a/..", "part 2 is '..'"), ("a/./b", "part 2 is '.'"),
+    ("a\0b", "control character"), ("a/b\nc", "part 2 has the control character"),
+    ("a\n", "control character"), ("..\n", "control"),
     ("\x7f", "control character"), ("x" * 256, "part 1 has 256 bytes"), ("é" * 128, "part 1 has 256 bytes"),
-    ("😀" * 64, "part 1 has 256 bytes"), ("/".join(["d" * 254] * 13), "at most 3072"), ("a/\ud800", "part 2 has .* not valid Unicode"),
-    (".castore", "part 1 is '.castore'"), (".castore/objects", "part 1 is '.castore'"), (None, "is a str"), (b"a", "is a str"),
+    ("😀" * 64, "part 1 has 256 bytes"), ("/".join(["d" * 254] * 13), "at most 3072"),
+    ("a/\ud800", "part 2 has .* not valid Unicode"),
+    (".castore", "part 1 is '.castore'"), (".castore/objects", "part 1 is '.castore'"), (None, "is a str"),
+    (b"a", "is a str"),
     (Path("a"), "is a str"), (1, "is a str"),
 ]  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""`make` on a stranger's machine: each interpreter has an environment, and torch never brings gigabytes unasked."""
+"""`make` on a stranger's machine: each interpreter has an environment, and torch never brings gigabytes
+unasked.
+"""
 
 from __future__ import annotations
 

@@ -26,8 +26,10 @@ from castore.units import (
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ("0", 0), ("4096", 4096), (" 12 b ", 12), ("1kb", 1000), ("1KiB", 1024), ("64k", 64000), ("200GB", 200 * 10**9),
-        ("1.5 GiB", 3 * 2**29), ("2tib", 2 * 2**40), ("3PB", 3 * 10**15), ("1.1PB", 11 * 10**14), ("0.3KiB", 307),
+        ("0", 0), ("4096", 4096), (" 12 b ", 12), ("1kb", 1000), ("1KiB", 1024), ("64k", 64000),
+        ("200GB", 200 * 10**9),
+        ("1.5 GiB", 3 * 2**29), ("2tib", 2 * 2**40), ("3PB", 3 * 10**15), ("1.1PB", 11 * 10**14),
+        ("0.3KiB", 307),
         (7, 7), (2e9, 2 * 10**9), (np.int64(5), 5),
     ],
 )  # fmt: skip
@@ -38,8 +40,10 @@ def test_sizes_are_read(text: Any, count: int) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    ["", " ", "GB", "-1", "-5GB", "nan", "inf", "1e3", "1 000", "1,5GB", "5 apples", "1GB2", "2kb kb", "0.5", "1.5B",
-     "1.", ".5k", "1__0", "٣", "9" * 21, "9999999PB", -1, 1.5, math.nan, math.inf, True, False, None, b"1", [1], 2**63],
+    ["", " ", "GB", "-1", "-5GB", "nan", "inf", "1e3", "1 000", "1,5GB", "5 apples", "1GB2", "2kb kb", "0.5",
+     "1.5B",
+     "1.", ".5k", "1__0", "٣", "9" * 21, "9999999PB", -1, 1.5, math.nan, math.inf, True, False, None, b"1",
+     [1], 2**63],
 )  # fmt: skip
 def test_what_is_no_size_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidValueError, match="is not a size"):
@@ -62,7 +66,8 @@ def test_sizes_are_shown(count: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("7d", 604800), ("1h30m", 5400), ("1h 30m", 5400), ("90s", 90), ("500ms", 0.5), ("1.5H", 5400), ("2w", 1209600),
+    [("7d", 604800), ("1h30m", 5400), ("1h 30m", 5400), ("90s", 90), ("500ms", 0.5), ("1.5H", 5400),
+     ("2w", 1209600),
      ("5m", 300), ("5ms", 0.005), ("90", 90), (90, 90), (0.25, 0.25), ("1d2h3m4s5ms", 93784.005), (0, 0)],
 )  # fmt: skip
 def test_durations_are_read(text: Any, seconds: float) -> None:
@@ -72,7 +77,8 @@ def test_durations_are_read(text: Any, seconds: float) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    ["", " ", "d", "-5s", "5 apples", "1d2", "30m1h", "1m1m", "nan", "inf", "1e3", "9" * 15, -1, math.nan, math.inf, True,
+    ["", " ", "d", "-5s", "5 apples", "1d2", "30m1h", "1m1m", "nan", "inf", "1e3", "9" * 15, -1, math.nan,
+     math.inf, True,
      None, b"1", [1], 10**400],
 )  # fmt: skip
 def test_what_is_no_duration_is_refused(wrong: Any) -> None:

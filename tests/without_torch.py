@@ -1,7 +1,9 @@
-"""A plugin of pytest, named in pyproject.toml: where torch is not installed, the files that need it are left out.
+"""A plugin of pytest, named in pyproject.toml: where torch is not installed, the files that need it are left
+out.
 
-Whether a file needs torch is read from the imports at its top, and at the top of this project's files that these import.
-Imports inside functions do not count: a test that needs torch for itself alone calls ``pytest.importorskip("torch")``.
+Whether a file needs torch is read from the imports at its top, and at the top of this project's files that
+these import. Imports inside functions do not count: a test that needs torch for itself alone calls
+    ``pytest.importorskip("torch")``.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ def _imported(path: Path) -> frozenset[str]:
 
 @functools.cache
 def _files(name: str) -> tuple[Path, ...]:
-    """The files of this project that an import of a module runs, those of the packages around it among them."""
+    """The files of this project that an import of a module runs, those of the packages around it among
+    them.
+    """
     words = name.split(".")
     places = [root.joinpath(*words[:depth]) for root in _SOURCES for depth in range(1, len(words) + 1)]
     return tuple(

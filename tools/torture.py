@@ -1,4 +1,5 @@
-"""`make torture`: the long form of tests/torture, and whole matrices, with the figures in docs/reliability.md.
+"""`make torture`: the long form of tests/torture, and whole matrices, with the figures in
+docs/reliability.md.
 
 Each test that ran gets a new row, with the figures that it printed. The rows of other tests stay, so that a
 part can be run alone (ARGS="-k soak"). Failures are written as plainly as figures. Each row is written as

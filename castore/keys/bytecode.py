@@ -1,8 +1,9 @@
-"""What counts of compiled code: its instructions by what they mean, not by where they stand in tables.
+"""The parts of compiled code that count: instructions with their meaning, not their positions in tables.
 
-Names, constants and calls of a code object and of those inside it, as a fingerprint takes them: line numbers, docstrings
-and annotations left out. Also the names of variables and attributes that code writes to. Knows nothing of functions,
-modules or values; runs nothing. Bytecode differs between minor versions of Python.
+Lists the names, constants and calls of a code object and of the code objects inside it, as a fingerprint
+takes them: line numbers, docstrings and annotations are left out. Also lists the variables and attributes
+that code writes to. Knows nothing of functions, modules or values; runs nothing. Bytecode differs between
+minor versions of Python.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-# Arguments and kind of function; the rest of the flags tells of the compiler and of __future__.
+# The arguments and the kind of function; the other flags depend on the compiler and on __future__.
 _FLAGS = 0xFF | 0x200
-#: What a class body stores that says nothing of what it computes: copyreg leaves __slotnames__ in a class once one of
-#: its objects was pickled.
+#: Names in a class body that say nothing of its computation: copyreg stores __slotnames__ in a class once an
+#: object of it was pickled.
 BODY_NOISE = {"__doc__", "__firstlineno__", "__static_attributes__", "__slotnames__"}
-# Python 3.13 fuses two neighbouring loads and stores of local variables, Python 3.14 marks loads that only borrow.
+# Python 3.13 fuses two neighbouring loads and stores of local variables; Python 3.14 marks loads that only
+# borrow.
 _FUSED = re.compile(r"(?:(?:LOAD|STORE)_FAST(?:_BORROW)?_?)+")
 _LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
-# These bring what was worked out below the container and the key.
+# These instructions rotate the computed value below the container and the key.
 _TURNS = ("SWAP", "ROT_THREE", "ROT_FOUR")
-# Methods of lists, sets, dicts and deques that change them.
+# Methods that change lists, sets, dicts and deques.
 _WRITING = frozenset({
-    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "move_to_end", "pop", "popitem", "popleft",
+    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "move_to_end", "pop", "popitem",
+    "popleft",
     "remove", "setdefault", "update",
 })  # fmt: skip
 
@@ -40,16 +43,16 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def is_code(value: object) -> bool:
-    """Whether a constant is the code of something inside."""
+    """Whether a constant is the code object of an inner function or class."""
     return isinstance(value, types.CodeType)
 
 
 @functools.lru_cache(maxsize=4096)
 def steps(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
-    """Names of instructions with what their arguments stand for, so that places in tables do not matter.
+    """Names of instructions with the values of their arguments, so that positions in tables do not matter.
 
-    A docstring shifts the table of constants; by value, nothing changes. Remembered: code never changes, and code that
-    is equal has equal instructions.
+    A docstring shifts the table of constants; with values, nothing changes. The result is cached: code never
+    changes, and equal code has equal instructions.
     """
     return tuple(_read_steps(code))
 
@@ -63,7 +66,7 @@ def _read_steps(code: types.CodeType) -> Iterator[tuple[str, Any]]:
 
 
 def single(code: types.CodeType) -> Iterator[dis.Instruction]:
-    """The instructions of code, each load and store of a local variable as one of its own, in every version of Python."""
+    """The instructions of code in every Python version alike: each load and store of a local is separate."""
     for step in dis.get_instructions(code):
         if step.opname == "EXTENDED_ARG":
             continue
@@ -77,12 +80,12 @@ def single(code: types.CodeType) -> Iterator[dis.Instruction]:
 
 
 def instructions(code: types.CodeType) -> Iterator[tuple[str, Any]]:
-    """All of one code object that counts; the code of inner functions stands elsewhere."""
+    """The instructions of one code object that count; the code of inner functions is listed elsewhere."""
     yield "arguments", code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     yield "kinds", (code.co_argcount, code.co_posonlyargcount, code.co_flags & _FLAGS)
     yield "exceptions", getattr(code, "co_exceptiontable", b"")
     rows = steps(code)
-    # In the body of a class these are a constant that is then stored.
+    # In the body of a class each of these names is stored from a constant.
     noise = {at for at, row in enumerate(rows) if row[0] == "STORE_NAME" and row[1] in BODY_NOISE}
     for at, (opname, argument) in enumerate(rows):
         if at not in noise and at + 1 not in noise:
@@ -90,7 +93,7 @@ def instructions(code: types.CodeType) -> Iterator[tuple[str, Any]]:
 
 
 def outer_reads(code: types.CodeType) -> Iterator[tuple[str, str]]:
-    """What code reads from around it: ``("closure", name)`` and ``("global", name)``."""
+    """The outer variables that code reads: ``("closure", name)`` and ``("global", name)``."""
     for opname, argument in steps(code):
         if opname.startswith("LOAD_") and argument != "__name__":
             if "DEREF" in opname:
@@ -101,7 +104,7 @@ def outer_reads(code: types.CodeType) -> Iterator[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=4096)
 def names_written(code: types.CodeType) -> frozenset[str]:
-    """Names of the variables that code assigns, or whose elements it sets, removes or adds to; of attributes with a dot."""
+    """Names of the variables that code assigns or changes elements of; attributes begin with a dot."""
     found: set[str] = set()
     for inner in codes(code):
         rows = list(single(inner))
@@ -111,7 +114,7 @@ def names_written(code: types.CodeType) -> frozenset[str]:
             elif row.opname == "STORE_DEREF":
                 found.add(row.argval)
             elif row.opname in ("STORE_SUBSCR", "STORE_SLICE") and rows[at - 1].opname in _TURNS:
-                continue  # the end of `values[key] += …`, which was seen where it begins
+                continue  # the end of `values[key] += …`, which was counted at its beginning
             elif row.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") or _is_in_place(rows, at, 2):
                 found |= _name_at(rows, _before(rows, at))
             elif row.opname == "STORE_SLICE" or _is_in_place(rows, at, 3):  # since Python 3.12
@@ -122,19 +125,19 @@ def names_written(code: types.CodeType) -> frozenset[str]:
 
 
 def attributes_read(code: types.CodeType) -> frozenset[str]:
-    """Names of the attributes and methods that code asks any object for."""
+    """Names of the attributes and methods that code reads from any object."""
     rows = [row for inner in codes(code) for row in steps(inner)]
     return frozenset(argument for opname, argument in rows if opname in _LOADS_ATTRIBUTE)
 
 
 def _is_in_place(rows: list[dis.Instruction], at: int, size: int) -> bool:
-    """Whether ``values[key] += …`` begins here, once both are on the stack; of size 3, ``values[start:stop] += …``."""
+    """Whether ``values[key] += …`` begins here, with both on the stack; size 3: a slice, not a key."""
     copies = [(row.opname, row.arg) for row in rows[at : at + size]]
     return copies == [("COPY", size)] * size or (size == 2 and copies[0][0] == "DUP_TOP_TWO")
 
 
 def _before(rows: list[dis.Instruction], at: int) -> int:
-    """Where the instructions begin that make the topmost value that the one at ``at`` takes from the stack."""
+    """The first instruction of those that compute the topmost stack value of the instruction at ``at``."""
     height = 0
     while at > 0 and height < 1:
         at -= 1
@@ -143,7 +146,7 @@ def _before(rows: list[dis.Instruction], at: int) -> int:
 
 
 def _name_at(rows: list[dis.Instruction], at: int) -> set[str]:
-    """The name of the attribute or variable that the instruction in front of ``at`` loads."""
+    """The name of the attribute or variable that the instruction before ``at`` loads."""
     if at and rows[at - 1].opname == "LOAD_ATTR":
         return {f".{rows[at - 1].argval}"}
     return {rows[at - 1].argval} if at and rows[at - 1].opname in ("LOAD_DEREF", "LOAD_FAST") else set()

@@ -1,10 +1,11 @@
-"""Doubts: hashed values that look as if every run had another one, compared with the values of earlier runs.
+"""Doubts: hashed values that look different in every run, compared with the values of earlier runs.
 
 A random id, a time or a number of this run, the name of a temporary folder, or the state of a random
-generator may be intended, as a seed is. Or it may keep a result from ever being found again. A single run
-does not show which; the next run does, or the third one where another seed is as likely. So a store remembers a fingerprint without such values, and the
-values. If a later run differs only in these values, a warning names the part. The cost is a search through
-the encoded bytes; the rest runs only if it found something.
+generator may be intended, as a seed is. Or it may prevent a result from ever being found again. A single run
+does not distinguish the two cases. The next run does, or the third one where another seed is as likely. So a
+store remembers a fingerprint without such values, and the values. If a later run differs only in these
+values, a warning names the part. The cost is a search through the encoded bytes; the rest runs only if that
+search found something.
 
 Not found: values that do not look random, such as a short random number, the order of a list made from a set,
 or a random array.

@@ -1,12 +1,13 @@
-"""Fingerprints of functions: what a function computes, followed through the functions of the user's own modules.
+"""Fingerprints of functions: their computation, followed through the functions of the user's own modules.
 
-A fingerprint covers the code (instructions, constants, names), defaults, closure values, and every global that the
-code refers to: functions and classes of user modules by their own code, all else of the standard library and of
-installed packages by name and version, values as `castore.keys.encoder` hashes them. Files, line numbers, docstrings and
-annotations do not count. What has no stable hash is an UnhashableError that names it, never a guess.
+A fingerprint covers the code (instructions, constants, names), the defaults, the closure values, and every
+global that the code refers to. Functions and classes of user modules count by their own code; those of the
+standard library and of installed packages by name and version; values as `castore.keys.encoder` hashes them.
+Files, line numbers, docstrings and annotations do not count. A value without a stable hash is an
+UnhashableError that names it, never a guess.
 
-Assumes that user code is what lies outside the standard library and site-packages. Cannot see what is reached
-through strings, `getattr(module, "name")` or `eval`. Bytecode differs between minor versions of Python, and so do
+Assumes that code outside the standard library and site-packages is the user's. Cannot see references through
+strings, `getattr(module, "name")` or `eval`. Bytecode differs between minor versions of Python, and so do
 fingerprints. The idea of following imported functions is Hugging Face datasets' issue 3297.
 """
 
@@ -46,54 +47,57 @@ from castore.keys.libraries import library_object, library_of
 
 _CLASS_NOISE = {
     *BODY_NOISE, "__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__dict__",
-    "__module__", "__weakref__", "_abc_impl", "__abstractmethods__", "__dataclass_fields__", "__dataclass_params__", "__match_args__",
+    "__module__", "__weakref__", "_abc_impl", "__abstractmethods__", "__dataclass_fields__",
+    "__dataclass_params__", "__match_args__",
 }  # fmt: skip
-# What namedtuple writes; the fields say all about it.
+# Names that namedtuple writes; the fields describe the class fully.
 _TUPLE_NOISE = {
     "_make", "_replace", "_asdict", "__new__", "__getnewargs__", "__repr__", "__replace__", "__slots__",
 }  # fmt: skip
-# Their state cannot change what a function returns.
+# The state of these objects cannot change the result of a function.
 _HARMLESS = (logging.Logger, logging.LoggerAdapter, type(threading.Lock()), type(threading.RLock()))
-_ALIASES = (type(typing.List[int]), type(typing.Union[int, str]))  # noqa: UP006, UP007 - the types of old spellings
+_ALIASES = (type(typing.List[int]), type(typing.Union[int, str]))  # noqa: UP006, UP007 - types of old forms
 _TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, *_ALIASES)
 _LRU = type(functools.lru_cache(len))
 _WRAPPERS = (staticmethod, classmethod, _LRU)
 _DESCRIPTORS = (
-    types.MethodDescriptorType, types.WrapperDescriptorType, types.MemberDescriptorType, types.GetSetDescriptorType,
+    types.MethodDescriptorType, types.WrapperDescriptorType, types.MemberDescriptorType,
+    types.GetSetDescriptorType,
 )  # fmt: skip
 _MISSING = object()
 _PACKAGE = __name__.partition(".")[0]
 
 
-# Of what was encoded: how it begins, and from which length on a digest takes its place.
+# The beginning of encoded bytes, and the length from which a digest replaces them.
 _ENCODED = re.compile(rb"[\x01-\x14][a-z]+\+\d+:")
 _LONG = 1024
 _encode_bytes = Encoder.leaves[bytes]
 Self = TypeVar("Self", bound="FunctionEncoder")
 _ADDRESS = (
-    "is an address of this process, which is another one in every run, so nothing would be found again; leave it out in"
-    " __getstate__, or give its class a __castore_key__ method"
+    "is an address of this process, which is another one in every run, so nothing would be found again; "
+    "leave it out in __getstate__, or give its class a __castore_key__ method"
 )
-# What torch.compile hangs on a function, and functools.wraps copies to the next one: an address among it.
+# The prefix of attributes that torch.compile sets on a function and functools.wraps copies; one is an
+# address.
 _COMPILER = "_torchdynamo_"
 
 
 class _Seen:
-    """What was noticed in encoded bytes. Apart from the encoder, which would else be kept alive by itself."""
+    """Findings in encoded bytes. Separate: a reference to its own method would keep an encoder alive."""
 
     def __init__(self) -> None:
         self.addresses: set[int] = set()
         self.doubtful = False
-        # Whether looking has imported a module, which may have given others more attributes.
+        # Whether the encoding has imported a module, which may have given other modules more attributes.
         self.imported = False
 
     def look(self, code: bytes) -> None:
-        """Search encoded bytes."""
+        """Search encoded bytes for addresses and doubtful values."""
         self.addresses |= addresses.candidates(code)
         self.doubtful = self.doubtful or doubts.are_in(code)
 
     def leaf(self, code: bytes) -> bytes:
-        """The canonical bytes of bytes; of what was encoded, after a look where a digest takes its place."""
+        """The canonical bytes of bytes; long encoded bytes are searched before a digest replaces them."""
         if len(code) > _LONG and _ENCODED.match(code):
             self.look(code)
         return _encode_bytes(code)
@@ -103,7 +107,7 @@ class FunctionEncoder(Encoder):
     """An Encoder that also takes functions, classes and modules.
 
     Attributes:
-        sought: addresses of this process; where the value tells one of them, `encode` says which part does.
+        sought: addresses of this process; for a value that contains one of them, `encode` names the part.
     """
 
     def __init__(self) -> None:
@@ -111,20 +115,20 @@ class FunctionEncoder(Encoder):
         self.sought: set[int] = set()
         self._tracing = False
         self._seen = _Seen()
-        # What was encoded already comes back as bytes, and is looked at.
+        # Encoded parts come back as bytes, and must be searched.
         self.leaves = {**type(self).leaves, bytes: self._seen.leaf}
-        # Functions call one another in circles: the second time, a number stands for what was met before.
+        # Functions call one another in cycles: a number represents a function that was met before.
         self._met: dict[int, tuple[int, object]] = {}
-        # Whether the order of dicts counts here: in what is the user's, and not in what a library keeps for itself.
+        # Whether the order of dicts counts here: it counts in the user's values, not in a library's own.
         self._ordered = True
 
     def encode(self, value: object, what: str) -> bytes:
-        """As in Encoder; a value that holds an address of this process is an UnhashableError too."""
+        """As in Encoder; a value that contains an address of this process is an UnhashableError too."""
         blank = {
             name: copy.copy(item) for name, item in vars(self).items() if type(item) in (dict, list, set)
         }
         code = super().encode(value, what)
-        while self._seen.imported:  # so that the first answer is the one of later looks
+        while self._seen.imported:  # so that the first result equals the later ones
             self._seen.imported = False
             vars(self).update({name: copy.copy(item) for name, item in blank.items()})
             code = super().encode(value, what)
@@ -147,13 +151,13 @@ class FunctionEncoder(Encoder):
             self._ordered = around
 
     def mapping(self, value: dict[Any, Any]) -> bytes:
-        """As in Encoder, but in what is the user's the order counts where it is not that of the keys."""
+        """As in Encoder; but in the user's values the order of keys counts, unless they are sorted."""
         code = self.unordered(value)
         order = order_of_keys(value) if self._ordered and len(value) > 1 else None
         return code if order is None else self.tagged("in order", code, self.part(order, ".keys()"))
 
     def other(self, value: Any) -> bytes:
-        """The canonical bytes of a function and its kin, numbered by first visit."""
+        """The canonical bytes of a function, class or module; each is numbered at its first visit."""
         inner = uncompiled(value)
         if inner is not value:
             return self.part(inner)
@@ -173,7 +177,7 @@ class FunctionEncoder(Encoder):
             users_path = issubclass(cls, pathlib.PurePath) and not library_of(cls.__module__)
             if not (users_path or issubclass(cls, enum.Enum | tuple) or _is_dataclass(cls)):
                 return code
-        # Values with a class of the user's: its methods count too.
+        # Instances of a user's class: its methods count too.
         return self.tagged("instance", code, self.part(cls))
 
     def part(self, value: Any, step: str = "") -> bytes:
@@ -184,7 +188,7 @@ class FunctionEncoder(Encoder):
         return super().part(value, step) if met is None else self.tagged("met", met[0])
 
     def _traced(self, value: Any, step: str) -> bytes:
-        """As `part`, but what is sought is an error, which collects the path to it."""
+        """As `part`, but a sought address raises an error, which collects the path to the address."""
         if self.sought and addresses.holds(value, self.sought):
             error = UnencodableError(_ADDRESS)
             error.path.append(step)
@@ -193,11 +197,11 @@ class FunctionEncoder(Encoder):
         return super().part(value, step) if met is None else self.tagged("met", met[0])
 
     def member(self, item: Any) -> bytes:
-        """As in Encoder, but each with numbers of its own, since the order of a set is by chance."""
+        """As in Encoder, but each element has its own numbers, since the order of a set is random."""
         return self._beside().part(item, "{...}")
 
     def _beside(self: Self) -> Self:
-        """Another encoder that stands where this one does, with numbers of its own."""
+        """Another encoder with the same context, and its own numbers."""
         alone = type(self)()
         alone._open, alone._seen, alone.leaves = self._open, self._seen, self.leaves
         alone._tracing, alone.sought, alone._ordered = self._tracing, self.sought, self._ordered
@@ -208,12 +212,13 @@ class FunctionEncoder(Encoder):
         return self.part((tag, *parts))
 
     def function(self, function: types.FunctionType) -> Iterator[Any]:
-        """What a function is made of."""
+        """The parts of a function that count."""
         yield function.__qualname__
         library = library_of(function.__globals__.get("__name__"))
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         if library:
-            # Lambdas of one module share their name, so the instructions count here too; globals do not.
+            # Lambdas of one module share their name, so their instructions count here too; their globals do
+            # not.
             yield library, [[*instructions(inner)] for inner in codes(function.__code__)]
             yield from (self._value(_cell(cell), f" -> closure {name!r}") for name, cell in cells.items())
         else:
@@ -221,17 +226,17 @@ class FunctionEncoder(Encoder):
         yield self._value(function.__defaults__, " -> defaults")
         named = function.__kwdefaults__
         yield self._value(named and AnyOrder(named), " -> defaults")
-        # What functools.wraps and users hang on a function, a wrapped function among it.
+        # Attributes that functools.wraps and users set on a function, such as the wrapped function.
         yield self._value(AnyOrder(_own_attributes(function)), " -> attribute ")
 
     def common(self, method: Any, owner: Any) -> Iterator[Any]:
-        """What counts of a method that a module hands out as its function."""
+        """The parts that count of a method that a module offers as a function."""
         module = type(owner).__module__
         library = library_of(module)
         yield from (method.__qualname__, library or self.part(owner, ".__self__"))
 
     def code_parts(self, code: types.CodeType) -> Iterator[Any]:
-        """What counts of code that belongs to no function: compiled text, say."""
+        """The parts that count of code without a function: compiled text, say."""
         yield _content(code)[0]
 
     def _body(self, code: types.CodeType, scope: dict[str, Any], cells: dict[str, Any]) -> Iterator[Any]:
@@ -251,7 +256,7 @@ class FunctionEncoder(Encoder):
             yield name, self._reference(module, names, f" -> import {name!r}")
 
     def _reference(self, value: Any, names: Set[str], step: str) -> bytes:
-        """A value that code refers to; of a user module, all attributes that the code has a name for."""
+        """A value that code refers to; for a user module, all of its attributes that the code names."""
         if not issubclass(type(value), types.ModuleType) or library_of(value.__name__):
             return self._value(value, step)
         if id(value) in self._open:  # modules that import one another
@@ -271,12 +276,12 @@ class FunctionEncoder(Encoder):
         return self.tagged("unset") if value is _MISSING else self.part(value, step)
 
     def class_(self, cls: type) -> Iterator[Any]:
-        """What a class is made of: its bases and all that its body defines."""
+        """The parts of a class that count: its bases and everything that its body defines."""
         yield cls.__qualname__
         library = library_of(cls.__module__)
         if library:
             yield library
-            # A library may make classes of the user's: torch's parametrizations do.
+            # A library may derive classes from the user's: torch's parametrizations do.
             yield from (
                 self._value(base, f" -> base {base.__name__!r}")
                 for base in cls.__bases__
@@ -309,9 +314,9 @@ class FunctionEncoder(Encoder):
 
 
 def _is_ordered(value: Any, around: bool) -> bool:
-    """Whether the order of dicts counts in a value: in the user's own it does, in a library's not.
+    """Whether the order of dicts counts in a value: it counts in the user's values, not in a library's.
 
-    Python's and castore's objects hold what they were given: in them it counts where it does around them.
+    Python's and castore's objects hold the user's values: in them the order counts as it does around them.
     """
     cls = type(value)
     if issubclass(cls, types.FunctionType):
@@ -325,7 +330,7 @@ def _is_ordered(value: Any, around: bool) -> bool:
 
 
 def order_of_keys(pairs: dict[Any, Any]) -> list[Any] | None:
-    """The keys of a dict in their order; None where that is the order of the numbers or of the alphabet."""
+    """The keys of a dict in their order; None if the order is numeric or alphabetic."""
     keys = list(pairs)
     ordered = {*map(type, keys)} in ({str}, {int}, set()) and keys == sorted(keys)
     return None if ordered else keys
@@ -336,7 +341,7 @@ def _is_dataclass(cls: type) -> bool:
 
 
 def _held_by_member(member: enum.Enum) -> dict[str, Any]:
-    """What the class's `__new__` or `__init__` set on a member of an enumeration, beside its value."""
+    """Attributes that a class's `__new__` or `__init__` set on an enumeration's member, beside its value."""
     return AnyOrder(
         (name, value)
         for name, value in vars(member).items()
@@ -351,15 +356,16 @@ def _kind_of(cls: type) -> Callable[[FunctionEncoder, Any], Iterator[Any]] | Non
 
 
 def uncompiled(value: Any) -> Any:
-    """What torch.compile made a function or a module of; all else as it is.
+    """The function or module that torch.compile wrapped; any other value unchanged.
 
-    The wrapper is made of addresses. It computes what is behind it, to the last bits of a rounding, and so counts as
-    that: datasets' `Hasher` sees it so too, and switching compilation on runs nothing again.
+    The wrapper consists of addresses. It computes the same result as the wrapped value, up to the last bits
+    of rounding, and so counts as that value: datasets' `Hasher` does the same, and switching compilation on
+    runs nothing again.
     """
     cls = type(value)
     if cls is types.FunctionType:
         attributes = value.__dict__
-        # functools.wraps copies the attributes of a compiled function to whatever is around it.
+        # functools.wraps copies the attributes of a compiled function to its wrappers.
         if attributes and attributes.get("_torchdynamo_wrapper_id") == id(value):
             return attributes.get("_torchdynamo_orig_callable", value)
     elif cls.__name__ == "OptimizedModule" and cls.__module__ == "torch._dynamo.eval_frame":
@@ -368,13 +374,13 @@ def uncompiled(value: Any) -> Any:
 
 
 def _own_attributes(function: types.FunctionType) -> dict[str, Any]:
-    """What hangs on a function, without what compilers leave there."""
+    """The attributes that were set on a function, without those of compilers."""
     attributes = {name: item for name, item in function.__dict__.items() if not name.startswith(_COMPILER)}
     inner = attributes.get("__wrapped__")
     plain = inner is None or type(inner) in (types.FunctionType, _LRU)
     if plain and len(attributes) == len(function.__dict__):
         return attributes
-    # functools.wraps has copied these from a compiled function, which tells better what counts of it.
+    # functools.wraps copied these from a compiled function, and the function's own encoding covers them.
     copied = getattr(inner, "__dict__", {})
     missing = object()
     return {
@@ -386,9 +392,9 @@ def _own_attributes(function: types.FunctionType) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _content(code: types.CodeType) -> tuple[bytes, frozenset[str], list[tuple[str, str]]]:
-    """The encoded instructions of code and what is inside it, every name in it, and what it reads from around it.
+    """The encoded instructions of code and its inner code, all names in it, and the outer variables it reads.
 
-    Attributes of a user module that are among the names will be followed.
+    If a user module has attributes with these names, they are followed.
     """
     inside = list(codes(code))
     rows = [[part for row in instructions(inner) for part in row] for inner in inside]
@@ -409,7 +415,7 @@ def _imports(code: types.CodeType, scope: dict[str, Any]) -> Iterator[str]:
                 with contextlib.suppress(ImportError):
                     name = importlib.util.resolve_name(name, package)
             yield name
-            # `import a.b` binds a; `from a import b` may mean the module a.b, which nobody has imported yet.
+            # `import a.b` binds a; `from a import b` may name the module a.b, which may not be imported yet.
             yield from (name.partition(".")[0],) if not wanted and not level else ()
             yield from (f"{name}.{item}" for item in wanted or () if _is_module(name, item))
         level, wanted = wanted, argument
@@ -425,7 +431,7 @@ def _is_module(package: str, name: str) -> bool:
 
 
 def _imported(name: str) -> Any:
-    """The module that code would import, but of a library only its name and version."""
+    """The module that code would import; for a library only its name and version."""
     library = library_of(name)
     if library or name.startswith("."):
         return library or f"no module {name}"
@@ -433,7 +439,7 @@ def _imported(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         return f"no module {name}"
-    except Exception as error:  # whatever the user's module does when it runs
+    except Exception as error:  # the user's module may raise anything when it runs
         raise UnencodableError(f"cannot import {name!r}, which the function imports: {error}") from error
 
 
@@ -454,14 +460,14 @@ def _is_users_method(value: object) -> bool:
 
 
 def _is_generated(value: object) -> bool:
-    """Whether dataclasses wrote this method of one of its classes: the fields say all about it."""
+    """Whether dataclasses generated this method of a class: the fields determine it."""
     return getattr(getattr(value, "__code__", None), "co_filename", None) == "<string>"
 
 
 def _builtin(encoder: FunctionEncoder, value: Any) -> Iterator[Any]:
     owner = value.__self__
     if getattr(sys.modules.get(type(owner).__module__), value.__name__, None) is value:
-        # random.random is a method of the generator that its module keeps for everybody.
+        # random.random is a method of the generator that its module shares with all callers.
         yield from encoder.common(value, owner)
         return
     module = owner.__name__ if isinstance(owner, types.ModuleType) else None
@@ -498,7 +504,7 @@ def _property(encoder: FunctionEncoder, value: property) -> Iterator[Any]:
     yield from (encoder.part(function) for function in (value.fget, value.fset, value.fdel))
 
 
-# The first kind that fits counts; aliases like list[int] pass for types in Python 3.10.
+# The first matching kind counts; Python 3.10 accepts aliases like list[int] as types.
 _KINDS: dict[Any, Callable[[FunctionEncoder, Any], Iterator[Any]]] = {
     _TYPING: lambda _, value: iter((repr(value),)),
     types.FunctionType: lambda encoder, value: encoder.function(value),

@@ -421,7 +421,7 @@ def _settles(cls: type) -> bool:
 
 @per_class
 def _settles_behind(cls: type) -> bool:
-    """As `_settles`, for methods behind decorators (torch.no_grad), and for a ``self`` that inner functions read.
+    """As `_settles`, for methods behind decorators (torch.no_grad), and for inner functions that read self.
 
     SentenceTransformer has such methods.
     """

@@ -1,12 +1,13 @@
-"""Recipes: YAML files, with Data-Juicer's keys, that say what to process, how, and where the result goes.
+"""Recipes: YAML files with Data-Juicer's keys that name the input data, the operators, and the export.
 
-`recipe` reads and checks one, `registry` finds its operators and `operators` are those that come with
-castore, `sources` and `mixture` are its input, `export` its output. `runner` sends the one through a
-`Pipeline` to the other. `pipeline_config` has EasyData's settings of the same pipeline.
+`recipe` reads and checks a recipe. `registry` finds its operators, and `operators` are those that come with
+castore. `sources` and `mixture` are its input, `export` its output. `runner` sends the input through a
+`Pipeline` to the output. `pipeline_config` has EasyData's settings of the same pipeline.
 
 May import: the public door of `castore.adapters.datasets`, with its `source_step`, `file_digests` and
 `ram_results`, and all below.
-Must never: keep anything by itself: what is kept, and under which key, is the pipeline's to say.
+
+Must never: keep anything by itself: the pipeline decides what is kept, and under which key.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""CSV and TSV files as `datasets` reads them, but that a column has one type, chosen from all of its rows.
+"""Reads CSV and TSV files as `datasets` does, but gives a column one type, chosen from all of its rows.
 
-pandas infers types from 10,000 rows at a time, and `datasets` casts what comes later to the types of the first rows. In
-a column of text, a later piece that holds only digits would lose its leading zeros. In a column of integers, a number
-with a fraction in a later piece would be an error.
+pandas infers types from 10,000 rows at a time, and `datasets` casts later rows to the types of the first
+rows. In a column of text, a later piece that holds only digits would lose its leading zeros. In a column of
+integers, a number with a fraction in a later piece would be an error.
 
-Assumes that the files fit `datasets`' CSV builder. Must never give a cell another value than the file has, apart from
-the forms in which numbers are written.
+Assumes that the files fit `datasets`' CSV builder. Must never change the value of a cell, apart from the form
+in which numbers are written.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from datasets.builder import Key
 from datasets.data_files import DataFilesDict
 from datasets.packaged_modules.csv import csv as upstream
 
-# By the types that pandas finds in the pieces of a column: its one type for pandas, and for Arrow. All others are text.
+# By the types that pandas finds in the pieces of a column: one type for pandas, and one for Arrow. All other
+# combinations are text.
 _UNIONS = {
-    frozenset[str](): ("Float64", pa.float64()),  # no cell holds anything
+    frozenset[str](): ("Float64", pa.float64()),  # all cells are empty
     frozenset({"Int64"}): ("Int64", pa.int64()),
     frozenset({"UInt64"}): ("UInt64", pa.uint64()),
     frozenset({"Float64"}): ("Float64", pa.float64()),
@@ -33,16 +34,16 @@ _TEXT = ("str", pa.string())
 
 
 class CsvReader(upstream.Csv):  # type: ignore[misc]
-    """The builder of `datasets` for CSV, reading as this module says.
+    """The CSV builder of `datasets`, with the reading described above.
 
     Args:
         files: the files of each split.
-        folder: for the Arrow files that it writes.
-        separator: between cells.
+        folder: the folder for the Arrow files that the builder writes.
+        separator: the separator between cells.
     """
 
     def __init__(self, files: DataFilesDict, folder: str, separator: str) -> None:
-        # Words such as NA and null are words.
+        # Words such as NA and null stay words.
         super().__init__(
             cache_dir=folder, data_files=files, sep=separator, keep_default_na=False, na_values=[""]
         )

@@ -1,7 +1,7 @@
-"""Writing a dataset to where users want it: a jsonl, json, csv or parquet file, or a `save_to_disk` folder.
+"""Writes a dataset to a place of the user's: a jsonl, json, csv or parquet file, or a `save_to_disk` folder.
 
-An export is whole or not there at all: it is written beside its place and renamed. Columns of
-statistics and hashes stay out.
+An export is whole or absent: it is written beside its place and renamed. Columns of statistics and hashes are
+left out.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _SAVED = ("state.json", "dataset_dict.json")
 
 
 def check(path: str | os.PathLike[str], *, keep_stats: bool = False) -> None:
-    """See that a dataset, perhaps with statistics, can be written there, before hours are spent on it.
+    """Check that a dataset, perhaps with statistics, can be written there, before hours are spent on it.
 
     Raises:
-        InvalidValueError: the ending is of no kind we write, or there is a folder of other things.
+        InvalidValueError: the ending is not that of a supported format, or the folder there holds other
+            things.
     """
     if "://" in os.fspath(path):
         raise InvalidValueError(
@@ -62,23 +63,23 @@ def check(path: str | os.PathLike[str], *, keep_stats: bool = False) -> None:
 
 
 def check_apart(path: str | os.PathLike[str], files: Iterable[str]) -> None:
-    """See that an export replaces none of the files that it is made from.
+    """Check that an export replaces none of the files that it is made from.
 
     Args:
-        path: of the export.
-        files: that are read; each is there.
+        path: the path of the export.
+        files: the files that are read; each of them exists.
 
     Raises:
-        InvalidValueError: one of them is at ``path``, or in the folder there, by whatever name.
+        InvalidValueError: one of the files is at ``path``, or in the folder there, under whatever name.
     """
     try:
         place = os.stat(path)
     except OSError:
-        return  # nothing is there to be replaced
+        return  # the export replaces nothing
     outside: set[Path] = set()
     for file in files:
         found = Path(os.path.realpath(file))
-        # A folder is replaced as a whole, with all below it.
+        # An export replaces a folder as a whole, with everything below it.
         above = {*found.parents} - outside if stat.S_ISDIR(place.st_mode) else {found}
         outside |= above
         if any(os.path.samestat(place, one.stat()) for one in above):
@@ -101,19 +102,19 @@ def export(
     *,
     keep_stats: bool = False,
 ) -> int:
-    """Write a dataset; what was at ``path`` is replaced once all is written.
+    """Write a dataset; a file or folder at ``path`` is replaced once everything is written.
 
     Args:
-        dataset: its columns of statistics and hashes are left out.
-        path: the ending says the format.
-        progress: called with the rows of each piece that is written.
+        dataset: the dataset; its columns of statistics and hashes are left out.
+        path: the path of the export; its ending decides the format.
+        progress: a function called with the number of rows of each written piece.
         keep_stats: write the columns of statistics and tags, too.
 
     Returns:
         Bytes written.
 
     Raises:
-        InvalidValueError: see `check`; or a value has no JSON.
+        InvalidValueError: see `check`; or a value has no JSON form.
         FullError: the disk is full.
     """
     check(path, keep_stats=keep_stats)
@@ -124,7 +125,7 @@ def export(
     )
     with quiet(), _full_disks(place):
         place.parent.mkdir(parents=True, exist_ok=True)
-        # Hidden and unique, so that two exports to one place do not write into one another.
+        # The name is hidden and unique, so that two exports to one place do not write into one another.
         temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex[:12]}.part")
         try:
             with _refusals(path):
@@ -143,12 +144,12 @@ def _nothing(rows: int) -> None:
 
 @contextlib.contextmanager
 def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Has a writer's errors say that it was the export which failed, and not a step."""
+    """Make a writer's errors say that the export failed, and not a step."""
     try:
         yield
     except (CastoreError, OSError):
         raise
-    except Exception as error:  # of Arrow, and of the datasets library
+    except Exception as error:  # Arrow and the datasets library raise many types
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise InvalidValueError(
             f"the result cannot be written to export_path {os.fspath(path)!r}: {what[:300]}; export to "
@@ -173,7 +174,7 @@ def _replace(temporary: Path, place: Path) -> None:
     if not place.is_dir():
         temporary.rename(place)
         return
-    # A folder cannot be renamed over another: a crash in between leaves the old one beside.
+    # A folder cannot be renamed over another: a crash in between leaves the old folder beside its place.
     old = place.with_name(f".{place.name}.{uuid.uuid4().hex[:12]}.old")
     place.rename(old)
     temporary.rename(place)
@@ -193,11 +194,11 @@ def _size(path: Path) -> int:
 
 
 def _rows(dataset: datasets.Dataset, done: Callable[[int], object]) -> Iterator[dict[str, Any]]:
-    # From Arrow and not through pandas, which makes whole numbers with a gap among them into floats.
+    # Read from Arrow, not through pandas, which turns integers with a gap among them into floats.
     if not len(dataset):
         return
     for table in dataset.with_format("arrow").iter(batch_size=_ROWS):
-        # JSON of no fixed type is text in Arrow.
+        # Arrow holds JSON without a fixed type as text.
         yield from map(dataset.features.decode_example, table.to_pylist())
         done(table.num_rows)
 
@@ -209,7 +210,7 @@ def _plain(value: object) -> object:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    # Half of a surrogate pair has no UTF-8; escaped, it comes back.
+    # Half of a surrogate pair has no UTF-8; its escape comes back unchanged.
     text = json.dumps(row, ensure_ascii=False, default=_plain)
     try:
         return text.encode()
@@ -244,7 +245,7 @@ def _write_csv(dataset: datasets.Dataset, path: Path, done: Callable[[int], obje
                 ".jsonl, .parquet or a"
                 " folder, or have a step make text of it"
             )
-    # A file of Python's: that of a CSVWriter stays open where closing it has failed, as on a full disk.
+    # Use a file of Python's: a CSVWriter's own file stays open if closing it failed, as on a full disk.
     with open(path, "wb") as file, pyarrow.csv.CSVWriter(file, dataset.features.arrow_schema) as writer:
         if len(dataset):
             for table in dataset.with_format("arrow").iter(batch_size=_ROWS):
@@ -256,7 +257,7 @@ def _write_parquet(dataset: datasets.Dataset, path: Path, done: Callable[[int], 
     import pyarrow.parquet
     from datasets.table import embed_table_storage
 
-    # By path: Arrow 26 ends the process if a Python file raises while it is closed.
+    # Pass a path: Arrow 26 ends the process if a Python file raises while it is closed.
     with pyarrow.parquet.ParquetWriter(
         str(path), dataset.features.arrow_schema, compression="zstd"
     ) as writer:
@@ -274,7 +275,7 @@ def _write_folder(dataset: datasets.Dataset, path: Path, done: Callable[[int], o
 
 
 def _settle(file: BinaryIO) -> None:
-    """Have the bytes on disk before the name is: a power cut leaves the old file or the new one."""
+    """Sync the bytes to disk before the rename: a power cut leaves the old file or the new one."""
     file.flush()
     os.fsync(file.fileno())
 

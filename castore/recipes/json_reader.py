@@ -1,7 +1,7 @@
-"""JSON files as `datasets` reads them, but that strings stay strings.
+"""Reads JSON files as `datasets` does, but keeps strings as strings.
 
-Arrow turns strings into timestamps where all strings of a column in one piece of a file look like dates. That
-drops the zone and changes the form, and depends on the other rows.
+Arrow turns strings into timestamps where all strings of a column in one piece of a file look like dates. The
+conversion drops the time zone, changes the form, and depends on the other rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datasets.packaged_modules.json import json as upstream
 
 
 def read_json(file: io.BytesIO, read_options: Any) -> pa.Table:
-    """The rows of JSON lines: in a second reading, where the first one has found timestamps."""
+    """The rows of JSON lines; read a second time if the first reading found timestamps."""
     table = pyarrow.json.read_json(file, read_options=read_options)
     told = pa.schema([pa.field(field.name, _untimed(field.type)) for field in table.schema])
     if told.equals(table.schema):
@@ -29,7 +29,7 @@ def read_json(file: io.BytesIO, read_options: Any) -> pa.Table:
 
 
 def _untimed(kind: pa.DataType) -> pa.DataType:
-    """A type that Arrow has found in JSON, with strings for timestamps."""
+    """A type that Arrow inferred from JSON, with strings in place of timestamps."""
     if pa.types.is_timestamp(kind):
         return pa.string()
     if pa.types.is_list(kind):
@@ -46,11 +46,12 @@ class _Arrow:
     read_json = staticmethod(read_json)
 
 
-# The function of `datasets` finds these under its module's names. Other readers keep the module as it is.
+# The function of `datasets` finds these values under its module's names. Other readers keep the module
+# unchanged.
 _NAMES = {
     "paj": _Arrow,
-    # For what is no JSON lines. It would take dates by the names of columns, and numbers for strings of
-    # digits.
+    # For files that are not JSON lines. pandas would take dates by the names of columns, and numbers for
+    # strings of digits.
     "pandas_read_json": partial(
         upstream.pandas_read_json, convert_dates=False, convert_axes=False, dtype=False
     ),
@@ -58,15 +59,15 @@ _NAMES = {
 
 
 class JsonReader(upstream.Json):  # type: ignore[misc]
-    """The builder of `datasets` for JSON, reading as this module says.
+    """The JSON builder of `datasets`, with the reading described above.
 
     Args:
         files: the files of each split.
-        folder: for the Arrow files that it writes.
+        folder: the folder for the Arrow files that the builder writes.
     """
 
     def __init__(self, files: DataFilesDict, folder: str) -> None:
-        # Where `datasets` knows the traces of agents, it makes other columns of such rows.
+        # A `datasets` that knows the traces of agents makes other columns of such rows.
         known = hasattr(upstream.JsonConfig, "parse_agent_traces")
         super().__init__(
             cache_dir=folder, data_files=files, **({"parse_agent_traces": False} if known else {})
@@ -74,6 +75,6 @@ class JsonReader(upstream.Json):  # type: ignore[misc]
 
     def _generate_tables(self, *args: Any, **keywords: Any) -> Any:
         theirs = upstream.Json._generate_tables
-        # Now, not before: `datasets` gives its module another `open` when a builder is made.
+        # Only now: `datasets` replaces `open` in its module when a builder is made.
         ours = FunctionType(theirs.__code__, {**vars(upstream), **_NAMES}, argdefs=theirs.__defaults__)
         return ours(self, *args, **keywords)

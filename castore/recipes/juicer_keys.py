@@ -1,7 +1,7 @@
-"""Data-Juicer's keys that are none of castore's: which change no result, and which cannot be had here.
+"""Data-Juicer's keys that castore lacks: keys that change no result, and keys that are not supported.
 
-One table, so that a recipe never loses a key in silence: each is noted with its reason, or is an error with
-one. Must never change what a recipe does.
+One table, so that a recipe never loses a key silently: each key is noted with its reason, or is an error with
+a reason. Must never change the effect of a recipe.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from castore.errors import InvalidValueError
 
 
 class Key(NamedTuple):
-    """A key of Data-Juicer's, and how castore treats it.
+    """A key of Data-Juicer's, and its treatment by castore.
 
     Attributes:
-        harmless: values that ask for nothing; null is one for every key.
-        because: why the key changes no result, or cannot be had; what stands behind "since".
+        harmless: values that request nothing; null is harmless for every key.
+        because: the reason why the key changes no result, or is not supported; the text after "since".
         noted: whether other values change no result either.
     """
 
@@ -36,7 +36,7 @@ def _refused(name: str, because: str, *harmless: Any) -> dict[str, Key]:
 _TOKENS = "operators of castore look at no special tokens, and Data-Juicer's get their default ones"
 
 KEYS: dict[str, Key] = {
-    # Keys of other programs, of its scheduling and of its reports.
+    # Keys of other programs, of Data-Juicer's scheduling and of its reports.
     **_noted(
         "open_tracer op_list_to_trace trace_num trace_keys open_insight_mining op_list_to_mine",
         "there is no tracer",
@@ -63,7 +63,7 @@ KEYS: dict[str, Key] = {
     **_noted("skip_op_error", "no error is skipped: an operator that raises ends the run, and is named"),
     **_noted("validators", "the dataset is not validated: an operator that lacks its column ends the run"),
     **_noted("auto_num auto", "it is for Data-Juicer's analyser alone"),
-    # These would change the result, or the place of the export.
+    # These keys would change the result, or the place of the export.
     **_refused("export_shard_size", "the result is one file, or one folder of save_to_disk", 0),
     **_refused("export_type", "the ending of export_path says the format"),
     **_refused("export_extra_args", "results are written in one way for each format", {}),
@@ -88,10 +88,10 @@ KEYS: dict[str, Key] = {
 
 
 def note(name: str, value: Any) -> str | None:
-    """Why a key of Data-Juicer's changes nothing here; None if it asks for nothing.
+    """The reason why a key of Data-Juicer's changes nothing here; None if the value requests nothing.
 
     Raises:
-        InvalidValueError: it would change the result, and cannot be had.
+        InvalidValueError: the key would change the result, and is not supported.
 
     >>> note("open_tracer", True)
     'there is no tracer'

@@ -1,8 +1,7 @@
-"""Data-Juicer's own operators, where `py-data-juicer` is installed: found by name, with the parameters that
-they take.
+"""Finds Data-Juicer's own operators by name, with their parameters, where `py-data-juicer` is installed.
 
-The library is imported only for a name that nobody else has: that takes seconds. Must never change the
-library, and must never choose between its operators and castore's: `castore.recipes.registry` does.
+The library is imported only for a name that no other source has: the import takes seconds. Must never change
+the library. Must never choose between its operators and castore's: `castore.recipes.registry` chooses.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _PACKAGE = "data_juicer"
 
 
 def installed() -> bool:
-    """Whether the library is there; it is not imported for that.
+    """Whether the library is installed; the check does not import it.
 
     >>> isinstance(installed(), bool)
     True
@@ -32,23 +31,23 @@ def installed() -> bool:
 
 @functools.lru_cache(maxsize=1)
 def operators() -> dict[str, type]:
-    """All of its operators by name; none where it is not installed.
+    """All operators of the library by name; empty if the library is not installed.
 
     Raises:
-        CastoreError: it is there, and cannot be imported.
+        CastoreError: the library is installed, and cannot be imported.
     """
     if not installed():
         return {}
     try:
         return dict(import_module(f"{_PACKAGE}.ops").OPERATORS.modules)
-    except Exception as error:  # whatever a heap of optional libraries raises when it is imported
+    except Exception as error:  # importing a heap of optional libraries may raise anything
         raise CastoreError(
             f"cannot import py-data-juicer for its operators: {type(error).__name__}: {error}{_checkout()}"
         ) from error
 
 
 def _checkout() -> str:
-    """What to do where Python finds the library in a folder that nobody installed; "" where somebody did."""
+    """Advice where Python finds the library in a folder that was never installed; "" where it was."""
     if importlib.metadata.packages_distributions().get(_PACKAGE):
         return ""
     spec = importlib.util.find_spec(_PACKAGE)
@@ -62,10 +61,10 @@ def _checkout() -> str:
 
 
 def parameters(target: Any) -> dict[str, inspect.Parameter] | None:
-    """The parameters that a class of its operators takes by name; None for what is none of them, and for old
-    releases.
+    """The parameters that a class of the library's operators takes by name; None for any other class, and for
+    old releases of the library.
 
-    Its operators hand on whatever they do not know themselves, so their signature does not tell.
+    The operators pass on the parameters that they do not know, so their signature does not list all of them.
     """
     kind = getattr(sys.modules.get(f"{_PACKAGE}.ops.base_op"), "OP", None)
     if not isinstance(kind, type) or not isinstance(target, type) or not issubclass(target, kind):

@@ -1,7 +1,7 @@
-"""Several sources as one dataset: one behind the other, or so many samples of each by their weights.
+"""Joins several sources to one dataset: all of each in order, or samples of each by their weights.
 
-Rows are drawn as Data-Juicer's code draws them: each source is shuffled by the seed 42. Must never change
-what it reads.
+Rows are drawn as Data-Juicer's code draws them: each source is shuffled with the seed 42. Must never change
+the files that it reads.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Mixture(NamedTuple):
     """Several sources.
 
     Attributes:
-        parts: them, in order.
-        weights: one for each, which count if there is a limit.
-        limit: samples in all, or None for all there are.
+        parts: the sources, in order.
+        weights: one weight for each source; weights count only with a limit.
+        limit: the number of samples in all, or None for all samples.
     """
 
     parts: tuple[Source, ...]
@@ -48,7 +48,7 @@ class Mixture(NamedTuple):
 
 
 def mixed(parts: Sequence[tuple[str, float]], limit: int | None) -> Source | Mixture:
-    """The files of some paths with weights.
+    """The files of paths with weights.
 
     Raises:
         NotFoundError, InvalidValueError: see `castore.recipes.sources.find`.
@@ -98,6 +98,6 @@ def _drawn(dataset: datasets.Dataset, count: int | None, source: Source) -> data
         return dataset
     if not len(dataset):
         raise InvalidValueError(f"{source.path!r} has no rows, and {count} are to be drawn from it")
-    # More than there are: all of them again and again.
+    # A larger count than the rows that exist repeats all of them.
     order = np.random.default_rng(_SEED).permutation(len(dataset))
     return dataset.select(order[np.arange(count) % len(dataset)])

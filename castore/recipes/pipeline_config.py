@@ -1,7 +1,7 @@
-"""EasyData's settings of a pipeline as dataclasses: which data, and where and how its steps are cached.
+"""EasyData's settings of a pipeline as dataclasses: the data, and the caching of the steps.
 
-They configure the one `Pipeline`: a store at ``cache_dir``, its codec, its expiry, a bound on results in RAM.
-Every field is checked when the object is made.
+The settings configure the one `Pipeline`: a store at ``cache_dir``, its codec, its expiry, a bound on results
+in RAM. Every field is checked when the object is made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HashFn = Literal["content", "path", "combined"]
 
 
 class _Checked:
-    """Fields of the types that they say."""
+    """Checks that fields have the types of their annotations."""
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -40,22 +40,23 @@ class _Checked:
 
 @dataclasses.dataclass(frozen=True)
 class CacheStageConfig(_Checked):
-    """How the steps of a pipeline are cached.
+    """Settings of the cache for a pipeline's steps.
 
     Attributes:
-        enabled: whether they are.
-        cache_type: ``"disk"`` keeps every step in the store; ``"memory"`` keeps the results of the last runs
-            in this process, and nothing else; ``"hierarchical"`` does both.
+        enabled: whether the steps are cached.
+        cache_type: ``"disk"`` keeps every step in the store; ``"memory"`` keeps only the results of the last
+            runs, in this process; ``"hierarchical"`` does both.
         cache_dir: the store; None for the default one.
-        memory_cache_size: results that are kept in RAM.
-        disk_cache_expiry: seconds, or a text like ``"7d"``, after which a step is made anew; ``"never"`` for
-            never; None for what the store has.
-        compression: of the store: ``"none"``, ``"gzip"``, ``"lz4"`` or ``"zstd"``.
-        hash_fn: what tells input files apart: their ``"content"``; their ``"path"``, size and time of change,
-            which reads nothing; or both, ``"combined"``, which has a copied file computed anew.
+        memory_cache_size: the number of results that are kept in RAM.
+        disk_cache_expiry: seconds, or a text like ``"7d"``, after which a step is computed again; ``"never"``
+            for never; None for the store's setting.
+        compression: the store's codec: ``"none"``, ``"gzip"``, ``"lz4"`` or ``"zstd"``.
+        hash_fn: the identity of input files: their ``"content"``; their ``"path"``, with size and
+            modification time, which reads nothing; or both, ``"combined"``, which computes the steps of a
+            copied file again.
 
     Raises:
-        InvalidValueError: a field has no such value.
+        InvalidValueError: a field has an invalid value.
     """
 
     enabled: bool = True
@@ -88,10 +89,10 @@ class DatasetConfig(_Checked):
     Attributes:
         data_files: a file, a folder or a pattern, or a list of them: see `Recipe.dataset_path`.
         cache_path: a store for this dataset alone; None for the pipeline's.
-        cache_enabled: whether its steps are cached.
+        cache_enabled: whether the steps of this dataset are cached.
 
     Raises:
-        InvalidValueError: a field has no such value.
+        InvalidValueError: a field has an invalid value.
     """
 
     data_files: str | list[str]
@@ -112,14 +113,14 @@ class DatasetConfig(_Checked):
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """Datasets, and how what is made of them is cached.
+    """Datasets, and the caching of their results.
 
     Attributes:
-        datasets: `DatasetConfig`, paths, or datasets that are loaded already.
-        cache: how.
+        datasets: each a `DatasetConfig`, a path, or a loaded dataset.
+        cache: the settings of the cache.
 
     Raises:
-        InvalidValueError: a field has no such value.
+        InvalidValueError: a field has an invalid value.
     """
 
     datasets: Sequence[DatasetConfig | str | os.PathLike[str] | Dataset]
@@ -145,11 +146,11 @@ class PipelineConfig:
         object.__setattr__(self, "_results", Results(self.cache.memory_cache_size))
 
     def pipeline(self, operators: Sequence[Any], dataset: DatasetConfig | None = None) -> Pipeline:
-        """The pipeline that this configures.
+        """The pipeline with these settings.
 
         Args:
-            operators: as for `Pipeline`; names and one-key maps as in a recipe are taken, too.
-            dataset: the one it is for, whose ``cache_path`` and ``cache_enabled`` count then.
+            operators: as for `Pipeline`; names and one-key maps as in a recipe are accepted, too.
+            dataset: the dataset whose ``cache_path`` and ``cache_enabled`` apply.
         """
         cache = self.cache
         enabled = cache.enabled and (dataset is None or dataset.cache_enabled)
@@ -168,10 +169,10 @@ class PipelineConfig:
         return Store(place, codec=self.cache.compression, ttl=self.cache.disk_cache_expiry, memory=0)
 
     def load(self, dataset: DatasetConfig | Dataset, store: Store) -> Dataset:
-        """One of the datasets, told from others as ``hash_fn`` says.
+        """One of the datasets, identified as ``hash_fn`` says.
 
         Raises:
-            NotFoundError, InvalidValueError, OSError: its files are not there, or cannot be read.
+            NotFoundError, InvalidValueError, OSError: the dataset's files are missing, or cannot be read.
         """
         if isinstance(dataset, Dataset):
             return dataset

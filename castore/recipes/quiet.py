@@ -1,4 +1,4 @@
-"""Having the datasets library draw no bars and log no lines: what it finds reaches users as our errors."""
+"""Silences the bars and log lines of the datasets library: its findings reach users as castore's errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import datasets
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """For the length of a block; nests."""
+    """Silence the library for the length of a block; blocks may nest."""
     bars = datasets.utils.is_progress_bar_enabled()
     verbosity = datasets.utils.logging.get_verbosity()
     datasets.utils.disable_progress_bars()

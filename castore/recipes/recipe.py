@@ -1,9 +1,9 @@
-"""Recipes: YAML files, with Data-Juicer's keys, that say what to process, how, and where the result goes.
+"""Recipes: YAML files with Data-Juicer's keys that name the input data, the operators, and the export.
 
-Reads and checks, runs nothing. Keys of Data-Juicer's that castore has no use for are noted, or errors:
-`castore.recipes.juicer_keys` has them. Every error says the file, the line, the value that is wrong, and the
-nearest right word. Only plain YAML is read (`yaml.safe_load`'s): a tag that would make a Python object is an
-error.
+Reads and checks recipes, runs nothing. Keys of Data-Juicer's without a use in castore are noted, or are
+errors: `castore.recipes.juicer_keys` lists them. Every error names the file, the line, the wrong value, and
+the nearest right word. Only plain YAML is read (`yaml.safe_load`'s): a tag that would make a Python object is
+an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from castore.names import check_name
 from castore.recipes import juicer_keys, registry
 from castore.recipes.value_types import check_type, checked
 
-#: Other words for keys.
+#: Alternative names of keys.
 ALIASES = {"np": "num_proc"}
 
 
@@ -31,8 +31,8 @@ class Step:
     """One operator of a recipe.
 
     Attributes:
-        operator: its name, a dotted path, or the operator itself.
-        parameters: what to make it with.
+        operator: the operator's name, its dotted path, or the operator itself.
+        parameters: the parameters of the operator.
         place: the file and line, for messages.
     """
 
@@ -43,34 +43,35 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A recipe: which data, which operators, and where the result goes.
+    """A recipe: the input data, the operators, and the place of the result.
 
     Attributes:
         dataset_path: a file (jsonl, json, csv, parquet, txt, each also with .gz), a folder of such, a folder
             of `save_to_disk`, or a pattern with ``*``.
-        export_path: where the result goes: a file (jsonl, json, csv, parquet), or a folder (as `save_to_disk`
-            makes).
+        export_path: the place of the result: a file (jsonl, json, csv, parquet), or a folder (in the layout
+            of `save_to_disk`).
         process: the operators, in order: names, dotted paths, objects, or one-key maps of a name and its
             parameters.
-        project_name: whose checkpoint it is.
-        use_cache: keep the result of each step, and take it from there the next time.
-        cache_compress: codec of what is kept: ``"zstd"``, ``"lz4"``, ``"gzip"``, ``"none"``; None for the
+        project_name: the name of the checkpoint.
+        use_cache: keep the result of each step, and use kept results.
+        cache_compress: the codec of kept results: ``"zstd"``, ``"lz4"``, ``"gzip"``, ``"none"``; None for the
             store's own.
         ds_cache_dir: the store; None for the default one.
-        temp_dir: where uncompressed intermediate data lies while it is used; None for a folder in the store.
-        use_checkpoint: keep the latest step only, and go on from there after a failure; no cache then.
+        temp_dir: the folder of uncompressed intermediate data while it is used; None for a folder in the
+            store.
+        use_checkpoint: keep only the latest step, and continue from it after a failure; excludes the cache.
         num_proc: processes that run an operator (also ``np``).
         text_keys: the column of the text.
         dataset: in the place of ``dataset_path``, several files: ``configs`` is a list of maps with a
             ``path`` and a ``weight``; ``max_sample_num`` draws so many samples in all, from each by its
             weight.
-        operators_of: whose operators come first where both have one of a name.
+        operators_of: the library whose operators come first where both libraries have one of a name.
         keep_stats_in_res_ds: export the columns of statistics and tags, too.
         columns: other columns that Data-Juicer's operators work on, such as ``image_key``.
-        notes: what of the file has no effect, and why.
+        notes: the keys of the file that have no effect, each with the reason.
 
     Raises:
-        InvalidValueError: a value is of the wrong type, or no such value.
+        InvalidValueError: a value has the wrong type, or is not among the allowed ones.
     """
 
     dataset_path: str
@@ -100,7 +101,7 @@ class Recipe:
             if not getattr(self, name) and not (name == "dataset_path" and self.dataset):
                 raise InvalidValueError(f"{name} is empty")
         for name in ("ds_cache_dir", "temp_dir"):
-            if getattr(self, name) == "":  # which the system takes for the working folder
+            if getattr(self, name) == "":  # the system takes "" for the working folder
                 raise InvalidValueError(f"{name} is empty; name a folder, or leave it out")
         check_name(self.project_name)
         if not self.text_keys:
@@ -113,10 +114,10 @@ class Recipe:
         return self.text_keys if isinstance(self.text_keys, str) else self.text_keys[0]
 
     def parts(self) -> list[tuple[str, float]]:
-        """Paths and weights of ``dataset``; none where ``dataset_path`` says what is read.
+        """Paths and weights of ``dataset``; empty where ``dataset_path`` names the input.
 
         Raises:
-            InvalidValueError: it does not say so, or it is not on this machine.
+            InvalidValueError: ``dataset`` does not name paths, or names paths that are not on this machine.
         """
         if self.dataset_path or self.dataset is None:
             return []
@@ -137,14 +138,14 @@ class Recipe:
 
     @property
     def max_sample_num(self) -> int | None:
-        """How many samples are drawn from the parts; None for all."""
+        """The number of samples to draw from the parts; None for all."""
         return (self.dataset or {}).get("max_sample_num")
 
     def operators(self) -> list[Any]:
-        """The operators, made and ready.
+        """The operators, constructed and ready to run.
 
         Raises:
-            InvalidValueError: an operator or a parameter is not there, or of the wrong type.
+            InvalidValueError: an operator or a parameter does not exist, or has the wrong type.
         """
         made = []
         for step in self.process:
@@ -160,7 +161,7 @@ class Recipe:
         return made
 
     def replace(self, **changes: Any) -> Recipe:
-        """The recipe with other values; what is None stays as it is."""
+        """The recipe with other values; None keeps a value."""
         given = {name: value for name, value in changes.items() if value is not None}
         return dataclasses.replace(self, **given)
 
@@ -173,11 +174,11 @@ COLUMNS = ("image_key", "image_bytes_key", "audio_key", "video_key")
 
 
 def read(path: str | os.PathLike[str]) -> Recipe:
-    """The recipe of a file.
+    """The recipe in a file.
 
     Raises:
-        OSError: it cannot be read.
-        InvalidValueError: it is no recipe.
+        OSError: the file cannot be read.
+        InvalidValueError: the file is no recipe.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -187,14 +188,14 @@ def read(path: str | os.PathLike[str]) -> Recipe:
 
 
 def parse(text: str, source: str = "recipe") -> Recipe:
-    """The recipe of a text in YAML.
+    """The recipe in a YAML text.
 
     Args:
         text: the YAML.
-        source: what to call it in messages.
+        source: the name of the text in messages.
 
     Raises:
-        InvalidValueError: it is no recipe.
+        InvalidValueError: the text is no recipe.
 
     >>> recipe = parse('''
     ... dataset_path: data/*.jsonl
@@ -214,7 +215,7 @@ def parse(text: str, source: str = "recipe") -> Recipe:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         lines = _lines(node, source)
-        # The same nodes once more, this time as values.
+        # Parse the text a second time, for values.
         values = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -250,7 +251,7 @@ def _recipe(values: dict[str, Any], lines: dict[str, list[int]], source: str) ->
             if key in given:
                 raise InvalidValueError(f"{name} says again what {key} says; keep one of them")
             if value is None:
-                continue  # as if it were not there
+                continue  # as if the key were missing
             given[key] = checked(value, hints[key], str(name))
     if "dataset" in given and "dataset_path" in given:
         reasons["dataset_path comes before it"] = ["dataset"]
@@ -271,7 +272,7 @@ def _recipe(values: dict[str, Any], lines: dict[str, list[int]], source: str) ->
 
 
 def _part(config: Any) -> tuple[str, float]:
-    """Path and weight of one of the maps of ``dataset``."""
+    """Path and weight in one of the maps of ``dataset``."""
     if not isinstance(config, Mapping):
         raise InvalidValueError(
             f"an item of configs of dataset is a map like {{path: data.jsonl}}, not {config!r}"
@@ -296,10 +297,10 @@ def _part(config: Any) -> tuple[str, float]:
 
 
 def _lines(node: Any, source: str) -> dict[str, list[int]]:
-    """For each key of the recipe its line, and behind it those of the items of its list.
+    """For each key of the recipe its line, followed by the lines of its list's items.
 
     Raises:
-        InvalidValueError: it is not a map, or a key is there twice: YAML would take the last and say nothing.
+        InvalidValueError: the YAML is no map, or has a key twice: YAML would silently take the last.
     """
     if not isinstance(node, yaml.MappingNode):
         raise InvalidValueError(
@@ -312,7 +313,7 @@ def _lines(node: Any, source: str) -> dict[str, list[int]]:
             found[name] += [item.start_mark.line + 1 for item in value.value]
             for item in value.value:
                 for _, _, inner in _unique(item, source):
-                    # Parameters of one operator.
+                    # The parameters of one operator.
                     for _ in _unique(inner, source):
                         pass
     return found
@@ -357,7 +358,7 @@ def _step(item: Any, place: str = "") -> Step:
 
 
 class _placed:  # noqa: N801 - reads as a statement where it stands
-    """Says in front of an error where it is."""
+    """Prefixes an error with its place."""
 
     def __init__(self, place: str) -> None:
         self._place = place

@@ -1,9 +1,9 @@
-"""Finding operators, by name, by dotted path or as they are, and making them with their parameters.
+"""Finds operators by name, by dotted path or as objects, and constructs them with their parameters.
 
-A name stands for what `register` was given, for a class of `castore.recipes.operators`, or, where
+A name stands for an object given to `register`, for a class of `castore.recipes.operators`, or, where
 `py-data-juicer` is installed, for one of its operators. A dotted path names any importable class, function or
 object, which means that **a recipe can run any code that is installed**: run only recipes you trust. Must
-never guess: what is misspelt is an error that offers the nearest right word.
+never guess: a misspelt name is an error that offers the nearest right word.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 _OPS = "castore.recipes.operators"
 
-#: The operators that come with castore, and where each is.
+#: The operators that come with castore, each with its module.
 BUILT_IN = {
     "text_length_filter": "lengths.TextLengthFilter",
     "words_num_filter": "lengths.WordsNumFilter",
@@ -58,10 +58,10 @@ _registered: dict[str, Any] = {}
 
 
 def register(name: str) -> Callable[[T], T]:
-    """A decorator that makes a class, or a function, known to recipes under a name.
+    """A decorator that registers a class, or a function, under a name for recipes.
 
     Raises:
-        InvalidValueError: the name is taken, or has a dot in it.
+        InvalidValueError: the name is taken, or contains a dot.
 
     >>> @register("shout_mapper")
     ... class Shout:
@@ -82,7 +82,7 @@ def register(name: str) -> Callable[[T], T]:
 
 
 def names() -> list[str]:
-    """The names of all operators but Data-Juicer's own, sorted."""
+    """The names of all operators except Data-Juicer's own, sorted."""
     return sorted({*BUILT_IN, *_registered})
 
 
@@ -90,12 +90,12 @@ def find(name: str, *, theirs_first: bool = False) -> Any:
     """The class, function or object that a name or a dotted path stands for.
 
     Args:
-        name: of an operator, or the dotted path of one.
-        theirs_first: let Data-Juicer's operators come before castore's of the same name.
+        name: the name of an operator, or its dotted path.
+        theirs_first: prefer Data-Juicer's operators to castore's of the same name.
 
     Raises:
-        InvalidValueError: there is none; the message offers the nearest name.
-        CastoreError: its module cannot be imported.
+        InvalidValueError: there is no such operator; the message offers the nearest name.
+        CastoreError: the operator's module cannot be imported.
     """
     if "." in name:
         return _at(name)
@@ -133,18 +133,18 @@ def make(
 ) -> Any:
     """An operator, ready to run.
 
-    One of castore's that cannot do what its parameters ask, since that takes a model, gives way to
-    Data-Juicer's of the same name where that is installed.
+    If an operator of castore's lacks a requested feature because that takes a model, Data-Juicer's operator
+    of the same name takes its place, where the library is installed.
 
     Args:
         operator: a name, a dotted path, a class, a function, or an operator.
-        parameters: what to make it with. A function gets them beside the sample.
-        defaults: parameters for operators that know them, if ``parameters`` does not say otherwise.
-        theirs_first: let Data-Juicer's operators come before castore's of the same name.
+        parameters: the operator's parameters. A function receives them beside the sample.
+        defaults: parameters for operators that know them, unless ``parameters`` gives other values.
+        theirs_first: prefer Data-Juicer's operators to castore's of the same name.
 
     Raises:
         InvalidValueError: there is no such operator, or it does not take these parameters.
-        CastoreError: its module cannot be imported.
+        CastoreError: the operator's module cannot be imported.
 
     >>> make("text_length_filter", {"min_len": 100}).min_len
     100
@@ -190,20 +190,20 @@ def _made(label: str, cls: type, parameters: Mapping[str, Any]) -> Any:
         raise InvalidValueError(f"{label} cannot be made with {dict(parameters)!r}: {error}") from error
     except CastoreError:
         raise
-    except Exception as error:  # whatever a class does when it is made: download a model, ask a server
+    except Exception as error:  # a constructor may raise anything: it may download a model, ask a server
         told = " ".join(f"{type(error).__name__}: {error}".split())
         raise CastoreError(f"{label} cannot be made with {dict(parameters)!r}: {told[:400]}") from error
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """A question that offers the word that is most like one, or "" if none is near.
+    """A question that offers the word most similar to ``word``, or "" if no word is near.
 
     >>> nearest("proces", ["process", "project_name"])
     "; did you mean 'process'?"
     >>> nearest("image_blur_mapper", ["clean_email_mapper"])
     ''
     """
-    # Two names are no more alike because both end in the same kind of operator.
+    # A shared ending, the kind of the operator, does not make two names similar.
     stems: dict[str, str] = {}
     for known in words:
         stems.setdefault(_KIND_OF_OPERATOR.sub("", known), known)
@@ -212,7 +212,7 @@ def nearest(word: str, words: Iterable[str]) -> str:
 
 
 _KIND_OF_OPERATOR = re.compile("_(mapper|filter|deduplicator|selector|grouper|aggregator)$")
-# Of letters that two words have in common: a slip of one or two in a word of ten.
+# The fraction of letters that two words share: one or two slips in a word of ten.
 _NEAR = 0.8
 
 
@@ -228,8 +228,8 @@ def _at(path: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise CastoreError(f"cannot import {module} for the operator {path}: {error}") from error
-            continue  # no module of that name: perhaps a class in the one around it
-        except Exception as error:  # whatever the user's module does when it is imported
+            continue  # no module of that name: perhaps a class in the enclosing module
+        except Exception as error:  # the user's module may raise anything when it is imported
             raise CastoreError(
                 f"cannot import {module} for the operator {path}: {type(error).__name__}: {error}"
             ) from error
@@ -246,26 +246,26 @@ def _at(path: str) -> Any:
 
 
 def _known(target: Any) -> dict[str, inspect.Parameter] | None:
-    """The parameters that can be given by name, or None if nobody knows or any goes."""
+    """The parameters that can be given by name, or None if they are unknown or any name is accepted."""
     theirs = juicer_operators.parameters(target)
     if theirs is not None:
         return theirs
     try:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
-        return None  # written in C, and it does not say
+        return None  # written in C, without a signature
     if inspect.Parameter.VAR_KEYWORD in {parameter.kind for parameter in parameters.values()}:
         return None
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     found = [(name, parameter) for name, parameter in parameters.items() if parameter.kind in named]
-    # A function's first is the sample.
+    # The first parameter of a function is the sample.
     return dict(found if isinstance(target, type) else found[1:])
 
 
 def _checked(
     label: str, target: Any, given: Mapping[str, Any], known: Mapping[str, inspect.Parameter] | None
 ) -> dict[str, Any]:
-    """The parameters as the target takes them."""
+    """The parameters, converted to the types that the target takes."""
     if known is None:
         return dict(given)
     for name in given:
@@ -276,7 +276,7 @@ def _checked(
     fitting = {}
     for name, value in given.items():
         hint, has_default = hints.get(name, Any), known[name].default is not inspect.Parameter.empty
-        # Recipes write null for what is not given.
+        # Recipes write null for a parameter that is not given.
         if value is None and has_default and not fits(None, hint):
             continue
         fitting[name] = checked(value, hint, f"{name} of {label}")
@@ -293,4 +293,4 @@ def _hints(target: Any) -> dict[str, Any]:
             return typing.get_type_hints(target.__init__)  # type: ignore[misc]
         return typing.get_type_hints(getattr(target, "func", target))
     except (AttributeError, NameError, TypeError):
-        return {}  # annotations that name what is imported for type checkers only
+        return {}  # annotations may name imports that exist for type checkers only

@@ -1,7 +1,7 @@
-"""Running a recipe: from its files, through its operators, to where the result goes.
+"""Runs a recipe: from its files, through its operators, to the place of the result.
 
-The input is a step like any other: read once, kept compressed, and not even looked at where the first
-operator's result is known already.
+The input is a step like any other: it is read once, kept compressed, and not even opened where the result of
+the first operator is known already.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from castore.store import Store
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of a recipe.
+    """The result of running a recipe.
 
     Attributes:
-        project_name: the recipe's.
-        export_path: where the result is.
-        exported: its bytes.
-        rows_in, rows_out: of the source, and of the result.
-        seconds: all it took.
-        steps: one report for each.
+        project_name: the recipe's project name.
+        export_path: the path of the result.
+        exported: bytes of the result.
+        rows_in, rows_out: rows of the source, and rows of the result.
+        seconds: the duration of the whole run.
+        steps: one report for each step.
     """
 
     project_name: str
@@ -72,17 +72,17 @@ def source_of(recipe: Recipe) -> Source | Mixture:
     """The files of a recipe.
 
     Raises:
-        NotFoundError, InvalidValueError: they are not there, or cannot be told apart.
+        NotFoundError, InvalidValueError: the files are missing, of no known kind, or of several kinds.
     """
     parts = recipe.parts()
     return mixed(parts, recipe.max_sample_num) if parts else find(recipe.dataset_path)
 
 
 def input_of(recipe: Recipe, pipeline: Pipeline, *, late: bool = False) -> datasets.Dataset:
-    """The dataset of a recipe's source; ``late``: one that is not kept is read when it is looked at, too.
+    """The dataset of a recipe's source; with ``late``, an uncached dataset too is read at first use.
 
     Raises:
-        NotFoundError, InvalidValueError, OSError: it is not there, or cannot be read.
+        NotFoundError, InvalidValueError, OSError: the source is missing, or cannot be read.
     """
     return _open_input(source_of(recipe), recipe, pipeline, late=late)
 
@@ -101,12 +101,12 @@ def _open_input(
 
 
 def explain(recipe: Recipe, store: Store) -> list[Explanation]:
-    """For each step of a recipe whether it is kept, and if not, what has changed.
+    """Explain for each step of a recipe whether its result is kept, and if not, what has changed.
 
-    Reads files only to tell them apart.
+    Reads files only to identify them.
 
     Raises:
-        CastoreError, OSError: the recipe is wrong, or its files are not there.
+        CastoreError, OSError: the recipe is wrong, or its files are missing.
     """
     pipeline = pipeline_of(recipe, store)
     source = source_of(recipe)
@@ -114,10 +114,10 @@ def explain(recipe: Recipe, store: Store) -> list[Explanation]:
 
 
 def estimate(recipe: Recipe, store: Store) -> Estimate:
-    """How much disk a recipe will take; reads its source.
+    """Estimate the disk space that a recipe will take; reads its source.
 
     Raises:
-        CastoreError, OSError: the recipe is wrong, or its files are not there.
+        CastoreError, OSError: the recipe is wrong, or its files are missing.
     """
     pipeline = pipeline_of(recipe, store)
     with quiet():
@@ -134,14 +134,14 @@ def process(
     """Run a recipe.
 
     Args:
-        recipe: what to do.
-        store: where steps are kept; default the recipe's ``ds_cache_dir``, else the default store.
-        progress: told how far the run is.
-        exported: called with the rows of each piece of the result that is written.
+        recipe: the recipe to run.
+        store: the store of the steps; by default the recipe's ``ds_cache_dir``, or else the default store.
+        progress: a callback that receives the run's progress.
+        exported: a function called with the number of rows of each written piece of the result.
 
     Raises:
-        CastoreError, OSError: the recipe is wrong, its files are not there, or the disk is full.
-        Exception: what an operator raised; the steps before it are kept.
+        CastoreError, OSError: the recipe is wrong, its files are missing, or the disk is full.
+        Exception: an exception of an operator; the steps before that operator are kept.
     """
     began = time.perf_counter()
     export.check(recipe.export_path, keep_stats=recipe.keep_stats_in_res_ds)
@@ -152,14 +152,14 @@ def process(
     export.check_apart(recipe.export_path, source.files)
     with quiet():
         try:
-            # A run that goes on behind its checkpoint never looks at its input.
+            # A run that continues after its checkpoint never reads its input.
             dataset = _open_input(source, recipe, pipeline, late=pipeline.use_checkpoint)
             result = pipeline.run(dataset, progress=progress)
             size = export.export(
                 result.dataset, recipe.export_path, exported, keep_stats=recipe.keep_stats_in_res_ds
             )
         finally:
-            # After a Ctrl-C too: the steps that are done must be there the next time.
+            # Wait after a Ctrl-C too: the next run must find the finished steps.
             wait()
     known = result.steps[0].rows_in if result.steps else None
     return Outcome(
@@ -183,16 +183,15 @@ def open_source(
     telling: Telling = "content",
     late: bool = False,
 ) -> datasets.Dataset:
-    """The dataset of files, with a fingerprint that tells them. A dataset in the store is read at first use.
+    """The dataset of files, with a fingerprint that identifies them. A stored dataset is read at first use.
 
     Args:
         source: the files.
-        store: where the dataset is kept.
-        cached: whether it is.
-        codec: of what is kept.
-        temp_dir: where it lies uncompressed while it is used; default below the store.
-        telling: what tells files from others: their content, their path (with size and time of change), or
-            both.
+        store: the store of the dataset.
+        cached: whether the dataset is kept.
+        codec: the codec of the kept dataset.
+        temp_dir: the folder of the uncompressed dataset while it is used; by default below the store.
+        telling: the identity of files: their content, their path (with size and modification time), or both.
         late: read an uncached dataset at first use too, for a run that may never use it.
 
     Raises:
@@ -200,7 +199,7 @@ def open_source(
     """
     digits = identify(source, store, telling)
     if isinstance(source, Source) and source.kind == SAVED:
-        # Mapped where it is: nothing is gained by another copy.
+        # Map the dataset where it is: another copy gains nothing.
         return told_by(digits, read(source, ""))
     return open_input(
         digits,

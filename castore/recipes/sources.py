@@ -1,7 +1,8 @@
-"""Where a recipe's data comes from: files of the usual kinds, found, told apart, and read into a dataset.
+"""The input files of a recipe: finds files of the usual kinds, identifies them, reads them to a dataset.
 
-Files are known by their digests, in order; the kind and the reader's version count too. So a copy of a folder
-is the same source, and a changed byte makes another. Must never change what it reads.
+The digests of the files, in order, identify a source; the kind and the reader's version count too. So a copy
+of a folder is the same source, and a changed byte makes another source. Must never change the files that it
+reads.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ KINDS = {
     ".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv",
     ".parquet": "parquet", ".txt": "text",
 }  # fmt: skip
-#: Compressed files that are read as they are.
+#: Endings of compressed files that can be read.
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 SAVED = "saved"
-# Counted up when the same bytes come to be read as other values.
+# A reader's version increases when it reads the same bytes as other values.
 _READERS = {"json": 2, "csv": 3, "tsv": 3}
-#: How files are told apart: by their content, by their path with size and time of change, or by both.
+#: The identity of files: their content, their path with size and modification time, or both.
 Telling = Literal["content", "path", "combined"]
 
 
@@ -45,10 +46,10 @@ class Source(NamedTuple):
     """Files of one kind, in order.
 
     Attributes:
-        path: what the user called it.
+        path: the path as the user gave it.
         kind: ``"json"``, ``"csv"``, ``"tsv"``, ``"parquet"``, ``"text"`` or ``"saved"`` (a folder of
             `save_to_disk`).
-        files: all of them; of a saved folder, those in it.
+        files: all files; for a saved folder, the files in it.
     """
 
     path: str
@@ -62,14 +63,14 @@ class Source(NamedTuple):
 
 
 def find(path: str | os.PathLike[str]) -> Source:
-    """The files that a path means: one, all below a folder, or those that fit a pattern.
+    """The files that a path stands for: one file, all files below a folder, or those that match a pattern.
 
-    In a text that is no existing path ``*`` and ``**`` are patterns. All other characters, and the folders in
-    front that exist, stand for themselves.
+    In a text that is no existing path, ``*`` and ``**`` are patterns. All other characters, and existing
+    folders at the front, stand for themselves.
 
     Raises:
-        NotFoundError: there are none.
-        InvalidValueError: they are of no known kind, or of several.
+        NotFoundError: there are no such files.
+        InvalidValueError: the files are of no known kind, or of several kinds.
     """
     text = os.fspath(path)
     if "://" in text:
@@ -89,10 +90,10 @@ def find(path: str | os.PathLike[str]) -> Source:
 
 
 def find_all(paths: str | Sequence[str]) -> Source:
-    """The files that several paths mean, in their order.
+    """The files that several paths stand for, in the order of the paths.
 
     Raises:
-        NotFoundError, InvalidValueError: as for `find`; or they are of different kinds.
+        NotFoundError, InvalidValueError: as for `find`; or the files are of different kinds.
     """
     if isinstance(paths, str):
         return find(paths)
@@ -117,7 +118,7 @@ def kind_of(file: str) -> str | None:
 
 
 def _fitting(pattern: str) -> list[str]:
-    """The files that fit a pattern of ``*`` and ``**``, in order."""
+    """The files that match a pattern of ``*`` and ``**``, in order."""
     folder = os.path.dirname(pattern)
     while folder and not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -136,7 +137,7 @@ def _of_one_kind(path: str, files: Sequence[str]) -> Source:
     if not files:
         raise NotFoundError(f"dataset_path {path!r} holds no data: {', '.join(KINDS)} files are read")
     for file in files:
-        # To read a pipe is to wait for its writer, perhaps for ever.
+        # Reading a pipe would wait for its writer, perhaps for ever.
         if not os.path.isfile(file):
             raise InvalidValueError(f"{file!r} is no regular file; write its rows to a file, and read that")
         _see_plain(file)
@@ -159,7 +160,7 @@ def _of_one_kind(path: str, files: Sequence[str]) -> Source:
 
 
 def _see_plain(path: str) -> None:
-    # In `datasets` and below it what follows is a file that lies in another one.
+    # `datasets` and its libraries take the text after "::" for a file inside another file.
     if "::" in os.path.abspath(path):
         raise InvalidValueError(f"{os.path.abspath(path)!r} has '::' in it, which cannot be read; rename it")
 
@@ -183,9 +184,8 @@ def identify(source: Source, store: Store | None, telling: Telling = "content") 
 
     Args:
         source: the files.
-        store: remembers the digests of large files, so that they are read once.
-        telling: what tells files from others: their content, their path with size and time of change, or
-            both.
+        store: remembers the digests of large files, so that the files are read once.
+        telling: the identity of files: their content, their path with size and modification time, or both.
 
     Raises:
         UnhashableError, OSError: a file cannot be read.
@@ -199,7 +199,7 @@ def identify(source: Source, store: Store | None, telling: Telling = "content") 
         stats = [os.stat(file) for file in source.files]
         told.append([os.path.abspath(file) for file in source.files])
         told.append([(found.st_size, found.st_mtime_ns) for found in stats])
-    # A saved folder's files have their meaning by their names.
+    # The names of a saved folder's files decide their meaning.
     names = [os.path.basename(file) for file in source.files] if source.kind == SAVED else []
     return key([telling, told, names])
 
@@ -209,10 +209,10 @@ def read(source: Source, folder: str | os.PathLike[str]) -> datasets.Dataset:
 
     Args:
         source: the files.
-        folder: for the Arrow files that are written on the way, which the dataset is mapped from.
+        folder: the folder for Arrow files that are written on the way and that the dataset maps.
 
     Raises:
-        InvalidValueError: a file is not what its ending says, or the files have different columns.
+        InvalidValueError: a file's content does not match its ending, or the files have different columns.
         FullError: the disk is full.
     """
     with quiet():
@@ -222,7 +222,7 @@ def read(source: Source, folder: str | os.PathLike[str]) -> datasets.Dataset:
             raise
         except OSError as error:
             raise error if error.filename else _unreadable(source, error) from error
-        except Exception as error:  # of a dozen libraries: pandas, pyarrow, codecs, datasets' own
+        except Exception as error:  # from a dozen libraries: pandas, pyarrow, codecs, datasets' own
             raise _unreadable(source, error) from error
 
 
@@ -253,9 +253,10 @@ def _state(path: str) -> tuple[str, ...]:
 
 
 def _read_files(kind: str, paths: list[str], folder: str) -> datasets.Dataset:
-    # One value for all files, or `datasets` would name the split, and with it the fingerprint, by chance.
+    # Use one split for all files, or `datasets` would choose its name, and with it the fingerprint, by
+    # chance.
     split = datasets.Split.TRAIN
-    # Made here, since `datasets` takes every path that it is given for a pattern.
+    # Make the list here, since `datasets` takes every given path for a pattern.
     files = DataFilesDict({str(split): DataFilesList(paths, [_state(path) for path in paths])})
     common: dict[str, Any] = {"cache_dir": folder, "split": split}
     if kind == "json":
@@ -264,7 +265,7 @@ def _read_files(kind: str, paths: list[str], folder: str) -> datasets.Dataset:
         rows = reader.as_dataset(split=split)
         assert isinstance(rows, datasets.Dataset)
         for batch in rows.data.table.to_batches():
-            batch.validate(full=True)  # its reader takes any bytes for text
+            batch.validate(full=True)  # the reader accepts any bytes as text
         return rows
     if kind == "parquet":
         return datasets.Dataset.from_parquet(files, **common)
@@ -282,8 +283,8 @@ def _unreadable(source: Source, error: Exception) -> InvalidValueError:
     while causes[-1].__cause__ is not None and len(causes) < 10:
         causes.append(causes[-1].__cause__)  # type: ignore[arg-type]
     foreign = None if source.kind in (SAVED, "parquet") else _foreign_line(source)
-    # The datasets library asks for the first of no tables, or says the latter; other readers have words of
-    # their own.
+    # The datasets library asks for the first of no tables, or raises the second text; other readers have
+    # other messages.
     nothing = isinstance(causes[-1], StopIteration) or "corresponds to no data" in str(causes[-1])
     if foreign is not None:
         text = foreign
@@ -295,7 +296,7 @@ def _unreadable(source: Source, error: Exception) -> InvalidValueError:
 
 
 def _foreign_line(source: Source) -> str | None:
-    """The sentence about the first line that is no UTF-8, if there is one."""
+    """A sentence about the first line that is not UTF-8, if there is one."""
     for path in source.files:
         try:
             with fsspec.open(path, "rb", compression="infer") as file:

@@ -1,4 +1,6 @@
-"""What can be tried of the plots where matplotlib is not installed: only the benchmarks' environment has it."""
+"""What can be tried of the plots where matplotlib is not installed: only the benchmarks' environment has
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What `make bench` counts its costs with: operations that can be looked at, and the reading of what strace saw."""
+"""What `make bench` counts its costs with: operations that can be looked at, and the reading of what
+strace saw.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`python -m tools.bench` itself: a suite of milliseconds, run whole, with its page, its files and its end."""
+"""`python -m tools.bench` itself: a suite of milliseconds, run whole, with its page, its files and its
+end.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""`docs/format.md` is true: a store is taken apart with the page's tables alone, and every byte is accounted for.
+"""`docs/format.md` is true: a store is taken apart with the page's tables alone, and every byte is accounted
+for.
 
-Reads the tables from the page, so that a table that is changed without the code, or the code without the table,
-fails here. Must not use castore's own parsers: what they agree on among themselves proves nothing.
+Reads the tables from the page, so that a table that is changed without the code, or the code without the
+table, fails here. Must not use castore's own parsers: what they agree on among themselves proves nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def tables(heading: str) -> list[list[Field]]:
 
 
 def parse(raw: bytes, fields: list[Field]) -> list[Any]:
-    """The fields of ``raw``, whose constants must be what the page says and which they must fill without gap."""
+    """The fields of ``raw``, whose constants must be what the page says and which they must fill without
+    gap.
+    """
     assert len(raw) == length(fields)
     values = []
     position = 0

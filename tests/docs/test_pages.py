@@ -93,7 +93,9 @@ def test_every_page_stands_in_an_index() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=identify)
 def test_no_line_of_a_page_is_wider_than_110_columns(page: Path) -> None:
-    """Held are prose and code. Rows of tables, addresses, files of others and output of programs cannot be broken."""
+    """Held are prose and code. Rows of tables, addresses, files of others and output of programs cannot be
+    broken.
+    """
     fence = ""
     wide = []
     for line in page.read_text().splitlines():

@@ -1,4 +1,6 @@
-"""`make docs`: the site has every page and every public name, and what is dead or undocumented ends the build."""
+"""`make docs`: the site has every page and every public name, and what is dead or undocumented ends the
+build.
+"""
 
 from __future__ import annotations
 

@@ -111,13 +111,16 @@ def test_a_recipe_like_its_own_is_explained_and_runs_with_its_notes(
     path = recipe(
         place,
         [
-            "clean_email_mapper", "clean_links_mapper", "fix_unicode_mapper", "punctuation_normalization_mapper",
+            "clean_email_mapper", "clean_links_mapper", "fix_unicode_mapper",
+            "punctuation_normalization_mapper",
             "whitespace_normalization_mapper", "clean_copyright_mapper",
             {"alphanumeric_filter": {"tokenization": False, "min_ratio": 0.3, "max_ratio": 0.95}},
-            {"flagged_words_filter": {"lang": "en", "tokenization": False, "max_ratio": 0.9, "flagged_words_dir": str(lists)}},
+            {"flagged_words_filter": {"lang": "en", "tokenization": False, "max_ratio": 0.9,
+             "flagged_words_dir": str(lists)}},
             {"text_length_filter": {"min_len": None, "max_len": "2e5"}},
             {"words_num_filter": {"lang": "en", "tokenization": False, "min_num": 5, "max_num": "1e5"}},
-            {"document_simhash_deduplicator": {"ignore_pattern": r"\p{P}", "num_blocks": 6, "hamming_distance": 4}},
+            {"document_simhash_deduplicator": {"ignore_pattern": r"\p{P}", "num_blocks": 6,
+             "hamming_distance": 4}},
         ],
         np=1, open_tracer=True, executor_type="ray", ray_address="auto", op_fusion=True, export_shard_size=0,
     )  # fmt: skip
@@ -138,9 +141,11 @@ def test_a_recipe_like_its_own_is_explained_and_runs_with_its_notes(
     ("line", "message"),
     [
         ("export_shard_size: 1000", "export_shard_size: 1000 is not supported, since the result is one file"),
-        ("export_type: parquet", "export_type: 'parquet' is not supported, since the ending of export_path says"),
+        ("export_type: parquet",
+         "export_type: 'parquet' is not supported, since the ending of export_path says"),
         ("keep_hashes_in_res_ds: true", "keep_hashes_in_res_ds: true is not supported"),
-        ("custom_operator_paths: [ops.py]", "custom_operator_paths: .* operators of your own go by their dotted paths"),
+        ("custom_operator_paths: [ops.py]",
+         "custom_operator_paths: .* operators of your own go by their dotted paths"),
         ("operators_of: mine", "operators_of must be 'castore' or 'data-juicer', not 'mine'"),
         ("open_tracre: true", "there is no key 'open_tracre'; did you mean 'open_tracer'?"),
     ],
@@ -153,7 +158,8 @@ def test_what_would_change_the_result_and_cannot_be_had_is_an_error(line: str, m
 
 def test_nulls_mean_what_is_not_given() -> None:
     found = parse(
-        f"{BASIC}np: null\nuse_cache: null\nopen_tracer: null\nprocess: [text_length_filter: {{min_len: null}}]"
+        f"{BASIC}np: null\nuse_cache: null\nopen_tracer: null\nprocess: [text_length_filter: {{min_len: "
+        "null}]"
     )
     assert (found.num_proc, found.use_cache, found.notes) == (1, True, ())
     assert found.operators()[0].min_len == 10
@@ -227,7 +233,8 @@ def test_weights_draw_so_many_of_each_source_and_the_same_every_time(tmp_path: P
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"configs": [{"type": "remote", "path": "x"}]}, "type: remote is not supported, since castore reads files only"),
+        ({"configs": [{"type": "remote", "path": "x"}]},
+         "type: remote is not supported, since castore reads files only"),
         ({"configs": []}, "dataset has 'configs'; it takes configs, a list of maps"),
         ({"config": [{"path": "x"}]}, "dataset has 'config'; it takes configs"),
         ({"configs": [{"path": "x", "weight": 0}]}, "weight of dataset must be above 0"),
@@ -271,7 +278,8 @@ DIFFER = {
     "words_num_filter": {"punctuation"},  # a full-width digit is no word
     "alphanumeric_filter": {"Hindi", "Thai"},  # marks are of their letters
     "special_characters_filter": {
-        "Danish", "Turkish", "Russian", "Chinese", "Japanese", "Hindi", "Arabic", "mojibake", "punctuation", "spaces",
+        "Danish", "Turkish", "Russian", "Chinese", "Japanese", "Hindi", "Arabic", "mojibake", "punctuation",
+        "spaces",
     },  # letters that are on its list of special characters
     "clean_links_mapper": {"links"},  # the bracket behind a link
 }  # fmt: skip
@@ -346,11 +354,14 @@ def test_no_text_is_too_odd_for_the_new_operators(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
-        ("stopwords_filter", {"stopwords_dir": "nowhere"}, r"there is no \*stopwords\*.json in 'nowhere'; name a folder"),
+        ("stopwords_filter", {"stopwords_dir": "nowhere"},
+         r"there is no \*stopwords\*.json in 'nowhere'; name a folder"),
         ("flagged_words_filter", {"lang": "xx"}, "have no language 'xx'; they have de, en, zh"),
         ("fix_unicode_mapper", {"normalization": "NFX"}, "'NFX' is not one of NFC, NFKC, NFD, NFKD"),
-        ("document_simhash_deduplicator", {"num_blocks": 4}, "hamming_distance=4 must be at least 1 and less than"),
-        ("document_simhash_deduplicator", {"tokenization": "x"}, "is not one of space, punctuation, character"),
+        ("document_simhash_deduplicator", {"num_blocks": 4},
+         "hamming_distance=4 must be at least 1 and less than"),
+        ("document_simhash_deduplicator", {"tokenization": "x"},
+         "is not one of space, punctuation, character"),
         ("document_simhash_deduplicator", {"ignore_pattern": r"\p{P}("}, "is no regular expression"),
         ("document_minhash_deduplicator", {"tokenization": "sentencepiece"}, "needs a model"),
     ],
@@ -401,7 +412,8 @@ def test_rows_kept_before_a_figure_was_mended_are_not_found_again(
 
 # Its own operators, where py-data-juicer is installed
 
-# Stands in for the library, which asks for releases of a dozen others: its registry, its classes and how they are called.
+# Stands in for the library, which asks for releases of a dozen others: its registry, its classes and how they
+# are called.
 BASE_OP = """
 class Registry:
     def __init__(self):
@@ -556,7 +568,8 @@ def test_its_operators_go_by_their_plain_names_where_it_is_installed(juicer: Jui
     told = {
         "image_key": "pictures",
         "keep_stats_in_res_ds": True,
-        "process": [{"image_mark_mapper": {"mark": "?"}}, "dialog_topic_mapper", {"text_length_filter": {"min_len": 6}}],
+        "process": [{"image_mark_mapper": {"mark": "?"}}, "dialog_topic_mapper",
+            {"text_length_filter": {"min_len": 6}}],
     }  # fmt: skip
     [[steps, rows]] = juicer.run(told)
     assert [name for name, _, _ in steps] == [
@@ -595,12 +608,15 @@ def test_ours_come_first_unless_the_recipe_or_a_parameter_says_otherwise(juicer:
 
 
 WRONG: list[tuple[Any, str]] = [
-    ({"image_mark_mapper": {"marks": "?"}}, "image_mark_mapper has no parameter 'marks'; did you mean 'mark'?"),
+    ({"image_mark_mapper": {"marks": "?"}},
+     "image_mark_mapper has no parameter 'marks'; did you mean 'mark'?"),
     ({"image_mark_mapper": {"mark": 5}}, "mark of image_mark_mapper must be text, not 5"),
     ({"random_selector": {}}, "random_selector needs the parameter 'select_num', which is not given"),
-    ("downloading_mapper", "downloading_mapper cannot be made with {'text_key': 'text'}: OSError: cannot download"),
+    ("downloading_mapper",
+     "downloading_mapper cannot be made with {'text_key': 'text'}: OSError: cannot download"),
     ("image_marks_mapper", "there is no operator 'image_marks_mapper'; did you mean 'image_mark_mapper'?"),
-    ("clean_html_mapper", "there is no operator 'clean_html_mapper'; one of your own goes by its dotted path"),
+    ("clean_html_mapper",
+     "there is no operator 'clean_html_mapper'; one of your own goes by its dotted path"),
 ]  # fmt: skip
 
 

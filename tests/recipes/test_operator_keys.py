@@ -1,4 +1,6 @@
-"""Keys of castore's operators: a store that was filled before the operators moved to `castore.recipes` still serves."""
+"""Keys of castore's operators: a store that was filled before the operators moved to `castore.recipes`
+still serves.
+"""
 
 from __future__ import annotations
 

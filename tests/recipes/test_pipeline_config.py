@@ -127,7 +127,10 @@ def test_what_is_not_enabled_runs_each_time(place: Path) -> None:
 
 @pytest.mark.parametrize("compression", ["none", "gzip", "lz4", "zstd"])
 def test_every_compression_is_the_stores(place: Path, compression: Any) -> None:
-    config = PipelineConfig(["data"], CacheStageConfig(compression=compression, cache_dir=place / "cache"))  # type: ignore[arg-type]
+    config = PipelineConfig(
+        ["data"],
+        CacheStageConfig(compression=compression, cache_dir=place / "cache"),  # type: ignore[arg-type]
+    )
     write(place / "data/0.jsonl", "long " * 10_000)
     config.run([Adds("a")])
     background.wait()
@@ -214,7 +217,8 @@ all_: Any = PipelineConfig
         (lambda: stage(memory_cache_size="1GB"), "memory_cache_size of .* must be a whole number"),
         (lambda: stage(disk_cache_expiry=-1), "disk_cache_expiry of CacheStageConfig: -1 is not a duration"),
         (lambda: stage(disk_cache_expiry="soon"), "disk_cache_expiry of .*: 'soon' is not a duration"),
-        (lambda: stage(compression="brotli"), "compression of .* must be 'none' or 'gzip' or 'lz4' or 'zstd'"),
+        (lambda: stage(compression="brotli"),
+         "compression of .* must be 'none' or 'gzip' or 'lz4' or 'zstd'"),
         (lambda: stage(hash_fn="md5"), "hash_fn of .* must be 'content' or 'path' or 'combined', not 'md5'"),
         (lambda: one([]), "data_files of DatasetConfig is empty"),
         (lambda: one(None), "data_files of DatasetConfig must be text or a list"),

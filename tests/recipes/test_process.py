@@ -161,7 +161,12 @@ def test_every_codec_keeps_and_gives_the_same(cli: Cli, place: Path, codec: str)
         (["--use_checkpoint", "true"], False),
     ],
 )
-def test_the_command_line_overrules_the_file(cli: Cli, place: Path, words: list[str], kept: bool) -> None:  # noqa: F811
+def test_the_command_line_overrules_the_file(
+    cli: Cli,  # noqa: F811
+    place: Path,
+    words: list[str],
+    kept: bool,
+) -> None:
     path = recipe(place, ["clean_links_mapper"], use_cache=not kept)
     assert cli("process", "--config", path, *words).code == 0
     with Store(place / "store") as store:
@@ -173,8 +178,10 @@ def test_every_key_can_be_given_on_the_command_line(cli: Cli, place: Path) -> No
     (place / "other.jsonl").write_text('{"content": "see http://x.y"}\n')
     for style in ("-", "_"):
         words = {
-            "dataset-path": "other.jsonl", "export-path": f"out{style}.json", "project-name": "p", "text-keys": "content",
-            "num-proc": "2", "cache-compress": "lz4", "ds-cache-dir": f"cache{style}", "temp-dir": f"temp{style}",
+            "dataset-path": "other.jsonl", "export-path": f"out{style}.json", "project-name": "p",
+            "text-keys": "content",
+            "num-proc": "2", "cache-compress": "lz4", "ds-cache-dir": f"cache{style}",
+            "temp-dir": f"temp{style}",
         }  # fmt: skip
         options = [word for name, value in words.items() for word in (f"--{name.replace('-', style)}", value)]
         path = recipe(place, ["clean_links_mapper"])
@@ -217,7 +224,10 @@ def test_the_table_says_what_the_json_says(cli: Cli, place: Path) -> None:  # no
     assert "\x1b" not in ran.out
 
 
-def test_bars_are_drawn_on_a_terminal(castore: Callable[..., subprocess.Popen[bytes]], place: Path) -> None:  # noqa: F811
+def test_bars_are_drawn_on_a_terminal(
+    castore: Callable[..., subprocess.Popen[bytes]],  # noqa: F811
+    place: Path,
+) -> None:
     from tests.cli.test_terminal import drawn
 
     seen, _ = drawn(castore, "process", "--config", recipe(place, ["my_ops.slow", "clean_links_mapper"]))
@@ -247,7 +257,11 @@ def test_explain_says_what_would_run_and_why(cli: Cli, place: Path) -> None:  # 
 
 
 @pytest.mark.parametrize("words", [(), ("--use_checkpoint", "true"), ("--use_cache", "false")])
-def test_explain_says_hit_where_the_run_hits(cli: Cli, place: Path, words: tuple[str, ...]) -> None:  # noqa: F811
+def test_explain_says_hit_where_the_run_hits(
+    cli: Cli,  # noqa: F811
+    place: Path,
+    words: tuple[str, ...],
+) -> None:
     """Whatever the run that comes keeps, and whatever runs of another kind have kept."""
     changed = [*STEPS]
     changed[2] = {"text_length_filter": {"min_len": 3}}
@@ -288,7 +302,10 @@ def test_what_will_not_fit_is_said_before_it_starts(cli: Cli, place: Path) -> No
 # Runs beside one another
 
 
-def test_two_at_once_run_each_step_once(place: Path, castore: Callable[..., subprocess.Popen[bytes]]) -> None:  # noqa: F811
+def test_two_at_once_run_each_step_once(
+    place: Path,
+    castore: Callable[..., subprocess.Popen[bytes]],  # noqa: F811
+) -> None:
     path = recipe(place, ["my_ops.marks", "my_ops.slow", "document_deduplicator"])
     both = [
         castore("process", "--config", path, "--export-path", f"out{n}.jsonl", "--json") for n in range(2)
@@ -307,6 +324,9 @@ def test_several_processes_give_what_one_gives(cli: Cli, place: Path) -> None:  
 
 
 def test_startup_of_other_commands_does_not_pay_for_this_one() -> None:
-    code = "import sys, castore.cli.main as m; m.main(['ls', '--help']); print({'datasets', 'yaml'} & {*sys.modules})"
+    code = (
+        "import sys, castore.cli.main as m; m.main(['ls', '--help']); "
+        "print({'datasets', 'yaml'} & {*sys.modules})"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.splitlines()[-1] == "set()"

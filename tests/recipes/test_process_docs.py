@@ -30,7 +30,11 @@ def test_the_python_of_the_page_runs_and_prints_what_it_says(
     assert not failed, capsys.readouterr().out
 
 
-def test_the_recipe_of_the_page_runs(cli: Cli, folder: Path, sources: dict[str, list[object]]) -> None:  # noqa: F811
+def test_the_recipe_of_the_page_runs(
+    cli: Cli,  # noqa: F811
+    folder: Path,  # noqa: F811
+    sources: dict[str, list[object]],
+) -> None:
     text = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.S)[0]
     (folder.parent / "recipe.yaml").write_text(text)
     (folder.parent / "data").mkdir()

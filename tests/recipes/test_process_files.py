@@ -1,4 +1,6 @@
-"""What a recipe reads and writes: every kind of file, found, told apart, read late, and written whole or not at all."""
+"""What a recipe reads and writes: every kind of file, found, told apart, read late, and written whole or
+not at all.
+"""
 
 from __future__ import annotations
 
@@ -326,11 +328,14 @@ def test_a_damaged_file_is_an_error_of_one_line(
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", b'{"text": "ok"}\n{"text": "caf\xe9"}\n', "line 2 of '.*a.jsonl' is no UTF-8 (byte 0xe9 at 13)"),
+        ("a.jsonl", b'{"text": "ok"}\n{"text": "caf\xe9"}\n',
+         "line 2 of '.*a.jsonl' is no UTF-8 (byte 0xe9 at 13)"),
         ("a.jsonl", b'{"text": "ok"}\n' * 100_000 + b'{"text": "caf\xe9"}\n', "line 100001 of"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "caf\xe9"}\n', mtime=0), "line 1 of"),
-        ("a.jsonl", '{"text": "ok"}\n'.encode("utf-16"), "line 1 of '.*a.jsonl' is no UTF-8 (byte 0xff at 0); convert the file, with `iconv -f UTF-16"),
-        ("a.csv", b"text\ncaf\xe9\n", "line 2 of '.*a.csv' is no UTF-8 (byte 0xe9 at 3); convert the file, with `iconv -f LATIN1"),
+        ("a.jsonl", '{"text": "ok"}\n'.encode("utf-16"),
+         "line 1 of '.*a.jsonl' is no UTF-8 (byte 0xff at 0); convert the file, with `iconv -f UTF-16"),
+        ("a.csv", b"text\ncaf\xe9\n",
+         "line 2 of '.*a.csv' is no UTF-8 (byte 0xe9 at 3); convert the file, with `iconv -f LATIN1"),
         ("a.txt", b"ok\ncaf\xe9\n", "line 2 of"),
     ],
 )  # fmt: skip

@@ -26,12 +26,17 @@ from tests.recipes.recipes import exported, hits, recipe
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        ({"steps": ["clean_link_mapper"]}, 2, "recipe.yaml:4: there is no operator 'clean_link_mapper'; did you mean 'clean_links_mapper'?"),
+        ({"steps": ["clean_link_mapper"]}, 2,
+         "recipe.yaml:4: there is no operator 'clean_link_mapper'; did you mean 'clean_links_mapper'?"),
         ({"use_cash": True}, 2, "recipe.yaml:3: there is no key 'use_cash'; did you mean 'use_cache'?"),
-        ({"dataset_path": "data/dem.jsonl"}, 1, "there is no data at dataset_path 'data/dem.jsonl'; did you mean 'demo.jsonl'?"),
+        ({"dataset_path": "data/dem.jsonl"}, 1,
+         "there is no data at dataset_path 'data/dem.jsonl'; did you mean 'demo.jsonl'?"),
         ({"export_path": "out.xml"}, 2, "export_path 'out.xml' ends in '.xml'"),
-        ({"text_keys": "content"}, 2, "there is no column 'content' for clean_links_mapper, only 'text', 'n'"),
-        ({"steps": ["my_ops.breaks"]}, 1, "step 'breaks' failed at {place}/my_ops.py:24: RuntimeError: cannot stand 30; the steps before it are kept"),
+        ({"text_keys": "content"}, 2,
+         "there is no column 'content' for clean_links_mapper, only 'text', 'n'"),
+        ({"steps": ["my_ops.breaks"]}, 1,
+         ("step 'breaks' failed at {place}/my_ops.py:24: RuntimeError: cannot stand 30; "
+          "the steps before it are kept")),
         ({"steps": ["my_ops.Nothing"]}, 2, "recipe.yaml:4: my_ops has no 'Nothing'"),
         ({"ds_cache_dir": "/proc/nowhere"}, 1, "cannot make a store at /proc/nowhere"),
     ],
@@ -91,7 +96,10 @@ def small_disk(place: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("mode", [{}, {"use_checkpoint": True}, {"use_cache": False}], ids=str)
 def test_a_disk_that_fills_up_in_a_step_is_said_and_the_rest_goes_on_later(
-    place: Path, small_disk: Path, castore: Callable[..., subprocess.Popen[bytes]], mode: dict[str, Any]  # noqa: F811
+    place: Path,
+    small_disk: Path,
+    castore: Callable[..., subprocess.Popen[bytes]],  # noqa: F811
+    mode: dict[str, Any],
 ) -> None:  # fmt: skip
     (place / "tiny.jsonl").write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(2000)))
     given = {"dataset_path": "tiny.jsonl", "temp_dir": str(small_disk / "temp"), **mode}
@@ -114,7 +122,10 @@ def test_a_disk_that_fills_up_in_a_step_is_said_and_the_rest_goes_on_later(
 # What is left after a kill
 
 
-def test_ctrl_c_leaves_what_is_done(place: Path, castore: Callable[..., subprocess.Popen[bytes]]) -> None:  # noqa: F811
+def test_ctrl_c_leaves_what_is_done(
+    place: Path,
+    castore: Callable[..., subprocess.Popen[bytes]],  # noqa: F811
+) -> None:
     (place / "interrupt").touch()
     path = recipe(place, ["my_ops.marks", "my_ops.interrupted"])
     start = castore("process", "--config", path)

@@ -28,10 +28,10 @@ from castore.recipes.operators.exact import DocumentDeduplicator
 from castore.recipes.operators.minhash import DocumentMinhashDeduplicator, best_bands
 
 PROSE = (
-    "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a "
-    "wife. However little known the feelings or views of such a man may be on his first entering a neighbourhood, this "
-    "truth is so well fixed in the minds of the surrounding families, that he is considered the rightful property of "
-    "some one or other of their daughters."
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in "
+    "want of a wife. However little known the feelings or views of such a man may be on his first entering a "
+    "neighbourhood, this truth is so well fixed in the minds of the surrounding families, that he is "
+    "considered the rightful property of some one or other of their daughters."
 )
 
 
@@ -213,9 +213,11 @@ def test_joiners_stay_where_other_spaces_are_made_plain() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: registry.make("text_length_filter", {"min_len": 9, "max_len": 3}), "min_len=9 is above max_len=3"),
+        (lambda: registry.make("text_length_filter", {"min_len": 9, "max_len": 3}),
+         "min_len=9 is above max_len=3"),
         (lambda: registry.make("alphanumeric_filter", {"min_ratio": 25}), "min_ratio=25 .* from 0 to 1"),
-        (lambda: registry.make("character_repetition_filter", {"rep_len": 0}), "rep_len=0 must be at least 1"),
+        (lambda: registry.make("character_repetition_filter", {"rep_len": 0}),
+         "rep_len=0 must be at least 1"),
         (lambda: ReplaceContentMapper("(a"), "no regular expression: missing"),
         (lambda: ReplaceContentMapper("(a)", r"\2"), "invalid group reference"),
         (lambda: ReplaceContentMapper("(?x)a # why", r"\1"), "invalid group reference"),
@@ -328,7 +330,8 @@ def test_near_duplicates_go_and_cousins_stay() -> None:
     ("parameters", "one", "other"),
     [
         ({}, "The Quick Brown Fox jumps", "the quick brown fox jumps"),
-        ({"ignore_pattern": r"\d+", "tokenization": "character"}, "page 1 of the book", "page 27 of the book"),
+        ({"ignore_pattern": r"\d+", "tokenization": "character"}, "page 1 of the book",
+         "page 27 of the book"),
         ({"tokenization": "punctuation"}, "so, it is done: at last!", "so it is done at last"),
         ({"tokenization": "character", "window_size": 3}, "今天天气很好我们去公园散步吧", "今天天气很好我们去公园散步啊"),
         ({}, "", " "),

@@ -110,7 +110,8 @@ def read(data: Path, mount: Path) -> None:
             differing.append(name)
     if not HAS_TORCH:
         console.print(
-            "  [dim]torch's DataLoader is left out: torch is not installed here. With it: make demo TORCH=any[/]"
+            "  [dim]torch's DataLoader is left out: torch is not installed here. With it: make demo "
+            "TORCH=any[/]"
         )
     if differing:
         sys.exit(f"demo: the mount gave other bytes than the plain files to: {', '.join(differing)}")

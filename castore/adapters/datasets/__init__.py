@@ -1,15 +1,15 @@
-"""Hugging Face datasets over the store: a cache of datasets, cached `map` and `filter`, pipelines of
-operators.
+"""Hugging Face datasets over the store: a cache of datasets, cached `map` and `filter`, operator pipelines.
 
 `cache` keeps datasets by name. `map_filter` and `pipeline` run a step only if its key is not in the store.
 `dataset_fingerprint` and `operator_keys` make the keys, `step_runner` runs one step once among all processes,
-`checkpoint` keeps the latest step only. `dataset_entries` is what lies in the store, `stored_table` and
-`lazy_table` are how rows come back. `source_step`, `file_digests` and `ram_results` are for `castore.recipes`
-beside what is public here.
+`checkpoint` keeps only the latest step. `dataset_entries` lays datasets out in the store; `stored_table` and
+`lazy_table` bring the rows back. `castore.recipes` uses `source_step`, `file_digests` and `ram_results`
+beside the public names.
 
 May import: all below the adapters.
-Must never: import `castore.recipes`, but for the three classes of settings that are public under this name
-too, and then at first use; write what `datasets.load_from_disk` cannot read.
+
+Must never: import `castore.recipes`, except for its three classes of settings, which are public under this
+name too, and those only at first use; write what `datasets.load_from_disk` cannot read.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = [
 
 _SETTINGS = ("CacheStageConfig", "DatasetConfig", "PipelineConfig")
 
-if not TYPE_CHECKING:  # a type checker would take every name to be here
+if not TYPE_CHECKING:  # a type checker would accept any name as present
 
     def __getattr__(name: str) -> Any:
         if name not in _SETTINGS:

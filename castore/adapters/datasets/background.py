@@ -1,11 +1,12 @@
-"""Putting datasets into a store in a thread of its own, while whoever made them goes on.
+"""Puts datasets into a store in a thread of its own, while the caller continues.
 
-One thread a process, first come first served: compressing uses all cores by itself. What is on its way can be
-waited for, and is waited for when the interpreter ends. What went wrong is told as a `CacheWarning` by the
-next call that uses this module, or at the end; the dataset is then not in the cache, and nothing half of it
-is.
+A process has one such thread, which serves in order of arrival: compression uses all cores by itself. A
+caller can wait for pending datasets, and the interpreter waits for them at its end. After a failure the
+dataset is not in the cache, and no half of it is. The next call that uses this module, or the end of the
+process, reports the failure as a `CacheWarning`.
 
-A forked child begins with nothing on its way: the parent's thread is not there, and its work is the parent's.
+A forked child begins with nothing pending: it lacks the parent's thread, and the parent's work stays the
+parent's.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ from castore.system.forks import reset_after_fork
 
 
 class OnItsWay(NamedTuple):
-    """A dataset that is being stored: a snapshot that no caller has, what is known of it, and the future of
-    its size.
+    """A dataset that is being stored: a snapshot that no caller has, its record, and the future of its size.
 
     The size is None if the dataset could not be stored.
     """
@@ -37,7 +37,7 @@ class OnItsWay(NamedTuple):
 
 
 class Background:
-    """The thread, and what is on its way through it."""
+    """The thread, and the datasets that are pending in it."""
 
     def __init__(self) -> None:
         self._after_fork()
@@ -50,7 +50,7 @@ class Background:
         self._failures: list[str] = []
 
     def find(self, store: Path, name: str) -> OnItsWay | None:
-        """The result on its way to that name."""
+        """The pending result of that name."""
         with self._guard:
             return self._waiting.get((store, name))
 
@@ -62,12 +62,12 @@ class Background:
         record: dict[str, Any],
         put: Callable[[], Size],
     ) -> OnItsWay:
-        """Have ``put`` called in the thread."""
+        """Call ``put`` in the thread."""
         with self._guard:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="castore-datasets")
             pool = self._pool
-        # Registered before it can be done: else it would stay registered.
+        # Registered before the work can be done: otherwise the entry would stay registered.
         future: Future[Size | None] = Future()
         found = OnItsWay(dataset, record, future)
         with self._guard:
@@ -79,7 +79,7 @@ class Background:
         size = None
         try:
             size = put()
-        except Exception as error:  # noqa: BLE001 - told in the caller's thread, whatever it is
+        except Exception as error:  # noqa: BLE001 - reported in the caller's thread, whatever it is
             with self._guard:
                 self._failures.append(f"{name!r} was not kept in {store}: {error}")
         finally:
@@ -88,14 +88,14 @@ class Background:
             future.set_result(size)
 
     def warn(self, stacklevel: int = 3) -> None:
-        """Warn of what has gone wrong since the last time."""
+        """Warn of failures since the last call."""
         with self._guard:
             failures, self._failures = self._failures, []
         for failure in failures:
             warnings.warn(failure, CacheWarning, stacklevel=stacklevel)
 
     def wait(self) -> None:
-        """Wait until nothing is on its way, and warn of what has gone wrong."""
+        """Wait until nothing is pending, and warn of failures."""
         with self._guard:
             waiting = [found.size for found in self._waiting.values()]
         for size in waiting:

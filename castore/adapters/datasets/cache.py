@@ -1,7 +1,6 @@
-"""DatasetCache: whole Hugging Face datasets by name, compressed in a store, mapped when they come back.
+"""DatasetCache: whole Hugging Face datasets by name, compressed in a store, memory-mapped on return.
 
-`dataset_entries` says how a dataset lies in the store, `mapped_files` how it is mapped. Users call this
-module.
+`dataset_entries` lays a dataset out in the store, `mapped_files` maps it. Users call this module.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class DatasetCache:
     Args:
         store: a `Store`, or the folder of one, made if it does not exist.
         codec: ``"zstd"``, ``"lz4"``, ``"gzip"``, ``"none"``, or ``"auto"``.
-        ttl: seconds (or ``"7d"``) until a dataset expires, or `castore.NEVER`; default the store's.
+        ttl: seconds (or ``"7d"``) until a dataset expires, or `castore.NEVER`; default: the store's.
         max_size: budget in stored bytes, or ``"50GB"``; for a folder only, since a `Store` has its own.
 
     Raises:
@@ -75,18 +74,18 @@ class DatasetCache:
         return f"DatasetCache({str(self.store.path)!r})"
 
     def put(self, name: str, dataset: AnyDataset) -> None:
-        """Keep a dataset under a name; of an iterable one, all that it yields now.
+        """Keep a dataset under a name; an iterable dataset keeps all rows that it yields now.
 
         Args:
             name: a name as `Store.put` takes it; the dataset's files lie below it.
-            dataset: with its format, features, split and fingerprint.
+            dataset: the dataset, kept with its format, features, split and fingerprint.
 
         Raises:
-            InvalidValueError: it is no dataset.
-            SerializationError: its format holds what JSON cannot: a transform, say. Or the rows of an
-                iterable one, whose features are not declared, differ in their columns, or later ones do not
-                fit to the types of the first.
-            FullError, TooLargeError: it does not fit.
+            InvalidValueError: the value is no dataset.
+            SerializationError: the dataset's format holds a value that JSON cannot hold: a transform, say.
+                Or, in an iterable dataset without declared features, rows differ in their columns, or later
+                rows do not fit the types of the first.
+            FullError, TooLargeError: the dataset does not fit.
         """
         if not isinstance(dataset, _KINDS):
             raise InvalidValueError(f"{name!r}: a DatasetCache keeps datasets, not {type(dataset).__name__}")
@@ -98,9 +97,9 @@ class DatasetCache:
     def get(self, name: str) -> Any:
         """The dataset of that name as it was put, or None.
 
-        Rows are mapped from a live mount of the store if there is one; else the dataset is decompressed once,
-        into an entry of the store that all processes map and that gc may take. An iterable dataset is read as
-        it goes.
+        A live mount of the store serves the rows memory-mapped. Without a mount, the dataset is decompressed
+        once, into an entry of the store that all processes map and that gc may remove. An iterable dataset is
+        decompressed while it is read.
 
         Warns:
             CacheWarning: the dataset was there and is damaged; it is dropped.
@@ -108,11 +107,11 @@ class DatasetCache:
         return self._read(name, streaming=False)
 
     def dataset(self, name: str) -> Any:
-        """As `get`, but always a whole dataset, with a length, indices, `map` and `cached_map`."""
+        """As `get`, but always a map-style dataset, with a length, indices, `map` and `cached_map`."""
         return self._read(name, streaming=False, whole=True)
 
     def stream(self, name: str) -> Any:
-        """As `get`, but an iterable dataset, which decompresses only the rows that are read."""
+        """As `get`, but always an iterable dataset, which decompresses only the rows that are read."""
         return self._read(name, streaming=True)
 
     def _read(self, name: str, *, streaming: bool, whole: bool = False) -> Any:
@@ -128,7 +127,7 @@ class DatasetCache:
                 for split in dataset_entries.splits_of(self.store, name)
             }
         except NotFoundError:
-            dataset_entries.drop(self.store, name)  # gc took a part of it
+            dataset_entries.drop(self.store, name)  # gc removed a part of it
             return None
         except CorruptError as error:
             dataset_entries.drop(self.store, name)
@@ -161,7 +160,7 @@ def _part(dataset: datasets.Dataset | datasets.IterableDataset) -> Part:
 
 
 def _datasets_among(names: list[str]) -> list[str]:
-    """The folders that hold a dataset, or a dictionary of some."""
+    """The folders that hold a dataset, or a dictionary of datasets."""
     files = (STATE, SPLITS)
     return [
         folder for folder, _, file in (name.rpartition("/") for name in names) if folder and file in files
@@ -169,10 +168,10 @@ def _datasets_among(names: list[str]) -> list[str]:
 
 
 def streamed(store: Store, name: str) -> datasets.IterableDataset:
-    """A kept dataset as an iterable one, one shard a data file, decompressed as it is read.
+    """A kept dataset as an iterable one, with one shard for each data file, decompressed while it is read.
 
     Raises:
-        NotFoundError, CorruptError: as for `kept.files_of`.
+        NotFoundError, CorruptError: as for `dataset_entries.files_of`.
     """
     files = dataset_entries.files_of(store, name)
     for part in files.blobs:

@@ -1,16 +1,15 @@
-"""The latest step of a run, kept so that the next run goes on behind it, and no step before it.
+"""The checkpoint of a run: only its latest step is kept, and the next run continues after it.
 
-A checkpoint is a dataset in the store, `checkpoints/<project>`, whose metadata tells the input and the steps
-that made it. Dataset and metadata are committed together, so a run that is killed at any moment leaves the
-checkpoint before, or the new one, whole. It is pinned: gc must not take what a run of days stands on.
+A checkpoint is a dataset in the store, `checkpoints/<project>`, whose metadata names the input and the steps
+that made it. Dataset and metadata are committed together, so a run killed at any moment leaves the old
+checkpoint or the new one, whole. The checkpoint is pinned: gc must not remove the result of days of work.
+While steps remain, the checkpoint is the uncompressed file that the next step reads, under a second name
+(`hardlinks`): with the run's input and the output of the step, that makes 3 x S on disk. The checkpoint is
+compressed after the last step.
 
-While steps are to come it is the uncompressed file that the next one reads, under a second name
-(`hardlinks`): with the run's input and what the step writes, that makes 3 x S on disk. It is compressed once
-all is done.
-
-Serves a run only if its input and its first steps are the same; steps behind the checkpoint may change. Must
-never hand out a dataset that other steps made: whoever runs a changed recipe under the name of the old one
-starts over, and is told which operator differs.
+A checkpoint serves a run only if the input and the first steps are the same; steps after the checkpoint may
+change. Must never hand out a dataset that other steps made: a run of a changed recipe under the old name
+starts over, and its message names the operator that differs.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ _VERSION = 2
 
 
 class Mark(NamedTuple):
-    """The identity of a step, whatever its input.
+    """The identity of a step, independent of its input.
 
     Attributes:
-        name: of the operator.
+        name: the operator's name.
         kind: as in `StepReport`.
-        code: a fingerprint of its code and parameters.
-        parameters: what it is made of, for the message that says what differs: texts, or digests of what has
-            none.
+        code: a fingerprint of the operator's code and parameters.
+        parameters: the parts of the operator, for the message that names a difference: texts, or digests of
+            parts that have no text.
     """
 
     name: str
@@ -52,13 +51,13 @@ class Mark(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where a run begins.
+    """The place where a run begins.
 
     Attributes:
-        dataset: what the steps that are done have made; None to begin with the input.
-        rows: rows before the first of them, and behind each.
+        dataset: the result of the finished steps; None to begin with the input.
+        rows: rows before the first finished step, and after each.
         packed: whether the checkpoint is compressed.
-        reason: why a checkpoint that is there does not serve; "" if there is none, or it does.
+        reason: why an existing checkpoint cannot serve; "" if there is none, or it can.
     """
 
     dataset: datasets.Dataset | None = None
@@ -68,7 +67,7 @@ class Found(NamedTuple):
 
     @property
     def done(self) -> int:
-        """How many steps are done."""
+        """How many steps are finished."""
         return max(0, len(self.rows) - 1)
 
 
@@ -76,9 +75,9 @@ class Checkpoint:
     """The checkpoint of a project.
 
     Args:
-        store: where it is kept.
-        project: its name; runs of one name share a checkpoint, one at a time.
-        codec: of the store.
+        store: the store that keeps the checkpoint.
+        project: the checkpoint's name; runs of one name share a checkpoint, one run at a time.
+        codec: the codec of the compressed checkpoint.
 
     Raises:
         InvalidNameError: the name cannot be used.
@@ -92,17 +91,17 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """For the length of a run: a second one of the same name waits, and then finds the work done."""
+        """Hold the checkpoint during a run: a second run of the name waits, then finds the work done."""
         with mapped_files.store_locks(self._store).hold(self.name):
             yield
 
     def find(self, source: str, steps: Sequence[Mark]) -> Found:
-        """Where a run over the input of fingerprint ``source`` begins."""
+        """Find the place where a run over the input of fingerprint ``source`` begins."""
         told, reason = self._told(source, steps)
         if told is None:
             return Found(reason=f"{reason}; starting over" if reason else "")
         try:
-            # Of a run that is over, nobody may ever look at a row.
+            # A finished run needs no rows until somebody reads the result.
             over = told["packed"] and len(told["steps"]) == len(steps)
             dataset = (dataset_entries if over else hardlinks).load(self._store, self.name)
         except (CorruptError, NotFoundError) as error:
@@ -110,14 +109,14 @@ class Checkpoint:
         return Found(dataset, told["rows"], told["packed"])
 
     def done(self, source: str, steps: Sequence[Mark]) -> tuple[int, str]:
-        """How many steps a run would find done, and why no more. Reads no rows."""
+        """How many steps a run would find finished, and why no more. Reads no rows."""
         told, reason = self._told(source, steps)
         if told is None:
             return 0, reason or f"there is no checkpoint of {self._project!r}"
         return len(told["steps"]), f"the checkpoint of {self._project!r} does not reach so far"
 
     def _told(self, source: str, steps: Sequence[Mark]) -> tuple[dict[str, Any] | None, str]:
-        """The record of a checkpoint that can be used, or None and why the one that is there cannot."""
+        """The record of a usable checkpoint, or None and the reason why the existing one is not usable."""
         metadata = dataset_entries.metadata_of(self._store, self.name)
         if metadata is None:
             return None, ""
@@ -149,23 +148,23 @@ class Checkpoint:
         *,
         pack: bool = False,
     ) -> Size:
-        """Put a dataset in the place of the one before.
+        """Replace the checkpoint by a dataset.
 
         Args:
-            dataset: what the steps made of the input.
-            source: fingerprint of the input.
-            steps: those that are done.
-            rows: rows of the input, and behind each of them.
-            pack: compress it, since no step will come; else that is done only to what cannot be linked, or
-                would not fit.
+            dataset: the result of the finished steps.
+            source: the fingerprint of the input.
+            steps: the finished steps.
+            rows: rows of the input, and rows after each finished step.
+            pack: compress the checkpoint, since no step follows. Otherwise only a dataset that cannot be
+                linked, or would not fit, is compressed.
 
         Raises:
-            FullError, TooLargeError: it does not fit; the one before is still there.
+            FullError, TooLargeError: the dataset does not fit; the previous checkpoint is still there.
         """
         told = {"version": _VERSION, "source": source, "steps": [mark._asdict() for mark in steps]}
         told["rows"] = list(rows)
         size = self._replace(self._put_linked, dataset, {**told, "packed": False})
-        # Only now, and not at once: the checkpoint before is gone, and what it took is free.
+        # Compress only now: the previous checkpoint is gone, and its space is free.
         if pack or size is None:
             size = self._replace(self._put_packed, dataset, {**told, "packed": True})
         assert size is not None
@@ -185,7 +184,7 @@ class Checkpoint:
         try:
             return hardlinks.put(self._store, self.name, dataset, metadata)
         except (FullError, TooLargeError):
-            return None  # compressed it may fit
+            return None  # a compressed checkpoint may fit
 
     def _put_packed(self, dataset: datasets.Dataset, metadata: dict[str, Any]) -> Size:
         dataset_entries.put_parts(
@@ -197,13 +196,13 @@ class Checkpoint:
         return dataset_entries.size_of(self._store, self.name)
 
     def drop(self) -> None:
-        """Remove the checkpoint, and its bytes."""
+        """Remove the checkpoint and its bytes."""
         old = self._blobs()
         self._store.delete_many(old)
         self._forget(set(old.values()))
 
     def _blobs(self) -> dict[str, bytes]:
-        """The checkpoint's files, and those of the one before that are still there: name to digest."""
+        """The files of the checkpoint, and leftover files of the previous one: name to digest."""
         entries = self._store.entries(self.name)
         # A project "a/b" is not a part of the project "a".
         return {
@@ -213,7 +212,7 @@ class Checkpoint:
         }
 
     def _forget(self, digests: set[bytes]) -> None:
-        # At once and not with the next gc: "constant space" means now. What another entry names stays.
+        # Remove the bytes now, not with the next gc: "constant space" means now. Blobs of other entries stay.
         blobs = [blob for digest in digests if (blob := self._store.blob(digest)) is not None]
         copies = self._store.find_many([f"{mapped_files.MAPS}/{blob.digest.hex()}" for blob in blobs])
         mapped_files.forget(self._store, blobs)
@@ -231,7 +230,7 @@ def _between(old: Mapping[str, Any], new: Mark) -> str:
         if what not in before or what not in now:
             return f"{new.name!r} differs: {what} {'is new' if what in now else 'is gone'}"
         if before[what] != now[what]:
-            # Where there is no text to show there is a digest, which tells nobody anything.
+            # A part without text has only a digest, which is meaningless to a reader.
             told = " has changed" if _is_digest(now[what]) else f" was {before[what]} and is {now[what]}"
             return f"{new.name!r} differs: {what}{told}"
     return f"{new.name!r} differs: its code, or what it refers to"

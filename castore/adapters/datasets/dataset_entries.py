@@ -1,11 +1,11 @@
-"""Datasets as entries of a store: putting one in a single commit, and finding one as it was at one moment.
+"""Datasets as entries of a store: puts one in a single commit, and finds one as it was at one moment.
 
-A dataset ``name`` is the entries ``name/state.json``, ``name/dataset_info.json`` and ``name/data-….arrow``; a
-dictionary of datasets has ``name/dataset_dict.json`` and a dataset below for each split: the layout of
-`save_to_disk`, so that `datasets.load_from_disk` reads the same through a mount.
+A dataset ``name`` is the entries ``name/state.json``, ``name/dataset_info.json`` and ``name/data-….arrow``. A
+dictionary of datasets has ``name/dataset_dict.json`` and below it a dataset for each split. This is the
+layout of `save_to_disk`, so `datasets.load_from_disk` reads the same through a mount.
 
-Must never let anybody see files of two puts as one dataset: all files are committed together, and read again
-if a name changed while they were looked up.
+Must never show files of two puts as one dataset: all files are committed together, and read again if a name
+changed during the lookup.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _ATTEMPTS = 5
 
 
 class Size(NamedTuple):
-    """The space of a kept dataset: bytes uncompressed, and bytes in the store."""
+    """The size of a kept dataset: bytes uncompressed, and bytes in the store."""
 
     logical: int
     stored: int
 
 
 class Options(NamedTuple):
-    """How datasets are kept: codec and level, and when they expire."""
+    """Storage options of datasets: codec and level, and the time until they expire."""
 
     codec: str
     level: int | None = None
@@ -57,7 +57,7 @@ class Options(NamedTuple):
 
 
 class Files(NamedTuple):
-    """One dataset's files as they were at one moment: name to blob, the state first, then the description."""
+    """The files of one dataset at one moment: name to blob, the state first, then the description."""
 
     blobs: dict[str, Blob]
     state: bytes
@@ -75,19 +75,19 @@ class Files(NamedTuple):
 def put_parts(
     store: Store, name: str, parts: Mapping[str, Part], options: Options, metadata: dict[str, Any]
 ) -> Size:
-    """Keep datasets below ``name``, with one commit.
+    """Keep datasets below ``name``, in one commit.
 
     Args:
-        parts: what to keep, by split; a single one under "".
-        metadata: kept with each part's state.
+        parts: the datasets, by split; a single dataset under "".
+        metadata: metadata that is kept with each part's state.
 
     Raises:
-        FullError, TooLargeError: it does not fit into the budget, or onto the disk.
+        FullError, TooLargeError: the datasets do not fit into the budget, or onto the disk.
         SerializationError: a dataset's format cannot be kept.
     """
     check_name(name)
     started = time.time()
-    # Never and not the store's default: whoever asks has looked at that.
+    # Without expiry, not with the store's default: the callers have already applied that default.
     batch = store.batch(
         codec=options.codec, level=options.level, ttl=math.inf if options.ttl is None else options.ttl
     )
@@ -114,7 +114,7 @@ def put_parts(
 
 
 def _put_part(batch: Batch, name: str, part: Part, metadata: dict[str, Any]) -> list[str]:
-    """Put all files of one dataset; returns their names."""
+    """Put all files of one dataset; return their names."""
     digests = []
     for number, source in enumerate(part.files()):
         file = f"{name}/{number}"
@@ -142,7 +142,7 @@ def _below(name: str, split: str) -> str:
 
 
 def _kept_names(store: Store, name: str) -> list[str]:
-    """All entries that belong to the dataset, or the dictionary of datasets, of that name."""
+    """All entries of the dataset, or the dictionary of datasets, of that name."""
     names = {entry.name for entry in store.entries(name)}
     folders = [name] if f"{name}/{STATE}" in names else []
     if f"{name}/{SPLITS}" in names:
@@ -170,7 +170,7 @@ def kind_of(store: Store, name: str) -> str | None:
 
 
 def splits_of(store: Store, name: str) -> list[str]:
-    """The names of the datasets in a dictionary of some.
+    """The names of the datasets in a dictionary of datasets.
 
     Raises:
         NotFoundError, CorruptError: as for `files_of`.
@@ -179,17 +179,17 @@ def splits_of(store: Store, name: str) -> list[str]:
 
 
 def metadata_of(store: Store, name: str) -> dict[str, Any] | None:
-    """The metadata kept with a dataset, or None if there is none of that name."""
+    """The metadata kept with a dataset, or None if there is no dataset of that name."""
     entry = store.entry(f"{name}/{STATE}")
     return None if entry is None else entry.metadata
 
 
 def files_of(store: Store, name: str) -> Files:
-    """A dataset's files as they are at one moment.
+    """The files of a dataset as they are at one moment.
 
     Raises:
-        NotFoundError: there is no such dataset, or gc has taken a part of it.
-        CorruptError: its description is damaged.
+        NotFoundError: there is no such dataset, or gc has removed a part of it.
+        CorruptError: the dataset's description is damaged.
     """
     for _ in range(_ATTEMPTS):
         state = file_of(store, f"{name}/{STATE}")
@@ -220,7 +220,7 @@ def file_of(store: Store, name: str) -> bytes:
     """The bytes of a small file.
 
     Raises:
-        NotFoundError, CorruptError: they are not there, or damaged.
+        NotFoundError, CorruptError: the bytes are missing, or damaged.
     """
     if store.entry(name) is None:
         raise NotFoundError(f"there is no entry {name!r} in {store.path}")
@@ -231,7 +231,7 @@ def file_of(store: Store, name: str) -> bytes:
 
 
 def load(store: Store, name: str) -> datasets.Dataset:
-    """The dataset of that name: late, mapped, or in memory where it is small.
+    """The dataset of that name: lazy, mapped, or in memory where it is small.
 
     Raises:
         NotFoundError, CorruptError: as for `files_of`; data files included.
@@ -252,13 +252,13 @@ def _late(store: Store, files: Files) -> list[Table]:
 
 
 def size_of(store: Store, name: str) -> Size:
-    """The space of the dataset of that name."""
+    """The size of the dataset of that name."""
     entries = [entry for entry in store.entries(name) if _is_file_of(entry.name, [name])]
     return Size(sum(entry.size for entry in entries), sum(entry.stored for entry in entries))
 
 
 def drop(store: Store, name: str) -> bool:
-    """Remove a dataset, or a dictionary of some, and what was materialised of it; False if there was none."""
+    """Remove a dataset, or a dictionary of datasets, and its materialised copies; False if there was none."""
     names = _kept_names(store, name)
     forget(store, [found.blob for found in store.find_many(names).values() if found.blob.size > SMALL])
     return store.delete_many(names) > 0

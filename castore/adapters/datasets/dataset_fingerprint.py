@@ -1,14 +1,15 @@
-"""A fingerprint of a dataset's rows, for the keys of results that are made of them.
+"""A fingerprint of a dataset's rows, for the keys of results that are computed from those rows.
 
-The datasets library's own fingerprint is 64 bits, and random wherever it could not hash something, so it
-counts only where it is one of ours: made from a key, by a cached step. Every other dataset counts by its
-content: Arrow files by the digest of their bytes, remembered in the store by path, size and times, and the
-same through a mount, from a copy or not even read yet; tables in memory by the digest of their columns; a
-selection by the rows it selects; the format by its name, since it decides what a function sees.
+The fingerprint of the datasets library has 64 bits, and is random wherever the library could not hash
+something. So it counts only where a cached step of castore made it from a key. Every other dataset counts by
+its content. Arrow files count by the digest of their bytes, which the store remembers by path, size and
+times; a file counts the same through a mount, from a copy or before it is read. Tables in memory count by the
+digest of their columns, a selection by the rows it selects. The format counts by its name, since it decides
+what a function sees.
 
-Files that rows of images name count by size and time. The result of a step of this process may name some too,
-until it comes from the store, which holds their bytes: they count as soon as one is not what it was when the
-step ended.
+Files that rows of images name count by size and time. The result of a step of this process may name such
+files too, until the result comes from the store, which holds the files' bytes: the files count as soon as one
+differs from its state at the end of the step.
 
 Assumes that nobody changes a file in place and turns its clock back. Must never give a random answer.
 """
@@ -40,15 +41,15 @@ _OURS = re.compile(r"castore[0-9a-f]{40}").fullmatch
 
 
 def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
-    """Digits that tell a dataset, as a function sees it, from every other one.
+    """Digits that distinguish a dataset, as a function sees it, from every other dataset.
 
     Args:
         dataset: a `datasets.Dataset`, or a `datasets.DatasetDict`.
-        store: remembers the digests of large files; None hashes them each time.
+        store: remembers the digests of large files; None hashes the files each time.
 
     Raises:
-        UnhashableError: its format holds something without a stable hash.
-        InvalidValueError: it is neither.
+        UnhashableError: the dataset's format holds something without a stable hash.
+        InvalidValueError: the value is neither.
     """
     if isinstance(dataset, datasets.DatasetDict):
         return fingerprint({name: dataset_fingerprint(part, store) for name, part in dataset.items()})
@@ -74,30 +75,29 @@ def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
     return fingerprint(told, "dataset")
 
 
-#: By the fingerprints of results that name files: a digest of how these were when the step ended.
+#: For results that name files: fingerprint of the result to a digest of the files at the end of the step.
 _files_at_end: dict[str, str] = {}
 
 
 def note_files(dataset: datasets.Dataset) -> None:
-    """Remember how the files are that rows of a step's result name."""
+    """Remember the present state of the files that rows of a step's result name."""
     files = _files_named(dataset)
     if files:
         _files_at_end[dataset._fingerprint] = fingerprint(files)
 
 
 def check_files(dataset: datasets.Dataset) -> None:
-    """See that the files which rows of a step's result name are as they were when `note_files` was told of
-    it.
+    """Check that the files which rows of a step's result name are unchanged since `note_files`.
 
     Raises:
-        InvalidValueError: one has changed.
+        InvalidValueError: a file has changed.
     """
     if _files_since(dataset):
         raise InvalidValueError("files that its rows name have changed meanwhile; run the step again")
 
 
 def _files_since(dataset: datasets.Dataset) -> list[Any]:
-    """As `_files_named`, for a step's result; none where they are as they were when the step ended."""
+    """As `_files_named`, for a step's result; empty if the files are unchanged since the end of the step."""
     noted = _files_at_end.get(dataset._fingerprint)
     if noted is None or (isinstance(dataset, LateDataset) and not dataset.is_read):
         return []
@@ -110,7 +110,7 @@ def _files_named(dataset: datasets.Dataset) -> list[Any]:
     paths: set[str] = set()
     for name, feature in dataset.features.items():
         inner = feature
-        while hasattr(inner, "feature"):  # of a list
+        while hasattr(inner, "feature"):  # the feature of a list
             inner = inner.feature
         if not hasattr(inner, "decode_example") or not hasattr(inner, "cast_storage"):
             continue
@@ -126,16 +126,16 @@ def _files_named(dataset: datasets.Dataset) -> list[Any]:
 def _seen(path: str) -> list[int]:
     try:
         status = os.stat(path)
-    except OSError:  # a step that reads it says so
+    except OSError:  # a step that reads the file reports it
         return []
     return [status.st_size, status.st_mtime_ns]
 
 
 def _is_described_by_its_rows(dataset: datasets.Dataset) -> bool:
-    """Whether nobody has changed the features in place since they came with the rows."""
+    """Whether the features are still those that came with the rows, not changed in place."""
     if isinstance(dataset, LateDataset) and not dataset.is_read:
         return True
-    # Not `dataset.features`, which is a deep copy.
+    # `dataset.features` would be a deep copy.
     return bool(datasets.Features.from_arrow_schema(dataset._data.schema) == dataset._info.features)
 
 
@@ -145,12 +145,12 @@ def _rows(dataset: datasets.Dataset, store: Store | None) -> list[Any]:
 
 
 def _digests(table: Table, store: Store | None) -> list[str] | None:
-    """Those of the Arrow files which are, one after the other, a table's rows; None if there are none."""
+    """The digests of the Arrow files whose rows, in order, are a table's rows; None if there are none."""
     found: list[str] = []
     places = gone()
     for block in row_blocks(table) or ():
         if isinstance(block, LateTable) and block.blobs:
-            found += [blob.digest.hex() for blob in block.blobs]  # without reading them
+            found += [blob.digest.hex() for blob in block.blobs]  # without reading the blobs
         elif (paths := table_files(block, places)) is not None:
             found += [file_digest(path, store, without=TAIL) for path in paths]
         else:

@@ -1,10 +1,10 @@
-"""How much disk a run will take, before it takes it: by Data-Juicer's formula, and by measured sizes.
+"""Estimates the disk space of a run beforehand: by Data-Juicer's formula, and by measured sizes.
 
 The formula counts full copies: ``(1 + M + F + [F > 0] + D) x S`` for an input of S bytes with M mappers, F
-filters and D deduplicators, since each step leaves a copy and the first filter's statistics another; a
-checkpoint needs 3 x S whatever the steps, for it is a second name of what a step reads (`hardlinks`). What a
-cached run really takes is less: steps are compressed once the next one has its input. Knows sizes and disks;
-runs nothing.
+filters and D deduplicators, since each step leaves a copy and the first filter's statistics another. A
+checkpoint needs 3 x S whatever the steps, for it is a second name of the file that a step reads
+(`hardlinks`). A cached run really takes less: a step is compressed once the next step has its input. Knows
+sizes and disks; runs nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Known:
 
     Attributes:
         kind: as in `StepReport`.
-        logical: bytes of its result, uncompressed; None if it was never run.
-        stored: bytes of it in the store.
-        kept: whether it is in the store already, so that it will take no more.
+        logical: bytes of the result, uncompressed; None if the step was never run.
+        stored: bytes of the result in the store.
+        kept: whether the result is in the store already, and so will take no more.
     """
 
     kind: str
@@ -49,17 +49,17 @@ class Estimate:
     """The disk space that a run will take; sizes in bytes.
 
     Attributes:
-        size: of the input, uncompressed: S.
-        mappers, filters, deduplicators: how many there are: M, F and D.
+        size: bytes of the input, uncompressed: S.
+        mappers, filters, deduplicators: the numbers of such operators: M, F and D.
         formula: the peak by the formula, or 3 x S with a checkpoint, or 2 x S with neither.
-        store_needs: what will be added to the store.
-        work_needs: uncompressed files at a time: input and output of the largest step.
-        peak: of all steps' data on disk at the worst moment: what is kept already, what will be, and the
+        store_needs: bytes that the run will add to the store.
+        work_needs: bytes of uncompressed files at one time: input and output of the largest step.
+        peak: bytes of all steps' data on disk at the worst moment: kept results, results to come, and the
             working files.
-        store_free, work_free: free on the disks of the store and of the temporary files.
-        one_disk: whether these are the same.
-        budget: the store's, or None.
-        measured: how many of the steps were measured; the others are taken to leave as much as they get.
+        store_free, work_free: free bytes on the disks of the store and of the temporary files.
+        one_disk: whether these two disks are the same.
+        budget: the store's size limit, or None.
+        measured: how many steps were measured; each other step is assumed to return as much as it gets.
     """
 
     size: int
@@ -130,15 +130,15 @@ def estimate(
     settings: Settings,
     work: str | os.PathLike[str] | None = None,
 ) -> Estimate:
-    """The disk space that a run will take.
+    """Estimate the disk space of a run.
 
     Args:
         size: bytes of the input, uncompressed.
-        steps: what is known of each, in order.
+        steps: the known sizes of each step, in order.
         ratio: stored bytes for each byte, for steps that were never run (`measure_ratio`).
         mode: ``"cache"``, ``"checkpoint"`` or ``"none"``.
-        store: its folder.
-        settings: the store's.
+        store: the store's folder.
+        settings: the store's settings.
         work: the folder of temporary files; None for one in the store.
     """
     mappers, filters, deduplicators = (
@@ -176,10 +176,10 @@ def estimate(
 
 
 def _checkpoint_needs(sizes: Sequence[int], stored: Sequence[int], work_needs: int, one_disk: bool) -> int:
-    """The space of a checkpoint besides the working files."""
-    if one_disk:  # it is one of them until the end, when only the result is left to be compressed
+    """The space of a checkpoint in addition to the working files."""
+    if one_disk:  # the checkpoint is a working file until the end, when only the result remains to compress
         return max(0, sizes[-1] + stored[-1] - work_needs)
-    # No link leads there: a compressed copy, and the one before until it is whole.
+    # No link crosses disks: the space holds a compressed copy, and the previous one until the copy is whole.
     return max(sum(stored[max(0, at - 1) : at + 1]) for at in range(len(stored)))
 
 
@@ -199,10 +199,10 @@ def logical_size(dataset: datasets.Dataset) -> int:
 
 
 def measure_ratio(dataset: datasets.Dataset, codec: str, level: int | None = None) -> float:
-    """Stored bytes for each byte of a dataset: some of its rows, from all over it, compressed to see.
+    """Stored bytes for each byte of a dataset: a measurement on rows from all over the dataset.
 
-    Of one that lies compressed in a store and has not been read, what it takes there: to read it costs more
-    than the answer is worth, even where that is another codec's.
+    A dataset that lies compressed in a store and has not been read counts with its stored size there, even
+    under another codec: reading it would cost more than the answer is worth.
 
     Returns:
         a ratio above 0; 1 for an empty dataset.

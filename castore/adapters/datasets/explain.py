@@ -1,4 +1,4 @@
-"""Why a step of a pipeline is a hit or a miss: what has changed since the run that comes nearest to it.
+"""Explains why a step of a pipeline is a hit or a miss: the changes since the most similar run.
 
 Compares the descriptions that are kept with each step's result; reads no data and runs nothing.
 """
@@ -18,14 +18,14 @@ from castore.store import Store
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Of one step.
+    """The explanation of one step.
 
     Attributes:
         name, kind: as in `StepReport`.
-        hit: whether a run would find it done, in the cache or behind a checkpoint.
-        key: under which its result is, or would be, kept in the cache.
-        changes: on a miss, a sentence for each thing that differs from the nearest run that is kept, or why
-            nothing is.
+        hit: whether a run would find the step done, in the cache or before a checkpoint.
+        key: the key under which the result is, or would be, kept in the cache.
+        changes: on a miss, a sentence for each difference from the nearest run that is kept, or the reason
+            why none is kept.
     """
 
     name: str
@@ -43,15 +43,15 @@ class Explanation:
 
 
 def explained(step: Planned, changes: list[str]) -> Explanation:
-    """Of a step that is a hit unless there are changes."""
+    """The explanation of a step, which is a hit unless there are changes."""
     return Explanation(step.step.name, step.step.kind, not changes, step.key, changes)
 
 
 def explain(store: Store, pipeline: str, planned: Sequence[Planned]) -> list[Explanation]:
-    """For each step hit or miss, and on a miss what changed."""
+    """Explain each step: a hit, or a miss with its changes."""
     records = _records(store, pipeline)
     there = [dataset_entries.metadata_of(store, step.name) is not None for step in planned]
-    # A step whose result was dropped is not run again as long as one behind it is kept.
+    # A step whose result was dropped is not run again as long as a later step's result is kept.
     needed = max((number for number, is_there in enumerate(there) if is_there), default=-1)
     explanations: list[Explanation] = []
     for step, is_there in zip(planned, there, strict=True):
@@ -93,7 +93,7 @@ def _other_chain(step: Planned, nearest: dict[str, Any], records: list[dict[str,
 
 
 def _differences(old: dict[str, list[str]], new: dict[str, list[str]]) -> list[str]:
-    """Sentences on what differs between two descriptions."""
+    """A sentence for each difference between two descriptions."""
     changes = []
     for what in sorted({*old, *new}):
         before, now = old.get(what), new.get(what)

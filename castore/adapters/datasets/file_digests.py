@@ -17,18 +17,18 @@ from castore.store import Store
 
 #: The store's folder of remembered digests.
 FILES = ".datasets/files"
-# Hashing less than this again costs no more than asking the store.
+# Hashing a smaller file again costs no more than asking the store.
 _REMEMBERED = 4 * 1024 * 1024
 _REMEMBERED_SECONDS = 30 * 86400.0
 
 
 def file_digest(path: str, store: Store | None, *, without: bytes = b"") -> str:
-    """BLAKE3 of a file, in hexadecimal digits; of a large one it is remembered until the file changes.
+    """BLAKE3 of a file, in hexadecimal digits. The store remembers the digests of large unchanged files.
 
     Args:
-        path: of the file.
-        store: remembers it; None for no one.
-        without: what does not count at the file's end, if it is there.
+        path: the file's path.
+        store: remembers the digest; None remembers nothing.
+        without: bytes that do not count at the file's end, if they are there.
 
     Raises:
         UnhashableError: the file is gone.
@@ -67,7 +67,7 @@ def _digest(fd: int, size: int) -> str:
 
 
 def _remembered(store: Store, name: str, compute: Callable[[], str]) -> str:
-    """A short text that the store keeps under a name, made by ``compute`` if it does not."""
+    """A short text that the store keeps under a name; computed by ``compute`` if the store has none."""
     known = store.get(name)
     if known is not None:
         return known.decode()

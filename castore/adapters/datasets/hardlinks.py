@@ -1,13 +1,12 @@
-"""A dataset kept by second names of its own Arrow files: no byte is copied, and what it shows of them lies
-beside.
+"""Keeps a dataset as hard links to its own Arrow files, with its selection beside them; copies no byte.
 
-For what is kept for a short while: the files become raw objects of the store by hard links, so they take room
-once. A dataset that is all of its files lies as `save_to_disk` lays it out. One that is a part of them (rows
-that a filter left, columns without hashes) has ``_parts`` in its state in the place of ``_data_files``:
-programs that know of no parts must fail to open it, and not see rows that are not in it.
+For datasets kept a short while: the files become raw objects of the store by hard links, so they take space
+once. A dataset that consists of whole files has the layout of `save_to_disk`. A dataset that is a part of its
+files (rows that a filter left, columns without hashes) has ``_parts`` in its state in the place of
+``_data_files``: programs that do not know parts must fail to open it, rather than show rows that are not in
+it.
 
-Must never link a file of the user's, since the user may write to it: only files that `scratch` named, and
-objects.
+Must never link a user's file, since the user may write to it: only files that `scratch` named, and objects.
 """
 
 from __future__ import annotations
@@ -44,28 +43,28 @@ from castore.write.staging import Large, Staged
 from castore.write.writer import open_source
 
 _PARTS, _INDICES = "_parts", "indices.arrow"
-# What may have been done to a table without the file having less than it. The features say which columns it
-# shows; a deduplicator that found nothing leaves a slice.
+# Operations on a table after which the file still has all of its rows and columns. The features say which
+# columns the dataset shows; a deduplicator that found nothing leaves a slice.
 _ALLOWED = frozenset({"replace_schema_metadata", "drop", "select", "remove_column", "slice"})
-# Another file system, or one without links; a file of another user's; too many links.
+# Another file system, or one without links; another user's file; too many links.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK}
 
 
 class _Unlinkable(Exception):
-    """The file system, or its rules, allow no link to a file."""
+    """The file system, or its rules, forbid a link to the file."""
 
 
 def put(
     store: Store, name: str, dataset: datasets.Dataset, metadata: dict[str, Any]
 ) -> dataset_entries.Size | None:
-    """Keep a dataset below ``name``, pinned, with one commit; what else lies there stays.
+    """Keep a dataset below ``name``, pinned, in one commit; other entries there stay.
 
     Returns:
-        Its size; None if its rows are not in files that can be linked: nothing is kept then.
+        The dataset's size; None if its rows are not in files that can be linked: then nothing is kept.
 
     Raises:
-        FullError, TooLargeError: it does not fit into the budget.
-        SerializationError: its format cannot be kept.
+        FullError, TooLargeError: the dataset does not fit into the budget.
+        SerializationError: the dataset's format cannot be kept.
     """
     blocks = mapped_blocks(dataset._data, _ALLOWED)
     if blocks is None or not all(_may_link(store, block.path) for block in blocks):
@@ -103,7 +102,7 @@ def _may_link(store: Store, path: str) -> bool:
 
 
 def _linked(store: Store, path: str) -> Staged:
-    """A file as a raw object to be, hashed and with its checksums, waiting under a second name."""
+    """A staged raw object of a file, hashed and with its checksums, under a second name."""
     fd = open_source(path)
     try:
         size = os.fstat(fd).st_size
@@ -115,7 +114,7 @@ def _linked(store: Store, path: str) -> Staged:
         waiting, temporary = store.objects.loose.create()
         os.close(waiting)
         temporary.unlink()
-        # Paths in datasets' own cache are symbolic links to objects; it is these that get another name.
+        # Paths in datasets' own cache are symbolic links to objects: link the objects.
         os.link(os.path.realpath(path), temporary)
     except OSError as error:
         if error.errno in _NO_LINK:
@@ -127,12 +126,12 @@ def _linked(store: Store, path: str) -> Staged:
 
 
 def _slice(block: Any) -> tuple[int, int]:
-    """Where in its file a mapped table begins, and how many rows it has."""
+    """The row of its file at which a mapped table begins, and the number of its rows."""
     return sum(arguments[0] for what, arguments, _ in block.replays if what == "slice"), len(block)
 
 
 def _stream(indices: Table | None) -> pa.Buffer:
-    """A selection as an Arrow stream, 8 bytes a row; of no columns if all rows are meant."""
+    """A selection as an Arrow stream, 8 bytes a row; a stream without columns stands for all rows."""
     table = pa.table({}) if indices is None else indices.table
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -147,13 +146,13 @@ def _with_parts(state: bytes, parts: list[list[Any]]) -> bytes:
 
 
 def load(store: Store, name: str) -> datasets.Dataset:
-    """What `put`, or `kept.put_parts`, has kept below ``name``, mapped.
+    """The dataset that `put`, or `dataset_entries.put_parts`, has kept below ``name``, mapped.
 
-    Assumes that nobody puts anything there meanwhile.
+    Assumes that nobody puts anything there at the same time.
 
     Raises:
-        NotFoundError: there is nothing, or a part of it is gone.
-        CorruptError: a part of it is damaged.
+        NotFoundError: there is no dataset, or a part of it is gone.
+        CorruptError: a part of the dataset is damaged.
     """
     state, info = (dataset_entries.file_of(store, f"{name}/{file}") for file in (STATE, INFO))
     told = json.loads(state)
@@ -176,7 +175,7 @@ def _table(store: Store, name: str) -> Table:
 
 
 def names(store: Store, name: str) -> set[str]:
-    """The entries that are the dataset below ``name``; empty if there is none."""
+    """The names of the entries of the dataset below ``name``; empty if there is none."""
     state = store.get(f"{name}/{STATE}")
     if state is None:
         return set()
@@ -189,7 +188,7 @@ def names(store: Store, name: str) -> set[str]:
 
 
 def compress(store: Store, name: str, codec: str) -> None:
-    """Compress what of the dataset below ``name`` lies uncompressed: a store has one object of each blob."""
+    """Compress the uncompressed objects of the dataset below ``name``: a blob has only one object."""
     for file in sorted(names(store, name)) if codec != "none" else ():
         found = store.find(file)
         if found is not None and found.blob.codec == "none" and found.blob.pack == LOOSE:
@@ -206,7 +205,7 @@ def _recode(store: Store, blob: Blob, codec: str) -> None:
     try:
         with store.index.write() as txn:
             if txn.blob(blob.digest) == blob and staged.stored < blob.stored:
-                txn.lose_blob(blob)  # a blob that is there would stay as it is
+                txn.lose_blob(blob)  # the store would leave an existing blob as it is
                 staged.place(txn)
     finally:
         staged.discard()

@@ -1,6 +1,6 @@
-"""Data-Juicer's operators, told by their classes, and the columns that they expect of a dataset.
+"""Recognises Data-Juicer's operators by their classes, and knows the columns that they expect in a dataset.
 
-An operator can only be one of Data-Juicer's if somebody has imported the library. Must never import the
+An object can only be an operator of Data-Juicer's after the library was imported. Must never import the
 library.
 """
 
@@ -12,14 +12,14 @@ from typing import Any, Literal
 _BASES = "data_juicer.ops.base_op"
 #: Data-Juicer's column of tags, which its tagging operators expect to be there.
 META = "__dj__meta__"
-#: The same for what its aggregators find out about a group.
+#: The same for the results of its aggregators over a group.
 GROUP_META = "__dj__batch_meta__"
 
 WholeDataset = Literal["select", "group"]
 
 
 def works_on_datasets(operator: Any) -> WholeDataset | None:
-    """How an operator takes a whole dataset: it selects rows, it groups them, or not at all."""
+    """How an operator uses a whole dataset: it selects rows, it groups them, or neither."""
     for base, how in (("Selector", "select"), ("Grouper", "group")):
         kind = _base(base)
         if kind is not None and isinstance(operator, kind):
@@ -34,7 +34,7 @@ def is_one(operator: Any) -> bool:
 
 
 def columns_for(operator: Any) -> list[str]:
-    """The columns of dictionaries that an operator writes into, and expects to be there."""
+    """The columns of dictionaries that an operator writes into, and expects to find."""
     if not is_one(operator):
         return []
     tagging = getattr(sys.modules[_BASES], "TAGGING_OPS", None)
@@ -43,6 +43,6 @@ def columns_for(operator: Any) -> list[str]:
 
 
 def _base(name: str) -> type | None:
-    """A base class of the library, if somebody imported it."""
+    """A base class of the library, if the library has been imported."""
     found = getattr(sys.modules.get(_BASES), name, None)
     return found if isinstance(found, type) else None

@@ -1,7 +1,7 @@
 """A dataset known by its features and length. Rows are read at first use.
 
-A run whose first step is kept never looks at its input. Must behave as what it stands for in everything but
-when it is read. Knows no store: where the rows come from is said by who makes one.
+A run whose first step is kept never reads its input. Must behave as the dataset it stands for in everything
+but the time of reading. Knows no store: the caller gives the function that loads the rows.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from datasets.search import IndexableMixin
 
 
 class LateDataset(datasets.Dataset):  # type: ignore[misc]
-    """A dataset without a format, yet to be read.
+    """A dataset without a format that is not read yet.
 
     Args:
-        info: its description, features included.
-        split: of the dataset.
-        fingerprint: of the dataset.
-        rows: how many it has; None to look for them.
-        size: about how many bytes it takes as Arrow files; None to look.
-        load: gives the dataset.
+        info: the dataset's description, features included.
+        split: the dataset's split.
+        fingerprint: the dataset's fingerprint.
+        rows: the number of rows; None to read the dataset for it.
+        size: about how many bytes the dataset takes as Arrow files; None to read the dataset for it.
+        load: returns the dataset.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class LateDataset(datasets.Dataset):  # type: ignore[misc]
         size: int | None,
         load: Callable[[], datasets.Dataset],
     ) -> None:
-        # Not `Dataset.__init__`, which looks at the table.
+        # Not `Dataset.__init__`, which reads the table.
         DatasetInfoMixin.__init__(self, info=info, split=split)
         IndexableMixin.__init__(self)
         self._indices = None
@@ -57,7 +57,7 @@ class LateDataset(datasets.Dataset):  # type: ignore[misc]
 
     @property
     def is_read(self) -> bool:
-        """Whether somebody has looked."""
+        """Whether the rows have been read."""
         return self._loaded is not None
 
     def read(self) -> datasets.Dataset:
@@ -66,7 +66,7 @@ class LateDataset(datasets.Dataset):  # type: ignore[misc]
 
     @property
     def size(self) -> int:
-        """About how many bytes it takes as Arrow files."""
+        """About how many bytes the dataset takes as Arrow files."""
         return int(self._data.nbytes) if self._size is None else self._size
 
     @property
@@ -83,7 +83,7 @@ class LateDataset(datasets.Dataset):  # type: ignore[misc]
         return self.num_rows
 
     def __del__(self) -> None:
-        """Nothing to do; the base class would look at the table to let go of it."""
+        """Do nothing: the base class would read the table in order to release it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies, here and in other processes, are plain datasets.

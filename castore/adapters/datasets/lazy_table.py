@@ -1,13 +1,13 @@
 """Tables known by their columns and length. Rows are read at first use.
 
-A run whose first step comes from the cache never looks at its input, nor at a step's result that the next one
-is cached behind: reading those, or decoding them, would be most of the time of such a run. Must behave as
-what they stand for in everything but when it is read. Knows no store: where rows come from is said by who
-makes one.
+A run whose first step comes from the cache never reads its input, nor the result of a step before another
+cached step: to read or decode those would take most of the time of such a run. Must behave as the tables they
+stand for in everything but the time of reading. Knows no store: the caller gives the source of the rows.
 
-Mapping alone was measured in their place, without a mount. A rerun of five cached steps over 137 MB of text
-left five raw copies, and the store took 839 MB where it takes 154 MB; a recipe's rerun left one, 323 MB for
-187 MB. Later reruns take the same time either way, and so does random access once a copy is there.
+Mapping alone was measured as the alternative, without a mount. A rerun of five cached steps over 137 MB of
+text left five raw copies, and the store took 839 MB in place of 154 MB; a recipe's rerun left one copy, 323
+MB in place of 187 MB. Later reruns take the same time either way, and so does random access once a copy
+exists.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ NEAR = 8 * 1024 * 1024
 
 
 class Rows(Protocol):
-    """Where a `LateTable` has its rows from."""
+    """The source of a `LateTable`'s rows."""
 
     @property
     def size(self) -> int:
-        """Bytes that they take as Arrow files."""
+        """Bytes that the rows take as Arrow files."""
 
     @property
     def path(self) -> str:
-        """A file in the folder where `datasets` may keep what it makes of them."""
+        """A file in the folder where `datasets` may keep files derived from the rows."""
 
     @property
     def blobs(self) -> Sequence[Blob]:
-        """Of the Arrow files which are, one after the other, these rows; none if that is not known."""
+        """The blobs of the Arrow files that hold, in order, these rows; empty if they are not known."""
 
     @property
     def passed(self) -> bool:
-        """Whether others have read them in order, so that mapping them will pay."""
+        """Whether the rows have been read in order before, so that mapping them will pay."""
 
     def mapped(self) -> Table | None:
         """The rows, mapped, if nothing has to be decoded for that."""
@@ -60,33 +60,33 @@ class Rows(Protocol):
 
 
 class LateTable(MemoryMappedTable):  # type: ignore[misc]
-    """A table whose rows are decoded when somebody looks at them.
+    """A table whose rows are decoded at first use.
 
-    What lies in the first 8 MiB, and one pass over all rows, is decoded where it is; whatever else is asked
-    has the whole table mapped first. So a step of a chain that nobody looks at costs nothing, and who reads
-    in order needs no room for a second copy.
+    The first 8 MiB, and one pass over all rows, are decoded without mapping; any other access maps the whole
+    table first. So an unread step of a chain costs nothing, and a sequential reader needs no space for a
+    second copy.
 
     Args:
-        schema: of the table.
-        rows: how many it has.
-        source: where they are.
+        schema: the table's schema.
+        rows: the number of rows.
+        source: the source of the rows.
     """
 
     def __init__(self, schema: pa.Schema, rows: int, source: Rows) -> None:
-        # Not the base class's, which looks at the table.
+        # Not the base class's `__init__`, which reads the table.
         self._fields = schema
         self._count = rows
         self._source = source
         self._whole: Table | None = None
         self._first: list[pa.RecordBatch] = []
         self._passed = False
-        self._guard = Guard()  # not this table: it has no hash
+        self._guard = Guard()  # the table itself has no hash
 
-    # What is known without looking
+    # Known without reading
 
     @property
     def schema(self) -> pa.Schema:
-        """Of the table."""
+        """The table's schema."""
         return self._fields
 
     @property
@@ -96,17 +96,17 @@ class LateTable(MemoryMappedTable):  # type: ignore[misc]
 
     @property
     def num_columns(self) -> int:
-        """Columns of the table."""
+        """The number of columns."""
         return len(self._fields)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the table."""
+        """The number of rows."""
         return self._count
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """The numbers of rows and columns."""
         return self._count, len(self._fields)
 
     def __len__(self) -> int:
@@ -119,31 +119,31 @@ class LateTable(MemoryMappedTable):  # type: ignore[misc]
 
     @property
     def path(self) -> str:
-        """A file in the folder where `datasets` may keep what it makes of the table."""
+        """A file in the folder where `datasets` may keep files derived from the table."""
         return self._source.path
 
     @property
     def blobs(self) -> Sequence[Blob]:
-        """Of the Arrow files which are, one after the other, the table's rows; none if that is not known."""
+        """The blobs of the Arrow files that hold, in order, the table's rows; empty if they are not known."""
         return self._source.blobs
 
     def replace_schema_metadata(self, metadata: Any = None) -> Table:
-        """The same table under another description."""
+        """The same table with another schema metadata."""
         same = LateTable(self._fields.with_metadata(metadata), self._count, self._source)
         if self._whole is not None:
             same._take(self._whole)
         return same
 
-    # The whole
+    # The whole table
 
     @property
     def is_mapped(self) -> bool:
-        """Whether it was asked for more than what is decoded where it is."""
+        """Whether an access has needed the whole table mapped."""
         return self._whole is not None
 
     @property
     def passed(self) -> bool:
-        """Whether it was read in order."""
+        """Whether the table has been read in order."""
         return self._passed or self._source.passed
 
     def mapped(self) -> Table | None:
@@ -168,17 +168,17 @@ class LateTable(MemoryMappedTable):  # type: ignore[misc]
 
     @property
     def table(self) -> pa.Table:
-        """The same as Arrow's own table."""
+        """The same rows as a `pyarrow.Table`."""
         return self.whole().table
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LateTable:
         return self  # like Arrow's tables it never changes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self.whole()  # so that the other process maps what this one does
+        self.whole()  # so that the other process maps the same file
         return LateTable, (self._fields, self._count, self._source)
 
-    # A part
+    # Parts of the table
 
     def slice(self, offset: int = 0, length: int | None = None) -> Table:
         """Rows of the table; the first ones in memory."""
@@ -188,31 +188,31 @@ class LateTable(MemoryMappedTable):  # type: ignore[misc]
         return LateTable(self._fields, len(part), Mapped(part.nbytes, self.path, InMemoryTable(part)))
 
     def fast_slice(self, offset: int = 0, length: int | None = None) -> pa.Table:
-        """Rows of the table as one of Arrow's own."""
+        """Rows of the table as a `pyarrow.Table`."""
         part = self._near(offset, length)
         return self.whole().fast_slice(offset, length) if part is None else part
 
     def fast_gather(self, indices: Any) -> pa.Table:
-        """Rows of the table, by number, as one of Arrow's own."""
+        """Rows of the table, by number, as a `pyarrow.Table`."""
         first = self.until(max(indices) + 1) if len(indices) else None
         if first is None:
             return self.whole().fast_gather(indices)
         return pa.concat_tables([first.slice(index, 1) for index in indices])
 
     def to_reader(self, max_chunksize: int | None = None) -> pa.RecordBatchReader:
-        """A pass over the rows: the first one that gets far decodes them as it goes, later ones map them."""
+        """A pass over the rows: the first long pass decodes them as it goes, later passes map them."""
         if self.passed or self.until(0) is None:
             return self.whole().to_reader(max_chunksize)
         return pa.RecordBatchReader.from_batches(self._fields, self.one_pass(max_chunksize))
 
     def _near(self, offset: int, length: int | None) -> pa.Table | None:
-        """Rows of the table, if they are among the first ones and not to be had from the whole."""
+        """Rows of the table, if they are among the first ones and the whole is not mapped."""
         stop = self._count if length is None else min(offset + length, self._count)
         first = self.until(stop) if 0 <= offset <= stop else None
         return None if first is None else first[offset:stop]
 
     def until(self, stop: int) -> pa.Table | None:
-        """The first rows up to ``stop``, and maybe more; None if they are to be had from the whole."""
+        """The first rows up to ``stop``, and maybe more; None if the whole table serves them."""
         with self._guard.lock:
             if self.mapped() is not None or stop * self._source.size > NEAR * self._count:
                 return None
@@ -223,7 +223,7 @@ class LateTable(MemoryMappedTable):  # type: ignore[misc]
             )
 
     def one_pass(self, most: int | None = None) -> Iterator[pa.RecordBatch]:
-        """The rows from the first one on, in batches of at most so many, decoded as they are taken."""
+        """The rows from the first one on, in batches of at most ``most`` rows, decoded as they are taken."""
         done = 0
         for batch in self._source.batches():
             yield from self._fitting(batch).to_batches(most)
@@ -264,12 +264,12 @@ class Mapped(NamedTuple):
 
 
 class _Changed(NamedTuple):
-    """The rows of a late table with something done to them; see `Rows`. A copy elsewhere does it again.
+    """The rows of a late table after an operation, which a copy in another process repeats; see `Rows`.
 
     Attributes:
-        table: the other one.
-        what: a method of tables, and what to call it with.
-        alone: whether that can be done to each batch by itself.
+        table: the late table.
+        what: the table method, and its arguments.
+        alone: whether the method works on each batch by itself.
     """
 
     size: int
@@ -307,12 +307,12 @@ class _Changed(NamedTuple):
             yield from self.of(InMemoryTable(pa.Table.from_batches([batch]))).to_batches()
 
     def of(self, table: Table) -> Table:
-        """The same done to another table."""
+        """The result of the same operation on another table."""
         return getattr(table, self.what)(*self.arguments, **self.keywords)
 
 
 def first_of(rows: int, batches: Generator[pa.RecordBatch, None, None]) -> list[pa.RecordBatch]:
-    """The first batches that have at least so many rows together."""
+    """The first batches that together have at least so many rows."""
     found, have = [], 0
     with contextlib.closing(batches):
         for batch in batches:
@@ -323,7 +323,7 @@ def first_of(rows: int, batches: Generator[pa.RecordBatch, None, None]) -> list[
     return found
 
 
-# Which columns there are and what they are called can be said of each batch alone.
+# Operations on the columns' presence and names work on each batch alone.
 _ALONE = frozenset({"drop", "select", "remove_column", "rename_columns"})
 
 
@@ -347,9 +347,9 @@ def _delegated(name: str) -> Callable[..., Any]:
     return method
 
 
-# The base class repeats what was done to one file that it has the path of, and here may be several, or none
-# any more. `datasets` takes nothing put together for a part of what it puts together, so what comes of it
-# stays in this class.
+# The base class records operations and replays them on the one file whose path it has. A late table may have
+# several files, or none any more. `datasets` never takes a combined table for a part of another, so the
+# results of these operations stay in this class.
 for _name in (
     "filter", "flatten", "combine_chunks", "cast", "add_column", "append_column", "remove_column",
     "set_column", "rename_columns", "drop", "select",

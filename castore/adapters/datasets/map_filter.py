@@ -1,9 +1,9 @@
-"""cached_map and cached_filter: `Dataset.map` and `Dataset.filter` whose results come from a store.
+"""cached_map and cached_filter: `Dataset.map` and `Dataset.filter` with results from a store.
 
-The key is made of the input's rows, the function's code and state, and the arguments that can change the
-result. Ignored are those that cannot: `num_proc` (but with ranks, or when last batches are dropped),
-`writer_batch_size`, `batch_size` of a map that takes one sample at a time, `desc`, and where `datasets` would
-keep its own cache.
+The key covers the input's rows, the function's code and state, and the arguments that can change the result.
+Arguments that cannot change it are ignored: `num_proc` (unless ranks are used, or last batches are dropped),
+`writer_batch_size`, `batch_size` of a map that takes one sample at a time, `desc`, and the places where
+`datasets` would keep its own cache.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from castore.errors import InvalidValueError
 from castore.objects.codecs import check_codec
 from castore.store import Store
 
-# Where and how the work is done, not what comes out.
+# Arguments that decide where and how the work is done, not its result.
 _IGNORED = {
     "self", "function", "num_proc", "writer_batch_size", "desc", "load_from_cache_file", "keep_in_memory",
     "cache_file_name", "suffix_template", "new_fingerprint",
 }  # fmt: skip
-# Of datasets' own cache, which stays out of it.
+# Arguments of datasets' own cache, which is not used.
 _REPLACED = {
     "load_from_cache_file",
     "keep_in_memory",
@@ -51,19 +51,19 @@ def cached_map(
 ) -> Any:
     """``dataset.map(function, **map_kwargs)``, run only if its result is not in the store.
 
-    The result can be used at once; it is compressed into the store in the background (`wait` waits for that,
-    and so does the end of the program).
+    The result can be used at once. A background thread compresses it into the store; `wait` and the end of
+    the program wait for that thread.
 
     Args:
         dataset: a `datasets.Dataset`, or a `datasets.DatasetDict`, split by split.
         function: as for `map`; anything `operator_fingerprint` takes.
-        store: default the default store.
-        fingerprint: what identifies the function, in place of its code and state: for what cannot be hashed.
-            Give another one when it changes.
-        codec: of what is kept.
-        **map_kwargs: as for `map`; ``load_from_cache_file=False`` runs it anew. ``cache_file_name``,
-            ``suffix_template`` and ``keep_in_memory`` are taken and not used, for they say where `datasets`
-            would keep its own copy.
+        store: the store; by default the default store.
+        fingerprint: identifies the function in place of its code and state, for functions that cannot be
+            hashed. Pass another one when the function changes.
+        codec: the codec of kept results.
+        **map_kwargs: as for `map`; ``load_from_cache_file=False`` runs the function again.
+            ``cache_file_name``, ``suffix_template`` and ``keep_in_memory`` are accepted and ignored, for they
+            decide where `datasets` would keep its own copy.
 
     Raises:
         UnhashableError: a part of the function, or of an argument, has no stable hash.
@@ -168,7 +168,7 @@ def _that_matter(arguments: dict[str, Any]) -> dict[str, Any]:
         if isinstance(matter.get(name), str):
             matter[name] = [matter[name]]
     matter["fn_kwargs"] = matter["fn_kwargs"] or {}
-    # Ranks are numbers of processes, and each process drops the last batch of its own.
+    # Ranks are numbers of processes, and each process drops the last batch of its own rows.
     if arguments["with_rank"] or (arguments["batched"] and arguments.get("drop_last_batch")):
         matter["num_proc"] = arguments["num_proc"] or 1
     return matter

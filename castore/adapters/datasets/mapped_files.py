@@ -1,14 +1,12 @@
-"""A blob's bytes as a file that processes can map: a raw object, a file in a live mount, or the blob
-materialised once.
+"""A blob's bytes as a file that processes can map: a raw object, a live mount's file, or a copy made once.
 
-Materialised means: the same bytes and a few more at their end, which readers of Arrow streams ignore, as a
-raw object of the store. It is an entry like any other under `MAPS`, so gc bounds it, and what is mapped lives
-until it is unmapped.
+A materialised copy is a raw object of the store with the same bytes and a few more at the end, which readers
+of Arrow streams ignore. It is an entry like any other under `MAPS`, so gc bounds the copies; mapped bytes
+live until they are unmapped. Every object is checked before it is mapped: see
+`castore.adapters.mapped_check`.
 
-Every object is checked before it is mapped: see `castore.adapters.mapped_check`.
-
-Paths are handed out through a symbolic link in a folder of datasets' own cache: a plain `map` on a dataset
-writes its cache file beside the dataset's file, which must not be the object directory, and cannot be a
+Callers get paths through a symbolic link in a folder of datasets' own cache: a plain `map` on a dataset
+writes its cache file beside the dataset's file, a place that must not be the object directory and cannot be a
 read-only mount.
 """
 
@@ -36,24 +34,23 @@ from castore.system.single_flight import ComputeLocks
 from castore.write.batch import add_staged
 from castore.write.staging import Large
 
-#: Where materialised blobs are, by the digest of what they hold.
+#: The folder of materialised copies, each named by the digest of its blob.
 MAPS = ".datasets/maps"
-#: After so many seconds gc takes what was materialised even where no budget makes it: it is only a second
-#: copy.
+#: gc removes a materialised copy after so many seconds even without a budget: it is only a second copy.
 MAPS_SECONDS = 7 * 86400.0
-#: The end of a materialised copy, behind the blob's bytes.
+#: The end of a materialised copy, after the blob's bytes.
 TAIL = b"castore: mapped\n"
 _ATTEMPTS = 5
 
 
 @cache
 def locks_of(path: Path, mode: int) -> ComputeLocks:
-    """The locks of what this adapter computes in the store at ``path``, one object a process."""
+    """The locks of this adapter's computations in the store at ``path``, one object a process."""
     return ComputeLocks(path / "locks" / "datasets", mode)
 
 
 def store_locks(store: Store) -> ComputeLocks:
-    """The locks of what this adapter computes in a store."""
+    """The locks of this adapter's computations in a store."""
     return locks_of(store.path, store.settings.file_mode)
 
 
@@ -61,13 +58,13 @@ def mappable(store: Store, blob: Blob, opened: OpenBlob | None = None) -> str:
     """A path under which the bytes of a loose blob, and at most a few more, can be mapped.
 
     Args:
-        store, blob: where it is.
-        opened: the blob, if it is open already: then its object may be gone.
+        store, blob: the store, and its blob.
+        opened: the blob, if it is open already: its object may be gone by then.
 
     Raises:
         FileNotFoundError, NotFoundError: the bytes are gone.
         CorruptError: the bytes are damaged; they have been set aside.
-        FullError, TooLargeError: materialised they would not fit into the store's budget, or onto its disk.
+        FullError, TooLargeError: a copy would not fit into the store's budget, or onto its disk.
     """
     for _ in range(_ATTEMPTS):
         target = _target(store, blob, opened)
@@ -78,7 +75,7 @@ def mappable(store: Store, blob: Blob, opened: OpenBlob | None = None) -> str:
 
 
 def mapped_before(store: Store, blob: Blob) -> str | None:
-    """As `mappable`, but only if the blob is materialised already, and known to be good."""
+    """As `mappable`, but only for a blob that is materialised already, and known to be intact."""
     found = store.find(f"{MAPS}/{blob.digest.hex()}")
     if found is None or found.blob.pack != LOOSE or mapped_check.unchecked(store, [found.blob]):
         return None
@@ -112,7 +109,7 @@ def _link(blob: Blob, target: str) -> str:
 
 
 def path_of(blob: Blob) -> str:
-    """The path that `mappable` returns, in a folder that is there."""
+    """The path that `mappable` returns, in a folder that exists."""
     digest = blob.digest.hex()
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "castore" / digest[:2] / digest
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +120,7 @@ def path_of(blob: Blob) -> str:
 
 
 def forget(store: Store, blobs: Iterable[Blob]) -> None:
-    """Drop what was materialised of blobs, and what was noted of them."""
+    """Drop the materialised copies of blobs, and the notes about them."""
     gone = list(blobs)
     store.delete_many({f"{MAPS}/{blob.digest.hex()}" for blob in gone})
     mapped_check.forget(store, gone)
@@ -155,7 +152,7 @@ def _materialised(store: Store, blob: Blob, opened: OpenBlob | None) -> Blob:
                 store.count_use(name)
                 return found.blob
             except (NotFoundError, CorruptError):
-                store.delete(name)  # made again from the compressed bytes
+                store.delete(name)  # the next call makes it again from the compressed bytes
         if opened is not None:
             return _materialise(store, blob, name, opened)
         with store.open_blob(blob.digest) as own:
@@ -176,7 +173,7 @@ def _materialise(store: Store, blob: Blob, name: str, opened: OpenBlob) -> Blob:
         os.close(fd)
     raw = Blob(frames.digest(), frames.size, encoded.stored, "none", LOOSE, 0)
     metadata = f'{{"of": "{blob.digest.hex()}"}}'
-    store.flush()  # what is in use must not look forgotten when room is made
+    store.flush()  # gc must not take entries in use for forgotten ones when it makes room
     staged = Large(store.objects, raw, temporary, encoded.checksums)
     expires = time.time() + MAPS_SECONDS
     with store.batch() as batch:
@@ -186,7 +183,7 @@ def _materialise(store: Store, blob: Blob, name: str, opened: OpenBlob) -> Blob:
 
 
 class _Recut:
-    """The frames of a blob with the tail behind the last one."""
+    """The frames of a blob with the tail after the last one."""
 
     def __init__(self, frames: Iterator[bytes], blob: Blob) -> None:
         self._frames = frames

@@ -1,8 +1,8 @@
-"""The description of an operator beside its fingerprint: `explain` tells from it what has changed.
+"""The description of an operator beside its fingerprint, from which `explain` names the changes.
 
 A description is plain JSON: digests of the user's functions and classes, of each parameter, and of each value
-that the code refers to, with a short text of what can be shown. Nothing here decides anything: keys come from
-the fingerprint.
+that the code refers to, with a short text of each value that can be shown. Descriptions decide nothing: keys
+come from the fingerprint.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.
 
 
 class Description(NamedTuple):
-    """An operator, described.
+    """The description of an operator.
 
     Attributes:
-        fingerprint: of all that counts, 64 hexadecimal digits.
-        parts: what it is made of, by what to call it: a digest and a short text each.
-        doubts: what of it looks random; None where nothing does.
+        fingerprint: 64 hexadecimal digits of all that counts.
+        parts: a digest and a short text of each part, by the part's label.
+        doubts: the parts that look random; None if there are none.
     """
 
     fingerprint: str
@@ -44,11 +44,11 @@ def describe(operator: Any, name: str, fingerprint: str | None = None) -> Descri
 
     Args:
         operator: a function, or an object.
-        name: what to call it in errors.
-        fingerprint: what identifies it, in place of its code and parameters.
+        name: the operator's name in errors.
+        fingerprint: identifies the operator, in place of its code and parameters.
 
     Raises:
-        UnhashableError: a part of it has no stable hash.
+        UnhashableError: a part of the operator has no stable hash.
     """
     if fingerprint is not None:
         digits = str(blake3(f"given: {fingerprint}".encode()).hexdigest())
@@ -56,8 +56,8 @@ def describe(operator: Any, name: str, fingerprint: str | None = None) -> Descri
     parameters = list(_parameters(operator))
     encoder = _Describing(value for _, value in parameters)
     revision = getattr(type(operator), "_castore_revision", 1)
-    # Castore's own operators count by its release, and between two releases by how often their results were
-    # mended.
+    # Castore's own operators count by its release, and between two releases by the number of fixes to their
+    # results.
     mended = b"" if revision == 1 else f"revision {revision}".encode()
     digits = str(blake3(encode(operator, name, encoder) + mended).hexdigest())
     parts = {f"the code of {qualified}": [digest, ""] for qualified, digest in encoder.code.items()}
@@ -74,10 +74,10 @@ def describe(operator: Any, name: str, fingerprint: str | None = None) -> Descri
 
 
 class _Describing(OperatorEncoder):
-    """An OperatorEncoder that takes notes.
+    """An OperatorEncoder that notes the digests of wanted values.
 
     Args:
-        wanted: what `alone` will be asked for.
+        wanted: the values that `alone` will be asked for.
     """
 
     def __init__(self, wanted: Iterable[Any] = ()) -> None:
@@ -90,27 +90,27 @@ class _Describing(OperatorEncoder):
         self._bound = 0
 
     def alone(self, value: Any) -> str:
-        """A digest of one that was wanted, as if nothing were around it; "" if it cannot be hashed alone."""
+        """A digest of a wanted value, as if nothing were around it; "" if it cannot be hashed alone."""
         if id(value) not in self._alone:
             try:
                 self._alone[id(value)] = _digest(encode(value, "parameter"))
             except UnhashableError:
-                return ""  # what pickle would leave out, else the operator had no fingerprint
+                return ""  # pickle would leave it out, or else the operator had no fingerprint
         return self._alone[id(value)]
 
     def part(self, value: Any, step: str = "") -> bytes:
-        """As in OperatorEncoder, with a note of wanted values: hashing a large one again takes time."""
+        """As in OperatorEncoder, with a note of wanted values: hashing a large value again takes time."""
         if id(value) not in self._wanted:
             return super().part(value, step)
         before = self._bound, len(self._met)
         code = super().part(value, step)
-        if before == (self._bound, len(self._met)):  # nothing in it is told by what was met around it
+        if before == (self._bound, len(self._met)):  # nothing in the value refers to values met outside it
             self._alone[id(value)] = _digest(code)
         return code
 
     def member(self, item: Any) -> bytes:
         """As in OperatorEncoder."""
-        self._bound += 1  # it may tell of what is around the set
+        self._bound += 1  # the element may refer to values around the set
         return super().member(item)
 
     def function(self, function: types.FunctionType) -> Iterator[Any]:
@@ -150,7 +150,7 @@ def _digest(code: bytes) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value as a short text. Of a large value only the beginning is read."""
+    """A value as a short text. Only the beginning of a large value is read."""
     if isinstance(value, dict) and len(value) > _SHOWN:
         value = dict(islice(value.items(), _SHOWN))
     elif isinstance(value, set) and len(value) > _SHOWN:

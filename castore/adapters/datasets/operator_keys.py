@@ -1,16 +1,16 @@
-"""What an operator computes, as a fingerprint: its code, followed through the user's own modules, and its
+"""A fingerprint of an operator's computation: its code, followed through the user's own modules, and its
 state.
 
-Builds on `castore.keys.objects`: functions by their code, libraries by name and version. Objects count by
-their class and by what pickle would keep of them; models and arrays by content; tokenizers by their rules,
-not by what using them leaves behind. What cannot change a result (locks, loggers, streams of a GPU, opaque
-handles) counts by its kind. The state of a source of random numbers counts: equal seeds are equal, and one
-that was used has moved on.
+Builds on `castore.keys.objects`: functions count by their code, libraries by name and version. Objects count
+by their class and by the state that pickle would keep; models and arrays by content; tokenizers by their
+rules, not by leftovers of their use. Objects that cannot change a result (locks, loggers, streams of a GPU,
+opaque handles) count by their kind. The state of a source of random numbers counts: equal seeds are equal,
+and a used source has moved on.
 
-Assumes that what an object leaves out of its pickle does not count, and that nobody changes an operator while
-it is hashed. Must never give a random answer: what has no stable hash is an UnhashableError that names where
-it hangs. Nothing is remembered by identity from one call to the next, since an array or a model can be
-changed in place.
+Assumes that state which an object leaves out of its pickle does not count, and that nobody changes an
+operator while it is hashed. Must never give a random answer: a part without a stable hash is an
+UnhashableError that names its path. Must never remember anything by identity from one call to the next, since
+an array or a model can be changed in place.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ RANDOM_ADVICE = (
 
 
 def operator_fingerprint(operator: Any, name: str = "operator") -> str:
-    """64 hexadecimal digits that change when what an operator computes may have changed.
+    """64 hexadecimal digits that change when the operator's computation may have changed.
 
     Args:
-        operator: a function, a method, an object: whatever can be called or has methods to call.
-        name: what to call it in the message of an error.
+        operator: a function, a method, or an object: anything that can be called or has methods to call.
+        name: the operator's name in the message of an error.
 
     Raises:
         UnhashableError: a part of it has no stable hash; the message has the path to it.
@@ -66,11 +66,11 @@ def encode(operator: Any, name: str, encoder: OperatorEncoder | None = None) -> 
 
 
 class OperatorEncoder(InstanceEncoder):
-    """An InstanceEncoder that also takes what operators hold.
+    """An InstanceEncoder that also takes the values that operators hold.
 
     Attributes:
-        code: digests of the user's functions and classes that were met, by qualified name: for telling what
-            changed.
+        code: digests of the user's functions and classes that were met, by qualified name, for reports of
+            changes.
     """
 
     def __init__(self) -> None:
@@ -78,29 +78,29 @@ class OperatorEncoder(InstanceEncoder):
         self.code: dict[str, str] = {}
 
     def other(self, value: Any) -> bytes:
-        """As in InstanceEncoder, with what operators hold besides."""
+        """As in InstanceEncoder, and the values that only operators hold."""
         count = HELD.of(type(value))
         if count is not None:
             return self.tagged(*count(self, value))
         return super().other(value)
 
     def member(self, item: Any) -> bytes:
-        """As in InstanceEncoder, with what is around the set, and what is noted in it."""
+        """As in InstanceEncoder, with the context of the set, and with the notes made inside it."""
         alone = self._beside()
         code = alone.part(item, "{...}")
         self.code |= alone.code
         return code
 
     def function(self, function: types.FunctionType) -> Iterator[Any]:
-        """As in InstanceEncoder, with a note of the own code of each function of the user's."""
+        """As in InstanceEncoder, with a note of the own code of each user function."""
         parts = list(super().function(function))
-        # Plain bytes are the instructions and defaults; tuples lead elsewhere.
+        # Plain bytes are the instructions and defaults; tuples refer to other values.
         own = [part for part in parts if type(part) is not tuple]
         self.code[f"{function.__module__}.{function.__qualname__}"] = _short(self.tagged("own", *own))
         yield from parts
 
     def elements(self, value: Any) -> bytes:
-        """As in InstanceEncoder, and large arrays quickly."""
+        """As in InstanceEncoder, with a faster way for large arrays."""
         if value.nbytes < _LARGE or value.dtype.names is not None or value.dtype.itemsize == 0:
             return super().elements(value)
         return self.tagged(*_large(self, value))
@@ -116,7 +116,7 @@ def _short(code: bytes) -> str:
 def _large(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
     np = sys.modules["numpy"]
     hasher = blake3(max_threads=blake3.AUTO)
-    # By rows: an array that does not lie in order is not copied whole.
+    # Row by row: an array that is not contiguous is not copied whole.
     rows = len(value) if value.flags.c_contiguous else max(1, len(value) * _LARGE * 64 // value.nbytes)
     for start in range(0, len(value), rows):
         hasher.update(np.ascontiguousarray(value[start : start + rows]).reshape(-1).view(np.uint8).data)
@@ -135,6 +135,6 @@ def _arrow(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
     yield from ("arrow", table_digest(value))
 
 
-#: What operators hold besides. `dataset_fingerprint` adds datasets: their formats hold what operators hold,
-#: so it builds on this module.
+#: Encoders of the values that only operators hold. `dataset_fingerprint` adds datasets: a dataset's format
+#: holds what operators hold, so that module builds on this one.
 HELD = Kinds([("pyarrow", ("Table", "RecordBatch", "Array", "ChunkedArray", "Buffer"), _arrow)])

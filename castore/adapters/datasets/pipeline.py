@@ -1,9 +1,8 @@
-"""A chain of operators over a dataset, each step of which comes from the cache unless something before it
-changed.
+"""A chain of operators over a dataset; each step comes from the cache unless something before it changed.
 
-Keys of all steps follow from the input and the operators, so a run looks for the last step that is kept and
-goes on behind it; the steps before that are not even read. `step_runner` runs one step once among all
-processes; `checkpoint` keeps the latest step only; this file is the chain.
+The keys of all steps follow from the input and the operators. So a run finds the last step that is kept and
+continues after it; the steps before it are not even read. `step_runner` runs one step once among all
+processes; `checkpoint` keeps only the latest step; this module is the chain.
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ ProgressCallback = Callable[[Progress], object]
 
 
 class Pipeline:
-    """Operators, in order (`steps` says what one is).
+    """Operators, in order (`steps` defines an operator).
 
     Args:
         operators: functions and objects.
-        store: where steps are kept; default the default store.
-        name: of the pipeline, in records and messages.
-        codec: of what is kept.
-        use_cache: keep every step, and take what is there.
-        use_checkpoint: keep only the latest step, and go on there after a crash; excludes the cache.
-        num_proc: processes that share the rows of a step; does not change what comes out.
-        temp_dir: folder of uncompressed files while steps run; default the store's.
+        store: the store that keeps the steps; by default the default store.
+        name: the pipeline's name, in records and messages.
+        codec: the codec of kept steps.
+        use_cache: keep every step, and use the kept ones.
+        use_checkpoint: keep only the latest step, and continue there after a crash; excludes the cache.
+        num_proc: processes that share the rows of a step; does not change the result.
+        temp_dir: the folder of uncompressed files while steps run; by default the store's.
 
     Raises:
-        InvalidValueError: an operator is none, or an option makes no sense.
+        InvalidValueError: an operator is not one, or an option makes no sense.
 
     >>> import tempfile
     >>> store = Store(tempfile.mkdtemp() + "/cache")
@@ -102,16 +101,16 @@ class Pipeline:
         return "cache" if self.use_cache else "checkpoint" if self.use_checkpoint else "none"
 
     def run(self, dataset: datasets.Dataset, *, progress: ProgressCallback | None = None) -> PipelineResult:
-        """Send a dataset through all steps; what is to be kept is in the store when this returns.
+        """Run a dataset through all steps; every result to be kept is in the store on return.
 
         Args:
-            dataset: the input; stays as it is.
-            progress: told how far the run is.
+            dataset: the input, which is not changed.
+            progress: a callback that receives the run's `Progress`.
 
         Raises:
-            InvalidValueError: it is no `datasets.Dataset`.
+            InvalidValueError: the input is no `datasets.Dataset`.
             UnhashableError: a part of an operator has no stable hash.
-            Exception: what an operator raised; the steps before it are kept.
+            Exception: an exception of an operator; the steps before that operator are kept.
 
         Warns:
             CacheWarning: a step was damaged, or could not be kept, or will not fit.
@@ -138,7 +137,7 @@ class Pipeline:
         return plan(self.steps, dataset_fingerprint(dataset, self.store))
 
     def explain(self, dataset: datasets.Dataset) -> list[Explanation]:
-        """For each step, whether a run would find it done; if not, what changed since the nearest run."""
+        """For each step, whether a run would find it done; if not, the changes since the nearest run."""
         background.wait()
         planned = self.plan(dataset)
         if self.use_cache:
@@ -168,22 +167,22 @@ class Pipeline:
         )
 
     def warn_of_space(self, dataset: datasets.Dataset, planned: Sequence[Planned]) -> None:
-        """Warn of what will not fit, before anything runs."""
+        """Warn of data that will not fit, before anything runs."""
         for problem in self._estimate(dataset, planned).problems:
             warnings.warn(problem, CacheWarning, stacklevel=5)
 
     def drop_intermediate(
         self, *, older_than: float | str | None = None, budget: int | str | None = None
     ) -> list[str]:
-        """Remove results of steps of pipelines of this name, but never what the last step of a run made.
+        """Remove step results of pipelines of this name, but never the result of a run's last step.
 
         Args:
-            older_than: seconds (or ``"7d"``) since a result was made or read; default any age.
+            older_than: seconds (or ``"7d"``) since a result was made or read; by default any age.
             budget: bytes that results of all steps may take in the store, the last ones included; the least
-                recently used go first. Default none: all that is old enough goes.
+                recently used go first. By default none: every result that is old enough goes.
 
         Returns:
-            The names of what was removed.
+            The names of the removed results.
         """
         background.wait()
         return drop_intermediate(self.store, self.name, older_than=older_than, budget=budget)
@@ -200,7 +199,7 @@ def _check(dataset: Any) -> None:
 
 
 def _tell_doubts(store: Store, planned: Sequence[Planned]) -> None:
-    """Warn of what keeps a step from ever being found again."""
+    """Warn of the values that keep a step from ever being found again."""
     for step in planned:
         if step.what.doubts is not None:
             step.what.doubts.tell(store, step.step.name, RANDOM_ADVICE)
@@ -215,7 +214,7 @@ def _is_unread(dataset: datasets.Dataset) -> bool:
 
 
 def _known(store: Store, step: Planned) -> disk_space.Known:
-    """The sizes of a step's kept result. A run with other parameters or on other rows tells nothing."""
+    """The sizes of a step's kept result. Runs with other parameters or other rows say nothing of them."""
     if dataset_entries.metadata_of(store, step.name) is None:
         return disk_space.Known(step.step.kind)
     size = dataset_entries.size_of(store, step.name)
@@ -240,7 +239,7 @@ class _Run:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        # Also after a failure: what is on its way is read from files that would go.
+        # Also after a failure: pending datasets are read from files that would be removed.
         background.wait()
         if exc[0] is not None:
             self._dataset = self._input
@@ -253,7 +252,7 @@ class _Run:
         )
 
     def _make(self, number: int, fingerprint: str | None) -> step_runner.Make:
-        """A function that runs a step on the dataset as it is now."""
+        """A function that runs a step on the present dataset."""
         step, dataset = self._pipeline.steps[number], self._dataset
 
         def make(file: Path) -> datasets.Dataset:
@@ -266,7 +265,7 @@ class _Run:
     # With the cache
 
     def cached(self) -> PipelineResult:
-        """Every step from the cache, or run and kept."""
+        """Take every step from the cache, or run and keep it."""
         pipeline, store = self._pipeline, self._store
         planned = pipeline.plan(self._dataset)
         _tell_doubts(pipeline.store, planned)
@@ -300,7 +299,7 @@ class _Run:
         return PipelineResult(self._dataset, reports)
 
     def _latest(self, planned: list[Planned]) -> tuple[int, step_runner.Outcome | None]:
-        """How many steps need not run, and the result of the last of these."""
+        """How many steps need not run, and the result of the last of them."""
         for step in reversed(planned):
             outcome = step_runner.load(self._store, step.name)
             if outcome is not None:
@@ -308,7 +307,7 @@ class _Run:
         return 0, None
 
     def _reports_before(self, planned: list[Planned]) -> list[StepReport]:
-        """Reports of steps that need not run, from the last one's history where results were dropped."""
+        """Reports of steps that need not run; the last step's history has those of dropped results."""
         if not planned:
             return []
         last = self._record(planned[-1])
@@ -329,7 +328,7 @@ class _Run:
     # With a checkpoint, and with nothing
 
     def from_checkpoint(self) -> PipelineResult:
-        """From the latest step that a run like this one has finished; only the latest is kept."""
+        """Continue from the latest step that a run like this one has finished; keep only the latest step."""
         pipeline = self._pipeline
         planned = pipeline.plan(self._dataset)
         _tell_doubts(pipeline.store, planned)
@@ -352,7 +351,7 @@ class _Run:
             rows = list(found.rows) or [len(self._dataset)]
             if found.done < len(planned):
                 pipeline.warn_of_space(self._dataset, [])
-                if found.packed:  # what the next step reads is a copy then: let that be the checkpoint
+                if found.packed:  # the next step would read a copy then: that copy becomes the checkpoint
                     checkpoint.save(self._dataset, source, marks[: found.done], rows)
             for step in planned[found.done :]:
                 report = self._run_plainly(step.number, our_fingerprint(step.key))
@@ -364,7 +363,7 @@ class _Run:
             return PipelineResult(self._dataset, reports)
 
     def plain(self) -> PipelineResult:
-        """Nothing is kept."""
+        """Run all steps and keep nothing."""
         if self._pipeline.steps:
             self._pipeline.warn_of_space(self._dataset, [])
         reports = []
@@ -384,7 +383,7 @@ class _Run:
 
 
 def _history(planned: Sequence[Planned], reports: Sequence[StepReport]) -> list[dict[str, Any]]:
-    """The record that a step keeps of the steps before it, whose results may be dropped."""
+    """The record that a step keeps of earlier steps, whose results may be dropped."""
     return [
         {"key": step.key, "rows_in": report.rows_in, "rows_out": report.rows_out}
         for step, report in zip(planned, reports, strict=False)

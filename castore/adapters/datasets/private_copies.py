@@ -1,11 +1,11 @@
-"""Datasets that share their rows and nothing that can be changed in place.
+"""Copies of datasets that share rows with the original and nothing that can be changed in place.
 
 `set_format`, `info`, the search indices and the end of a ``with`` block change a `datasets.Dataset` in place.
-A dataset that is kept, or on its way to the store, is therefore an object that no caller has, and every
-caller gets an object of its own.
+A dataset that is kept, or pending for the store, is therefore an object that no caller has, and every caller
+gets its own object.
 
-Arrow's tables never change, but a table in memory may lie in a caller's NumPy array. `private` copies such
-rows. A mapped file is left where it is.
+Arrow's tables never change, but a table in memory may share its memory with a caller's NumPy array. `private`
+copies such rows. Mapped files are not copied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from datasets.table import ConcatenationTable, InMemoryTable, MemoryMappedTable,
 
 from castore.adapters.datasets.tables import arrow_files
 
-# Columns that were put beside those of a mapped file come from memory.
+# Columns that were added to those of a mapped file come from memory.
 _FROM_MEMORY = frozenset({"add_column", "append_column", "set_column"})
 
 
@@ -48,7 +48,7 @@ def private(dataset: datasets.Dataset) -> datasets.Dataset:
 
 
 def _selected(dataset: datasets.Dataset) -> Table | None:
-    """The rows of a selection, copied at once; None where that cannot be done."""
+    """The rows of a selection, copied at once; None if Arrow cannot do that."""
     if dataset._indices is None or not len(dataset):
         return None
     try:
@@ -66,7 +66,7 @@ def _is_mapped(table: Table) -> bool:
 
 
 def _containers(value: Any) -> Any:
-    """Copies of dictionaries, lists and sets, whatever they hold: a transform stays the object that it is."""
+    """Copies of dictionaries, lists and sets, whatever they hold: a transform stays the same object."""
     if isinstance(value, dict):
         return {name: _containers(item) for name, item in value.items()}
     if isinstance(value, list | set):

@@ -1,4 +1,4 @@
-"""Telling a callback how far a run is, some times a second at most."""
+"""Reports a run's progress to a callback, a few times a second at most."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _SECONDS = 0.1
 
 
 class Teller:
-    """Knows the steps and whom to tell.
+    """Knows the steps and the callback.
 
     Args:
-        steps: of the run.
+        steps: the steps of the run.
         tell: the callback, or None.
     """
 
@@ -24,16 +24,16 @@ class Teller:
         self._tell = tell
 
     def begin(self, number: int, rows: int) -> None:
-        """A step begins, with so many rows to do."""
+        """Report that a step begins, with so many rows to do."""
         self._say(number, 0, rows, None)
 
     def end(self, number: int, report: StepReport) -> None:
-        """A step has ended."""
+        """Report that a step has ended."""
         rows = report.rows_in or 0
         self._say(number, rows, rows, report)
 
     def counter(self, number: int, rows: int) -> Callable[[int], None] | None:
-        """A function to call with the rows done since the last call; None if no one wants progress."""
+        """A function to call with the rows done since the last call; None if there is no callback."""
         if self._tell is None:
             return None
         done, due = 0, time.monotonic() + _SECONDS

@@ -1,7 +1,7 @@
 """A pipeline that keeps the results of operators in this process, in front of the store or in place of it.
 
-Results are mapped files or tables that somebody has anyway: keeping one costs what its pages cost. What is
-kept shares its rows with what callers get, and nothing that a caller can change (`private_copies`).
+Results are mapped files, or tables that are in memory anyway: keeping a result costs its pages. A kept result
+shares its rows with the datasets that callers get, and nothing that a caller can change (`private_copies`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from castore.system.forks import reset_after_fork
 
 
 class Results:
-    """Results of operators by key, the least recently used going first; threads and pipelines may share it.
+    """Results of operators by key, evicted least recently used first; threads and pipelines may share them.
 
     Args:
-        most: how many are kept.
+        most: the number of results to keep.
     """
 
     def __init__(self, most: int) -> None:
@@ -62,11 +62,11 @@ class Results:
 
 
 class RememberingPipeline(Pipeline):
-    """A `Pipeline` that looks among results in RAM first.
+    """A `Pipeline` that searches results in RAM first.
 
     Args:
         operators, **options: as for `Pipeline`.
-        results: where to look, and to keep.
+        results: the results to search, and to add to.
     """
 
     def __init__(self, operators: Iterable[Any], *, results: Results, **options: Any) -> None:
@@ -74,7 +74,7 @@ class RememberingPipeline(Pipeline):
         self._results = results
 
     def run(self, dataset: datasets.Dataset, *, progress: ProgressCallback | None = None) -> PipelineResult:
-        """As `Pipeline.run`, an operator at a time."""
+        """As `Pipeline.run`, one operator at a time."""
         fingerprint = dataset_fingerprint(dataset, self.store)
         reports: list[StepReport] = []
         for operator in self.operators:
@@ -104,7 +104,7 @@ class RememberingPipeline(Pipeline):
         )
 
     def _shifted(self, progress: ProgressCallback | None, before: int) -> ProgressCallback | None:
-        """``progress`` for the steps of one operator, told their numbers among all."""
+        """``progress`` for the steps of one operator, which receive their numbers among all steps."""
         if progress is None:
             return None
 

@@ -1,11 +1,10 @@
-"""Which mapped files have gone from their paths: another file may be there, and its bytes are not what is
-mapped.
+"""Finds mapped files that have gone from their paths: the bytes at such a path are not the mapped bytes.
 
-A dataset that was loaded from a file goes on showing that file's rows after it was replaced. Whoever reads
-the path then must not take what is there for those rows. The kernel tells: a mapping whose file was unlinked
-or renamed over is marked in ``/proc``.
+A dataset that was loaded from a file continues to show that file's rows after the file was replaced. A reader
+of the path must not take the new file for those rows. The kernel marks in ``/proc`` each mapping whose file
+was unlinked or renamed over.
 
-Says nothing of a file that was changed in place.
+Cannot see that a file was changed in place.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _MARK = b" (deleted)"
 
 
 def gone() -> list[range]:
-    """Where in memory this process has files mapped that have gone from their paths."""
+    """The address ranges of this process's mapped files that have gone from their paths."""
     with open("/proc/self/maps", "rb") as file:
         maps = file.read()
     if _MARK not in maps:
@@ -26,7 +25,7 @@ def gone() -> list[range]:
 
 
 def lies_in(table: pa.Table, places: list[range]) -> bool:
-    """Whether a table's rows lie at one of these places. Its first bytes stand for all of them."""
+    """Whether a table's rows lie in one of these ranges. Its first bytes stand for all of them."""
     if not places:
         return False
     buffers = (

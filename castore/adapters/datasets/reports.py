@@ -1,4 +1,4 @@
-"""Reports of a pipeline's run: how far it is, how each step ended, and the dataset at its end.
+"""Reports of a pipeline's run: its progress, the outcome of each step, and the final dataset.
 
 Plain values, for programs and for tables; nothing here reads or runs anything.
 """
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 
 class CacheWarning(UserWarning):
-    """Something was computed again, or was not kept, that could have been expected to be in the cache."""
+    """A result that could have been expected in the cache was computed again, or was not kept."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a run is; given to ``progress`` when a step begins, some times a second, and when it ends.
+    """The progress of a run; ``progress`` gets it when a step begins, some times a second, and when it ends.
 
     Attributes:
         step: number of the step, from 0.
-        steps: how many there are.
-        name: of the step.
+        steps: the number of steps.
+        name: the step's name.
         kind: ``"map"``, ``"stats"``, ``"filter"``, ``"deduplicate"`` or ``"select"``.
         done: rows done.
         total: rows there are to do.
-        report: what became of the step, once it has ended.
+        report: the outcome of the step, once it has ended.
     """
 
     step: int
@@ -41,18 +41,18 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """How one step ended.
+    """The outcome of one step.
 
     Attributes:
-        name: of the operator; its statistics pass has " (stats)" behind it.
+        name: the operator's name; its statistics pass has the suffix " (stats)".
         kind: ``"map"``, ``"stats"``, ``"filter"``, ``"deduplicate"`` or ``"select"``.
         hit: whether the result came from the cache, or from the checkpoint.
-        rows_in, rows_out: before and after; None if that is not known any more: of a step whose result was
-            dropped.
-        seconds: spent in this run; of a hit, almost none.
+        rows_in, rows_out: rows before and after; None if they are not known any more, for a step whose result
+            was dropped.
+        seconds: time spent in this run; almost none for a hit.
         logical: bytes of the result, uncompressed; 0 if it was not kept.
-        stored: bytes it takes in the store.
-        key: under which it is kept, "" if it is not.
+        stored: bytes of the result in the store.
+        key: the key of the kept result, "" if none is kept.
     """
 
     name: str
@@ -72,7 +72,7 @@ class StepReport:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineResult:
-    """A dataset, and how it came about.
+    """A dataset, and the reports of its steps.
 
     Attributes:
         dataset: the result of the last step.

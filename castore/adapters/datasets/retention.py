@@ -14,7 +14,7 @@ from castore.units import parse_duration, parse_size
 
 
 class Result(NamedTuple):
-    """A step's result: where it is kept, when it was last of use, and what it takes."""
+    """A step's result: its name, the time of its last use, and its size."""
 
     name: str
     used: float
@@ -24,13 +24,13 @@ class Result(NamedTuple):
 def select(
     results: Sequence[Result], *, before: float | None, budget: int | None, needed: int
 ) -> list[Result]:
-    """Choose what goes. Knows no store and no clock.
+    """Choose the results to remove. Knows no store and no clock.
 
     Args:
-        results: what may go.
-        before: what was last of use before this time goes; None for any.
-        budget: bytes that may stay, or None for none of what ``before`` chooses.
-        needed: bytes of what stays in any case.
+        results: the results that may be removed.
+        before: results last used before this time are chosen; None for any time.
+        budget: bytes that may stay, or None to keep none of the results that ``before`` chooses.
+        needed: bytes of the results that stay in any case.
     """
     old = sorted((r for r in results if before is None or r.used < before), key=lambda result: result.used)
     if budget is None:
@@ -63,7 +63,7 @@ def drop_intermediate(
 
 
 def _results(store: Store, pipeline: str) -> tuple[list[Result], list[Result]]:
-    """Results of the last steps of runs, and of all others."""
+    """The results of the last steps of runs, and all other results."""
     entries = [entry for entry in store.entries(FOLDER) if entry.name.endswith(f"/{STATE}")]
     last: list[Result] = []
     others: list[Result] = []

@@ -1,10 +1,10 @@
-"""The rows of an iterable dataset, on their way into a store.
+"""The rows of an iterable dataset, in the form in which a store takes them.
 
 A stream of Python objects that declares no features is written as `Dataset.from_generator` writes it: the
-first batch of rows tells the types, and later rows are cast to them. A stream that declares its features, or
-that yields Arrow tables, is written by those.
+first batch of rows decides the types, and later rows are cast to them. A stream that declares its features,
+or that yields Arrow tables, is written with those types.
 
-Must never drop a column without a word, as `from_generator` does with those that the first row lacks.
+Must never drop a column silently, as `from_generator` does with columns that the first row lacks.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from castore.errors import SerializationError
 from castore.keys.encoder import key
 
 _ITERATED_ROWS = 1000
-# Raised for rows that do not fit: by Arrow, by its conversions, and for columns of nothing but None.
+# Raised for rows that do not fit: by Arrow, by its conversions, and for columns that hold only None.
 _MISFITS = (pa.ArrowException, TypeError, ValueError, OverflowError)
 
 
 def part_of_stream(dataset: datasets.IterableDataset) -> Part:
-    """The rows of an iterable dataset, to be kept.
+    """The rows of an iterable dataset, as a part to keep.
 
     Raises:
-        SerializationError: (while its files are made) a row does not fit to those before it.
+        SerializationError: (while its files are made) a row does not fit the rows before it.
     """
     stream = _Stream(dataset)
     return Part(stream.files, stream.describe)
 
 
 class _Stream:
-    """An iterable dataset, and the features that its rows turn out to have."""
+    """An iterable dataset, and the features found in its rows."""
 
     def __init__(self, dataset: datasets.IterableDataset) -> None:
         self._dataset = dataset
@@ -46,7 +46,7 @@ class _Stream:
         self._features = datasets.Features()
 
     def files(self) -> Iterator[pa.Buffer]:
-        """Its rows as Arrow streams; iterates it anew each time."""
+        """The rows as Arrow streams; each call iterates over the dataset again."""
         if self._declared is None and not self._dataset._ex_iterable.iter_arrow:
             return self._of_rows(iter(self._dataset.with_format(None)))
         return self._of_tables(self._dataset.with_format("arrow").iter(_ITERATED_ROWS))
@@ -94,7 +94,9 @@ class _Stream:
                 if row.keys() != columns:
                     raise _other_columns(count, columns, row)
                 try:
-                    writer.write(dict(row))  # which waits for its batch; generators fill one dict anew
+                    writer.write(
+                        dict(row)
+                    )  # the writer holds rows until a batch is full; generators reuse dicts
                 except _MISFITS as error:
                     raise _misfit(count, error) from error
                 count += 1

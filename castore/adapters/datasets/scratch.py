@@ -1,8 +1,8 @@
-"""Folders for Arrow files that are being worked on, uncompressed, until their dataset is in the store.
+"""Folders for uncompressed Arrow files in work, until their dataset is in the store.
 
-One a process and place: below the store, which is where there is room for data, or below a folder of the
-user's. Its name tells which process it belongs to; it goes when that process ends, and what a killed one left
-goes when the next one makes its own, or with the next gc.
+A process has one folder for each place: below the store, where there is room for data, or below a user's
+folder. The folder's name contains the process's id. The folder is removed when the process ends. A killed
+process's folder is removed when the next process makes its own, or with the next gc.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def new_file(store: Store, temp_dir: str | os.PathLike[str] | None = None) -> Pa
 
 
 def is_ours(file: str | os.PathLike[str]) -> bool:
-    """Whether `new_file` of this process named that file, or the folder it is in."""
+    """Whether `new_file` of this process named that file, or the file's folder."""
     above = Path(file).parent.parent
     with _guard.lock:
         return _folders.get((os.getpid(), above.parent)) == above
@@ -45,7 +45,7 @@ def drop(file: Path) -> None:
 
 
 def drop_unused(files: set[Path], used: set[str]) -> None:
-    """Remove those files, made by `new_file`, in whose folder nothing is used; ``files`` keeps the others."""
+    """Remove those files, made by `new_file`, whose folders hold nothing used; ``files`` keeps the others."""
     folders = {os.path.dirname(path) for path in used}
     for file in [file for file in files if str(file.parent) not in folders]:
         drop(file)
@@ -55,7 +55,7 @@ def drop_unused(files: set[Path], used: set[str]) -> None:
 def _folder(parent: Path, mode: int) -> Path:
     place = os.getpid(), parent
     with _guard.lock:
-        if place not in _folders or not _folders[place].is_dir():  # somebody may have emptied the store
+        if place not in _folders or not _folders[place].is_dir():  # the store may have been emptied
             if not parent.is_dir():
                 parent.parent.mkdir(parents=True, exist_ok=True)
                 make_folder(parent, mode)

@@ -1,11 +1,10 @@
-"""The input of a pipeline as a step of its own: read once, kept compressed, and read back only if a step
-needs the rows.
+"""The input of a pipeline as a step: read once, kept compressed, and read back only if a step needs the rows.
 
 A kept input is a `LateDataset`, whose objects are not even opened: as a late table it would be checked first,
-and the first rerun of a recipe over 137 MB took 530 ms and not 300 ms.
+and the first rerun of a recipe over 137 MB took 530 ms in place of 300 ms.
 
-For code that reads data into a `datasets.Dataset` itself, and has a key that tells the data. Must never look
-at what the key stands for.
+For code that reads data into a `datasets.Dataset` itself, and has a key that identifies the data. Must never
+interpret the key.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ def open_input(
     """The dataset of a key: from the store, or read.
 
     Args:
-        key: 40 hexadecimal digits that tell the data from all others.
-        read: reads the data, with a folder for the files that it writes on the way.
-        store: where the dataset is kept.
-        cached: whether it is kept. A kept dataset is read from the store at first use.
-        codec: of what is kept.
-        temp_dir: where the dataset lies uncompressed while it is used; default below the store.
+        key: 40 hexadecimal digits that distinguish the data from all other data.
+        read: reads the data, given a folder for the files that it writes on the way.
+        store: the store that keeps the dataset.
+        cached: whether to keep the dataset. A kept dataset is read from the store at first use.
+        codec: the codec of the kept dataset.
+        temp_dir: the folder of the uncompressed dataset while it is used; by default below the store.
         late: call ``read`` at first use too, for a run that may never use the rows.
 
     Raises:
         FullError, OSError: the disk is full, or the files cannot be written.
-        Exception: what ``read`` raises.
+        Exception: an exception of ``read``.
     """
     if not cached:
         fingerprint = our_fingerprint(key)
@@ -73,7 +72,7 @@ def open_input(
 
 
 def told_by(key: str, dataset: datasets.Dataset) -> datasets.Dataset:
-    """That dataset, which counts by the key in keys of steps and no longer by its rows."""
+    """That dataset, which counts in keys of steps by the given key and no longer by its rows."""
     dataset._fingerprint = our_fingerprint(key)
     return dataset
 
@@ -84,11 +83,11 @@ def unread(key: str, load: Callable[[], datasets.Dataset]) -> datasets.Dataset:
 
 
 def _kept(store: Store, name: str, load: Callable[[], datasets.Dataset]) -> datasets.Dataset | None:
-    """The dataset kept under a name, which ``load`` reads at first use; None if it is not all there."""
+    """The dataset kept under a name, which ``load`` reads at first use; None if a part of it is missing."""
     try:
         files = dataset_entries.files_of(store, name)
     except CastoreError:
-        return None  # and `load` says what of it is damaged
+        return None  # `load` reports the damaged part
     state, info = json.loads(files.state), datasets.DatasetInfo.from_dict(json.loads(files.info))
     record = dataset_entries.metadata_of(store, name)
     if record is None:

@@ -1,12 +1,10 @@
-"""The part of a filter that its statistics depend on: the operator without the parameters that
-`compute_stats` never reads.
+"""Removes from a filter the parameters that `compute_stats` never reads, for the key of its statistics.
 
-A threshold is read by `process` alone, so statistics that were measured once serve every threshold. Which
-attributes a method reads is told from its instructions, and followed through the methods that it calls on
-``self``. That is sound as long as ``self`` is used for nothing but reading attributes of it by name; wherever
-it is used otherwise (handed on, kept in a closure, written to, looked into), and wherever a class decides for
-itself how it is read or pickled, all of the operator counts. Must never leave out a parameter that could be
-read.
+Only `process` reads a threshold, so statistics that were measured once serve every threshold. A method's
+instructions show which attributes it reads, and the methods that it calls on ``self`` are followed. That is
+sound as long as ``self`` is used for nothing but reading its attributes by name. All of the operator counts
+wherever ``self`` is used otherwise (passed on, kept in a closure, written to, inspected), and wherever a
+class decides for itself how it is read or pickled. Must never leave out a parameter that could be read.
 """
 
 from __future__ import annotations
@@ -40,11 +38,11 @@ _METHODS = ("compute_stats", "compute_stats_batched", "is_batched_op")
 
 
 class _Unclear(Exception):
-    """It cannot be told what is read."""
+    """The attributes read cannot be determined."""
 
 
 def without_unread(operator: Any) -> Any:
-    """The operator as its statistics see it: a copy without the parameters that they do not depend on, or
+    """The operator as its statistics see it: a copy without the parameters they ignore, or the operator
     itself.
 
     >>> class LengthFilter:
@@ -86,7 +84,7 @@ def _read(operator: Any) -> set[str]:
             continue
         followed.add(name)
         if name in vars(operator):
-            read.add(name)  # if the operator is in it, all of it counts
+            read.add(name)  # if the operator is in the attribute, all of it counts
         for function in _functions(operator, name):
             waiting += _names_read(function)
     return read

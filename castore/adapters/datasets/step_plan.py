@@ -14,15 +14,15 @@ from castore.adapters.datasets.tables import our_fingerprint
 
 
 class Planned(NamedTuple):
-    """A step, and what is known of it beforehand.
+    """A step, and its properties that are known before it runs.
 
     Attributes:
-        number: from 0.
-        step: what is done.
+        number: the step's number, from 0.
+        step: the pass over the dataset.
         key: 40 hexadecimal digits.
-        name: of its result in the store.
-        source: fingerprint of its input.
-        what: its operator's fingerprint and description.
+        name: the name of the result in the store.
+        source: the fingerprint of the input.
+        what: the operator's fingerprint and description.
     """
 
     number: int
@@ -33,7 +33,7 @@ class Planned(NamedTuple):
     what: Description
 
     def record(self, pipeline: str, steps: int) -> dict[str, Any]:
-        """The metadata of its result, in a pipeline of so many steps."""
+        """The metadata of the step's result, in a pipeline of so many steps."""
         return {
             "pipeline": pipeline,
             "number": self.number,
@@ -47,7 +47,7 @@ class Planned(NamedTuple):
         }
 
     def mark(self) -> Mark:
-        """Its identity in a checkpoint."""
+        """The step's identity in a checkpoint."""
         parameters = {name: text or digest for name, (digest, text) in self.what.parts.items()}
         return Mark(self.step.name, self.step.kind, self.what.fingerprint, parameters)
 

@@ -1,14 +1,13 @@
-"""One step, once: from the cache, from what is on its way there, or run now and stored behind the caller's
-back.
+"""Runs one step once: its result comes from the cache, from a pending put, or from a run now.
 
-A step's name is ``steps/<operator>_<key>``. Whoever runs it holds the lock of that name until the result is
-stored, so that another process, which finds nothing yet, waits and then finds it. Locks only save work: two
-that do not see each other's both run the step, and put the same.
+A step's name is ``steps/<operator>_<key>``. The process that runs the step holds the lock of that name until
+the result is stored, so another process that finds nothing yet waits and then finds the result. Locks only
+save work: two processes that do not see each other's locks both run the step, and put the same result.
 
-The store gets a private snapshot, taken when the step ends; every caller gets a dataset of its own
+The store gets a private snapshot, taken when the step ends; every caller gets its own dataset
 (`private_copies`).
 
-Must never hand out a damaged result, nor keep one of a step that failed, nor one that a caller has changed.
+Must never hand out a damaged result, nor keep the result of a failed step, nor one that a caller has changed.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from castore.keys.encoder import key
 from castore.store import Store
 from castore.system.sql_errors import is_full
 
-#: Where steps are kept.
+#: The folder of kept steps.
 FOLDER = "steps"
 _VERSION = 1
 _NAME = 60
@@ -53,8 +52,8 @@ class Outcome(NamedTuple):
     Attributes:
         dataset: the rows.
         hit: whether nothing had to be run.
-        record: what is known of the step; see `run_or_load`.
-        size: of it in the store, once it is there; None if it could not be stored.
+        record: the record of the step; see `run_or_load`.
+        size: the result's size in the store, once it is there; None if the result could not be stored.
     """
 
     dataset: datasets.Dataset
@@ -64,10 +63,10 @@ class Outcome(NamedTuple):
 
 
 def store_of(given: Store | None) -> Store:
-    """The store that was given, or the default one.
+    """The given store, or the default one.
 
     Raises:
-        InvalidValueError: it is none.
+        InvalidValueError: the value is no store.
     """
     if given is not None and not isinstance(given, Store):
         raise InvalidValueError(
@@ -77,22 +76,22 @@ def store_of(given: Store | None) -> Store:
 
 
 def step_key(input_fingerprint: str, name: str, kind: str, operator: str, parameters: Any = None) -> str:
-    """40 hexadecimal digits of a step's input, its operator and all that can change the result."""
+    """40 hexadecimal digits of a step's input, its operator and each parameter that affects the result."""
     told = {"version": _VERSION, "input": input_fingerprint, "name": name, "kind": kind, "operator": operator}
     return key({**told, "parameters": parameters})
 
 
 def step_name(name: str, digits: str) -> str:
-    """Where the result of a step is kept."""
+    """The name under which the result of a step is kept."""
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:_NAME]
     return f"{FOLDER}/{plain or 'step'}_{digits}"
 
 
 def load(store: Store, name: str) -> Outcome | None:
-    """A step's result if it is kept and good, or on its way.
+    """A step's result if it is kept and intact, or pending.
 
     Warns:
-        CacheWarning: it was kept and is damaged; it is dropped.
+        CacheWarning: the result was kept and is damaged; it is dropped.
     """
     coming = background.find(store.path, name)
     if coming is not None:
@@ -103,7 +102,7 @@ def load(store: Store, name: str) -> Outcome | None:
     try:
         dataset = dataset_entries.load(store, name)
     except NotFoundError:
-        dataset_entries.drop(store, name)  # gc took a part of it
+        dataset_entries.drop(store, name)  # gc removed a part of it
         return None
     except CorruptError as error:
         dataset_entries.drop(store, name)
@@ -115,7 +114,7 @@ def load(store: Store, name: str) -> Outcome | None:
 
 
 def done(size: dataset_entries.Size | None) -> Future[dataset_entries.Size | None]:
-    """A future of what is known already."""
+    """A future of a size that is known already."""
     future: Future[dataset_entries.Size | None] = Future()
     future.set_result(size)
     return future
@@ -132,21 +131,21 @@ def run_or_load(
     temp_dir: str | os.PathLike[str] | None = None,
     fresh: bool = False,
 ) -> Outcome:
-    """A step's result, run only if it is not kept, by nobody else at the same time.
+    """The result of a step: kept, computed by another process, or computed now and stored in the background.
 
     Args:
-        store, name: where it is kept.
-        make: runs the step; given a path for the Arrow file of its result.
-        record: kept with it; ``rows_in``, ``rows_out`` and ``seconds`` are added.
-        options: how it is stored.
-        rows_in: rows of its input.
-        temp_dir: where its uncompressed file lies; default below the store.
-        fresh: run it even if it is kept.
+        store, name: the store, and the result's name in it.
+        make: runs the step, given a path for the Arrow file of its result.
+        record: metadata to keep with the result; ``rows_in``, ``rows_out`` and ``seconds`` are added.
+        options: the storage options.
+        rows_in: rows of the step's input.
+        temp_dir: the folder of the uncompressed file; by default below the store.
+        fresh: run the step even if its result is kept.
 
     Raises:
-        Exception: what ``make`` raised; nothing is kept then.
+        Exception: an exception of ``make``; nothing is kept then.
     """
-    found = background.find(store.path, name)  # this very thread may hold the lock for it
+    found = background.find(store.path, name)  # this thread itself may hold the lock for it
     if found is not None and not fresh:
         return _outcome(found)
     if found is not None:
@@ -168,17 +167,17 @@ def run_or_load(
     part = part_of(snapshot)
 
     def describe(digests: list[bytes]) -> tuple[bytes, bytes]:
-        check_files(snapshot)  # by now they have been read
+        check_files(snapshot)  # the files have been read by now
         return part.describe(digests)
 
     def put() -> dataset_entries.Size:
-        # Held until others can find the result. With a Store of its own: the caller may close his at any
-        # time.
+        # The lock is held until others can find the result. The copy keeps a Store open: the caller may close
+        # the original at any time.
         with lock, copy.copy(store) as own:
             return dataset_entries.put_parts(own, name, {"": Part(part.files, describe)}, options, record)
 
-    # Not what was made: its rows may lie in an array that its caller goes on to change, and its fingerprint
-    # would then have the next step kept under the key of rows that are gone.
+    # Return the snapshot, not the step's own dataset: rows of that one may lie in an array that its caller
+    # goes on to change, and its fingerprint would make the next step's key a key of rows that are gone.
     return _outcome(background.submit(store.path, name, snapshot, record, put), hit=False)
 
 
@@ -189,7 +188,7 @@ def _outcome(coming: OnItsWay, *, hit: bool = True) -> Outcome:
 def run(
     store: Store, make: Make, fingerprint: str | None, temp_dir: str | os.PathLike[str] | None
 ) -> datasets.Dataset:
-    """Run a step; its result has that fingerprint, and its file is removed if it fails."""
+    """Run a step; its result gets that fingerprint, and its file is removed if the step fails."""
     file = scratch.new_file(store, temp_dir)
     try:
         dataset = make(file)

@@ -1,4 +1,4 @@
-"""Operators as steps: what kind each is, what of it counts for the key, and how a dataset goes through it.
+"""Operators as steps: the kind of each, the part that counts for its key, and its pass over a dataset.
 
 An operator is a function from a sample to a sample, or an object with Data-Juicer's methods:
 
@@ -6,9 +6,9 @@ An operator is a function from a sample to a sample, or an object with Data-Juic
 - ``compute_stats(sample)`` and ``process(sample) -> bool``: a filter, whose statistics pass is a step of its
   own;
 - ``compute_hash(sample)`` and ``process(dataset)``: a deduplicator;
-- ``process(dataset)`` of a selector or a grouper of Data-Juicer's, told by its class.
+- ``process(dataset)`` of a selector or a grouper of Data-Juicer's, recognised by its class.
 
-Assumes nothing of a store. Must never change a dataset that it is given.
+Assumes nothing of a store. Must never change a dataset that it receives.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ STATS = "__dj__stats__"
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """How a step is run; none of it changes what comes out.
+    """Options of a step's run; none of them changes the result.
 
     Attributes:
         num_proc: processes that share the rows, or None.
-        file: where the step writes its Arrow file; None for memory.
-        count: told the rows that were done, where that can be known.
-        fingerprint: of the result; `datasets` would find one by pickling the operator.
+        file: the path of the step's Arrow file; None for memory.
+        count: a callback that receives the number of rows done, where that can be known.
+        fingerprint: the fingerprint of the result; `datasets` would derive one by pickling the operator.
     """
 
     num_proc: int | None = None
@@ -48,7 +48,7 @@ class RunOptions:
     fingerprint: str | None = None
 
     def keywords(self) -> dict[str, Any]:
-        """For `datasets.Dataset.map` and `filter`; its own cache stays out of it."""
+        """Arguments for `datasets.Dataset.map` and `filter`; datasets' own cache is not used."""
         place = {"keep_in_memory": True} if self.file is None else {"cache_file_name": self.file}
         fingerprint = self.fingerprint or uuid.uuid4().hex
         return {
@@ -64,10 +64,10 @@ class Step:
     """One pass over a dataset.
 
     Attributes:
-        name: of the operator; a statistics pass has " (stats)" behind it.
+        name: the operator's name; a statistics pass has the suffix " (stats)".
         kind: ``"map"``, ``"stats"``, ``"filter"``, ``"deduplicate"`` or ``"select"``.
         operator: the function or object.
-        hashed: what of it counts for the key.
+        hashed: the part of the operator that counts for the key.
     """
 
     name: str
@@ -76,16 +76,16 @@ class Step:
     hashed: Any
 
     def run(self, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
-        """The dataset behind this step."""
+        """The dataset after this step."""
         with workers.bound() if options.num_proc else contextlib.nullcontext():
             return _RUN[self.kind](self.operator, dataset, options)
 
 
 def steps_of(operator: Any) -> list[Step]:
-    """The steps that an operator takes.
+    """The steps of an operator.
 
     Raises:
-        InvalidValueError: it is neither callable nor an object with `process`.
+        InvalidValueError: the operator is neither callable nor an object with `process`.
     """
     name = operator_name(operator)
     if inspect.isclass(operator):
@@ -120,7 +120,7 @@ def operator_name(operator: Any) -> str:
     own = getattr(operator, "_name", None)
     if isinstance(own, str) and own:
         return own
-    function = getattr(operator, "func", operator)  # of a functools.partial
+    function = getattr(operator, "func", operator)  # the function of a functools.partial
     return str(getattr(function, "__qualname__", type(operator).__name__)).rpartition(".<locals>.")[2]
 
 
@@ -167,10 +167,10 @@ def _filter(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> da
 
 def _deduplicate(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
     if not len(dataset):
-        return dataset  # `map` would not have given it the columns that process looks at
+        return dataset  # `map` would not have added the columns that process reads
     function, batched = _method(operator, "compute_hash")
     hashed = dataset.map(_counted(function, batched, options), batched=batched, **options.keywords())
-    # Data-Juicer's own return the duplicates that they found, too.
+    # Data-Juicer's own deduplicators return the duplicates that they found, too.
     result = operator.process(hashed)
     kept = result[0] if isinstance(result, tuple) else result
     if not isinstance(kept, datasets.Dataset):
@@ -182,7 +182,8 @@ def _deduplicate(operator: Any, dataset: datasets.Dataset, options: RunOptions) 
 
 
 def _select(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
-    # Data-Juicer takes a dataset's attributes for its own class; a copy is a plain one, whatever this one is.
+    # Data-Juicer moves a dataset's attributes to its own class; a copy is a plain dataset, whatever this one
+    # is.
     dataset = copy.copy(dataset)
     if juicer.works_on_datasets(operator) == "group":
         groups = operator.process(dataset)
@@ -193,7 +194,7 @@ def _select(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> da
             f"process of the selector {operator_name(operator)!r} must return the dataset that stays,"
             f" not {type(chosen).__name__}"
         )
-    # One of its own class would run the next steps in a way of its own.
+    # A dataset of Data-Juicer's own class would run the next steps in its own way.
     return datasets.Dataset(
         chosen._data,
         info=chosen._info,
@@ -213,7 +214,7 @@ _RUN: dict[str, Callable[[Any, datasets.Dataset, RunOptions], datasets.Dataset]]
 
 
 class _RoomOfSample:
-    """Gives a sample room for statistics, or for tags, before an operator writes them."""
+    """Adds the column for statistics, or for tags, to a sample before an operator writes into it."""
 
     def __init__(self, function: Callable[..., Any], column: str) -> None:
         self._function = function
@@ -225,7 +226,7 @@ class _RoomOfSample:
 
 
 class _RoomOfBatch:
-    """The same for a batch, with one dictionary a sample."""
+    """Adds the same column to a batch, with one dictionary for each sample."""
 
     def __init__(self, function: Callable[..., Any], column: str) -> None:
         self._function = function
@@ -248,7 +249,7 @@ class _ListOf:
 
 
 class _Counting:
-    """Tells how many rows have gone through a function."""
+    """Reports how many rows have gone through a function."""
 
     def __init__(self, function: Callable[..., Any], batched: bool, count: Callable[[int], object]) -> None:
         self._function = function
@@ -263,7 +264,7 @@ class _Counting:
 
 
 def _counted(function: Callable[..., Any], batched: bool, options: RunOptions) -> Callable[..., Any]:
-    # Other processes could not tell, and `map` looks at coroutines itself.
+    # Other processes cannot report, and `map` inspects coroutines itself.
     if options.count is None or options.num_proc or inspect.iscoroutinefunction(function):
         return function
     return _Counting(function, batched, options.count)

@@ -1,8 +1,8 @@
-"""Data files of kept datasets as tables: read into memory where they are small, mapped, or late.
+"""Data files of kept datasets as tables: in memory where they are small, mapped, or lazy.
 
-A late table holds its objects open, so gc may take them and it stays readable. Frames are checked as they are
-decoded; whole objects are checked when they are opened (`mapped_check`), while a damaged result can still be
-computed anew. Assumes nothing of what the files say together: `dataset_entries` does.
+A late table holds its objects open, so it stays readable after gc removed them. Frames are checked as they
+are decoded; whole objects are checked when they are opened (`mapped_check`), while a damaged result can still
+be computed again. Assumes nothing of the files as a whole: `dataset_entries` knows that.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from castore.store import Store
 
 #: Data files up to this size are read into memory: mapping them would cost a file each.
 SMALL = 1024 * 1024
-# A process may have 1,024 files open, and chains hold a dataset a step.
+# A process may have 1,024 files open, and a chain holds one dataset for each step.
 _MOST_OPEN = 64
 
 
 def damaged(name: str) -> CorruptError:
-    """The error of an entry whose bytes are damaged, or gone."""
+    """The error for an entry whose bytes are damaged, or gone."""
     return CorruptError(f"the stored bytes of {name!r} are damaged", where=name)
 
 
@@ -43,11 +43,11 @@ def table_of(store: Store, name: str, blob: Blob, opened: OpenBlob | None = None
     """The rows of a data file, mapped, or in memory where it is small.
 
     Args:
-        store, name, blob: where it is.
+        store, name, blob: the store, the entry's name, and its blob.
         opened: the blob, if it is open already.
 
     Raises:
-        CorruptError: it is damaged, or its bytes are gone.
+        CorruptError: the data file is damaged, or its bytes are gone.
     """
     try:
         if blob.size <= SMALL or blob.pack != LOOSE:
@@ -74,17 +74,17 @@ def table_of(store: Store, name: str, blob: Blob, opened: OpenBlob | None = None
 def late_table(
     store: Store, files: Sequence[tuple[str, Blob]], schema: pa.Schema, rows: int
 ) -> LateTable | None:
-    """The rows of some data files, one after the other, read when they are looked at.
+    """The rows of some data files, in order, read at first use.
 
     Args:
-        store, files: where they are; names and blobs.
-        schema, rows: of all of them together.
+        store, files: the store, and the names and blobs of the files.
+        schema, rows: the schema and the number of rows of all files together.
 
     Returns:
-        None if nothing is gained by it: files that are small, not compressed, or too many to be held open.
+        None if a late table gains nothing: the files are small, not compressed, or too many to be held open.
 
     Raises:
-        CorruptError: one is damaged, or its bytes are gone.
+        CorruptError: a file is damaged, or its bytes are gone.
     """
     blobs = [blob for _, blob in files]
     if len(blobs) > _MOST_OPEN or not any(blob.size > SMALL for blob in blobs):
@@ -111,7 +111,7 @@ class _StoredRows:
                 self._opened.append(store.open_blob(blob.digest))
             except NotFoundError as error:
                 raise damaged(name) from error
-        # Asked for now, since the store may be closed later.
+        # Asked now, since the store may be closed later.
         self._before = [mapped_before(store, blob) for _, blob in files]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -132,12 +132,12 @@ class _StoredRows:
             return None
         for _, blob in self._files:
             self._store.count_use(f"{MAPS}/{blob.digest.hex()}")
-        with contextlib.suppress(FileNotFoundError):  # gc took it meanwhile
+        with contextlib.suppress(FileNotFoundError):  # gc removed it meanwhile
             return concat_tables([table_mapped(path) for path in paths])
         return None
 
     def map(self) -> Table:
-        # With a Store of its own: the caller may have closed his.
+        # The copy is an open Store: the caller may have closed the original.
         with copy.copy(self._store) as store:
             each = zip(self._files, self._opened, strict=True)
             return concat_tables([table_of(store, *file, opened) for file, opened in each])
@@ -153,7 +153,7 @@ class _StoredRows:
 def _opened_again(
     store: Store, files: Sequence[tuple[str, Blob]], size: int, paths: list[str]
 ) -> _StoredRows | Mapped:
-    """Rows that come from another process: gc may have taken the copy since, or the objects."""
+    """Rows that come from another process: gc may have removed the copy since, or the objects."""
     try:
         return _StoredRows(store, files)
     except CorruptError:
@@ -171,7 +171,7 @@ def batches_of(opened: OpenBlob) -> Generator[pa.RecordBatch, None, None]:
     """The batches of an Arrow stream in an object, decoded a little ahead of the reader.
 
     Raises:
-        CorruptError: it is damaged.
+        CorruptError: the object is damaged.
     """
     with (
         contextlib.closing(opened.pieces(whole=False)) as frames,
@@ -181,7 +181,7 @@ def batches_of(opened: OpenBlob) -> Generator[pa.RecordBatch, None, None]:
 
 
 class _Joined:
-    """Frames as a file that is read from its start to its end."""
+    """Frames as a file that is read sequentially."""
 
     closed = False
 

@@ -1,4 +1,4 @@
-"""Digest of an Arrow table: of its columns and rows, however it is cut into chunks."""
+"""Digest of an Arrow table: its columns and rows, independent of its chunks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _ROWS = 10_000
 
 
 def table_digest(table: pa.Table) -> str:
-    """64 hexadecimal digits of a table's columns and rows, however it is cut into chunks."""
+    """64 hexadecimal digits of a table's columns and rows, independent of its chunks."""
     sink = _Hashing()
     plain = table.replace_schema_metadata(None)
-    # Two chunks are always copied into one, which then looks the same wherever it was cut from. The second is
+    # Two chunks are always copied into one, whose layout is the same for every original. The second chunk is
     # a slice, since `schema.empty_table()` fails where an extension type (`datasets.Json`) lies in a list or
     # a struct.
     none = plain.slice(0, 0)
@@ -26,7 +26,7 @@ def table_digest(table: pa.Table) -> str:
 
 
 class _Hashing:
-    """A file that keeps nothing but the digest of what is written to it."""
+    """A file that keeps only the digest of the bytes written to it."""
 
     closed = False
 

@@ -1,10 +1,9 @@
-"""A dataset as the files of a `save_to_disk` folder, and those files as a dataset again; and no disk in
-between.
+"""Converts a dataset to the files of a `save_to_disk` folder and back, without a disk in between.
 
-A dataset whose table is whole Arrow files already, with batches of a good size, is told by their paths, so
-that they are read once, in constant memory. Any other one is written a file of about `SHARD_BYTES` at a time,
-in memory, rows in the order the dataset shows them: a selection, a shuffle or a filter is flattened by it,
-and small batches are put together.
+A dataset whose table is whole Arrow files already, with batches of a good size, is given by their paths, so
+that the files are read once, in constant memory. Any other dataset is written in memory, one file of about
+`SHARD_BYTES` at a time, with rows in the order in which the dataset shows them: this flattens a selection, a
+shuffle or a filter, and joins small batches.
 
 Assumes the layout of datasets 3 to 5: ``state.json``, ``dataset_info.json``, ``data-00000-of-00001.arrow``.
 Must never write what `datasets.load_from_disk` cannot read.
@@ -29,36 +28,36 @@ from castore.adapters.datasets.replaced_files import gone, lies_in
 from castore.errors import SerializationError
 
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
-#: In the state, beside what `save_to_disk` writes there: how many rows the data files have.
+#: The key of castore's own in the state, beside those of `save_to_disk`: the number of rows in the data
+#: files.
 ROWS = "_rows"
-#: Bytes of Arrow data after which a new file is begun, for datasets that are written here.
+#: Bytes of Arrow data after which a new file begins, for datasets that are written here.
 SHARD_BYTES = 128 * 1024 * 1024
-# Opening a stream reads the head of each of its batches: through a mount, a page and a frame for each.
+# Opening a stream reads the head of each batch: through a mount, a page and a frame for each.
 _BATCH_BYTES = 8 * 1024 * 1024
 _FIRST_BYTES = 256 * 1024
 _SMALLEST_BATCHES = 1024 * 1024
-# A table that was only given its features' description again still is its file.
+# A table whose only operation replaced the features' description still equals its file.
 _HARMLESS_REPLAYS = frozenset({"replace_schema_metadata"})
 
 
 def whole_files(dataset: datasets.Dataset) -> list[str] | None:
-    """Paths of the Arrow files which are, in order, exactly the dataset's rows; None if there are none."""
+    """Paths of the Arrow files that hold, in order, exactly the dataset's rows; None if there are none."""
     if dataset._indices is not None or any(map(require_storage_embed, dataset.features.values())):
         return None
     table = dataset._data.table
     batches = max((column.num_chunks for column in table.columns), default=0)
     if batches > 1 and table.nbytes < batches * _SMALLEST_BATCHES:
-        return None  # `map` writes batches of 1,000 rows: worth putting together
+        return None  # `map` writes batches of 1,000 rows: worth joining
     return table_files(dataset._data)
 
 
 def table_files(table: Table, places: list[range] | None = None) -> list[str] | None:
-    """Paths of the Arrow files which are, one after the other, exactly a table's rows; None if there are
-    none.
+    """Paths of the Arrow files that hold, in order, exactly a table's rows; None if there are none.
 
     Args:
-        table: mapped, or put together of mapped ones.
-        places: what `gone` gave, where many tables are asked about.
+        table: a mapped table, or a concatenation of mapped ones.
+        places: the result of `gone`, for calls about many tables.
     """
     blocks = mapped_blocks(table, _HARMLESS_REPLAYS, places)
     return None if blocks is None else [block.path for block in blocks]
@@ -67,13 +66,12 @@ def table_files(table: Table, places: list[range] | None = None) -> list[str] | 
 def mapped_blocks(
     table: Table, allowed: Set[str], places: list[range] | None = None
 ) -> list[MemoryMappedTable] | None:
-    """The mapped tables which are, one after the other, a table's rows; None if there are none, or if a file
-    was replaced.
+    """The mapped tables that hold, in order, a table's rows; None if there are none, or a file was replaced.
 
     Args:
-        table: mapped, or put together of mapped ones.
-        allowed: what may have been done to them since they were mapped, as `datasets` calls it.
-        places: what `gone` gave, where many tables are asked about.
+        table: a mapped table, or a concatenation of mapped ones.
+        allowed: operations, by their names in `datasets`, that tables may have had since mapping.
+        places: the result of `gone`, for calls about many tables.
     """
     found: list[MemoryMappedTable] = []
     places = gone() if places is None else places
@@ -93,14 +91,14 @@ def mapped_blocks(
 
 
 def row_blocks(table: Table) -> list[Table] | None:
-    """The tables which are, one after the other, a table's rows; None if some stand side by side."""
+    """The tables that hold, in order, a table's rows; None if some are joined side by side."""
     if not isinstance(table, ConcatenationTable):
         return [table]
     return None if any(len(row) != 1 for row in table.blocks) else [row[0] for row in table.blocks]
 
 
 def arrow_files(dataset: datasets.Dataset) -> Iterator[pa.Buffer]:
-    """The dataset as Arrow streams of about `SHARD_BYTES`, one after the other."""
+    """The dataset as Arrow streams of about `SHARD_BYTES`, in order."""
     rows = _batch_rows(dataset)
     batches = iter(dataset.with_format("arrow").iter(rows)) if len(dataset) else iter(())
     yield from written(batches, dataset.features)
@@ -130,14 +128,14 @@ def written(batches: Iterable[pa.Table], features: datasets.Features) -> Iterato
 
 
 def nothing() -> pa.Buffer:
-    """An Arrow stream without columns, which an `ArrowWriter` does not write."""
+    """An Arrow stream without columns, which an `ArrowWriter` cannot write."""
     sink = pa.BufferOutputStream()
     pa.ipc.new_stream(sink, pa.schema([])).close()
     return sink.getvalue()
 
 
 def _after_a_small_one(table: pa.Table) -> Iterator[pa.Table]:
-    """A table in two, so that a reader of the first rows of a file need not decode a whole batch."""
+    """A table in two parts, so that a reader of a file's first rows need not decode a whole batch."""
     first = max(1, len(table) * _FIRST_BYTES // max(1, table.nbytes))
     yield table[:first]
     if len(table) > first:
@@ -152,10 +150,10 @@ def _batch_rows(dataset: datasets.Dataset) -> int:
 
 
 class Part(NamedTuple):
-    """A dataset on its way into a store.
+    """A dataset in the form in which a store takes it.
 
     Attributes:
-        files: its Arrow streams, by the path of a file or as bytes; makes them anew each time it is called.
+        files: its Arrow streams, each a file's path or bytes; every call makes them again.
         describe: ``state.json`` and ``dataset_info.json``, given the digests of those files.
     """
 
@@ -164,10 +162,10 @@ class Part(NamedTuple):
 
 
 def part_of(dataset: datasets.Dataset) -> Part:
-    """A dataset, to be kept.
+    """The part to keep for a dataset.
 
     Raises:
-        SerializationError: (when described) its format holds what JSON cannot.
+        SerializationError: (when described) the dataset's format holds a value that JSON cannot hold.
     """
     return Part(
         lambda: whole_files(dataset) or arrow_files(dataset), lambda digests: describe(dataset, len(digests))
@@ -175,7 +173,7 @@ def part_of(dataset: datasets.Dataset) -> Part:
 
 
 def our_fingerprint(digits: str) -> str:
-    """The fingerprint of a dataset whose rows are told by a key of 40 digits."""
+    """The fingerprint of a dataset whose rows are identified by a key of 40 digits."""
     return f"castore{digits}"
 
 
@@ -183,7 +181,7 @@ def describe(dataset: datasets.Dataset, files: int) -> tuple[bytes, bytes]:
     """``state.json`` and ``dataset_info.json`` of a dataset in so many data files.
 
     Raises:
-        SerializationError: its format holds what JSON cannot.
+        SerializationError: the dataset's format holds a value that JSON cannot hold.
     """
     names = ("_fingerprint", "_format_columns", "_format_kwargs", "_format_type", "_output_all_columns")
     state: dict[str, Any] = {name: getattr(dataset, name) for name in names}
@@ -208,7 +206,7 @@ def data_file(number: int, files: int) -> str:
 
 
 def assemble(state: bytes, info: bytes, tables: list[Table]) -> datasets.Dataset:
-    """The dataset that `part_of` and its data files tell of."""
+    """The dataset that `part_of` described, from its data files."""
     told = json.loads(state)
     split = told["_split"]
     dataset = datasets.Dataset(

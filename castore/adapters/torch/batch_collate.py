@@ -1,4 +1,4 @@
-"""How a `DataLoader` takes a batch that its dataset has already put together. Knows nothing of where it is from."""
+"""The collate function for a `DataLoader` whose dataset may return whole batches. Knows no dataset."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from torch.utils.data import default_collate
 
 
 def collate(samples: Any) -> Any:
-    """A batch: from a list of samples by `default_collate`; what is no list is one already, such as `SharedCache.get_batch` returns.
+    """Collate a list of samples with `default_collate`; return anything else unchanged, as a finished batch.
 
-    A loader hands over what the dataset's ``__getitems__`` returned, and copies each sample to its place in the batch, which is
-    most of its time where the samples come from memory.
+    `SharedCache.get_batch` returns such finished batches. A `DataLoader` passes on what the dataset's
+    ``__getitems__`` returned. To copy each sample to its place in the batch takes most of a loader's time
+    where the samples come from memory.
 
     Args:
         samples: a list of samples, or a batch: a tensor, a tuple or a dict.

@@ -1,10 +1,10 @@
-"""BiLevelCachedDataset: any map-style dataset, its samples kept in shared memory and on the local disk.
+"""BiLevelCachedDataset: keeps the samples of any map-style dataset in shared memory and on the local disk.
 
-A sample is looked for in memory, then on disk, then read from the dataset, packed, and offered to the levels. The class
-and its arguments are BiLevelCache's (Jay Rothenberger); where things lie is `TwoLevels`' business, what stays `Policy`'s.
-
-Assumes that the dataset answers the same sample for the same index every time: random transforms belong behind this
-wrapper. Must never remove the folder it was given.
+The wrapper searches memory first, then the disk. It reads a missing sample from the dataset, packs it, and
+offers the record to the levels. The class and its arguments are BiLevelCache's (Jay Rothenberger).
+`TwoLevels` decides where records lie, `Policy` which of them stay. Assumes that the dataset returns the same
+sample for the same index every time: random transforms belong behind this wrapper. Must never remove the
+folder it was given.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from castore.keys.encoder import RefusedError
 
 
 class BiLevelStats(NamedTuple):
-    """What the levels of a dataset answered and hold, over all workers and ranks of the node.
+    """The counters and contents of a dataset's levels, over all workers and ranks of the node.
 
     Attributes:
-        memory, disk: None where there is no such level.
+        memory, disk: None where the level is off.
         reads: samples that had to be read from the dataset.
     """
 
@@ -44,28 +44,30 @@ class BiLevelStats(NamedTuple):
 class BiLevelCachedDataset(CachingWrapper):
     """A dataset whose samples stay in RAM and on the local disk, shared by all workers and ranks of a node.
 
-    Which samples stay, once a level is full: those that are there, as long as all are used alike (as in
-    epochs, shuffled or not), and the most used where some are used more.
+    A full level keeps the samples it has as long as all samples are used alike (as in epochs, shuffled or
+    not). Where some samples are used more, the level keeps the most used ones.
 
     Args:
-        data: a map-style dataset. Its samples are what `torch.utils.data.default_collate` takes: tensors, arrays,
-            numbers, strings, bytes, and tuples, lists and dicts of them; PIL images, dataclasses, and the other types that
-            docs/torch.md lists, or that `castore.register_type` explains.
-        memory_cache_size: bytes of shared memory, as an int or a text ("100GB"), or as a float in (0, 1] the fraction
-            of what is free; 0 for no memory level. A limit: memory is taken as the level fills, and what is beyond
-            what is free is no error.
-        disk_cache_size: the same for the disk. It bounds the whole folder: samples of earlier versions of the data,
-            or of other data, make room.
+        data: a map-style dataset. Its samples are what `torch.utils.data.default_collate` takes: tensors,
+            arrays, numbers, strings, bytes, and tuples, lists and dicts of them; PIL images, dataclasses, and
+            the other types that docs/torch.md lists, or that `castore.register_type` explains.
+        memory_cache_size: bytes of shared memory, as an int or a text ("100GB"), or as a float in (0, 1] the
+            fraction of the free memory; 0 for no memory level. The size is a limit: the level takes memory as
+            it fills. A size beyond the free memory is no error.
+        disk_cache_size: the same for the disk. The limit holds for the whole folder: samples of earlier
+            versions of the data, or of other data, make room.
         disk_cache_path: a folder on a local disk. It becomes a store (`castore stat`, `castore mount`).
-        write_through: write each sample to disk when it is first read; by default only what memory does not take,
-            or lets go. `flush` writes the rest.
-        keep: whether samples on disk serve later runs. If False, `close` removes them, or where a run was killed,
-            the next that uses the folder.
+        write_through: write each sample to disk when it is first read; by default only samples that the
+            memory level does not take or evicts. `flush` writes the rest.
+        keep: whether samples on disk serve later runs. If False, `close` removes them. After a killed run,
+            the next run that uses the folder removes them.
         name: share the levels with all processes of this user on this machine that give the same name. By
-            default, the ranks that torchrun starts on a node share them, and otherwise a process and its workers.
-        key: what identifies the data: a name, or a config for `castore.key`. By default the fingerprint of ``data``:
-            its class's code, its parameters, its files. Data without a fingerprint is cached for this run only, with a
-            warning that names the part; its ranks then keep samples each for itself, in equal parts of the sizes.
+            default, the ranks that torchrun starts on a node share them, and otherwise a process and its
+            workers.
+        key: what identifies the data: a name, or a config for `castore.key`. By default the fingerprint of
+            ``data``: its class's code, its parameters, its files. Data without a fingerprint is cached for
+            this run only, with a warning that names the part; each rank then keeps its own samples, in an
+            equal part of the sizes.
         codec: how samples are compressed on disk: "auto", "zstd", "lz4", "gzip" or "none".
 
     Raises:
@@ -105,7 +107,7 @@ class BiLevelCachedDataset(CachingWrapper):
         if on_disk and disk_cache_path is None:
             raise InvalidValueError("disk_cache_size needs a disk_cache_path: a folder on a local disk")
         job = None if name else job_id()
-        # Samples that nobody else can meet need no name.
+        # Without a disk level, a name or a job, no other process can meet the samples: they need no key.
         self.key, doubts = self._find_key(data, key, name) if on_disk or name or job else ("", None)
         self._apart: Apart | None = None
         if job and not self.key:
@@ -129,7 +131,7 @@ class BiLevelCachedDataset(CachingWrapper):
             doubts.tell(self._levels.store, "dataset", RANDOM_ADVICE)
 
     def _find_key(self, data: Any, key: object, name: str | None) -> tuple[str, Doubts | None]:
-        """The key of the data and what of it looks random; "" where it has none, with a warning from the first rank of the node."""
+        """The key and the doubts about it; "" without a key, with a warning from the node's first rank."""
         try:
             return key_and_doubts(data, key)
         except RefusedError:  # its samples change places
@@ -140,8 +142,9 @@ class BiLevelCachedDataset(CachingWrapper):
         if ranks.local_rank == 0:
             each = f", and each of the {ranks.local_world_size} ranks of this node keeps its own"
             warnings.warn(
-                f"samples are cached for this run only{each if ranks.local_world_size > 1 and not name else ''}: "
-                f"{problem}; for later runs, say what identifies the data with key=...",
+                "samples are cached for this run "
+                f"only{each if ranks.local_world_size > 1 and not name else ''}: {problem}; for later runs, "
+                "say what identifies the data with key=...",
                 RuntimeWarning,
                 stacklevel=outside(),
             )
@@ -160,13 +163,13 @@ class BiLevelCachedDataset(CachingWrapper):
     def _one(self, index: int) -> Any:
         self._changes.glance()
         sample = self._found(index)
-        # From its record too where it is read: the first epoch gets what later ones get.
+        # Unpack the record even of a sample just read: the first epoch gets exactly what later epochs get.
         return unpack(self._read([index])[0]) if sample is MISSING else sample
 
     def _many(self, indices: list[int]) -> list[Any]:
         self._changes.glance()
         found = list(map(self._found, indices))
-        # An index that is asked for twice and is not there is read once.
+        # An index that is requested twice and is not cached is read once.
         missing = list(
             dict.fromkeys(i for i, sample in zip(indices, found, strict=True) if sample is MISSING)
         )
@@ -204,10 +207,10 @@ class BiLevelCachedDataset(CachingWrapper):
         return sum(index in self._levels for index in indices)
 
     def flush(self) -> None:
-        """Write on disk, as far as there is room, what is in memory only, so that a later run finds it."""
+        """Write samples that are only in memory to disk, as far as there is room, for later runs."""
         self._levels.flush()
 
-    # What it did
+    # Counters
 
     @property
     def memory_cache(self) -> MemoryLevel | None:
@@ -216,12 +219,12 @@ class BiLevelCachedDataset(CachingWrapper):
 
     @property
     def disk_cache(self) -> DiskLevel | None:
-        """The disk level, likewise."""
+        """The disk level with its counters. None if there is none."""
         return self._levels.disk
 
     @property
     def hits(self) -> int:
-        """Samples that one of the levels had."""
+        """Samples found in one of the levels."""
         return sum(level.hits.value for level in (self.memory_cache, self.disk_cache) if level is not None)
 
     @property

@@ -1,12 +1,12 @@
 """CachedDataset: the simple wrapper, which keeps each sample of a dataset as an entry of a store.
 
-A sample is looked for in the store, else read from the dataset, packed and put. Names are made of the dataset's
-fingerprint and the index, so a second run and another process start warm, another version of the data starts anew, and
-a mount shows each sample as a safetensors file. What bounds the store, and when entries expire, is the store's
-business.
+The wrapper searches the store first. It reads a missing sample from the dataset, packs it, and puts it. Entry
+names consist of the dataset's fingerprint and the index. So a second run and another process start warm, and
+another version of the data starts anew. A mount shows each sample as a safetensors file. The store's settings
+bound its size and expire entries.
 
-Assumes that the dataset answers the same sample for the same index every time: random transforms belong behind this
-wrapper. What cannot be read back is read from the dataset again, and replaced.
+Assumes that the dataset returns the same sample for the same index every time: random transforms belong
+behind this wrapper. An unreadable entry is read from the dataset again, and replaced.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class CachedDataset(CachingWrapper):
     """A dataset whose samples are kept in a store.
 
     Args:
-        dataset: a map-style dataset. Its samples are what `torch.utils.data.default_collate` takes: tensors, arrays,
-            numbers, strings, bytes, and tuples, lists and dicts of them; PIL images, dataclasses, and the other types that
-            docs/torch.md lists, or that `castore.register_type` explains.
-        store: a `castore.Store`, or the folder of one. A store that is opened here has no RAM tier, which every
-            worker would fill for itself.
+        dataset: a map-style dataset. Its samples are what `torch.utils.data.default_collate` takes: tensors,
+            arrays, numbers, strings, bytes, and tuples, lists and dicts of them; PIL images, dataclasses, and
+            the other types that docs/torch.md lists, or that `castore.register_type` explains.
+        store: a `castore.Store`, or the folder of one. A store that is opened here has no RAM tier, since
+            every worker would fill its own.
         key: what identifies the data: a name, or a config for `castore.key`. By default the fingerprint of
             ``dataset``: its class's code, its parameters, its files.
 
@@ -69,7 +69,7 @@ class CachedDataset(CachingWrapper):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # By name, since a copy that outlives the process it was made in just counts from nought.
+        # Attach by name: a copy that outlives the process it was made in starts its counters at 0.
         self._count(state["_segment"])
 
     def name_of(self, index: int) -> str:
@@ -87,7 +87,7 @@ class CachedDataset(CachingWrapper):
             return sample
         record = pack(self._sample(index))
         self.store.put(name, record)
-        # From its record too: the first epoch gets what later ones get.
+        # Unpack the record even of a sample just read: the first epoch gets exactly what later epochs get.
         return unpack(record)
 
     def _many(self, indices: list[int]) -> list[Any]:
@@ -106,7 +106,7 @@ class CachedDataset(CachingWrapper):
         ]
 
     def _found(self, index: int, record: bytes | None) -> Any:
-        """The sample of an entry's bytes, or MISSING."""
+        """The sample in an entry's bytes, or MISSING."""
         if record is not None:
             try:
                 return unpack(record)
@@ -132,7 +132,7 @@ class CachedDataset(CachingWrapper):
     def _cache(self, indices: list[int]) -> int:
         return len(self._read(indices))
 
-    # What it did
+    # Counters
 
     @property
     def hits(self) -> int:
@@ -141,11 +141,11 @@ class CachedDataset(CachingWrapper):
 
     @property
     def misses(self) -> int:
-        """Samples that came from the dataset, likewise."""
+        """Samples that came from the dataset, in all processes that have a copy of this dataset."""
         return self._tallies.total(_MISSES)
 
     def close(self) -> None:
-        """Let go of the counts, and of the store if it was opened here."""
+        """Release the counters, and close the store if it was opened here."""
         self._segment.close()
         if self._owns_store:
             self.store.close()

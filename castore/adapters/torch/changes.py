@@ -1,14 +1,18 @@
-"""Whether somebody has changed a dataset since it was wrapped: its key would then name samples that it gives no more.
+"""Detects that a dataset was changed after it was wrapped: its key would then name samples it no longer
+returns.
 
-Looked at are attributes, elements of lists and dicts, and what functions hold, one object below the other, by identity;
-tensors by the count of writes that torch keeps, and so are all weights and buffers of a module together with its mode;
-of arrays and long lists and dicts some elements; objects that say what identifies them, with ``__castore_key__``, by
-what they say. A change that shows there is one if the value before and the value now count differently.
-What the dataset changes itself while it is read is its own business: after each read all is noted anew, what its reading
-methods assign or write to is passed over, and so is what shows while another thread reads.
+The scan covers attributes, elements of lists and dicts, and what functions hold, one object below the other.
+It compares objects by identity, and tensors by torch's version counter. A module counts by its mode and the
+version counters of all its weights and buffers. Arrays and long lists and dicts count by a sample of their
+elements, and objects with ``__castore_key__`` by the value it returns. A difference is a change if the value
+before and the value now encode differently.
 
-Cannot see a write to single elements of a large array, list or dict, nor to a frame, nor what lies beyond the first
-values, in order of depth.
+The dataset may change itself while it is read: after each read the scan is repeated. Attributes that the
+dataset's reading methods assign or write to are skipped. A difference that appears while another thread reads
+is ignored.
+
+Cannot see a write to single elements of a large array, list or dict, a write to a frame, or anything beyond
+the first values, in order of depth.
 """
 
 from __future__ import annotations
@@ -42,12 +46,13 @@ _READING = ("__getitem__", "__getitems__", "__len__", "__iter__", "__call__", "_
 
 #: An object, and the name of one of its attributes.
 _Held: TypeAlias = "tuple[Any, str]"
-#: What hangs on a value: the step of the path to it, itself, and the object whose attribute it is.
+#: A part of a value: the step of the path to the part, the part, and the (object, attribute) pairs that hold
+#: it.
 _Part: TypeAlias = "tuple[str, Any, tuple[_Held, ...]]"
 
 
 class _Seen(NamedTuple):
-    """A value that was noted: where it hangs, itself, what tells of writes to it, and the attributes on the way to it."""
+    """A noted value: its path, the value, the mark that a write changes, the attributes on its path."""
 
     path: str
     value: Any
@@ -60,7 +65,7 @@ class Changes:
 
     Args:
         data: the dataset.
-        watched: False: whoever wrapped it has said what identifies it.
+        watched: False where the caller named the data with a key: nothing is checked then.
     """
 
     def __init__(self, data: Any, watched: bool) -> None:
@@ -68,28 +73,31 @@ class Changes:
         self._watched = watched
         self._ids: list[int] = []
         self._seen: list[_Seen] | None = None
-        # Of each read that goes on the process: a fork copies the reads of threads that it does not have.
+        # The process of each read in progress: after a fork the list still has reads of threads that the
+        # child lacks.
         self._reads: list[int] = []
         self.note()
 
     def note(self) -> None:
-        """Take what is there now for good."""
+        """Accept the present state as the unchanged one."""
         if self._watched:
             self._ids = _ids(self._data)
             self._seen = _walk(self._data)
 
     def glance(self) -> None:
-        """See whether attributes of the dataset itself have been set since. Takes a microsecond.
+        """Check whether attributes of the dataset itself have been set since the last note. Takes a
+        microsecond.
 
         Raises:
-            InvalidValueError: one has, and to something else than was there.
+            InvalidValueError: an attribute was set to a different value.
         """
         if self._watched and self._ids != _ids(self._data):
             self._check(0)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around a read of the dataset: nothing may have changed before, and what changes inside is the dataset's own.
+        """Surround a read of the dataset: check for changes before it, accept the dataset's own changes
+        during it.
 
         Raises:
             InvalidValueError: something has changed; the message names it.
@@ -109,7 +117,7 @@ class Changes:
             self._reads.remove(process)
 
     def _check(self, own: int) -> None:
-        """See whether anything that was noted has changed; ``own`` of the reads that go on are the caller's."""
+        """Check whether any noted value has changed; ``own`` of the reads in progress are the caller's."""
         seen = self._seen
         if seen is None:  # it came from another process
             self.note()
@@ -122,7 +130,7 @@ class Changes:
             new.value is not old.value or new.told != old.told for new, old in zip(now, seen, strict=True)
         ):
             path = _changed(seen, now)
-        # Another thread's read may have begun meanwhile, or even ended: then it has noted all.
+        # Another thread's read may have begun meanwhile, or even ended: that read has noted everything.
         if self._reads.count(os.getpid()) > own or self._seen is not seen:
             return
         if path is not None:
@@ -130,7 +138,7 @@ class Changes:
         self._ids, self._seen = ids, now
 
     def __getstate__(self) -> dict[str, Any]:
-        # Identities mean nothing elsewhere: what was changed until now is told here.
+        # Identities mean nothing in another process: check for changes before the pickle leaves this one.
         if self._watched:
             self._check(0)
         return {"_data": self._data, "_watched": self._watched, "_ids": [], "_seen": None, "_reads": []}
@@ -138,15 +146,16 @@ class Changes:
 
 def _tell(path: str) -> None:
     raise InvalidValueError(
-        f"dataset{path} has been changed since the dataset was wrapped, so samples would be kept under a key that is not"
-        " theirs; change the dataset first and wrap it anew, or say what identifies the data with key=..."
+        f"dataset{path} has been changed since the dataset was wrapped, so samples would be kept under a key "
+        "that is not theirs; change the dataset first and wrap it anew, or say what identifies the data with "
+        "key=..."
     )
 
 
 def _changed(seen: list[_Seen], now: list[_Seen]) -> str | None:
-    """Where a change is that counts; None if none does."""
+    """The path of a change that counts; None if there is none."""
     before = {old.path: old for old in seen}
-    # Where there was too much to look at, a value more makes another one drop out at the end.
+    # A walk that reached the limit proves nothing about its last values: a new value pushes another one out.
     is_whole = len(seen) < _MOST and len(now) < _MOST
     for new in now:
         old = before.pop(new.path, None)
@@ -166,11 +175,12 @@ def _ids(data: Any) -> list[int]:
     return [*map(id, attributes.values())] if attributes else []
 
 
-# --- what tells of writes -------------------------------------------------------------------------------------------
+# --- marks that a write changes
+# -------------------------------------------------------------------------------
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was written to, as far as torch counts that. Not where it lies: to be sent to a worker moves it."""
+    """The version counter of a tensor. Its address does not count: sending a tensor to a worker moves it."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -192,12 +202,12 @@ def _entries(values: dict[Any, Any]) -> object:
 
 
 def _weights(module: nn.Module) -> object:
-    """Of all modules inside one: which tensors they hold, how often these were written to, and the modules' mode."""
+    """The tensors of all modules inside one, their version counters, and the modules' modes."""
     modes: list[bool] = []
     tensors: list[Any] = []
     todo: list[nn.Module | None] = [module]
     while todo and len(tensors) < _MOST_TENSORS:
-        inner = todo.pop()  # the last come first: a model's head is what is trained most
+        inner = todo.pop()  # the last come first: a model's head is trained most
         if inner is not None:
             state = inner.__dict__
             modes.append(state["training"])
@@ -216,11 +226,11 @@ def _weights_of_script(module: Any) -> object:
 def _versions(tensors: list[Any]) -> list[int | None]:
     try:
         return [tensor._version for tensor in tensors if tensor is not None]
-    except RuntimeError:  # those of inference mode count nothing
+    except RuntimeError:  # tensors of inference mode have no version counter
         return [_version(tensor) for tensor in tensors if tensor is not None]
 
 
-#: By the kind of a value.
+#: The function that makes a value's mark, by the kind of the value.
 _TELLING: dict[str, Callable[[Any], object]] = {
     "keyed": lambda value: value.__castore_key__(),
     "tensor": _version,
@@ -232,11 +242,12 @@ _TELLING: dict[str, Callable[[Any], object]] = {
 }
 
 
-# --- what hangs on a value ------------------------------------------------------------------------------------------
+# --- parts of a value
+# -----------------------------------------------------------------------------------------
 
 
 def _walk(data: Any) -> list[_Seen]:
-    """What is noted of a dataset and of what hangs on it, the nearest first."""
+    """The noted values of a dataset and of all its parts, the nearest first."""
     found: list[_Seen] = []
     todo: deque[tuple[str, Any, tuple[_Held, ...], int, bool]] = deque([("", data, (), 0, False)])
     while todo and len(found) < _MOST:
@@ -278,7 +289,7 @@ def _attributes(value: Any) -> list[_Part]:
 
 
 def _module_parts(module: nn.Module) -> list[_Part]:
-    # A layer of torch's own is its weights, which are looked at for the module as a whole.
+    # A layer of torch's own is its weights, and the scan covers those for the module as a whole.
     inner = [(f".{name}", item, ()) for name, item in [*module._modules.items()] if not _is_layer(type(item))]
     own = _assigned(type(module))
     return inner + [
@@ -290,7 +301,7 @@ def _module_parts(module: nn.Module) -> list[_Part]:
 
 @per_class
 def _is_layer(cls: type) -> bool:
-    """Whether values of a class are layers of torch's own, or none."""
+    """Whether a class is a layer of torch's own."""
     module = cls.__module__
     return cls is type(None) or (module.startswith("torch.nn.modules.") and not module.endswith(".container"))
 
@@ -307,7 +318,7 @@ def _function_parts(function: types.FunctionType) -> list[_Part]:
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             values[name] = cell.cell_contents
-        except ValueError:  # the enclosing function has not come to it yet
+        except ValueError:  # the enclosing function has not assigned the variable yet
             continue
     own = names_written(code)
     return [(f".{name}", item, ()) for name, item in values.items() if name not in own]
@@ -317,7 +328,7 @@ def _partial_parts(partial: functools.partial[Any]) -> list[_Part]:
     return [(f".{name}", getattr(partial, name), ()) for name in ("func", "args", "keywords")]
 
 
-#: By the kind of a value.
+#: The function that lists a value's parts, by the kind of the value.
 _PARTS: dict[str, Callable[[Any], list[_Part]]] = {
     "object": _attributes,
     "list": _elements,
@@ -334,11 +345,12 @@ _PLAIN = (str, bytes, int, float, bool, complex, type(None), type, types.ModuleT
 
 @per_class
 def _kind_of(cls: type) -> str:
-    """How values of a class are looked at."""
+    """The kind of a class's values, which decides how they are scanned."""
     if has_member(cls, "__castore_key__"):
         return "keyed"
     for kind, base in (
-        ("tensor", torch.Tensor), ("script", torch.jit.ScriptModule), ("dict", dict), ("partial", functools.partial),
+        ("tensor", torch.Tensor), ("script", torch.jit.ScriptModule), ("dict", dict),
+        ("partial", functools.partial),
         ("function", types.FunctionType), ("method", types.MethodType),
     ):  # fmt: skip
         if issubclass(cls, base):
@@ -351,20 +363,21 @@ def _kind_of(cls: type) -> str:
         return "list"
     if issubclass(cls, _PLAIN) or SHARED.of(cls) is not None:
         return "plain"
-    # What a library reduces in a way of its own has attributes that say nothing: loggers, indices of pandas.
+    # Objects that a library reduces in its own way have attributes that say nothing: loggers, pandas indices.
     reducing = next(
         (base for base in cls.__mro__[:-1] if {"__reduce__", "__reduce_ex__"} & {*vars(base)}), None
     )
     return "plain" if reducing is not None and library_of(reducing.__module__) else "object"
 
 
-# --- what is the dataset's own business -----------------------------------------------------------------------------
+# --- attributes that the dataset may change itself
+# ------------------------------------------------------------
 
 
 @per_class
 def _assigned(cls: type) -> frozenset[str]:
-    """Attributes that the methods assign or write to by which a dataset or a transform is read: a handle that is
-    opened late, a counter, a dict of what was read; and what cached properties keep.
+    """Attributes that the methods which read a dataset or a transform assign or write to: a handle that is
+    opened late, a counter, a dict of samples read. Cached properties count among them.
     """
     found = {name for base in cls.__mro__ for name, member in vars(base).items() if _is_cached(member)}
     known: set[str] = set()
@@ -385,7 +398,7 @@ def _is_cached(member: object) -> bool:
 
 
 def _alike(old: Any, new: Any) -> bool:
-    """Whether two values count alike."""
+    """Whether two values encode alike."""
     try:
         return DatasetEncoder().encode(old, "") == DatasetEncoder().encode(new, "")
     except UnhashableError:

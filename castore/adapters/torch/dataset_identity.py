@@ -1,14 +1,15 @@
-"""Which data a dataset stands for: a fingerprint that changes when its samples may have changed, and at no other time.
+"""Fingerprints of datasets: a fingerprint changes when the samples may have changed, and at no other time.
 
-Covers the dataset's class by its code (followed through the user's own modules), and all that the object holds, as
-pickle would see it: parameters by value, tensors and arrays by content, transforms by their code and parameters,
-datasets inside by their own fingerprint. Files that it names, as path objects or as text with a "/" (in lists, arrays and
-frames too), count by path, size and time of change, so that an edit is noticed; they are not read. Folders count by path alone.
+The fingerprint covers the code of the dataset's class (followed through the user's own modules) and all that
+pickle would see of the object: parameters by value, tensors and arrays by content, transforms by their code
+and parameters, inner datasets by their own fingerprint. Files that the dataset names, as path objects or as
+text with a "/" (in lists, arrays and frames too), count by path, size and modification time, so that an edit
+is noticed; the files are not read. Folders count by path alone.
 
-Assumes that user code follows pickle's protocol: what `__getstate__` leaves out does not count. Must never give a
-random answer, nor one that differs in another process or on another day: what has no stable hash is an
-UnhashableError that names it. Sources of random numbers are such errors on purpose: samples drawn from one must not
-be cached, and the state of one that is only left over would change the key with every use.
+Assumes that user code follows pickle's protocol: attributes that `__getstate__` leaves out do not count. Must
+never give a random answer, nor one that differs in another process or on another day: a value without a
+stable hash is an UnhashableError that names it. Sources of random numbers are such errors on purpose: samples
+drawn from them must not be cached, and the state of a leftover generator would change the key with every use.
 """
 
 from __future__ import annotations
@@ -33,29 +34,30 @@ from castore.keys.objects import InstanceEncoder
 from castore.keys.values import Kinds, random_rows, refuse_random
 from castore.names import check_name
 
-#: How the error of `dataset_key` ends.
+#: The end of the error of `dataset_key`.
 ADVICE = "; or say what identifies the data with key=..."
 #: The advice for a part that looks random.
 RANDOM_ADVICE = (
     "if it does not count, leave it out in __getstate__, or say what identifies the data with key=..."
 )
 _VERSION = b"castore.dataset.1"
-#: What marshal writes the same everywhere, and what a long list may hold to be hashed at once.
+#: Types that marshal writes the same everywhere, and that a long list may hold to be hashed at once.
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _LONG = 64
-# Version 2 of the format has no references, which would tell how often a value is referred to.
+# Version 2 of the format has no references: references would depend on how often a value is shared.
 _MARSHAL = 2
 _CODE = (types.FunctionType, types.MethodType, types.ModuleType, type)
-# Containers of data whose own version does not matter, so that an update of torch does not recompute all.
+# Containers of data whose own code does not count, so that an update of torch does not recompute all.
 _CONTAINERS = (TensorDataset, Subset, ConcatDataset, StackDataset)
 
 
 def dataset_key(dataset: Any, key: object = None) -> str:
-    """The name under which what is made of a dataset belongs.
+    """The name under which results made from a dataset are stored.
 
     Args:
-        dataset: a map-style dataset, a list, an array: what a `torch.utils.data.DataLoader` takes.
-        key: what identifies the data, where the fingerprint does not: a name, or a config for `castore.key`.
+        dataset: a map-style dataset, a list, an array: anything that a `torch.utils.data.DataLoader` takes.
+        key: what identifies the data, for a dataset without a fingerprint: a name, or a config for
+        `castore.key`.
 
     Returns:
         40 hexadecimal digits, or the name that was given as ``key``.
@@ -74,7 +76,7 @@ def dataset_key(dataset: Any, key: object = None) -> str:
 
 
 def key_and_doubts(dataset: Any, key: object = None) -> tuple[str, Doubts | None]:
-    """See `dataset_key`; with what of the dataset looks random."""
+    """The key of `dataset_key`, and the parts of the dataset that look random."""
     if isinstance(key, str):
         return check_name(key), None
     if key is not None:
@@ -88,10 +90,12 @@ def key_and_doubts(dataset: Any, key: object = None) -> tuple[str, Doubts | None
 
 
 class DatasetEncoder(InstanceEncoder):
-    """An InstanceEncoder that also takes what datasets hold."""
+    """An InstanceEncoder that also takes the values that datasets hold."""
 
-    # Text is looked at: it may name a file.
-    leaves = {kind: encode for kind, encode in InstanceEncoder.leaves.items() if kind is not str}  # noqa: RUF012
+    # Text needs a check of its own: it may name a file.
+    leaves = {  # noqa: RUF012
+        kind: encode for kind, encode in InstanceEncoder.leaves.items() if kind is not str
+    }
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +118,7 @@ class DatasetEncoder(InstanceEncoder):
         return super().part(value, step)
 
     def other(self, value: Any) -> bytes:
-        """As in InstanceEncoder, with what datasets hold besides."""
+        """As in InstanceEncoder, and the values that only datasets hold."""
         cls = type(value)
         count = _KINDS.of(cls)
         if count is not None:
@@ -133,7 +137,7 @@ class DatasetEncoder(InstanceEncoder):
             self._in_code -= 1
 
     def _long(self, values: list[Any] | tuple[Any, ...]) -> bytes | None:
-        """A long list of plain values, or of tuples or lists of them, at once; None if it holds anything else."""
+        """Hash a long list of plain values, or of tuples or lists of them, at once; None for any other."""
         kinds = set(map(type, values))
         if kinds in ({tuple}, {list}):
             kinds = set(map(type, chain.from_iterable(values)))
@@ -147,10 +151,10 @@ class DatasetEncoder(InstanceEncoder):
 
 
 def _stat(path: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Size and time of change of a file; nothing of a folder, or where there is none."""
+    """Size and modification time of a file; nothing for a folder or a missing path."""
     try:
         found = os.stat(path)
-    except (OSError, ValueError):  # text that happens to look like a path may be no possible one
+    except (OSError, ValueError):  # text that looks like a path may be no possible path
         return ()
     return () if _is_folder(found) else (found.st_size, found.st_mtime_ns)
 
@@ -160,7 +164,7 @@ def _is_folder(found: os.stat_result) -> bool:
 
 
 def _stats(values: Iterable[Any]) -> bytes:
-    """Of a list of paths, or of tuples that start with one, all files' sizes and times; if the first is there."""
+    """Sizes and times of all files in a list of paths, or of tuples led by a path, if the first exists."""
     hasher = blake3()
     for place, value in enumerate(values):
         path = value[0] if type(value) in (tuple, list) and value else value
@@ -173,7 +177,8 @@ def _stats(values: Iterable[Any]) -> bytes:
     return hasher.digest()
 
 
-# --- texts of arrays and frames: lists of them, each a column ----------------------------------------------------------
+# --- texts of arrays and frames: lists of them, each a column
+# -------------------------------------------------
 
 
 def _array_texts(encoder: DatasetEncoder, value: Any) -> Iterator[list[Any]]:
@@ -182,7 +187,7 @@ def _array_texts(encoder: DatasetEncoder, value: Any) -> Iterator[list[Any]]:
 
 
 def _arrow_texts(encoder: DatasetEncoder, value: Any) -> Iterator[list[Any]]:
-    # Tables and the frames of pandas are made of these.
+    # Arrow tables and pandas frames consist of these arrays.
     if str(value.type) in ("string", "large_string", "string_view"):
         yield [text for text in value.to_pylist() if text is not None]
 
@@ -207,11 +212,11 @@ _TEXTS = Kinds(
 )
 
 
-# --- what datasets hold -----------------------------------------------------------------------------------------
+# --- what datasets hold -------------------------------------------------------------------------------------
 
 
 def _mapped(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
-    # A view of a mapping does not say which part it is.
+    # A view of a memory map does not say which part of the file it shows.
     if not isinstance(value.base, mmap.mmap) or value.filename is None:
         yield from ("mapped", encoder.part(np.asarray(value)))
         return
@@ -234,12 +239,12 @@ def _container(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
     state = dict(vars(value))
     indices = state.get("indices")
     if isinstance(value, Subset) and not isinstance(indices, list):
-        state["indices"] = [int(index) for index in value.indices]  # the same subset, whoever chose it
+        state["indices"] = [int(index) for index in value.indices]  # the same subset, however it was chosen
     yield from encoder.state(state)
 
 
 def _hugging_face(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
-    # 64 bits of what was done to the data since it was read; the rest is what can be asked at no cost.
+    # The fingerprint: 64 bits of all operations since the data was read. The rest costs nothing to ask for.
     yield from (
         "datasets",
         value._fingerprint,
@@ -265,7 +270,7 @@ def _zarr_array(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
 
 
 def _folder_digest(folder: str) -> bytes:
-    """Names, sizes and times of all files below a folder: of an array's chunks."""
+    """The digest of the names, sizes and times of all files below a folder: an array's chunks."""
     hasher = blake3()
     for parent, folders, names in os.walk(folder):
         folders.sort()

@@ -1,9 +1,9 @@
-"""Which epoch a dataset is in, and how far it has come, in shared memory: one word for all copies of the dataset.
+"""The epoch of a dataset and the progress in it, kept in shared memory for all copies of the dataset.
 
-DataLoader workers hold copies, and persistent ones keep them over epochs: what the training process tells its own copy
-they would never hear. So it is kept in a small segment that every copy attaches to, with a word that changes whenever
-the rest does. What is saved of it in a checkpoint is here too. Must never be touched between a sample and its reader but for
-that word.
+DataLoader workers hold copies, and persistent workers keep their copies over epochs: a change to the training
+process's own copy would never reach them. So every copy attaches to one small segment, with a word that
+changes whenever the rest changes. This module also writes and parses the saved state of a checkpoint. Reading
+a sample must never touch more of the segment than that word.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from castore.shm.segments import Segment
 # The number of changes, and the bytes of JSON that follow.
 _CHANGES, _LENGTH, _WORDS = range(3)
 _TEXT = 8 * _WORDS
-# Reserved as far as it is used: a page, but for jobs of thousands of shards that were resumed in many worlds.
+# The size reserves memory only as far as it is used: one page, except for jobs of thousands of shards that
+# were resumed in many worlds.
 _SIZE = 1 << 20
 
 _VERSION = 1
 
 
 class Progress:
-    """An epoch and the steps taken in it; a fork or a pickle of it tells the same."""
+    """An epoch and the steps taken in it; a forked or pickled copy shows the same."""
 
     def __init__(self) -> None:
         self._segment = Segment(None, _SIZE, {"kind": "progress"}, reserve=False)
@@ -42,7 +43,7 @@ class Progress:
 
     @property
     def changes(self) -> int:
-        """How often it was written: whoever remembers another number has to read anew."""
+        """The number of writes so far: a reader that remembers another number must read again."""
         return self._words[_CHANGES]
 
     def read(self) -> tuple[int, int, list[Step]]:
@@ -56,17 +57,17 @@ class Progress:
         return changes, epoch, [Step(*map(tuple, step)) for step in steps]
 
     def write(self, epoch: int, steps: Sequence[Step]) -> None:
-        """Have all copies go on from here.
+        """Have all copies continue from here.
 
         Raises:
-            InvalidValueError: the steps are more than fits.
+            InvalidValueError: the steps do not fit in the segment.
         """
         told = [[step.sizes, step.kept, step.consumed] for step in steps]
         text = json.dumps([epoch, told], separators=(",", ":")).encode()
         if _TEXT + len(text) > _SIZE:
             raise InvalidValueError(
-                f"an epoch that was resumed {len(steps)} times in other worlds is too long a story ({len(text)} bytes, "
-                f"at most {_SIZE - _TEXT}); begin with the next epoch: set_epoch"
+                f"an epoch that was resumed {len(steps)} times in other worlds is too long a story "
+                f"({len(text)} bytes, at most {_SIZE - _TEXT}); begin with the next epoch: set_epoch"
             )
         with self._segment.lock():
             self._segment.reserve(_TEXT, _TEXT + len(text))
@@ -84,8 +85,8 @@ def dump_state(n: int, seed: int, shuffle: bool, epoch: int, steps: Sequence[Ste
 
     Args:
         n: samples of the whole dataset.
-        seed, shuffle: what, with the epoch, decides the order.
-        steps: the epoch's, the oldest first.
+        seed, shuffle: what decides the order, together with the epoch.
+        steps: the steps of the epoch, the oldest first.
     """
     history = [{"sizes": [*step.sizes], "kept": [*step.kept], "consumed": [*step.consumed]} for step in steps]
     return {
@@ -97,7 +98,7 @@ def parse_state(state: Any, n: int, seed: int, shuffle: bool) -> tuple[int, list
     """The epoch and the steps of a saved state.
 
     Raises:
-        InvalidValueError: it is no state, or that of other data, another seed or order.
+        InvalidValueError: the state is none, or belongs to other data, another seed or another order.
     """
     try:
         for name, here in (("version", _VERSION), ("n", n), ("seed", seed), ("shuffle", shuffle)):
@@ -115,7 +116,8 @@ def parse_state(state: Any, n: int, seed: int, shuffle: bool) -> tuple[int, list
         if isinstance(error, InvalidValueError):
             raise
         raise InvalidValueError(
-            f"this is no state of a LazyShardDataset ({type(error).__name__}: {error}); load what state_dict gave"
+            f"this is no state of a LazyShardDataset ({type(error).__name__}: {error}); load what state_dict "
+            "gave"
         ) from error
     totals = [n, *(sum(step.left()) for step in steps[:-1])]
     for total, step in zip(totals, steps, strict=False):

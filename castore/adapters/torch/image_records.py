@@ -1,4 +1,7 @@
-"""PIL images in a sample's record: the pixels as a tensor of rows. See `castore.serialize.kinds.images` for what an image keeps."""
+"""PIL images in a sample's record: the pixels as a tensor of rows.
+
+`castore.serialize.kinds.images` lists what an image keeps.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ from typing import Any
 from castore.adapters.torch.leaf_codecs import Build, Leaf, Mark, Payloads
 from castore.serialize.kinds.images import PIXELS, pixels_of
 
-#: Codes of pixels that are no bytes, by mode.
+#: Codes of pixels that are not bytes, by mode.
 _CODES = {"I": "I32", "F": "F32", "I;16": "U16"}
 
 
 def take_pixels(image: Any, payloads: Payloads) -> Mark:
-    """The pixels; mode 1 has eight to a byte."""
+    """The pixels; mode 1 packs eight into a byte."""
     payloads.append(pixels_of(image))
     return "pixels", f"{image.mode} {image.width}", *_written(image.mode, *image.size)
 
@@ -34,7 +37,7 @@ def build_pixels(leaf: Leaf, start: int, stop: int) -> Build:
     mode, _, text = (leaf.detail or "").partition(" ")
     width = int(text)
     size = width, leaf.shape[0]
-    # The size follows from the payload, so PIL takes no memory that the record does not back.
+    # The payload determines the size, so PIL allocates no memory that the record does not back.
     if (mode != "1" and mode not in PIXELS) or _written(mode, *size) != (leaf.code, leaf.shape) or width < 0:
         raise ValueError(f"an image of {leaf.detail!r} is written as {leaf.code} of shape {leaf.shape}")
     if start == stop:

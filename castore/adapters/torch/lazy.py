@@ -1,12 +1,12 @@
-"""LazyShardDataset: each rank, or each node, reads its own shard of a dataset, and keeps it near after the first epoch.
+"""LazyShardDataset: each rank, or each node, reads its own shard of a dataset and caches it from the first
+epoch on.
 
-The shard travels to the node as training asks for it, sample by sample, into the node's two-level cache; from the second
-epoch on the source is left alone. Who has which samples is `shard_plan`'s, how many `shard_sizes`', the cache
-`BiLevelCachedDataset`'s, the epoch `epoch_progress`'; here they come together. The class and its arguments are BiLevelCache's
-(Jay Rothenberger).
-
-Assumes that all ranks make it with the same arguments. Must never need a process group, let an epoch change who has
-which samples, nor leave samples out in silence.
+The samples of the shard travel to the node's two-level cache one by one, as training asks for them. From the
+second epoch on the source is left alone. `shard_plan` assigns the samples, `shard_sizes` decides how many
+each shard has, `BiLevelCachedDataset` caches, `epoch_progress` keeps the epoch; this module joins them. The
+class and its arguments are BiLevelCache's (Jay Rothenberger). Assumes that all ranks create the dataset with
+the same arguments. Must never need a process group, let an epoch change the assignment of samples, nor leave
+samples out silently.
 """
 
 from __future__ import annotations
@@ -44,38 +44,38 @@ Balance = Literal["equal", "room"]
 
 
 class _View(NamedTuple):
-    """What this process made of the progress: the indices that the epoch visits, and when it was made."""
+    """The indices that the epoch visits, and the number of changes at which they were computed."""
 
     changes: int
     order: memoryview
 
 
 class LazyShardDataset(Dataset[Any]):
-    """This rank's shard of a dataset, read when asked for and kept in the RAM and on the disk of its node.
+    """This rank's shard of a dataset, read on demand and kept in the RAM and on the disk of its node.
 
     Args:
         data: anything with a length and integer indices: a map-style dataset, a list, a NumPy or zarr array.
         shuffle: visit the shard in another order each epoch (`set_epoch`); else by rising index.
-        disk_size, memory_size: what the node's cache may take, all its ranks together: bytes, a text ("100GB"), or
-            as a float the fraction of what is free.
-        overflow: None for no limit. Else a shard may exceed what its cache holds by this fraction at most (0.1: by a
-            tenth); the rest of it is left out, with one warning. What the cache holds is estimated from a few
-            samples, uncompressed.
+        disk_size, memory_size: limits of the node's cache, for all its ranks together: bytes, a text
+            ("100GB"), or as a float the fraction of the free space.
+        overflow: None for no limit. Otherwise a shard may exceed its cache's capacity by this fraction at
+            most (0.1: by a tenth); the rest of the shard is left out, with one warning. The capacity in
+            samples is estimated from a few samples, uncompressed.
         min_elements: samples that every shard must have at least.
-        rank, num_replicas: this rank and how many there are; by default as torchrun's variables say.
-        seed: decides who has which samples, and the orders.
-        mode: "rank" gives each rank a shard, "node" each node one that its ranks share (through a
-            `DistributedSampler` over `LOCAL_WORLD_SIZE` replicas), "disk" is "node" without the level in RAM. In all
-            of them a node has one cache.
+        rank, num_replicas: this rank and the number of ranks; by default from torchrun's variables.
+        seed: decides the assignment of samples to shards, and the orders.
+        mode: "rank" gives each rank a shard; "node" gives each node a shard that its ranks share (through a
+            `DistributedSampler` over `LOCAL_WORLD_SIZE` replicas); "disk" is "node" without the level in RAM.
+            In every mode a node has one cache.
         disk_cache_path: a folder on a local disk; see `BiLevelCachedDataset`.
-        balance: "equal" shards differ by one sample at most; "room" makes them as large as the room that their
-            nodes have for them, which the nodes tell each other if there is a process group.
+        balance: "equal" shards differ by one sample at most; "room" sizes shards in proportion to the room of
+            their nodes, which the nodes exchange if there is a process group.
         rooms: the bytes that each node can cache, where there is no process group to ask.
         write_through, name, key: as in `BiLevelCachedDataset`.
 
     Raises:
-        InvalidValueError: an argument makes no sense, `min_elements` cannot be met, or nodes that may differ have no
-            way to tell each other.
+        InvalidValueError: an argument makes no sense, `min_elements` cannot be met, or nodes that may differ
+            have no process group to exchange their room.
         CastoreError: what `BiLevelCachedDataset` raises.
     """
 
@@ -104,7 +104,7 @@ class LazyShardDataset(Dataset[Any]):
         self.shuffle = bool(shuffle)
         self.seed = int(seed)
         self.mode = mode
-        #: Where this process is in the job.
+        #: The place of this process in the job.
         self.ranks = read_ranks(rank=rank, num_replicas=num_replicas)
         #: The cache of the node, over the indices of the whole dataset.
         self.cache = BiLevelCachedDataset(
@@ -135,7 +135,7 @@ class LazyShardDataset(Dataset[Any]):
         least: int,
         alike: bool,
     ) -> None:
-        """Decide how large every shard is; the same on every rank."""
+        """Decide the size of every shard; the result is the same on every rank."""
         each_rank = self.mode == "rank"
         self._shard = self.ranks.rank if each_rank else self.ranks.node
         shard_rooms = None
@@ -146,12 +146,13 @@ class LazyShardDataset(Dataset[Any]):
         elif rooms is not None:
             raise InvalidValueError('rooms decide nothing here; give balance="room" or overflow with them')
         shards = self.ranks.world_size if each_rank else self.ranks.nodes
-        #: What shards are sized by, and the shards of a whole epoch.
+        #: The weights of the shards' sizes, and the shards of a whole epoch.
         self._weights = shard_rooms if balance == "room" and shard_rooms else (1,) * shards
         self._whole = whole_shards(self._n, self._weights)
         if overflow is not None and shard_rooms is not None:
             if balance == "equal":
-                # Equal shards stay equal where caches are not: ranks that step together would wait for ever.
+                # Equal shards stay equal where the caches differ: ranks that step together would wait for
+                # ever.
                 shard_rooms = (min(shard_rooms),) * shards
             each = sample_bytes(self.data, self._n, self.seed)
             self._whole = cut_shards(self._whole.sizes, shard_rooms, each, overflow)
@@ -166,16 +167,16 @@ class LazyShardDataset(Dataset[Any]):
         cut = sum(step.sizes) - sum(step.kept)
         if cut:
             warnings.warn(
-                f"{cut} of {self._n} samples are left out, because the caches do not hold them: shard {shard} keeps "
-                f"{step.kept[shard]} of {step.sizes[shard]}, at {format_size(round(each))} a sample; raise memory_size or "
-                "disk_size, or take overflow=None for whole shards",
+                f"{cut} of {self._n} samples are left out, because the caches do not hold them: shard "
+                f"{shard} keeps {step.kept[shard]} of {step.sizes[shard]}, at {format_size(round(each))} a "
+                "sample; raise memory_size or disk_size, or take overflow=None for whole shards",
                 stacklevel=4,
             )
 
-    # The order of an epoch -----------------------------------------------------------------------------------------
+    # The order of an epoch ----------------------------------------------------------------------------------
 
     def _look(self) -> _View:
-        """The order of the epoch that the progress tells of."""
+        """The order of the epoch that the progress names."""
         changes, epoch, steps = self._progress.read()
         last = steps[-1] if steps else self._whole
         members = self._members_of(epoch, steps[:-1], last)
@@ -214,11 +215,11 @@ class LazyShardDataset(Dataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: another order if shuffled, always the same samples. Call it between epochs.
 
-        Reaches the copies in DataLoader workers, persistent ones too. For the epoch that `load_state_dict` resumed it
-        does nothing; any other is visited whole.
+        Reaches the copies in DataLoader workers, persistent ones too. Does nothing for the epoch that
+        `load_state_dict` resumed; any other epoch is visited whole.
 
         Raises:
-            InvalidValueError: it is no whole number from 0 up.
+            InvalidValueError: the epoch is no whole number from 0 up.
         """
         if isinstance(epoch, bool) or not hasattr(epoch, "__index__") or epoch < 0:
             raise InvalidValueError(f"the epoch is {epoch!r}; give a whole number from 0 up")
@@ -231,19 +232,20 @@ class LazyShardDataset(Dataset[Any]):
         """The epoch that is being visited."""
         return self._progress.read()[1]
 
-    # Resuming ------------------------------------------------------------------------------------------------------
+    # Resuming -----------------------------------------------------------------------------------------------
 
     def state_dict(self, consumed: int | Sequence[int] | None = None) -> dict[str, Any]:
-        """Where the epoch is, in plain numbers. Any rank's state serves all of them, and any number of ranks.
+        """The position in the epoch, in plain numbers. Any rank's state serves all ranks, and any number of
+        them.
 
         Args:
-            consumed: samples that this rank, and every other, has taken since the epoch began or was resumed; or a
-                list of the samples taken from each shard, where ranks do not step together. They are counted in this
-                dataset's own order, so the loader must not shuffle. None where the loader keeps its own place, as
-                torchdata's `StatefulDataLoader` does.
+            consumed: samples that this rank, and every other, has taken since the epoch began or was resumed;
+                or a list of the samples taken from each shard, where ranks do not step together. The count
+                follows this dataset's own order, so the loader must not shuffle. None where the loader keeps
+                its own place, as torchdata's `StatefulDataLoader` does.
 
         Raises:
-            InvalidValueError: more was consumed than there is.
+            InvalidValueError: more samples were consumed than there are.
         """
         _, epoch, steps = self._progress.read()
         last = steps[-1] if steps else self._whole
@@ -257,34 +259,38 @@ class LazyShardDataset(Dataset[Any]):
             return [int(count) for count in consumed]
         sharing = 1 if self.mode == "rank" else ranks_on_each(self.ranks)
         taken, most = int(consumed) * sharing, max(step.left())
-        # Ranks that run out before others, and samplers that repeat samples to come out even, are the rule.
+        # Ranks that run out before others are normal, and so are samplers that repeat samples to come out
+        # even.
         if taken >= most + sharing:
             raise InvalidValueError(
-                f"consumed={consumed} is more than this epoch had left: {most} samples in the largest shard, for "
-                f"{sharing} ranks; count from the last load_state_dict or set_epoch on"
+                f"consumed={consumed} is more than this epoch had left: {most} samples in the largest shard, "
+                f"for {sharing} ranks; count from the last load_state_dict or set_epoch on"
             )
         return [min(taken, left) for left in step.left()]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was saved. Until another epoch is set, only what was left of this one is visited.
+        """Continue where a state was saved. Until another epoch is set, only the rest of this epoch is
+        visited.
 
-        In a world of as many shards, each goes on with its own samples; otherwise what all had left is shared out
-        anew. Samplers that take the length when they are made, as `DistributedSampler` does, are made after this.
+        In a world of as many shards, each shard continues with its own samples; otherwise the samples that
+        all shards had left are distributed anew. Create samplers that take the length when they are made,
+        such as `DistributedSampler`, after this call.
 
         Raises:
-            InvalidValueError: the state is not one, or of other data, another seed or order.
+            InvalidValueError: the state is none, or belongs to other data, another seed or another order.
         """
         epoch, steps = parse_state(state, self._n, self.seed, self.shuffle)
         if steps:
             last = steps[-1]
-            # What a whole epoch keeps may have changed with the room; what this one does is in the state.
+            # The kept sizes of a whole epoch may have changed with the room; those of this epoch are in the
+            # state.
             again = self._whole if len(steps) == 1 else whole_shards(sum(last.sizes), self._weights)
             if last.sizes != again.sizes:
                 steps.append(whole_shards(sum(last.left()), self._weights))
         if (epoch, steps) != self._progress.read()[1:]:
             self._progress.write(epoch, steps)
 
-    # Samples -------------------------------------------------------------------------------------------------------
+    # Samples ------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._order())
@@ -301,12 +307,13 @@ class LazyShardDataset(Dataset[Any]):
         return (self.cache[index] for index in self._order())
 
     def prefetch(self, indices: Iterable[int]) -> int:
-        """Read those of these samples of the shard that the cache has not; how many were added."""
+        """Read those of these samples of the shard that are not cached; return how many were added."""
         order = self._order()
         return self.cache.prefetch([order[check_index(index, len(order))] for index in indices])
 
     def fill(self, *, num_workers: int = 0, batch_size: int = 64, progress: bool | None = None) -> int:
-        """Read what the cache lacks of the shard, until it is full; how many samples were added.
+        """Read the samples of the shard that are not cached, until the cache is full; return how many were
+        added.
 
         Args:
             num_workers, batch_size, progress: as in `BiLevelCachedDataset.fill`.
@@ -320,7 +327,7 @@ class LazyShardDataset(Dataset[Any]):
         order = self._order()
         return self.cache._cache([order[place] for place in places])
 
-    # The cache -----------------------------------------------------------------------------------------------------
+    # The cache ----------------------------------------------------------------------------------------------
 
     @property
     def memory_cache(self) -> MemoryLevel | None:
@@ -333,23 +340,23 @@ class LazyShardDataset(Dataset[Any]):
         return self.cache.disk_cache
 
     def stats(self) -> BiLevelStats:
-        """What the node's levels answered and hold, over all its ranks and their workers."""
+        """The counters and contents of the node's levels, over all its ranks and their workers."""
         return self.cache.stats()
 
     def close(self) -> None:
-        """Leave the node's cache. What is on disk stays."""
+        """Leave the node's cache. The samples on disk stay."""
         self.cache.close()
         self._progress.close()
 
     def __castore_key__(self) -> object:
-        # A cache around this one would find another epoch's samples at the same places.
+        # A cache around this dataset would find another epoch's samples at the same places.
         raise UnhashableError(
-            "the samples of a LazyShardDataset change places every epoch, and it caches them itself; to cache them "
-            "elsewhere too, wrap what it reads: LazyShardDataset(CachedDataset(data, ...))"
+            "the samples of a LazyShardDataset change places every epoch, and it caches them itself; to "
+            "cache them elsewhere too, wrap what it reads: LazyShardDataset(CachedDataset(data, ...))"
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Indices are worked out again where they are needed: workers get no more than numbers and names.
+        # Each process computes the indices again: workers receive only numbers and names.
         return {**self.__dict__, "_view": None, "_members": None}
 
 
@@ -361,5 +368,6 @@ def _check_arguments(mode: str, balance: str, overflow: float | None, seed: int)
         raise InvalidValueError(f"the seed is {seed!r}; give a whole number")
     if overflow is not None and not 0 <= overflow < math.inf:
         raise InvalidValueError(
-            f"overflow is {overflow!r}; give the fraction by which a shard may exceed its cache, 0.0 for none, or None"
+            f"overflow is {overflow!r}; give the fraction by which a shard may exceed its cache, 0.0 for "
+            "none, or None"
         )

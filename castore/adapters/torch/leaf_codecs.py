@@ -1,12 +1,11 @@
-"""The values inside a sample that hold bytes: tensors, arrays, numbers, text, images; each to one payload and back.
+"""Codecs of the values in a sample that hold bytes: tensors, arrays, numbers, text, images; one payload each.
 
-A taker turns a value into a payload (appended to a list) and a mark: a hashable that says all about the value but
-its bytes. `leaf_of` says how a mark is written into a record, and `BUILDERS` make the function that reads such a
-value out of a record again. How values nest, and the record around them, are `castore.adapters.torch.samples`'
-business.
-
-Assumes a little-endian machine, as torch does. Must never pickle, nor take a value that would come back as another
-type or value; what comes from a record is not to be trusted, and a builder refuses it with a ValueError.
+A taker turns a value into a payload (appended to a list) and a mark: a hashable that describes all of the
+value but its bytes. `leaf_of` decides how a record writes a mark, and `BUILDERS` make the function that reads
+the value out of a record again. `castore.adapters.torch.samples` handles nesting and the record around the
+values. Assumes a little-endian machine, as torch does. Must never pickle, nor take a value that would come
+back as another type or value. Content of a record is not to be trusted: a builder refuses bad content with a
+ValueError.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ Payloads: TypeAlias = "list[Any]"
 Shape: TypeAlias = "tuple[int, ...]"
 Build: TypeAlias = "Callable[[bytearray | memoryview], Any]"
 
-#: Bytes of an element, by its code in a safetensors header. Only codes that every version of safetensors reads.
+#: Bytes of an element, by its code in a safetensors header. Only codes that every version of safetensors
+#: reads.
 SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
@@ -35,11 +35,11 @@ SIZES = {
 
 
 class NoLeafError(MisfitError):
-    """A value holds more than one payload can: `castore.serialize.kinds` may know how to take it apart."""
+    """A value exceeds one payload: `castore.serialize.kinds` may be able to take it apart."""
 
 
 class Leaf(NamedTuple):
-    """How a value with a payload is written: its kind, what the kind needs to know, and a tensor of the file."""
+    """The written form of a value with a payload: its kind, the kind's details, and a tensor of the file."""
 
     kind: str
     detail: str | None
@@ -51,11 +51,11 @@ class _TorchType(NamedTuple):
     code: str
     tail: Shape
     array: np.dtype[Any]
-    view: torch.dtype | None  # what NumPy knows in its place
+    view: torch.dtype | None  # the dtype that NumPy knows in its place
 
 
 def _torch_types() -> dict[torch.dtype, _TorchType]:
-    # name: code in the file, dimensions in front of which it stands, NumPy's type, torch's type of the same size
+    # name: code in the file, dimensions that precede it, NumPy's type, torch's type of the same size
     rows: dict[str, tuple[str, Shape, str, torch.dtype | None]] = {
         "bool": ("BOOL", (), "?", None),
         "uint8": ("U8", (), "u1", None),
@@ -83,14 +83,15 @@ def _torch_types() -> dict[torch.dtype, _TorchType]:
     return {
         getattr(torch, name): _TorchType(code, tail, np.dtype(kind), view)
         for name, (code, tail, kind, view) in rows.items()
-        if hasattr(torch, name)  # the oldest torch that is supported lacks the last ones
+        if hasattr(torch, name)  # the oldest supported torch lacks the last ones
     }
 
 
 _TORCH = _torch_types()
 _TORCH_VIEWS = {dtype: row.view for dtype, row in _TORCH.items()}
 _TORCH_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _TORCH}
-#: Arrays that a safetensors file can hold as they are; the file's code, and the dimension of 2 that complex ones get.
+#: Arrays that a safetensors file can hold unchanged: the file's code, and the extra dimension of 2 for
+#: complex ones.
 _NUMPY: dict[np.dtype[Any], tuple[str, Shape]] = {
     row.array: (row.code, row.tail) for row in _TORCH.values() if row.view is None
 }
@@ -98,13 +99,13 @@ _MOMENTS = ("M", "m")
 _INT, _FLOAT, _COMPLEX = struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<dd")
 
 
-# --- takers -----------------------------------------------------------------------------------------------------
+# --- takers -------------------------------------------------------------------------------------------------
 
 
 def take_tensor(value: torch.Tensor, payloads: Payloads) -> Mark:
     """A dense tensor of any dtype."""
     dtype = value.dtype
-    if value.requires_grad:  # a view as another type would hide it
+    if value.requires_grad:  # a view as another type would hide the gradient flag
         raise MisfitError("is a tensor that requires grad; convert it with detach()")
     try:
         view = _TORCH_VIEWS[dtype]
@@ -115,7 +116,7 @@ def take_tensor(value: torch.Tensor, payloads: Payloads) -> Mark:
 
 
 def _take_odd_tensor(value: torch.Tensor) -> Any:
-    """The bytes of a tensor that NumPy does not take as it is: on a GPU, a lazy conjugate, or not to be kept."""
+    """The bytes of a tensor that NumPy does not take as it is: on a GPU, lazily conjugated, or refused."""
     if str(value.layout).startswith("torch.sparse"):
         raise NoLeafError(f"is a tensor of layout {value.layout}; convert it with to_dense()")
     problem = tensor_problem(value)
@@ -127,13 +128,13 @@ def _take_odd_tensor(value: torch.Tensor) -> Any:
 
 
 def take_array(value: np.ndarray[Any, Any], payloads: Payloads) -> Mark:
-    """A NumPy array without Python objects; one that safetensors has no type for as the bytes of a .npy file."""
+    """A NumPy array without Python objects; a dtype that safetensors lacks becomes a .npy file."""
     dtype = value.dtype
     if dtype in _NUMPY:
         payloads.append(np.ascontiguousarray(value))
         return "array", dtype, value.shape
     if dtype.kind in _MOMENTS and dtype.isnative:
-        payloads.append(np.ascontiguousarray(value).view(np.int64))  # NumPy lends no buffer of times
+        payloads.append(np.ascontiguousarray(value).view(np.int64))  # NumPy lends no buffer of datetimes
         return "array", dtype, value.shape
     if not is_array(value):
         raise NoLeafError(f"is an array of {dtype}")
@@ -142,12 +143,12 @@ def take_array(value: np.ndarray[Any, Any], payloads: Payloads) -> Mark:
 
 
 def is_plain_scalar(value: np.generic) -> bool:
-    """Whether `take_scalar` takes it."""
+    """Whether `take_scalar` takes the scalar."""
     dtype = value.dtype
     if isinstance(value, np.str_ | np.bytes_):
         return type(value) in (np.str_, np.bytes_)
     restorable = dtype in _NUMPY or (dtype.kind in _MOMENTS and dtype.isnative)
-    # NumPy has two integers of 64 bits: `longlong` would come back as the other.
+    # NumPy has two 64-bit integers: `longlong` would come back as the other one.
     return restorable and type(value) is np.dtype(dtype.str).type
 
 
@@ -155,7 +156,7 @@ def take_scalar(value: np.generic, payloads: Payloads) -> Mark:
     """A NumPy scalar."""
     if isinstance(
         value, np.str_ | np.bytes_
-    ):  # arrays drop the NULs at their end, as does str() of a np.str_
+    ):  # arrays drop the NULs at their end, as str() of a np.str_ does
         if isinstance(value, np.str_):
             payloads.append(str.__str__(value).encode("utf-8", "surrogatepass"))
             return "numpy.str", len(payloads[-1])
@@ -212,14 +213,14 @@ def take_bytearray(value: bytearray, payloads: Payloads) -> Mark:
 
 
 def take_numbers(values: list[Any] | tuple[Any, ...], payloads: Payloads) -> Mark | None:
-    """A list or tuple of nothing but ints of 64 bits, floats or bools, as one tensor; None if it is none."""
+    """A list or tuple of only 64-bit ints, floats or bools, as one tensor; None for any other list."""
     kinds = set(map(type, values))
     if len(kinds) != 1:
         return None
     kind = kinds.pop()
     try:
         payloads.append(bytes(values) if kind is bool else array("q" if kind is int else "d", values))
-    except OverflowError:  # an int beyond 64 bits: one by one, then
+    except OverflowError:  # an int beyond 64 bits: the values are stored one by one
         return None
     return f"{type(values).__name__} of {kind.__name__}", len(values)
 
@@ -239,7 +240,8 @@ TAKERS: dict[type, Callable[[Any, Payloads], Mark]] = {
 NUMBERS = frozenset({int, float, bool})
 
 
-# --- how a mark is written --------------------------------------------------------------------------------------
+# --- the written form of a mark
+# -------------------------------------------------------------------------------
 
 _FIXED = {
     "int": Leaf("int", None, "I64", ()),
@@ -251,7 +253,7 @@ _RUNS = {"int": "I64", "float": "F64", "bool": "BOOL"}
 
 
 def leaf_of(mark: Mark) -> Leaf:
-    """How the value of a mark is written."""
+    """The written form of a mark."""
     if type(mark) is str:
         return _FIXED[mark]
     kind, about, *rest = mark
@@ -263,11 +265,12 @@ def leaf_of(mark: Mark) -> Leaf:
         return Leaf(kind, about.str, code, (*(rest[0] if rest else ()), *tail))
     if kind == "pixels":
         return Leaf(kind, about, *rest)
-    # What is left is a run of elements: bytes, or the numbers of a list.
+    # The remaining kinds are runs of elements: bytes, or the numbers of a list.
     return Leaf(kind, None, _RUNS.get(kind.rpartition(" ")[2], "U8"), (about,))
 
 
-# --- builders ---------------------------------------------------------------------------------------------------
+# --- builders
+# -------------------------------------------------------------------------------------------------
 
 
 def _build_tensor(leaf: Leaf, start: int, stop: int) -> Build:
@@ -275,7 +278,7 @@ def _build_tensor(leaf: Leaf, start: int, stop: int) -> Build:
     code, tail, kind, view = _TORCH[dtype]
     shape = _shape(leaf, code, tail)
     if start == stop:
-        # NumPy makes no array at the very end of a buffer; and torch warns of empty ones of complex32.
+        # NumPy makes no array at the very end of a buffer, and torch warns about empty complex32 tensors.
         return lambda _: torch.empty(shape, dtype=view or dtype).view(dtype)
     if view is None:
         return lambda record: torch.from_numpy(np.ndarray(shape, kind, record, start))
@@ -284,7 +287,7 @@ def _build_tensor(leaf: Leaf, start: int, stop: int) -> Build:
 
 def _array_dtype(leaf: Leaf) -> tuple[np.dtype[Any], Shape]:
     text = leaf.detail or ""
-    # Only spellings that this module writes: numpy.dtype reads a small language.
+    # Accept only spellings that this module writes: numpy.dtype parses a small language.
     dtype = next((dtype for dtype in _NUMPY if dtype.str == text), None)
     if dtype is None:
         if text[:3] not in ("<M8", "<m8") or len(text) > 30:
@@ -331,7 +334,7 @@ def _build_numbers(leaf: Leaf, start: int, stop: int) -> Build:
 
 
 def _run(make: Callable[[bytes], Any]) -> Callable[[Leaf, int, int], Build]:
-    """The builder of values that `make` makes from all bytes of their payload."""
+    """The builder of values that `make` constructs from all bytes of their payload."""
 
     def build(leaf: Leaf, start: int, stop: int) -> Build:
         _shape(leaf, "U8", leaf.shape[:1])
@@ -347,7 +350,7 @@ def _known(leaf: Leaf, table: dict[str, Any]) -> str:
 
 
 def _shape(leaf: Leaf, code: str, tail: Shape) -> Shape:
-    """The shape of the value whose tensor in the file must have this code and end in these dimensions."""
+    """The shape of the value, whose tensor in the file must have this code and end in these dimensions."""
     rank = len(leaf.shape) - len(tail)
     if leaf.code != code or rank < 0 or leaf.shape[rank:] != tail:
         raise ValueError(f"a {leaf.kind} of {leaf.detail} is written as {leaf.code} of shape {leaf.shape}")

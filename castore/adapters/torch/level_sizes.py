@@ -1,7 +1,7 @@
-"""Sizes of cache levels: bytes, texts such as "100GB", or a fraction of what is free.
+"""Sizes of cache levels: bytes, texts such as "100GB", or a fraction of the free space.
 
-A size is a limit, and a level grows into it. So one that goes beyond what is free is cut to that, with a word in the
-log: the same script runs on a workstation and on a large node. No room at all is an error.
+A size is a limit, and a level grows into it. So a size beyond the free space is cut to the free space, with a
+line in the log: the same script runs on a workstation and on a large node. No room at all is an error.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from castore.units import format_size, parse_size
 Size = int | float | str
 
 _log = logging.getLogger("castore.adapters.torch")
-# With less than that, a level would hold nothing worth its tables.
+# A smaller level would hold nothing worth its tables.
 _LEAST = 1 << 16
 
 
 def memory_bytes(size: Size, what: str) -> int:
-    """Bytes of shared memory that ``size`` means; a float is a fraction of what ``/dev/shm`` and the RAM have free.
+    """Bytes of shared memory for ``size``; a float is a fraction of the free space in ``/dev/shm`` and RAM.
 
     Raises:
         InvalidValueError: it is no size.
@@ -35,13 +35,14 @@ def memory_bytes(size: Size, what: str) -> int:
 
 
 def disk_bytes(size: Size, what: str, folder: str | os.PathLike[str], held: int = 0) -> int:
-    """Bytes of the disk under ``folder`` that ``size`` means; a float is a fraction of what is free.
+    """Bytes of the disk under ``folder`` for ``size``; a float is a fraction of the free space.
 
     Args:
         size: the size.
         what: its name in errors.
-        folder: it need not exist yet.
-        held: bytes that a cache there holds already: they count as free, so that a second run gets the limit of the first.
+        folder: may be missing.
+        held: bytes that a cache in the folder already holds. They count as free, so that a second run gets
+            the limit of the first.
 
     Raises:
         InvalidValueError: it is no size.
@@ -65,7 +66,7 @@ def _disk_free(folder: str | os.PathLike[str]) -> int:
 
 
 def is_off(size: Size, what: str) -> bool:
-    """Whether ``size`` says that there is to be no such level.
+    """Whether ``size`` turns the level off.
 
     Raises:
         InvalidValueError: it is no size.
@@ -89,7 +90,8 @@ def _bytes(size: Size, what: str, free: int) -> int:
         if 0 < size <= 1:
             return int(free * size)
         raise InvalidValueError(
-            f"{what}={size!r}: a float is the fraction of what is free, so from 0 to 1; give bytes as an int, or a text "
+            f"{what}={size!r}: a float is the fraction of what is free, so from 0 to 1; give bytes as an "
+            "int, or a text "
             'like "100GB"'
         )
     try:

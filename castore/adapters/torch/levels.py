@@ -1,8 +1,8 @@
 """The two levels that keep samples: records in shared memory, and in a store on the local disk.
 
-Both count what they answer, and both ask one `Policy` who gives way to whom. A level that has no room, and no victim, says
-so and keeps what it has: nothing is ever evicted for a sample that is used no more than others. Neither knows what is
-in a record, nor of the other level.
+Both levels count their answers, and both ask one `Policy` which sample gives way. A level without room and
+without a victim refuses the record and keeps what it has: no sample is ever evicted for a sample that is used
+no more than others. Neither level knows the content of a record, nor the other level.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from castore.shm.tallies import Tallies
 
 Buffer = bytes | bytearray | memoryview
 
-#: What each level counts.
+#: The number of counters that each level has.
 TALLIES = 3
 _HITS, _MISSES, _BYTES = range(TALLIES)
 _UNIT = 64
-# Samples that give way to one on disk, at most.
+# At most so many samples give way to one on disk.
 _VICTIMS = 8
 
 
 class LevelStats(NamedTuple):
-    """What a level answered, over all workers and ranks, and what it holds.
+    """The counters of a level over all workers and ranks, and its contents.
 
     Attributes:
         hits, misses: samples found and not found.
         bytes_read: bytes of the samples found, uncompressed.
-        samples: how many it holds.
-        bytes_held: what they take: in memory uncompressed, on disk compressed.
-        limit: bytes that they may take.
+        samples: how many samples the level holds.
+        bytes_held: bytes that those take: in memory uncompressed, on disk compressed.
+        limit: bytes that the samples may take.
     """
 
     hits: int
@@ -48,7 +48,7 @@ class LevelStats(NamedTuple):
 
     @property
     def hit_rate(self) -> float:
-        """Part of what was asked that was found."""
+        """The fraction of requested samples that was found."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else 0.0
 
@@ -69,7 +69,7 @@ class Level:
         self.misses.add()
 
     def _warn(self, error: Exception) -> None:
-        # Once a process: a cache that cannot grow is worth a word, and no reason to stop a training run.
+        # Once a process: a cache that cannot grow deserves a warning, and does not stop a training run.
         if not self._warned:
             self._warned = True
             warnings.warn(f"no more samples are cached for now: {error}", RuntimeWarning, stacklevel=4)
@@ -89,16 +89,16 @@ class MemoryLevel(Level):
 
     @property
     def limit(self) -> int:
-        """Bytes that its records may take."""
+        """Bytes that the level's records may take."""
         return self._arena.size
 
     @property
     def _values_cache(self) -> MemoryLevel:
-        # BiLevelCache's users look into its levels by this name.
+        # BiLevelCache's users access its levels by this name.
         return self
 
     def peek(self, index: int) -> bytearray | None:
-        """As `get`, but counting nothing."""
+        """As `get`, without counting."""
         return self._arena.read(index)
 
     def get(self, index: int) -> bytearray | None:
@@ -112,17 +112,17 @@ class MemoryLevel(Level):
         return record
 
     def has_room(self, length: int) -> bool:
-        """Whether a record of so many bytes would be taken without another going."""
+        """Whether the level would take a record of so many bytes without evicting another."""
         return self._arena.fits(length)
 
     def offer(self, index: int, record: Buffer) -> tuple[bool, tuple[int, bytearray] | None]:
-        """Take a record, if there is room or somebody gives way.
+        """Take a record, if there is room or another record gives way.
 
         Returns:
-            whether the record is there now; who left for it, with what it was.
+            whether the record is there now; the evicted index with its record.
         """
         length = len(record)
-        # Most offers are refused once the level is full: that is told without the lock.
+        # Most offers are refused once the level is full: decide that without the lock.
         if not self._arena.fits(length) and self._victim(index, length) is None:
             return self._arena.holds(index), None
         with self._segment.lock():
@@ -142,7 +142,7 @@ class MemoryLevel(Level):
         return True, (victim.owner, gone) if victim and gone is not None else None
 
     def remove(self, index: int) -> None:
-        """Let a sample go."""
+        """Remove a sample."""
         with self._segment.lock():
             self._arena.remove(index)
 
@@ -164,7 +164,7 @@ class MemoryLevel(Level):
         return empty[0] if empty else victim
 
     def stats(self) -> LevelStats:
-        """What it answered and holds."""
+        """The level's counters and contents."""
         samples = sum(1 for place in range(self._arena.count) if self._arena.extent(place))
         return LevelStats(
             self.hits.value,
@@ -177,12 +177,12 @@ class MemoryLevel(Level):
 
 
 class DiskTable:
-    """What a disk level holds, in shared memory: who is there, and how much it takes.
+    """The contents of a disk level, in shared memory: the samples on disk, and the bytes they take.
 
     Args:
-        segment: where it lies; its pages must be reserved.
-        start: the place of its first byte, a multiple of 8.
-        items: how many samples there are.
+        segment: the segment that holds the table; its pages must be reserved.
+        start: the offset of the table's first byte, a multiple of 8.
+        items: the number of samples in the dataset.
     """
 
     def __init__(self, segment: Segment, start: int, items: int) -> None:
@@ -193,7 +193,7 @@ class DiskTable:
 
     @staticmethod
     def needed(items: int) -> int:
-        """Bytes of a segment that it takes."""
+        """Bytes of a segment that the table takes."""
         return 16 + 4 * items
 
     def holds(self, index: int) -> bool:
@@ -211,7 +211,7 @@ class DiskTable:
         return self._words[1]
 
     def set(self, index: int, stored: int) -> None:
-        """Say that a sample takes so many bytes; 0: it is gone. The caller holds the lock."""
+        """Record a sample's bytes on disk; 0 for a removed sample. The caller holds the lock."""
         units = -(-stored // _UNIT)
         before = self._units[index]
         self._units[index] = units
@@ -223,10 +223,11 @@ class DiskLevel(Level):
     """Records in a store, one entry a sample.
 
     Args:
-        store: where; its ``max_size`` is the limit, so that samples of earlier versions of a dataset go by themselves.
-        limit: bytes.
+        store: the store; its ``max_size`` is the limit, so that it evicts samples of earlier versions of a
+            dataset by itself.
+        limit: the same limit in bytes.
         name_of: the entry's name for an index.
-        table: who is there.
+        table: which samples are on disk.
         policy, tallies, first: as in `MemoryLevel`.
     """
 
@@ -242,7 +243,7 @@ class DiskLevel(Level):
     ) -> None:
         super().__init__(tallies, first)
         self._store = store
-        #: Bytes that its records may take.
+        #: Bytes that the level's records may take.
         self.limit = limit
         self._name_of = name_of
         self._table = table
@@ -255,7 +256,7 @@ class DiskLevel(Level):
         """The record, checked, or None."""
         record = self._store.get(self._name_of(index)) if self._table.holds(index) else None
         if record is None:
-            if self._table.holds(index):  # gc took it, or it was damaged
+            if self._table.holds(index):  # gc removed the entry, or it was damaged
                 with self._table.lock():
                     self._table.set(index, 0)
             self.misses.add()
@@ -265,11 +266,11 @@ class DiskLevel(Level):
         return record
 
     def has_room(self, length: int) -> bool:
-        """Whether a record of so many bytes would be taken without another going."""
+        """Whether the level would take a record of so many bytes without evicting another."""
         return self._table.used + length <= self.limit
 
     def offer(self, index: int, record: Buffer) -> bool:
-        """Take a record, if there is room or somebody gives way; whether it is there now."""
+        """Take a record, if there is room or others give way; return whether it is there now."""
         if self._table.holds(index):
             return True
         if not self.has_room(len(record)) and not self._clear(index, len(record)):
@@ -284,7 +285,7 @@ class DiskLevel(Level):
         return True
 
     def _clear(self, index: int, length: int) -> bool:
-        """Have less used samples go until ``length`` bytes fit."""
+        """Evict less used samples until ``length`` bytes fit."""
         table = self._table
         for _ in range(_VICTIMS):
             victim = self._policy.victim(index, table.items, lambda i: i if table.holds(i) else None)
@@ -296,13 +297,13 @@ class DiskLevel(Level):
         return False
 
     def remove(self, index: int) -> None:
-        """Let a sample go."""
+        """Remove a sample."""
         self._store.delete(self._name_of(index))
         with self._table.lock():
             self._table.set(index, 0)
 
     def stats(self) -> LevelStats:
-        """What it answered and holds."""
+        """The level's counters and contents."""
         table = self._table
         return LevelStats(
             self.hits.value, self.misses.value, self.bytes_read.value, table.count, table.used, self.limit

@@ -1,15 +1,18 @@
-"""Which samples stay: a fixed subset while all are used alike, the most used ones where some are used more.
+"""Decides which samples stay: a fixed subset while all are used alike, the most used ones where some are used
+more.
 
-Training epochs read each sample once, in an order that changes. What was read longest ago is then no more likely to be
-read late than any other, and LRU throws away what it has not used yet: it hits 15 % of a shuffled epoch where half the
-data fits, whereas keeping any fixed half hits 50 % (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training",
-VLDB 2021, the MinIO cache). Where popularity is skewed, LRU and better LFU win. One rule serves both:
+A training epoch reads each sample once, in an order that changes. A sample read longest ago is then no more
+likely to be read late than any other, so LRU evicts samples that it has not used yet: it hits 15 % of a
+shuffled epoch where half the data fits, whereas keeping any fixed half hits 50 % (Mohan et al., "Analyzing
+and Mitigating Data Stalls in DNN Training", VLDB 2021, the MinIO cache). Where popularity is skewed, LRU and
+better LFU win. One rule serves both:
 
-    a sample takes another's place only if it was used at least MARGIN times more often of late.
+        a sample replaces another only if it was used at least MARGIN times more often of late.
 
-In epochs, uses of any two samples differ by one at most, by two where ageing fell between them, so nothing moves. Under
-skew popular samples are soon ahead. Uses are counted exactly, one byte a sample, and halved after every AGEING uses a
-sample, so that popularity may change (as in TinyLFU: Einziger et al., ACM ToS 2017). Knows nothing of bytes or levels.
+In epochs, the uses of any two samples differ by at most one, or two where ageing fell between them, so
+nothing moves. Under skew popular samples are soon ahead. One byte a sample counts its uses exactly. All
+counts are halved after every AGEING uses a sample, so that popularity may change (as in TinyLFU: Einziger et
+al., ACM ToS 2017). Knows nothing of bytes or levels.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-#: Measured: 2 lets ageing in mid-epoch move samples for nothing, 4 follows skew more slowly.
+#: Measured: 2 lets ageing in mid-epoch move samples needlessly, 4 follows skew more slowly.
 MARGIN = 3
-#: Uses a sample between halvings. Measured: 8 lags behind LRU where popularity drifts; 2 loses more where a rank lags.
+#: Uses a sample between halvings. Measured: 8 lags behind LRU where popularity drifts; 2 loses more where a
+#: rank lags.
 AGEING = 3
-#: Victims looked at: with 16, the least used of them is in the least used sixth with 95 % probability.
+#: Candidates examined: with 16, the least used of them is in the least used sixth with 95 % probability.
 LOOKS = 16
 
 _HALVES = bytes(count >> 1 for count in range(256))
@@ -57,12 +61,13 @@ class Policy:
         """The place of a resident that gives way to sample ``index``, or None if none should.
 
         Args:
-            index: the sample that wants in.
-            residents: how many places there are.
-            resident: the sample at a place, None if it can't serve (an empty or too small one, say).
+            index: the sample that needs a place.
+            residents: the number of places.
+            resident: the sample at a place, None if the place cannot serve (because it is empty or too small,
+            say).
         """
         counts = self._counts
-        # Its own use has been counted.
+        # The use of the sample itself has been counted.
         limit = counts[index] - MARGIN
         if limit < 0 or not residents:
             return None

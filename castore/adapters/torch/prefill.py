@@ -1,8 +1,9 @@
-"""Filling a cache ahead of training: the missing samples, read in batches, by worker processes if wanted, with a bar.
+"""Fills a cache ahead of training: reads the missing samples in batches, optionally in worker processes, with
+a bar.
 
-Ranks that fill one cache at once each begin in another place and skip what is there by then: together they read each
-sample about once, and one of them alone still fills it all. Assumes a dataset that knows what it holds; must not count
-what it reads as uses.
+Ranks that fill one cache together begin at different places and skip samples that are cached by then:
+together they read each sample about once, and one rank alone still fills the whole cache. Assumes a dataset
+that knows which samples it holds. Must never count these reads as uses.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from castore.errors import OutOfRangeError
 
 
 class Fillable(Protocol):
-    """What a cached dataset shows to be filled."""
+    """The interface of a cached dataset that can be filled."""
 
     def __len__(self) -> int: ...
 
@@ -30,7 +31,7 @@ class Fillable(Protocol):
         """Whether the sample is cached."""
 
     def _cache(self, indices: list[int]) -> int:
-        """Read these samples and keep what there is room for; how many were kept."""
+        """Read these samples and keep those that fit; return how many were kept."""
 
 
 Self = TypeVar("Self", bound="CachingWrapper")
@@ -41,7 +42,8 @@ class CachingWrapper(DatasetWrapper):
 
     Args:
         data: the dataset.
-        key: what the user has said that identifies it; None where its fingerprint does, which then has to hold.
+        key: the user's name or config for the data; None where the fingerprint identifies the data, which
+            then must not change.
     """
 
     def __init__(self, data: Any, key: object) -> None:
@@ -70,7 +72,7 @@ class CachingWrapper(DatasetWrapper):
         try:
             return super().__getitem__(index)
         except OutOfRangeError:
-            self._changes.glance()  # which says so if the dataset has grown
+            self._changes.glance()  # raises if the dataset has grown
             raise
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
@@ -85,26 +87,26 @@ class CachingWrapper(DatasetWrapper):
         raise NotImplementedError
 
     def _cache(self, indices: list[int]) -> int:
-        """Read these samples and keep what there is room for; how many were kept."""
+        """Read these samples and keep those that fit; return how many were kept."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of what is shared with other processes, and of the store."""
+        """Release what is shared with other processes, and the store."""
         raise NotImplementedError
 
     def prefetch(self, indices: Iterable[int]) -> int:
-        """Read those of ``indices`` that are not cached, and keep what there is room for; how many were added."""
+        """Read the uncached of ``indices``, and keep those that fit; return how many were added."""
         checked = dict.fromkeys(self._index(index) for index in indices)
         missing = [index for index in checked if not self._held(index)]
         return self._cache(missing) if missing else 0
 
     def fill(self, *, num_workers: int = 0, batch_size: int = 64, progress: bool | None = None) -> int:
-        """Read all that is not cached, until there is no more room; how many samples were added.
+        """Read all samples that are not cached, until there is no more room; return how many were added.
 
         Args:
             num_workers: processes that read, as in `torch.utils.data.DataLoader`.
-            batch_size: samples that one of them reads at a time.
-            progress: show a bar; None: on a terminal.
+            batch_size: samples that each process reads at a time.
+            progress: show a bar; None shows one on a terminal.
         """
         return fill(self, num_workers=num_workers, batch_size=batch_size, progress=progress)
 
@@ -118,12 +120,12 @@ class CachingWrapper(DatasetWrapper):
 
 
 def fill(dataset: Fillable, *, num_workers: int, batch_size: int, progress: bool | None) -> int:
-    """Cache what is missing, until all is there or there is no more room; how many samples were added."""
+    """Cache the missing samples until all are cached or the room ends; return how many were added."""
     ranks = read_ranks()
     start = len(dataset) * ranks.local_rank // ranks.local_world_size
     missing = [index for index in (*range(start, len(dataset)), *range(start)) if not dataset._held(index)]
     added = 0
-    # tqdm's None: a bar where somebody looks at a terminal.
+    # tqdm's None shows a bar only on a terminal.
     with tqdm(
         total=len(dataset),
         initial=len(dataset) - len(missing),
@@ -143,7 +145,7 @@ def fill(dataset: Fillable, *, num_workers: int, batch_size: int, progress: bool
 def _batches(
     dataset: Fillable, missing: list[int], num_workers: int, batch_size: int
 ) -> Iterator[tuple[int, int]]:
-    """For each batch: how many samples had to be read, and how many of them were kept."""
+    """For each batch: how many samples were read, and how many of those were kept."""
     loader = torch.utils.data.DataLoader(
         _Batches(dataset, missing, batch_size), batch_size=None, num_workers=num_workers
     )
@@ -151,7 +153,7 @@ def _batches(
 
 
 class _Batches(torch.utils.data.Dataset[tuple[int, int]]):
-    """Batches of samples to be read and kept wherever the loader's worker is: nothing but counts travels back."""
+    """Batches of samples that the loader's worker reads and keeps: only counts travel back."""
 
     def __init__(self, dataset: Fillable, missing: list[int], batch_size: int) -> None:
         self._dataset = dataset

@@ -1,7 +1,7 @@
-"""Who this process is among the processes of a training job, as torchrun tells it in environment variables.
+"""The place of this process among the processes of a training job, from torchrun's environment variables.
 
-Assumes nothing: without torchrun there is one rank, on one node. Reads the environment whenever asked, because
-launchers set it late. Must never need `torch`, nor a process group: datasets are made before, or without,
+Assumes nothing: without torchrun there is one rank, on one node. Reads the environment at each call, because
+launchers set it late. Must never need `torch` or a process group: datasets are made before, or without,
 `init_process_group`.
 """
 
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 from castore.errors import InvalidValueError
 
-# Things without a name that this process made: the ranks of a job make theirs in the same order.
+# Counts the unnamed things that this process made: all ranks of a job make theirs in the same order.
 _made = itertools.count()
 _JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The place of one process in its job: among all, on its node, and its node among the nodes."""
+    """The place of one process in its job: its rank in the job and on its node, and its node."""
 
     rank: int = 0
     local_rank: int = 0
@@ -38,12 +38,13 @@ def read_ranks(
 ) -> Ranks:
     """The ranks of this process.
 
-    `RANK`, `LOCAL_RANK`, `WORLD_SIZE` and `LOCAL_WORLD_SIZE` default to 0, 0, 1, 1. The node is `GROUP_RANK` of
-    `GROUP_WORLD_SIZE`; where a launcher does not set these, nodes are taken to run `LOCAL_WORLD_SIZE` ranks each.
+    `RANK`, `LOCAL_RANK`, `WORLD_SIZE` and `LOCAL_WORLD_SIZE` default to 0, 0, 1, 1. The node is `GROUP_RANK`
+    of `GROUP_WORLD_SIZE`; without these two variables every node is taken to run `LOCAL_WORLD_SIZE` ranks.
 
     Args:
-        environ: the variables; None is those of this process.
-        rank, num_replicas: say the rank and the world size instead, as in `DistributedSampler`.
+        environ: the variables; None for those of this process.
+        rank, num_replicas: the rank and the world size, in place of the variables, as in
+        `DistributedSampler`.
 
     Raises:
         InvalidValueError: a variable is no whole number, or two of them contradict each other.
@@ -54,7 +55,8 @@ def read_ranks(
     1
     >>> read_ranks({"RANK": "2", "WORLD_SIZE": "2"})
     Traceback (most recent call last):
-    castore.errors.InvalidValueError: RANK is 2, but WORLD_SIZE is 2: ranks run from 0 to 1; start with torchrun, or set both
+    castore.errors.InvalidValueError: RANK is 2, but WORLD_SIZE is 2: ranks run from 0 to 1; start with
+    torchrun, or set both
     """
     environ = os.environ if environ is None else environ
     local_rank, local_size = _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -62,8 +64,8 @@ def read_ranks(
         own, size = _pair(environ, "RANK", "WORLD_SIZE")
         if local_size > size:
             raise InvalidValueError(
-                f"LOCAL_WORLD_SIZE is {local_size}, but WORLD_SIZE is {size}: a node cannot run more ranks than "
-                "the whole job; start with torchrun, or set both"
+                f"LOCAL_WORLD_SIZE is {local_size}, but WORLD_SIZE is {size}: a node cannot run more ranks "
+                "than the whole job; start with torchrun, or set both"
             )
     else:
         own = _whole(environ, "RANK", 0) if rank is None else _given(rank, "rank")
@@ -77,26 +79,27 @@ def read_ranks(
 
 def _node(environ: Mapping[str, str], rank: int, size: int, local_size: int) -> tuple[int, int]:
     told = "GROUP_RANK" in environ and "GROUP_WORLD_SIZE" in environ
-    # What the caller says instead of the environment's RANK is not what the environment's GROUP_RANK is about.
+    # GROUP_RANK belongs to the environment's RANK, not to a rank that the caller gave instead.
     if told and (rank, size) == (_whole(environ, "RANK", 0), _whole(environ, "WORLD_SIZE", 1)):
         return _pair(environ, "GROUP_RANK", "GROUP_WORLD_SIZE")
     return rank // local_size, -(-size // local_size)
 
 
 def job_id(environ: Mapping[str, str] | None = None) -> str | None:
-    """16 hex digits, the same in all ranks that a job runs on this node, and others in every other job.
+    """16 hex digits, the same in all ranks that a job runs on this node, and different in every other job.
 
-    Made from `MASTER_ADDR`, `MASTER_PORT` and `TORCHELASTIC_RUN_ID`, and from `GROUP_RANK`, because two groups
-    of ranks that a launcher calls nodes may run on one machine.
+    The digits are derived from `MASTER_ADDR`, `MASTER_PORT` and `TORCHELASTIC_RUN_ID`, and from `GROUP_RANK`,
+    because one machine may run two groups of ranks that a launcher calls nodes.
 
     Args:
-        environ: the variables; None is those of this process.
+        environ: the variables; None for those of this process.
 
     Returns:
-        None where this is the only rank of its node: there is nobody to share with.
+        None for the only rank of its node, which has nobody to share with.
 
     Raises:
-        InvalidValueError: several ranks run on this node, and no variable tells their job from others.
+        InvalidValueError: several ranks run on this node, and no variable distinguishes their job from
+        others.
 
     >>> job_id({}) is None
     True
@@ -110,18 +113,20 @@ def job_id(environ: Mapping[str, str] | None = None) -> str | None:
     ranks = read_ranks(environ)
     if ranks.local_world_size == 1:
         return None
-    # A host name alone does not tell two jobs apart; torchrun without --rdzv-id says "none".
+    # A host name alone does not distinguish two jobs; torchrun without --rdzv-id sets "none".
     if not environ.get("MASTER_PORT") and environ.get("TORCHELASTIC_RUN_ID", "none") == "none":
         raise InvalidValueError(
-            f"LOCAL_WORLD_SIZE is {ranks.local_world_size}, but neither MASTER_PORT nor TORCHELASTIC_RUN_ID tells "
-            "this job from others on this node; start with torchrun, set MASTER_ADDR and MASTER_PORT, or give a name"
+            f"LOCAL_WORLD_SIZE is {ranks.local_world_size}, but neither MASTER_PORT nor TORCHELASTIC_RUN_ID "
+            "tells this job from others on this node; start with torchrun, set MASTER_ADDR and MASTER_PORT, "
+            "or give a name"
         )
     parts = [environ.get(name, "") for name in _JOB_VARIABLES] + [str(ranks.node)]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
 
 
 def common_name(kind: str, layout: Mapping[str, object]) -> str | None:
-    """What the ranks of this node call the thing of that layout that each of them makes now; None without a job.
+    """The name that all ranks of this node give the next thing they make with that layout; None without a
+    job.
 
     Raises:
         InvalidValueError: as `job_id`.
@@ -162,7 +167,7 @@ def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _given(value: object, name: str) -> int:
-    # An int in disguise (a NumPy integer) is welcome; True and 1.0 are slips.
+    # A NumPy integer is accepted; True and 1.0 are mistakes.
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise InvalidValueError(
             f"{name} is {value!r}; give a whole number, or leave it out to ask torchrun's variables"

@@ -1,18 +1,21 @@
-"""A sample to one record of bytes and back: what datasets return and `torch.utils.data` collates, without pickle.
+"""Converts a sample to one record of bytes and back, without pickle: all values that `torch.utils.data`
+collates.
 
-A record is a valid safetensors file. Every value that holds bytes is a tensor of it, named by its place in the sample
-(``image``, ``boxes.0``; ``sample`` if it is all there is): ints as I64, floats as F64, text and bytes as U8. How they
-nest, and which type each has, stands in the header's ``__metadata__`` as JSON under ``castore``. So the header says
-nothing of values, samples of one shape share one header, and both sides remember what they made of it.
+A record is a valid safetensors file. Every value that holds bytes is a tensor of the file, named by its place
+in the sample (``image``, ``boxes.0``; ``sample`` if the sample is one value): ints as I64, floats as F64,
+text and bytes as U8. The header's ``__metadata__`` describes the nesting and the types, as JSON under
+``castore``. So the header contains no values, samples of one shape share one header, and both sides remember
+what they derived from it.
 
-Version 1 knows tensors, arrays, numbers, text, images, lists, tuples and dicts. A record that holds more, a *form* of
-`castore.serialize.kinds` or a dict with keys of other types, is of version 2; all others stay of version 1, byte for byte.
+Version 1 has tensors, arrays, numbers, text, images, lists, tuples and dicts. A record that holds more, a
+*form* of `castore.serialize.kinds` or a dict with keys of other types, is of version 2; all others stay of
+version 1, byte for byte.
 
-Assumes that records may be hostile: what they claim is checked against their length before memory is taken for it.
-Must never pickle, nor change a value silently: what would not come back as the same type and value is a
-SerializationError with the path to it. Some conveniences are meant: a tensor from a GPU comes back on the CPU, any
-layout in memory comes back in C order, a memory-mapped array as an array, and of images see
-`castore.serialize.kinds.images`.
+Assumes that records may be hostile: a record's claims are checked against its length before memory is
+allocated for them. Must never pickle, nor change a value silently: a value that would not come back with the
+same type and value is a SerializationError with the path to it. Some conveniences are intended: a tensor from
+a GPU comes back on the CPU, any memory layout comes back in C order, a memory-mapped array comes back as an
+array. For images see `castore.serialize.kinds.images`.
 """
 
 from __future__ import annotations
@@ -54,17 +57,17 @@ from castore.serialize.kinds.images import extras_of, is_image, with_extras
 
 T = TypeVar("T")
 
-#: In place of a sample that a cache does not have: a sample may be None itself.
+#: Stands for a sample that a cache does not have: a sample may itself be None.
 MISSING = object()
 
 _log = logging.getLogger(__name__)
-#: The version of records without forms, and of those with.
+#: The version of records without forms, and of records with forms.
 _PLAIN, _FORMED = 1, 2
 _BUCKET = 1000
 _SIZE = struct.Struct("<Q").unpack_from
-# Far beyond any sample; each level takes a few Python frames.
+# Far beyond any real sample; each level of nesting takes a few Python frames.
 _DEEPEST = 64
-#: What safetensors accepts.
+#: The longest header that safetensors accepts.
 _LONGEST_HEADER = 100_000_000
 _LONGEST_SHAPE = 64
 _KEYS = frozenset({str, int, bool, type(None)})
@@ -72,9 +75,10 @@ _BUILDERS = {**BUILDERS, "pixels": build_pixels}
 
 
 class _Remembered(dict[Any, T]):
-    """What was made of headers, until they would take more than `budget` bytes together; then it starts anew.
+    """Values derived from headers, until they would take more than `budget` bytes together; then it is
+    emptied.
 
-    Threads may share it: at worst something is made twice, or the count is off by what raced.
+    Threads may share it: at worst a value is derived twice, or the count is off by what raced.
     """
 
     def __init__(self, budget: int) -> None:
@@ -91,7 +95,7 @@ class _Remembered(dict[Any, T]):
             self._held += weight
 
 
-# --- packing ----------------------------------------------------------------------------------------------------
+# --- packing ------------------------------------------------------------------------------------------------
 
 
 class _Layout(NamedTuple):
@@ -99,13 +103,14 @@ class _Layout(NamedTuple):
     order: tuple[int, ...]  # of the payloads
 
 
-# With a header of 250 bytes, as an image and its label have, 4000 kinds of samples; ten times the memory in all.
+# With a header of 250 bytes, as for an image and its label, 4000 kinds of samples; the memory is ten times as
+# much.
 _layouts: _Remembered[_Layout] = _Remembered(1 << 20)
 _plans: _Remembered[_Plan] = _Remembered(1 << 20)
 
 
 def record_name(folder: str, index: int) -> str:
-    """The name of a sample's entry in a store: a thousand to a folder, which any file browser bears.
+    """The name of a sample's entry in a store: a thousand to a folder, which any file browser can show.
 
     >>> record_name("cifar", 1234)
     'cifar/000001/000001234.safetensors'
@@ -117,21 +122,23 @@ def pack(sample: Any) -> bytes:
     """The record of a sample.
 
     Args:
-        sample: torch tensors of any dtype, NumPy arrays and scalars, PIL images, None, bool, int, float, complex,
-            str, bytes, bytearray, what `castore.serialize.kinds` takes apart, and tuples, lists and dicts of these.
+        sample: torch tensors of any dtype, NumPy arrays and scalars, PIL images, None, bool, int, float,
+            complex, str, bytes, bytearray, types that `castore.serialize.kinds` takes apart, and tuples,
+            lists and dicts of these.
 
     Returns:
         a safetensors file; equal samples give equal bytes.
 
     Raises:
-        SerializationError: a part would not come back as it is; the message has the path to it and what to do.
+        SerializationError: a part would not come back unchanged; the message has the path to it and a remedy.
 
     >>> import torch
     >>> unpack(pack({"image": torch.zeros(2, dtype=torch.uint8), "label": (3, "cat")}))
     {'image': tensor([0, 0], dtype=torch.uint8), 'label': (3, 'cat')}
     >>> pack({"x": [1, iter([2])]})
     Traceback (most recent call last):
-    castore.errors.SerializationError: sample['x'][1]: <class 'list_iterator'> cannot be kept; convert it with list(...), ...
+    castore.errors.SerializationError: sample['x'][1]: <class 'list_iterator'> cannot be kept; convert it with
+    list(...), ...
     """
     payloads: Payloads = []
     try:
@@ -211,7 +218,7 @@ def _take_dict(value: dict[Any, Any], payloads: Payloads, depth: int) -> Mark:
 
 
 def _take_pairs(value: dict[Any, Any], payloads: Payloads, depth: int) -> Mark:
-    """A dict with keys that JSON does not have."""
+    """A dict with keys of types that JSON lacks."""
     marks = []
     for key, item in value.items():
         try:
@@ -232,7 +239,7 @@ _CONTAINERS: dict[type, Callable[[Any, Payloads, int], Mark]] = {
 def _lay_out(mark: Mark) -> _Layout:
     leaves: list[tuple[str, Leaf]] = []
     tree = _describe(mark, "", leaves, set())
-    # Descending sizes of elements: every tensor starts at a multiple of its own.
+    # Larger elements first: every tensor starts at a multiple of its element's size.
     order = sorted(range(len(leaves)), key=lambda place: -SIZES[leaves[place][1].code])
     version = _FORMED if _has_forms(mark) else _PLAIN
     about = json.dumps({"version": version, "sample": tree}, separators=(",", ":"))
@@ -252,7 +259,7 @@ def _lay_out(mark: Mark) -> _Layout:
 
 
 def _has_forms(mark: Mark) -> bool:
-    """Whether a reader that knows version 1 alone would not understand the tree."""
+    """Whether a reader of version 1 would not understand the tree."""
     if type(mark) is not tuple or mark[0] not in ("list", "tuple", "dict", "form", "pairs"):
         return False
     return mark[0] in ("form", "pairs") or any(
@@ -261,7 +268,7 @@ def _has_forms(mark: Mark) -> bool:
 
 
 def _describe(mark: Mark, path: str, leaves: list[tuple[str, Leaf]], names: set[str]) -> Any:
-    """The JSON for a mark; its leaves are appended with the names of their tensors, in the order of payloads."""
+    """The JSON for a mark; appends its leaves with the names of their tensors, in the order of payloads."""
 
     def inner(step: object, part: Mark) -> Any:
         return _describe(part, f"{path}.{step}" if path else str(step), leaves, names)
@@ -295,7 +302,7 @@ def _describe(mark: Mark, path: str, leaves: list[tuple[str, Leaf]], names: set[
 
 
 def _new_name(path: str, names: set[str]) -> str:
-    """A name for a tensor that no other has: {"a": {"b": x}, "a.b": y} has two at the path a.b."""
+    """A tensor name that no other has: {"a": {"b": x}, "a.b": y} has two at the path a.b."""
     plain = path.encode("utf-8", "backslashreplace").decode() or "sample"
     name, count = plain, 1
     while name in names or name == "__metadata__":
@@ -305,11 +312,11 @@ def _new_name(path: str, names: set[str]) -> str:
     return name
 
 
-# --- unpacking --------------------------------------------------------------------------------------------------
+# --- unpacking ----------------------------------------------------------------------------------------------
 
 
 class _Plan(NamedTuple):
-    """How records with one header are read."""
+    """The compiled way to read records with one header."""
 
     start: int  # of the payloads
     length: int  # of the record
@@ -320,12 +327,13 @@ def unpack(record: bytes | bytearray | memoryview) -> Any:
     """The sample of a record.
 
     Args:
-        record: what `pack` made. If it is writable, the tensors and arrays of the sample are views of it, and it
-            must be left alone from then on; bytes are copied once, and the sample's memory is its own.
+        record: a result of `pack`. If it is writable, the tensors and arrays of the sample are views of it,
+            and the caller must not change it from then on; bytes are copied once, and the sample owns its
+            memory.
 
     Raises:
-        CorruptError: it is no record, or not all of one.
-        SerializationError: it holds a type that this process does not have; the message says what to import.
+        CorruptError: the bytes are no record, or only a part of one.
+        SerializationError: the record holds a type that this process lacks; the message says what to import.
     """
     if type(record) is not bytearray:
         record = _private(record)
@@ -342,7 +350,8 @@ def unpack(record: bytes | bytearray | memoryview) -> Any:
     except SerializationError as error:
         raise SerializationError(f"sample: {error}") from error
     except (
-        ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error, RuntimeError, MemoryError,
+        ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error,
+        RuntimeError, MemoryError,
     ) as error:  # fmt: skip
         raise CorruptError(
             f"the bytes are no sample: {str(error) or type(error).__name__}", where="sample"
@@ -350,8 +359,8 @@ def unpack(record: bytes | bytearray | memoryview) -> Any:
 
 
 def tell_no_sample(name: str, error: CastoreError) -> None:
-    """Say in the log that an entry of this name is whole and yet no sample here: somebody else's, or of a type that is
-    not known. It is replaced.
+    """Log that an intact entry of this name holds no sample for this process, and that it is replaced: the
+    entry belongs to somebody else, or has a type that this process does not know.
     """
     _log.warning("%s is read from the dataset again, and replaced: %s", name, error)
 
@@ -362,7 +371,7 @@ def _private(record: bytes | bytearray | memoryview) -> bytearray | memoryview:
 
 
 def _plan(header: bytes) -> _Plan:
-    """What a header says, checked; raises what `unpack` catches."""
+    """Parse and check a header; raises the errors that `unpack` catches."""
     tensors = json.loads(header.decode())
     about = json.loads(tensors.pop("__metadata__")["castore"])
     if about["version"] not in (_PLAIN, _FORMED):
@@ -384,7 +393,7 @@ _Place = tuple[int, int, str, tuple[int, ...]]
 
 
 def _placed(about: Any, start: int) -> _Place:
-    """Where a tensor starts and stops in the record, its code and shape."""
+    """The start and stop of a tensor in the record, its code and shape."""
     code, shape, (first, last) = about["dtype"], about["shape"], about["data_offsets"]
     if len(shape) > _LONGEST_SHAPE or not all(type(side) is int and 0 <= side < 1 << 63 for side in shape):
         raise ValueError("a tensor has an impossible shape")
@@ -396,7 +405,7 @@ def _placed(about: Any, start: int) -> _Place:
 
 
 def _compile(node: Any, places: dict[str, _Place], depth: int) -> Build:
-    """The function that builds what a node of the tree describes; takes the places that it uses out of `places`."""
+    """The function that builds the value of a tree's node; removes the places that it uses from `places`."""
     if node is None:
         return lambda _: None
     if depth > 2 * _DEEPEST:

@@ -1,12 +1,12 @@
-"""Which samples belong to which shard, and in which order a shard's epoch visits them.
+"""Assigns samples to shards, and orders the samples that a shard's epoch visits.
 
-Pure: numbers in, numbers out; no torch, no files, no environment. Every process works it out for itself, so all of
-it must come out the same in every process, on every machine and with every version of NumPy: `Generator.permutation`
-promises no such thing, the raw bits of PCG64 do.
+Pure: numbers in, numbers out; no torch, no files, no environment. Every process computes the plan for itself,
+so the result must be the same in every process, on every machine and with every version of NumPy:
+`Generator.permutation` promises no such thing, the raw bits of PCG64 do.
 
-The samples of a job are put into one order by the seed alone, the *base order*; shards are slices of it. So a
-sample's shard depends neither on the epoch, which is what makes caching it pay, nor, as far as slices of another
-size allow, on the number of shards.
+The seed alone puts the samples of a job into one order, the *base order*; shards are slices of it. So a
+sample's shard does not depend on the epoch, which makes caching it pay. As far as slices of another size
+allow, it does not depend on the number of shards either.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """How what was to be visited was cut into shards, and how far each of them has come.
+    """A division of the samples to visit into shards, and how far each shard has come.
 
-    An epoch that is resumed with other shards has several: each cuts up what the one before it left over.
+    An epoch that is resumed with other shards has several steps: each divides the samples that the previous
+    one left.
     """
 
     #: Samples of each shard.
     sizes: tuple[int, ...]
-    #: How many of them are visited: fewer where a shard is cut to what its cache holds.
+    #: How many samples of each shard are visited: fewer where a shard is cut to the capacity of its cache.
     kept: tuple[int, ...]
-    #: How many of those have been visited.
+    #: How many samples of each shard have been visited.
     consumed: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if not len(self.sizes) == len(self.kept) == len(self.consumed) > 0:
             raise InvalidValueError(
-                f"a step has {len(self.sizes)} sizes, {len(self.kept)} kept and {len(self.consumed)} consumed; "
-                "give one of each for every shard"
+                f"a step has {len(self.sizes)} sizes, {len(self.kept)} kept and {len(self.consumed)} "
+                "consumed; give one of each for every shard"
             )
         for shard, (size, kept, consumed) in enumerate(
             zip(self.sizes, self.kept, self.consumed, strict=True)
         ):
             if not 0 <= consumed <= kept <= size:
                 raise InvalidValueError(
-                    f"shard {shard} has {size} samples, {kept} of them kept and {consumed} of those consumed; "
-                    "no number may exceed the one before it"
+                    f"shard {shard} has {size} samples, {kept} of them kept and {consumed} of those "
+                    "consumed; no number may exceed the one before it"
                 )
 
     def left(self) -> list[int]:
@@ -61,7 +62,7 @@ class Step:
         """This step after so many more samples were visited in each shard.
 
         Raises:
-            InvalidValueError: a shard has not so many left.
+            InvalidValueError: a shard has fewer samples left.
         """
         if len(taken) != len(self.consumed):
             raise InvalidValueError(
@@ -79,7 +80,7 @@ def permutation(n: int, *key: int | str) -> Indices:
     """
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
     draws = np.random.PCG64(int.from_bytes(digest, "little")).random_raw(n)
-    # Stable: equal draws, however unlikely, must not be ordered by how this NumPy sorts.
+    # Stable: the order of equal draws, however unlikely, must not depend on how this NumPy sorts.
     return np.argsort(np.asarray(draws), kind="stable").astype(np.int64, copy=False)
 
 
@@ -103,7 +104,7 @@ def shard_sizes(n: int, rooms: Sequence[int]) -> tuple[int, ...]:
         raise InvalidValueError(
             f"rooms are {_shown(rooms)}; give a positive room for at least one shard, and no negative ones"
         )
-    # Whole numbers all the way: every machine must round the same.
+    # Integers throughout: every machine must round the same.
     shares = [divmod(n * room, total) for room in rooms]
     first = sorted(range(len(rooms)), key=lambda shard: (-shares[shard][1], shard))
     lucky = set(first[: n - sum(share for share, _ in shares)])
@@ -111,7 +112,7 @@ def shard_sizes(n: int, rooms: Sequence[int]) -> tuple[int, ...]:
 
 
 def slice_of(sizes: Sequence[int], shard: int) -> slice:
-    """Where `shard` lies among shards of these sizes.
+    """The slice of `shard` among shards of these sizes.
 
     >>> slice_of([3, 3, 2], 1)
     slice(3, 6, None)
@@ -123,11 +124,11 @@ def slice_of(sizes: Sequence[int], shard: int) -> slice:
 def epoch_order(members: Indices, *, shuffle: bool, seed: int, epoch: int, step: int, shard: int) -> Indices:
     """Positions within `members` in the order that an epoch visits them.
 
-    Shuffled anew for each epoch, or by rising index, which sources in files like best.
+    The order is shuffled anew for each epoch, or follows the index, which suits sources in files best.
 
     Args:
         members: the indices of a shard's samples, in base order.
-        step: the number of the epoch's step: what is left of a shard's epoch is another shard.
+        step: the number of the epoch's step: the rest of a shard's epoch is another shard.
     """
     if not shuffle:
         return np.argsort(members, kind="stable").astype(np.int64, copy=False)
@@ -135,17 +136,17 @@ def epoch_order(members: Indices, *, shuffle: bool, seed: int, epoch: int, step:
 
 
 def remaining(n: int, seed: int, epoch: int, history: Sequence[Step], *, shuffle: bool = True) -> Indices:
-    """What an epoch has left to visit after the steps of `history`, in base order.
+    """The samples that an epoch has yet to visit after the steps of `history`, in base order.
 
-    What a step cut away, because caches could not hold it, is no part of its epoch and does not come back in it.
+    Samples that a step cut away, because caches could not hold them, do not come back in its epoch.
 
     Args:
         n: samples of the whole dataset.
-        seed, epoch, shuffle: as when the steps were taken.
-        history: the steps of this epoch, the oldest first; none leave all.
+        seed, epoch, shuffle: the values with which the steps were taken.
+        history: the steps of this epoch, the oldest first; without steps, all samples remain.
 
     Raises:
-        InvalidValueError: a step's shards do not add up to what the one before it left over.
+        InvalidValueError: a step's shards do not add up to the samples that the previous step left.
 
     >>> remaining(8, 13, 0, []).tolist()
     [3, 2, 7, 0, 4, 1, 5, 6]
@@ -156,8 +157,8 @@ def remaining(n: int, seed: int, epoch: int, history: Sequence[Step], *, shuffle
     for number, step in enumerate(history):
         if sum(step.sizes) != len(pool):
             raise InvalidValueError(
-                f"step {number} of the history cuts up {sum(step.sizes)} samples, where {len(pool)} are left; "
-                "load the state that was saved for this dataset"
+                f"step {number} of the history cuts up {sum(step.sizes)} samples, where {len(pool)} are "
+                "left; load the state that was saved for this dataset"
             )
         stops = list(accumulate(step.sizes))
         parts = []

@@ -1,7 +1,9 @@
-"""How many samples each shard of a job gets: by number, by the room that the nodes have, and within what they hold.
+"""Decides how many samples each shard of a job gets: by number, by the room of the nodes, and within that
+room.
 
-Every rank must come to the same answer, or samples would be visited twice or never. So whatever differs between nodes
-is exchanged through the process group, or given by hand, and what is neither is an error, never a guess.
+Every rank must come to the same answer, or samples would be visited twice or never. So values that differ
+between nodes are exchanged through the process group, or given by hand. A value that is neither is an error,
+never a guess.
 """
 
 from __future__ import annotations
@@ -16,31 +18,31 @@ from castore.adapters.torch.shard_plan import Step, permutation, shard_sizes
 from castore.errors import InvalidValueError
 from castore.units import format_size, parse_size
 
-# Read from the source to learn how large a sample is.
+# The number of samples read from the source to learn how large a sample is.
 _SAMPLES = 8
 
 
 class Nodes(NamedTuple):
-    """The nodes of a job: which of them each rank runs on, and the bytes that each can cache."""
+    """The nodes of a job: the node of each rank, and the bytes that each node can cache."""
 
     of_rank: tuple[int, ...]
     rooms: tuple[int, ...]
 
     def rooms_of_ranks(self) -> tuple[int, ...]:
-        """The bytes for each rank: those of a node are shared out among its ranks."""
+        """The bytes for each rank: the ranks of a node share its bytes equally."""
         return tuple(self.rooms[node] // self.of_rank.count(node) for node in self.of_rank)
 
 
 def find_rooms(own: int, ranks: Ranks, given: Sequence[int | str] | None, *, same_everywhere: bool) -> Nodes:
-    """What every node can cache, the same answer on all ranks.
+    """The bytes that every node can cache; the answer is the same on all ranks.
 
     Args:
         own: bytes that this node can cache.
         given: the bytes of each node, where the caller knows them.
-        same_everywhere: all nodes can be taken to have what this one has.
+        same_everywhere: all nodes can be assumed to have as much as this one.
 
     Raises:
-        InvalidValueError: the nodes may differ, and there is no way to ask them.
+        InvalidValueError: the nodes may differ, and without a process group they cannot exchange their room.
     """
     if given is not None:
         return _by_number(ranks, [parse_size(room) for room in given])
@@ -52,23 +54,24 @@ def find_rooms(own: int, ranks: Ranks, given: Sequence[int | str] | None, *, sam
     if same_everywhere:
         return _by_number(ranks, [own] * ranks.nodes)
     raise InvalidValueError(
-        f"the room of the {ranks.nodes} nodes decides about the shards, and they cannot tell each other theirs: call "
-        "torch.distributed.init_process_group before, or give rooms=[...], the bytes that each node can cache"
+        f"the room of the {ranks.nodes} nodes decides about the shards, and they cannot tell each other "
+        "theirs: call torch.distributed.init_process_group before, or give rooms=[...], the bytes that each "
+        "node can cache"
     )
 
 
 def ranks_on_each(ranks: Ranks) -> int:
-    """How many ranks every node runs, if all run as many.
+    """How many ranks every node runs, if all nodes run as many.
 
     Raises:
-        InvalidValueError: they do not, so nobody here knows which rank is where.
+        InvalidValueError: the nodes run different numbers, so that this process cannot place the ranks.
     """
-    # One who says "I am the only replica" is the only one, whatever runs beside it.
+    # A world of one replica, given by the caller, has one rank on this node, whatever runs beside it.
     here = min(ranks.local_world_size, ranks.world_size)
     if here * ranks.nodes != ranks.world_size:
         raise InvalidValueError(
-            f"{ranks.nodes} nodes run {ranks.world_size} ranks, and {ranks.local_world_size} of them here, so not all "
-            "alike: call torch.distributed.init_process_group before; for consumed, give a list"
+            f"{ranks.nodes} nodes run {ranks.world_size} ranks, and {ranks.local_world_size} of them here, "
+            "so not all alike: call torch.distributed.init_process_group before; for consumed, give a list"
         )
     return here
 
@@ -83,7 +86,7 @@ def _by_number(ranks: Ranks, rooms: Sequence[int]) -> Nodes:
 
 
 def _gather(own: tuple[int, int]) -> list[tuple[int, int]] | None:
-    """What all ranks say; None without a process group."""
+    """The values of all ranks; None without a process group."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
@@ -97,16 +100,17 @@ def _as_told(gathered: list[tuple[int, int]], ranks: Ranks) -> Nodes:
     found = {node for node, _ in gathered}
     if len(gathered) != ranks.world_size or found != set(range(ranks.nodes)):
         raise InvalidValueError(
-            f"the process group has {len(gathered)} ranks on nodes {sorted(found)}, but this rank was told of "
-            f"{ranks.world_size} ranks on {ranks.nodes} nodes; leave rank and num_replicas out, or give rooms=[...]"
+            f"the process group has {len(gathered)} ranks on nodes {sorted(found)}, but this rank was told "
+            f"of {ranks.world_size} ranks on {ranks.nodes} nodes; leave rank and num_replicas out, or give "
+            "rooms=[...]"
         )
-    # Ranks of a node look at slightly different moments: the least is what all of them can count on.
+    # The ranks of a node measure at slightly different moments: all of them can count on the least room.
     rooms = tuple(min(room for node, room in gathered if node == number) for number in range(ranks.nodes))
     return Nodes(tuple(node for node, _ in gathered), rooms)
 
 
 def sample_bytes(data: Any, n: int, seed: int) -> float:
-    """The mean size of a cached sample, from a few that every rank picks alike."""
+    """The mean size of a cached sample, from a few samples that every rank picks alike."""
     picked = permutation(n, seed)[:_SAMPLES].tolist()
     return math.fsum(len(pack(data[index])) for index in picked) / len(picked) if picked else 1.0
 
@@ -118,7 +122,7 @@ def whole_shards(n: int, weights: Sequence[int]) -> Step:
 
 
 def cut_shards(sizes: Sequence[int], rooms: Sequence[int], each: float, overflow: float) -> Step:
-    """Shards of these sizes, each cut to what its room holds and the fraction `overflow` of that.
+    """Shards of these sizes, each cut to the capacity of its room plus the fraction `overflow` of it.
 
     Args:
         each: bytes of a sample.
@@ -132,7 +136,7 @@ def check_least(step: Step, least: int, rooms: Sequence[int] | None) -> None:
     """Refuse shards with fewer samples than the caller needs.
 
     Args:
-        rooms: the bytes that each shard was cut to.
+        rooms: the bytes to which each shard was cut.
 
     Raises:
         InvalidValueError: a shard is smaller; the message says why.
@@ -144,9 +148,10 @@ def check_least(step: Step, least: int, rooms: Sequence[int] | None) -> None:
     if size >= least and rooms is not None:
         raise InvalidValueError(
             f"min_elements is {least}, but shard {shard} can keep {kept} of its {size} samples in "
-            f"{format_size(rooms[shard])} of cache; raise memory_size, disk_size or overflow, or lower min_elements"
+            f"{format_size(rooms[shard])} of cache; raise memory_size, disk_size or overflow, or lower "
+            "min_elements"
         )
     raise InvalidValueError(
-        f"min_elements is {least}, but {sum(step.sizes)} samples in {len(step.sizes)} shards leave {kept} for shard "
-        f"{shard}; lower min_elements, or use fewer shards"
+        f"min_elements is {least}, but {sum(step.sizes)} samples in {len(step.sizes)} shards leave {kept} "
+        f"for shard {shard}; lower min_elements, or use fewer shards"
     )

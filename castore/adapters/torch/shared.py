@@ -1,8 +1,9 @@
 """SharedCache: samples in slots of shared memory, one copy for all workers and ranks of a node.
 
-Surface and idea are stocaching's (https://github.com/charl-ai/stochastic-caching). Samples are checked on their way in
-and copied on their way out. Must never hand out memory that others see, nor a sample that is not whole. The read path
-is flat on purpose: a word, a copy, the word again (see `castore.shm.slots`).
+Interface and idea are stocaching's (https://github.com/charl-ai/stochastic-caching). The cache checks samples
+when they are set, and copies them when they are read. Must never hand out memory that others see, nor a
+sample that is not whole. The read path is deliberately flat: a word, a copy, the word again (see
+`castore.shm.slots`).
 """
 
 from __future__ import annotations
@@ -39,19 +40,21 @@ _READY = int(SlotState.READY)
 class SharedCache:
     """A list of slots in shared memory, one for each sample that fits.
 
-    The dataset makes the cache in its ``__init__``; workers and ranks get at the same memory under every start method,
-    and the last user takes it away. Which samples are kept is decided by index: the first ``len(cache)``.
+    The dataset makes the cache in its ``__init__``. Workers and ranks access the same memory under every
+    start method, and the last user frees it. The index decides which samples are kept: the first
+    ``len(cache)``.
 
     Args:
-        size_limit_gib: GiB for samples, fractions too, or a text like "32GB". The slots' states come on top, 4
-            bytes for each sample of the dataset; ragged samples need about 50 more each.
+        size_limit_gib: GiB for samples, fractions too, or a text like "32GB". The slots' states take 4 more
+            bytes for each sample of the dataset; ragged samples take about 50 more each.
         dataset_len: how many samples the dataset has.
-        data_dims: the dimensions of a sample, such as (3, 32, 32). None for one that varies; None in their place
-            if even their number does. For samples of several tensors a tuple or dict of such.
-        dtype: of the samples; one for all tensors of a sample, or a tuple or dict like `data_dims`.
-        name: processes of this user that give the same name share one cache. None: under torchrun the ranks of a
-            node share the cache that each makes first, second, ... with the same arguments; else it is private to
-            this process and those that get it from here.
+        data_dims: the dimensions of a sample, such as (3, 32, 32). A dimension that varies is None; None
+            instead of all dimensions if even their number varies. For samples of several tensors a tuple or
+            dict of such.
+        dtype: the dtype of the samples; one for all tensors of a sample, or a tuple or dict like `data_dims`.
+        name: processes of this user that give the same name share one cache. None: under torchrun the ranks
+            of a node share the cache that each makes first, second, ... with the same arguments; otherwise
+            the cache is private to this process and those that inherit it or receive it from here.
 
     Raises:
         InvalidValueError: an argument makes no sense, or not one sample fits in the limit.
@@ -89,7 +92,7 @@ class SharedCache:
             name = common_name("shared", layout)
         segment = Segment(name, _start(count) + size, layout, reserve=not structure.varies)
         self._attach(segment, structure, count, slots, limit)
-        # As text: a handler that keeps its records would keep the memory.
+        # Log text: a handler that keeps its records would keep the cache's memory.
         _log.info("%s", repr(self))
 
     def _attach(self, segment: Segment, structure: Structure, count: int, slots: int, limit: int) -> None:
@@ -98,7 +101,8 @@ class SharedCache:
         self._arguments = (count, slots, limit)
         end, start = Slots.needed(count), _start(count)
         if structure.varies:
-            # By who attaches too: whoever made it may not have come so far. Where nothing varies, all of it is.
+            # Every process that attaches reserves: the creator may not have come so far. Slots of fixed size
+            # are reserved whole.
             segment.reserve(0, end)
         self._slots = Slots(segment.buffer[:end], slots)
         self._words = self._slots.words
@@ -117,10 +121,15 @@ class SharedCache:
 
     def __repr__(self) -> str:
         count, slots, _ = self._arguments
-        return f"SharedCache({self._segment.name!r}, {slots} of {count} samples, {format_size(self._segment.size)})"
+        return (
+            f"SharedCache({self._segment.name!r}, {slots} of {count} samples, "
+            f"{format_size(self._segment.size)})"
+        )
 
     def __len__(self) -> int:
-        """How many slots there are. Of ragged samples nobody knows how many fit: as many as the dataset has."""
+        """The number of slots. For ragged samples, whose fitting number is unknown, the length of the
+        dataset.
+        """
         return self._arguments[1]
 
     def get_slot(self, idx: int, allow_oob_idx: bool = True, allow_empty_slot: bool = True) -> Any:
@@ -129,10 +138,11 @@ class SharedCache:
         Args:
             idx: index in the dataset, from 0.
             allow_oob_idx: whether an index beyond the cache, but not beyond the dataset, gives None.
-            allow_empty_slot: whether a slot that nobody has set gives None.
+            allow_empty_slot: whether an empty slot gives None.
 
         Raises:
-            OutOfRangeError: `idx` is no index of the dataset, or beyond the cache and that is not allowed. An IndexError.
+            OutOfRangeError: `idx` is no index of the dataset, or beyond the cache and that is not allowed. An
+                IndexError.
             SlotError: the slot is empty and that is not allowed. A RuntimeError.
         """
         if type(idx) is int and 0 <= idx < len(words := self._words):
@@ -144,12 +154,12 @@ class SharedCache:
         return self._get(self._index(idx), allow_oob_idx, allow_empty_slot)
 
     def get_slots(self, indices: Iterable[int]) -> list[Any]:
-        """Copies of many samples at once, None for each that is not there; order and duplicates are kept.
+        """Copies of many samples at once, None for each missing sample; order and duplicates are kept.
 
-        Faster than one by one. The tensors of one call share a storage, which only the caller has.
+        Faster than single calls. The tensors of one call share a storage, which only the caller has.
 
         Raises:
-            OutOfRangeError: one of them is no index of the dataset.
+            OutOfRangeError: an index is not in the dataset.
         """
         chosen = self._indices(indices)
         words = self._words
@@ -159,19 +169,20 @@ class SharedCache:
         found = [next(samples) if word & _READY else None for word in before]
         if [words[index] for index in chosen] == before:
             return found
-        # Some changed meanwhile: those again, each for itself.
+        # Some slots changed during the copy: read those again, one by one.
         return [
             sample if words[index] == word else self.get_slot(index)
             for index, word, sample in zip(chosen, before, found, strict=True)
         ]
 
     def get_batch(self, indices: Iterable[int]) -> Any:
-        """Copies of many samples as one tensor of shape (number of indices, dimensions of a sample), or a tuple or dict of such.
+        """Copies of many samples as one batch; None if a sample is missing.
 
-        Faster than `get_slots`, whose samples a loader has to put together; see `collate`. None if one of them is not there.
+        A batch is a tensor of shape (number of indices, dimensions of a sample), or a tuple or dict of such.
+        Faster than `get_slots`, whose samples a loader has to put together; see `collate`.
 
         Raises:
-            OutOfRangeError: one of them is no index of the dataset.
+            OutOfRangeError: an index is not in the dataset.
             InvalidValueError: the cache is for ragged samples.
         """
         chosen = self._indices(indices)
@@ -193,16 +204,18 @@ class SharedCache:
 
         Args:
             idx: index in the dataset, from 0.
-            value: a sample like those that were announced.
-            allow_oob_idx: whether to do nothing if the cache has no room for it; else that is an error.
-            allow_overwrite: whether to put it in place of what is there.
+            value: a sample of the announced structure.
+            allow_oob_idx: whether to do nothing if the cache has no room for the sample; otherwise that is an
+            error.
+            allow_overwrite: whether to replace a sample that is there.
 
         Raises:
             InvalidValueError: the value has another shape, dtype or form than announced.
-            OutOfRangeError: `idx` is no index of the dataset, or beyond the cache and that is not allowed. An IndexError.
+            OutOfRangeError: `idx` is no index of the dataset, or beyond the cache and that is not allowed. An
+                IndexError.
             SlotError: this thread itself has set the slot, and overwriting is not allowed. A RuntimeError.
-            FullError: there is no room for a ragged sample and that is not allowed; or, allowed or not, ``/dev/shm``
-                has been filled by others.
+            FullError: there is no room for a ragged sample and that is not allowed; or, allowed or not, other
+                users have filled ``/dev/shm``.
         """
         index = self._index(idx)
         if self._within(index, allow_oob_idx) and self._is_open(index, allow_overwrite):
@@ -218,7 +231,7 @@ class SharedCache:
         allow_oob_idx: bool = True,
         allow_overwrite: bool = False,
     ) -> None:
-        """`set_slot` for many samples at once; nothing is set if one of them is refused."""
+        """`set_slot` for many samples at once; sets none if one of them is refused."""
         chosen, samples = self._indices(indices), list(values)
         if len(chosen) != len(samples):
             raise InvalidValueError(
@@ -235,19 +248,19 @@ class SharedCache:
             self._tell_full(index, one, allow_oob_idx)
 
     def __getitem__(self, idx: int) -> Any:
-        """A copy of sample ``idx``, which must be there; negative indices count from the last slot."""
+        """A copy of sample ``idx``, which must be set; negative indices count from the last slot."""
         return self._get(self._place(idx), False, False)
 
     def __setitem__(self, idx: int, value: Any) -> None:
-        """Keep a copy of ``value`` as sample ``idx``, in place of what is there."""
+        """Keep a copy of ``value`` as sample ``idx``, in place of an earlier one."""
         self.set_slot(self._place(idx), value, allow_oob_idx=False, allow_overwrite=True)
 
     @property
     def array(self) -> Any:
         """All slots as one tensor of shape (len(cache), *data_dims), or a tuple or dict of such.
 
-        Shows what is set later too, and zeros where nothing is. Written to, it changes for this process alone. Not for
-        ragged samples.
+        The tensor also shows samples that are set later, and zeros in empty slots. Writes to it change only
+        this process's view. Not for ragged samples.
         """
         return self._room.view(self._mapped())
 
@@ -255,26 +268,27 @@ class SharedCache:
     def aux_array(self) -> torch.Tensor:
         """The state of every sample of the dataset: 0 not set, 1 set, 2 out of the cache's range; uint8.
 
-        Shows what is set later too. Written to, it changes for this process alone.
+        The tensor also shows later changes. Writes to it change only this process's view.
         """
         count = self._arguments[0]
         words = torch.frombuffer(self._mapped(), dtype=torch.uint8, count=Slots.needed(count))
-        # The lowest byte of each word is made for this: see castore.shm.slots.
+        # The lowest byte of each word has this purpose: see castore.shm.slots.
         return words.view(count, -1)[:, 0]
 
     def clear(self) -> None:
-        """Empty all slots, for everybody."""
+        """Empty all slots, for all processes."""
         with self._segment.lock():
             self._slots.clear()
             self._room.clear()
 
     def close(self) -> None:
-        """Leave; the last user's leaving frees the memory. Happens by itself when the cache is no longer used."""
+        """Leave the cache; the last user frees the memory. Happens by itself once the cache is unused."""
         self._words = self._words[:0]
         self._private = None
         self._segment.close()
 
-    # --- reading --------------------------------------------------------------------------------------
+    # --- reading
+    # --------------------------------------------------------------------------------------------------
 
     def _get(self, index: int, allow_oob_idx: bool, allow_empty_slot: bool) -> Any:
         if not self._within(index, allow_oob_idx):
@@ -286,7 +300,8 @@ class SharedCache:
         if allow_empty_slot:
             return None
         if word & STATE == SlotState.WRITING:
-            # Its writer has the lock: once we have it, the sample is there, or the writer is gone.
+            # The writer holds the lock: once this thread has the lock, the sample is there, or the writer has
+            # died.
             with self._segment.lock():
                 if self._words[index] & _READY:
                     return self._read(index)
@@ -297,31 +312,36 @@ class SharedCache:
             self._private = self._segment.private()
         return self._private
 
-    # --- writing --------------------------------------------------------------------------------------
+    # --- writing
+    # --------------------------------------------------------------------------------------------------
 
     def _is_open(self, index: int, allow_overwrite: bool) -> bool:
-        """Whether the slot may be set now; it may have changed by the time we hold the lock."""
+        """Whether the slot may be set now; that may have changed by the time this thread holds the lock."""
         word = self._words[index]
         if allow_overwrite or word & _READY == 0:
             return True
         if self._own()[index] == word:
             raise SlotError(
-                f"slot {index} holds a sample that was set from here; pass allow_overwrite=True to put another there"
+                f"slot {index} holds a sample that was set from here; pass allow_overwrite=True to put "
+                "another there"
             )
         return False
 
     def _own(self) -> memoryview:
-        """The words under which this thread published: who meets one again was not outrun by another."""
+        """The words under which this thread published: a thread that meets its own word was not outrun by
+        another.
+        """
         own: memoryview | None = getattr(self._thread, "words", None)
         if own is None:
             own = self._thread.words = memoryview(bytearray(Slots.needed(len(self)))).cast("I")
         return own
 
     def _set(self, index: int, values: list[torch.Tensor], allow_overwrite: bool) -> bool:
-        """Write a sample, holding the lock; False if there is no room for it."""
+        """Write a sample; False if there is no room for it. The caller holds the lock."""
         if not allow_overwrite and self._words[index] & _READY:
             return True
-        # Fails anything from here on, the slot stays claimed: nobody reads it, and the next to set it takes it over.
+        # After a failure from here on, the slot stays claimed: nobody reads it, and the next writer takes it
+        # over.
         self._slots.claim(index)
         if not self._room.write(index, values):
             self._slots.release(index)
@@ -339,7 +359,8 @@ class SharedCache:
             self._told_full = True
             _log.info("%s", message)
 
-    # --- indices --------------------------------------------------------------------------------------
+    # --- indices
+    # --------------------------------------------------------------------------------------------------
 
     def _within(self, index: int, allow_oob_idx: bool) -> bool:
         """Whether the cache has a slot for the index."""
@@ -378,7 +399,7 @@ class SharedCache:
 
 
 def get_shm_size() -> float:
-    """The size of ``/dev/shm`` in GiB. A cache cannot be larger; what others keep there counts against it too.
+    """The size of ``/dev/shm`` in GiB. A cache cannot be larger, and other users' segments count too.
 
     >>> cache = SharedCache(min(0.01, 0.5 * get_shm_size()), dataset_len=10, data_dims=(3, 8, 8))
     """
@@ -401,5 +422,5 @@ def _index(value: Any, what: str) -> int:
 
 
 def _start(count: int) -> int:
-    """Where the samples begin: after the words, at a multiple of what arenas and processors like."""
+    """The offset of the samples: after the words, at a multiple that suits arenas and processors."""
     return -(-Slots.needed(count) // _ALIGNMENT) * _ALIGNMENT

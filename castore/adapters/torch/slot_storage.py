@@ -1,10 +1,11 @@
-"""Where the tensors of a shared cache lie: in columns if all samples have one shape, else as records in an arena.
+"""Storage of a shared cache's tensors: columns if all samples have one shape, otherwise records in an arena.
 
-Both read without a lock and hand out copies; whether a copy is whole is told by the slot's word, looked at before and
-after. Both are written under the segment's lock. Never hands out memory that others see.
+Both storages read without a lock and hand out copies; the slot's word, read before and after, tells whether a
+copy is whole. Both are written under the segment's lock. Must never hand out memory that others see.
 
-Bytes are copied by NumPy, not by torch: torch's threads do not survive a fork, so that a child would wait for them for ever,
-maybe with the lock held, and on busy cores a copy waits for the slowest of them.
+NumPy copies the bytes, not torch: torch's threads do not survive a fork, so that a child process would wait
+for them for ever, maybe with the lock held. On busy cores a copy by torch also waits for the slowest of its
+threads.
 """
 
 from __future__ import annotations
@@ -26,35 +27,35 @@ from castore.units import format_size, parse_size
 
 GIB = 1 << 30
 _ALIGNMENT = 64
-# Of a tensor in a record of its own: enough for complex128, and what Python gives a bytearray.
+# Alignment of a tensor in its own record: enough for complex128, and the alignment of Python's bytearray.
 _PAYLOAD_ALIGNMENT = 16
 
 
 class Room(Protocol):
-    """What a cache asks of the place where its samples lie."""
+    """The interface of the storage that a cache uses."""
 
     @property
     def read(self) -> Callable[[int], Any]:
-        """A copy of the sample in a slot. Not a method, so that no call stands between."""
+        """A copy of the sample in a slot. An attribute, not a method: it saves the cost of a call."""
 
     def gather(self, indices: list[int]) -> Sequence[Any]:
         """Copies of several samples, in order."""
 
     def batch(self, indices: list[int]) -> Any:
-        """The same, as one tensor, or one for each part."""
+        """Copies of several samples as one tensor, or one for each part."""
 
     def write(self, index: int, values: list[torch.Tensor]) -> bool:
         """Put a sample there; False if there is no room for it."""
 
     def clear(self) -> None:
-        """All slots are empty now."""
+        """Empty all slots."""
 
     def view(self, buffer: memoryview) -> Any:
-        """All samples as they lie in ``buffer``, another mapping of the segment."""
+        """All samples as stored in ``buffer``, another mapping of the segment."""
 
 
 def limit_of(size_limit_gib: Any) -> int:
-    """The bytes that a number of GiB, or a text with a unit, means."""
+    """The bytes that a number of GiB, or a text with a unit, stands for."""
     size = size_limit_gib
     if isinstance(size, str):
         return parse_size(size)
@@ -64,7 +65,7 @@ def limit_of(size_limit_gib: Any) -> int:
 
 
 def plan(structure: Structure, count: int, limit: int) -> tuple[int, int]:
-    """How many of ``count`` samples get a slot within ``limit`` bytes, and how many bytes of a segment that takes."""
+    """How many of ``count`` samples get a slot within ``limit`` bytes, and the bytes that they need."""
     if structure.varies:
         if limit < 1:
             raise InvalidValueError("the limit is 0 bytes, which no sample fits in; give more")
@@ -72,20 +73,21 @@ def plan(structure: Structure, count: int, limit: int) -> tuple[int, int]:
     size = structure.nbytes
     if limit < size:
         raise InvalidValueError(
-            f"the limit is {format_size(limit)}, but a sample takes {format_size(size)}; give at least as much"
+            f"the limit is {format_size(limit)}, but a sample takes {format_size(size)}; give at least as "
+            "much"
         )
     slots = min(count, limit // size) if size else count
     return slots, Columns.needed(slots, structure)
 
 
 class Columns:
-    """One array a part, a row a slot.
+    """One array for each part, one row for each slot.
 
     Args:
         buffer: the segment's bytes.
-        start: the place of the first of `needed` bytes.
+        start: the offset of the first of `needed` bytes.
         slots: how many samples fit.
-        structure: what a sample is; its parts do not vary.
+        structure: the parts of a sample, which do not vary.
     """
 
     def __init__(self, buffer: memoryview, start: int, slots: int, structure: Structure) -> None:
@@ -103,7 +105,7 @@ class Columns:
         return sum(_round_up(slots * part.nbytes, _ALIGNMENT) for part in structure.parts)
 
     def gather(self, indices: list[int]) -> Sequence[Any]:
-        """Copies of several samples, in order. Those of one call share a storage of their own."""
+        """Copies of several samples, in order. The copies of one call share a storage of their own."""
         columns = [block.unbind(0) for block in self._blocks(indices)]
         if self._structure.is_single:
             return columns[0]
@@ -116,7 +118,7 @@ class Columns:
     def _blocks(self, indices: list[int]) -> list[torch.Tensor]:
         places = np.array(indices, np.intp)
         return [
-            # "clip", since that copies to where the rows are to be; the places are known to be within.
+            # Mode "clip" copies straight to the output's place; the indices are known to be in range.
             _as(from_numpy(np.take(rows, places, 0, mode="clip")), part)
             for rows, part in zip(self._arrays, self._structure.parts, strict=True)
         ]
@@ -128,7 +130,7 @@ class Columns:
         return True
 
     def clear(self) -> None:
-        """Zeros everywhere, for those who look at the columns as a whole."""
+        """Set all rows to zero, for readers of whole columns."""
         for rows in self._arrays:
             rows.fill(0)
 
@@ -150,7 +152,7 @@ class Columns:
 
 
 def _reader(rows: np.ndarray[Any, Any], part: Part) -> Callable[[int], torch.Tensor]:
-    # NumPy copies a row in 0.7 of torch's time; each step that a kind of tensor does not need is left out.
+    # NumPy copies a row in 0.7 of torch's time; each kind of tensor takes only the steps that it needs.
     dtype = part.dtype
     if part.dtype is not part.carrier:
         return lambda index: from_numpy(rows[index, ...].copy()).view(dtype)
@@ -165,14 +167,14 @@ def _joined(readers: list[Callable[[int], torch.Tensor]], structure: Structure) 
 
 
 class Records:
-    """One record a sample, of any length: the dimensions of its parts, then their bytes.
+    """One record for each sample, of any length: the dimensions of its parts, then their bytes.
 
     Args:
-        segment: where they lie; not reserved.
-        start: the place of the first of `needed` bytes, a multiple of 64.
+        segment: the segment that holds the records; not reserved.
+        start: the offset of the first of `needed` bytes, a multiple of 64.
         slots: how many samples there are at most.
         size: bytes for records.
-        structure: what a sample is.
+        structure: the parts of a sample.
     """
 
     def __init__(self, segment: Segment, start: int, slots: int, size: int, structure: Structure) -> None:
@@ -181,11 +183,11 @@ class Records:
 
     @staticmethod
     def needed(slots: int, size: int) -> int:
-        """Bytes of a segment that records of ``size`` bytes in all take."""
+        """Bytes of a segment for records of ``size`` bytes in all."""
         return Arena.needed(slots, size)
 
     def read(self, index: int) -> Any:
-        """A copy of the sample in a slot; None if it goes just now."""
+        """A copy of the sample in a slot; None if the sample is being removed."""
         record = self._arena.read(index)
         return None if record is None else self._unpack(record)
 
@@ -194,7 +196,7 @@ class Records:
         return [self.read(index) for index in indices]
 
     def batch(self, indices: list[int]) -> Any:
-        """There is no such thing."""
+        """Not available for ragged samples: raises."""
         raise InvalidValueError("samples that differ in shape make no batch; read them with get_slots")
 
     def write(self, index: int, values: list[torch.Tensor]) -> bool:
@@ -203,11 +205,11 @@ class Records:
         return self._arena.put(index, pieces, sum(map(len, pieces)))
 
     def clear(self) -> None:
-        """Give back the room of all records."""
+        """Free all records."""
         self._arena.clear()
 
     def view(self, buffer: memoryview) -> Any:
-        """There is no such thing."""
+        """Not available for ragged samples: raises."""
         raise InvalidValueError(
             "samples that differ in shape lie in no common array; read them with get_slots(range(len(cache)))"
         )
@@ -243,12 +245,12 @@ def _padding(piece: bytes | torch.Tensor) -> bytes:
 
 
 def _as(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """The carrier's bytes as what they are."""
+    """The carrier's bytes with the part's own dtype."""
     return tensor if part.dtype is part.carrier else tensor.view(part.dtype)
 
 
 def _carried(value: torch.Tensor, part: Part) -> np.ndarray[Any, Any]:
-    """A tensor of the user's as NumPy has its carrier."""
+    """A user's tensor as a NumPy array of its carrier's dtype."""
     if value.device.type != "cpu" or value.is_conj() or value.is_neg():
         value = value.cpu().resolve_conj().resolve_neg()
     return (value if part.dtype is part.carrier else value.view(part.carrier)).numpy()

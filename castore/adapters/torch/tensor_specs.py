@@ -1,7 +1,8 @@
-"""What a sample in shared memory is made of: one tensor, or a tuple or dict of them, with the shapes to be expected.
+"""The structure of samples in shared memory: one tensor, or a tuple or dict of tensors, with the expected
+shapes.
 
-A *part* is one tensor of a sample. Its dimensions are numbers, or None where they may differ from sample to sample.
-Must never let a sample through that would come back as another shape or dtype.
+A *part* is one tensor of a sample. Its dimensions are numbers, or None where they may differ from sample to
+sample. Must never let a sample through that would come back as another shape or dtype.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import torch
 
 from castore.errors import InvalidValueError
 
-#: dtypes that NumPy has too; others travel as integers of their size.
+#: dtypes that NumPy has too; other dtypes are stored as integers of their size.
 _SAME = {
     torch.bool: np.bool_, torch.uint8: np.uint8, torch.int8: np.int8, torch.int16: np.int16,
     torch.int32: np.int32, torch.int64: np.int64, torch.float16: np.float16, torch.float32: np.float32,
     torch.float64: np.float64, torch.complex64: np.complex64, torch.complex128: np.complex128,
 }  # fmt: skip
-#: A slot has room for numbers alone. A parameter is cut from its graph, which is stated.
+#: A slot holds only numbers. Of a parameter it keeps the values without the graph, as documented.
 _KEPT_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -33,9 +34,9 @@ class Part:
     """One tensor of a sample.
 
     Args:
-        path: how the user writes it, for errors: ``sample["image"]``.
-        dims: its dimensions, None for one that may differ; None if even their number may.
-        dtype: its dtype.
+        path: the part as the user writes it, for errors: ``sample["image"]``.
+        dims: the part's dimensions, None for one that may differ; None if even their number may differ.
+        dtype: the part's dtype.
     """
 
     path: str
@@ -44,12 +45,12 @@ class Part:
 
     @property
     def carrier(self) -> torch.dtype:
-        """The dtype under which its bytes are kept: its own, or an integer of the same size."""
+        """The dtype under which the part's bytes are stored: its own, or an integer of the same size."""
         return self.dtype if self.dtype in _SAME else _INTEGERS[self.dtype.itemsize]
 
     @property
     def numpy(self) -> type[np.generic]:
-        """NumPy's word for the carrier."""
+        """NumPy's type for the carrier."""
         return _SAME[self.carrier]
 
     @property
@@ -69,26 +70,28 @@ class Part:
         return prod(self.shape) * self.dtype.itemsize
 
     def take(self, index: int, value: Any) -> torch.Tensor:
-        """``value`` as this part of sample ``index``, apart from any graph; checked."""
+        """``value`` as this part of sample ``index``, checked and detached from any graph."""
         if not isinstance(value, torch.Tensor):
             raise InvalidValueError(
-                f"slot {index}: {self.path} is a {type(value).__name__}, but a tensor of {self} is kept there; "
-                "convert it with torch.as_tensor"
+                f"slot {index}: {self.path} is a {type(value).__name__}, but a tensor of {self} is kept "
+                "there; convert it with torch.as_tensor"
             )
         if type(value) not in _KEPT_PLAIN:
             raise InvalidValueError(
-                f"slot {index}: {self.path} is a {type(value).__name__}, whose class and attributes a slot does not keep; "
-                "convert it with as_subclass(torch.Tensor), or keep it in a BiLevelCachedDataset"
+                f"slot {index}: {self.path} is a {type(value).__name__}, whose class and attributes a slot "
+                "does not keep; convert it with as_subclass(torch.Tensor), or keep it in a "
+                "BiLevelCachedDataset"
             )
         if value.dtype is not self.dtype or not self._admits(value.shape):
             raise InvalidValueError(
-                f"slot {index}: {self.path} has the shape {tuple(value.shape)} and is of {value.dtype}, but a tensor "
-                f"of {self} is kept there; convert it, or make the cache with other data_dims or dtype"
+                f"slot {index}: {self.path} has the shape {tuple(value.shape)} and is of {value.dtype}, but "
+                f"a tensor of {self} is kept there; convert it, or make the cache with other data_dims or "
+                "dtype"
             )
         if value.layout is not torch.strided or value.is_meta:
             raise InvalidValueError(
-                f"slot {index}: {self.path} is a tensor of layout {value.layout} on {value.device}, which has no "
-                "plain bytes; convert it with to_dense()"
+                f"slot {index}: {self.path} is a tensor of layout {value.layout} on {value.device}, which "
+                "has no plain bytes; convert it with to_dense()"
             )
         return value.detach()
 
@@ -104,15 +107,15 @@ class Part:
 
 
 class Structure:
-    """The parts of every sample, and how they hang together.
+    """The parts of every sample, and their nesting.
 
     Args:
-        data_dims: of a tensor its dimensions, None where they vary; of a tuple or dict of tensors a tuple or dict
-            of such. Of a named tuple samples come back as such, too.
+        data_dims: for a tensor its dimensions, None where they vary; for a tuple or dict of tensors a tuple
+            or dict of such. A named tuple makes samples come back as that named tuple.
         dtype: one for all parts, or a tuple or dict of the same form.
 
     Raises:
-        InvalidValueError: they are not understood, or do not fit one another.
+        InvalidValueError: an argument is not understood, or the two do not fit one another.
 
     >>> Structure(((3, 32, 32), ()), (torch.uint8, torch.int64))
     Structure(((3, 32, 32), ()), (torch.uint8, torch.int64))
@@ -121,7 +124,7 @@ class Structure:
     """
 
     def __init__(self, data_dims: Any, dtype: Any) -> None:
-        #: What a pickle, or another process, makes the same structure from.
+        #: The arguments from which a pickle, or another process, makes the same structure.
         self.arguments = (data_dims, dtype)
         self._keys: tuple[str, ...] | None = None
         self._named: Any = type(data_dims) if hasattr(data_dims, "_fields") else None
@@ -153,7 +156,8 @@ class Structure:
         else:
             return [dtype] * count
         raise InvalidValueError(
-            f"dtype is {dtype!r}, but data_dims is {self.arguments[0]!r}; give one dtype, or one for each part"
+            f"dtype is {dtype!r}, but data_dims is {self.arguments[0]!r}; give one dtype, or one for each "
+            "part"
         )
 
     @property
@@ -170,7 +174,8 @@ class Structure:
         """The parts of sample ``index``.
 
         Raises:
-            InvalidValueError: it is not of this structure; names the part, what was expected and what was found.
+            InvalidValueError: the sample has another structure; the message names the part, what was expected
+                and what was found.
         """
         if self.is_single:
             return [self.parts[0].take(index, sample)]
@@ -189,7 +194,7 @@ class Structure:
         return [part.take(index, value) for part, value in zip(self.parts, sample, strict=True)]
 
     def build(self, values: Sequence[Any]) -> Any:
-        """One value a part, put together as the user has them."""
+        """Combine one value for each part in the user's form."""
         if self.is_single:
             return values[0]
         if self._keys is not None:
@@ -197,7 +202,7 @@ class Structure:
         return tuple(values) if self._named is None else self._named(*values)
 
     def describe(self) -> dict[str, Any]:
-        """All of it, as JSON can say it."""
+        """The whole structure, as JSON values."""
         dims = [None if part.dims is None else list(part.dims) for part in self.parts]
         dtypes = [str(part.dtype).removeprefix("torch.") for part in self.parts]
         if self._keys is not None:

@@ -1,8 +1,8 @@
-"""TwoLevels: records by index, in shared memory and on disk, as one thing that all workers and ranks of a node use.
+"""TwoLevels: records by index, in shared memory and on disk, shared by all workers and ranks of a node.
 
-One segment holds the memory level and all that they must agree on: what is where, how often it was used, how much was hit.
-A record moves up when it is used so much more than another that it takes its place, and down when it loses it;
-nothing else moves. Knows indices and bytes, not samples or datasets.
+One segment holds the memory level and the state that all processes share: the place of each record, its uses,
+the hits. A record moves up when its use is so far ahead of another's that it takes the other's place, and
+down when it loses its own; nothing else moves. Knows indices and bytes, not samples or datasets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from castore.shm.segments import Segment, is_alive
 from castore.shm.tallies import Tallies
 from castore.units import format_size
 
-# The segment's first words: whether it is set up, the disk level's limit, the clock of the policy.
+# The segment's first words: whether it is set up, the disk level's limit, the policy's clock.
 _READY, _DISK_LIMIT, _CLOCK, _WORDS = range(4)
 _TALLIES_AT = 64
 _RUN = "run-"
@@ -31,12 +31,13 @@ _RUN = "run-"
 class TwoLevels:
     """The levels of one dataset on one node.
 
-    Args:
+    items: the number of indices.
         items: how many indices there are.
-        memory_cache_size, disk_cache_size, disk_cache_path, write_through, keep, codec: as in `BiLevelCachedDataset`.
-        name: of the segment; None for this process and its children alone.
+        memory_cache_size, disk_cache_size, disk_cache_path, write_through, keep, codec: as in
+            `BiLevelCachedDataset`.
+        name: the segment's name; None for a segment of this process and its children alone.
         key: what identifies the data: the folder of its entries in the store.
-        sharers: how many such levels take their parts of the disk's size.
+        sharers: how many such levels divide the size of the disk level.
 
     Raises:
         As `BiLevelCachedDataset`.
@@ -85,7 +86,7 @@ class TwoLevels:
             raise
 
     def _set_up_disk(self, size: Size, folder: str | os.PathLike[str], codec: str) -> Store:
-        """The store, bounded; the first to come decides the limit, and looks what is there."""
+        """The bounded store. The first process to come decides the limit, and scans the store for samples."""
         if not os.path.exists(folder):
             refuse_full_disk(folder)
         self._segment.reserve(0, _arena_at(self._items))
@@ -98,7 +99,8 @@ class TwoLevels:
                     store.delete_many(entry.name for entry in store.entries(self._prefix))
                 self._look(store)
                 words[_READY] = 1
-        # The store keeps the limit too, and drops what was used longest ago: samples of earlier versions of the data.
+        # The store keeps the limit too. It evicts the least recently used entries: samples of earlier
+        # versions.
         return Store(folder, codec=codec, memory=0, max_size=words[_DISK_LIMIT])
 
     def _look(self, store: Store) -> None:
@@ -109,7 +111,7 @@ class TwoLevels:
                 table.set(int(number), max(1, entry.stored))
 
     def _lay_out(self) -> None:
-        """The parts, over the segment: in every process that has a copy."""
+        """Set up the parts over the segment, in every process that has a copy."""
         segment, items = self._segment, self._items
         segment.reserve(0, _arena_at(items))
         words = segment.buffer[: 8 * _WORDS].cast("Q")
@@ -160,11 +162,11 @@ class TwoLevels:
         return any(level is not None and index in level for level in (self.memory, self.disk))
 
     def has_room(self, length: int) -> bool:
-        """Whether a record of so many bytes would be kept without another going."""
+        """Whether a record of so many bytes would be kept without evicting another."""
         return any(level is not None and level.has_room(length) for level in (self.memory, self.disk))
 
     def get(self, index: int) -> bytearray | bytes | None:
-        """The record of an index, from memory as a bytearray, from disk as bytes; or None. Counts as a use."""
+        """The record of an index (bytearray from memory, bytes from disk), or None. Counts as a use."""
         self._use(index)
         if self.memory is not None:
             record = self.memory.get(index)
@@ -180,18 +182,18 @@ class TwoLevels:
         return None
 
     def reject(self, index: int, record: bytearray | bytes) -> None:
-        """Forget what `get` gave, which is no record of the caller's after all: no hit, but a miss."""
+        """Forget a record that the caller of `get` cannot read: count a miss in place of the hit."""
         level = self.memory if isinstance(record, bytearray) else self.disk
         assert level is not None
         level.recount(len(record))
         self.reads.add()
-        # What came from disk may have moved up on its way.
+        # A record from disk may have moved up on its way.
         for level in (self.memory, self.disk):
             if level is not None and index in level:
                 level.remove(index)
 
     def put(self, index: int, record: Buffer) -> None:
-        """Offer the record of an index to the levels. One that is larger than either is not kept, with a warning."""
+        """Offer the record of an index to the levels. Warns if the record is larger than either level."""
         if len(record) > self._largest:
             self._tell_too_large(index, len(record))
             return
@@ -200,18 +202,19 @@ class TwoLevels:
             self.disk.offer(index, record)
 
     def _tell_too_large(self, index: int, length: int) -> None:
-        # Once a process, as where a level cannot grow: a cache that keeps nothing must not be silent about it.
+        # Once a process, as for a level that cannot grow: a cache that keeps nothing must not be silent about
+        # it.
         if not self._told_too_large:
             self._told_too_large = True
             warnings.warn(
-                f"sample {index} takes {format_size(length)}, and a level holds {format_size(self._largest)} in all: it is "
-                "not cached; raise memory_cache_size or disk_cache_size",
+                f"sample {index} takes {format_size(length)}, and a level holds {format_size(self._largest)} "
+                "in all: it is not cached; raise memory_cache_size or disk_cache_size",
                 RuntimeWarning,
                 stacklevel=5,
             )
 
     def flush(self) -> None:
-        """Write on disk, as far as there is room, what is only in memory."""
+        """Write records that are only in memory to disk, as far as there is room."""
         if self.memory is None or self.disk is None:
             return
         for index in range(self._items):
@@ -223,13 +226,13 @@ class TwoLevels:
         assert self.memory is not None
         kept, gone = self.memory.offer(index, record)
         if gone is not None and self.disk is not None and not self.disk.offer(*gone) and index in self.disk:
-            # They change places: the one that moved up has no need of its copy down there.
+            # Records change places: the one that moved up no longer needs its copy on disk.
             self.disk.remove(index)
             self.disk.offer(*gone)
         return kept
 
     def close(self) -> None:
-        """Leave. With ``keep=False`` the last to leave takes the samples off the disk."""
+        """Leave the levels. With ``keep=False`` the last process to leave removes the samples from disk."""
         if self._segment.closed:
             return
         self.memory = self.disk = None
@@ -245,14 +248,14 @@ def _memory_bytes(size: Size, items: int) -> int:
     found = memory_bytes(size, "memory_cache_size")
     if found <= fixed_bytes(items):
         raise InvalidValueError(
-            f"memory_cache_size={size!r} is below the {format_size(fixed_bytes(items))} that the tables for {items} "
-            "samples take, so no sample would fit; raise it, or take 0 for no memory level"
+            f"memory_cache_size={size!r} is below the {format_size(fixed_bytes(items))} that the tables for "
+            f"{items} samples take, so no sample would fit; raise it, or take 0 for no memory level"
         )
     return found
 
 
 def fixed_bytes(items: int) -> int:
-    """What the tables of a memory level take, whatever it holds."""
+    """Bytes of a memory level's tables, whatever the level holds."""
     return _arena_at(items) + Arena.needed(items, 0)
 
 
@@ -269,7 +272,7 @@ def _arena_at(items: int) -> int:
 
 
 def _clear_dead_runs(store: Store) -> None:
-    """Remove what runs with ``keep=False`` left that were killed."""
+    """Remove samples that killed runs with ``keep=False`` left."""
     runs = {entry.name.partition("/")[0] for entry in store.entries() if entry.name.startswith(_RUN)}
     for run in runs:
         if not is_alive(run.removeprefix(_RUN)):

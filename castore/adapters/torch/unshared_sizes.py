@@ -1,8 +1,9 @@
-"""Sizes of levels that the ranks of a node do not share, because nobody can tell whether their data is the same.
+"""Sizes of levels that the ranks of a node do not share, because their data cannot be compared.
 
-A dataset without a fingerprint may be another one in each rank: one level for all would hand out wrong samples. So each
-rank keeps samples of its own, in an equal part of what the node was given. All ranks of the node must work with the same
-sizes, since shards may be cut by them; whoever comes first decides, in a segment of shared memory. Knows sizes, not data.
+A dataset without a fingerprint may differ from rank to rank: one level for all would hand out wrong samples.
+So each rank keeps its own samples, in an equal part of the node's sizes. All ranks of the node must work with
+the same sizes, since shards may be cut by them. The first rank to come decides the sizes, in a segment of
+shared memory. Knows sizes, not data.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ _READY, _MEMORY, _DISK, _WORDS = range(4)
 
 
 class Apart(NamedTuple):
-    """What the levels of one rank may take.
+    """The sizes of one rank's levels.
 
     Attributes:
         memory: bytes of this rank's memory level.
         disk: bytes of all disk levels of the node.
-        sharers: how many ranks the node's room is shared among.
-        agreed: what keeps the sizes; to be held as long as the levels.
+        sharers: how many ranks share the node's room.
+        agreed: the segment that keeps the sizes; hold it as long as the levels.
     """
 
     memory: int
@@ -34,7 +35,7 @@ class Apart(NamedTuple):
 
 
 def sizes_apart(items: int, memory: Size, disk: Size, folder: str | os.PathLike[str] | None) -> Apart:
-    """The sizes of this rank's levels: the node's, agreed with its other ranks, in equal parts."""
+    """The sizes of this rank's levels: equal parts of the sizes agreed among the node's ranks."""
     on_disk = folder is not None and not is_off(disk, "disk_cache_size")
     layout: dict[str, Any] = {"kind": "sizes", "items": items, "memory": str(memory), "disk": str(disk)}
     segment = Segment(common_name("sizes", layout), 8 * _WORDS, layout)

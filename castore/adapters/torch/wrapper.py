@@ -1,8 +1,8 @@
-"""What all wrappers of map-style datasets share: length, indices, batches, and the wrapped dataset's other attributes.
+"""The common base of all wrappers of map-style datasets: length, indices, batches, forwarded attributes.
 
-A subclass says how one sample and how many are found; here it becomes the protocol of `torch.utils.data`:
-``len(d)``, ``d[i]``, ``d.__getitems__([i, …])`` with order and duplicates kept. Assumes that the wrapped dataset keeps its
-length. Must never hand out a private or magic attribute of the wrapped dataset as its own: pickle, copy and the
+A subclass finds one sample or many; this base adds the protocol of `torch.utils.data`: ``len(d)``, ``d[i]``,
+``d.__getitems__([i, …])`` with order and duplicates kept. Assumes that the wrapped dataset keeps its length.
+Must never hand out a private or magic attribute of the wrapped dataset as its own: pickle, copy and the
 loaders ask for those.
 """
 
@@ -22,12 +22,13 @@ def check_index(index: Any, length: int) -> int:
     """The place of a sample, from 0 up.
 
     Args:
-        index: an int, a NumPy integer or an integer tensor without dimensions; negative ones count from the end.
+        index: an int, a NumPy integer or an integer tensor without dimensions; negative ones count from the
+            end.
         length: how many samples there are.
 
     Raises:
         OutOfRangeError: there is no such sample.
-        InvalidValueError: it is no whole number: a bool, a float, a slice, a list.
+        InvalidValueError: the index is no whole number: a bool, a float, a slice, a list.
 
     >>> check_index(-1, 10)
     9
@@ -42,7 +43,7 @@ def check_index(index: Any, length: int) -> int:
 
 
 def _whole(index: Any) -> int:
-    # Tensors of one element and booleans pass for whole numbers with Python.
+    # Python accepts tensors of one element and booleans as whole numbers.
     odd = isinstance(index, bool) or (
         isinstance(index, torch.Tensor) and (index.ndim > 0 or index.dtype is torch.bool)
     )
@@ -66,7 +67,7 @@ def length_of(data: Any) -> int:
     """How many samples a dataset has; zarr's arrays have a shape and no length.
 
     Raises:
-        InvalidValueError: it is no map-style dataset.
+        InvalidValueError: the value is no map-style dataset.
     """
     if hasattr(data, "__getitem__") and not isinstance(data, IterableDataset):
         if hasattr(data, "__len__") and getattr(data, "shape", True) != ():
@@ -85,7 +86,7 @@ class DatasetWrapper(Dataset[Any]):
         data: anything with a length and integer indices: a map-style dataset, a list, a NumPy or zarr array.
 
     Raises:
-        InvalidValueError: it has no length or no indices.
+        InvalidValueError: the value has no length or no indices.
     """
 
     def __init__(self, data: Any) -> None:
@@ -117,7 +118,7 @@ class DatasetWrapper(Dataset[Any]):
         return check_index(index, self._length)
 
     def _source(self, indices: Sequence[int]) -> list[Any]:
-        """Samples of the wrapped dataset, in the order of ``indices``; each is read once, all in one call if it can."""
+        """Samples of the wrapped dataset in the order of ``indices``, read once, in one call if possible."""
         distinct = list(dict.fromkeys(indices))
         fetch = getattr(self._data, "__getitems__", None)
         if fetch is None or not distinct:
@@ -134,7 +135,8 @@ class DatasetWrapper(Dataset[Any]):
         return [samples[index] for index in indices]
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached for what the wrapper lacks. Unpickling asks before there is any state.
+        # Python calls this only for attributes that the wrapper lacks. Unpickling calls it before there is
+        # any state.
         if name.startswith("_") or "_data" not in self.__dict__:
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
@@ -142,7 +144,7 @@ class DatasetWrapper(Dataset[Any]):
         return getattr(self._data, name)
 
     def __castore_key__(self) -> Any:
-        """A wrapper gives the samples of what it wraps, and is known by that."""
+        """A wrapper has the key of the dataset it wraps, since it returns the same samples."""
         return self._data
 
     def __repr__(self) -> str:

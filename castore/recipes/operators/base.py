@@ -1,8 +1,7 @@
-"""Base classes of mappers, filters and deduplicators: where the text is, and where the statistics go.
+"""Base classes of mappers, filters and deduplicators, with access to a sample's text and its statistics.
 
-An operator is a plain object: what it was made with are its attributes, nothing of it changes while it works,
-so it pickles into worker processes and hashes the same everywhere. Must never look at anything but the sample
-it is given.
+An operator is a plain object: its parameters are its attributes, and its work changes none of them. So it
+pickles into worker processes and hashes the same everywhere. Must never read anything but the given sample.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from castore.errors import InvalidValueError
 
 #: The column of statistics, as Data-Juicer names it.
 STATS = "__dj__stats__"
-#: Columns of the deduplicators begin so; an export leaves them out, and the statistics.
+#: The prefix of the deduplicators' columns; an export leaves out these columns and the statistics.
 HASHES = "__dj__hash"
 
 #: "No upper bound" for counts.
@@ -27,19 +26,21 @@ Sample = dict[str, Any]
 
 
 class NeedsMoreError(InvalidValueError):
-    """An operator needs what castore has not: a model, a list of words, a package that is not installed."""
+    """An operator needs something that castore lacks: a model, a list of words, a package that is not
+    installed.
+    """
 
 
 class Operator:
-    """Something that is done to the text of each sample.
+    """An operation on the text of each sample.
 
     Args:
         text_key: the column of the text.
     """
 
     _name: ClassVar[str]
-    # One more whenever a mended operator gives other results: what is kept of the former one no longer
-    # serves.
+    # Incremented whenever a fixed operator gives other results: kept results of the earlier one no longer
+    # serve.
     _castore_revision: ClassVar[int] = 1
 
     def __init_subclass__(cls) -> None:
@@ -58,7 +59,7 @@ class Operator:
         """The text of a sample; a missing value is an empty text.
 
         Raises:
-            InvalidValueError: the sample has no such column, or something else than text in it.
+            InvalidValueError: the sample has no such column, or the column does not hold text.
         """
         try:
             text = sample[self.text_key]
@@ -80,7 +81,7 @@ class Mapper(Operator):
     """Changes the text of a sample."""
 
     def clean(self, text: str) -> str:
-        """The text as it is to be."""
+        """The cleaned text."""
         raise NotImplementedError
 
     def process(self, sample: Sample) -> Sample:
@@ -90,7 +91,7 @@ class Mapper(Operator):
 
 
 class Filter(Operator):
-    """Keeps the samples of which a figure lies between two bounds, both included.
+    """Keeps the samples whose figure lies between two bounds, both included.
 
     Attributes:
         stat: name of the figure in the column of statistics.
@@ -105,7 +106,7 @@ class Filter(Operator):
                 f"{names[0]}={low!r} is above {names[1]}={high!r} in {type(self).__name__}: it would keep "
                 "nothing"
             )
-        # Under the names that the user gave them: those of a message that says what changed.
+        # Under the user's parameter names: a message about changes shows these names.
         setattr(self, names[0], low)
         setattr(self, names[1], high)
 
@@ -114,13 +115,13 @@ class Filter(Operator):
         raise NotImplementedError
 
     def bounds(self) -> tuple[float, float]:
-        """The least and the most that is kept."""
+        """The smallest and the largest figure that is kept."""
         raise NotImplementedError
 
     def compute_stats(self, sample: Sample) -> Sample:
         """The sample with the figure among its statistics."""
-        # Always measured anew: a mapper in between, or a filter of the same name with another window, makes a
-        # figure that stands there already another one's.
+        # Always measured again: after a mapper in between, or a filter of the same name with another window,
+        # an existing figure may be another one's.
         sample[STATS] = {**(sample.get(STATS) or {}), self.stat: self.measure(self.text_of(sample))}
         return sample
 
@@ -140,7 +141,7 @@ class CountFilter(Filter):
         super().__init__(min_len, max_len, names=("min_len", "max_len"), text_key=text_key)
 
     def bounds(self) -> tuple[float, float]:
-        """The least and the most that is kept."""
+        """The smallest and the largest figure that is kept."""
         return self.min_len, self.max_len
 
 
@@ -157,7 +158,7 @@ class RatioFilter(Filter):
         super().__init__(min_ratio, max_ratio, names=("min_ratio", "max_ratio"), text_key=text_key)
 
     def bounds(self) -> tuple[float, float]:
-        """The least and the most that is kept."""
+        """The smallest and the largest figure that is kept."""
         return self.min_ratio, self.max_ratio
 
 
@@ -165,7 +166,7 @@ class Deduplicator(Operator):
     """Gives each sample a hash, then keeps one of each kind.
 
     Attributes:
-        column: where the hash goes.
+        column: the column of the hash.
     """
 
     column: ClassVar[str]
@@ -175,7 +176,7 @@ class Deduplicator(Operator):
         raise NotImplementedError
 
     def process(self, dataset: Any) -> Any:
-        """The dataset without duplicates: of each kind the first stays."""
+        """The dataset without duplicates: the first sample of each kind stays."""
         raise NotImplementedError
 
     def hashes(self, dataset: Any) -> Any:
@@ -187,7 +188,7 @@ def at_least(least: int, value: int, what: str) -> int:
     """``value``, if it is not below ``least``.
 
     Raises:
-        InvalidValueError: it is.
+        InvalidValueError: the value is below ``least``.
     """
     if value < least:
         raise InvalidValueError(f"{what}={value!r} must be at least {least}")
@@ -202,12 +203,12 @@ def compiled(pattern: str, what: str) -> re.Pattern[str]:
     keep the text of their expressions and compile it here where they use it, once a process.
 
     Raises:
-        InvalidValueError: it is none.
+        InvalidValueError: the pattern is no regular expression.
 
     >>> compiled(r"\\p{P}+", "pattern").sub("", "a, b.")
     'a b'
     """
-    # As Data-Juicer's recipes have it: with the quotes of a raw string of Python.
+    # Data-Juicer's recipes may write a pattern with the quotes of a Python raw string.
     if len(pattern) > 3 and pattern[:2] in ("r'", 'r"') and pattern[-1] == pattern[1]:
         pattern = pattern[2:-1]
     engine: Any = re

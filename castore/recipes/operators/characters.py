@@ -1,4 +1,4 @@
-"""Filters on which characters a text is made of, by their Unicode categories, so in every script."""
+"""Filters on the characters of a text by their Unicode categories, so in every script."""
 
 from __future__ import annotations
 

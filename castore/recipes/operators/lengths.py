@@ -1,4 +1,4 @@
-"""Filters on how long texts, lines and words are, and how many words there are."""
+"""Filters on the lengths of texts, lines and words, and on the number of words."""
 
 from __future__ import annotations
 

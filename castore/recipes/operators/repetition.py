@@ -1,4 +1,4 @@
-"""Filters on how much a text says again: characters, words, lines, and what a compressor makes of it."""
+"""Filters on the repetition in a text: of characters, words and lines, and by the ratio of compression."""
 
 from __future__ import annotations
 

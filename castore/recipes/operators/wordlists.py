@@ -1,5 +1,4 @@
-"""Filters on how many of a text's words are on a list of the user's: stop words, and words that are not
-wanted.
+"""Filters on the part of a text's words that are on a user's list: stop words, or flagged words.
 
 A list is a JSON file of words by language, as Data-Juicer has them. Must never download one.
 """
@@ -127,8 +126,8 @@ def read_words(folder: str | None, lists: str, lang: str) -> frozenset[str]:
     """The words of one language, or of all, in all lists of a folder.
 
     Args:
-        folder: where they are; None for the place where Data-Juicer keeps what it downloaded.
-        lists: what their file names have in them.
+        folder: the folder of the lists; None for the folder where Data-Juicer keeps its downloads.
+        lists: the text that the file names contain.
         lang: the language, or ``"all"``.
 
     Raises:

@@ -1,8 +1,6 @@
-"""Words of a text: the pieces between spaces, line breaks and tabs, without signs at their ends that are no
-letters.
+"""Words of a text: the pieces between spaces, line breaks and tabs, stripped of non-letters at both ends.
 
-As in Data-Juicer, but that letters are told by their Unicode categories and not by a list. Must never need a
-model.
+As in Data-Juicer, except that Unicode categories decide about letters, not a list. Must never need a model.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ def words_of(text: str, *, lowercase: bool = False) -> list[str]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def stripped(word: str) -> str:
-    """A word without what is no letter, and no mark of one, at its ends."""
+    """A word without the characters at its ends that are neither letters nor marks of letters."""
     if word.isalpha():
         return word
     letters = [at for at, character in enumerate(word) if unicodedata.category(character)[0] in "LM"]
@@ -51,10 +49,10 @@ def runs(words: list[str], lengths: Iterable[int], between: str) -> list[str]:
 
 
 def no_model(tokenization: bool, what: str) -> None:
-    """Have words parted at spaces only.
+    """Check that words are separated at spaces only.
 
     Raises:
-        NeedsMoreError: a tokenizer's tokens were asked for.
+        NeedsMoreError: the caller asked for a tokenizer's tokens.
     """
     if tokenization:
         raise NeedsMoreError(

@@ -1,4 +1,6 @@
-"""Cached steps over a few texts, and a program that says what a new process gets of them and how many rows it ran."""
+"""Cached steps over a few texts, and a program that says what a new process gets of them and how many rows
+it ran.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The five steps of the tests on pipelines, and a program that runs them: two mappers, two filters, a deduplicator.
+"""The five steps of the tests on pipelines, and a program that runs them: two mappers, two filters, a
+deduplicator.
 
-Every operator appends a letter to the file that ``CASTORE_TEST_RUNS`` names when it begins, so that runs can be counted
-whatever process does them. Run as a program, with a store, a mode and a pause for each sample, prints the result.
+Every operator appends a letter to the file that ``CASTORE_TEST_RUNS`` names when it begins, so that runs can
+be counted whatever process does them. Run as a program, with a store, a mode and a pause for each sample,
+prints the result.
 """
 
 from __future__ import annotations
@@ -103,7 +105,11 @@ class Deduplicator:
     def process(self, data: datasets.Dataset) -> datasets.Dataset:
         """The first of each."""
         seen: set[str] = set()
-        keep = [at for at, digest in enumerate(data["hash"]) if not (digest in seen or seen.add(digest))]  # type: ignore[func-returns-value]
+        keep = [
+            at
+            for at, digest in enumerate(data["hash"])
+            if not (digest in seen or seen.add(digest))  # type: ignore[func-returns-value]
+        ]
         return data.select(keep)
 
 

@@ -144,7 +144,7 @@ def test_a_stream_is_shared_among_the_workers_of_a_loader(
     assert sorted(seen) == large["number"][:]
 
 
-# --- damage -------------------------------------------------------------------------------------------------------
+# --- damage -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", ["data-00000-of-00001.arrow", "state.json", "dataset_info.json"])
@@ -179,7 +179,7 @@ def test_a_dataset_of_which_gc_took_a_part_is_a_miss(cache: DatasetCache, large:
     assert not list(cache.store.entries("large"))
 
 
-# --- names --------------------------------------------------------------------------------------------------------
+# --- names --------------------------------------------------------------------------------------------------
 
 
 def test_a_name_put_again_is_the_new_dataset_and_nothing_of_the_old(
@@ -192,7 +192,8 @@ def test_a_name_put_again_is_the_new_dataset_and_nothing_of_the_old(
     assert cache.get("x")["train"]["number"][:] == [2]
     names = [entry.name for entry in cache.store.entries("x")]
     assert names == [
-        "x/dataset_dict.json", "x/train/data-00000-of-00001.arrow", "x/train/dataset_info.json", "x/train/state.json",
+        "x/dataset_dict.json", "x/train/data-00000-of-00001.arrow", "x/train/dataset_info.json",
+        "x/train/state.json",
     ]  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints take 3 x S by construction: they are links to the files that steps read, and compressed at the end."""
+"""Checkpoints take 3 x S by construction: they are links to the files that steps read, and compressed at
+the end.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def _listen() -> None:
 
 @contextmanager
 def peak_of(*folders: Path) -> Iterator[Callable[[], int]]:
-    """What folders take on disk at the worst moment: just before something goes. A file of many names counts once."""
+    """What folders take on disk at the worst moment: just before something goes. A file of many names
+    counts once.
+    """
     worst = 0
 
     def taken() -> int:
@@ -98,7 +102,8 @@ def test_the_peak_on_disk_stays_within_three_copies(
     folders = [tmp_path / "input", *(store.path / name for name in ("objects", "work", "tmp"))]
     with peak_of(*folders) as peak:
         result = run()
-    # Input, what goes into a step, what comes out of it; a hundredth for the column of statistics and blocks half full.
+    # Input, what goes into a step, what comes out of it; a hundredth for the column of statistics and blocks
+    # half full.
     assert 2.5 * size < peak() < 3.03 * size
     plain = Pipeline(operators, store=store, use_cache=False).run(source).dataset
     assert result[:] == plain[:]

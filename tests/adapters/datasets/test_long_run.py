@@ -1,4 +1,6 @@
-"""The long run of the benchmarks, over little text: what `make bench` shows over 200 MB holds here each time."""
+"""The long run of the benchmarks, over little text: what `make bench` shows over 200 MB holds here each
+time.
+"""
 
 from __future__ import annotations
 

@@ -114,7 +114,8 @@ def test_what_cannot_change_the_result_does_not_count(
         {"remove_columns": ["name"]}, {"fn_kwargs": {"extra": 1}}, {"batch_size": 3},
         {"batch_size": 50, "drop_last_batch": True},
         {"features": datasets.Features({
-            "text": datasets.Value("string"), "name": datasets.Value("string"), "number": datasets.Value("int64"),
+            "text": datasets.Value("string"), "name": datasets.Value("string"),
+            "number": datasets.Value("int64"),
             "size": datasets.Value("int32"),
         })},
     ],

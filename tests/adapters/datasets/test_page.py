@@ -1,4 +1,6 @@
-"""The examples of EasyData's page on caching that are about whole datasets run as they stand, but for the import."""
+"""The examples of EasyData's page on caching that are about whole datasets run as they stand, but for the
+import.
+"""
 
 from __future__ import annotations
 

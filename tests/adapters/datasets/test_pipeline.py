@@ -1,4 +1,6 @@
-"""Pipelines over real text: what did not change comes from the cache, and the result is that of plain datasets."""
+"""Pipelines over real text: what did not change comes from the cache, and the result is that of plain
+datasets.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ def test_a_run_is_what_datasets_makes_and_a_rerun_runs_nothing(
         for step in first.steps
     ]
     assert told == [
-        (step.name, step.kind, step.rows_in, step.rows_out, step.logical, step.stored, step.key) for step in second.steps
+        (step.name, step.kind, step.rows_in, step.rows_out, step.logical, step.stored,
+         step.key) for step in second.steps
     ]  # fmt: skip
     assert all(0 < step.stored < step.logical for step in first.steps)
 

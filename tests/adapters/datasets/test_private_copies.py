@@ -1,4 +1,6 @@
-"""What a caller does to a result, or to its input, changes neither what is kept nor what another caller gets."""
+"""What a caller does to a result, or to its input, changes neither what is kept nor what another caller
+gets.
+"""
 
 from __future__ import annotations
 

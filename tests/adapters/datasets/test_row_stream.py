@@ -1,4 +1,6 @@
-"""Iterable datasets in a DatasetCache: kept as `Dataset.from_generator` keeps them, and given back as a Dataset."""
+"""Iterable datasets in a DatasetCache: kept as `Dataset.from_generator` keeps them, and given back as a
+Dataset.
+"""
 
 from __future__ import annotations
 

@@ -146,7 +146,8 @@ class AskedInAnotherName(Base):
 
 
 READ = [
-    Calls, HandsOn, Closes, Renames, Writes, LooksInto, LooksAround, AsksSuper, Decorated, HasProperty, HasCached,
+    Calls, HandsOn, Closes, Renames, Writes, LooksInto, LooksAround, AsksSuper, Decorated, HasProperty,
+    HasCached,
     HoldsItsMethod, Intercepts, HasSlots, OfList, AskedInAnotherName,
 ]  # fmt: skip
 

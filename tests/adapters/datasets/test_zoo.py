@@ -1,4 +1,6 @@
-"""Whatever an operator is made of, its fingerprint is the same elsewhere, and another one once something changed."""
+"""Whatever an operator is made of, its fingerprint is the same elsewhere, and another one once something
+changed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Fingerprints of all kinds, as three fresh processes find them: two of the same text, one of the changed."""
+    """Fingerprints of all kinds, as three fresh processes find them: two of the same text, one of the
+    changed.
+    """
     folder = tmp_path_factory.mktemp("zoo")
     zoo.write(folder / "here", "1")
     zoo.write(folder / "elsewhere", "1")

@@ -1,4 +1,6 @@
-"""A training run for the tests of ranks and kills: python job.py FOLDER [SECONDS_AN_ITEM]. Notes what it encodes, by item."""
+"""A training run for the tests of ranks and kills: python job.py FOLDER [SECONDS_AN_ITEM]. Notes what it
+encodes, by item.
+"""
 
 from __future__ import annotations
 

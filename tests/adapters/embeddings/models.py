@@ -1,4 +1,6 @@
-"""Small models and data that the tests of the front share: an encoder that counts, a head, a training loop."""
+"""Small models and data that the tests of the front share: an encoder that counts, a head, a training
+loop.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def loader(dataset: Any = None, **options: Any) -> DataLoader[Any]:
 
 
 def in_batches(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """What a model gives for inputs in batches of `BATCH`: the last bit of a row may depend on the size of its batch."""
+    """What a model gives for inputs in batches of `BATCH`: the last bit of a row may depend on the size of
+    its batch.
+    """
     return torch.cat([model(batch) for batch in torch.split(inputs, BATCH)])
 
 

@@ -1,6 +1,7 @@
 """CacheType.GPU: a copy of the table on the encoder's device, or a part of it on each rank's.
 
-The code is the same on every kind of device, so here the encoder's is mostly the CPU; with CUDA it is tried there too.
+The code is the same on every kind of device, so here the encoder's is mostly the CPU; with CUDA it is tried
+there too.
 """
 
 from __future__ import annotations

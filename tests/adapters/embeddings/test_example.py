@@ -1,4 +1,6 @@
-"""The comprehensive example of Quaterion's page on its cache, with a real text encoder and an image encoder."""
+"""The comprehensive example of Quaterion's page on its cache, with a real text encoder and an image
+encoder.
+"""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_kills_at_any_moment_leave_right_vectors(store: Store, tmp_path: Path) -
     recount(store)
 
 
-# --- readers ------------------------------------------------------------------------------------------------------
+# --- readers ------------------------------------------------------------------------------------------------
 
 
 def _answer(cache: EmbeddingCache, rows: torch.Tensor, answers: Any) -> None:

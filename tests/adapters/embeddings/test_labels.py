@@ -1,4 +1,6 @@
-"""What a batch holds besides features: kept and given back as it was collated, or refused where that cannot be."""
+"""What a batch holds besides features: kept and given back as it was collated, or refused where that
+cannot be.
+"""
 
 from __future__ import annotations
 

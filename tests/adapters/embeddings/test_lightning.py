@@ -1,4 +1,6 @@
-"""The callback for Lightning: encoders and loaders are exchanged before a fit, and training goes as without."""
+"""The callback for Lightning: encoders and loaders are exchanged before a fit, and training goes as
+without.
+"""
 
 from __future__ import annotations
 

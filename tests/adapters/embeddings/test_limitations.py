@@ -1,4 +1,6 @@
-"""Each limitation on Quaterion's page on its cache: lifted, or where it lies in the nature of things, refused clearly."""
+"""Each limitation on Quaterion's page on its cache: lifted, or where it lies in the nature of things,
+refused clearly.
+"""
 
 from __future__ import annotations
 

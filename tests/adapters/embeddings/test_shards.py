@@ -1,4 +1,6 @@
-"""The embedding cache on disk: what its files are, how they merge, and what happens when they are damaged or gone."""
+"""The embedding cache on disk: what its files are, how they merge, and what happens when they are damaged
+or gone.
+"""
 
 from __future__ import annotations
 
@@ -300,7 +302,9 @@ def test_a_resident_cache_brings_its_rows_into_memory(store: Store) -> None:
     file = payload(store, shards(store)[0])[0]
 
     def mapped() -> int:
-        """The most bytes of the file that one mapping has in this process's page table: who filled it may have one as well."""
+        """The most bytes of the file that one mapping has in this process's page table: who filled it may
+        have one as well.
+        """
         maps = psutil.Process().memory_maps(grouped=False)
         return max((place.rss for place in maps if place.path == str(file)), default=0)
 
@@ -318,7 +322,9 @@ def test_a_resident_cache_brings_its_rows_into_memory(store: Store) -> None:
 def test_whatever_happens_every_known_key_has_its_own_outputs(
     store: Store, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fills of all sizes by two writers, files that go one by one, merges, readers of any age: against a function."""
+    """Fills of all sizes by two writers, files that go one by one, merges, readers of any age: against a
+    function.
+    """
     monkeypatch.setattr(shard_commit, "_SMALL", 1 << 12)
     monkeypatch.setattr(shard_commit, "_UNSORTED", 64)
     monkeypatch.setattr(table, "_LEAST", 4096)

@@ -1,4 +1,6 @@
-"""The embedding cache as one process sees it: what goes in comes out, for every kind of key and output, and errors say why."""
+"""The embedding cache as one process sees it: what goes in comes out, for every kind of key and output,
+and errors say why.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,8 @@ def test_a_key_of_another_kind_is_refused(store: Store, key: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [range, torch.arange, lambda n: np.arange(n, dtype=np.int32), lambda n: [np.int64(i) for i in range(n)]]
+    "form",
+    [range, torch.arange, lambda n: np.arange(n, dtype=np.int32), lambda n: [np.int64(i) for i in range(n)]]
 )  # fmt: skip
 def test_integers_are_the_same_key_in_every_form(store: Store, form: Callable[[int], Any]) -> None:
     cache = EmbeddingCache("demo", store)
@@ -117,7 +120,7 @@ def test_keys_that_share_their_first_half_are_told_apart() -> None:
     assert digests([5, "5"]).shape == (2, 2)
 
 
-# --- outputs ------------------------------------------------------------------------------------------------------
+# --- outputs ------------------------------------------------------------------------------------------------
 
 _OUTPUTS: dict[str, Callable[[list[int]], Any]] = {
     "one number a row": torch.tensor,
@@ -125,10 +128,13 @@ _OUTPUTS: dict[str, Callable[[list[int]], Any]] = {
     "rows of several dimensions": lambda items: torch.tensor(items).view(-1, 1, 1).expand(-1, 3, 5) * 1.5,
     "bool": lambda items: torch.tensor([i % 3 == 0 for i in items]),
     "bfloat16": lambda items: torch.tensor(items)[:, None].expand(-1, 9).to(torch.bfloat16),
-    "float8": lambda items: torch.tensor(items)[:, None].to(torch.float8_e4m3fn).view(torch.uint8).view(torch.float8_e4m3fn),
+    "float8": lambda items: (
+        torch.tensor(items)[:, None].to(torch.float8_e4m3fn).view(torch.uint8).view(torch.float8_e4m3fn)
+    ),
     "complex": lambda items: torch.tensor([complex(i, -i) for i in items]),
     "a tuple": lambda items: (vectors(items, 4), torch.tensor(items)),
-    "a dict in a tuple": lambda items: ({"a/b": vectors(items, 4), "a_b": torch.tensor(items)}, vectors(items, 2)),
+    "a dict in a tuple": lambda items: ({"a/b": vectors(items, 4), "a_b": torch.tensor(items)},
+        vectors(items, 2)),
     "a tuple with None": lambda items: (vectors(items, 4), None),
     "ragged": lambda items: [torch.full((i % 5, 3), float(i)) for i in items],
     "ragged bfloat16": lambda items: [torch.full((i % 7,), i, dtype=torch.bfloat16) for i in items],
@@ -247,7 +253,7 @@ def test_keys_without_items_and_items_without_keys_are_errors(store: Store) -> N
         cache.fill([1, 2], [1, 2, 3], vectors)
 
 
-# --- looking up ---------------------------------------------------------------------------------------------------
+# --- looking up ---------------------------------------------------------------------------------------------
 
 
 def test_a_missing_key_is_a_key_error_that_names_it(store: Store) -> None:

@@ -1,4 +1,6 @@
-"""Encoders of transformers as they are: outputs with attributes, and batches that are padded to their longest text."""
+"""Encoders of transformers as they are: outputs with attributes, and batches that are padded to their
+longest text.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Ways in which a DataLoader runs workers, as one parametrised fixture, and what must be true under each of them."""
+"""Ways in which a DataLoader runs workers, as one parametrised fixture, and what must be true under each
+of them.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,9 @@ def cell(request: pytest.FixtureRequest, _forkserver: None, no_leftovers: None) 
 
 @pytest.fixture
 def check_epochs(cell: Cell, capfd: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """Runs epochs of a dataset under each way of running workers: right samples in order, and not a word on stderr."""
+    """Runs epochs of a dataset under each way of running workers: right samples in order, and not a word
+    on stderr.
+    """
 
     def check(dataset: Any, expected: Sequence[Any], *, epochs: int = 2, batch_size: int = 4) -> None:
         loader = cell.loader(dataset, batch_size=batch_size, shuffle=False)

@@ -1,4 +1,6 @@
-"""Datasets that tell how often they were read. Apart from the tests: spawned workers import this, and little else."""
+"""Datasets that tell how often they were read. Apart from the tests: spawned workers import this, and
+little else.
+"""
 
 from __future__ import annotations
 

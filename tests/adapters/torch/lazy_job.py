@@ -1,6 +1,7 @@
 """What torchrun starts in test_torchrun.py: two epochs of a lazy shard, with a record of all that happens.
 
-Needs no process group unless told to make one. Its argument is a JSON object of options; it writes into ``out``.
+Needs no process group unless told to make one. Its argument is a JSON object of options; it writes into
+``out``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`get_batch` and `collate`: samples copied straight to their places in a batch, which is what `default_collate` would have made."""
+"""`get_batch` and `collate`: samples copied straight to their places in a batch, which is what
+`default_collate` would have made.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""CachedDataset: a second run and another process start warm, with the same samples, whoever runs the workers."""
+"""CachedDataset: a second run and another process start warm, with the same samples, whoever runs the
+workers.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,8 @@ print(CachedDataset(Data(change), sys.argv[1])[0])
         answers.append(
             subprocess.run(
                 [sys.executable, "-B", "-c", program, str(store.path)],
-                env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True, check=True,
+                env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True,
+                check=True,
             ).stdout
         )  # fmt: skip
     assert answers == ["2\n", "3\n", "2\n"]

@@ -1,4 +1,6 @@
-"""A dataset, or an encoder, that somebody changes after it was wrapped gives no samples under a key that is not theirs."""
+"""A dataset, or an encoder, that somebody changes after it was wrapped gives no samples under a key that
+is not theirs.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +178,7 @@ def test_a_copy_is_watched_as_well(tmp_path: Path) -> None:
         copy.close()
 
 
-# --- what hangs deeper ----------------------------------------------------------------------------------------------
+# --- what hangs deeper --------------------------------------------------------------------------------------
 
 
 class Compose:
@@ -249,7 +251,8 @@ DEEP: dict[str, tuple[Callable[[], Any], Callable[[Any], None], str]] = {
     "trained": (model, trained, "transform"),
     "loaded": (model, load_noughts, "transform"),
     "mode": (model, lambda t: t.train(), "transform"),
-    "weight": (model, lambda t: setattr(t[1][0], "weight", torch.nn.Parameter(torch.ones(1, 2))), "transform"),
+    "weight": (model, lambda t: setattr(t[1][0], "weight", torch.nn.Parameter(torch.ones(1, 2))),
+        "transform"),
 }  # fmt: skip
 
 
@@ -349,7 +352,8 @@ def test_threads_that_read_at_once_do_not_see_each_other(wrap: Callable[..., Any
     both = threading.Barrier(2, timeout=60)
     data = Remembering(both.wait)
     with wrap(data, tmp_path / "cache") as cached, ThreadPoolExecutor(2) as threads:
-        # Each sample waits for the other thread's, so that at any time one has written while the other begins.
+        # Each sample waits for the other thread's, so that at any time one has written while the other
+        # begins.
         read = [
             threads.submit(lambda start: [cached[start + place] for place in range(25)], start)
             for start in (0, 50)
@@ -397,7 +401,7 @@ def test_a_dataset_that_has_grown_says_so(wrap: Callable[..., Any], tmp_path: Pa
                 look(cached)
 
 
-# --- encoders --------------------------------------------------------------------------------------------------------
+# --- encoders -----------------------------------------------------------------------------------------------
 
 
 FACTOR = 2

@@ -1,4 +1,6 @@
-"""A dataset's key changes when its samples may have changed, and at no other time: not by process, day or use."""
+"""A dataset's key changes when its samples may have changed, and at no other time: not by process, day or
+use.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,8 @@ def palette() -> Image.Image:
 PAIRS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "list": (lambda: [1, 2], lambda: [1, 2.0]),
     "long list": (lambda: list(range(1000)), lambda: [*range(999), 999.0]),
-    "long list of tuples": (lambda: [(f"a{i}", i) for i in range(99)], lambda: [(f"a{i}", i) for i in range(98)]),
+    "long list of tuples": (lambda: [(f"a{i}", i) for i in range(99)],
+        lambda: [(f"a{i}", i) for i in range(98)]),
     "long tuple": (lambda: tuple(range(99)), lambda: list(range(99))),
     "array": (lambda: np.arange(4), lambda: np.arange(4).astype("u8")),
     "object array": (lambda: np.array(["a", None], object), lambda: np.array(["a", 0], object)),
@@ -100,7 +103,8 @@ PAIRS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "TensorDataset": (lambda: TensorDataset(torch.zeros(2)), lambda: TensorDataset(torch.ones(2))),
     "Subset": (lambda: Subset(Held(a=1), [0, 1]), lambda: Subset(Held(a=1), [1, 0])),
     "Subset of another": (lambda: Subset(Held(a=1), [0]), lambda: Subset(Held(a=2), [0])),
-    "ConcatDataset": (lambda: ConcatDataset([Held(a=1), Held(a=2)]), lambda: ConcatDataset([Held(a=2), Held(a=1)])),
+    "ConcatDataset": (lambda: ConcatDataset([Held(a=1), Held(a=2)]),
+        lambda: ConcatDataset([Held(a=2), Held(a=1)])),
     "StackDataset": (lambda: StackDataset(x=Held(a=1)), lambda: StackDataset(y=Held(a=1))),
     "attribute": (lambda: Held(a=1), lambda: Held(a=2)),
     "attribute name": (lambda: Held(a=1), lambda: Held(b=1)),
@@ -108,26 +112,32 @@ PAIRS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "slots and dict": (lambda: Held(o=Slotted(1, 2)), lambda: Held(o=Slotted(1, 3))),
     "transform": (lambda: Held(t=Scaled(1.0)), lambda: Held(t=Scaled(2.0))),
     "lambda": (lambda: Held(t=lambda x: x + 1), lambda: Held(t=lambda x: x + 2)),
-    "partial": (lambda: Held(t=functools.partial(plus, amount=1)), lambda: Held(t=functools.partial(plus, amount=2))),
+    "partial": (lambda: Held(t=functools.partial(plus, amount=1)),
+        lambda: Held(t=functools.partial(plus, amount=2))),
     "module": (lambda: Held(m=torch.nn.Identity()), lambda: Held(m=torch.nn.Flatten())),
     "module's mode": (lambda: Held(m=torch.nn.Dropout(0.5)), lambda: Held(m=torch.nn.Dropout(0.5).eval())),
     "weights": (lambda: Held(m=linear(0)), lambda: Held(m=linear(1))),
     "parameter": (lambda: Held(p=torch.nn.Parameter(torch.ones(1))), lambda: Held(p=torch.ones(1))),
     "dtype": (lambda: Held(d=torch.float16), lambda: Held(d=torch.bfloat16)),
     "device": (lambda: Held(d=torch.device("cpu")), lambda: Held(d=torch.device("meta"))),
-    "OrderedDict": (lambda: Held(o=collections.OrderedDict(a=1)), lambda: Held(o=collections.OrderedDict(a=2))),
-    "defaultdict": (lambda: Held(o=collections.defaultdict(int, a=1)), lambda: Held(o=collections.defaultdict(str, a=1))),
+    "OrderedDict": (lambda: Held(o=collections.OrderedDict(a=1)),
+        lambda: Held(o=collections.OrderedDict(a=2))),
+    "defaultdict": (lambda: Held(o=collections.defaultdict(int, a=1)),
+        lambda: Held(o=collections.defaultdict(str, a=1))),
     "deque": (lambda: Held(o=collections.deque([1, 2])), lambda: Held(o=collections.deque([2, 1]))),
     "list of a class": (lambda: Held(o=Numbers([1])), lambda: Held(o=Numbers([2]))),
     "list with attributes": (lambda: with_note(Numbers([1]), 1), lambda: with_note(Numbers([1]), 2)),
-    "frame": (lambda: Held(df=pd.DataFrame({"a": [1, 2], "b": ["x", "y"]})), lambda: Held(df=pd.DataFrame({"a": [1, 2], "b": ["x", "z"]}))),
+    "frame": (lambda: Held(df=pd.DataFrame({"a": [1, 2], "b": ["x", "y"]})),
+        lambda: Held(df=pd.DataFrame({"a": [1, 2], "b": ["x", "z"]}))),
     "image": (lambda: Held(i=Image.new("P", (2, 2))), lambda: Held(i=palette())),
     "path": (lambda: Held(p=Path("/nowhere/a")), lambda: Held(p=Path("/nowhere/b"))),
     "path and text": (lambda: Held(p=Path("/nowhere/a")), lambda: Held(p="/nowhere/a")),
     "own key": (lambda: Named(name="a", x=1), lambda: Named(name="b", x=1)),
     "Hugging Face": (lambda: hugging_face().select([0, 1]), lambda: hugging_face().select([0, 2])),
-    "Hugging Face format": (lambda: hugging_face().with_format("torch"), lambda: hugging_face().with_format("numpy")),
-    "Hugging Face transform": (lambda: hugging_face().with_transform(lambda b: b), lambda: hugging_face().with_transform(dict)),
+    "Hugging Face format": (lambda: hugging_face().with_format("torch"),
+        lambda: hugging_face().with_format("numpy")),
+    "Hugging Face transform": (lambda: hugging_face().with_transform(lambda b: b),
+        lambda: hugging_face().with_transform(dict)),
     "zarr in memory": (lambda: zarr.array(np.arange(5)), lambda: zarr.array(np.arange(1, 6))),
 }  # fmt: skip
 
@@ -237,7 +247,7 @@ def test_random_sources_are_refused_because_samples_drawn_from_them_must_not_be_
         dataset_key(Held(rng=random.Random(1)))
 
 
-# --- files ------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------
 
 
 def touch(path: Path) -> None:
@@ -348,7 +358,7 @@ def test_long_lists_take_little_time() -> None:
     assert time.process_time() - start < 2
 
 
-# --- keys of one's own ------------------------------------------------------------------------------------------
+# --- keys of one's own --------------------------------------------------------------------------------------
 
 
 def test_a_key_of_ones_own_stands_for_the_data() -> None:

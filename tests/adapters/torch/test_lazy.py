@@ -141,7 +141,7 @@ def test_a_cache_around_a_shard_is_refused(make_shard: Make) -> None:
         dataset_key(make_shard(40))
 
 
-# Workers ------------------------------------------------------------------------------------------------------------
+# Workers ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cell", [Cell(start, 2, True) for start in START_METHODS], ids=str, indirect=True)
@@ -176,7 +176,7 @@ def test_it_pickles_small_and_without_indices(make_shard: Make) -> None:
     assert (pickle.loads(pickle.dumps(dataset)).indices == dataset.indices).all()
 
 
-# The example of the library whose users know the class ----------------------------------------------------------------
+# The example of the library whose users know the class ------------------------------------------------------
 
 EXAMPLE = """
 import os

@@ -1,4 +1,6 @@
-"""What the levels may take, and what happens where there is less: clear errors at the start, one warning later."""
+"""What the levels may take, and what happens where there is less: clear errors at the start, one warning
+later.
+"""
 
 from __future__ import annotations
 

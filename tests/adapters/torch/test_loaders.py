@@ -1,4 +1,6 @@
-"""Each of the datasets in each of the loaders that `torch.utils.data` and torchdata have: the matrix, a test a column."""
+"""Each of the datasets in each of the loaders that `torch.utils.data` and torchdata have: the matrix, a
+test a column.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,8 @@ def test_every_kind_of_worker_gets_right_samples_and_each_is_read_once(
     expected = [drawn[index] for index in range(N)]
     Path(drawn.log).unlink()
     dataset = make()
-    # Workers that are started anew for a second epoch cost seconds each; what they kept is looked at from here.
+    # Workers that are started anew for a second epoch cost seconds each; what they kept is looked at from
+    # here.
     epochs = 2 if cell.persistent or not cell.workers else 1
     check_epochs(dataset, expected, epochs=epochs)
     assert [dataset[index]["y"] for index in range(N)] == list(range(N))
@@ -169,7 +172,9 @@ def test_pinned_batches_reach_the_gpu_while_the_program_goes_on(make: Make, work
 
 
 def test_workers_are_forked_beside_threads_that_read_the_store(tmp_path: Path) -> None:
-    """Their first look into the index waited for ever for what a thread of the parent's held when they were born."""
+    """Their first look into the index waited for ever for what a thread of the parent's held when they
+    were born.
+    """
     data = torch.arange(32.0)
     stop = threading.Event()
 

@@ -38,7 +38,7 @@ def hits_an_epoch(trace: Trace, part: float, first: int) -> list[int]:
     return [sum(hits[start : start + N]) for start in range(first, len(trace) - N + 1, N)]
 
 
-# --- epochs -----------------------------------------------------------------------------------------------------
+# --- epochs -------------------------------------------------------------------------------------------------
 
 
 @parts
@@ -57,7 +57,9 @@ def test_ageing_in_mid_epoch_moves_nothing(offset: int, part: float) -> None:
 
 
 def two_ranks(n: int) -> list[int]:
-    """Shuffled epochs as DistributedSampler splits them, the ranks in step; of an odd length one sample is read twice."""
+    """Shuffled epochs as DistributedSampler splits them, the ranks in step; of an odd length one sample is
+    read twice.
+    """
     rng = random.Random(7)
     trace: list[int] = []
     for _ in range(EPOCHS):
@@ -96,7 +98,7 @@ def test_lru_would_hit_far_less() -> None:
     assert hit_rate(lru, trace, 1001, 0.5) == pytest.approx(0.15, abs=0.02)
 
 
-# --- skew -------------------------------------------------------------------------------------------------------
+# --- skew ---------------------------------------------------------------------------------------------------
 
 
 @parts
@@ -128,7 +130,7 @@ def test_popularity_that_turns_over_is_found_again() -> None:
     assert rate(fixed([*before, *after], n, places), 15 * n) < settled - 0.4
 
 
-# --- victims and counts -----------------------------------------------------------------------------------------
+# --- victims and counts -------------------------------------------------------------------------------------
 
 
 def make_policy(counts: bytes) -> tuple[Policy, memoryview]:
@@ -181,7 +183,7 @@ def test_all_counts_are_halved_once_ageing_is_due() -> None:
     assert counts.tolist() == [4, 2, 0, 2 * AGEING]
 
 
-# --- the yardstick itself ---------------------------------------------------------------------------------------
+# --- the yardstick itself -----------------------------------------------------------------------------------
 
 
 def best_possible(trace: tuple[int, ...], places: int) -> int:

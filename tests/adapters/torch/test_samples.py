@@ -120,10 +120,12 @@ def test_lazy_conjugates_and_negatives_come_back_resolved() -> None:
 
 
 ARRAYS = [
-    *(np.arange(6).reshape(2, 3).astype(kind) for kind in ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16"]),
+    *(np.arange(6).reshape(2, 3).astype(kind) for kind in ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8",
+        "u8", "f2", "f4", "f8", "c8", "c16"]),
     np.array(2.5), np.array(7, "i2"), np.zeros((0, 3), "f4"), np.array([]), np.array("word"),
     np.array(["a", "bcd", ""]), np.array([b"a", b"bcd"]), np.array([["x", "Ω"]]), np.array([1, 2], ">i4"),
-    np.array(["2024-02-29", "NaT"], "M8[D]"), np.array(["2024-02-29T12:00:00.5"], "M8[ns]"), np.array(3, "m8[s]"),
+    np.array(["2024-02-29", "NaT"], "M8[D]"), np.array(["2024-02-29T12:00:00.5"], "M8[ns]"),
+    np.array(3, "m8[s]"),
     np.array([1, 2], "m8[25us]"), np.array([], "M8[ms]"), np.array(["2024-02-29"], ">M8[D]"),
     np.array([(1, 2.5)], [("a", "i4"), ("b", "f8")]), np.array([b"raw"], "V3"),
     np.asfortranarray(np.arange(12.0).reshape(3, 4)), np.arange(20)[::3], np.arange(12).reshape(3, 4).T,
@@ -154,11 +156,16 @@ def test_numpy_scalars_keep_their_type(value: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        None, True, False, 0, -1, 2**63 - 1, -(2**63), 2**63, -(2**63) - 1, 10**400, 0.1, -0.0, math.inf, -math.inf,
-        math.nan, 5e-324, 1 + 2j, complex("nan"), complex(-0.0, math.inf), "", "Ω\0\U0001f600", "\udcff", b"", b"\0\xff",
-        bytearray(b"xy"), (), [], {}, (None,), [[]], ((), []), [1, 2, 3], (1, 2**63), [1, 2.5], [True, 1], [True, False],
-        (False,), [0.5, math.nan], [2**70, -1], {"a": 1, 2: "b", True: 1, None: 0}, {1: "int"}, {True: "bool"},
-        {"a.b": 1, "a": {"b": 2}}, {"": 1, "sample": 2}, {"__metadata__": 3}, {"\udcff": 1}, {"0": 1, 0: 2}, {10**30: 1},
+        None, True, False, 0, -1, 2**63 - 1, -(2**63), 2**63, -(2**63) - 1, 10**400, 0.1, -0.0, math.inf,
+        -math.inf,
+        math.nan, 5e-324, 1 + 2j, complex("nan"), complex(-0.0, math.inf), "", "Ω\0\U0001f600", "\udcff", b"",
+        b"\0\xff",
+        bytearray(b"xy"), (), [], {}, (None,), [[]], ((), []), [1, 2, 3], (1, 2**63), [1, 2.5], [True, 1],
+        [True, False],
+        (False,), [0.5, math.nan], [2**70, -1], {"a": 1, 2: "b", True: 1, None: 0}, {1: "int"},
+        {True: "bool"},
+        {"a.b": 1, "a": {"b": 2}}, {"": 1, "sample": 2}, {"__metadata__": 3}, {"\udcff": 1}, {"0": 1, 0: 2},
+        {10**30: 1},
     ],
     ids=lambda value: repr(value)[:40],
 )  # fmt: skip
@@ -232,7 +239,8 @@ Point = collections.namedtuple("Point", "x y")
         (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "sample", "unbind()"),
         (lambda: torch.ones(2, device="meta"), "sample", "meta"),
         (lambda: memoryview(b"x"), "sample", "bytes(...)"),
-        (lambda: Image.new("BGR;15", (1, 1)) if "BGR;15" in Image.MODES else Image.new("I;16B", (1, 1)), "sample", "convert('RGB')"),
+        (lambda: Image.new("BGR;15", (1, 1)) if "BGR;15" in Image.MODES else Image.new("I;16B", (1, 1)),
+         "sample", "convert('RGB')"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -323,7 +331,8 @@ def test_batches_collate() -> None:
 
 leaves = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.complex_numbers(),
-    st.sampled_from(DTYPES).map(lambda dtype: tensor_of(dtype, 2, 3)), st.sampled_from(ARRAYS), st.sampled_from(SCALARS),
+    st.sampled_from(DTYPES).map(lambda dtype: tensor_of(dtype, 2, 3)), st.sampled_from(ARRAYS),
+    st.sampled_from(SCALARS),
 )  # fmt: skip
 keys = st.one_of(st.text(), st.integers(), st.booleans(), st.none())
 samples = st.recursive(

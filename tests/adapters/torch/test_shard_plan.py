@@ -1,4 +1,6 @@
-"""Shards are disjoint and complete, the same everywhere, and what an epoch has left survives any change of the world."""
+"""Shards are disjoint and complete, the same everywhere, and what an epoch has left survives any change of
+the world.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ rooms = st.lists(st.integers(0, 10**15), min_size=1, max_size=9).filter(lambda g
 def visit(
     n: int, seed: int, epoch: int, history: Sequence[Step], sizes: Sequence[int], taken: int, shuffle: bool
 ) -> tuple[list[int], Step]:
-    """What all shards of one more step visit when each takes `taken` samples, and the step that tells of it."""
+    """What all shards of one more step visit when each takes `taken` samples, and the step that tells of
+    it.
+    """
     pool = remaining(n, seed, epoch, history, shuffle=shuffle)
     consumed = [min(taken, size) for size in sizes]
     seen: list[int] = []

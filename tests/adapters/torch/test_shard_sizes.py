@@ -1,4 +1,6 @@
-"""How large shards are: equal, by the room of their nodes, and within what caches hold; never unequal in silence."""
+"""How large shards are: equal, by the room of their nodes, and within what caches hold; never unequal in
+silence.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from tests.adapters.torch.images import DIMS, image
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-# --- stocaching's surface -------------------------------------------------------------------------------------------
+# --- stocaching's surface -----------------------------------------------------------------------------------
 
 
 def test_a_slot_is_empty_then_gives_what_was_set() -> None:
@@ -128,7 +128,7 @@ def test_the_size_of_shared_memory_is_known_in_fractions_of_gib() -> None:
     assert get_shm_size() == status.f_frsize * status.f_blocks / 2**30
 
 
-# --- copies, never a door -------------------------------------------------------------------------------------------
+# --- copies, never a door -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dims", [DIMS, None, ()], ids=["columns", "ragged", "scalar"])
@@ -164,7 +164,7 @@ def test_a_sample_outlives_the_cache() -> None:
     assert torch.equal(array[0], image(0))
 
 
-# --- batches --------------------------------------------------------------------------------------------------------
+# --- batches ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dims", [DIMS, (None, 8, 8)], ids=["columns", "ragged"])
@@ -189,7 +189,7 @@ def test_a_batch_with_one_bad_sample_sets_nothing() -> None:
         cache.set_slots([0, 1], [image(0)])
 
 
-# --- names, pickles, the end ----------------------------------------------------------------------------------------
+# --- names, pickles, the end --------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""SharedCache between processes: loaders of every kind, writers that race or die, ranks that share, memory kept once."""
+"""SharedCache between processes: loaders of every kind, writers that race or die, ranks that share, memory
+kept once.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,7 @@ def molecule(index: int) -> dict[str, torch.Tensor]:
     return {"atoms": torch.full((index, 3), index + 0.5), "energy": torch.tensor(float(index))}
 
 
-# --- loaders --------------------------------------------------------------------------------------------------------
+# --- loaders ------------------------------------------------------------------------------------------------
 
 
 SOME_CELLS = pytest.mark.parametrize(
@@ -136,11 +138,13 @@ def test_ragged_samples_reach_the_loader_from_every_worker(check_epochs: Callabl
     assert dataset.cache.aux_array.tolist() == [1] * N
 
 
-# --- writers that race ----------------------------------------------------------------------------------------------
+# --- writers that race --------------------------------------------------------------------------------------
 
 
 def _start(function: Callable[..., None], *arguments: Any) -> Any:
-    """A forked child that runs torch on one thread, as a loader's workers do: OpenMP's do not survive a fork."""
+    """A forked child that runs torch on one thread, as a loader's workers do: OpenMP's do not survive a
+    fork.
+    """
     child = FORK.Process(target=_on_one_thread, args=(function, *arguments), daemon=True)
     child.start()
     return child
@@ -211,7 +215,7 @@ def test_readers_see_one_writers_sample_whole_however_many_overwrite_and_clear(r
     assert set(seen) == {20, 25, 30}, "the test must have seen all writers at work"
 
 
-# --- processes that die ---------------------------------------------------------------------------------------------
+# --- processes that die -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dims", [(50_000_000,), None], ids=["columns", "ragged"])
@@ -265,14 +269,11 @@ def test_a_killed_loader_leaves_nothing_once_its_workers_are_gone() -> None:
 @pytest.mark.parametrize("start", START_METHODS)
 def test_a_script_that_ends_with_the_workers_of_a_persistent_loader_alive_leaves_nothing(start: str) -> None:
     script = (
-        "import torch; from castore.adapters.torch import SharedCache\n"
-        "from torch.utils.data import DataLoader\n"
-        "from tests.adapters.torch.test_shared_processes import Holder\n"
-        "if __name__ == '__main__':\n"
-        "    holder = Holder(SharedCache('1MB', 10, (10,)))\n"
-        f"    loader = DataLoader(holder, num_workers=1, persistent_workers=True, multiprocessing_context='{start}')\n"
-        "    assert len(list(loader)) == 10\n"
-        "    print(holder.cache._segment.name)\n"
+        "import torch; from castore.adapters.torch import SharedCache\nfrom torch.utils.data import "
+        "DataLoader\nfrom tests.adapters.torch.test_shared_processes import Holder\nif __name__ == "
+        "'__main__':\n    holder = Holder(SharedCache('1MB', 10, (10,)))\n    loader = DataLoader(holder, "
+        f"num_workers=1, persistent_workers=True, multiprocessing_context='{start}')\n    assert "
+        "len(list(loader)) == 10\n    print(holder.cache._segment.name)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -294,7 +295,7 @@ class Holder(Dataset[int]):
         return index
 
 
-# --- ranks ----------------------------------------------------------------------------------------------------------
+# --- ranks --------------------------------------------------------------------------------------------------
 
 
 def _rank(pipe: Connection, environment: dict[str, str], limit: str, turn: Any) -> None:
@@ -338,7 +339,7 @@ def test_ranks_of_another_job_and_caches_of_another_size_share_nothing() -> None
     assert _ranks([_environment(0, 29_514), _environment(1, 29_514)], ["1MB", "20"]) == [[[1], [2]], [[], []]]
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 def _read_all(cache: SharedCache, turn: Any) -> None:
@@ -375,7 +376,8 @@ def print_proportional_bytes() -> None:
 
 
 def test_four_workers_need_less_than_five_percent_more_memory_than_one() -> None:
-    # Not forked from here: after hundreds of tests this process is large, and children write to copies of its pages.
+    # Not forked from here: after hundreds of tests this process is large, and children write to copies of its
+    # pages.
     script = "from tests.adapters.torch.test_shared_processes import print_proportional_bytes as p; p()"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100

@@ -1,4 +1,6 @@
-"""Real runs of torchrun: every sample once an epoch, one fill a node, nothing left behind, also after a kill."""
+"""Real runs of torchrun: every sample once an epoch, one fill a node, nothing left behind, also after a
+kill.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def check_epochs(job: Job) -> None:
 
 
 def check_one_fill(job: Job) -> None:
-    """Of 101 samples in memory: each visited once an epoch, read once in all, and counted so on both ranks."""
+    """Of 101 samples in memory: each visited once an epoch, read once in all, and counted so on both
+    ranks.
+    """
     check_epochs(job)
     assert job.reads() == Counter(range(101))
     assert job.stats() == [{"reads": 101, "memory": [101, 101], "disk": [0, 101]}] * 2

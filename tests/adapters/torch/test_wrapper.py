@@ -1,4 +1,6 @@
-"""What every wrapper keeps to: indices as lists have them, batches, and no attributes that are not its own."""
+"""What every wrapper keeps to: indices as lists have them, batches, and no attributes that are not its
+own.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ class Wrong:
 
 @pytest.mark.parametrize(
     "index",
-    [3, np.int8(3), np.uint64(3), np.array(3), torch.tensor(3), torch.tensor(3, dtype=torch.uint8), -2, np.int64(-2)],
+    [3, np.int8(3), np.uint64(3), np.array(3), torch.tensor(3), torch.tensor(3, dtype=torch.uint8), -2,
+     np.int64(-2)],
     ids=repr,
 )  # fmt: skip
 def test_whole_numbers_of_all_kinds_are_indices(index: Any) -> None:
@@ -63,7 +66,8 @@ def test_whole_numbers_of_all_kinds_are_indices(index: Any) -> None:
 
 @pytest.mark.parametrize(
     "index",
-    [True, np.bool_(True), torch.tensor(True), 1.0, np.float64(1), torch.tensor(1.0), torch.tensor([1]), np.array([1]),
+    [True, np.bool_(True), torch.tensor(True), 1.0, np.float64(1), torch.tensor(1.0), torch.tensor([1]),
+     np.array([1]),
      "1", None, slice(2), [1], (1,)],
     ids=repr,
 )  # fmt: skip

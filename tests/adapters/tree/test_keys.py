@@ -1,4 +1,6 @@
-"""Any text is a key: it gets a valid name of its own, and keys of configs say exactly what they were made of."""
+"""Any text is a key: it gets a valid name of its own, and keys of configs say exactly what they were made
+of.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""RAM over disk: the disk has the last word, damage is a miss, figures add up, and the disk does not fill by itself."""
+"""RAM over disk: the disk has the last word, damage is a miss, figures add up, and the disk does not fill
+by itself.
+"""
 
 from __future__ import annotations
 
@@ -266,7 +268,11 @@ def test_validation_is_told_the_metadata_that_belongs_to_the_value(cache: TreeCa
     cache.put("key", 1, CacheMetadata(config_hash="a", num_examples=3, extra={"b": [1]}))
     for place in (cache, TreeCacheManager(cache.store.path)):
         seen: list[CacheMetadata] = []
-        place.get_or_compute("key", lambda: 2, validate_fn=lambda meta, seen=seen: not seen.append(meta))  # type: ignore[misc]
+        place.get_or_compute(
+            "key",
+            lambda: 2,
+            validate_fn=lambda meta, seen=seen: not seen.append(meta),  # type: ignore[misc]
+        )
         assert seen == [CacheMetadata(config_hash="a", num_examples=3, extra={"b": [1]})]
 
 

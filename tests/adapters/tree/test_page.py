@@ -1,7 +1,8 @@
-"""The examples of EasyData's page on caching that are about these classes run as they stand, but for the import.
+"""The examples of EasyData's page on caching that are about these classes run as they stand, but for the
+import.
 
-Names of the page are kept, also where they are odd. What the page leaves undefined (a tokenizer to download, a function
-of the user's) is a stub; folders are the test's own.
+Names of the page are kept, also where they are odd. What the page leaves undefined (a tokenizer to download,
+a function of the user's) is a stub; folders are the test's own.
 """
 
 from __future__ import annotations

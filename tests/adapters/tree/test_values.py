@@ -1,4 +1,6 @@
-"""What goes in comes out: exactly, as an object of the caller's own, with its metadata; and what cannot is refused."""
+"""What goes in comes out: exactly, as an object of the caller's own, with its metadata; and what cannot is
+refused.
+"""
 
 from __future__ import annotations
 

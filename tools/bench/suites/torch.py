@@ -310,7 +310,8 @@ def _memory_of_workers(work: Path, samples: int) -> Study:
             ["all processes", f"{total / 1e6:.0f} MB", f"{total_4 / 1e6:.0f} MB", f"{growth[0]:+.1%}"],
             ["of which the cache", f"{cache / 1e6:.0f} MB", f"{cache_4 / 1e6:.0f} MB", f"{growth[1]:+.1%}"],
         ],
-        note="Figures are PSS: a page that n processes share counts 1/n in each. Beside the cache, each worker's own "
+        note="Figures are PSS: a page that n processes share counts 1/n in each. "
+        "Beside the cache, each worker's own "
         "Python grows, and the batches that the worker has ready.",
         goals=[
             verdict(
