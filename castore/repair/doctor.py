@@ -82,7 +82,8 @@ def examine(path: str | os.PathLike[str], further: Iterable[Look] = ()) -> list[
         # Names first: else the check for strays would remove objects whose names the index has lost.
         return [
             *found, *_dictionaries(parts), *_forgotten(parts), *_counts(parts), *_lost(parts),
-            *_strays(parts), *_mounts(parts), *_journal(parts.index), *chain.from_iterable(look(parts) for look in further),
+            *_strays(parts), *_mounts(parts), *_journal(parts.index),
+            *chain.from_iterable(look(parts) for look in further),
         ]  # fmt: skip
 
 
