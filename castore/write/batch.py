@@ -341,7 +341,7 @@ class Batch:
         pin: bool = False,
         serializer: str = "bytes",
     ) -> str:
-        """Stage bytes to be kept under ``name``. The arguments are those of `Store.put`, defaults the batch's.
+        """Stage bytes to be kept under ``name``. Arguments are those of `Store.put`, defaults the batch's.
 
         Returns:
             The digest of the bytes, 64 hex characters.
