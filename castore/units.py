@@ -56,10 +56,11 @@ def parse_size(size: str | int | float) -> int:
     Raises:
         InvalidValueError: it is negative, not a whole number of bytes, or not understood.
 
-    >>> parse_size("200GB"), parse_size("1.5 GiB"), parse_size("64k"), parse_size(4096) (200000000000,
-    1610612736, 64000, 4096) >>> parse_size("ten") Traceback (most recent call last):
-    castore.errors.InvalidValueError: 'ten' is not a size; write bytes as an int, or a text like "200GB" or
-    "1.5 GiB"
+    >>> parse_size("200GB"), parse_size("1.5 GiB"), parse_size("64k"), parse_size(4096)
+    (200000000000, 1610612736, 64000, 4096)
+    >>> parse_size("ten")
+    Traceback (most recent call last):
+    castore.errors.InvalidValueError: 'ten' is not a size; write bytes as an int, or a text like "200GB" or "1.5 GiB"
     """
     if isinstance(size, str):
         count = _size_of_text(size)
@@ -122,10 +123,11 @@ def parse_duration(duration: str | int | float) -> float:
     Raises:
         InvalidValueError: it is negative, not finite, over 1000 years, or not understood.
 
-    >>> parse_duration("7d"), parse_duration("1h30m"), parse_duration("500ms"), parse_duration(90) (604800.0,
-    5400.0, 0.5, 90.0) >>> parse_duration("soon") Traceback (most recent call last):
-    castore.errors.InvalidValueError: 'soon' is not a duration; write seconds as a number, or a text like
-    "7d", "1h30m" or "500ms"
+    >>> parse_duration("7d"), parse_duration("1h30m"), parse_duration("500ms"), parse_duration(90)
+    (604800.0, 5400.0, 0.5, 90.0)
+    >>> parse_duration("soon")
+    Traceback (most recent call last):
+    castore.errors.InvalidValueError: 'soon' is not a duration; write seconds as a number, or a text like "7d", "1h30m" or "500ms"
     """
     seconds = _seconds_of_text(duration) if isinstance(duration, str) else _seconds_of_number(duration)
     # The comparison is false for NaN.

@@ -177,10 +177,10 @@ class _Empty:
 def _put_all(
     putter: Putter, named: dict[str, str], search: Search, failures: Failures, into: list[str]
 ) -> str | None:
-    """Put what lies at each path; fills ``into`` with the names of those that gave something.
+    """Put the files at each path; fills ``into`` with the names of the paths that gave any.
 
     Returns:
-        What ended it before all was put, once something had been; else None.
+        The error that ended everything after some files had been put; else None.
     """
     for path, name in named.items():
         before = putter.files
