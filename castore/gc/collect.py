@@ -133,11 +133,17 @@ class Collected(NamedTuple):
 
 
 class _Removed:
-    """The names of entries, and the blobs, removed so far."""
+    """The names of entries removed so far, and the number and stored bytes of blobs removed so far."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self.blobs: list[Blob] = []
+        self.blobs = 0
+        self.freed = 0
+
+    def add(self, blobs: list[Blob]) -> None:
+        """Count removed blobs. A damaged row may have anything for a size."""
+        self.blobs += len(blobs)
+        self.freed += sum(blob.stored for blob in blobs if type(blob.stored) is int)
 
 
 def select(
@@ -264,8 +270,8 @@ def run(parts: Parts, budget: int | None, grace: float) -> Collected:
     return Collected(
         [name for name in planned.expired if name in removed.names],
         [name for name in planned.evicted if name in removed.names],
-        len(removed.blobs),
-        sum(blob.stored for blob in removed.blobs),
+        removed.blobs,
+        removed.freed,
         compacted,
         [str(stray.path) for stray in gone],
         planned.waiting,
@@ -292,7 +298,7 @@ def _remove(parts: Parts, chosen: Selection, now: float) -> _Removed:
     going = {digest for digest, _, _ in chosen.blobs}
     named = {entry.digest for entry in (*chosen.expired, *chosen.evicted)}
     for digests in _batches(parts, sorted(going - named)):
-        removed.blobs += remove_blobs(parts, digests)
+        removed.add(remove_blobs(parts, digests))
     evicted = 0
     entries: list[tuple[str, bytes, float | None]] = [
         (entry.name, entry.digest, None) for entry in chosen.expired
@@ -326,9 +332,9 @@ def _uncount(parts: Parts, going: Container[bytes], removed: _Removed) -> None:
             alone = not mounts.are_there(txn)
             gone = txn.uncount(Counter(digests), going if alone else ())
         _unlink(parts, gone)
-        removed.blobs += gone
+        removed.add(gone)
         if not alone and (unnamed := [digest for digest in digests if digest in going]):
-            removed.blobs += remove_blobs(parts, unnamed)
+            removed.add(remove_blobs(parts, unnamed))
         turns.give()
 
 

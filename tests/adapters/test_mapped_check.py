@@ -9,7 +9,7 @@ import pytest
 
 from castore import Store
 from castore.adapters import mapped_check
-from castore.errors import CorruptError
+from castore.errors import CorruptError, NotFoundError
 from castore.records import Blob
 from tests.helpers import flip, noise, payload
 
@@ -40,7 +40,7 @@ def test_damage_after_a_check_is_found_by_the_next(store: Store) -> None:
     with pytest.raises(CorruptError):
         mapped_check.check(store, blob)
     assert store.get("a") is None
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(NotFoundError):
         mapped_check.check(store, blob)
 
 

@@ -18,7 +18,7 @@ import castore_fuse
 import castore_fuse.__main__ as daemon
 from castore import Store, settings
 from castore.gc import compaction, leftovers
-from castore.index import database, deferred_refs, journal, mounts, schema
+from castore.index import database, deferred_refs, index_file, journal, mounts, rebuild_rows, schema
 from castore.index.beacon import Beacon
 from castore.index.database import Index
 from castore.index.journal import Journal
@@ -27,7 +27,7 @@ from castore.objects.codecs import FRAME_SIZE
 from castore.objects.directory import ObjectDirectory
 from castore.objects.loose import LooseFolder
 from castore.objects.packs import Damage, PackWriter, scan
-from castore.repair import doctor, rebuild
+from castore.repair import doctor
 from castore.write import writer
 from tests.helpers import agrees_with_disk, flip, mixed, noise, overwrite, payload, text
 from tests.torture.kills import Stop, after, before, halfway
@@ -310,7 +310,7 @@ WINDOWS = [
         "Making a store",
         ("before `castore.json` is there", _make, before(settings, "save"), made_by_the_next),
         ("before `castore.json` is there", _make, after(settings, "create_temporary"), made_by_the_next),
-        ("after it, before the index has its tables", _make, before(database, "migrate"), made_by_the_next),
+        ("after it, before the index has its tables", _make, before(index_file, "migrate"), made_by_the_next),
         ("after it, before the index has its tables", _make, after(schema, "apply_migrations"),
         made_by_the_next),
     ),
@@ -388,11 +388,11 @@ WINDOWS = [
     ),
     *_of(
         "Rebuild",
-        ("within the transaction, in the index that was there", _rebuild, before(rebuild, "recount"),
+        ("within the transaction, in the index that was there", _rebuild, before(rebuild_rows, "recount"),
         nothing),
         ("after the old one was moved, before `epoch` is raised", _replace_index, after(Path, "rename"),
         nothing, {}, True),
-        ("within the transaction, in a new file", _replace_index, before(rebuild, "recount"), nothing, {},
+        ("within the transaction, in a new file", _replace_index, before(rebuild_rows, "recount"), nothing, {},
         True),
         ("after the commit, before the journal's new snapshot", _replace_index,
         before(Index, "snapshot_journal"), nothing),

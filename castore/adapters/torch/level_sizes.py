@@ -29,7 +29,8 @@ def memory_bytes(size: Size, what: str) -> int:
         InvalidValueError: it is no size.
         FullError: nothing is free.
     """
-    free = min(shm_free(), memory_free())
+    # A part stays for other processes, which take memory until the segment is made and compares again.
+    free = min(shm_free(), memory_free()) * 63 // 64
     return _checked(size, what, free, f"{SHM} (or the machine's memory)")
 
 
