@@ -1,12 +1,13 @@
 """castore keeps every derived training artefact once, compressed and verified, as plain bytes or files.
 
-A *blob* is immutable bytes, known by its digest. An *entry* is a name that points to a blob, with a serializer,
-metadata, an expiry and a pin. `Store` puts, gets and lists entries. docs/glossary.md has all terms.
+A *blob* is immutable bytes, known by its digest. An *entry* is a name that points to a blob, with a
+serializer, metadata, an expiry and a pin. `Store` puts, gets and lists entries. docs/glossary.md has all
+terms.
 """
 
 from __future__ import annotations
 
-# The checkers' word for what they alone read; `typing` itself would be a third of what this module takes to import.
+# Type checkers know this name without an import: `typing` would take a third of this module's import time.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from castore.errors import (
@@ -124,7 +125,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for. The command's first lines run before any of it, and so does what catches its Ctrl-C."""
+    """Import a public name on its first use: the command's first lines and its Ctrl-C handler run before."""
     from importlib import import_module
 
     if name in __all__:

@@ -1,8 +1,8 @@
 """Every error that castore raises on purpose, in one place.
 
 Assumes nothing and imports nothing of castore. A message is one sentence: what, where, what to do. Each class
-also derives from the built-in error that fits, so callers need not know castore to catch it. Constructors take
-the message first and the rest by keyword, so that errors survive pickling on their way out of a worker process.
+also derives from the built-in error that fits, so callers need not know castore to catch it. Constructors
+take the message first and the rest by keyword: so errors survive pickling when a worker process raises them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class CorruptError(CastoreError):
 
     Args:
         message: the sentence for the user.
-        digest: hex digest of the blob, where it is known.
-        where: the file, the record or the serializer in which it was seen.
+        digest: hex digest of the blob, if it is known.
+        where: the file, the record or the serializer that failed.
     """
 
     def __init__(self, message: str, *, digest: str | None = None, where: str | None = None) -> None:
@@ -57,7 +57,7 @@ class NestedStoreWarning(UserWarning):
 
 
 class LostSettingsWarning(UserWarning):
-    """A store had lost its ``castore.json``, which is written anew."""
+    """A store had lost its ``castore.json``, and castore has written a new one."""
 
 
 class TooLargeError(CastoreError):
@@ -99,7 +99,7 @@ class MissingDependencyError(CastoreError, ImportError):
 
 
 class SegmentError(CastoreError):
-    """A piece of shared memory cannot be used: another user's, laid out otherwise, closed or gone."""
+    """A shared memory segment cannot be used: another user's, of another layout, closed or gone."""
 
 
 class SlotError(CastoreError, RuntimeError):
@@ -117,13 +117,14 @@ class FullError(CastoreError, OSError):
 def unchangeable(folder: object) -> StoreError:
     """The error for a change to a store in whose folder nothing can be written."""
     return StoreError(
-        f"the store {folder} can be read and not changed: its file system is read-only, or this user may not write there"
+        f"the store {folder} can be read and not changed:"
+        " its file system is read-only, or this user may not write there"
     )
 
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Have an `OSError` of the block say which file failed: Python knows it when one is opened, not when one is read.
+    """Add the file's name to an `OSError` of the block: Python adds it only when it opens a file.
 
     >>> import errno
     >>> with naming("shards/0.tar"):

@@ -1,10 +1,11 @@
-"""What a store's folder may hold: the one list of its paths, with the kind of thing that lies at each.
+"""The one list of the paths in a store's folder, with the kind of object at each.
 
-Everybody who makes, removes or judges something below a store goes by this list: opening makes the folders, `doctor` sets
-aside what stands in the place of something else, gc removes what the dead left. ``docs/format.md`` has the same paths with
-their meaning, and a test holds the two together. An adapter that needs a new place below the store adds a line here.
+All code that makes, removes or judges files below a store uses this list: opening a store makes the folders,
+`doctor` sets foreign objects aside, gc removes leftovers of dead processes. ``docs/format.md`` has the same
+paths with their meaning, and a test compares both. An adapter that needs a new place below the store adds a
+line here.
 
-Knows names only: never looks at a disk.
+Has names only: never reads a disk.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from typing import NamedTuple
 SETTINGS = "castore.json"
 #: The index, and the folder of the names journal.
 INDEX, NAMES = "index.sqlite", "objects/names"
-#: The folder of what processes work on, uncompressed. It is made when it is needed first.
+#: The folder of uncompressed work files of processes. It is made on first use.
 WORK = "work"
 
 
 class Kind(Enum):
-    """What lies at a path."""
+    """The kind of object at a path."""
 
     FILE = "file"
     SOCKET = "socket"
-    #: A folder whose contents stand in this list, too.
+    #: A folder whose contents are in this list, too.
     FOLDER = "folder"
-    #: A folder whose contents are the business of the process that it is named after, or of nobody.
+    #: A folder whose contents are not in this list: they belong to the process in its name, or to nobody.
     TREE = "tree"
 
 
@@ -38,8 +39,9 @@ class Place(NamedTuple):
     Attributes:
         path: as ``docs/format.md`` writes it.
         pattern: a regular expression of the whole path.
-        kind: what lies there.
-        is_written: whether a file is written to after it was made: others are read, replaced and removed.
+        kind: of the object there.
+        is_written: whether processes write to a file after it was made. Other files are read, replaced and
+            removed.
     """
 
     path: str
@@ -49,7 +51,7 @@ class Place(NamedTuple):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether this is one path and no pattern."""
+        """Whether this is one path, not a pattern."""
         return self.pattern == re.escape(self.path.rstrip("/"))
 
 
@@ -58,7 +60,7 @@ def _fixed(path: str, kind: Kind = Kind.FILE, *, is_written: bool = False) -> Pl
 
 
 _NUMBER, _DIGITS, _EIGHT = "[0-9]{1,20}", "[0-9a-f]{2}", "[0-9a-f]{8}"
-# PID namespace, PID, start of the process, and a part by chance.
+# PID namespace, PID, start time of the process, and a random part.
 _PROCESS = f"{_NUMBER}-{_NUMBER}-{_NUMBER}-[0-9a-f]{{32}}"
 
 PLACES = (
@@ -98,13 +100,13 @@ PLACES = (
     _fixed("CACHEDIR.TAG"),
 )
 
-#: Folders of a fixed path: each is the store's own, and no link.
+#: Folders of a fixed path. Each must be the store's own, and not a link.
 FOLDERS = tuple(
     place.path.rstrip("/") for place in PLACES if place.kind in (Kind.FOLDER, Kind.TREE) and place.is_fixed
 )
-#: Those of them that are made with the store.
+#: The folders that are made with the store.
 MADE = tuple(folder for folder in FOLDERS if folder != WORK)
-#: What the top folder may hold.
+#: Names that the top folder may have.
 TOP = frozenset(place.path.split("/")[0] for place in PLACES)
 
 _ANY = re.compile(
@@ -113,7 +115,7 @@ _ANY = re.compile(
 
 
 def place_of(path: str) -> Place | None:
-    """The line of the list for a path below the store, or None: castore makes no such thing.
+    """The line of the list for a path below the store, or None if castore makes no such path.
 
     >>> place_of("objects/packs/0000002a.pack").kind
     <Kind.FILE: 'file'>

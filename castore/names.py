@@ -1,7 +1,7 @@
-"""What may be the name of an entry: a relative POSIX path in UTF-8 that every tool can read through a mount.
+"""Checks the names of entries: relative POSIX paths in UTF-8 that every tool can read through a mount.
 
-Assumes nothing of the store. Must never let through a name that leads out of the folder it is joined to, and must
-be fast on good names, since every put and get passes here: one regular expression answers those, and the slow
+Assumes nothing of the store. Must never accept a name that leads out of the folder it is joined to. Must be
+fast on good names, since every put and get checks one: one regular expression accepts those, and the slow
 path only explains what is wrong. Names are compared byte for byte; Unicode is not normalised, as on ext4.
 """
 
@@ -13,9 +13,9 @@ from castore.errors import InvalidNameError
 
 # Linux's NAME_MAX.
 PART_BYTES = 255
-# PATH_MAX is 4096 with its NUL; what is left is for the mountpoint in front.
+# PATH_MAX is 4096 with its NUL; the rest is left for the mountpoint in front.
 NAME_BYTES = 3072
-# First part of the mount's own folder.
+# First part of names in the mount's own folder.
 RESERVED = ".castore"
 
 _CONTROL = r"\x00-\x1f\x7f"
@@ -33,7 +33,7 @@ def check_name(name: str) -> str:
         name: parts joined by `/`: at most 255 bytes of UTF-8 a part and 3072 in all.
 
     Raises:
-        InvalidNameError: it may not; the message tells which part is wrong.
+        InvalidNameError: it may not; the message names the part that is wrong.
 
     >>> check_name("imagenet/train-00001.tar")
     'imagenet/train-00001.tar'
@@ -83,7 +83,7 @@ def _check_slowly(name: str, what: str) -> str:
 def _plain(name: object, what: str) -> str:
     if not isinstance(name, str):
         raise InvalidNameError(f"a {what} is a str, not {type(name).__name__}: {_shown(name)}")
-    # Subclasses of str (a NumPy string, an enum) can have other ideas of equality: go on with a plain one.
+    # Subclasses of str (a NumPy string, an enum) may define equality otherwise: go on with a plain str.
     return str.__str__(name)
 
 

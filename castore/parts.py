@@ -1,7 +1,7 @@
-"""The parts of an open store, as one value, and how they are put together.
+"""The parts of an open store as one value, and the functions that assemble it.
 
-Garbage collection, repair, training and statistics take this value, never the `Store`: the store uses those rooms, so
-they must not use the store. Nothing here puts, gets or removes anything.
+Garbage collection, repair, training and statistics take this value, never the `Store`: the store uses those
+rooms, so they must not use the store. Nothing here puts, gets or removes anything.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ T = TypeVar("T")
 
 
 class Parts:
-    """What acts on one store, in one process.
+    """The objects that act on one store, in one process.
 
     Attributes:
         path: of the store's folder, absolute.
-        settings: of the store, with what this process was told to do otherwise.
-        read_only: nothing can be written where the store lies.
+        settings: of the store, with this process's overrides.
+        read_only: the store's folder cannot be written to.
         index: names, blobs and counts.
         objects: the files with the blobs' bytes.
         usage: hits, misses and last accesses that are not in the index yet.
         source: reads blobs.
         writer: puts blobs.
-        prefixes: which dictionary is for which names.
-        ballast: room that is held back for a full disk.
+        prefixes: the dictionaries of names.
+        ballast: disk space held back for a full disk.
     """
 
     def __init__(
@@ -70,18 +70,19 @@ class Parts:
         self.ballast = ballast
 
     def relieve(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns; on a full disk it gets the room of the ballast. For work that frees, or
-        takes little.
+        """Call ``work`` and return its result. On a full disk, ``work`` gets the room of the ballast.
+
+        For work that frees space, or takes little.
         """
         return self.ballast.relieve(work, self.index.shrink_log)
 
     def close(self) -> None:
-        """Let go of files and connections, after writing what has been counted if there is room for it."""
+        """Flush usage counters if there is room for them, then close files and connections."""
         self.usage.flush_if_possible()
         self.release()
 
     def release(self) -> None:
-        """Let go of files and connections, and write nothing."""
+        """Close files and connections, and write nothing."""
         self.writer.close()
         self.objects.close()
         self.index.journal.close()
@@ -98,9 +99,9 @@ def open_folder(
     max_size: float | str | None = None,
     ttl: float | str | None = None,
 ) -> tuple[Settings, bool]:
-    """The settings of the store at ``path``, with the arguments in their place, and whether it can be read only.
+    """The settings of the store at ``path``, overridden by the arguments, and whether the store is read-only.
 
-    A store is made where there is none. The arguments are those of `Store`.
+    Makes a store if there is none. The arguments are those of `Store`.
 
     Raises:
         StoreError: the folder is no store, of another format, not accessible, or on a network file system.
@@ -193,7 +194,7 @@ def _connect(
 
 
 def object_directory(path: Path, kept: Settings, *, durable: bool) -> ObjectDirectory:
-    """The object directory of the store at ``path``, with the permission bits that its settings give."""
+    """The object directory of the store at ``path``, with the permission bits of its settings."""
     return ObjectDirectory(
         path,
         object_mode=kept.object_mode,
@@ -204,13 +205,13 @@ def object_directory(path: Path, kept: Settings, *, durable: bool) -> ObjectDire
 
 
 def share_frames(parts: Parts, size: int) -> None:
-    """Have the processes that open the store with the same ``size`` share decoded frames in so many bytes of memory.
+    """Share decoded frames, in ``size`` bytes of memory, between processes that open the store so.
 
     Raises:
-        FullError: the machine has not as much memory free; the parts are closed then.
+        FullError: the machine has less memory free; the parts are closed then.
         SegmentError: other processes use the store with another size; the parts are closed then.
     """
-    from castore.shm.shared_frames import SharedFrames  # brings multiprocessing along
+    from castore.shm.shared_frames import SharedFrames  # imports multiprocessing
 
     try:
         parts.source.shared = SharedFrames(parts.path, size, FRAME_SIZE)

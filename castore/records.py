@@ -1,7 +1,7 @@
-"""What the index knows of a blob and of an entry, as plain immutable values.
+"""The index's records of blobs, entries and mounts, as plain immutable values.
 
-These cross every boundary inside castore (index, object directory, store, view), so they carry no behaviour
-and no handles: nothing here opens or reads anything.
+These values cross every boundary inside castore (index, object directory, store, view), so they carry no
+handles: nothing here opens or reads anything.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import xxhash
 LOOSE = 0
 #: `Blob.pack` of a blob whose bytes were found damaged or missing: a miss until the same bytes are put again.
 LOST = -1
-#: Bytes that a blob takes in a pack besides its payload: the head of its record (objects/packs.py).
+#: Bytes of a record's head, which a blob takes in a pack besides its payload (objects/packs.py).
 HEAD_SIZE = 64
 #: Bytes of a digest.
 DIGEST_SIZE = 32
 
 
 def entry_check(name: str, digest: bytes) -> int:
-    """What an entry's row keeps so that its name and its digest belong together: 32 bits of XXH3-64 over both.
+    """The checksum in an entry's row: 32 bits of XXH3-64 over its name and digest.
 
     >>> entry_check("a", bytes(32)) == entry_check("b", bytes(32))
     False
     """
     try:
         return xxhash.xxh3_64_intdigest(name.encode() + digest) & 0xFFFFFFFF
-    except TypeError:  # of a damaged row, and equal to none
+    except TypeError:  # from a damaged row: equals no stored check
         return -1
 
 
 class Blob(NamedTuple):
-    """Immutable bytes and where they lie.
+    """Immutable bytes and their place.
 
     Attributes:
         digest: BLAKE3-256 of the uncompressed bytes, 32 raw bytes.
@@ -41,7 +41,7 @@ class Blob(NamedTuple):
         stored: length in bytes as stored, seek table included, pack record header excluded.
         codec: ``"zstd"``, ``"lz4"``, ``"gzip"`` or ``"none"``.
         pack: id of the pack that holds it, `LOOSE`, or `LOST`.
-        offset: where its payload begins in the pack; 0 when loose.
+        offset: of its payload in the pack; 0 if it is loose.
     """
 
     digest: bytes
@@ -53,7 +53,7 @@ class Blob(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A name and what it points to: what `Store.put` returns and `Store.entries` lists.
+    """A name, its blob and its attributes, as `Store.put` returns it and `Store.entries` lists it.
 
     Attributes:
         name: relative POSIX path.
@@ -66,7 +66,7 @@ class Entry(NamedTuple):
         accessed: last known read, seconds since the epoch (written in batches, so up to some seconds late).
         serializer: how `Store.load` turns the bytes into an object; ``"bytes"`` for plain puts.
         metadata: the user's JSON-like metadata.
-        pinned: whether gc leaves the entry alone.
+        pinned: whether gc keeps the entry in any case.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Entry(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a read needs to know of a name."""
+    """The part of an entry that a read needs."""
 
     blob: Blob
     expires: float | None
@@ -91,9 +91,10 @@ class Found(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sums over all rows: ``logical`` counts a blob once a name, ``unique`` once. In bytes but for the counts.
+    """Sums over all rows, in bytes except the counts ``entries`` and ``blobs``.
 
-    ``packed`` is what the records of blobs take in packs, heads included.
+    ``logical`` counts a blob once for each of its names, ``unique`` counts it once. ``packed`` is the size of
+    all live records in packs, heads included.
     """
 
     entries: int
@@ -105,14 +106,14 @@ class Totals(NamedTuple):
 
 
 class Pointing(NamedTuple):
-    """What a put says of a name besides its bytes.
+    """The specification of an entry: its name and attributes, without its bytes.
 
     Attributes:
         name: already checked.
         serializer: kept in the entry.
         metadata: as JSON text, or None.
         expires: seconds since the epoch, or None.
-        pinned: pin the entry; False leaves a pin that is there.
+        pinned: pin the entry; False keeps an existing pin.
     """
 
     name: str
@@ -126,9 +127,9 @@ class Mount(NamedTuple):
     """A live mount of a store, as `Store.mounts` lists it.
 
     Attributes:
-        mountpoint: the folder where it is, as the process that serves it sees the file system.
-        prefix: only names at or below it are shown, without it; "" shows all.
-        pinned: whether gc leaves alone what it shows.
+        mountpoint: its folder, as a path in the file system of the process that serves it.
+        prefix: the mount shows only names at or below the prefix, with the prefix removed; "" shows all.
+        pinned: whether gc keeps everything that the mount shows.
         since: when it was mounted, seconds since the epoch.
     """
 
@@ -138,7 +139,7 @@ class Mount(NamedTuple):
     since: float
 
     def shows(self, prefix: str) -> bool:
-        """Whether all names at or below a prefix are seen in it.
+        """Whether the mount shows all names at or below a prefix.
 
         >>> Mount("/mnt", "a", False, 0.0).shows("a/b")
         True
@@ -148,7 +149,7 @@ class Mount(NamedTuple):
         return not self.prefix or prefix == self.prefix or prefix.startswith(f"{self.prefix}/")
 
     def path(self, name: str) -> str:
-        """Where the entry of a name that it shows lies in it.
+        """The path in the mount of a name that it shows.
 
         >>> Mount("/mnt", "a", False, 0.0).path("a/b")
         '/mnt/b'

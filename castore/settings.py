@@ -1,7 +1,7 @@
 """A store's folder and its ``castore.json``: format version and defaults.
 
-Makes the folder, refuses what is no store or lies on a file system where SQLite's locks do not hold, and reads and
-writes the defaults. Everything else inside the folder belongs to other modules.
+Makes the folder, and reads and writes the defaults. Refuses folders that are no store, and file systems on
+which SQLite's locks do not work. Other modules handle everything else inside the folder.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from castore.units import format_duration, format_size, parse_budget, parse_ttl
 
 FORMAT = 1
 FILE = layout.SETTINGS
-# Far more than the settings take; what is longer is cut, and then no JSON.
+# Bytes, far more than the settings take. A longer file is cut, and then is not valid JSON.
 _MOST = 65_536
-# The signature is what makes backup tools skip the folder: https://bford.info/cachedir/
+# Backup tools skip a folder with this signature: https://bford.info/cachedir/
 _CACHEDIR_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This folder is a cache made by castore.\n"
 _NETWORK = {
     "nfs",
@@ -61,7 +61,7 @@ _NETWORK |= {
 
 
 class Settings(NamedTuple):
-    """The defaults a store keeps for all who open it.
+    """The defaults that a store keeps for all its users.
 
     Attributes:
         codec: ``auto``, ``zstd``, ``lz4``, ``gzip`` or ``none``.
@@ -84,7 +84,7 @@ class Settings(NamedTuple):
 
     @property
     def file_mode(self) -> int:
-        """Permission bits of files that are written to."""
+        """Permission bits of files that processes write to after making them."""
         return 0o660 if self.shared else 0o600
 
     @property
@@ -94,7 +94,7 @@ class Settings(NamedTuple):
 
 
 def default_path() -> Path:
-    """Where the store is if nobody says: ``$CASTORE_DIR``, ``$XDG_CACHE_HOME/castore``, ``~/.cache/castore``."""
+    """The default store: ``$CASTORE_DIR``, else ``$XDG_CACHE_HOME/castore``, else ``~/.cache/castore``."""
     own = os.environ.get("CASTORE_DIR")
     if own:
         return Path(own)
@@ -106,7 +106,7 @@ def default_path() -> Path:
 def merge(base: Settings, **changes: Any) -> Settings:
     """``base`` with every change that is not None, sizes and durations parsed and all values checked.
 
-    ``ttl=NEVER`` and ``max_size=UNLIMITED`` take the bounds of ``base`` away.
+    ``ttl=NEVER`` and ``max_size=UNLIMITED`` remove the bounds of ``base``.
     """
     given = {name: value for name, value in changes.items() if value is not None}
     if "max_size" in given:
@@ -121,15 +121,15 @@ def merge(base: Settings, **changes: Any) -> Settings:
 
 
 def is_read_only(path: Path) -> bool:
-    """Whether nothing can be written to the store at ``path``: its file system is read-only, or this user may not."""
+    """Whether the store at ``path`` is read-only: its file system is, or this user may not write there."""
     return not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def see_writable(path: Path) -> None:
-    """See that the store at ``path`` can be changed.
+    """Check that the store at ``path`` can be changed.
 
     Raises:
-        StoreError: it can be read only.
+        StoreError: it is read-only.
     """
     if is_read_only(path):
         raise unchangeable(path)
@@ -184,7 +184,7 @@ def _closed(path: Path) -> str:
 
 
 def is_lost(path: Path) -> bool:
-    """Whether the folder is that of a store which has lost its settings: it has an index or a journal, made after them."""
+    """Whether the folder is a store that has lost its settings: it has an index or a journal, made later."""
     if not path.is_dir():
         return False
     is_used = os.path.lexists(path / layout.INDEX) or any((path / layout.NAMES).glob("*.names"))
@@ -192,32 +192,33 @@ def is_lost(path: Path) -> bool:
 
 
 def nothing_at(path: Path) -> str:
-    """What to tell of a folder without settings."""
+    """The message for a folder without settings."""
     if is_lost(path):
         return f"the store {path} has lost its {FILE}; `castore doctor` writes it anew, with the defaults"
     return f"there is no store at {path}; `castore init` or `castore add` makes one"
 
 
 def recovered(path: Path) -> Settings:
-    """The defaults, and of a store that has lost its settings what its folder tells: whom it is shared with."""
+    """The defaults; for a store that has lost its settings, with the group that its folder is shared with."""
     if not is_lost(path) or not path.stat().st_mode & 0o070:
         return Settings()
     return Settings(shared=path.group())
 
 
 def lost(path: Path, settings: Settings) -> str:
-    """What to tell of a store whose settings are written anew."""
+    """The message for a store whose settings are written again."""
     shared = f"shared with the group {settings.shared}, as its folders are, " if settings.shared else ""
     budget = "no budget" if settings.max_size is None else f"a budget of {format_size(settings.max_size)}"
     ttl = "that never expire" if settings.ttl is None else f"for {format_duration(settings.ttl)}"
     return (
-        f"{path / FILE} was missing and is written anew: {shared}codec {settings.codec}, {budget}, entries {ttl};"
+        f"{path / FILE} was missing and is written anew:"
+        f" {shared}codec {settings.codec}, {budget}, entries {ttl};"
         " `castore init` sets others"
     )
 
 
 def write_anew(path: Path) -> Settings:
-    """Write the settings of a store that has lost them; what nothing tells is the default."""
+    """Write the settings of a store that has lost them: the result of `recovered`."""
     settings = recovered(path)
     make_folders(path, settings)
     save(path, settings)
@@ -243,10 +244,10 @@ def save(path: Path, settings: Settings) -> None:
 
 
 def create(path: Path, settings: Settings) -> None:
-    """Make the store's folders, write its settings and hold room back for a full disk.
+    """Make the store's folders, write its settings and make the ballast for a full disk.
 
     Raises:
-        StoreError: the folder holds other things, cannot be made, or lies on a network file system.
+        StoreError: the folder has other files, cannot be made, or lies on a network file system.
     """
     outer = store_around(path)
     if outer is not None and layout.place_of(os.path.relpath(os.path.realpath(path), outer)) is not None:
@@ -277,24 +278,24 @@ def create(path: Path, settings: Settings) -> None:
         raise StoreError(f"cannot make a store at {path}: {why}") from error
     if is_new and outer is not None:
         warnings.warn(
-            f"the new store {path} lies inside the store {outer}: that one's budget does not count it, and it goes when"
-            " that one's folder is removed; a folder beside it is a better place",
+            f"the new store {path} lies inside the store {outer}: that one's budget does not count it,"
+            " and it goes when that one's folder is removed; a folder beside it is a better place",
             NestedStoreWarning,
             stacklevel=3,
         )
 
 
 def store_around(path: Path) -> Path | None:
-    """The nearest store whose folder a path lies in, if there is one."""
+    """The nearest store whose folder contains a path, or None."""
     above = Path(os.path.realpath(path)).parents
     return next((folder for folder in above if os.path.isfile(folder / FILE)), None)
 
 
 def check_folders(path: Path, settings: Settings, *, read_only: bool = False) -> None:
-    """See that the store's folders are its own, and make those that are missing unless nothing can be written there.
+    """Check that the store's folders are its own, and make missing ones unless the store is read-only.
 
     Raises:
-        StoreError: one is a link, which would have the store write and remove files somewhere else, or no folder.
+        StoreError: one is no folder, or is a link: the store would write and remove files elsewhere.
     """
     missing = False
     for name in layout.FOLDERS:
@@ -313,7 +314,7 @@ def check_folders(path: Path, settings: Settings, *, read_only: bool = False) ->
 
 
 def make_folders(path: Path, settings: Settings) -> None:
-    """Make what is missing of the store's folders, with the permission bits they must have."""
+    """Make the store's missing folders, with the permission bits of its settings."""
     for folder in (path, *(path / name for name in layout.MADE)):
         make_folder(folder, settings.folder_mode)
     if settings.shared:
@@ -321,7 +322,7 @@ def make_folders(path: Path, settings: Settings) -> None:
 
 
 def sync_folders(path: Path) -> None:
-    """Have the store's folders, and the files in the top one, survive a power cut."""
+    """Sync the store's folders, so that they and the files in the top one survive a power cut."""
     for folder in (path.parent, path, path / "objects"):
         sync_folder(folder)
 
@@ -341,13 +342,14 @@ def _give_to_group(path: Path, group: str) -> None:
 def refuse_network(path: Path) -> None:
     """Raise StoreError if the store lies on a file system shared between machines.
 
-    SQLite needs locks and shared memory that those do not give, or give without effect.
+    SQLite needs locks and shared memory. Such file systems lack them, or offer them without effect.
     """
     kind = filesystem_of(path)
     if kind in _NETWORK:
         raise StoreError(
-            f"{path} is on a {kind} file system, where SQLite's index would be damaged; put the store on a local disk"
-            " (--store DIR or CASTORE_DIR) and keep the source data where it is"
+            f"{path} is on a {kind} file system, where SQLite's index would be damaged;"
+            " put the store on a local disk (--store DIR or CASTORE_DIR)"
+            " and keep the source data where it is"
         )
 
 

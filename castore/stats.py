@@ -12,7 +12,7 @@ from castore.index.figures import PrefixSize
 if TYPE_CHECKING:
     from castore.parts import Parts
 
-#: Up to this many entries the largest prefixes are summed up; above, that scan would make `stat` slow.
+#: Largest number of entries for which `stat` sums up prefixes: with more, that scan would be slow.
 PREFIX_ENTRIES = 200_000
 
 
@@ -22,7 +22,7 @@ class PrefixDictionary(NamedTuple):
     Attributes:
         prefix: "" for all names.
         id: its number, 8 hexadecimal digits.
-        size: its bytes; 0 if there is no whole copy of it, so that blobs are put without.
+        size: its bytes; 0 if no copy of it is whole, so that puts do not use it.
     """
 
     prefix: str
@@ -35,20 +35,20 @@ class Stat(NamedTuple):
 
     Attributes:
         path: the store's folder.
-        entries, blobs: how many.
-        logical: sum of the sizes of all entries: what they would take as plain files.
-        unique: the same with each blob counted once.
-        stored: what the blobs take compressed.
+        entries, blobs: their numbers.
+        logical: sum of the sizes of all entries: their size as plain files.
+        unique: sum of the sizes of all blobs.
+        stored: sum of the compressed sizes of all blobs.
         max_size: the budget on ``stored``, or None.
         memory_hits, disk_hits, misses: reads so far, over all processes and runs.
         corrupt: blobs that were found damaged or missing.
         evictions: entries that gc removed.
-        expired: entries whose time is over and that gc has not removed yet.
-        next_expiries: names and times of what expires next.
+        expired: entries that have expired and that gc has not removed yet.
+        next_expiries: names and times of the entries that expire next.
         prefixes: the largest first parts of names; None above PREFIX_ENTRIES entries.
         memory_bytes, memory_max: the RAM tier of this process.
         mounts: mountpoints of live mounts.
-        dictionaries: those that prefixes have.
+        dictionaries: the dictionaries of prefixes.
     """
 
     path: str
@@ -73,17 +73,17 @@ class Stat(NamedTuple):
 
     @property
     def dedupe_ratio(self) -> float:
-        """How many times over the same bytes were put: logical by unique."""
+        """``logical`` divided by ``unique``: how many times the same bytes were put, on average."""
         return self.logical / self.unique if self.unique else 1.0
 
     @property
     def compression_ratio(self) -> float:
-        """Unique by stored."""
+        """``unique`` divided by ``stored``."""
         return self.unique / self.stored if self.stored else 1.0
 
     @property
     def hit_rate(self) -> float:
-        """Part of all reads that found what they asked for."""
+        """The part of all reads that were hits, from 0 to 1."""
         hits = self.memory_hits + self.disk_hits
         return hits / (hits + self.misses) if hits + self.misses else 0.0
 

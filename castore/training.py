@@ -1,7 +1,8 @@
-"""Training a dictionary for a prefix: samples in, a measured gain out, and the store told to use it, or an error.
+"""Trains a dictionary for a prefix from samples, measures its gain, and has the store use it.
 
-A part of the samples is held out, and decides: a dictionary that does not pay on what it has not seen is not kept.
-Blobs that are in the store already stay as they are, unless `recompress` is asked to write them anew.
+A part of the samples is held out for the measurement: a dictionary that saves too little on those is an
+error, and is not kept. Blobs that are in the store already stay as they are, until `recompress` rewrites
+them.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ from castore.write.open_pack import Vanished
 if TYPE_CHECKING:
     from castore.parts import Parts
 
-#: Samples that are looked at, at most, and their bytes: a hundred times the usual dictionary and more add nothing.
+#: Largest number of samples, and of their bytes: more than a hundred times the usual dictionary adds nothing.
 SAMPLES = 10_000
 _SAMPLE_BYTES = 16 << 20
-#: Bytes of a dictionary, at most: what zstd's own trainer makes.
+#: Largest size of a dictionary in bytes: the default of zstd's own trainer.
 SIZE = 112_000
-# Fewer samples say nothing of those to come.
+# Least number of samples: fewer say nothing about later blobs.
 _LEAST = 100
-# Every so many-th sample is held out.
+# One sample of so many is held out.
 _HELD_OUT = 5
-# A dictionary takes this part of the samples at most: more is learnt by heart.
+# A dictionary takes at most one such part of the samples' bytes: a larger one would be overfitted.
 _PART = 20
-# Names that are looked at, and at most as many records that are written, at a time.
+# Names that are read at a time, and at most as many records that are then written.
 _BATCH = 200
 
 
 class Trained(NamedTuple):
-    """A dictionary that was made, and what it gains on samples that it has not seen.
+    """A dictionary that was made, and its gain on held-out samples.
 
     Attributes:
-        prefix: whose new blobs are compressed with it.
+        prefix: new blobs below it are compressed with the dictionary.
         id: its number, 8 hexadecimal digits.
         size: its bytes.
-        samples, held_out: how many it was made from, and how many it was measured on.
-        plain, before, after: bytes of the latter uncompressed, as stored without it, and with it.
+        samples, held_out: the number of samples it was made from, and of those it was measured on.
+        plain, before, after: bytes of the held-out samples uncompressed, as stored without it, and with it.
     """
 
     prefix: str
@@ -66,11 +67,11 @@ class Trained(NamedTuple):
 
 
 class Rewritten(NamedTuple):
-    """What `recompress` did.
+    """The outcome of `recompress`.
 
     Attributes:
-        looked_at, blobs: how many small blobs it read, and how many it wrote anew.
-        before, after: stored bytes of the latter.
+        looked_at, blobs: the number of small blobs that it read, and of those that it rewrote.
+        before, after: stored bytes of the rewritten blobs.
     """
 
     looked_at: int
@@ -101,7 +102,7 @@ def train(
 
 
 def _level(parts: Parts, level: int | None) -> int:
-    """The level that is asked for, or that of new blobs.
+    """The given level, or the level of new blobs.
 
     Raises:
         InvalidValueError: there is no such level, or new blobs are not compressed with zstd.
@@ -109,7 +110,8 @@ def _level(parts: Parts, level: int | None) -> int:
     codec, usual = parts.settings.codec, parts.settings.level
     if codec not in ("auto", AUTO_CODEC):
         raise InvalidValueError(
-            f"dictionaries are for zstd, and the codec of {parts.path} is {codec}: `castore init --codec auto`"
+            f"dictionaries are for zstd, and the codec of {parts.path} is {codec}:"
+            " `castore init --codec auto`"
         )
     check_codec(AUTO_CODEC, level)
     given = usual if level is None else level
@@ -117,7 +119,7 @@ def _level(parts: Parts, level: int | None) -> int:
 
 
 def _take(data: Iterable[bytes], samples: int) -> list[bytes]:
-    """What of it can be learnt from: small samples, each once, until there are enough."""
+    """The samples of ``data`` to train from: small ones, each once, until there are enough."""
     taken: dict[bytes, None] = {}
     size = 0
     for sample in data:
@@ -130,8 +132,8 @@ def _take(data: Iterable[bytes], samples: int) -> list[bytes]:
 
 
 def _stored(parts: Parts, prefix: str, samples: int) -> Iterator[bytes]:
-    """Small blobs below a prefix. Digests have no order but their own, so the first of them are a fair sample."""
-    # More than is asked for, since several names may have one blob, and some blobs may be lost.
+    """Small blobs below a prefix, by digest: digests are random, so the first ones are a fair sample."""
+    # Query twice as many digests, since several names may have one blob, and some blobs may be lost.
     found = small_digests(parts.index, prefix, DICTIONARY_LIMIT, 2 * samples)
     for digest in dict.fromkeys(found):
         blob = parts.index.blob(digest)
@@ -144,7 +146,8 @@ def _make(prefix: str, samples: list[bytes], most: int, level: int) -> tuple[Tra
     where = f"below {prefix!r}" if prefix else "in the store"
     if len(samples) < _LEAST:
         raise DictionaryError(
-            f"there are {len(samples)} different samples of at most {format_size(DICTIONARY_LIMIT)} {where}, and"
+            f"there are {len(samples)} different samples"
+            f" of at most {format_size(DICTIONARY_LIMIT)} {where}, and"
             f" {_LEAST} is the least that a dictionary can be made of: put more first"
         )
     held_out = samples[::_HELD_OUT]
@@ -164,7 +167,8 @@ def _make(prefix: str, samples: list[bytes], most: int, level: int) -> tuple[Tra
     plain = sum(map(len, held_out))
     if after > before * (1 - AUTO_SAVING):
         raise DictionaryError(
-            f"a dictionary does not pay {where}: {len(held_out)} samples that it has not seen take {format_size(after)}"
+            f"a dictionary does not pay {where}:"
+            f" {len(held_out)} samples that it has not seen take {format_size(after)}"
             f" with it and {format_size(before)} without; nothing was changed"
         )
     number = f"{dictionary.number:08x}"
@@ -172,7 +176,7 @@ def _make(prefix: str, samples: list[bytes], most: int, level: int) -> tuple[Tra
 
 
 def recompress(parts: Parts, prefix: str, progress: Callable[[int], object] | None) -> Rewritten:
-    """Write small blobs anew with their prefix's dictionary. See `Store.recompress`."""
+    """Rewrite small blobs with their prefix's dictionary. See `Store.recompress`."""
     prefix = check_prefix(prefix)
     done = Rewritten(0, 0, 0, 0)
     for page in sized_pages(parts.index, prefix, _BATCH):
@@ -198,7 +202,7 @@ def _may_be_rewritten(blob: Blob) -> bool:
 
 
 def _shorter(parts: Parts, blob: Blob, dictionary: Dictionary) -> bytes | None:
-    """The blob's frame with a dictionary, if that saves as much as compressing must."""
+    """The blob's frame with a dictionary, or None if that saves too little."""
     data = parts.source.fetch(blob)
     if data is None:
         return None
@@ -217,11 +221,11 @@ def _rewrite(
             for dictionary in used.values():
                 parts.writer.pack.see_dictionary(dictionary)
             for blob, payload in ready.items():
-                if txn.blob(blob.digest) == blob:  # else gc, or a put, was here meanwhile
+                if txn.blob(blob.digest) == blob:  # else gc or a put has changed it meanwhile
                     parts.writer.pack.write_anew(
                         txn, blob._replace(codec=AUTO_CODEC, stored=len(payload)), payload
                     )
                     blobs, before, after = blobs + 1, before + blob.stored, after + len(payload)
     except Vanished:
-        return done  # somebody took the dictionary away: these stay as they are
+        return done  # the dictionary was removed: these blobs stay as they are
     return Rewritten(done.looked_at, blobs, before, after)

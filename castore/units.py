@@ -1,9 +1,10 @@
-"""Sizes and durations as people write them: "200GB", "7d", and back.
+"""Parses and formats sizes and durations as people write them: "200GB", "7d".
 
-Assumes nothing and imports nothing but the errors. Must never guess: what is not understood is an error.
+Assumes nothing and imports nothing but the errors. Must never guess: a text that it does not understand is an
+error.
 
-Why not a library: humanfriendly has had no release since 2021, costs 20 ms to import and reads "2kb kb" as 2000;
-pytimeparse answers None for what it cannot read and does not know milliseconds; humanize only formats.
+Why not a library: humanfriendly has had no release since 2021, costs 20 ms to import and reads "2kb kb" as
+2000; pytimeparse returns None for unreadable text and does not know milliseconds; humanize only formats.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ for _power, _letter in enumerate(_PREFIXES, start=1):
 
 _SIZE = re.compile(r"\s*(\d{1,20})(?:\.(\d{1,20}))?\s*([A-Za-z]{0,3})\s*", re.ASCII)
 _SIZE_HELP = 'write bytes as an int, or a text like "200GB" or "1.5 GiB"'
-# What SQLite holds in a column, and more than any disk.
+# The largest integer of SQLite, and more bytes than any disk has.
 _LARGEST = 2**63 - 1
 
 _SECONDS = {"w": 604800.0, "d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 _NUMBER = r"\d{1,15}(?:\.\d{1,15})?"
 _PLAIN = re.compile(rf"\s*({_NUMBER})\s*", re.ASCII)
-# Each unit at most once, the longest first: "30m1h" and "1m1m" are slips of the pen.
+# Each unit at most once, the longest first: "30m1h" and "1m1m" are typing errors.
 _DURATION = re.compile(
     r"\s*" + "".join(rf"(?:(?P<{unit}>{_NUMBER})\s*{unit}\s*)?" for unit in _SECONDS),
     re.ASCII | re.IGNORECASE,
@@ -78,7 +79,7 @@ def _size_of_text(text: str) -> int | None:
     if match is None or factor is None:
         return None
     fraction = match[2] or ""
-    # Whole numbers all the way: floats would make "1.1 PB" miss by some bytes.
+    # Computed with whole numbers: floats would make "1.1 PB" wrong by some bytes.
     count, rest = divmod(int(match[1] + fraction) * factor, 10 ** len(fraction))
     return None if rest and factor == 1 else count
 
@@ -107,7 +108,7 @@ def format_size(size: int) -> str:
     if size < 1000:
         return f"{sign}{size} B"
     amounts = [(size / 1000**power, letter) for power, letter in enumerate(_PREFIXES, start=1)]
-    # 999.95 would be printed as 1000.0: that is 1.0 of the next unit.
+    # 999.95 would print as 1000.0: use 1.0 of the next unit.
     amount, letter = next((pair for pair in amounts if pair[0] < 999.95), amounts[-1])
     return f"{sign}{amount:.1f}".removesuffix(".0") + f" {letter}B"
 
@@ -129,7 +130,7 @@ def parse_duration(duration: str | int | float) -> float:
     castore.errors.InvalidValueError: 'soon' is not a duration; write seconds as a number, or a text like "7d", "1h30m" or "500ms"
     """
     seconds = _seconds_of_text(duration) if isinstance(duration, str) else _seconds_of_number(duration)
-    # Written so that NaN fails it.
+    # The comparison is false for NaN.
     if not 0 <= seconds <= _LONGEST:
         raise InvalidValueError(f"{_shown(duration)} is not a duration; {_DURATION_HELP}")
     return seconds

@@ -1,7 +1,7 @@
-"""`castore add`: files, and folders with all below them, or what a pipe brings.
+"""`castore add`: puts files, folders with all below them, or the bytes of a pipe.
 
-Small files are put in batches, several at a time in threads: a commit for each would cost more than the file. Large
-ones go one after the other, since one alone keeps all cores busy.
+Small files are put in batches, several at a time in threads: a commit for each would cost more than the file.
+Large ones go one after the other, since one alone keeps all cores busy.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def add(
 
 
 def _input_name(paths: list[str], name: str | None) -> str:
-    """The name of what standard input brings.
+    """The name for the bytes of standard input.
 
     Raises:
         InvalidValueError: there are other paths, or no name.
@@ -152,7 +152,7 @@ def _input_name(paths: list[str], name: str | None) -> str:
 
 
 class _Empty:
-    """Folders with nothing in them, of which a store keeps nothing."""
+    """Empty folders: a store keeps nothing of them."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -165,7 +165,7 @@ class _Empty:
             self._first.append(printable(path))
 
     def tell(self) -> None:
-        """Say which were left out. Nothing failed: none of them has a byte."""
+        """Report the folders that were left out. This is no failure: none of them has a byte."""
         if self.count:
             rest = f" and {self.count - LISTED:,} more" if self.count > LISTED else ""
             complain(
@@ -177,10 +177,10 @@ class _Empty:
 def _put_all(
     putter: Putter, named: dict[str, str], search: Search, failures: Failures, into: list[str]
 ) -> str | None:
-    """Put what lies at each path; fills ``into`` with the names of those that gave something.
+    """Put the files at each path; fills ``into`` with the names of the paths that gave any.
 
     Returns:
-        What ended it before all was put, once something had been; else None.
+        The error that ended everything after some files had been put; else None.
     """
     for path, name in named.items():
         before = putter.files
@@ -223,7 +223,7 @@ def _metadata(pairs: list[str]) -> dict[str, str]:
 
 
 def _total(named: dict[str, str], search: Search) -> int:
-    """Bytes to put, for the time that the bar says is left: a walk of its own, that complains of nothing."""
+    """Bytes to put, for the time left that the bar shows: a separate walk, which reports no problems."""
     return sum(source.size for path, name in named.items() for source in search(path, name))
 
 
@@ -236,7 +236,7 @@ def _print(report: dict[str, Any], names: list[str]) -> None:
     )
     more = f"{format_size(report['stored_bytes'])} more in {report['store']}"
     if report["evicted"]:
-        # How many of them were new cannot be told from what is there now.
+        # After evictions, the totals do not show how many blobs were new.
         typer.echo(
             f"{more} after {plural(report['evicted'], 'entry', 'entries')} left it to stay under the budget"
         )
@@ -248,6 +248,6 @@ def _print(report: dict[str, Any], names: list[str]) -> None:
             typer.echo(f"no dictionary: {learnt['error']}")
         else:
             typer.echo(
-                f"dictionary {learnt['id']} of {learnt['prefix'] or '/'}: {learnt['saving']:.0%} fewer bytes on samples"
-                " that it has not seen"
+                f"dictionary {learnt['id']} of {learnt['prefix'] or '/'}:"
+                f" {learnt['saving']:.0%} fewer bytes on samples that it has not seen"
             )

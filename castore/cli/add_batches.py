@@ -1,6 +1,6 @@
-"""How `castore add` puts what it found: small files in batches and threads, large ones one after the other.
+"""Puts the files that `castore add` found: small ones in batches and threads, large ones one after the other.
 
-A file that cannot be put is reported and does not keep the others from being put. What concerns the store itself (a full
+A file that cannot be put is reported, and the others are still put. An error of the store itself (a full
 disk, a budget taken up by pins) ends everything.
 """
 
@@ -28,12 +28,12 @@ from castore.write.batch import SupportsRead
 SMALL = 1 << 20
 _BATCH_BYTES = 8 << 20
 _BATCH_FILES = 500
-# Compressing lets go of the GIL and the rest does not: more threads than these only get in one another's way.
+# Compression releases the GIL and the rest does not: more threads would only wait for one another.
 _THREADS = 4
 
 
 class Options(NamedTuple):
-    """What the user wants of every entry; None is the store's default."""
+    """The user's options for every entry; None is the store's default."""
 
     codec: str | None = None
     ttl: str | None = None
@@ -53,7 +53,7 @@ class Options(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What became of a batch: what was put, a sentence about each file that was not, and what ends everything."""
+    """The outcome of a batch: its entries, a sentence on each file not put, and an error that ends all."""
 
     files: int
     size: int
@@ -100,7 +100,7 @@ class Putter:
                     self._put_file(batch[0])
                     continue
                 running.append((batch, pool.submit(self._put_batch, batch)))
-                # Few batches wait, so that memory stays bounded however quick the disk is.
+                # Few batches wait, so that memory stays bounded however fast the disk is.
                 if len(running) > 2 * cores():
                     self._collect(*running.popleft())
             while running:
@@ -110,12 +110,12 @@ class Putter:
             for (
                 batch,
                 future,
-            ) in running:  # something ended it: those that were under way have got in all the same
+            ) in running:  # after an error: batches under way have been put all the same
                 if not future.cancelled() and future.exception() is None:
                     self._count(batch, future.result()._replace(end=None))
 
     def put_input(self, name: str, file: SupportsRead) -> None:
-        """Put what can be read from a stream to its end, or nothing of it.
+        """Put all bytes of a stream, or none.
 
         Raises:
             CastoreError, OSError: it cannot be read, or not be kept.
@@ -156,7 +156,7 @@ class Putter:
         return self._batches.pointing(source.name, ttl, self._metadata(source.path, status), pin, "bytes")
 
     def _metadata(self, path: str, status: os.stat_result) -> dict[str, Any]:
-        """The user's, and the file that the entry is made from."""
+        """The user's metadata, with the file that the entry is made from."""
         source = entry_sources.own(os.path.abspath(path), status)
         return ({} if source is None else {"source": source}) | (self._options.metadata or {})
 
@@ -167,7 +167,7 @@ class Putter:
         except (FullError, StoreError):
             raise
         except CastoreError:
-            pass  # one of them spoilt the batch for all: put them singly, to see which
+            pass  # one file made the whole batch fail: put each alone, to find it
         else:
             return _Outcome(len(items), sum(len(data) for _, _, data in items), [])
         files, size = 0, 0
@@ -205,7 +205,7 @@ class Putter:
             raise
         except OSError as error:
             if error.filename != source.path:
-                raise  # it is the store that cannot be written to
+                raise  # the store cannot be written to
             return _Outcome(0, 0, [f"{describe(error)}; skipped"])
         except CastoreError as error:
             return _Outcome(0, 0, [f"{printable(source.path)}: {error}"])
@@ -213,7 +213,7 @@ class Putter:
 
 
 def _batches(sources: Iterable[Source]) -> Iterator[list[Source]]:
-    """Small files together, each large one alone."""
+    """Batches: small files together, each large file alone."""
     batch: list[Source] = []
     size = 0
     for source in sources:

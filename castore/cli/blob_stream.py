@@ -1,4 +1,4 @@
-"""A blob's bytes, piece after piece in constant memory, decoded on all cores and checked as a whole."""
+"""Streams a blob's bytes in constant memory, decoded on all cores and checked as a whole."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What `castore` can be asked: finds the command, and turns every error into one line and an exit code.
+"""Runs the commands of `castore`: finds the command, and turns every error into one line and an exit code.
 
-Imports no command that was not asked for. Must never show a traceback for what a user or a disk can cause.
+Imports only the command that runs. Must never show a traceback for an error that a user or a disk can cause.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from castore.errors import CastoreError, InvalidNameError, InvalidValueError
 
 #: The commands in the order of `castore --help`, and the module of each.
 COMMANDS = {
-    "init": "init", "add": "add", "ls": "ls", "cat": "cat", "get": "get", "rm": "rm", "pin": "pin", "unpin": "pin",
-    "train-dict": "train_dict", "stat": "stat", "gc": "gc", "verify": "verify", "doctor": "doctor", "mount": "mount", "umount": "umount",
-    "watch": "watch", "process": "process",
+    "init": "init", "add": "add", "ls": "ls", "cat": "cat", "get": "get", "rm": "rm", "pin": "pin",
+    "unpin": "pin", "train-dict": "train_dict", "stat": "stat", "gc": "gc", "verify": "verify",
+    "doctor": "doctor", "mount": "mount", "umount": "umount", "watch": "watch", "process": "process",
 }  # fmt: skip
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
-# typer carries a click of its own in some versions and uses the package in others: the class comes with typer's errors.
+# Some versions of typer bundle click, others use the package: take the class from typer's errors.
 _ClickError: Any = typer.BadParameter.__mro__[2]
 
 
@@ -48,7 +48,7 @@ class _Commands(MutableMapping[str, Any]):
             self._made[name] = made = typer.main.get_command(alone)
             for parameter in made.params:
                 if parameter.param_type_name == "argument":
-                    # Newer versions of typer print Python's word for the type, `<list[str]>`, behind each.
+                    # Newer versions of typer print Python's type, `<list[str]>`, behind each argument.
                     parameter.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
         return self._made[name]
 
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except BrokenPipeError:
-        code = FAILED  # whoever read our output has seen enough
+        code = FAILED  # the reader of our output has closed the pipe
     except _ClickError as error:
         return _usage(error)
     except (InvalidNameError, InvalidValueError) as error:
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _more(error: Exception) -> str:
-    """Where to hear more of a file that may not be used: in a store it should be usable."""
+    """Advice for a file of a store that this user may not use: `castore doctor` explains it."""
     if not isinstance(error, PermissionError) or not isinstance(error.filename, str):
         return ""
     return "; `castore doctor` tells more" if settings.store_around(Path(error.filename)) is not None else ""

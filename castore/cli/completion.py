@@ -15,7 +15,7 @@ from castore.errors import CastoreError
 from castore.index.name_ranges import names_beginning
 from castore.objects.codecs import CODECS
 
-#: More names than this are no help to anybody.
+#: Largest number of names to show: more help nobody.
 LIMIT = 200
 
 
@@ -27,7 +27,7 @@ def names(context: typer.Context, incomplete: str) -> list[str]:
         with open_store(context) as store:
             return names_beginning(store.index, incomplete, LIMIT)
     except (CastoreError, OSError, sqlite3.Error):
-        return []  # the command itself will say what is wrong; a message here would land in the middle of a prompt
+        return []  # the command itself reports the error: a message here would disturb the prompt
 
 
 def codecs(incomplete: str) -> list[str]:

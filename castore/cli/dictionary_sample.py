@@ -1,4 +1,4 @@
-"""How `castore add --dict` learns from what it is about to add: a sample of each folder's small files."""
+"""Trains the dictionaries of `castore add --dict`, from a sample of each folder's small files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from castore.objects.dictionaries import DICTIONARY_LIMIT
 def learn(
     store: Store, named: dict[str, str], search: Callable[[str, str], Iterator[Source]]
 ) -> list[dict[str, Any]]:
-    """Train a dictionary for each folder whose names have none yet; returns what came of each.
+    """Train a dictionary for each folder whose names have none yet; returns a report on each.
 
     Args:
         named: the name that each path will get.
@@ -44,7 +44,7 @@ def learn(
 
 
 def _samples(found: Iterator[Source]) -> Iterator[bytes]:
-    """The small files whose names have the lowest digests: drawn from all over the folder, and the same every time."""
+    """The small files whose names have the lowest digests: from all over the folder, always the same."""
 
     def drawn(source: Source) -> bytes:
         return blake3(source.name.encode()).digest()
@@ -55,4 +55,4 @@ def _samples(found: Iterator[Source]) -> Iterator[bytes]:
             with open(source.path, "rb") as file:
                 yield file.read(DICTIONARY_LIMIT + 1)
         except OSError:
-            continue  # adding it will say so
+            continue  # `add` reports it later

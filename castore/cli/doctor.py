@@ -1,4 +1,4 @@
-"""`castore doctor`: looks a store over, mends what can be mended, and says what to do about the rest."""
+"""`castore doctor`: checks a store, mends what can be mended, and gives advice on the rest."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-#: Something was not found, not done, or is left to do.
+#: Something was not found or not done, or is left to do.
 FAILED = 1
-#: The command was asked for something that cannot be.
+#: The arguments are wrong.
 USAGE = 2
 #: Ctrl-C.
 INTERRUPTED = 130
-#: SIGTERM, where the command puts everything away first.
+#: SIGTERM, for commands that clean up first.
 TERMINATED = 143

@@ -30,7 +30,8 @@ def gc(
     ] = format_duration(GRACE_SECONDS),
     as_json: AsJson = False,
 ) -> None:
-    """Free space. What expired goes first, then the least recently used down to the budget, then what nobody names.
+    """Free space. What expired goes first, then the least recently used down to the budget, then what nobody
+    names.
 
     \b
     castore gc --max-size 100GB --dry-run

@@ -1,4 +1,4 @@
-"""`castore get`: an entry's bytes into a file, which is there whole or not at all."""
+"""`castore get`: writes an entry's bytes into a file, whole or not at all."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _write_file(store: Store, blob: Blob, output: str, name: str) -> None:
         os.rename(temporary, target)
     except BaseException as error:
         if isinstance(error, OSError) and error.filename == temporary:
-            error.filename = output  # the temporary file is nothing that the user knows of
+            error.filename = output  # the user does not know the temporary file
         with suppress(FileNotFoundError):
             os.unlink(temporary)
         raise

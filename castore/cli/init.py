@@ -73,7 +73,7 @@ def init(
 
 
 def _share(path: Path, group: str) -> None:
-    """Give what is in the store already to the group, with the rights that its owner has; a store inside it is not meant."""
+    """Give existing files of the store to the group, with the owner's rights. Skips stores inside it."""
     for folder, folders, files in os.walk(path):
         folders[:] = [
             name for name in folders if not os.path.exists(os.path.join(folder, name, settings.FILE))
@@ -84,7 +84,7 @@ def _share(path: Path, group: str) -> None:
                 mode = os.stat(item).st_mode & 0o777
                 os.chmod(item, mode | (mode & 0o700) >> 3 | (0o2000 if item == folder else 0))
             except FileNotFoundError:
-                continue  # a temporary file of somebody who works here right now
+                continue  # a temporary file of a live process
             except PermissionError as error:
                 raise StoreError(
                     f"{item} belongs to somebody else; run this as its owner or as root"

@@ -37,7 +37,7 @@ def run() -> NoReturn:
     # A shell has background jobs ignore it.
     is_heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
     if is_heard:
-        # Loading the commands takes a tenth of a second, and has nothing that would need to be put away.
+        # Loading the commands takes a tenth of a second, and leaves nothing that needs cleaning up.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from castore.cli import commands, std_streams
 
@@ -51,28 +51,29 @@ def run() -> NoReturn:
         if is_heard:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     except KeyboardInterrupt:
-        pass  # it came as the command had just ended
+        pass  # Ctrl-C came when the command had just ended
     std_streams.flush()
     if code in (INTERRUPTED, TERMINATED):
-        # Ctrl-C in the moment in which a pool starts a thread leaves one that the pool does not know of, and Python
-        # would wait for it for ever. Stores are closed by now, and nothing else has to be.
+        # Ctrl-C at the moment when a pool starts a thread leaves a thread that the pool does not know, and
+        # Python would wait for that thread for ever. Stores are closed by now, and nothing else needs
+        # closing.
         os._exit(code)
     sys.exit(code)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """The first Ctrl-C has everything put away. Another one ends that at once, as SIGKILL would."""
+    """The first Ctrl-C ends the command after its cleanup. Another one ends it at once, as SIGKILL would."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise KeyboardInterrupt
 
 
 def _raise_again(unraisable: Any) -> None:
-    """Python prints, and forgets, what is raised while an object is taken down. A Ctrl-C is not to be forgotten."""
+    """Raise a Ctrl-C again that came inside a finaliser: Python only prints such exceptions."""
     if unraisable.exc_type is KeyboardInterrupt:
         import threading
 
         signal.signal(signal.SIGINT, _interrupt)
-        # Raised in here it would be forgotten once more.
+        # An exception raised in here would be dropped again.
         again = threading.Timer(0.01, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
         again.daemon = True
         again.start()

@@ -1,7 +1,8 @@
 """A store's figures in Prometheus' text exposition format.
 
-The format: https://prometheus.io/docs/instrumenting/exposition_formats/. Names follow its advice: base units, `_total`
-for what only grows. Each sample carries the store's path, so that the files of several stores can be collected together.
+The format: https://prometheus.io/docs/instrumenting/exposition_formats/. Names follow its advice: base units,
+`_total` for counters. Each sample has the store's path as a label, so that one server can collect the files
+of several stores.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def exposition(stat: Stat) -> str:
 
 
 def _metrics(stat: Stat) -> Iterator[tuple[str, str, str, dict[str, int]]]:
-    """Name, type, help, and samples by their further labels."""
+    """Name, type, help, and samples by their other labels."""
     yield "entries", "gauge", "Entries.", {"": stat.entries}
     yield (
         "expired_entries",

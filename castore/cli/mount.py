@@ -1,4 +1,4 @@
-"""`castore mount`: names as plain files."""
+"""`castore mount`: shows names as plain files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def mount(
 
 
 def _see_names(context: typer.Context, prefix: str) -> None:
-    """Say so if there is nothing to be seen: a slip of the pen looks like a folder that is empty on purpose."""
+    """Warn if the mount shows nothing: a mistyped prefix looks like a folder that is empty on purpose."""
     folder = check_prefix(prefix)
     with open_store(context) as store:
         found = [entry.name for entry in islice(store.entries(folder), 2)]

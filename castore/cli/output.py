@@ -1,4 +1,4 @@
-"""What commands say and where: results to standard output, complaints and progress to standard error.
+"""Output of commands: results go to standard output, complaints and progress to standard error.
 
 rich is imported only when something is drawn with it. Progress is drawn on a terminal only.
 """
@@ -28,7 +28,7 @@ LISTED = 5
 
 
 def complain(sentence: str) -> None:
-    """Print one line to standard error, under our name. If nobody can read it, the exit code still tells."""
+    """Print one line to standard error, under castore's name. If that is closed, the exit code remains."""
     with suppress(OSError):
         sys.stderr.write(f"castore: {' '.join(sentence.splitlines())}\n")
 
@@ -56,7 +56,7 @@ def describe(error: Exception) -> str:
 
 
 def printable(path: str) -> str:
-    """A path that cannot play tricks on a terminal."""
+    """A path without characters that control a terminal."""
     return path if path.isprintable() else repr(path)
 
 
@@ -70,14 +70,14 @@ def typed(word: str) -> str:
 
 
 class Failures:
-    """Complaints about single items, which do not keep the others from being done."""
+    """Complaints about single items; the command goes on with the others."""
 
     def __init__(self) -> None:
         self.sentences: list[str] = []
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """The number of complaints."""
         return len(self.sentences)
 
     def add(self, sentence: str) -> None:
@@ -96,7 +96,8 @@ def print_json(value: object) -> None:
     typer.echo(json_text(value, indent=2))
 
 
-# What Python makes of bytes in a path that are no UTF-8. No JSON may have it, escaped or not.
+# Surrogates, which Python uses for bytes of a path that are not UTF-8. JSON must not have them, escaped or
+# not.
 _NO_TEXT = re.compile("[\ud800-\udfff]")
 
 
@@ -137,7 +138,7 @@ def plural(count: int, noun: str, many: str | None = None) -> str:
 
 
 def listed(names: list[str]) -> Iterator[str]:
-    """The first names of a list, and how many more there are."""
+    """The first names of a list, and the number of the others."""
     yield from names[:LISTED]
     if len(names) > LISTED:
         yield f"and {len(names) - LISTED:,} more"
@@ -184,7 +185,7 @@ def _nothing(done: int) -> None:
 
 @contextmanager
 def spinner(what: str) -> Iterator[None]:
-    """A spinner on standard error, for work whose length nobody knows."""
+    """A spinner on standard error, for work of unknown length."""
     if not sys.stderr.isatty():
         yield
         return

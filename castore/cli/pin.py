@@ -1,4 +1,4 @@
-"""`castore pin` and `castore unpin`: have gc leave entries alone, and no longer."""
+"""`castore pin` and `castore unpin`: have gc keep entries, or no longer keep them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def _tell_of_link(store: Store, name: str) -> None:
     path = None if entry is None else link_of(entry)
     if path is not None:
         complain(
-            f"{printable(path)} is a link that stands for {name!r}, and leads to nothing once gc has taken that;"
+            f"{printable(path)} is a link that stands for {name!r},"
+            " and leads to nothing once gc has taken that;"
             f" `castore pin {typed(name)}` keeps it"
         )
 
@@ -61,7 +62,7 @@ def _each(store: Store, do: Callable[[str], None], names: list[str], done: str, 
     for name in names:
         try:
             if name.endswith("/"):
-                find_entry(store, name)  # says what it is
+                find_entry(store, name)  # raises the error that names the problem
             do(name)
             count += 1
         except NotFoundError as error:

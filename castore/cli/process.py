@@ -1,4 +1,4 @@
-"""`castore process`: sends files through the operators of a recipe; what did not change comes from the cache."""
+"""`castore process`: sends files through a recipe's operators, and takes unchanged steps from the cache."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def process(
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Have SIGTERM put everything away as Ctrl-C does. Another one ends that at once."""
+    """Have SIGTERM clean up as Ctrl-C does. Another SIGTERM ends the cleanup at once."""
     is_told = False
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -162,7 +162,7 @@ def _find_modules(config: Path) -> None:
 
 
 def _store_of(context: typer.Context, recipe: Recipe, given: str | None) -> Path:
-    """The store: what the command line says, then the recipe, then the environment, then the default."""
+    """The store: from the command line, else the recipe, else the environment, else the default."""
     source = context.find_root().get_parameter_source("store")
     on_command_line = source is not None and source.name == "COMMANDLINE"
     if given is not None and on_command_line:
@@ -181,7 +181,7 @@ def _run(recipe: Recipe, store: Store, as_json: bool) -> None:
             outcome = run(recipe, store=store, progress=steps, exported=rows)
     except (CastoreError, OSError):
         raise
-    except Exception as error:  # whatever a user's operator raises
+    except Exception as error:  # a user's operator may raise anything
         raise CastoreError(_blame(error, current.name)) from error
     if as_json:
         print_json(outcome.to_dict())
@@ -196,7 +196,7 @@ class _Current:
 
 
 def _blame(error: Exception, step: str) -> str:
-    """Which step failed, where in whose code, and why."""
+    """A sentence with the step that failed, the line of the user's code, and the error."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -213,7 +213,7 @@ _Bars = tuple[Callable[["Progress"], None], Callable[[int], None]]
 
 @contextmanager
 def _bars(current: _Current) -> Iterator[_Bars]:
-    """A bar for each step, and for the export, on a terminal; yields what to call with how far it is."""
+    """A bar for each step, and for the export, on a terminal; yields the functions to call with progress."""
     if not sys.stderr.isatty():
 
         def note(progress: Progress) -> None:
@@ -226,8 +226,8 @@ def _bars(current: _Current) -> Iterator[_Bars]:
     from rich.progress import Progress as RichProgress
 
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"),
+        TimeElapsedColumn(), TextColumn("{task.fields[note]}"),
     )  # fmt: skip
     with RichProgress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[int, Any] = {}
@@ -271,7 +271,7 @@ def _draw(outcome: Outcome, recipe: Recipe) -> None:
         )
     out = console()
     if not out.is_terminal:
-        out.width = max(out.width, 160)  # in a file or a pipe nothing is gained by folding
+        out.width = max(out.width, 160)  # a file or a pipe needs no folding
     out.print(table)
     typer.echo(
         f"{plural(outcome.rows_out, 'row')} of {outcome.rows_in:,} in {outcome.export_path} "
@@ -313,5 +313,10 @@ def _told(found: Estimate) -> Iterator[str]:
     steps = ", ".join(plural(*count) for count in counts)
     yield f"formula  {format_size(found.formula):>8}  for {steps}, if every step were kept as it is"
     yield f"peak     {format_size(found.peak):>8}  by measured sizes ({found.measured} steps) and compression"
-    yield f"store    {format_size(found.store_needs):>8}  more; {format_size(found.store_free)} are free there"
-    yield f"work     {format_size(found.work_needs):>8}  at a time; {format_size(found.work_free)} are free there"
+    yield (
+        f"store    {format_size(found.store_needs):>8}  more; {format_size(found.store_free)} are free there"
+    )
+    yield (
+        f"work     {format_size(found.work_needs):>8}  at a time;"
+        f" {format_size(found.work_free)} are free there"
+    )

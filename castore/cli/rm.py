@@ -27,7 +27,7 @@ def rm(
     castore rm imagenet/train-00001.tar
     castore rm -r imagenet
     """
-    if "" in name:  # below which all names are
+    if "" in name:  # "" is the folder of all names
         raise InvalidValueError("a NAME is empty; say which names are to go (is a variable unset?)")
     see_names(name)
     failures = Failures()
@@ -44,8 +44,8 @@ def rm(
                 failures.add(describe(error))
     for path, entry in links:
         complain(
-            f"{printable(path)} is a link that stood for {entry.name!r}, and leads to nothing now; until gc, `castore get"
-            f" {entry.digest} -o FILE` has the file's bytes"
+            f"{printable(path)} is a link that stood for {entry.name!r}, and leads to nothing now;"
+            f" until gc, `castore get {entry.digest} -o FILE` has the file's bytes"
         )
     if as_json:
         cut = [{"path": path, "name": entry.name, "digest": entry.digest} for path, entry in links]
@@ -58,7 +58,7 @@ _Note = Callable[[tuple[str, Entry]], object]
 
 def _remove(store: Store, name: str, note: _Note) -> int:
     if name.endswith("/"):
-        find_entry(store, name)  # says what it is
+        find_entry(store, name)  # raises the error that names the problem
     entry = store.entry(name, expired=True)
     if entry is not None:
         next(_noted(iter([entry]), note))
@@ -70,7 +70,7 @@ def _remove_below(store: Store, prefix: str, note: _Note) -> int:
 
 
 def _noted(entries: Iterator[Entry], note: _Note) -> Iterator[Entry]:
-    """Entries, with those noted in whose file's place there is a link."""
+    """Entries; also collects those whose file was replaced by a link."""
     from castore.watch.dangling_links import link_of
 
     for entry in entries:

@@ -1,4 +1,4 @@
-"""How `castore stat` draws a store."""
+"""Draws a store's figures for `castore stat`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _use(stat: Stat) -> _Section:
 
 
 def _bold(*pieces: str) -> Text:
-    """Pieces that are bold by turns."""
+    """A text of pieces, alternately bold and plain."""
     return Text.assemble(*((piece, "" if place % 2 else "bold") for place, piece in enumerate(pieces)))
 
 

@@ -1,7 +1,7 @@
 """The command's three standard streams, as a shell may hand them over: closed, full, or in another encoding.
 
-Knows no command. After `secure` every descriptor below 3 is taken, so no file of a store is ever opened as one of them and
-written to by whoever prints.
+Knows no command. After `secure` every descriptor below 3 is in use. So no file of a store is ever opened
+under such a number, and no print can write to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _closed: set[int] = set()
 
 
 class _Output(io.FileIO):
-    """Standard output, whose errors say that it is the one that failed."""
+    """Standard output; its errors name it as the stream that failed."""
 
     def write(self, data: object) -> int | None:  # type: ignore[override]
         try:
@@ -29,10 +29,10 @@ class _Output(io.FileIO):
 
 
 def secure() -> None:
-    """Open nothing in the place of streams that are closed, and have output take every name.
+    """Open /dev/null in the place of closed streams, and have output take every name.
 
-    Names are UTF-8, and go into pipes and files as they are whatever the locale says. A terminal gets its own encoding, with
-    escapes for what that has not.
+    Names are UTF-8, and go into pipes and files unchanged, whatever the locale. A terminal gets its own
+    encoding, with escapes for other characters.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= _ERRORS:
         os.set_inheritable(fd, True)
@@ -64,7 +64,7 @@ def standard_input() -> io.FileIO:
 
 
 def need_output() -> None:
-    """See that somebody can read what is printed: for commands that do nothing else.
+    """Check that standard output is open: for commands that only print.
 
     Raises:
         CastoreError: standard output is closed.
@@ -74,7 +74,7 @@ def need_output() -> None:
 
 
 def flush() -> None:
-    """Write what is still buffered. What cannot be written was complained of, and must not be tried again at exit."""
+    """Write buffered output. If that fails, drop it: the error was reported, and exit must not try again."""
     for stream, fd in ((sys.stdout, _OUTPUT), (sys.stderr, _ERRORS)):
         try:
             stream.flush()
@@ -85,7 +85,7 @@ def flush() -> None:
 
 
 def mute(fd: int) -> None:
-    """Have whatever else is written to a standard stream go nowhere."""
+    """Send all later output of a standard stream to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, fd)
     os.close(nowhere)

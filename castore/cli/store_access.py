@@ -1,6 +1,7 @@
-"""Opening the store that a command is about, and finding what its arguments name.
+"""Opens a command's store, and finds the entries and blobs that its arguments name.
 
-Only `init`, `add` and `watch` may make a store: everything else would hide a mistyped folder behind an empty store.
+Only `init`, `add` and `watch` may make a store: in other commands, an empty new store would hide a mistyped
+folder.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def store_path(context: typer.Context) -> Path:
 
 
 def see_names(given: Iterable[str]) -> None:
-    """See that names, or folders of names, can be such, before anything is done about the first of them.
+    """Check that all names, or folders of names, are valid, before anything is done with the first of them.
 
     Raises:
         InvalidNameError: nothing can have one of the names.
@@ -41,7 +42,7 @@ def see_names(given: Iterable[str]) -> None:
 
 
 def see_path(path: str, what: str, kind: str = "folder") -> str:
-    """``path``, unless it is empty: the system takes that for the working folder, which nobody has named.
+    """``path``, unless it is empty: the system would take "" for the working folder, which nobody has named.
 
     Raises:
         InvalidValueError: it is.
@@ -63,7 +64,7 @@ def open_store(context: typer.Context, **options: Any) -> Store:
 
 
 def see_store(path: Path) -> None:
-    """See that there is a store.
+    """Check that there is a store.
 
     Raises:
         StoreError: there is none.
@@ -73,7 +74,7 @@ def see_store(path: Path) -> None:
 
 
 def check_ttl(ttl: str) -> None:
-    """Refuse what no entry can live for.
+    """Refuse a lifetime that no entry can have.
 
     Raises:
         InvalidValueError: it is no duration, or none at all.
@@ -111,7 +112,8 @@ def find_blob(store: Store, name: str) -> Blob:
         blob = store.blob(entry.digest)
         if blob is None or blob.pack == LOST:
             raise NotFoundError(
-                f"the bytes of {name!r} were found damaged or missing; add it again, or `castore verify --repair`"
+                f"the bytes of {name!r} were found damaged or missing;"
+                " add it again, or `castore verify --repair`"
             )
         return blob
     found = _blobs_beginning(store, name) if _HEX(name) else []
@@ -123,14 +125,14 @@ def find_blob(store: Store, name: str) -> Blob:
 
 
 def not_found(store: Store, name: str, *, hint: str) -> NotFoundError:
-    """The error for a name that no entry has; ``hint`` says what to do if it is a folder of names."""
+    """The error for a name that no entry has; ``hint`` is the advice if it is a folder of names."""
     if next(store.entries(name), None) is not None:
         return NotFoundError(f"{name!r} is a folder of entries; {hint}")
     return NotFoundError(f"there is no entry {name!r} in {store.path}; `castore ls` lists what there is")
 
 
 def lists(folder: str) -> str:
-    """What to do about a name that is a folder."""
+    """The advice for a name that is a folder."""
     return f"`castore ls {typed(folder)}` lists them"
 
 

@@ -1,4 +1,4 @@
-"""`castore train-dict`: a zstd dictionary for the small blobs below a prefix, and what it gains."""
+"""`castore train-dict`: trains a zstd dictionary for the small blobs below a prefix, and reports its gain."""
 
 from __future__ import annotations
 
@@ -72,17 +72,19 @@ def train_dict(
 
 
 def describe_gain(trained: Trained) -> str:
-    """What a dictionary gains, in a sentence."""
+    """The gain of a dictionary, in a sentence."""
     return (
-        f"{plural(trained.held_out, 'sample')} that it has not seen: {trained.plain / trained.before:.2f}x smaller"
-        f" without it, {trained.plain / trained.after:.2f}x with it, {trained.saving:.0%} fewer bytes"
+        f"{plural(trained.held_out, 'sample')} that it has not seen:"
+        f" {trained.plain / trained.before:.2f}x smaller without it,"
+        f" {trained.plain / trained.after:.2f}x with it, {trained.saving:.0%} fewer bytes"
     )
 
 
 def _print(trained: Trained, rewritten: Rewritten | None) -> None:
     where = trained.prefix or "/"
     typer.echo(
-        f"{where}: dictionary {trained.id}, {format_size(trained.size)}, from {plural(trained.samples, 'sample')}"
+        f"{where}: dictionary {trained.id}, {format_size(trained.size)},"
+        f" from {plural(trained.samples, 'sample')}"
     )
     typer.echo(describe_gain(trained))
     limit = format_size(DICTIONARY_LIMIT)
@@ -92,6 +94,7 @@ def _print(trained: Trained, rewritten: Rewritten | None) -> None:
         )
         return
     typer.echo(
-        f"{rewritten.blobs:,} of {plural(rewritten.looked_at, 'blob')} written anew: {format_size(rewritten.before)}"
-        f" became {format_size(rewritten.after)}; `castore gc` frees what they took before"
+        f"{rewritten.blobs:,} of {plural(rewritten.looked_at, 'blob')} written anew:"
+        f" {format_size(rewritten.before)} became {format_size(rewritten.after)};"
+        " `castore gc` frees what they took before"
     )

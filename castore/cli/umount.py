@@ -21,5 +21,5 @@ def umount(
     from castore_fuse import api
 
     path = os.path.abspath(see_path(mountpoint, "MOUNTPOINT"))
-    os.chdir("/")  # a command that is run in the mount would keep it busy
+    os.chdir("/")  # a working folder inside the mount would keep it busy
     api.umount(path)

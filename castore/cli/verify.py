@@ -1,4 +1,4 @@
-"""`castore verify`: reads blobs back and sets aside what is not as it was put."""
+"""`castore verify`: reads blobs back and sets bad ones aside."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Which files `castore add` takes, and the name that each gets.
+"""Finds the files that `castore add` takes, and gives each its name.
 
-Links are followed; other file systems below a folder are not entered unless asked for. What is not taken (a mount, a loop
-of links, a socket, a folder that may not be read, the store itself) is handed to ``skip`` with the reason, and a folder
-with nothing in it to ``empty``: nothing is left out silently. Memory grows with the depth and the width of one
-folder, not with the number of files.
+Links are followed; other file systems below a folder are not entered unless asked for. For each path that is
+not taken (a mount, a loop of links, a socket, a folder that may not be read, the store itself) ``skip`` gets
+the reason, and for each empty folder ``empty`` gets the path: nothing is left out silently. Memory grows with
+the depth and the width of one folder, not with the number of files.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from castore.names import check_name, check_prefix
 from castore.settings import filesystem_of
 
 Skip = Callable[[str], object]
-# Links there lead to what a process has open, to its folder and to the root of its tree: all over the disk.
+# Links there lead to a process's open files, working folder and root: all over the disk.
 _PROCESSES = "proc"
-# How a mount of a store calls itself.
+# The device of a store's mount begins so in /proc/self/mountinfo.
 _OURS = "castore:"
 
 
@@ -84,14 +84,14 @@ def find(
 
     Args:
         path: a file or a folder.
-        name: what it is to be called; "" for a folder whose files go to the top.
+        name: its new name; "" for a folder whose files go to the top.
         store: the store's folder, which is never taken into itself.
-        skip: gets a sentence about each thing that is not taken.
-        empty: gets the path of each folder with nothing in it.
+        skip: called with a sentence about each path that is not taken.
+        empty: called with the path of each empty folder.
         cross_mounts: enter file systems that are mounted below ``path``, too.
     """
     own = _identity(store)
-    # Folders that we are in, so that a link to one of them is seen to lead in a circle.
+    # Folders on the current path: a link to one of them is a loop.
     inside: list[tuple[int, int]] = []
     waiting: list[Iterator[tuple[str, str]]] = [iter([(path, name)])]
     while waiting:
@@ -121,8 +121,8 @@ def find(
 
 
 def _elsewhere(path: str, store: str, cross_mounts: bool) -> str | None:
-    """Why a folder of another file system is not entered, or None if it is."""
-    if os.path.islink(path):  # by a user, who wants what it leads to
+    """The reason not to enter a folder of another file system, or None."""
+    if os.path.islink(path):  # the user made the link, and wants its target
         if filesystem_of(Path(os.path.dirname(path))) == _PROCESSES:
             return "is a link of a process that leads out of /proc"
         return None

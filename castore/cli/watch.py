@@ -1,4 +1,4 @@
-"""`castore watch`: keeps a folder's files in the store as they come, and puts links into a mount in their place."""
+"""`castore watch`: adds a folder's files as they are written, and replaces them by links into a mount."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from castore.watch.scanner import Stop
     from castore.watch.task import Options
 
-#: Seconds between looks for a folder that is not there yet.
+#: Seconds between checks for a folder that does not exist yet.
 _LOOK_SECONDS = 0.2
 
 
@@ -84,7 +84,7 @@ def watch(
     stop = Stop()
     if not restore:
         _set_handlers(stop.set)
-    # What a link leads to is the only copy: it has to survive a power cut.
+    # The target of a link is the only copy of the file: it has to survive a power cut.
     with Store(path, memory=0, durable=replace) as store:
         if not restore:
             store.index.see_writable()
@@ -101,7 +101,7 @@ def watch(
 
 
 def _see_prefix(store: Store, root: str, prefix: str) -> None:
-    """See that a folder without links has none of another prefix, either."""
+    """Check that a folder without links of this prefix has none of another prefix, either."""
     from castore.watch.dangling_links import prefixes_of
 
     found = prefixes_of(store, root)
@@ -135,7 +135,7 @@ def _set_handlers(stop: Callable[[], object]) -> None:
 
 
 def _is_there(root: str, teller: _Teller, stop: Stop) -> bool:
-    """Wait until the folder is there; False if the user has stopped waiting for it."""
+    """Wait until the folder exists; False if the user has stopped the command."""
     if not os.path.isdir(root):
         teller.tell(Event("waiting", path=root, reason="it is not there yet"))
     while not os.path.isdir(root) and not stop.is_set():
@@ -152,13 +152,13 @@ def _watch(store: Store, folder: Folder, options: Options, teller: _Teller, stop
         done = until_caught_up.enter_context(progress("catching up", total))
         watcher = Watcher(Task(store, folder, options, teller.tell, done))
         _set_handlers(watcher.stop)
-        if stop.is_set():  # just before
+        if stop.is_set():  # the signal came just before
             watcher.stop()
         watcher.run(until_caught_up.close)
 
 
 def _bytes_below(folder: Folder) -> int:
-    """For the time that the bar says is left: a walk of its own, that complains of nothing."""
+    """Bytes of all files, for the time left that the bar shows: a separate walk that reports no problems."""
     found = folder.files(folder.root, lambda error: None, lambda path: None)
     total = 0
     for path in found:
@@ -168,7 +168,7 @@ def _bytes_below(folder: Folder) -> int:
 
 
 class _Teller:
-    """Tells each thing that is done, and in the end how many there were."""
+    """Prints each event, and in the end their numbers."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
@@ -176,7 +176,7 @@ class _Teller:
         self._bytes: Counter[str] = Counter()
 
     def tell(self, event: Event) -> None:
-        """One line, at once: whoever reads it waits for it."""
+        """Print one line and flush it, since its reader may wait for it."""
         self._counts[event.event] += 1
         self._bytes[event.event] += event.size
         if self._as_json:
@@ -194,16 +194,16 @@ class _Teller:
 
     @property
     def told(self) -> bool:
-        """Whether there was anything to tell."""
+        """Whether there was any event to count."""
         return bool(self._counts)
 
     @property
     def failed(self) -> int:
-        """How many things could not be done."""
+        """The number of failures."""
         return self._counts["failed"]
 
     def finish(self) -> None:
-        """The sum, for people."""
+        """Print the numbers of events, in a sentence."""
         if self._as_json:
             return
         shown = [

@@ -1,7 +1,7 @@
-"""Garbage collection: what goes is chosen by a pure function of records, and removed while readers go on.
+"""Garbage collection: a pure function of records chooses what to remove, and readers go on meanwhile.
 
-`collect` chooses and removes. `compaction` rewrites packs that are mostly dead. `leftovers` finds what dead processes
-left. `mount_barrier` has live mounts take hold of what the kernel may still read.
+`collect` chooses and removes. `compaction` rewrites packs that are mostly dead. `leftovers` finds files that
+dead processes left. `mount_barrier` has live mounts open the blobs that the kernel may still read.
 
 May import: write, index, objects, system, and the parts of a store.
 Must never: know the `Store`, or remove what a live process holds.

@@ -1,16 +1,17 @@
-"""Garbage collection: choosing what goes is one thing (`select`, a function of records), removing it another.
+"""Garbage collection: `select`, a function of records, chooses what to remove; `run` removes it.
 
-The order: expired entries; when over the budget, bytes nobody names and then the least recently used entries; bytes
-nobody names for longer than the grace period; packs that are mostly dead; what dead writers left. Pins are kept, and
-so is what lies under the prefix of a live pinned mount.
+The order: expired entries; when over the budget, orphaned blobs and then the least recently used entries;
+blobs orphaned for longer than the grace period; packs that are mostly dead; files that dead writers left.
+Pinned entries are kept, and so are entries under the prefix of a live pinned mount.
 
-A run carries out exactly what its plan says, or less: each entry is looked at again in the transaction that removes
-it, and stays if it was touched, pinned or re-pointed since. Files are unlinked under the write lock after checking
-that no row means them, so a writer that is just putting the same bytes loses nothing. Readers are not asked: an open
-descriptor keeps its bytes. Mounts are (mount_barrier.py): they open what the kernel may still read.
+A run removes what its plan lists, or less. The transaction that removes an entry checks it again, and keeps
+it if it was touched, pinned or re-pointed since. Files are unlinked under the write lock, after a check that
+no row refers to them. So a writer that is just putting the same bytes loses nothing. gc does not ask readers:
+an open descriptor keeps its bytes. gc does ask mounts (mount_barrier.py): they open the blobs that the kernel
+may still read.
 
-Accepted race: last accesses reach the index in batches (usage.py), so an entry that another process read in the last
-few seconds may be chosen as if it had not been. It is then a miss, never wrong.
+Accepted race: last accesses reach the index in batches (usage.py). So gc may choose an entry that another
+process read in the last few seconds. That entry is then a miss, never wrong.
 """
 
 from __future__ import annotations
@@ -40,25 +41,27 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: How long bytes whose last name was deleted or replaced stay, for who still knows the digest.
+#: Seconds for which a blob stays after its last name was deleted or replaced, for callers that know the
+#: digest.
 GRACE_SECONDS = 60.0
-#: A put that passes the budget evicts down to this part of it, so that the next ones do not evict at once again.
+#: A put that passes the budget evicts down to this part of it, so that the next puts do not evict again at
+#: once.
 ROOM = 0.9
-#: Entries or blobs of one transaction, and where the disk is nearly full.
+#: Entries or blobs of one transaction; the second number holds while the disk is nearly full.
 _BATCH, _SMALL_BATCH = 500, 50
-#: Entries that go before their blobs do: enough for several on each page of ten million blobs.
+#: Entries removed before their blobs are: enough for several on each page of ten million blobs.
 _PART = 250_000
-#: What the index's log takes while a pack is rewritten, roughly.
+#: Approximate bytes of the WAL while a pack is rewritten.
 _LOG_ROOM = 512 * 1024
 
 
 class Selection(NamedTuple):
-    """What `select` chose, in the order of removal.
+    """The choice of `select`, in the order of removal.
 
     Attributes:
         expired, evicted: entries.
-        blobs: digest, stored bytes and pack of what nobody names once those are gone.
-        waiting: bytes nobody names that the grace period keeps.
+        blobs: digest, stored bytes and pack of each blob that no entry names once those entries are removed.
+        waiting: bytes of orphaned blobs that the grace period keeps.
     """
 
     expired: list[Candidate]
@@ -71,12 +74,12 @@ class Plan(NamedTuple):
     """The outcome that a gc would have; sizes in stored bytes.
 
     Attributes:
-        expired, evicted: names of entries.
-        blobs: how many blobs, once those entries are gone.
-        freed: their bytes.
-        packs: ids of packs whose live records would move together, so that the rest can go.
-        leftovers: files that belong to nothing.
-        waiting: bytes nobody names that the grace period still keeps.
+        expired, evicted: names of the entries to remove.
+        blobs: the number of blobs to remove.
+        freed: bytes of those blobs.
+        packs: ids of packs to compact: their live records move to another pack, and the rest is dropped.
+        leftovers: files that dead processes left.
+        waiting: bytes of orphaned blobs that the grace period still keeps.
         stored: bytes in the store now.
         pinned: bytes that pins (of entries, and of mounts) keep although they alone pass the budget; else 0.
     """
@@ -98,18 +101,17 @@ class Plan(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """The outcome of a gc: its plan, less the entries and blobs that were used, pinned or put again
-    meanwhile.
+    """The outcome of a gc: its plan, less entries and blobs that were used, pinned or put again meanwhile.
 
     Sizes are stored bytes.
 
     Attributes:
-        expired, evicted: names of entries.
-        blobs: how many blobs.
-        freed: their bytes.
-        packs: ids of packs whose live records were moved together, so that the rest could go.
-        leftovers: files that belonged to nothing.
-        waiting: bytes nobody names that the grace period still keeps.
+        expired, evicted: names of the removed entries.
+        blobs: the number of removed blobs.
+        freed: bytes of those blobs.
+        packs: ids of the compacted packs: their live records moved to another pack, and the rest was dropped.
+        leftovers: the removed files that dead processes had left.
+        waiting: bytes of orphaned blobs that the grace period still keeps.
         stored: bytes in the store before.
         pinned: bytes that pins (of entries, and of mounts) keep although they alone pass the budget; else 0.
     """
@@ -131,7 +133,7 @@ class Collected(NamedTuple):
 
 
 class _Removed:
-    """Names of entries, and how many blobs of how many stored bytes, that are gone so far."""
+    """The names of entries removed so far, and the number and stored bytes of blobs removed so far."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -139,7 +141,7 @@ class _Removed:
         self.freed = 0
 
     def add(self, blobs: list[Blob]) -> None:
-        """Count blobs that are gone. A damaged row may hold anything for a size."""
+        """Count removed blobs. A damaged row may have anything for a size."""
         self.blobs += len(blobs)
         self.freed += sum(blob.stored for blob in blobs if type(blob.stored) is int)
 
@@ -153,17 +155,17 @@ def select(
     budget: int | None,
     orphaned_before: float,
 ) -> Selection:
-    """Choose what goes. Knows no disk and no clock.
+    """Choose what to remove. Reads neither the disk nor the clock.
 
     Args:
-        expired: entries whose time is over.
+        expired: entries that have expired.
         orphans: blobs that no entry names.
         by_last_use: the other free entries, least recently used first; consumed only as far as needed.
         stored: bytes in the store.
-        budget: how many may stay, or None.
-        orphaned_before: orphans from before this time go in any case.
+        budget: the bytes that may stay, or None for no limit.
+        orphaned_before: orphans from before this time are removed in any case.
     """
-    shared: dict[bytes, int] = {}  # only those: there may be millions of others
+    shared: dict[bytes, int] = {}  # only blobs with several names: there may be millions of others
     blobs: list[tuple[bytes, int, int]] = []
 
     def let_go(entry: Candidate) -> int:
@@ -200,8 +202,9 @@ def select(
 
 
 def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selection:
-    # Times that lie ahead are those of a clock that has been set back since. Orphans have waited long enough; entries
-    # have not been read since then, or they had another time, so they come first.
+    # Times in the future came from a clock that has been set back since. Such an orphan counts as old enough.
+    # Such an entry has not been read since the clock was set back, which would have changed its time, so it
+    # goes first.
     ahead = now + CLOCK_SLACK
     aged = (
         orphan if orphan.since <= ahead else orphan._replace(since=0.0) for orphan in eviction.orphans(index)
@@ -233,7 +236,7 @@ def _plan(
     packs = compaction.choose(index, parts.objects, chosen.blobs)
     strays = list(leftovers.find(index, parts.objects))
     freed = sum(blob[1] for blob in chosen.blobs)
-    # All that may go has been chosen before the budget is given up on.
+    # Here everything that may go has been chosen, so any bytes above the budget are pinned.
     pinned = stored - freed if budget is not None and stored - freed > budget else 0
     planned = Plan(
         [entry.name for entry in chosen.expired],
@@ -278,18 +281,20 @@ def run(parts: Parts, budget: int | None, grace: float) -> Collected:
 
 
 def _see_room_for(parts: Parts, pack: int, live: int) -> None:
-    # Half a pack that was copied before the disk is full would take room and give none.
+    # A pack copied by half when the disk gets full would take room and free none.
     if live + _LOG_ROOM > (left := free_bytes(parts.path)):
         raise FullError(
-            f"the disk of {parts.path} has {format_size(left)} left, and rewriting pack {pack} without its dead bytes takes"
-            f" {format_size(live)} for a moment; all else is done: free that much, or collect to a lower --max-size"
+            f"the disk of {parts.path} has {format_size(left)} left,"
+            f" and rewriting pack {pack} without its dead bytes takes"
+            f" {format_size(live)} for a moment; all else is done:"
+            " free that much, or collect to a lower --max-size"
         )
 
 
 def _remove(parts: Parts, chosen: Selection, now: float) -> _Removed:
     removed = _Removed()
-    # What frees room comes as early as it can: on a full disk, the log of all entries would not fit before the first
-    # object is gone.
+    # Blobs that are already orphaned go first, since they free room: on a full disk, the WAL of all removed
+    # entries would not fit before the first object is unlinked.
     going = {digest for digest, _, _ in chosen.blobs}
     named = {entry.digest for entry in (*chosen.expired, *chosen.evicted)}
     for digests in _batches(parts, sorted(going - named)):
@@ -299,7 +304,8 @@ def _remove(parts: Parts, chosen: Selection, now: float) -> _Removed:
         (entry.name, entry.digest, None) for entry in chosen.expired
     ]
     entries += [entry[:3] for entry in chosen.evicted]
-    # Digests that are near each other go together, so that a part has many on each page of the blobs' tree.
+    # Entries with neighbouring digests go together, so that a part has many digests on each page of the
+    # B-tree of blobs.
     entries.sort(key=itemgetter(1))
     for part in _batches(parts, entries, _PART):
         for batch in _batches(parts, sorted(part, key=lambda entry: str(entry[0]))):  # bytes in a damaged row
@@ -316,12 +322,13 @@ def _remove(parts: Parts, chosen: Selection, now: float) -> _Removed:
 
 
 def _uncount(parts: Parts, going: Container[bytes], removed: _Removed) -> None:
-    """Take the entries that are gone off their blobs' counts, and forget the blobs of ``going`` that have none left."""
+    """Uncount the removed entries, and remove the blobs of ``going`` whose count reaches 0."""
     turns = Turns()
     while deferred_refs.are_there(parts.index):
         with parts.index.write() as txn:
             digests = deferred_refs.take(txn)
-            # A mount is on the list before it answers, which takes this lock: there is none that knew their names.
+            # A mount adds itself to the list, under this lock, before it answers requests. An empty list
+            # means that no mount knew these names.
             alone = not mounts.are_there(txn)
             gone = txn.uncount(Counter(digests), going if alone else ())
         _unlink(parts, gone)
@@ -332,14 +339,14 @@ def _uncount(parts: Parts, going: Container[bytes], removed: _Removed) -> None:
 
 
 def remove_blobs(parts: Parts, digests: list[bytes]) -> list[Blob]:
-    """Forget blobs that nobody names, then unlink the objects that no row means any more.
+    """Delete the rows of blobs that no entry names, then unlink the objects without a row.
 
-    Two transactions: rows go first, so that no row ever means a file that is gone; the second holds the write lock
-    while it looks again and unlinks, so that a writer that has just placed the same bytes keeps them. Before them, mounts
-    take hold of what they need.
+    Two transactions. The first deletes rows, so that no row ever refers to a missing file. The second holds
+    the write lock while it checks again and unlinks, so that a writer that has just placed the same bytes
+    keeps them. Before both, mounts open the blobs that they need.
 
     Returns:
-        The blobs that are forgotten.
+        The blobs whose rows were deleted.
 
     Raises:
         StoreError: a live mount does not answer.
@@ -367,15 +374,15 @@ def make_room(parts: Parts, need: int) -> None:
     """Evict until ``need`` more bytes fit under the store's budget.
 
     Raises:
-        FullError: what is pinned leaves no room for them.
+        FullError: pinned entries leave no room for them.
     """
     max_size = parts.settings.max_size
     assert max_size is not None
     mounts.forget_dead(parts.index)
     parts.usage.flush()
-    # Others may fill the room as it is made: it is only missing for good when there is nothing left to take.
+    # Other writers may fill the room while it is made. The put fails only once nothing is left to remove.
     while (before := parts.index.totals()).stored + need > max_size:
-        _uncount(parts, (), _Removed())  # what another gc is about to take off, or was when it was killed
+        _uncount(parts, (), _Removed())  # entries of another gc, running or killed
         now = time.time()
         chosen = _choose(parts.index, min(max_size - need, int(max_size * ROOM)), GRACE_SECONDS, now)
         if chosen.expired or chosen.evicted or chosen.blobs:
@@ -385,7 +392,7 @@ def make_room(parts: Parts, need: int) -> None:
 
 
 def _batches(parts: Parts, items: list[_T], size: int = _BATCH) -> Iterator[list[_T]]:
-    """The items in pieces of that many, or of few where the disk has no room for a long log."""
+    """The items in lists of ``size``, or of few while the disk has no room for a large WAL."""
     rest, turns = iter(items), Turns()
     while batch := list(islice(rest, _SMALL_BATCH if (short := is_short(parts.path)) else size)):
         yield batch

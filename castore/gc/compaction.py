@@ -1,8 +1,8 @@
-"""Compaction: moving the live records of packs that are mostly dead into this process's pack, and dropping the rest.
+"""Compaction: moves the live records of mostly dead packs into this process's pack, and drops the rest.
 
-Records move as they are, a few at a time under the write lock, so nobody waits long. A pack is retired in the
-same transaction that moves its last live record: a writer that still appends to it finds out when it commits,
-and starts another. Readers that hold the old file go on reading it.
+Records move unchanged, a few at a time under the write lock, so nobody waits long. The transaction that moves
+a pack's last live record also retires the pack. A writer that still appends to it learns that when it
+commits, and starts another. Readers that have the old file open go on reading it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
 
 #: Packs whose live part is below this are rewritten.
 LIVE_PART = 0.5
-#: Packs smaller than this are merged once there are more than MANY_SMALL: each short-lived writer leaves one.
+#: Packs with fewer bytes are merged once there are more than MANY_SMALL: each short-lived writer leaves one.
 SMALL = 1024 * 1024
 MANY_SMALL = 16
-#: Of all that packs hold, what may be neither live nor noted as dead before gc counts.
+#: Part of all bytes in packs that may be neither live nor noted as dead; above it, gc counts them.
 UNNOTED_PART = 1 / 16
-#: Records that one transaction moves, and looks at: nobody is to wait long for the lock.
+#: Records that one transaction moves at most, and scans at most, so that nobody waits long for the lock.
 _BATCH, _LOOKED_AT = 200, 1000
 
 
 def choose(index: Index, objects: ObjectDirectory, going: list[tuple[bytes, int, int]]) -> dict[int, int]:
-    """Which packs to rewrite once the blobs ``going`` (digest, stored, pack) are gone, and how many bytes of each move.
+    """Choose the packs to rewrite once the blobs ``going`` (digest, stored, pack) are removed.
 
-    The least to move comes first: it makes room for the rest.
+    Returns:
+        The live bytes to move, by pack. The pack with the fewest comes first: it makes room for the rest.
     """
     held = {pack: _held(objects, pack) for pack in pack_rows.pack_ids(index)}
     dead = _dead_bytes(index, held)
@@ -53,7 +54,7 @@ def choose(index: Index, objects: ObjectDirectory, going: list[tuple[bytes, int,
 
 
 def _held(objects: ObjectDirectory, pack: int) -> int:
-    """Bytes of a pack's records, live and dead; none if its writer died before it made the file."""
+    """Bytes of a pack's records, live and dead; 0 if its writer died before it made the file."""
     try:
         return max(0, objects.packs.path(pack).lstat().st_size - len(FILE_HEAD))
     except FileNotFoundError:
@@ -61,10 +62,11 @@ def _held(objects: ObjectDirectory, pack: int) -> int:
 
 
 def _dead_bytes(index: Index, held: dict[int, int]) -> dict[int, int]:
-    """Bytes of each pack's records that are dead: what was noted as they died, or counted where that can't be all.
+    """The dead bytes of each pack: the noted ones, or counted ones if the notes must be incomplete.
 
-    Nobody notes what a writer appends who dies before he commits, so all that packs hold is compared with
-    what is known. What was counted is written down for the next gc, in a dry run too.
+    Records of a writer that died before it committed are noted nowhere. So the sizes of all packs are
+    compared with the bytes that are live or noted. Counted numbers are saved for the next gc, in a dry run
+    too.
     """
     noted = pack_rows.noted_dead(index)
     dead = {pack: noted.get(pack, 0) for pack in held}
@@ -79,12 +81,10 @@ def _dead_bytes(index: Index, held: dict[int, int]) -> dict[int, int]:
 
 
 def compact(parts: Parts, pack: int) -> bool:
-    """Move the pack's live records elsewhere, retire it and unlink its file; False if another gc was here
-    first.
-    """
+    """Move a pack's live records elsewhere, retire it and unlink its file; False if another gc was first."""
     path = parts.objects.packs.path(pack)
     try:
-        opened = parts.objects.packs.open(pack)  # held by this name until all is moved
+        opened = parts.objects.packs.open(pack)  # the reference keeps it open until all is moved
         fd = opened.fd
     except FileNotFoundError:
         fd = -1
@@ -107,14 +107,18 @@ def compact(parts: Parts, pack: int) -> bool:
                 txn.retire_pack(pack)
         turns.give()
     with parts.index.write() as txn:
-        if not txn.has_pack(pack):  # else the index was rebuilt meanwhile, and rows may mean what lies there
+        if not txn.has_pack(pack):  # else the index was rebuilt meanwhile: rows may refer to it
             parts.objects.discard(path)
     parts.objects.packs.forget(pack)
     return True
 
 
 def _move_some(parts: Parts, txn: Write, fd: int, found: list[PackRecord | Damage]) -> tuple[int, bool]:
-    """Move the first `_BATCH` live records of ``found``: where to go on, and whether those were all."""
+    """Move the first `_BATCH` live records of ``found``.
+
+    Returns:
+        The offset at which to go on, and whether all of ``found`` was handled.
+    """
     records = [item for item in found if isinstance(item, PackRecord)]
     rows = parts.index.blobs_of([record.blob.digest for record in records])
     moved = position = 0
@@ -123,8 +127,8 @@ def _move_some(parts: Parts, txn: Write, fd: int, found: list[PackRecord | Damag
             position = item.offset + item.length
             continue
         position = item.blob.offset + item.blob.stored
-        # One that has no row is dead, and so is one whose bytes lie elsewhere. A row that means no bytes was
-        # damaged.
+        # A record without a row is dead, and so is one whose row refers to other bytes. A row that refers to
+        # no bytes was damaged.
         row = rows.get(item.blob.digest)
         if row == item.blob:
             _move(parts, txn, fd, item.blob)
@@ -147,7 +151,7 @@ def _move(parts: Parts, txn: Write, fd: int, blob: Blob) -> None:
 
 
 def _mend(parts: Parts, txn: Write, fd: int, blob: Blob) -> bool:
-    """Have a row that means no bytes mean those of this record; False if it is not whole."""
+    """Have a damaged row refer to the bytes of this record; False if the record is damaged too."""
     try:
         payload = read_record(fd, blob)
     except CorruptError:
@@ -157,7 +161,7 @@ def _mend(parts: Parts, txn: Write, fd: int, blob: Blob) -> bool:
 
 
 def _move_rest(parts: Parts, txn: Write, fd: int, pack: int) -> None:
-    """Move what damaged stretches held if its bytes are right, and only its head is not; else it is lost."""
+    """Move blobs in damaged stretches if only their record heads are damaged; record the others as lost."""
     for digest in pack_rows.digests_in(txn, pack):
         blob = txn.blob(digest)
         if blob is None:

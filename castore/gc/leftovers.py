@@ -1,7 +1,7 @@
-"""What dead processes leave: temporary files, folders of work, objects and packs that no row means.
+"""Leftovers of dead processes: temporary files, work folders, objects and packs that no row refers to.
 
-Also rewrites the names journal when it has grown well past what it describes. Everything here is found without the
-write lock and looked at again with it before anything is removed.
+Also replaces the names journal by a snapshot when it has grown well past the last one. Leftovers are found
+without the write lock, and checked again under it before they are removed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JOURNAL_GROWTH = 3
 
 
 class Leftover(NamedTuple):
-    """A file, or a folder of a process that is gone, to remove; ``digest`` or ``pack`` tell which row would forbid it."""
+    """A file, or a folder of a dead process, to remove. A row of ``digest`` or ``pack`` would forbid it."""
 
     path: Path
     size: int
@@ -36,7 +36,7 @@ class Leftover(NamedTuple):
 
 
 def find(index: Index, objects: ObjectDirectory) -> Iterator[Leftover]:
-    """Every leftover file, as far as can be told without the write lock."""
+    """Every leftover, found without the write lock: `remove` checks again."""
     for stray in left_behind(objects.loose.tmp):
         yield Leftover(stray.path, stray.size)
     for folder in left_folders(objects.loose.tmp.parent / layout.WORK):
@@ -46,7 +46,7 @@ def find(index: Index, objects: ObjectDirectory) -> Iterator[Leftover]:
 
 
 def _unindexed_objects(index: Index, objects: ObjectDirectory) -> Iterator[Leftover]:
-    # A store has few objects beside its packs: it is asked for their rows, and not for all there are.
+    # A store has few loose objects: query the rows of those, not all rows.
     listing = objects.loose.listing()
     while batch := list(islice(listing, 1000)):
         rows = index.blobs_of([digest for digest, _, _ in batch])
@@ -64,13 +64,13 @@ def _unregistered_packs(index: Index, objects: ObjectDirectory) -> Iterator[Left
         path = objects.packs.path(pack)
         if pack in registered or (size := _size(path)) is None:
             continue
-        with suppress(FileNotFoundError):  # another gc was quicker
+        with suppress(FileNotFoundError):  # another gc was faster
             if not _is_wanted(index, objects, pack):
                 yield Leftover(path, size, pack=pack)
 
 
 def _is_wanted(index: Index, objects: ObjectDirectory, pack: int) -> bool:
-    """Whether a row means no bytes, so it was damaged, and a record of its digest lies in this pack."""
+    """Whether this pack holds a record for a damaged row, that is, a row that refers to no bytes."""
     found = scan(objects.packs.path(pack), pack, payloads=False)
     digests = (one.blob.digest for one in found if isinstance(one, PackRecord))
     while batch := list(islice(digests, 1000)):
@@ -80,12 +80,12 @@ def _is_wanted(index: Index, objects: ObjectDirectory, pack: int) -> bool:
 
 
 def _wants(objects: ObjectDirectory, blob: Blob) -> bool:
-    """Whether a row needs the object that lies here: it means no bytes, so it was damaged, and the object is whole."""
+    """Whether a damaged row, which refers to no bytes, needs the object here, which is intact."""
     return not objects.holds(blob) and objects.intact(blob.digest) is not None
 
 
 def _size(path: Path) -> int | None:
-    """Length of a file, or None if another gc was quicker."""
+    """Length of a file, or None if another gc was faster."""
     try:
         return path.lstat().st_size
     except FileNotFoundError:
@@ -93,7 +93,7 @@ def _size(path: Path) -> int | None:
 
 
 def remove(index: Index, objects: ObjectDirectory, leftovers: list[Leftover]) -> list[Leftover]:
-    """Remove what is still a leftover now, and return that."""
+    """Remove those that are still leftovers, and return them."""
     removed = []
     for leftover in leftovers:
         with index.write() as txn:
@@ -108,7 +108,7 @@ def remove(index: Index, objects: ObjectDirectory, leftovers: list[Leftover]) ->
 
                 shutil.rmtree(leftover.path, ignore_errors=True)
                 if leftover.path.exists():
-                    continue  # another user's, in a shared store: it is for him to remove
+                    continue  # in a shared store, another user's: that user's gc removes it
             else:
                 objects.discard(leftover.path)
             removed.append(leftover)
@@ -116,7 +116,7 @@ def remove(index: Index, objects: ObjectDirectory, leftovers: list[Leftover]) ->
 
 
 def rotate_journal(index: Index) -> bool:
-    """Replace the names journal by a snapshot if it has grown enough; returns whether it was."""
+    """Replace the names journal by a snapshot if it has grown enough; returns whether it did."""
     size = index.journal.size()
     if size < JOURNAL_BYTES or size < JOURNAL_GROWTH * index.journal.snapshot_size():
         return False

@@ -1,12 +1,14 @@
-"""Before bytes go, live mounts take hold of what the kernel may still read.
+"""Before gc removes blobs, live mounts open those that the kernel may still read.
 
-A mount is not told when a file is opened or closed: that would cost each open two round trips. It learns which names
-changed and what the kernel has forgotten, and so which bytes somebody may still have open although no name leads there
-any more. Whoever removes bytes asks every mount first; a mount opens what is still needed, and answers. POSIX keeps an
-unlinked file for as long as it is open: so what nobody holds is freed at once, and what somebody holds when he lets go.
+The kernel sends a mount no FUSE_OPEN or FUSE_RELEASE: these would cost each open two round trips. A mount
+sees which names changed and which inodes the kernel has forgotten. So it knows which blobs may still be open
+although no name leads to them. gc asks every mount before it removes blobs: the mount opens the blobs still
+in use, and answers. POSIX keeps an unlinked file for as long as it is open. So a blob that nobody uses is
+freed at once, and another one as soon as its last user closes it.
 
-Each mount listens on a socket in the store's ``locks``. A killed mount's is refused by the kernel, whatever the index says
-of it and whichever container it was in. Never asks while the caller holds the index's write lock.
+Each mount listens on a socket in the store's ``locks``. The kernel refuses connections to a killed mount's
+socket, whatever the index has on that mount and whichever container it ran in. gc never asks while it holds
+the index's write lock.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from castore.index.database import Index
 from castore.index.journal import JournalTail
 from castore.system.temporary import give_to_owner, is_running, pid_namespace
 
-# Imported where it is used: it is a twentieth of what `import castore` takes, and few have mounts.
+# Imported where it is used: it takes a twentieth of the time of `import castore`, and few stores have mounts.
 if TYPE_CHECKING:
     import socket
 
@@ -35,13 +37,13 @@ _BACKLOG = 128
 
 
 def is_socket_of_a_mount(name: str) -> bool:
-    """Whether a file of ``locks`` is what a mount listens on."""
+    """Whether a file of ``locks`` is the socket of a mount."""
     return _NAME.fullmatch(name) is not None
 
 
 @contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """The socket's address: a path may be longer than the 107 bytes that an address has room for."""
+    """A short address of the socket: its path may be longer than the 107 bytes that fit into an address."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"
@@ -50,10 +52,10 @@ def _address(path: Path) -> Iterator[str]:
 
 
 class Listener:
-    """A mount's side: where it is asked, until `close`.
+    """A mount's side: the socket on which gc asks it, until `close`.
 
     Args:
-        locks: the store's folder for it.
+        locks: the store's folder of that name.
         mode: permission bits of the socket.
     """
 
@@ -61,7 +63,7 @@ class Listener:
         import socket
 
         self._path = locks / f"mount-{pid_namespace()}-{os.getpid()}.sock"
-        self._path.unlink(missing_ok=True)  # a killed process had that number
+        self._path.unlink(missing_ok=True)  # a killed process had the same pid
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         with _address(self._path) as address:
             self._socket.bind(address)
@@ -70,11 +72,11 @@ class Listener:
         self._socket.listen(_BACKLOG)
 
     def fileno(self) -> int:
-        """For `select`: readable when somebody asks."""
+        """For `select`: readable when gc asks."""
         return self._socket.fileno()
 
     def asked(self) -> list[socket.socket]:
-        """Those who wait for an answer."""
+        """Connections that wait for an answer."""
         waiting = []
         with suppress(BlockingIOError):
             while True:
@@ -83,26 +85,26 @@ class Listener:
 
     @staticmethod
     def answer(waiting: list[socket.socket], failure: str = "") -> None:
-        """Say that all is held, or why not."""
+        """Answer that all blobs are open, or why they are not."""
         for asker in waiting:
-            with asker, suppress(OSError):  # who asked may be gone
+            with asker, suppress(OSError):  # the asking process may have ended
                 asker.send(failure.encode() or _HELD)
 
     def close(self) -> None:
-        """Be asked no more."""
+        """Stop listening."""
         self._socket.close()
         self._path.unlink(missing_ok=True)
 
 
 class Clearance:
-    """What may be removed, now that every live mount holds what it needs of what had lost its names by then.
+    """Blobs safe to remove: every mount has opened those it still uses.
 
     Args:
         index: of the store. This thread is in no transaction.
-        digests: of the blobs that nobody named when they were chosen.
+        digests: of the blobs that no entry named when they were chosen.
 
     Raises:
-        StoreError: a mount does not answer, or cannot hold all of it.
+        StoreError: a mount does not answer, or cannot open all of them.
     """
 
     def __init__(self, index: Index, digests: list[bytes]) -> None:
@@ -112,10 +114,11 @@ class Clearance:
         sockets = [entry.name for entry in os.scandir(locks) if is_socket_of_a_mount(entry.name)]
         if not sockets:
             return
-        # Under the lock nobody has a record in the journal that is not committed: what changes from here on is seen.
+        # Under the lock the journal has no uncommitted records, so its tail shows every later change.
         with index.write() as txn:
             self._tail = JournalTail(index.journal, index.beacon)
-            # Of one that has a name again by now mounts hold nothing, though it may lose that before it is removed.
+            # Mounts do not open a blob that has a name again by now, and it may lose that name before the
+            # removal.
             self._unnamed = txn.unnamed(digests)
         try:
             for name in sockets:
@@ -125,9 +128,10 @@ class Clearance:
             raise
 
     def still_unnamed(self) -> list[bytes]:
-        """Those that no name was pointed at since they were chosen: mounts may know others anew, though it be gone again.
+        """The blobs that are still safe to remove.
 
-        The caller holds the index's write lock.
+        Excludes a blob that was referenced again since the selection, even briefly: a mount may have opened
+        it anew. The caller holds the index's write lock.
         """
         if self._tail is None:
             return self._unnamed
@@ -138,13 +142,13 @@ class Clearance:
         return [digest for digest in self._unnamed if digest not in named]
 
     def close(self) -> None:
-        """Follow the journal no longer."""
+        """Stop following the journal."""
         if self._tail is not None:
             self._tail.close()
 
 
 def _is_gone(path: Path) -> bool:
-    """Whether the daemon is known to have ended, although its socket is still there."""
+    """Whether the daemon is known to have ended, although its socket still exists."""
     found = _NAME.fullmatch(path.name)
     return found is not None and int(found[1]) == pid_namespace() and not is_running(int(found[2]))
 
@@ -153,7 +157,8 @@ def _ask(path: Path) -> None:
     import socket
 
     if _is_gone(path):
-        # Not asked: where a killed daemon leaves a thread behind that waits in the kernel, nobody would refuse.
+        # Do not connect: if a thread of the killed daemon still waits in the kernel, the connection is not
+        # refused.
         path.unlink(missing_ok=True)
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking, _address(path) as address:
@@ -162,14 +167,15 @@ def _ask(path: Path) -> None:
             asking.connect(address)
             answer = asking.recv(1000)
         except ConnectionRefusedError:
-            path.unlink(missing_ok=True)  # a killed mount's
+            path.unlink(missing_ok=True)  # the socket of a killed mount
             return
         except (FileNotFoundError, ConnectionResetError):
-            return  # it has just ended
+            return  # the mount has just ended
         except OSError as error:
             raise StoreError(
-                f"a mount of this store does not answer ({path}: {error}), so nothing that it may need can be removed;"
+                f"a mount of this store does not answer ({path}: {error}),"
+                " so nothing that it may need can be removed;"
                 f" end it: its process is the second number of that name"
             ) from error
-    if answer not in (_HELD, b""):  # it ended while it was asked
+    if answer not in (_HELD, b""):  # empty: the mount ended meanwhile
         raise StoreError(f"a mount of this store cannot let go of bytes: {answer.decode(errors='replace')}")

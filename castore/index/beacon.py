@@ -1,13 +1,15 @@
-"""Five 8-byte words that every process using a store maps: what a reader checks instead of asking the index.
+"""Five 8-byte words that every process using a store maps. Readers check them instead of querying the index.
 
-``changed`` takes a new value just before each commit that re-points or removes a name, and ``settled`` takes the same
-value after it. While both are equal no such commit is under way, so what the index says then may be remembered, and it
-stays true for as long as ``changed`` stays what it was. ``segment`` is the number of the names journal's current
-segment. ``epoch`` counts how often ``index.sqlite`` was replaced by another file: connections to an earlier one are not
-used any more. ``prefixes`` counts how often it was changed which prefixes have which dictionaries.
+``changed`` takes a new value just before each commit that re-points or removes a name, and ``settled`` takes
+the same value after the commit. While both are equal, no such commit is under way. Answers that the index
+gives then may be cached, and they stay true for as long as ``changed`` keeps its value. ``segment`` is the
+number of the names journal's current segment. ``epoch`` counts how often another file replaced
+``index.sqlite``: connections to an earlier file are no longer used. ``prefixes`` counts the changes to which
+prefixes have which dictionaries.
 
-The words only save work. A writer killed in between leaves ``changed`` and ``settled`` different, and nobody remembers anything until the next
-one that takes the index's write lock says that it is over (`settle`): readers are slower then, never wrong.
+The words only save work. A writer killed around its commit leaves ``changed`` and ``settled`` different.
+Nobody caches anything then, until the next process that takes the index's write lock calls `settle`: readers
+are slower meanwhile, never wrong.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ CHANGED, SEGMENT, EPOCH, SETTLED, PREFIXES = 0, 1, 2, 3, 4
 
 
 class Beacon:
-    """The mapped words. Survives a fork: the mapping is shared with the child.
+    """The mapped words. Survives a fork: parent and child share the mapping.
 
     Args:
         path: the file, made if it is missing.
         mode: permission bits of a new file.
-        read_only: the file is not made, and what is written to the words stays in this process.
+        read_only: do not make the file; values written to the words stay in this process.
     """
 
     def __init__(self, path: Path, mode: int, *, read_only: bool = False) -> None:
@@ -41,46 +43,51 @@ class Beacon:
             is_short = os.fstat(fd).st_size < _SIZE
             if is_short and not read_only:
                 os.ftruncate(fd, _SIZE)
-            os.pread(fd, _SIZE, 0)  # once it is mapped, a sector that cannot be read is a bus error
+            os.pread(fd, _SIZE, 0)  # in a mapping, a sector that cannot be read raises SIGBUS
             if not read_only:
                 self._map = mmap.mmap(fd, _SIZE)
             elif is_short:
                 self._map = mmap.mmap(-1, _SIZE)
             else:
-                self._map = mmap.mmap(fd, _SIZE, access=mmap.ACCESS_COPY)  # shows what others write
+                self._map = mmap.mmap(fd, _SIZE, access=mmap.ACCESS_COPY)  # shows the writes of others
         except OSError as error:
             if error.errno not in AT_FAULT:
                 raise
             raise StoreError(
-                f"{path} cannot be read ({error.strerror}); delete it while nobody uses the store, and it is made anew"
+                f"{path} cannot be read ({error.strerror});"
+                " delete it while nobody uses the store, and it is made anew"
             ) from error
         finally:
             os.close(fd)
-        #: The words, by place. Public for callers in a hurry.
+        #: The words, by place. Public for callers on a fast path.
         self.words = memoryview(self._map).cast("Q")
 
     def announce(self) -> int:
-        """Say that a name is about to change; returns what to `settle` when that is done, or has come to nothing.
+        """Announce that a name is about to change.
 
-        The caller holds the index's write lock. The monotonic clock gives a value no process has written before.
+        The caller holds the index's write lock. The monotonic clock gives a value no process has written
+        before.
+
+        Returns:
+            The value to pass to `settle` once the change is committed or rolled back.
         """
         changed = self.words[CHANGED] = time.monotonic_ns()
         return changed
 
     def settle(self, changed: int) -> None:
-        """Say that the change announced as ``changed`` is over."""
+        """Mark the change announced as ``changed`` as over."""
         self.words[SETTLED] = changed
 
     def settle_all(self) -> None:
-        """Say that no change is under way. The caller holds the index's write lock, and so knows."""
+        """Mark every change as over. The caller holds the index's write lock, so no change is under way."""
         self.words[SETTLED] = self.words[CHANGED]
 
     def settled(self) -> int:
-        """The value of ``changed`` under which answers may be remembered that the index gives from here on.
+        """The value of ``changed`` under which later answers of the index may be cached.
 
-        -1, which ``changed`` never is, while a change is under way.
+        -1 while a change is under way: ``changed`` is never -1.
         """
-        # In this order: `settled` is compared with what was announced before it was looked at.
+        # In this order: `settled` is compared with a value that was announced before `settled` was read.
         changed = self.words[CHANGED]
         return changed if self.words[SETTLED] == changed else -1
 

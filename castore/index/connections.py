@@ -1,8 +1,9 @@
-"""SQLite connections to the index, and what a fork does to them.
+"""SQLite connections to the index, and their handling across a fork.
 
-A connection belongs to one process and one thread: each thread opens its own, a forked child starts with none. The child
-must neither use nor close what it inherits, and still counts as one who uses the file. No thread is inside SQLite when
-this process forks (forks.py), so nothing waits in SQLite for longer than a turn: longer waits are loops of Python's.
+A connection belongs to one process and one thread: each thread opens its own, and a forked child starts with
+none. The child must neither use nor close the connections it inherits, and its locks must still mark it as a
+user of the file. No thread is inside SQLite when this process forks (forks.py). So no call waits in SQLite
+for longer than a turn, and longer waits are loops in Python.
 """
 
 from __future__ import annotations
@@ -25,34 +26,39 @@ T = TypeVar("T")
 
 #: Seconds that a reader or writer waits for others.
 BUSY_SECONDS = 120.0
-#: Seconds of these that SQLite waits in one go, and a fork with it; and those between two such turns.
+#: Busy timeout of one turn in SQLite, in seconds: a fork waits as long. Then the pause between two turns.
 TURN_SECONDS = 0.25
 PAUSE_SECONDS = 0.001
-#: Pages in the log with which a commit brings it into the index, which takes a tenth of a second or more.
+#: Pages in the WAL at which a commit runs a checkpoint, which takes a tenth of a second or more.
 CHECKPOINT_PAGES = 8000
-# Bytes of a log that is left behind: whoever opens the index reads it, which takes a fraction of a millisecond.
+# Largest WAL to leave in place, in bytes: the next process to open the index reads it in a fraction of a
+# millisecond.
 _LOG_LEFT = 256 * 1024
-# Where SQLite's shared locks lie in the file, and how many bytes they are.
+# First byte and number of bytes of SQLite's shared locks in the database file.
 _SHARED_FIRST, _SHARED_SIZE = 0x40000002, 510
-# Where in the shared memory every process that uses it holds a shared lock: whoever finds none there empties it.
+# The byte of the wal-index on which each process that uses it holds a shared lock. A process that finds no
+# lock there truncates the wal-index.
 _DEAD_MAN = 128
 
-# Connections of a parent, kept so that a child never closes them: closing would drop SQLite's locks and could delete
-# the WAL under the parent.
+# Connections of a parent, kept so that a child never closes them: closing would drop SQLite's locks and could
+# delete the WAL under the parent.
 _inherited: list[object] = []
-# All that are open here. The collector finalises what it collects in any order: a connection that nothing else held would
-# be closed by its own finaliser, with no regard for forks, before the `Connections` that it belongs to could close it.
+# All connections open here. Python's collector runs finalisers in any order. Without this set, a connection's
+# own finaliser could close it, with no regard for forks, before its `Connections` did.
 _connected: set[sqlite3.Connection] = set()
 
 
 def checkpoint_at(db: sqlite3.Connection, pages: int) -> None:
-    """Have the commits of a connection bring the log into the index once it has that many pages."""
+    """Have the commits of a connection run a checkpoint once the WAL has that many pages."""
     with unforked():
         db.execute(f"PRAGMA wal_autocheckpoint = {pages}")
 
 
 def patiently(work: Callable[[], T]) -> T:
-    """What ``work`` returns, tried again as long as others have the index locked. This process may fork in between."""
+    """Retry ``work`` while others have the index locked, and return its result.
+
+    This process may fork between two tries.
+    """
     until = time.monotonic() + BUSY_SECONDS
     while True:
         try:
@@ -69,7 +75,7 @@ class Connections:
     Args:
         path: of ``index.sqlite``.
         durable: commits survive a power cut.
-        read_only: nothing can be written where the file lies.
+        read_only: the file's folder cannot be written to.
     """
 
     def __init__(self, path: Path, durable: bool, *, read_only: bool = False) -> None:
@@ -87,12 +93,13 @@ class Connections:
         self._lock = threading.Lock()
 
     def _share_lock(self) -> None:
-        """Lock in a forked child what SQLite there believes to be locked.
+        """Take in a forked child the locks that SQLite there believes it holds.
 
-        Its table of locks is copied into the child, the kernel's locks are not: the child's connections would count
-        on a shared lock that nobody holds, and the last of the others to close would delete the WAL under them; the
-        next to open would take the shared memory for left behind by dead ones, and cut it off under them. The bytes
-        are those of https://sqlite.org/fileformat2.html#the_lock_byte_page and https://sqlite.org/walformat.html.
+        The fork copies SQLite's table of locks into the child, but not the kernel's locks. The child's
+        connections would rely on a shared lock that nobody holds. The last other process to close the file
+        would then delete the WAL under them. The next process to open it would take the wal-index for one of
+        dead processes, and truncate it under them. The bytes are those of
+        https://sqlite.org/fileformat2.html#the_lock_byte_page and https://sqlite.org/walformat.html.
         """
         _share(self._path, _SHARED_FIRST, _SHARED_SIZE)
         _share(f"{self._path}-shm", _DEAD_MAN, 1)
@@ -103,9 +110,9 @@ class Connections:
         Raises:
             sqlite3.DatabaseError: the file cannot be used.
         """
-        # A fork finds every connection on the list, from the first lock that it takes on the file.
+        # The list holds a connection before that connection takes its first lock, so a fork finds them all.
         with self._lock, unforked():
-            # Threads come and go; what the gone ones leave open would use up the process's descriptors.
+            # Threads come and go: connections of ended threads would use up the process's descriptors.
             for thread, left in self._open:
                 if not thread.is_alive():
                     _disconnect(left)
@@ -131,7 +138,10 @@ class Connections:
         return db
 
     def frozen(self) -> tuple[int, int, int] | None:
-        """What tells one state of an index without a log from another; None for one with a log, of which SQLite takes care."""
+        """Inode, size and modification time of an index without a WAL: they change when the index does.
+
+        None for an index with a WAL: SQLite then sees changes itself.
+        """
         if self._has_log():
             return None
         found = os.stat(self._path)
@@ -146,15 +156,16 @@ class Connections:
     def _where(self) -> str | Path:
         if not self.read_only:
             return self._path
-        # Without a log SQLite would have to make one, to be read through: it is told that nobody writes.
+        # Without a WAL, SQLite would have to make one in order to read. `immutable` asserts that nobody
+        # writes.
         return f"{self._path.as_uri()}?mode=ro{'' if self._has_log() else '&immutable=1'}"
 
     def _set_up(self, db: sqlite3.Connection) -> None:
         if self.read_only:
             return
-        # Only the first connection to a new index changes its mode, and SQLite then answers "locked" at once to others
-        # who are just doing the same, however long they are willing to wait. Small pages: a commit writes whole pages,
-        # and a put touches one of each table.
+        # Only the first connection to a new index changes its journal mode. To others that try the same at
+        # that moment SQLite returns SQLITE_BUSY at once, whatever their busy timeout. Small pages: a commit
+        # writes whole pages, and a put touches one page of each table.
         for pragma in (
             "page_size = 2048",
             "journal_mode = WAL",
@@ -168,7 +179,8 @@ class Connections:
         """Close every thread's connection.
 
         Args:
-            leave_log: leave a small log to whoever opens the index next, even if nobody else has it open now.
+            leave_log: leave a small WAL to the next process that opens the index, even if no other has it
+                open now.
         """
         with self._lock, unforked():
             connections, self._open = self._open, []
@@ -187,11 +199,11 @@ class Connections:
             finalise(self.close)
 
     def _reader(self) -> sqlite3.Connection | None:
-        """A connection that may only read: the last one to close brings the log into the index, unless it is of those.
+        """A read-only connection. The last connection to close runs a checkpoint, unless it is read-only.
 
-        That waits for the disk three times, and a fourth time when the log is begun anew.
+        A checkpoint waits for the disk three times, and the next start of a WAL for a fourth time.
         """
-        with contextlib.suppress(OSError, *SQL_ERRORS):  # then the log is not left
+        with contextlib.suppress(OSError, *SQL_ERRORS):  # then the WAL is not left
             if os.stat(f"{self._path}-wal").st_size <= _LOG_LEFT:
                 db = sqlite3.connect(f"{self._path.as_uri()}?mode=ro", uri=True, check_same_thread=False)
                 try:
@@ -211,7 +223,10 @@ def _disconnect(db: sqlite3.Connection) -> None:
 
 
 def _share(path: str | os.PathLike[str], first: int, size: int) -> None:
-    """Take a shared lock, for as long as this process lives: closing any descriptor of the file would drop it."""
+    """Take a shared lock for as long as this process lives.
+
+    The descriptor stays open: closing any descriptor of the file would drop the lock.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,11 +1,11 @@
-"""The index: what is known of names and blobs, and write transactions on it.
+"""The index: the records of names and blobs, and write transactions on them.
 
-Reads are methods of `Index`; every change is a method of `transaction.Write`, for which reads never wait.
+Reads are methods of `Index`; every change is a method of `transaction.Write`. Reads never wait for changes.
 Statements run on the calling thread's connection, which `index_file.IndexFile` keeps. They are plain sqlite3;
 sqlite-utils makes and migrates the schema (schema.py).
 
 Digests are raw bytes here, names are already checked, times are seconds since the epoch. A row may be
-damaged: what comes of it has the types that it should have, and what it says may be anything.
+damaged: its values have the right types when they leave this module, and may be anything otherwise.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ T = TypeVar("T")
 
 log = logging.getLogger("castore")
 
-#: A time that lies further ahead than this, in seconds, was written by a clock that has been set back since.
+#: A time that lies further ahead than this, in seconds, came from a clock that has been set back since.
 CLOCK_SLACK = 60.0
 
-# Numbers come as numbers whatever a damaged row holds. A time that is none is 0: the name is a miss.
+# Numbers come as numbers whatever a damaged row holds. A time that is not a number is 0: the name is a miss.
 _ENTRY_COLUMNS = (
     "e.name, coalesce(CAST(e.digest AS BLOB), x''), coalesce(CAST(e.size AS INTEGER), 0),"
     " coalesce(b.stored, 0), coalesce(b.codec, 'none'), coalesce(e.created + 0.0, 0.0), e.expires + 0.0,"
@@ -48,7 +48,7 @@ _ENTRY = f"SELECT {_ENTRY_COLUMNS} FROM entries e LEFT JOIN blobs b ON b.digest 
 _CHECKED_ENTRY = _ENTRY.replace(" FROM ", ", e.checked FROM ")
 # Bytes that are not recorded as lost.
 _SOUND = f"AND b.pack != {LOST}"
-#: Names of a query: few behind a folder, whose other names are skipped, many among files.
+#: Names of one query: few behind a folder, since its other names are skipped; many among files.
 _FEW, _MANY = 8, 1000
 _FIND = (
     "SELECT b.digest, b.size, b.stored, b.codec, b.pack, b.offset, e.expires + 0.0, e.serializer, e.checked"
@@ -79,7 +79,7 @@ def _to_entry(row: tuple[Any, ...]) -> Entry:
 
 
 def parse_metadata(text: Any) -> dict[str, Any]:
-    """The metadata that a row's text stands for; of a damaged row the text as it is, under ``damaged``."""
+    """The metadata in a row's text. For a damaged row: the text itself, under the key ``damaged``."""
     try:
         found = json.loads(text) if text else {}
     except (TypeError, ValueError):
@@ -88,7 +88,7 @@ def parse_metadata(text: Any) -> dict[str, Any]:
 
 
 def _belong(name: str, digest: bytes, checked: int) -> bool:
-    """Whether a row's name and digest belong together: one where they do not is as good as none."""
+    """Whether a row's name and digest belong together. A row that fails this check counts as no row."""
     if checked == entry_check(name, digest):
         return True
     log.warning(
@@ -102,13 +102,14 @@ class Index:
 
     Args:
         path: of ``index.sqlite``.
-        beacon: told of changes after they are committed.
-        journal: appended to within each transaction.
+        beacon: each commit that changes names is announced here.
+        journal: each transaction appends to it.
         mode: permission bits of a new index.
-        is_empty: tells whether there are no objects, so that an index without rows is right.
+        is_empty: whether there are no objects, so that an index without rows is right.
         durable: commits survive a power cut.
-        rebuilding: open it as it is, tables or not: for `rebuild`, whose transaction makes it whole.
-        read_only: nothing can be written where the store lies; `write` raises then.
+        rebuilding: open the file as it is, with tables or without. For `rebuild`, whose transaction completes
+            it.
+        read_only: the store's folder cannot be written to; `write` raises then.
 
     Attributes:
         file: runs statements; for the other modules of `castore.index`.
@@ -160,7 +161,7 @@ class Index:
         return self.file.connection()
 
     def see_writable(self) -> None:
-        """See that the store can be changed.
+        """Check that the store can be changed.
 
         Raises:
             StoreError: it is read-only.
@@ -203,7 +204,7 @@ class Index:
         return Blob._make(row) if row else None
 
     def blobs_of(self, digests: list[bytes]) -> dict[bytes, Blob]:
-        """The blobs of up to a thousand digests, lost or not, as far as they are known."""
+        """The blobs of up to a thousand digests, lost or not. Unknown digests are left out."""
         sql = BLOB_OF.replace("= ?", f"IN ({','.join('?' * len(digests))})")
         return {row[0]: Blob._make(row) for row in self.file.rows(sql, digests)}
 
@@ -213,11 +214,11 @@ class Index:
             yield from map(Blob._make, page)
 
     def blobs_between(self, low: bytes, high: bytes, limit: int) -> list[Blob]:
-        """The first blobs with digests from ``low`` to ``high``, without those that are lost."""
+        """The first ``limit`` blobs with digests from ``low`` to ``high``, lost ones left out."""
         return [Blob(*row) for row in self.file.rows(_BLOBS_BETWEEN, (low, high, LOST, limit))]
 
     def is_named(self, digest: bytes) -> bool:
-        """Whether an entry names a blob: gc leaves it alone then."""
+        """Whether an entry names a blob: gc keeps such a blob."""
         row = self.file.one("SELECT refs FROM blobs WHERE digest = ?", (digest,))
         return row is not None and row[0] != 0
 
@@ -227,7 +228,7 @@ class Index:
         return row[0] if row else None
 
     def has_loose_of_size(self, size: int) -> bool:
-        """Whether a loose blob of exactly this size is known: only then may a file of that size be one."""
+        """Whether the index knows a loose blob of this size: else no file of that size holds a known blob."""
         sql = "SELECT 1 FROM blobs WHERE size = ? AND pack = 0 LIMIT 1"
         return self.file.one(sql, (size,)) is not None
 
@@ -244,9 +245,9 @@ class Index:
         """Entries at or below a prefix that are not expired, by name, read in pages.
 
         Args:
-            damaged: also those whose bytes are recorded as lost.
+            damaged: also yield entries whose bytes are recorded as lost.
         """
-        # No part of a name is long enough for as many of the last character.
+        # This upper bound sorts behind every name: no part of a name is this long.
         low, high = (prefix, prefix + "0") if prefix else ("", "\U0010ffff" * 64)
         sql = (
             f"{_ENTRY} WHERE e.name > ? AND e.name < ? AND (e.expires IS NULL OR e.expires > ?)"
@@ -262,9 +263,9 @@ class Index:
             yield from map(_to_entry, page)
 
     def children(self, folder: str, now: float) -> Iterator[Entry | str]:
-        """The direct contents of a folder: entries, and the paths of folders; nothing expired, nothing lost.
+        """The direct contents of a folder: entries, and the paths of folders.
 
-        The names below a folder are skipped, however many there are.
+        Leaves out expired and lost entries. Skips the names below each inner folder, however many they are.
         """
         start = f"{folder}/" if folder else ""
         # SQLite sorts every blob, even the empty one, behind all text.
@@ -311,7 +312,7 @@ class Index:
         return Totals(*self.file.one(_TOTALS))
 
     def counters(self) -> dict[str, int]:
-        """Counts added up over processes and runs."""
+        """The counters, summed over processes and runs."""
         return dict(self.file.rows("SELECT name, value FROM counters"))
 
     # Writing
@@ -319,8 +320,8 @@ class Index:
     def is_folder(self, folder: str) -> bool:
         """Whether this process saw, since names last changed, that no part of ``folder`` is a file.
 
-        The caller holds the write lock. Adding names under a folder cannot make it a file, and what can
-        (removing or re-pointing) is announced before it is committed.
+        The caller holds the write lock. Adding names under a folder cannot make it a file. Removing or
+        re-pointing a name can, and such a change is announced before it is committed.
         """
         changed = self._words[CHANGED]
         if changed != self._folders_seen:
@@ -334,11 +335,11 @@ class Index:
         self._folders.update(folders)
 
     def forget_folders(self) -> None:
-        """Have `is_folder` look again: what made them folders did not come true."""
+        """Empty the memory of `is_folder`, since a transaction rolled back or removed names."""
         self._folders = set()
 
     def write(self, patience: float = BUSY_SECONDS) -> AbstractContextManager[Write]:
-        """A write transaction: commits at the end of the block, takes everything back on an error.
+        """A write transaction: commits at the end of the block, rolls back on an error.
 
         Args:
             patience: seconds to wait for other writers before entering raises sqlite3.OperationalError.
@@ -356,7 +357,7 @@ class Index:
             if not fork_gate.acquire(blocking=False):
                 raise sqlite3.OperationalError("database is locked by another thread")
             fork_gate.release()
-        # Everything behind the `with` is inside the `try`: a Ctrl-C can strike between any two instructions,
+        # Everything behind the `with` is inside the `try`: a Ctrl-C can come between any two instructions,
         # and must leave neither the gate closed nor the transaction open.
         until = time.monotonic() + patience
         while True:
@@ -370,10 +371,10 @@ class Index:
                 except BaseException as error:
                     self._take_back(txn, error)
                     raise
-            time.sleep(PAUSE_SECONDS)  # the gate is open to a fork, and to other threads
+            time.sleep(PAUSE_SECONDS)  # forks and other threads may pass the gate
 
     def transact(self, work: Callable[[Write], T]) -> T:
-        """What ``work`` returns, done in a write transaction: `write` for callers in a hurry."""
+        """Call ``work`` in a write transaction and return its result: `write` for callers on a fast path."""
         self.file.has_written = True
         self.see_writable()
         until = time.monotonic() + BUSY_SECONDS
@@ -402,26 +403,27 @@ class Index:
     ) -> None:
         """Add last accesses and counts in one transaction.
 
-        It is readers who do this: they leave checkpoints to writers for as long as there are any.
+        Readers call this. They leave checkpoints to writers, and run one only at four times the usual WAL
+        size.
         """
         db = self.connection()
         checkpoint_at(db, 4 * CHECKPOINT_PAGES)
         try:
             with self._transaction(patience) as txn:
-                self.beacon.settle_all()  # in case that a writer was killed before it could
+                self.beacon.settle_all()  # a writer may have been killed before it did this
                 txn.touch_older(list(touched.items()), CLOCK_SLACK)
                 txn.count(counts)
         finally:
             checkpoint_at(db, CHECKPOINT_PAGES)
 
     def shrink_log(self) -> None:
-        """Bring what the log holds into the index and free its room on the disk, unless a reader needs it."""
+        """Run a checkpoint and truncate the WAL, unless a reader still needs it after the busy time."""
         until = time.monotonic() + BUSY_SECONDS
         while self.file.one("PRAGMA wal_checkpoint(TRUNCATE)")[0] and time.monotonic() < until:
             time.sleep(PAUSE_SECONDS)
 
     def snapshot_journal(self) -> None:
-        """Replace the names journal by what the index says now."""
+        """Replace the names journal by a snapshot of the index."""
         with self.write():
             number = self.journal.switch()
         self.journal.write_snapshot(number, self._name_records())
@@ -434,6 +436,7 @@ class Index:
         for page in self.file.pages(sql, ""):
             for *row, checked in page:
                 if checked != entry_check(row[0], row[1]):
-                    # The journal knows better, and must not learn it.
+                    # The journal still has the right record: a snapshot must not overwrite it with a damaged
+                    # one.
                     raise self.file.damaged(f"its row of {row[0]!r} fails its check")
                 yield pack_record(row)

@@ -1,11 +1,13 @@
-"""Entries that gc has removed and whose blobs still count them: the table `released`.
+"""Entries that gc has removed while their blobs still count them: the table `released`.
 
-Entries that go together often lie together in the index, their blobs lie anywhere. So gc removes the entries in order
-of their names and only notes their digests; these it sorts, and then takes a name off each blob in the order of the
-blobs' own tree, which so is written once where it would be written three times (measured in docs/benchmarks/missed-goals.md).
+Entries that go together often lie together in the index, but their blobs lie anywhere. So gc removes the
+entries in order of their names and only notes their digests. It then sorts the digests, and lowers the
+reference counts in the order of the B-tree of blobs. The tree is so written once instead of three times
+(measured in docs/benchmarks/missed-goals.md).
 
-Each row stands for itself: whoever takes it out takes its names off in the same transaction, and only speed depends on
-how rows are sorted. So the next gc ends what a killed one began, and two at once share the work.
+Each row stands for itself: the transaction that removes a row also lowers the counts of its digests. The
+order of the rows matters only for speed. So the next gc finishes the work of a killed one, and two at once
+share the work.
 """
 
 from __future__ import annotations
@@ -14,26 +16,26 @@ from castore.index.database import Index
 from castore.index.transaction import Write
 from castore.records import DIGEST_SIZE
 
-#: Digests of a row of sorted ones: what one transaction takes off.
+#: Digests in one sorted row, and so in one transaction.
 _ROW = 500
 
 
 def are_there(index: Index) -> bool:
-    """Whether any blob counts names that are gone."""
+    """Whether any blob still counts entries that gc removed."""
     return next(index.file.rows("SELECT 1 FROM released LIMIT 1"), None) is not None
 
 
 def note(txn: Write, digests: list[bytes]) -> None:
-    """Note what the entries pointed to that this transaction removes: a digest for each of them.
+    """Note a digest for each entry that this transaction removes.
 
-    What is no digest, in a damaged row, is that of no blob.
+    Values of another length, from damaged rows, are skipped: no blob has them.
     """
     if joined := b"".join(digest for digest in digests if len(digest) == DIGEST_SIZE):
         txn.execute("INSERT INTO released (digests) VALUES (?)", (joined,))
 
 
 def take(txn: Write) -> list[bytes]:
-    """Take out the first row; nothing if there is none."""
+    """Remove the first row and return its digests; an empty list if there is no row."""
     row = txn.execute(
         "DELETE FROM released WHERE id = (SELECT min(id) FROM released) RETURNING CAST(digests AS BLOB)"
     ).fetchone()
@@ -41,7 +43,7 @@ def take(txn: Write) -> list[bytes]:
 
 
 def sort(index: Index) -> None:
-    """Put all of them in order. Left as it is if another gc takes some out, or notes some, meanwhile."""
+    """Sort the digests of all rows. Changes nothing if another gc adds or removes rows meanwhile."""
     rows = list(index.file.rows("SELECT id, CAST(digests AS BLOB) FROM released"))
     if len(rows) < 2:
         return

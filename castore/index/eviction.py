@@ -1,4 +1,4 @@
-"""Gc's questions: entries that may go, blobs that no entry names, and whether there is anything to do.
+"""Gc's queries: entries that may go, blobs that no entry names, and whether there is anything to do.
 
 Changes nothing. Rows may be damaged: sizes and counts come as numbers whatever a row holds.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from castore.index.database import Index
 
-#: Blobs asked for at a time.
+#: Blobs of one query.
 _BATCH = 500
 # An entry that no pin and no live pinned mount holds.
 _FREE = (
@@ -46,7 +46,7 @@ class Candidate(NamedTuple):
 
     Attributes:
         name, digest, accessed: of the entry.
-        stored, refs, pack: of its blob: bytes, how many entries name it, and where it lies.
+        stored, refs, pack: of its blob: stored bytes, the number of entries that name it, and its pack.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Candidate(NamedTuple):
 
 
 class Orphan(NamedTuple):
-    """A blob that no entry names, and since when."""
+    """A blob that no entry names, and the time at which it lost its last name."""
 
     digest: bytes
     stored: int
@@ -67,7 +67,7 @@ class Orphan(NamedTuple):
 
 
 def by_last_use(index: Index, ahead: float) -> Generator[Candidate]:
-    """Free entries, least recently used first; before them those last used after ``ahead``, a time to come.
+    """Free entries, least recently used first; before them those last used after ``ahead``, a future time.
 
     A stream: no fork happens until its end, so the caller closes it soon.
     """
@@ -76,7 +76,7 @@ def by_last_use(index: Index, ahead: float) -> Generator[Candidate]:
 
 
 def expired(index: Index, now: float) -> Iterator[Candidate]:
-    """Free entries whose time is over, in the order of digests, which is that of the blobs' tree."""
+    """Free entries that have expired, in the order of digests, which is that of the B-tree of blobs."""
     rows = iter(sorted(index.file.rows(_EXPIRED, (now,)), key=itemgetter(1)))
     while some := list(islice(rows, _BATCH)):
         digests = [digest for _, digest, _ in some]
@@ -92,6 +92,6 @@ def orphans(index: Index) -> Iterator[Orphan]:
 
 
 def is_work(index: Index, now: float, orphaned_before: float) -> bool:
-    """Whether an entry that is not pinned has expired, or a blob lost its last name before that time."""
+    """Whether an unpinned entry has expired, or a blob lost its last name before ``orphaned_before``."""
     ((work,),) = index.file.all(_WORK, (now, orphaned_before))
     return bool(work)

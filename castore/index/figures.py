@@ -17,14 +17,14 @@ class PrefixSize(NamedTuple):
 
 
 class LostBlobs(NamedTuple):
-    """How many blobs have no bytes any more, and how many entries name them."""
+    """The number of blobs whose bytes are lost, and of entries that name them."""
 
     blobs: int
     entries: int
 
 
 def expired_count(index: Index, now: float) -> int:
-    """Entries whose time is over and that gc has not removed yet."""
+    """The number of entries that have expired and that gc has not removed yet."""
     ((count,),) = index.file.all("SELECT count(*) FROM entries WHERE expires <= ?", (now,))
     return int(count)
 
@@ -36,7 +36,7 @@ def next_expiries(index: Index, now: float) -> list[tuple[str, float]]:
 
 
 def largest_prefixes(index: Index) -> list[PrefixSize]:
-    """The eight first parts of names with the most bytes below them. Reads every entry's row."""
+    """The eight top folders with the most bytes. Reads every entry's row."""
     rows = index.file.rows(
         "SELECT substr(name, 1, instr(name || '/', '/') - 1) AS prefix, count(*), sum(size) FROM entries"
         " GROUP BY prefix ORDER BY 3 DESC LIMIT 8"

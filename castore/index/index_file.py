@@ -1,7 +1,7 @@
 """The file of the index: each thread has its own connection to it, and opens another when it is replaced.
 
-Knows no table. Statements and what their rows mean are the other modules'. A question that finds others' lock
-on the file asks again. An error of SQLite's becomes what the user should see.
+Knows no table: the other modules have the statements, and the meaning of rows. A query that finds the file
+locked by others is retried. An error of SQLite becomes a sentence for the user.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ class IndexFile:
 
     Args:
         path: of ``index.sqlite``.
-        beacon: tells when another file has taken its place.
+        beacon: its epoch changes when another file has taken this one's place.
         mode: permission bits of a new file; SQLite gives its WAL the same.
-        is_empty: tells whether there are no objects, so that an index without rows is right.
+        is_empty: whether there are no objects, so that an index without rows is right.
         durable: commits survive a power cut.
-        rebuilding: open it as it is, tables or not: for `rebuild`, whose transaction makes it whole.
-        read_only: nothing can be written where the file lies.
+        rebuilding: open the file as it is, with tables or without. For `rebuild`, whose transaction completes
+            it.
+        read_only: the file's folder cannot be written to.
 
     Attributes:
-        has_written: whether more than usage counters was written through this object. A connection that wrote
-            no more than those leaves a small log to the next writer when it is closed.
+        has_written: whether this object wrote more than usage counters. If not, it leaves a small WAL in
+            place when it is closed.
 
     Raises:
         StoreError: the file is damaged or of another version.
@@ -80,8 +81,8 @@ class IndexFile:
         self._connections = Connections(path, durable, read_only=read_only)
         self._after_fork()
         reset_after_fork(self)
-        # Never opened and closed if it is there: closing any descriptor of the file would drop the locks that
-        # SQLite holds on it in this process, for another `Store` of the same folder.
+        # An existing file is never opened and closed here: closing any descriptor of it would drop the locks
+        # that SQLite holds on it in this process, for another `Store` of the same folder.
         for suffix in ("", "-wal", "-shm", "-journal"):
             check_regular(f"{path}{suffix}")
         if not path.exists():
@@ -108,7 +109,7 @@ class IndexFile:
                 f"{self.path} was written by a newer castore"
                 f" (schema {version}, this one knows {SCHEMA_VERSION}); upgrade castore"
             )
-        # Looked at again if there are objects: another process may have made the index and put them just now.
+        # Read again if there are objects: another process may have just made the index and put them.
         if version == 0 and not is_empty() and patiently(partial(_version, db)) == 0:
             raise self._no_index()
         if version < SCHEMA_VERSION and self.read_only:
@@ -155,7 +156,7 @@ class IndexFile:
         return db
 
     def _epoch(self) -> object:
-        """What a connection was opened to: `connection` opens another once this has changed."""
+        """The identity of the current file: `connection` opens a new connection once this has changed."""
         epoch = self._words[EPOCH]
         return (epoch, self._connections.frozen()) if self.read_only else epoch
 
@@ -173,11 +174,11 @@ class IndexFile:
             self.fail(error)
 
     def damaged(self, why: object) -> StoreError:
-        """What to tell the user of an index that is not what it should be."""
+        """The error for a damaged index."""
         return StoreError(f"the index {self.path} cannot be used ({why}); `castore doctor` tells more")
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Raise what the user should see of an error."""
+        """Raise the error that the user should see in place of ``error``."""
         if self.read_only and "unable to open" in str(error):
             raise StoreError(
                 f"{self.path} has a log, which cannot be read without {self.path.name}-shm where"
@@ -197,10 +198,10 @@ class IndexFile:
     # Asking
 
     def all(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
-        """The rows of a question, or of a statement that changes no table of the index.
+        """The rows of a query, or of a statement that changes no table of the index.
 
-        All at once: between two rows this process might fork, and the child would take the open read for its
-            own.
+        Fetches all rows at once: this process might fork between two rows, and the child would inherit the
+        open read.
 
         Raises:
             StoreError: the index is damaged.
@@ -224,11 +225,11 @@ class IndexFile:
         return rows[0] if rows else None
 
     def rows(self, sql: str, parameters: Sequence[Any] = ()) -> Iterator[Any]:
-        """`all`, one after the other."""
+        """The rows of `all`, as an iterator."""
         return iter(self.all(sql, parameters))
 
     def stream(self, sql: str, parameters: Sequence[Any] = ()) -> Generator[Any]:
-        """`rows` for more than memory should hold. No fork happens until its end: close it soon."""
+        """`rows` for results larger than memory. No fork happens until the stream ends: close it soon."""
         db = self.connection()
         with unforked(), closing(db.cursor()) as cursor:
             try:
@@ -237,24 +238,23 @@ class IndexFile:
                 self.fail(error)
 
     def pages(self, sql: str, after: Any, *parameters: Any) -> Iterator[list[Any]]:
-        """The rows of a question in pages, so that no long read holds up the WAL.
+        """The rows of a query in pages, so that no long read keeps the WAL from being checkpointed.
 
         Args:
-            sql: a page of rows in the order of their first column, which is to be greater than the first
-                parameter.
+            sql: selects one page, in the order of the first column, with rows whose first column is greater
+                than the first parameter.
             after: the first parameter of the first page.
             parameters: the others.
 
         Raises:
-            StoreError: the rows are in another order: the index is damaged, and there might be no end to
-                them.
+            StoreError: the rows are in another order: the index is damaged, and the pages might never end.
         """
         while page := self.all(sql, (after, *parameters)):
             yield page
             after = self.behind(after, page[-1][0])
 
     def behind(self, last: Any, key: Any) -> Any:
-        """``key``, which must come behind the last one.
+        """Return ``key`` after checking that it sorts behind ``last``.
 
         Raises:
             StoreError: it does not.

@@ -1,13 +1,13 @@
-"""The names journal: what the index knows of names, kept beside the objects so that the index can be rebuilt.
+"""The names journal: a record of all names, kept beside the objects so that the index can be rebuilt.
 
-Blobs describe themselves; names would be lost with the index. So each transaction appends what it did to names
-(put, delete, pin) to the current segment of this journal, while it holds the index's write lock: the order of the
-file is the order of the commits, and replaying it gives the last word on each name. It is also the change feed that
-a mount follows.
+Blobs describe themselves; names would be lost with the index. So each transaction appends its changes to
+names (put, delete, pin) to the current segment of this journal, while it holds the index's write lock. The
+order of the file is the order of the commits, and replaying it gives the last state of each name. The journal
+is also the change feed that a mount follows.
 
-Once the segments have grown well past what they describe, a fresh one is started and a snapshot of the index takes the
-place of those before it. Replaying is idempotent, so a snapshot taken a little after the switch does no harm: whatever it
-already contains is said again by the segment behind it, in order.
+Once the segments have grown well past the size of a snapshot, a new segment is started, and a snapshot of the
+index replaces the segments before it. Replaying is idempotent, so a snapshot taken a little after the switch
+does no harm: the segment behind it repeats, in order, the changes that the snapshot already contains.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _HEAD = struct.Struct("<2sHII")  # magic, zero, length and CRC-32 of the payload
 _MAGIC = b"\xc5N"
 _FILE = re.compile(r"([0-9]{8})\.(names|snapshot)")
 _MAX_PAYLOAD = 16 * 1024 * 1024
-# One for all threads: it does not let go of the interpreter's lock while it packs plain values.
+# One packer for all threads: it does not release the GIL while it packs plain values.
 _pack: Callable[[object], bytes] = msgpack.Packer().pack
 
 
 class NameRecord(NamedTuple):
-    """The last word on a name; ``digest`` None says that the name is gone."""
+    """The state of a name after a change; ``digest`` is None if the name was removed."""
 
     name: str
     digest: bytes | None
@@ -73,7 +73,7 @@ def pack_records(
 
 
 def gone(names: Iterable[str]) -> bytes:
-    """The records that say these names are gone."""
+    """The records of names that were removed."""
     return pack_records((name, *_GONE) for name in names)
 
 
@@ -82,10 +82,10 @@ class Journal:
 
     Args:
         folder: ``objects/names`` of the store.
-        tmp: where snapshots are written before they get their name.
-        beacon: tells the current segment's number to all processes.
+        tmp: the folder in which snapshots are written before they are renamed into place.
+        beacon: shares the current segment's number with all processes.
         mode: permission bits of new segments.
-        read_only: nothing can be written there.
+        read_only: the folder cannot be written to.
     """
 
     def __init__(
@@ -98,8 +98,9 @@ class Journal:
         self.mode = mode
         self._fd = -1
         self._number = -1
-        # After a power cut the beacon may hold an older number than there are segments, or none; a damaged one may
-        # hold a higher one. The word is read first: it is set only after the file is there.
+        # After a power cut the beacon may hold no number, or one below the newest segment's; a damaged beacon
+        # may hold a higher one. The word is read before the folder: a writer sets it only once the file is
+        # there.
         word = beacon.segment
         newest = max([*self.segments(), *self.snapshots()], default=1)
         if word != newest:
@@ -110,11 +111,11 @@ class Journal:
         self._fd, self._number = -1, -1  # the parent's descriptor stays the parent's
 
     def path(self, number: int, suffix: str = ".names") -> Path:
-        """Where segment ``number`` is."""
+        """The path of segment ``number``."""
         return self.folder / f"{number:08d}{suffix}"
 
     def segments(self) -> list[int]:
-        """The segments there are, oldest first."""
+        """Numbers of the segments, oldest first."""
         return self._numbers("names")
 
     def _numbers(self, kind: str) -> list[int]:
@@ -144,9 +145,9 @@ class Journal:
             raise
 
     def retract(self, records: bytes) -> None:
-        """Take back an append whose transaction did not commit, if it was made and nobody has appended since.
+        """Remove an append whose transaction did not commit. Does nothing if others have appended since.
 
-        The caller holds the write lock, this time or again.
+        The caller holds the write lock, whether without a break since the append or taken again.
         """
         if records and self._fd >= 0 and self._number == self._beacon.segment:
             start = os.fstat(self._fd).st_size - len(records)
@@ -154,7 +155,7 @@ class Journal:
                 os.ftruncate(self._fd, start)
 
     def close(self) -> None:
-        """Let go of the segment."""
+        """Close the segment."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd, self._number = -1, -1
@@ -164,7 +165,7 @@ class Journal:
         return sum(map(self._size, self.segments()))
 
     def snapshots(self) -> list[int]:
-        """The snapshots there are, oldest first. Each stands for all segments of lower numbers."""
+        """Numbers of the snapshots, oldest first. Each snapshot replaces all segments of lower numbers."""
         return self._numbers("snapshot")
 
     def snapshot_size(self) -> int:
@@ -175,7 +176,7 @@ class Journal:
         try:
             return self.path(number, suffix).stat().st_size
         except FileNotFoundError:
-            return 0  # another process has just put a snapshot in its place
+            return 0  # another process has just replaced it by a snapshot
 
     def switch(self) -> int:
         """Start a new segment and return its number. The caller holds the write lock."""
@@ -185,10 +186,10 @@ class Journal:
         return number
 
     def write_snapshot(self, number: int, records: Iterable[bytes]) -> None:
-        """Write what stands for all segments below ``number``, then drop those.
+        """Write a snapshot that replaces all segments below ``number``, then unlink those.
 
-        The caller has called `switch` and reads the records from the index afterwards. Two processes may do this at
-        once: a snapshot that comes late lies below a newer one, and replaying starts at the newest.
+        The caller has called `switch` and reads the records from the index afterwards. Two processes may do
+        this at once: the later of them may write the lower number, and replaying starts at the highest.
         """
         fd, temporary = create_temporary(self._tmp)
         with os.fdopen(fd, "wb", buffering=1024 * 1024) as file:
@@ -207,7 +208,7 @@ class Journal:
                 self.path(older, ".snapshot").unlink(missing_ok=True)
 
     def replay(self) -> Iterator[NameRecord | None]:
-        """Every record that still counts, oldest first; None for each stretch that is damaged."""
+        """Every record since the newest snapshot, oldest first; None for each damaged stretch."""
         with ExitStack() as held:
             for file in self._files(held):
                 if file is None:
@@ -216,14 +217,14 @@ class Journal:
                     yield from records(file.fileno())
 
     def _files(self, held: ExitStack) -> list[BinaryIO | None]:
-        """The files that count, open; None in place of one that cannot be opened."""
+        """The files to replay, open; None in place of a missing file."""
         while True:
             start = max(self.snapshots(), default=0)
             paths = [self.path(start, ".snapshot")] if start else []
             paths += [self.path(number) for number in self.segments() if number >= start]
             files = [_opened(path, held) for path in paths]
-            # Another process may put a newer snapshot in their place, and then unlink them, without the lock: as long
-            # as there is none, these are all.
+            # Another process may replace these files by a newer snapshot and unlink them, without the lock.
+            # The list is complete if there is no newer snapshot.
             if max(self.snapshots(), default=0) == start:
                 return files
             held.close()
@@ -237,7 +238,7 @@ def _opened(path: Path, held: ExitStack) -> BinaryIO | None:
 
 
 def records(fd: int) -> Iterator[NameRecord | None]:
-    """Records of a segment or snapshot; None for each damaged stretch, which is stepped over."""
+    """Records of a segment or snapshot. Skips each damaged stretch, and yields None for it."""
     position, end = 0, os.fstat(fd).st_size
     while position < end:
         record, position = _read_one(fd, position, end)
@@ -265,7 +266,7 @@ def _unpack(payload: bytes) -> NameRecord | None:
 
 
 def _is_sound(record: NameRecord) -> bool:
-    """Whether the index may be told this: the segment may be damaged, or made by somebody else than castore."""
+    """Whether the index may take this record: the segment may be damaged, or not written by castore."""
     name, digest, serializer, metadata, created, expires, pinned = record
     check_name(name)
     if digest is not None and (type(digest) is not bytes or len(digest) != 32):
@@ -278,7 +279,7 @@ def _is_sound(record: NameRecord) -> bool:
 
 
 def _next_record(fd: int, position: int, end: int) -> int:
-    """The next place where a whole record checks out, or the end."""
+    """The next position of a whole record with a right checksum, or the end."""
     while position < end:
         chunk = read_around(fd, 1 << 20, position)
         found = chunk.find(_MAGIC)
@@ -297,8 +298,8 @@ def _next_record(fd: int, position: int, end: int) -> int:
 class JournalTail:
     """Follows the journal from now on: the change feed of a mount.
 
-    Records appear here when they are appended, a moment before their transaction commits, and some never commit: who
-    acts on one looks at the index first.
+    Records appear here when they are appended, a moment before their transaction commits. Some never commit.
+    So callers query the index before they act on a record.
     """
 
     def __init__(self, journal: Journal, beacon: Beacon) -> None:
@@ -314,16 +315,17 @@ class JournalTail:
             return open_with_mode(path, os.O_RDONLY, self._journal.mode)
         try:
             return open_regular(path)
-        except FileNotFoundError:  # nothing was ever written to it
+        except FileNotFoundError:  # nobody ever wrote to this segment
             return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def poll(self) -> list[NameRecord] | None:
-        """What was appended since the last call; None if some of it was missed, so that anything may have changed."""
+        """Records appended since the last call; None if some were missed, so any name may have changed."""
         records = self._read()
         number = self._beacon.segment
         if number == self._number:
             return records
-        # A rotation: the rest of the old segment, all of the new one. After two of them the middle one is missed.
+        # A new segment was started: read the rest of the old one and all of the new one. If two were started,
+        # the middle one is missed.
         complete = number == self._number + 1
         records += self._read()
         os.close(self._fd)
@@ -334,12 +336,12 @@ class JournalTail:
 
     def _read(self) -> list[NameRecord]:
         end = os.fstat(self._fd).st_size
-        self._position = min(self._position, end)  # a retracted record was cut off
+        self._position = min(self._position, end)  # `retract` may have truncated the file
         records = []
         while self._position < end:
             record, following = _read_one(self._fd, self._position, end)
             if record is None and following == end:
-                break  # not all there yet
+                break  # the record is not complete yet
             if record is not None:
                 records.append(record)
             self._position = following

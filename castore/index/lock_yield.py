@@ -1,26 +1,26 @@
-"""Long work under the write lock, in many transactions, leaves others a turn.
+"""Pauses in long work that takes the write lock many times, so that other writers get the lock too.
 
-SQLite's lock knows no queue: who waits looks again after a while, at most a tenth of a second, and would hardly ever find
-it free between two transactions of somebody who takes it again at once. So whoever has worked for a second
-pauses for longer than that.
+SQLite's lock has no queue: a waiting process sleeps for at most a tenth of a second and tries again. It would
+hardly ever find the lock free between two transactions of a process that retakes it at once. So long work
+pauses after each second, for longer than the busy handler sleeps.
 """
 
 from __future__ import annotations
 
 import time
 
-#: Seconds of work, and of the pause behind them: longer than SQLite's busy handler ever sleeps.
+#: Seconds of work, and of the pause after them. The pause is longer than SQLite's busy handler ever sleeps.
 WORK, PAUSE = 1.0, 0.11
 
 
 class Turns:
-    """The pauses of one long work. Call `give` between its transactions."""
+    """The pauses of one long job. Call `give` between its transactions."""
 
     def __init__(self) -> None:
         self._pause_at = time.monotonic() + WORK
 
     def give(self) -> None:
-        """Pause if it is time to. The caller is in no transaction."""
+        """Pause if a second of work has passed. The caller is in no transaction."""
         if time.monotonic() >= self._pause_at:
             time.sleep(PAUSE)
             self._pause_at = time.monotonic() + WORK

@@ -1,8 +1,8 @@
-"""The index's list of mounts: who serves one, and what pinned ones hold.
+"""The index's list of mounts: the daemon that serves each mount, and its prefix if it is pinned.
 
-A pinned mount keeps gc away from everything under its prefix. A mount whose daemon died holds nothing: its
-row goes at the next gc. What gc removes although the kernel may still read it through a mount, pinned or not,
-is the matter of gc/mount_barrier.py.
+A pinned mount keeps gc from removing anything under its prefix. A mount whose daemon died keeps nothing: the
+next gc deletes its row. gc may remove blobs that the kernel can still read through a mount, pinned or not:
+gc/mount_barrier.py takes care of those.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Registration:
 
     Args:
         index: of the store that is mounted.
-        mountpoint: where.
-        prefix: what of the store is seen there.
-        pinned: hold what is seen.
+        mountpoint: the path of the mount.
+        prefix: the prefix of names that the mount shows.
+        pinned: keep everything under the prefix from gc.
     """
 
     def __init__(self, index: Index, mountpoint: str, prefix: str, *, pinned: bool) -> None:
@@ -45,9 +45,9 @@ class Registration:
         self.still_here()
 
     def still_here(self) -> None:
-        """Say that the mount is alive, for those who cannot look up its process. Call it every few minutes.
+        """Refresh the row, for processes that cannot look up this daemon. Call it every few minutes.
 
-        It is on the list again if somebody took it for dead, by a clock that was set wrong or after a long
+        Adds the row again if another process took the mount for dead, because of a wrong clock or a long
         sleep.
         """
         with self._index.write() as txn:
@@ -63,15 +63,15 @@ class Registration:
 def alive(index: Index) -> list[Mount]:
     """The mounts whose daemon runs, the oldest first: the one rule for which mounts count as alive.
 
-    A daemon in this PID namespace is looked up. One of another (a container's, say) counts as alive for an
-    hour after its last sign of life. That a mount is alive does not say that it can be reached from here:
-    another container may have the mountpoint, or another user.
+    The process table shows whether a daemon of this PID namespace runs. A daemon of another namespace (a
+    container's, say) counts as alive for an hour after its last `still_here`. A mount that is alive may be
+    out of reach: its mountpoint may belong to another container or another user.
     """
     return [row.mount for row in _rows(index) if row.is_alive()]
 
 
 def forget_dead(index: Index) -> list[str]:
-    """Take mounts off the list that are not `alive`, unless the store is read-only; returns mountpoints."""
+    """Delete the rows of mounts that are not `alive`, unless the store is read-only; returns mountpoints."""
     dead = [row for row in _rows(index) if not row.is_alive()]
     if dead and not index.read_only:
         with index.write() as txn:
@@ -85,7 +85,7 @@ def are_there(txn: Write) -> bool:
 
 
 class _Row(NamedTuple):
-    """A mount with what tells whether its daemon runs."""
+    """A mount, and the identity of its daemon."""
 
     id: int
     mount: Mount

@@ -1,7 +1,7 @@
 """Entries by the order of their names: files, folders, prefixes, names that begin with some letters.
 
-Folders are not in the index: one exists as long as a name lies in it. Changes nothing. Names are already
-checked, times are seconds since the epoch. A row may be damaged: what it says may be anything.
+Folders are not in the index: a folder exists as long as a name lies in it. Changes nothing. Names are already
+checked, times are seconds since the epoch. A row may be damaged: its values may be anything.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _BEGINNING = "SELECT name FROM entries WHERE name >= ?1 AND name < ?1 || char(11
 _SIZED = "SELECT name, digest, size FROM entries WHERE name > ? AND name < ? ORDER BY name LIMIT ?"
 _SIZED_ONE = "SELECT name, digest, size FROM entries WHERE name = ?"
 
-#: Behind all names: no part of a name is long enough for as many of the last character.
+#: Sorts behind all names: no part of a name is this long.
 LAST = "\U0010ffff" * 64
-#: Behind all text: SQLite sorts every blob there, even the empty one.
+#: Sorts behind all text: SQLite sorts every BLOB, even the empty one, behind all text.
 BEHIND_TEXT = b""
 
 #: Name, digest, size, creation, expiry and check of an entry. A plain tuple, since a listing has millions of
@@ -54,10 +54,10 @@ def files(index: Index, low: str, high: str | bytes, now: float, limit: int) -> 
 
 
 def behind(index: Index, last: str, key: str) -> str:
-    """``key``, where the next `files` are to begin.
+    """Return ``key``, the start of the next `files`, after checking that it sorts behind ``last``.
 
     Raises:
-        StoreError: it does not lie behind ``last``: the index is damaged, and there might be no end to it.
+        StoreError: it does not: the index is damaged, and the listing might never end.
     """
     return index.file.behind(last, key)  # type: ignore[no-any-return]
 
@@ -68,7 +68,7 @@ def is_folder(index: Index, path: str, now: float) -> bool:
 
 
 def count_inside(index: Index, folder: str, now: float) -> int:
-    """How many entries inside a folder have not expired by ``now``. Reads the row of each."""
+    """The number of entries inside a folder that have not expired by ``now``. Reads each row."""
     ((count,),) = index.file.all(_COUNT, (*below(folder), now))
     return int(count)
 
@@ -90,7 +90,7 @@ def sized_pages(index: Index, prefix: str, page: int) -> Iterator[list[Sized]]:
 def small_digests(index: Index, prefix: str, largest: int, limit: int) -> list[bytes]:
     """The first digests, in their own order, of entries of 1 to ``largest`` bytes at or below a prefix.
 
-    One that several entries have is there several times.
+    A digest that several entries have is in the list several times.
     """
     where, bounds = "size BETWEEN 1 AND ?", (largest,)
     if prefix:

@@ -1,6 +1,7 @@
-"""Entries by a key in their metadata: those with a link for their file, those computed from files.
+"""Entries by a key in their metadata, such as those whose file became a link or those computed from files.
 
-Metadata is JSON text to SQLite, so this reads every entry's row; rows without the key are not taken apart.
+Metadata is JSON text to SQLite, so this reads every entry's row. It parses the metadata only of rows with the
+key.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _NOTED = (
 
 
 class Noted(NamedTuple):
-    """What an entry says of itself. ``digest`` is in hex, as in an `Entry`."""
+    """An entry's name and metadata. ``digest`` is in hex, as in an `Entry`."""
 
     name: str
     digest: str
@@ -31,7 +32,7 @@ class Noted(NamedTuple):
 def noted(index: Index, key: str, prefix: str = "") -> Iterator[Noted]:
     """Entries below a prefix, expired or not, whose metadata has a key of that name, at the top or deeper.
 
-    Read in pages by name. What a value quotes may look like the key: callers look at the metadata again.
+    Reads pages in the order of names. Text inside a value may look like the key: callers check the metadata.
     """
     low, high = below(prefix) if prefix else ("", LAST)
     for page in index.file.pages(_NOTED, low, high, f'%"{key}": %', _PAGE):

@@ -14,12 +14,12 @@ _COUNT_LIVE = (
 
 
 def pack_ids(index: Index) -> list[int]:
-    """Ids of all registered packs, the oldest first."""
+    """Ids of all registered packs, oldest first."""
     return [row[0] for row in index.file.rows("SELECT id FROM packs ORDER BY id")]
 
 
 def noted_dead(index: Index) -> dict[int, int]:
-    """Bytes of each registered pack that were noted as they died: a number whatever a damaged row holds."""
+    """The dead bytes noted for each registered pack. A number, whatever a damaged row holds."""
     return dict(index.file.rows("SELECT id, coalesce(CAST(dead AS INTEGER), 0) FROM packs"))
 
 
@@ -28,7 +28,7 @@ def live_bytes(index: Index) -> dict[int, int]:
     # GROUP BY would sort the rows by pack first, which takes four times as long.
     index.file.all("CREATE TEMP TABLE live (pack PRIMARY KEY, bytes) WITHOUT ROWID")
     try:
-        # A part at a time: while a question is being answered, the log can only grow.
+        # In 256 parts: while a query runs, the WAL cannot be reset and grows.
         for first in range(256):
             index.file.all(_COUNT_LIVE, (bytes([first]), bytes([first]) + b"\xff" * DIGEST_SIZE))
         return dict(index.file.rows("SELECT pack, bytes FROM temp.live"))

@@ -1,7 +1,7 @@
-"""Writing every row anew, and counting anew what follows from rows. For `castore.repair` alone.
+"""Rewrites all rows, and recomputes the values derived from rows. For `castore.repair` alone.
 
-`transaction.Write` keeps sizes, references and totals in step with each change. A rebuild leaves them out,
-and has `recount` work them out once at its end.
+`transaction.Write` keeps sizes, reference counts and totals in step with each change. A rebuild leaves them
+out, and calls `recount` once at its end.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _SUMS = (
     f" coalesce(sum(size), 0), coalesce(sum(stored), 0), {_PACKED}, coalesce(sum(refs), 0),"
     " (SELECT coalesce(sum(length(digests) / 32), 0) FROM released) FROM blobs"
 )
-# A digest for each name that its blob counts: of the entries, and of those that gc has removed but not taken
-# off yet.
+# One digest for each reference that a blob counts: from the entries, and from entries that gc has removed but
+# not yet uncounted.
 _NAMED = (
     "SELECT digest FROM entries UNION ALL SELECT digest FROM (WITH RECURSIVE cut (digest, rest) AS ("
     "SELECT substr(digests, 1, 32), substr(digests, 33) FROM released UNION ALL"
@@ -68,25 +68,25 @@ def empty(index: Index, txn: Write) -> None:
 
 
 def add_pack(txn: Write, pack: int) -> None:
-    """Register a pack that is there."""
+    """Register an existing pack."""
     txn.execute("INSERT INTO packs (id, created) VALUES (?, ?)", (pack, time.time()))
 
 
 def add_blob(txn: Write, blob: Blob, checksums: bytes | None) -> None:
-    """Record a blob, in the place of one of the same digest. No name counts yet."""
+    """Record a blob, replacing one of the same digest. Its reference count starts at 0."""
     txn.execute(_ADD_BLOB, blob)
     if checksums is not None:
         txn.execute(_ADD_CHECKSUMS, (blob.digest, checksums))
 
 
 def skip_pack_ids(txn: Write) -> None:
-    """Have new packs take ids that no pack ever had: a process may hold a removed one open."""
+    """Have new packs take ids that no pack ever had: a process may have a removed pack open."""
     txn.execute(_SKIP_IDS, (int(time.time()),))
     txn.execute("DELETE FROM packs WHERE created = 0")
 
 
 def replay(txn: Write, record: NameRecord) -> None:
-    """Do what a record of the names journal says."""
+    """Apply a record of the names journal."""
     if record.digest is None:
         txn.execute(_DROP_NAME, (record.name,))
     else:
@@ -94,17 +94,17 @@ def replay(txn: Write, record: NameRecord) -> None:
 
 
 def names_without_blob(txn: Write) -> list[str]:
-    """Names that point to a digest that no row of blobs has."""
+    """Names whose digest has no row in `blobs`."""
     return [row[0] for row in txn.execute(_NAMELESS)]
 
 
 def drop_names(txn: Write, names: Iterable[str]) -> None:
-    """Remove names, and nothing beside them."""
+    """Remove names without uncounting their blobs."""
     txn.executemany(_DROP_NAME, ((name,) for name in names))
 
 
 def recount(txn: Write) -> None:
-    """Make what is kept beside the rows (sizes, references, totals) what the rows say."""
+    """Recompute the derived values (sizes, reference counts, totals) from the rows."""
     txn.execute(_RECOUNT_SIZES)
     txn.execute("DROP TABLE IF EXISTS temp.named")
     txn.execute("CREATE TEMP TABLE named (digest BLOB PRIMARY KEY, refs INTEGER) WITHOUT ROWID")
@@ -118,14 +118,14 @@ def recount(txn: Write) -> None:
 
 
 def is_counted_right(index: Index) -> bool:
-    """Whether what `recount` makes is what there is. Reads every row."""
+    """Whether the derived values equal those that `recount` would compute. Reads every row."""
     db = index.connection()
     with unforked():
-        db.execute("BEGIN")  # all of it as of one moment
+        db.execute("BEGIN")  # one snapshot for all queries
         try:
             totals = index.totals()
             row = db.execute(_SUMS).fetchone()
-            # Totals first, references by their sum, then one by one.
+            # First totals, then the sum of the reference counts, then each count.
             if tuple(row[:6]) != tuple(totals) or row[6] != row[0] + row[7]:
                 return False
             return db.execute(_WRONG).fetchone() is None

@@ -1,12 +1,14 @@
 """The index's tables, as migrations of sqlite-utils.
 
-Imported only when an index is made or is older than this code: sqlite-utils takes a third of a second to import.
-A new version of the schema is a new migration at the end and a higher SCHEMA_VERSION; none is ever changed.
+sqlite-utils is imported only when an index is made or is older than this code: its import takes a third of a
+second. A new version of the schema is a new migration at the end and a higher SCHEMA_VERSION. No migration is
+ever changed.
 
-SQLite keeps no checksums of its pages, so each entry keeps one (`checked`, `records.entry_check`): a flipped bit must not
-make one name's bytes another's. Some things here follow from other rows and are kept beside them, so that `stat` and a gc that finds little cost the
-same at ten entries and at ten million: how many entries name a blob (`refs`), `totals`, and how many bytes of a pack have died (`dead`). Only
-`transaction.Write` changes rows, and it keeps these in the same transaction; triggers would do it too, at twice the cost of a put (measured).
+SQLite keeps no checksums of its pages, so each entry keeps one (`checked`, `records.entry_check`): a flipped
+bit must not give one name another's bytes. Some values are derived from other rows: how many entries name a
+blob (`refs`), `totals`, and how many bytes of a pack are dead (`dead`). With them, `stat` and a gc that finds
+little cost the same at ten entries and at ten million. Only `transaction.Write` changes rows, and it updates
+these values in the same transaction. Triggers could do it too, at twice the cost of a put (measured).
 """
 
 from __future__ import annotations
@@ -58,9 +60,9 @@ UPDATE totals SET packed = (SELECT coalesce(sum(stored + {HEAD_SIZE}), 0) FROM b
 
 
 def foreign(connection: sqlite3.Connection) -> str | None:
-    """What the file holds beside the tables above, or lacks of them, in a few words; None if nothing.
+    """A few words on tables that the file lacks, or has beside those above; None if there are none.
 
-    A trigger or a view in their place would run as part of our own statements.
+    A foreign trigger or view would run as part of castore's statements.
     """
     known = _known()
     sql = (
@@ -78,14 +80,14 @@ def foreign(connection: sqlite3.Connection) -> str | None:
 
 @cache
 def _known() -> dict[str, str]:
-    """What makes each table and index, by its name."""
+    """The CREATE statement of each table and index, by name."""
     known: dict[str, str] = {}
     for statement in _statements(_TABLES + _RELEASED + _DEAD):
         text = statement.strip().removesuffix(";")
         match text.split(maxsplit=3):
             case ["CREATE", _, name, _]:
                 known[name] = text
-            case ["ALTER", _, name, column]:  # as SQLite writes it down
+            case ["ALTER", _, name, column]:  # as SQLite writes it into sqlite_master
                 known[name] = f"{known[name][:-1]}, {column.removeprefix('ADD COLUMN ')})"
     return known
 
@@ -107,7 +109,8 @@ def _run(db: Database, script: str) -> None:
 
 def migrate(connection: sqlite3.Connection) -> None:
     """Bring an index, new or old, to SCHEMA_VERSION. Safe against another process doing the same."""
-    # Under the write lock from the first look to the last statement: else two processes would both find it missing.
+    # One write transaction covers the check and the migrations: else two processes would both find the tables
+    # missing.
     connection.execute("BEGIN IMMEDIATE")
     try:
         apply_migrations(connection)

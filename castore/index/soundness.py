@@ -1,6 +1,6 @@
-"""Whether a file is an index that castore can have written: what SQLite finds, and rows that cannot be.
+"""Checks whether castore can have written an index: runs SQLite's integrity check, finds impossible rows.
 
-Looks at the file through a connection of its own, for an index that does not open otherwise.
+Opens the file with a connection of its own, since a damaged index may not open through `Index`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from castore.system.sql_errors import SQL_ERRORS, is_locked
 #: Seconds to wait for others who hold the file.
 _PATIENCE = 120.0
 
-# Rows that castore never writes. SQLite keeps no checksums of its pages: a flipped bit within a value looks
-# like one.
+# Queries for rows that castore never writes. SQLite keeps no checksums of its pages, so a flipped bit in a
+# value can make such a row.
 _SENSELESS_BLOB = (
     "SELECT 1 FROM blobs WHERE typeof(digest) != 'blob' OR length(digest) != 32"
     " OR typeof(size) != 'integer' OR size NOT BETWEEN 0 AND 1 << 50"
@@ -48,17 +48,16 @@ _ENTRIES = "SELECT name, digest, serializer, metadata, checked FROM entries"
 
 
 def damage(file: Path, frame_size: int, serializers: Container[str]) -> str | None:
-    """What SQLite itself finds wrong with the index, or what its rows say that cannot be, or None.
+    """The damage that SQLite finds in the index, or an impossible row; None if the index is sound.
 
     Args:
-        file: of the index. One that an older castore wrote is brought up to date first, as opening the store
-            would.
-        frame_size: bytes of a frame: a loose raw blob of more has checksums.
-        serializers: names of those that there are.
+        file: the index. If an older castore wrote it, it is migrated first, as opening the store would.
+        frame_size: bytes of a frame: a larger loose raw blob has checksums.
+        serializers: names of the known serializers.
 
     Raises:
-        FullError: there is no room to look at it.
-        StoreError: it cannot be opened, which is no damage.
+        FullError: there is no room to open it.
+        StoreError: it cannot be opened, for a reason other than damage.
     """
     if not file.exists():
         return f"there is no {file}"

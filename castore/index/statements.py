@@ -1,4 +1,4 @@
-"""The SQL of write transactions. Text only: when each is run, and what else has to be true then, transaction.py knows."""
+"""The SQL of write transactions. Text only: transaction.py decides when each statement runs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ ADD_BLOB = (
     " ON CONFLICT (digest) DO NOTHING"
 )
 ADD_BLOBS = "INSERT INTO blobs (digest, size, stored, codec, pack, offset, refs) VALUES (?, ?, ?, ?, ?, ?, 1)"
-# Adding is tried before looking, for both tables: most puts bring a new name and a new blob, and a question costs as
-# much as the answer.
+# Both tables: INSERT first, SELECT only if that fails. Most puts bring a new name and a new blob, and a
+# SELECT costs as much as the INSERT.
 ADD_ENTRY = (
-    "INSERT INTO entries (name, digest, size, serializer, metadata, created, expires, accessed, pinned, checked)"
+    "INSERT INTO entries"
+    " (name, digest, size, serializer, metadata, created, expires, accessed, pinned, checked)"
     " SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?6, ?8, ?9"
     " WHERE NOT EXISTS (SELECT 1 FROM entries WHERE name > ?1 || '/' AND name < ?1 || '0')"
     " ON CONFLICT (name) DO NOTHING"
 )
-# For names that are known to be new, and to be no folder.
+# For names that are known to be new and not to be folders.
 ADD_ENTRIES = (
-    "INSERT INTO entries (name, digest, size, serializer, metadata, created, expires, accessed, pinned, checked)"
+    "INSERT INTO entries"
+    " (name, digest, size, serializer, metadata, created, expires, accessed, pinned, checked)"
     " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?6, ?8, ?9)"
 )
 BETWEEN = "SELECT 1 FROM entries WHERE name >= ? AND name < ? LIMIT 1"

@@ -1,9 +1,9 @@
 """Write transactions: everything that changes a row of the index is a method of `Write`.
 
-A transaction is BEGIN IMMEDIATE, so there is one at a time on a machine; while it runs its caller also moves
-files into place, and before it commits it appends to the names journal: the write lock orders index, journal
-and object directory alike. What is kept beside the rows (how many entries name a blob, the totals) is kept
-here, in the same transaction.
+A transaction starts with BEGIN IMMEDIATE, so only one runs at a time on a machine. Its caller moves files
+into place meanwhile, and `commit` appends to the names journal first: the write lock orders index, journal
+and object directory alike. The values derived from rows (how many entries name a blob, the totals) are
+updated here, in the same transaction.
 
 Digests are raw bytes, names are already checked, times are seconds since the epoch.
 """
@@ -41,7 +41,7 @@ from castore.index.statements import (
 from castore.records import HEAD_SIZE, LOST, Blob, Pointing, entry_check
 from castore.system.sql_errors import is_locked
 
-#: Keys of one question: each is a parameter of its statement.
+#: Keys of one query: each is a parameter of its statement.
 _KEYS = 1000
 _EXABYTE = 1 << 60
 # Sizes are numbers whatever a damaged row holds: putting or removing its name must work.
@@ -54,14 +54,14 @@ _Row = tuple[str, bytes, int, str, str | None, float, float | None, int, int]
 
 
 class Host(Protocol):
-    """What a write transaction needs of its index."""
+    """The parts of an index that a write transaction needs."""
 
     beacon: Beacon
     journal: Journal
     durable: bool
 
     def connection(self) -> sqlite3.Connection:
-        """The calling thread's."""
+        """The calling thread's connection."""
 
     def is_folder(self, folder: str) -> bool:
         """Whether this process saw, since names last changed, that no part of ``folder`` is a file."""
@@ -70,11 +70,11 @@ class Host(Protocol):
         """Have `is_folder` answer for these until names change."""
 
     def forget_folders(self) -> None:
-        """Have `is_folder` look again."""
+        """Empty the memory of `is_folder`."""
 
 
 class Write:
-    """One write transaction: everything in it is seen together, or not at all. Made by `Index.write`."""
+    """One write transaction: others see all of its changes or none. Made by `Index.write`."""
 
     #: The connection that the transaction runs on, once it has begun.
     db: sqlite3.Connection
@@ -86,19 +86,22 @@ class Write:
         self._new_folders: list[str] = []
         self._announce = False
         self._announced: int | None = None
-        #: Whether what was done here has come true.
+        #: Whether the transaction has committed.
         self.committed = False
         self._before_commit: list[Callable[[], None]] = []
-        # What is to be added to the totals, and to the dead bytes of packs.
+        # Changes to the totals, and to the dead bytes of packs; `commit` writes them.
         self._entries = self._logical = 0
         self._blobs = self._unique = self._stored = self._packed = 0
         self._dead: dict[int, int] = {}
 
     def begin(self, until: float) -> bool:
-        """Take SQLite's write lock; False if others have kept it for a turn, and it is not ``until`` yet.
+        """Take SQLite's write lock; False if others kept it for a whole turn and ``until`` has not passed.
+
+        Args:
+            until: a time of the monotonic clock.
 
         Raises:
-            sqlite3.OperationalError: others have kept it until then, by the monotonic clock.
+            sqlite3.OperationalError: others kept the lock past ``until``.
         """
         db = self.db = self._index.connection()
         left = until - time.monotonic()
@@ -114,7 +117,7 @@ class Write:
         return True
 
     def commit(self) -> None:
-        """Make it true, journal first."""
+        """Append to the journal, then COMMIT."""
         index = self._index
         totals = (self._entries, self._logical, self._blobs, self._unique, self._stored, self._packed)
         for prepare in self._before_commit:
@@ -123,7 +126,7 @@ class Write:
             try:
                 self.db.execute(ADD_TOTALS, totals)
             except OverflowError:
-                # Rows that were mended had claimed exabytes. `doctor` counts again.
+                # Damaged rows had claimed exabytes before they were replaced. `doctor` recounts.
                 self.db.execute(ADD_TOTALS, [max(-_EXABYTE, min(_EXABYTE, total)) for total in totals])
         if self._dead:
             dead = [(pack, min(_EXABYTE, size)) for pack, size in self._dead.items()]
@@ -136,7 +139,7 @@ class Write:
         if self._announce:
             self._announced = index.beacon.announce()
         elif self._new_folders:
-            # Still under the lock: a moment later another process may have made a file of one of them.
+            # Still under the lock: later, another process may have made one of the folders a file.
             index.remember_folders(self._new_folders)
         self.db.execute("COMMIT")
         self.committed = True
@@ -144,25 +147,25 @@ class Write:
             index.beacon.settle(self._announced)
 
     def abandon(self, error: BaseException) -> None:
-        """Take everything back, wherever an error or a Ctrl-C has struck. Nothing, after the COMMIT."""
+        """Roll back, wherever the error or Ctrl-C came. After the COMMIT only the beacon is settled."""
         db: sqlite3.Connection | None = getattr(self, "db", None)
         if db is None:
             return
         self._index.forget_folders()
         if not db.in_transaction and isinstance(error, sqlite3.Error) and self._appended:
-            # On a full disk SQLite may have rolled back by itself, and let go of the lock that the journal
+            # On a full disk SQLite may have rolled back by itself, and released the lock that the journal
             # needs.
             patiently(lambda: db.execute("BEGIN IMMEDIATE"))
         if db.in_transaction:
             if self._appended:
                 self._index.journal.retract(self._appended)
-            self._index.beacon.settle_all()  # nothing comes of what was announced
+            self._index.beacon.settle_all()  # the announced change does not happen
             db.execute("ROLLBACK")
         elif self._announced is not None:
             self._index.beacon.settle(self._announced)
 
     def before_commit(self, prepare: Callable[[], None]) -> None:
-        """Have ``prepare`` called under the lock when all that is left is to commit."""
+        """Have `commit` call ``prepare`` first, under the lock."""
         self._before_commit.append(prepare)
 
     # Names
@@ -171,9 +174,9 @@ class Write:
         """Point a name at a blob; returns when it was created and whether it is pinned.
 
         Args:
-            pointing: the name, and what is said of it.
-            blob: what it points to from now on.
-            now: the time, which becomes that of the last access.
+            pointing: the entry's specification: its name and attributes.
+            blob: the name's blob from now on.
+            now: the current time, recorded as the last access.
             added: whether `add_blob` has just added the blob, and so counted this name already.
 
         Raises:
@@ -214,7 +217,7 @@ class Write:
             set() if alone else {row[0] for row in self._among("SELECT name FROM entries WHERE name", names)}
         )
         if len(names) < len(pointings):
-            taken = names  # some are there twice: then their order counts
+            taken = names  # some names occur twice: then their order counts
         rows, again = [], []
         for (name, serializer, metadata, expires, pin), (blob, added) in zip(pointings, placed, strict=True):
             if name not in taken:
@@ -237,9 +240,9 @@ class Write:
         return self.db.execute(BETWEEN, (low, high)).fetchone() is None
 
     def _add_entries(self, sql: str, rows: Sequence[_Row], now: float) -> None:
-        """Add names that are not there."""
+        """Add names that have no entry yet."""
         if self.db.executemany(sql, rows).rowcount != len(rows):
-            for row in rows:  # some are folders of others
+            for row in rows:  # some names are folders of existing entries
                 self._clear_below(row[0], now)
                 self.db.execute(ADD_ENTRY, row)
         for name in {row[0].rpartition("/")[0]: row[0] for row in rows}.values():
@@ -273,7 +276,7 @@ class Write:
         self._new_folders.append(folder)
 
     def _standing_in_the_way(self, condition: str, parameters: list[str], now: float) -> str | None:
-        """One of the names that match and still stand. Those that have expired are removed."""
+        """A matching name that has not expired, or None. Removes matching names that have expired."""
         expired = []
         sql = f"SELECT name, expires + 0.0, pinned FROM entries WHERE {condition}"
         for name, expires, pinned in self.db.execute(sql, parameters):
@@ -290,7 +293,7 @@ class Write:
         return row[0] if row else None
 
     def current(self, name: str, now: float) -> bytes | None:
-        """The digest a name points to, or None: one that has expired is absent, as it is to readers."""
+        """The digest a name points to, or None. An expired name counts as absent, as it does for readers."""
         sql = "SELECT digest FROM entries WHERE name = ? AND (expires IS NULL OR expires + 0.0 > ?)"
         row = self.db.execute(sql, (name, now)).fetchone()
         return row[0] if row else None
@@ -306,7 +309,7 @@ class Write:
         return True
 
     def delete_unchanged(self, name: str, digest: bytes, metadata: dict[str, Any]) -> bool:
-        """Remove a name that still points to that digest and has that metadata; False if there is none."""
+        """Remove a name if it still has that digest and that metadata; False if not."""
         row = self.db.execute("SELECT digest, metadata FROM entries WHERE name = ?", (name,)).fetchone()
         if row is None or row[0] != digest or json.loads(row[1] or "{}") != metadata:
             return False
@@ -315,19 +318,17 @@ class Write:
     def evict_entries(
         self, chosen: Sequence[tuple[str, bytes, float | None]], now: float
     ) -> list[tuple[str, bytes]]:
-        """Remove the entries that gc chose, but for those touched, pinned or pointed elsewhere since.
+        """Remove the entries that gc chose, except those touched, pinned or re-pointed since.
 
-        Their blobs still count them: the caller sees to it, in this transaction, that somebody will `uncount`
-            them.
+        Their blobs still count them: in this transaction, the caller must note them for a later `uncount`.
 
         Args:
-            chosen: names; the digest that gc saw each point to; and the last access that it saw, for an entry
-                chosen as least recently used, or None for an expired one, which must still be expired at
-                ``now``.
-            now: when gc looked.
+            chosen: for each entry its name, the digest that gc saw, and the last access that gc saw. The
+                access is None for an expired entry, which must still be expired at ``now``.
+            now: the time at which gc chose.
 
         Returns:
-            The entries that were removed: their names, and the digests that they pointed to.
+            Names and digests of the entries that were removed.
         """
         free = (
             "SELECT name, CAST(digest AS BLOB), CAST(size AS INTEGER), accessed, expires FROM entries"
@@ -337,7 +338,7 @@ class Write:
         leaving = []
         for name, digest, used in chosen:
             now_digest, size, accessed, expires = rows.get(name, _NO_ENTRY)
-            # SQL's rule: what is no number is greater than any, so it is not past.
+            # As in SQL: a value that is not a number sorts behind every number, so it has not expired.
             over = isinstance(expires, float) and expires <= now
             if now_digest == digest and (over if used is None else accessed == used):
                 leaving.append((name, digest, size))
@@ -366,16 +367,16 @@ class Write:
         return True
 
     def touch(self, name: str, when: float) -> None:
-        """Have a name count as last used then."""
+        """Set a name's last access."""
         self.db.execute("UPDATE entries SET accessed = ? WHERE name = ?", (when, name))
 
     def touch_older(self, touched: Iterable[tuple[str, float]], slack: float) -> None:
-        """`touch` for many, except names that were used later already.
+        """`touch` for many, except names with a later access already.
 
         Args:
             touched: names and times in seconds since the epoch.
-            slack: a use that lies more seconds ahead than this is one by a clock that has been set back
-                since: replaced.
+            slack: an access more than this many seconds ahead came from a clock that has been set back since,
+                and is replaced.
         """
         self.db.executemany(TOUCH_OLDER, [(when, name, slack) for name, when in touched])
 
@@ -393,7 +394,7 @@ class Write:
     def add_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
         """Record a blob whose bytes are in place; False if it is known already, or its pack has been retired.
 
-        It counts as named once: `set_entry` for the name that brought it follows in the same transaction.
+        Its reference count starts at 1: `set_entry` for its name must follow in the same transaction.
         """
         if self.db.execute(ADD_BLOB, blob).rowcount != 1:
             return False
@@ -407,13 +408,13 @@ class Write:
         return True
 
     def blobs(self, digests: Iterable[bytes]) -> dict[bytes, Blob]:
-        """The blobs among ``digests`` that there are, lost or not."""
+        """The known blobs among ``digests``, lost or not."""
         rows = self._among(f"SELECT {BLOB_COLUMNS} FROM blobs WHERE digest", digests)
         return {row[0]: Blob._make(row) for row in rows}
 
     def add_blobs(self, blobs: Sequence[Blob]) -> None:
-        """`add_blob` for many in registered packs that are known not to be there."""
-        # In the order of the tree, which then comes by each of its pages once.
+        """`add_blob` for many blobs that are known to be new and lie in registered packs."""
+        # In the order of the B-tree, so that each of its pages is visited once.
         self.db.executemany(ADD_BLOBS, sorted(blobs))
         self._blobs += len(blobs)
         stored = sum(blob.stored for blob in blobs)
@@ -422,7 +423,7 @@ class Write:
         self._packed += stored + HEAD_SIZE * len(blobs)
 
     def move_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
-        """Record where a known blob's bytes lie now; False if the pack that has them now was retired."""
+        """Record the new place of a known blob's bytes; False if the new pack was retired."""
         sql = (
             "SELECT CAST(size AS INTEGER), CAST(stored AS INTEGER), CAST(pack AS INTEGER) FROM blobs"
             " WHERE digest = ?"
@@ -447,7 +448,7 @@ class Write:
         self.db.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (digest, checksums))
 
     def lose_blob(self, blob: Blob) -> None:
-        """Record that a blob's bytes are gone or bad: a miss, until they are put again."""
+        """Record that a blob's bytes are missing or damaged: reading it is a miss until it is put again."""
         sql = "UPDATE blobs SET stored = 0, pack = ?, offset = 0 WHERE digest = ?"
         if self.db.execute(sql, (LOST, blob.digest)).rowcount:
             self._stored -= _number(blob.stored)
@@ -462,14 +463,14 @@ class Write:
         return True
 
     def unnamed(self, digests: Iterable[bytes]) -> list[bytes]:
-        """Those of ``digests`` that there are and that no entry names."""
+        """The known blobs among ``digests`` that no entry names."""
         return [row[0] for row in self._among("SELECT digest FROM blobs WHERE refs = 0 AND digest", digests)]
 
     def uncount(self, names: Counter[bytes], going: Container[bytes]) -> list[Blob]:
-        """Take off each blob the names that it lost to gc, and forget those of ``going`` that have none left.
+        """Lower the reference counts by the names that gc removed, and drop blobs of ``going`` that reach 0.
 
         Returns:
-            The blobs that were forgotten.
+            The blobs that were dropped.
         """
         rows = self._among(
             f"SELECT {BLOB_COLUMNS}, refs FROM blobs WHERE digest", [one for one in names if one in going]
@@ -478,8 +479,7 @@ class Write:
         self.db.executemany("DELETE FROM blobs WHERE digest = ?", [(blob.digest,) for blob in last])
         for blob in last:
             self._blob_gone(blob)
-        # It was gc that let go of the others: nobody is about to name them, so no grace is owed, and an
-        # orphan is as old as time.
+        # gc removed the entries, so there is no grace period: orphaned = 0.
         dropped = {blob.digest for blob in last}
         kept = [(digest, 0.0, count) for digest, count in names.items() if digest not in dropped]
         self.db.executemany(UNCOUNT_REFS, kept)
@@ -487,7 +487,7 @@ class Write:
 
     def _blob_gone(self, blob: Blob) -> None:
         stored, pack = _number(blob.stored), _number(blob.pack)
-        if pack <= 0:  # what lies in packs never has any
+        if pack <= 0:  # packed blobs have no checksums
             self.db.execute("DELETE FROM checksums WHERE digest = ?", (blob.digest,))
         self._blobs -= 1
         self._unique -= _number(blob.size)
@@ -500,7 +500,7 @@ class Write:
             self._dead[pack] = self._dead.get(pack, 0) + stored + HEAD_SIZE
 
     def new_pack(self) -> int:
-        """Register a pack about to be written, and return its id. Ids are never used twice."""
+        """Register a pack that is about to be written, and return its id. Ids are never reused."""
         return self.db.execute("INSERT INTO packs (created) VALUES (?)", (time.time(),)).lastrowid or 0
 
     def has_pack(self, pack: int) -> bool:
@@ -508,29 +508,29 @@ class Write:
         return self.db.execute("SELECT 1 FROM packs WHERE id = ?", (pack,)).fetchone() is not None
 
     def set_dead(self, dead: dict[int, int]) -> None:
-        """Say how many bytes of each of these packs are no live record's, once they have been counted."""
+        """Set the dead bytes of packs, once they have been counted."""
         self.db.executemany("UPDATE packs SET dead = ?2 WHERE id = ?1", dead.items())
 
     def retire_pack(self, pack: int) -> None:
-        """Forget a pack that holds no live blob; whoever still writes to it has to start another."""
+        """Forget a pack that holds no live blob. A writer that still writes to it must start another."""
         self.db.execute("DELETE FROM packs WHERE id = ?", (pack,))
 
     # Everything else
 
     def announce(self) -> None:
-        """Have every RAM tier ask the index again once this is committed."""
+        """Have every RAM tier query the index again once this is committed."""
         self._announce = True
 
     def execute(self, sql: str, parameters: Iterable[Any] = ()) -> sqlite3.Cursor:
-        """A statement of another module of this room (mounts, released rows, rebuilding)."""
+        """Run a statement of another module of this room (mounts, released rows, rebuilding)."""
         return self.db.execute(sql, tuple(parameters))
 
     def executemany(self, sql: str, rows: Iterable[Iterable[Any]]) -> None:
-        """The same for many rows."""
+        """`execute` for many rows."""
         self.db.executemany(sql, map(tuple, rows))
 
     def _among(self, sql: str, keys: Iterable[Any]) -> Iterator[Any]:
-        """The rows of a question that is to end with "IN (keys)"."""
+        """The rows of a query, given without its ending "IN (keys)"."""
         remaining = iter(keys)
         while part := tuple(islice(remaining, _KEYS)):
             yield from self.db.execute(f"{sql} IN ({','.join('?' * len(part))})", part).fetchall()
@@ -550,5 +550,5 @@ def _parents(name: str) -> list[str]:
 
 
 def _number(value: Any) -> int:
-    """A number of a row; nothing for what only a damaged row can hold: `doctor` counts again."""
+    """A row's value if it is an int, else 0: only a damaged row holds others, and `doctor` recounts."""
     return value if isinstance(value, int) else 0

@@ -1,7 +1,7 @@
-"""Looking after the dictionaries: bad copies are made anew from good ones, and what no record needs any more goes.
+"""Repairs dictionaries: replaces bad copies by good ones, and removes dictionaries that no record needs.
 
-A dictionary is needed as long as any record of any pack was made with it, dead ones included: a rebuild of the index may
-bring those back. Only `doctor` removes dictionaries; gc never does.
+A dictionary is needed as long as any pack has a record made with it, dead records included: a rebuild of the
+index may bring those back. Only `doctor` removes dictionaries; gc never does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HEADER = 18
 
 
 def mend(index: Index, objects: ObjectDirectory) -> list[BadCopy]:
-    """Make bad copies anew from good ones, or set them aside where none is good; returns those that were bad."""
+    """Replace bad copies by good ones, or set them aside if none is good; returns the bad ones."""
     found: list[BadCopy] = []
     for number in objects.dictionaries.numbers():
         if objects.dictionaries.is_whole(number):
@@ -46,7 +46,7 @@ def mend(index: Index, objects: ObjectDirectory) -> list[BadCopy]:
 
 
 def set_right(parts: Parts) -> list[str]:
-    """Have every prefix mean a dictionary that is there; returns what was wrong, in sentences."""
+    """Have every prefix refer to an existing dictionary; returns a sentence for each problem."""
     with parts.index.write():
         numbers, damage = parts.prefixes.read()
         if damage is not None:
@@ -70,24 +70,24 @@ def remove_unneeded(index: Index, objects: ObjectDirectory, prefixes: Prefixes) 
     idle = _idle(objects, prefixes)
     if not idle:
         return 0, 0
-    # All packs without the lock, and with it only what was appended since: appending takes the lock.
+    # Scan all packs without the lock, then records appended since with the lock: appending takes it.
     ends: dict[int, int] = {}
     needed = _needed(objects, ends)
     with index.write():
         idle &= _idle(objects, prefixes)
         gone = idle - needed - _needed(objects, ends)
-        prefixes.tell()  # who has compressed with one of them, and waits for the lock, looks again
+        prefixes.tell()  # a writer that compressed with one, and waits for the lock, checks again
         return len(gone), sum(map(objects.dictionaries.remove, gone))
 
 
 def _idle(objects: ObjectDirectory, prefixes: Prefixes) -> set[int]:
     numbers, damage = prefixes.read()
-    # Nobody knows what a damaged file said.
+    # A damaged file may have had any dictionary, so none counts as idle.
     return set() if damage is not None else set(objects.dictionaries.numbers()) - set(numbers.values())
 
 
 def _needed(objects: ObjectDirectory, ends: dict[int, int]) -> set[int]:
-    """The dictionaries that records need, from where ``ends`` says that a pack has been read to."""
+    """The dictionaries that records need. Scans each pack from its offset in ``ends``, and updates that."""
     needed = set()
     for pack in objects.packs.ids():
         try:
@@ -100,7 +100,7 @@ def _needed(objects: ObjectDirectory, ends: dict[int, int]) -> set[int]:
                 if blob.codec == AUTO_CODEC:
                     needed.add(_number(read_around(opened.fd, min(_HEADER, blob.stored), blob.offset)))
         except FileNotFoundError:
-            continue  # gc has rewritten it: what was live lies in another one
+            continue  # gc has rewritten it: its live records are in another pack
     return needed
 
 
@@ -108,4 +108,4 @@ def _number(header: bytes) -> int:
     try:
         return zstandard.get_frame_parameters(header).dict_id
     except zstandard.ZstdError:
-        return 0  # damaged: it needs more than a dictionary
+        return 0  # damaged: no dictionary would help

@@ -1,7 +1,7 @@
-"""Looking a store over from outside, and mending what can be mended without losing anything.
+"""Checks a store from outside, and mends what can be mended without loss.
 
-Works on stores that do not open: each step says what it found in a sentence, and what it did about it. Run twice in a
-row, the second run finds nothing that the first could mend.
+Works on stores that do not open. Each step returns a sentence for each problem, and for what it did about it.
+A second run in a row finds nothing that the first could mend.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from castore.system.sql_errors import SQL_ERRORS
 
 
 class Finding(NamedTuple):
-    """Something that was not in order.
+    """A problem.
 
     Attributes:
-        what: in a sentence.
-        mended: whether something was done about it.
-        advice: what is left to do; empty if nothing needs doing.
+        what: the problem, in a sentence.
+        mended: whether `doctor` mended it.
+        advice: the step left to the user; empty if there is none.
     """
 
     what: str
@@ -51,24 +51,24 @@ class Finding(NamedTuple):
         return not self.mended and bool(self.advice)
 
 
-#: Looks at an open store, mends what can be mended, and tells.
+#: Checks an open store, mends what can be mended, and returns the problems.
 Look = Callable[[Parts], list[Finding]]
 
 
 def examine(path: str | os.PathLike[str], further: Iterable[Look] = ()) -> list[Finding]:
-    """Check a store, mend what can be, and tell.
+    """Check a store, mend what can be mended, and return the problems.
 
     Args:
         path: of the store's folder.
-        further: what others want to look at, last of all. They are left out of a store that does not open.
+        further: checks of other packages, run last. They are left out if the store does not open.
 
     Raises:
-        StoreError: there is no store at ``path``, or it can be read only.
+        StoreError: there is no store at ``path``, or it is read-only.
         FullError: the disk is full.
     """
     folder, kept, found = _existing(path)
     if any(finding.left_to_do for finding in found):
-        return found  # the rest would end in the middle
+        return found  # the other checks would fail halfway
     _make_whole(folder, kept)
     found += _foreign(folder)
     wrong = Ballast(folder / "ballast", kept.file_mode).relieve(
@@ -79,10 +79,11 @@ def examine(path: str | os.PathLike[str], further: Iterable[Look] = ()) -> list[
         state = "damaged" if (folder / layout.INDEX).exists() else "missing"
         return [*found, Finding(f"the index is {state}: {wrong}", False, advice)]
     with closing(_open(folder)) as parts:
-        # Names first: to what the index does not know, the next step would say that it belongs to nothing.
+        # Names first: else the check for strays would remove objects whose names the index has lost.
         return [
-            *found, *_dictionaries(parts), *_forgotten(parts), *_counts(parts), *_lost(parts), *_strays(parts),
-            *_mounts(parts), *_journal(parts.index), *chain.from_iterable(look(parts) for look in further),
+            *found, *_dictionaries(parts), *_forgotten(parts), *_counts(parts), *_lost(parts),
+            *_strays(parts), *_mounts(parts), *_journal(parts.index),
+            *chain.from_iterable(look(parts) for look in further),
         ]  # fmt: skip
 
 
@@ -95,12 +96,12 @@ def _open(folder: Path) -> Parts:
 def rebuild_index(
     path: str | os.PathLike[str], progress: Callable[[int], object] | None = None
 ) -> tuple[list[Finding], rebuild.Rebuilt]:
-    """Make the index anew from the object directory; what was there is used only if it can be written to.
+    """Rebuild the index from the object directory. Keeps the index file if it is not damaged.
 
     Raises:
-        StoreError: there is no store at ``path``, or it can be read only, or not all of it can be used: what cannot be
-            read would be taken for lost.
-        FullError: the disk is full; the index is what it was.
+        StoreError: there is no store at ``path``, or it is read-only, or not all of its files can be
+            accessed: a rebuild would take unreadable objects for lost.
+        FullError: the disk is full; the index is unchanged.
     """
     folder, kept, found = _existing(path)
     for finding in found:
@@ -166,7 +167,8 @@ def _access(folder: Path, kept: settings.Settings) -> list[Finding]:
         )
     if seen.barred:
         found.append(Finding(
-            f"{seen.user} may not use {_some(seen.barred)} of the store {folder}: owned by {' and '.join(seen.owners)}",
+            f"{seen.user} may not use {_some(seen.barred)} of the store {folder}:"
+            f" owned by {' and '.join(seen.owners)}",
             False,
             f"run `{ownership.gives_back(folder)}` as root, then `castore doctor` again",
         ))  # fmt: skip
@@ -189,7 +191,8 @@ def _foreign(folder: Path) -> list[Finding]:
     ]
     findings += [
         Finding(
-            f"{path} is, or has, a store of its own; it is left alone, and this store's budget does not count it",
+            f"{path} is, or has, a store of its own; it is left alone,"
+            " and this store's budget does not count it",
             False,
         )
         for path in stores
@@ -205,8 +208,8 @@ def _index_damage(file: Path) -> str | None:
 def _counts(parts: Parts) -> list[Finding]:
     if rebuild_rows.is_counted_right(parts.index):
         return []
-    # Transactions never leave counts that are off. If the names are not those of the journal either, the rows are not what
-    # was written, and counting them would only make it look right.
+    # Transactions never leave wrong counts. If the names differ from the journal's too, the rows were
+    # damaged, and a recount would only hide it.
     words = journal_check.compare(parts.index)
     if words.differing and not words.damaged:
         rebuild.rebuild(parts.index, parts.objects)
@@ -252,7 +255,8 @@ def _mounts(parts: Parts) -> list[Finding]:
     gone = mounts.forget_dead(parts.index)
     return [
         Finding(
-            f"the mount at {mountpoint} is gone without saying so; forgotten. If the folder cannot be entered,"
+            f"the mount at {mountpoint} is gone without saying so; forgotten."
+            " If the folder cannot be entered,"
             f" `castore umount {shlex.quote(str(mountpoint))}` clears it",
             True,
         )
@@ -261,7 +265,7 @@ def _mounts(parts: Parts) -> list[Finding]:
 
 
 def _forgotten(parts: Parts) -> list[Finding]:
-    """Names that only the journal knows, though their bytes are there: the index has lost its last transactions."""
+    """Restore names that only the journal has, if their bytes exist: the index lost its last transactions."""
     forgotten = journal_check.compare(parts.index).forgotten
     there = parts.objects.digests() if forgotten else set()
     count = sum(digest in there for digest in forgotten.values())
@@ -272,7 +276,7 @@ def _forgotten(parts: Parts) -> list[Finding]:
 
 
 def _journal(index: Index) -> list[Finding]:
-    """Whether the journal would give back every name."""
+    """Check whether the journal has every name; if not, write a snapshot."""
     words = journal_check.compare(index)
     if not words.damaged and not words.differing:
         return []

@@ -1,8 +1,8 @@
-"""Whether the index and the names journal say the same of every name, asked of a store that others may be using.
+"""Checks whether index and names journal have the same digest for every name, in a store that may be in use.
 
-The two are never read at one moment, and a record is in the journal before its transaction commits. So what differs at
-first sight counts only if it still does under the write lock, with what was appended meanwhile. Holds all names and
-digests in memory.
+Index and journal are not read at one moment, and a record is in the journal before its transaction commits.
+So a difference counts only if it persists under the write lock, with the records appended meanwhile. Holds
+all names and digests in memory.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from castore.index.name_ranges import digests_of_names
 
 
 class Agreement(NamedTuple):
-    """How far they agree.
+    """The differences between index and journal.
 
     Attributes:
-        forgotten: names that only the journal knows, with their digests.
-        differing: how many names have another digest in one than in the other, or are in one only; ``forgotten`` included.
-        damaged: how many stretches of the journal could not be read.
+        forgotten: names that only the journal has, with their digests.
+        differing: the number of names with different digests, or in only one of both; ``forgotten`` included.
+        damaged: the number of stretches of the journal that could not be read.
     """
 
     forgotten: dict[str, bytes]
@@ -33,7 +33,7 @@ _AGREED = Agreement({}, 0, 0)
 
 
 def compare(index: Index) -> Agreement:
-    """Compare them. Takes the write lock only if they seem to differ, and then for what differs."""
+    """Compare both. Takes the write lock only if they seem to differ, and then only for those names."""
     with closing(JournalTail(index.journal, index.beacon)) as tail:
         said, damaged = _last_words(index)
         differing = _differing(index, said)
@@ -42,7 +42,7 @@ def compare(index: Index) -> Agreement:
         with index.write() as txn:
             appended = tail.poll()
             if appended is None or damaged:
-                # Rotated twice; or a record that was just being written, which looks like damage.
+                # Two new segments were started, or a record was just being written, which looks like damage.
                 said, damaged = _last_words(index)
                 differing = _differing(index, said)
                 appended = []
@@ -59,7 +59,7 @@ def compare(index: Index) -> Agreement:
 
 
 def _differing(index: Index, said: dict[str, bytes]) -> set[str]:
-    """The names that have another digest in the index than in ``said``, or are in one only."""
+    """The names whose digests in the index and in ``said`` differ, or that are in only one of both."""
     with closing(digests_of_names(index)) as rows:
         known = dict(rows)
     differing = {name for name, digest in said.items() if known.get(name) != digest}
@@ -68,7 +68,7 @@ def _differing(index: Index, said: dict[str, bytes]) -> set[str]:
 
 
 def _last_words(index: Index) -> tuple[dict[str, bytes], int]:
-    """What the journal says of each name that is not gone, and how many stretches of it are damaged."""
+    """The digest that the journal has for each name, and the number of its damaged stretches."""
     last: dict[str, bytes] = {}
     damaged = 0
     for record in index.journal.replay():

@@ -1,10 +1,11 @@
-"""What has no business in a store's folders: links, pipes, devices and folders where files belong.
+"""Sets aside foreign objects in a store's folders: links, pipes, devices and folders in the place of files.
 
-Castore makes none of these, and opens none (temporary.py). What stands in the place of something of castore's, or among its
-files, is moved to ``quarantine/`` as it is: nothing is followed, read or removed. What is in nobody's way stays where it is and
-is told of: somebody may use it. So does a store, and so does what a live process works in.
+castore makes none of these, and opens none (temporary.py). An object in the place of a file of castore's, or
+among its files, is moved to ``quarantine/`` as it is: links are not followed, nothing is read or removed. An
+object that is in nobody's way stays where it is and is reported: somebody may use it. A store stays too, and
+so does a folder that a live process works in.
 
-What belongs is the list in contents.py, and nowhere else.
+The list in layout.py, and nothing else, decides what belongs.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from castore.system.temporary import is_of_live_process
 
 
 class Strangers(NamedTuple):
-    """What was found that castore has not made; paths below the store.
+    """Paths, relative to the store, that castore has not made.
 
     Attributes:
-        moved: what is in quarantine now.
+        moved: those that are in quarantine now.
         stores: folders that are stores, or have one inside. They are left alone.
-        left: what is in nobody's way, or used by somebody.
+        left: those that are in nobody's way, or in use.
     """
 
     moved: list[str]
@@ -36,9 +37,9 @@ class Strangers(NamedTuple):
 
 
 def set_aside(path: Path) -> Strangers:
-    """Move out of the way what is in it, and tell of the rest.
+    """Move foreign objects that are in the way to quarantine, and return all foreign objects.
 
-    The caller has seen that the folders of `contents.FOLDERS` are the store's own.
+    The caller has checked that the folders of `layout.FOLDERS` are the store's own.
     """
     found = Strangers([], [], [])
     for entry, below in _strange(path, ""):
@@ -56,7 +57,7 @@ def _strange(folder: Path, above: str) -> Iterator[tuple[os.DirEntry[str], str]]
         below = above + entry.name
         place = layout.place_of(below)
         if place is None:
-            # A file of any name hurts nobody; but `objects` has folders only.
+            # A foreign file does no harm, except in `objects`, which has folders only.
             if above == "objects/" or not entry.is_file(follow_symlinks=False):
                 yield entry, below
         elif place.kind is Kind.FOLDER and entry.is_dir(follow_symlinks=False):
@@ -79,7 +80,7 @@ def _is_in_the_way(entry: os.DirEntry[str], below: str) -> bool:
     if layout.place_of(below) is not None:
         return True
     if "/" not in below:
-        return False  # nothing of castore's is called so
+        return False  # no file of castore's has that name
     return not entry.is_dir(follow_symlinks=False) or not _is_used(entry.path)
 
 
@@ -88,7 +89,7 @@ def _has_store(folder: str) -> bool:
 
 
 def _is_used(folder: str) -> bool:
-    """Whether somebody works there, by what can be seen: a mount, or what is named after a process that runs."""
+    """Whether the folder is visibly in use: it is a mount, or has something named after a live process."""
     return os.path.ismount(folder) or any(
         is_of_live_process(name) for _, folders, files in os.walk(folder) for name in (*folders, *files)
     )

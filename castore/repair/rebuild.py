@@ -1,8 +1,8 @@
-"""Rebuilding the index from the object directory: blobs from the objects and packs, names from the names journal.
+"""Rebuilds the index from the object directory: blobs from objects and packs, names from the names journal.
 
-Done in one transaction in the index that is there, or, if that is damaged beyond use, in a new file that takes its
-place while the old one is kept in quarantine. Objects are taken at the word of their names and trailers (what they
-hold is checked whenever it is read), but raw ones are read whole: their checksums live in the index only.
+The rebuild is one transaction in the existing index. If that is damaged beyond use, a new file replaces it,
+and the old one is kept in quarantine. The rebuild trusts the names and trailers of objects, since every read
+checks their content. Raw objects are read whole: their checksums are in the index only.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from castore.records import Blob
 
 
 class Rebuilt(NamedTuple):
-    """What a rebuild found.
+    """The outcome of a rebuild.
 
     Attributes:
         entries, blobs: rows of the new index.
-        lost: names whose bytes are not in the object directory; they are dropped.
+        lost: names whose bytes are not in the object directory; the rebuild drops them.
         damaged: objects and stretches of packs or journal that could not be read.
     """
 
@@ -43,11 +43,11 @@ class Rebuilt(NamedTuple):
 
 @dataclass
 class Aside:
-    """A damaged index while another is made.
+    """A damaged index while a new one is made.
 
     Attributes:
-        kept: where the index is now; None if there was none.
-        is_replaced: whether the new index is whole; if not, an error has the damaged one put back.
+        kept: the path of the damaged index now; None if there was none.
+        is_replaced: whether the new index is whole; if not, the damaged one is put back after an error.
     """
 
     kept: Path | None
@@ -56,10 +56,10 @@ class Aside:
 
 @contextmanager
 def index_set_aside(path: Path, quarantine: Path, beacon: Beacon) -> Iterator[Aside]:
-    """Move a damaged index out of the way, and tell every process not to use it any more.
+    """Move a damaged index out of the way, and have every process stop using it.
 
-    If the block fails before the new index is whole, the damaged one is put back where it was: the log beside it may
-    hold what nothing else does.
+    If the block fails before the new index is whole, the damaged one is put back: the WAL beside it may have
+    changes that are nowhere else.
     """
     now, suffixes = time.time_ns(), ("", "-wal", "-shm")
     files = [path.with_name(f"{path.name}{suffix}") for suffix in suffixes]
@@ -97,18 +97,19 @@ def _tell_of_another(beacon: Beacon) -> None:
 def rebuild(
     index: Index, objects: ObjectDirectory, progress: Callable[[int], object] | None = None
 ) -> Rebuilt:
-    """Replace every row of the index by what the object directory says, tables and all if it has none.
+    """Replace every row of the index by rows made from the object directory; makes missing tables.
 
-    Nobody sees an index that knows less than there is: all of it is one transaction, and until it commits a new file
-    has no version, which others refuse.
+    Nobody sees an incomplete index: the rebuild is one transaction, and before it commits a new file has no
+    schema version, so other processes refuse it.
 
     Args:
-        index: can be written to.
-        objects: what there is.
+        index: open for writing.
+        objects: the object directory.
         progress: called with the stored bytes of each object and pack that was read.
     """
     damaged: list[str] = []
-    # Others wait for the lock for two minutes, and then they end: what takes as long as the disk takes comes before it.
+    # Other writers wait for the lock for two minutes, and then fail. So the long reads come before the lock
+    # is taken.
     read = _read_raw(objects, progress)
     with index.write() as txn:
         rebuild_rows.empty(index, txn)
@@ -126,7 +127,7 @@ def rebuild(
 
 
 class _Raw(NamedTuple):
-    """A raw object that was read whole: as it was, and what it holds."""
+    """A raw object that was read whole: the identity of its file, its blob and its checksums."""
 
     identity: tuple[int, ...]
     blob: Blob
@@ -134,7 +135,7 @@ class _Raw(NamedTuple):
 
 
 def _read_raw(objects: ObjectDirectory, progress: Callable[[int], object] | None) -> dict[bytes, _Raw]:
-    """Raw objects of several frames, without the lock. Those that are damaged, or gone again, are looked at under it."""
+    """Read raw objects of several frames, without the lock. The rebuild reads damaged ones again under it."""
     found = {}
     for digest, codec, path in objects.loose.listing():
         if codec != "none":

@@ -1,7 +1,8 @@
-"""Scrubbing: reading blobs back, all or a sample, and setting aside what is not as it was put.
+"""Scrubbing: reads blobs back, all or a sample, and sets bad ones aside.
 
-A bad blob is quarantined and from then on a miss; with ``repair`` the entries that name it go too, so that nothing
-lists what cannot be read. Where the bytes are right, and only what is said of them is not, that is put right. Reads only what it must hold once: memory stays bounded by the largest blob's frames.
+A bad blob is quarantined and from then on a miss. With ``repair`` its entries are removed too, so that no
+listing has unreadable names. If the bytes are right and only the index or a record head is wrong, that is
+corrected. Each blob is read frame by frame: the frames of the largest blob bound the memory.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class Finding(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What `Store.verify` did.
+    """The outcome of `Store.verify`.
 
     Attributes:
-        checked: blobs read.
+        checked: number of blobs read.
         stored: their stored bytes.
-        bad: what was found, and set aside or put right.
+        bad: blobs and dictionary copies that were bad, and were set aside or corrected.
         dropped: names of entries that were removed (with ``repair``).
     """
 
@@ -61,7 +62,7 @@ def run(parts: Parts, *, repair: bool, sample: float, progress: Callable[[int], 
     copies_found = [
         Finding(path.stem, str(path), f"{why}; it has been made anew" if mended else why, [])
         for path, why, missing, mended in dictionary_repair.mend(parts.index, parts.objects)
-        if not (missing and mended)  # a killed process leaves that, and nothing is damaged
+        if not (missing and mended)  # a killed process leaves a missing copy: no damage
     ]
     checked = stored = 0
     bad: list[tuple[Blob, str]] = []
@@ -84,7 +85,7 @@ def run(parts: Parts, *, repair: bool, sample: float, progress: Callable[[int], 
 
 
 def _check(parts: Parts, blob: Blob) -> str | None:
-    """What is wrong with a blob, after setting it aside; None if nothing is."""
+    """Check a blob and set it aside if it is bad; returns the problem, or None."""
     if blob.pack == LOST:
         return "it was found damaged or missing before, and has not been put again since"
     try:
@@ -92,7 +93,7 @@ def _check(parts: Parts, blob: Blob) -> str | None:
     except FileNotFoundError:
         return _if_lost(parts, blob, "its object is missing")
     try:
-        blob = reader.blob  # compaction may have moved it, or a row that was off has been corrected
+        blob = reader.blob  # compaction may have moved it, or a wrong row was corrected
         for _ in reader.in_order():
             pass
         return _check_placement(parts, reader)
@@ -105,14 +106,14 @@ def _check(parts: Parts, blob: Blob) -> str | None:
 
 
 def _if_lost(parts: Parts, blob: Blob, why: str) -> str | None:
-    # If it is not on record as lost, gc took it or a put replaced it while we looked.
+    # If it is not recorded as lost, gc removed it or a put replaced it during the check.
     now = parts.index.blob(blob.digest)
     is_lost = now is not None and (now.pack == LOST or (parts.read_only and now == blob))
     return why if is_lost else None
 
 
 def _check_placement(parts: Parts, reader: BlobReader) -> str | None:
-    """Check what reading the content does not, which is right: a record's head, a file's length."""
+    """Check the parts that reading the content does not: a record's head, a file's length."""
     blob = reader.blob
     if blob.pack == LOOSE:
         length = reader.file_length()

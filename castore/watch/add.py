@@ -1,7 +1,7 @@
-"""Putting files as they settle: hashed and compressed first, named only if nobody touched them meanwhile.
+"""Puts files as they settle: hashes and compresses them, then names those that nobody touched meanwhile.
 
-A file that is being written is never named half: it is staged, looked at again, and thrown away if it changed. Files go
-into commits of some hundred, since a commit for each small one would cost more than the file.
+A file that is being written is never named half: it is staged, checked again, and discarded if it changed.
+One commit takes up to two hundred files, since a commit for each small file would cost more than the file.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Wanted(NamedTuple):
 
 
 def is_current(store: Store, entry: Entry | None, path: str, size: int, mtime_ns: int) -> bool:
-    """Whether an entry was made from this very file as it is now, and its bytes are there."""
+    """Whether an entry was made from this very file as it is now, and the store has its bytes."""
     source = entry.metadata.get("source") if entry is not None else None
     if entry is None or not isinstance(source, dict):
         return False
@@ -67,11 +67,11 @@ class Adder:
     """Puts files into a store.
 
     Args:
-        store: where to.
+        store: takes the files.
         codec: for all; None for the store's.
-        done: told of each file that was put, after its commit.
-        fail: told of each that cannot be, and why.
-        progress: called with the bytes of each piece that is compressed. What it raises ends everything.
+        done: called for each file that was put, after its commit.
+        fail: called with the path of each file that cannot be put, and the error.
+        progress: called with the bytes of each piece that is compressed. Its exceptions end everything.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class Adder:
             name: of its entry.
             path: of the file.
             before: the entry that the name has now.
-            through: a link to the file, if it is the link that the entry is named after.
+            through: the link that the entry is named after, if it is a link to the file.
 
         Raises:
-            BusyError: somebody writes to it.
+            BusyError: somebody writes to the file.
             CastoreError, OSError: it cannot be put.
         """
         wanted = _Wanted(name, path, before, through)
@@ -121,7 +121,7 @@ class Adder:
                 raise
             raise _SpoiltError(
                 error
-            ) from error  # a commit is under way: an error of the file's is none of the store's
+            ) from error  # during a commit: keeps the file's error apart from those of the store
 
     def _staged(self, batch: Batch, wanted: _Wanted, known: bool) -> tuple[Pointing, Staged]:
         name, path, _, through = wanted
@@ -144,7 +144,7 @@ class Adder:
         return staged
 
     def flush(self) -> None:
-        """Name what is staged.
+        """Name the staged files.
 
         Raises:
             FullError, StoreError: the store cannot go on.
@@ -155,7 +155,7 @@ class Adder:
         except (FullError, StoreError):
             raise
         except (CastoreError, _SpoiltError):
-            for one in wanted:  # one of them spoilt it for all
+            for one in wanted:  # one file made the whole commit fail
                 self._alone(one)
 
     def _alone(self, wanted: _Wanted) -> None:

@@ -1,7 +1,7 @@
-"""Links that stand for files, and lead to nothing: their mount is gone.
+"""Finds links that stand for files and lead to nothing, since their mount is gone.
 
-Nobody hears of that otherwise. To other tools such a file is missing, so they compute it anew, in silence, and as often as
-they are run. Asks the book of links (links.py says what stands in it) and the disk; changes neither.
+Nothing else reports them. To other tools such a file is missing, so they compute it anew, in silence, on
+every run. This module reads the list of links (link_registry.py) and the disk, and changes neither.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from castore.repair.doctor import Finding
 from castore.watch.link_registry import target_of
 from castore.watch.reports import Event
 
-#: Seconds between looks whether links still lead somewhere.
+#: Seconds between two checks whether links still lead somewhere.
 _LOOK_SECONDS = 2.0
 
 
 class Mounted(NamedTuple):
-    """A mount as links tell of it, whether it is there or not.
+    """A mount as its links show it, whether it exists or not.
 
     Attributes:
         mountpoint: where it is, or was.
@@ -38,7 +38,7 @@ class Mounted(NamedTuple):
     prefix: str
 
     def command(self, store: str | os.PathLike[str]) -> str:
-        """What mounts it again."""
+        """The command that mounts it again."""
         shown = [f"--prefix={self.prefix}"] if self.prefix else []
         return shlex.join(["castore", "--store", os.fspath(store), "mount", *shown, self.mountpoint])
 
@@ -62,10 +62,10 @@ class Link(NamedTuple):
     """A link that stands for a file.
 
     Attributes:
-        mount: that it leads into.
+        mount: the mount that it leads into.
         name: of the entry that has the file's bytes.
         path: of the link.
-        leads: whether there is something.
+        leads: whether its target exists.
     """
 
     mount: Mounted
@@ -82,7 +82,7 @@ def bound_links(index: Index, prefix: str = "") -> Iterator[Link]:
         if not isinstance(source, dict) or "link" not in source:
             continue
         path, link = str(source.get("path")), source["link"]
-        if _target(path) == link:  # else a tool has put a file in its place, or somebody has moved it
+        if _target(path) == link:  # else a tool has replaced the link by a file, or somebody has moved it
             mount = mount_of(entry.name, link)
             leads = os.path.exists(link) if mount in live else _leads(link)
             if leads:
@@ -91,7 +91,7 @@ def bound_links(index: Index, prefix: str = "") -> Iterator[Link]:
 
 
 def link_of(entry: Entry) -> str | None:
-    """The path of the link that stands for the file of an entry, or None if there is none (any more)."""
+    """The path of the link that stands for an entry's file, or None if there is no such link."""
     link = target_of(entry)
     if link is None:
         return None
@@ -100,7 +100,7 @@ def link_of(entry: Entry) -> str | None:
 
 
 def prefixes_of(store: Store, root: str) -> dict[str, int]:
-    """What folders of names the links in a folder of files go by, with how many there are of each."""
+    """The prefixes of the names that a folder's links stand for, with the number of links of each."""
     found: Counter[str] = Counter()
     for link in bound_links(store.index):
         below = os.path.relpath(link.path, root)
@@ -110,7 +110,7 @@ def prefixes_of(store: Store, root: str) -> dict[str, int]:
 
 
 def _leads(path: str) -> bool:
-    """Whether there is something, and its mount answers: of a file itself the kernel remembers for a while that it was there."""
+    """Whether the path exists and its mount answers. The kernel's dentry cache may answer a lookup alone."""
     try:
         os.statvfs(path)
     except OSError:
@@ -129,8 +129,8 @@ class Lost(NamedTuple):
     """Links of one mount that lead to nothing.
 
     Attributes:
-        mount: that is gone.
-        links: how many there are.
+        mount: the mount that is gone.
+        links: the number of links.
         example: the path of one.
     """
 
@@ -139,7 +139,7 @@ class Lost(NamedTuple):
     example: str
 
     def sentence(self) -> str:
-        """What is the matter."""
+        """The problem, in a sentence."""
         files = (
             f"{self.example} is a link"
             if self.links == 1
@@ -151,15 +151,15 @@ class Lost(NamedTuple):
         )
 
     def advice(self, store: str | os.PathLike[str]) -> str:
-        """What to do about it."""
+        """The remedy."""
         return (
-            f"`{self.mount.command(store)}` brings them back; `castore watch DIR --as PREFIX --restore` puts the files in"
-            " their place"
+            f"`{self.mount.command(store)}` brings them back;"
+            " `castore watch DIR --as PREFIX --restore` puts the files in their place"
         )
 
 
 def lost(found: Iterable[Link]) -> list[Lost]:
-    """Those that lead to nothing, by their mounts."""
+    """The links that lead to nothing, grouped by mount."""
     counts: Counter[Mounted] = Counter()
     examples: dict[Mounted, str] = {}
     for link in found:
@@ -170,28 +170,29 @@ def lost(found: Iterable[Link]) -> list[Lost]:
 
 
 def examine(parts: Parts) -> list[Finding]:
-    """Tell of links that lead to nothing: one more look for `castore.repair.doctor.examine`."""
+    """Report links that lead to nothing: a further check for `castore.repair.doctor.examine`."""
     return [Finding(one.sentence(), False, one.advice(parts.path)) for one in lost(bound_links(parts.index))]
 
 
 class Lookout:
-    """Tells when links of a folder cease to lead somewhere, once, and when they do again.
+    """Reports once when links of a folder cease to lead somewhere, and once when they do again.
 
     Args:
-        store: where their entries are.
+        store: has the entries of the links.
         prefix: of the folder's names.
-        report: told ``unmounted`` and ``mounted``.
+        report: called with ``unmounted`` and ``mounted`` events.
     """
 
     def __init__(self, store: Store, prefix: str, report: Callable[[Event], Any]) -> None:
         self._store, self._prefix, self._report = store, prefix, report
-        # One link of each mount, to be asked now and then, and whether it led somewhere when all were looked at.
+        # One link of each mount, checked every few seconds, and whether it led somewhere at the last full
+        # check.
         self._witnesses: dict[Mounted, tuple[str, bool]] = {}
         self._told: set[Mounted] = set()
         self._look_at = 0.0
 
     def look(self) -> None:
-        """Look at all links."""
+        """Check all links."""
         self._look_at = time.monotonic() + _LOOK_SECONDS
         found: list[Link] = []
         self._witnesses = {}
@@ -211,7 +212,7 @@ class Lookout:
         self._told = set(gone)
 
     def look_if_due(self) -> None:
-        """Look at one link of each mount, every few seconds, and at all of them if something has changed."""
+        """Check one link of each mount, every few seconds, and all links if one has changed."""
         if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + _LOOK_SECONDS
@@ -219,7 +220,7 @@ class Lookout:
             self.look()
 
     def note(self, event: Event) -> None:
-        """Hear of what the watcher does: a link that it has made or turned is one to look at."""
+        """Take an event of the watcher: a link that it has made or redirected is one to check."""
         if event.event in ("replaced", "relinked"):
             link = _target(event.path)
             if link is not None:

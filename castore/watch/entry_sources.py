@@ -1,10 +1,10 @@
-"""The files that an entry was made from, kept in its metadata, and whether they are still what they were.
+"""Remembers in an entry's metadata the files that it was made from, and checks whether they have changed.
 
-An entry that is a copy of a file says so under ``source``; its digest is the entry's own. An entry that was computed
-from files lists them under ``sources``, each with its digest, as `remember` gives them. Nothing is kept elsewhere, so
-an index that is rebuilt knows it all.
+An entry that is a copy of a file names the file under ``source``; the file's digest is the entry's own. An
+entry that was computed from files lists them under ``sources``, each with its digest, as `remember` returns
+them. Nothing is kept elsewhere, so a rebuilt index has it all.
 
-A look costs one ``stat`` a file as long as size and mtime are as remembered; only then is nothing read.
+A check costs one ``stat`` a file while size and mtime are as remembered. Otherwise it may read the file.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from castore.errors import InvalidValueError
 from castore.index.noted import Noted, noted
 from castore.records import Entry
 
-#: A file that was written this short a while ago may be written again within the same tick of its clock.
+#: A file written less than this ago may be written again within the same tick of the file system's clock.
 _TICK_NS = 50_000_000
 
 
 def remember(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
-    """What to keep in an entry's metadata, under ``sources``, of the files that it is computed from.
+    """The value for ``sources`` in the metadata of an entry that is computed from files.
 
     Args:
         paths: regular files; each is read once, for its digest.
@@ -71,7 +71,7 @@ def _remember(path: str) -> dict[str, Any]:
 
 
 def own(path: str, status: os.stat_result) -> dict[str, Any] | None:
-    """What an entry that is a copy of the file keeps under ``source``; None for a path that JSON cannot hold.
+    """The value for ``source`` in the metadata of an entry that copies a file; None if the path is not UTF-8.
 
     Args:
         path: absolute.
@@ -81,13 +81,13 @@ def own(path: str, status: os.stat_result) -> dict[str, Any] | None:
         path.encode()
     except UnicodeEncodeError:
         return None
-    # None is never equal to an mtime: the next look compares the content.
+    # None is never equal to an mtime: the next check compares the content.
     trusted = status.st_mtime_ns + _TICK_NS < time.time_ns()
     return {"path": path, "size": status.st_size, "mtime_ns": status.st_mtime_ns if trusted else None}
 
 
 def digest_of(path: str) -> str:
-    """BLAKE3-256 of a file, in hex; read in pieces, since mapping a file that shrinks would end the process."""
+    """BLAKE3-256 of a file, in hex. Reads pieces: if a mapped file shrinks, SIGBUS ends the process."""
     hasher = blake3.blake3()
     with open(path, "rb") as file:
         while piece := file.read(1 << 20):
@@ -112,7 +112,7 @@ def of(entry: Entry | Noted) -> list[dict[str, Any]]:
 
 
 def _is_source(value: object) -> TypeGuard[dict[str, Any]]:
-    # `source` and `sources` are words that users put into metadata for purposes of their own, too.
+    # Users may also have `source` and `sources` in metadata for purposes of their own.
     return (
         isinstance(value, dict)
         and {"size", "mtime_ns"} <= value.keys()
@@ -153,11 +153,11 @@ class Stale(NamedTuple):
 
 
 def drop_stale(store: Store, concerns: Callable[[str], bool]) -> Iterator[Stale]:
-    """Drop entries that were computed from files which have changed. Looks through all entries once.
+    """Drop entries that were computed from files which have changed. Scans all entries once.
 
     Args:
-        store: where they are.
-        concerns: whether to look at a file, by its path.
+        store: has the entries.
+        concerns: whether to check a file, by its path.
     """
     for entry in noted(store.index, "sources"):
         if any(concerns(source["path"]) for source in of(entry)) and (reasons := changed(entry)):
@@ -165,6 +165,6 @@ def drop_stale(store: Store, concerns: Callable[[str], bool]) -> Iterator[Stale]
 
 
 def drop(store: Store, entry: Entry | Noted) -> bool:
-    """Delete an entry, unless it was put again since it was looked at; whether it went."""
+    """Delete an entry, unless it was put again since it was read; returns whether it was deleted."""
     with store.index.write() as txn:
         return txn.delete_unchanged(entry.name, bytes.fromhex(entry.digest), entry.metadata)

@@ -1,9 +1,10 @@
-"""Where something has happened in a folder, and when it has been quiet there for long enough to look.
+"""Collects the changed paths of a folder, and hands each out once it has been quiet for the settling time.
 
-watchdog tells of what happens, through inotify. What exactly happened is of no interest: events come late, twice, or
-not at all, so they only say where to look. Each path waits until nothing has happened to it for the settling time.
+watchdog delivers inotify events. Events come late, twice, or not at all, so only their paths count, not their
+kinds. Each path waits until it has had no event for the settling time.
 
-Memory is bounded: past `LIMIT` waiting paths, or when the kernel drops events, `lost` says to look everywhere.
+Memory is bounded: past `LIMIT` waiting paths, or when the inotify queue overflows, `lost` asks for a full
+scan.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class WatchError(CastoreError):
 
 
 class Events(logging.Handler):
-    """Paths below a folder on which something has happened.
+    """Paths below a folder that had events.
 
     Args:
         root: the folder.
@@ -55,7 +56,7 @@ class Events(logging.Handler):
         self.lost = False
 
     def start(self) -> None:
-        """Begin to watch: whatever happens after this returns is told.
+        """Start to watch. Events from after the return are not missed, unless `lost` is set.
 
         Raises:
             WatchError: inotify's limits are reached.
@@ -66,7 +67,7 @@ class Events(logging.Handler):
             from watchdog.observers import Observer
         except ImportError as error:
             raise MissingDependencyError.of("watchdog", "watch") from error
-        # Everything else, above all each write to a file, would only fill the kernel's queue.
+        # Other events, above all one for each write to a file, would only fill the inotify queue.
         kinds: list[type[FileSystemEvent]] = [
             events.FileClosedEvent, events.FileCreatedEvent, events.FileMovedEvent, events.FileDeletedEvent,
             events.DirCreatedEvent, events.DirMovedEvent, events.DirDeletedEvent,
@@ -75,7 +76,7 @@ class Events(logging.Handler):
         handler.on_any_event = self._on_event  # type: ignore[method-assign]
         if sys.version_info < (3, 11):
             _have_dropped_events_told()
-        # watchdog tells of dropped events in its log only.
+        # watchdog reports dropped events only in its log.
         logging.getLogger("watchdog").addHandler(self)
         self._observer = Observer()
         try:
@@ -105,7 +106,7 @@ class Events(logging.Handler):
                 self.put(os.fsdecode(path), self._settle)
 
     def put(self, path: str, seconds: float) -> None:
-        """Have a path be due in some seconds, counted anew if it waits already."""
+        """Make a path due in ``seconds``. For a path that waits already, the time starts again."""
         if path == self._root or not self._counts(path):
             return
         with self._guard:
@@ -115,7 +116,7 @@ class Events(logging.Handler):
                 self.lost = True
 
     def take(self) -> list[str]:
-        """The paths that are due, each told once.
+        """Remove and return the paths that are due.
 
         Raises:
             WatchError: new folders can no longer be watched.
@@ -134,16 +135,16 @@ class Events(logging.Handler):
         return due
 
     def forget(self) -> None:
-        """Begin anew before a look at everything: what happens from now on is told."""
+        """Forget all waiting paths before a full scan. Later events are collected as usual."""
         with self._guard:
             self._due.clear()
             self.lost = False
 
     def check_limits(self) -> None:
-        """Ask the kernel for one more watch. watchdog passes over folders below the root that it cannot watch.
+        """Ask the kernel for one more watch. watchdog silently skips folders that it cannot watch.
 
         Raises:
-            OSError: there is none to be had.
+            OSError: the kernel refuses it.
         """
         fd = _libc.inotify_init1(os.O_CLOEXEC)
         if fd < 0:
@@ -166,12 +167,13 @@ def _limit(error: OSError, root: str) -> WatchError:
         limit = 8192
     return WatchError(
         f"cannot watch all folders below {root}: inotify's {what} ({limit:,}) is reached;"
-        f" raise it: sysctl fs.inotify.{what}={max(4 * limit, 524_288 if what == 'max_user_watches' else 1024)}"
+        f" raise it: sysctl fs.inotify.{what}="
+        f"{max(4 * limit, 524_288 if what == 'max_user_watches' else 1024)}"
     )
 
 
 def _have_dropped_events_told() -> None:
-    """Have watchdog 6, the last release for Python 3.10, log dropped events as watchdog 7 does: it passes over them."""
+    """Have watchdog 6, the last release for Python 3.10, log dropped events as watchdog 7 does."""
     inotify: Any = importlib.import_module("watchdog.observers.inotify_c").Inotify
     parse = inotify._parse_event_buffer
     if parse.__module__ == __name__:  # done by another watcher

@@ -1,8 +1,9 @@
-"""Whether anybody is writing to a file, asked of the kernel.
+"""Detects whether anybody is writing to a file, with a read lease.
 
-A read lease (fcntl(2), F_SETLEASE with F_RDLCK) is granted only while nobody has the file open for writing, a shared
-writable mapping included, and while it is held nobody can open it so: an opener waits, and we are told. So it is asked
-for and given back at once, or held for the few system calls of a swap, never while anything is read.
+The kernel grants a read lease (fcntl(2), F_SETLEASE with F_RDLCK) only while nobody has the file open for
+writing; a shared writable mapping counts as open. While the lease is held, an open(2) for writing blocks, and
+the kernel sends us a signal. So this module releases a lease at once, or holds it for the few system calls of
+a swap, never during a read.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from contextlib import contextmanager, suppress
 
 
 class BusyError(Exception):
-    """Somebody writes to the file, or it changed: look again when it is quiet. Never leaves this package."""
+    """Somebody writes to the file, or it changed: scan it again later. Never leaves this package."""
 
 
 class NoLeaseError(Exception):
-    """This file system, or this user, gets no lease: nobody can tell whether the file is being written."""
+    """This file system or this user gets no lease, so a writer of the file cannot be detected."""
 
 
 class Snapshot:
@@ -31,7 +32,7 @@ class Snapshot:
         path: of a regular file; a link is refused.
 
     Raises:
-        BusyError: it is not there any more, or something else is.
+        BusyError: the path is gone, or is no longer a regular file.
         OSError: it cannot be opened.
     """
 
@@ -57,20 +58,20 @@ class Snapshot:
         return stat.S_ISREG(self.status.st_mode)
 
     def check(self) -> None:
-        """Raise `BusyError` if the file has changed since, is another one by now, or is being written."""
+        """Raise `BusyError` if the file was changed or replaced since, or is being written."""
         try:
             there = os.lstat(self.path)
         except OSError as error:
             raise BusyError(self.path) from error
         if not same(there, self.status) or not same(os.fstat(self.fd), self.status):
             raise BusyError(self.path)
-        # Where nobody can tell, being unchanged since the settling time began has to do.
+        # Without leases, it must do that the file is unchanged since the settling time began.
         with suppress(NoLeaseError), lease(self.fd):
             pass
 
 
 def same(one: os.stat_result, other: os.stat_result) -> bool:
-    """Whether two looks found the same file with the same content and permissions, which a restored file gets back."""
+    """Whether two stats show the same file with the same content and permissions: `restore` sets both."""
     return _identity(one) == _identity(other)
 
 
@@ -87,7 +88,7 @@ def lease(fd: int) -> Iterator[None]:
         NoLeaseError: there are no leases here.
     """
     try:
-        # The signal for an opener that waits would end the process; this one is ignored by default.
+        # By default the kernel signals a blocked open with SIGIO, which ends the process. SIGURG is ignored.
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as error:
@@ -97,12 +98,12 @@ def lease(fd: int) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # broken by force, after the kernel's patience of 45 seconds
+        with suppress(OSError):  # the kernel breaks a lease by force after 45 seconds
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
 
 def _refused(fd: int) -> bool:
-    """Whether leases are refused to this user: on files of others they need CAP_LEASE."""
+    """Whether the kernel refuses leases to this user: on files of others they need CAP_LEASE."""
     return os.geteuid() not in (0, os.fstat(fd).st_uid)
 
 

@@ -1,4 +1,4 @@
-"""The mount of a store that links can lead into: a live one that shows the names and answers."""
+"""Finds the mount of a store that links can lead into: a live one that shows the names and answers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def answers(mount: Mount) -> bool:
 
 
 def find_mount(store: Store, prefix: str) -> Mount:
-    """A live mount that shows all names under ``prefix``: the oldest of those that outlive whoever made them.
+    """A live mount that shows all names under ``prefix``: the oldest one of `castore mount`, else the oldest.
 
     Raises:
-        NoMountError: there is none; the message tells the command that makes one.
+        NoMountError: there is none; the message has the command that makes one.
     """
     covering = [mount for mount in store.mounts() if mount.shows(prefix) and answers(mount)]
     if not covering:
@@ -41,11 +41,11 @@ def find_mount(store: Store, prefix: str) -> Mount:
 
 
 def _standing(store: Store) -> set[str]:
-    """Mountpoints of `castore mount`, which stay; those of a ``with`` block go with it and leave no record."""
+    """Mountpoints of `castore mount`. A mount of a ``with`` block ends with the block and has no record."""
     found = set()
     for record in (store.path / "locks").glob("mount-*.json"):
         try:
             found.add(json.loads(record.read_text())["mountpoint"])
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # its mount is just being taken away
+            continue  # the mount is just being unmounted
     return found

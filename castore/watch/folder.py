@@ -1,8 +1,8 @@
-"""A watched folder: which of its files count, and what each is called in the store.
+"""A watched folder: decides which of its files count, and gives each its name in the store.
 
-Counts: regular files, links that stand for one of them, and links to files inside the folder. Does not: what tools
-write under a temporary name, folders behind links, folders of other file systems (a mount below the folder would be
-added to itself), and the store.
+Regular files count, and so do links that stand for one, and links to files inside the folder. Files that
+tools write under a temporary name do not count, nor do folders behind links, folders of other file systems (a
+mount below the folder would be added to itself), and the store.
 
 Memory grows with the depth and the width of one folder, not with the number of files.
 """
@@ -13,9 +13,10 @@ import os
 import re
 from collections.abc import Callable, Iterator
 
-#: Names that begin so are this package's own, on their way.
+#: Prefixes of this package's own temporary files.
 SWAP, PART = ".castore-swap-", ".castore-part-"
-# What Python's tempfile, browsers, rsync, editors, Hugging Face's libraries and others call a file that is not ready; and locks.
+# Names of unfinished files, as Python's tempfile, browsers, rsync, editors, Hugging Face's libraries and
+# others give them, and names of lock files.
 _TEMPORARY = re.compile(
     r"\.castore-(?:swap|part)-.*|tmp[a-z0-9_]{8}|\.~.*|~\$.*|.*~|\.#.*|\.nfs[0-9a-f]{16,}|"
     r".*\.(?:tmp|temp|part|partial|incomplete|crdownload|download|lock|lck|swp|swx)",
@@ -24,7 +25,7 @@ _TEMPORARY = re.compile(
 
 
 def is_temporary(basename: str) -> bool:
-    """Whether tools give such names to what is not ready, or never content.
+    """Whether the name is one that tools give to unfinished files, or to files without content such as locks.
 
     >>> is_temporary("model.bin.incomplete"), is_temporary("train.arrow")
     (True, False)
@@ -74,7 +75,7 @@ class Folder:
         return path == self.root or path.startswith(self.root.rstrip("/") + "/")
 
     def counts(self, path: str) -> bool:
-        """Whether what happens at a path in the folder is of interest: no part of it is temporary, or the store."""
+        """Whether events at a path in the folder count: no part of the path is temporary or the store."""
         if path == self._store or path.startswith(self._store + "/"):
             return False
         return not any(map(is_temporary, path[len(self.root) :].split("/")))
@@ -86,8 +87,8 @@ class Folder:
 
         Args:
             path: the folder.
-            skip: told of a folder that cannot be listed.
-            leftover: told of each file that lies there under a name of this package's own.
+            skip: called with the error for each folder that cannot be listed.
+            leftover: called with each of this package's own temporary files.
         """
         waiting: list[Iterator[os.DirEntry[str]]] = [self._inside(path, skip, leftover)]
         while waiting:
@@ -103,7 +104,7 @@ class Folder:
         try:
             return os.lstat(path).st_dev == self.identity[0]
         except OSError:
-            return False  # went between the listing and the look, or is the mountpoint of a dead mount
+            return False  # removed after the listing, or the mountpoint of a dead mount
 
     def _inside(
         self, path: str, skip: Callable[[OSError], object], leftover: Callable[[str], object]

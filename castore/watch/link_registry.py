@@ -1,11 +1,12 @@
-"""The book of links: which entries have a link into a mount in the place of their file.
+"""The registry of links: entries whose file was replaced by a link into a mount.
 
-An entry whose file has become a link is the only copy of its bytes. So it is pinned (gc never takes a pinned entry), it
-never expires, and its metadata says under ``source`` where the link leads (``link``), what permission bits the file had
-(``mode``), whether it was pinned before (``pinned``), and where the link led before it was last turned (``was``). It is
-written before the link is made and taken back after the link is gone: at any moment every link has its line here.
+An entry whose file has become a link is the only copy of its bytes. So the entry is pinned (gc never removes
+a pinned entry) and never expires. Its metadata has under ``source`` the link's target (``link``), the file's
+permission bits (``mode``), whether the entry was pinned before (``pinned``), and the target before the last
+change of the link (``was``). The metadata is written before the link is made and removed after the link is
+gone: at any moment every link has its record here.
 
-Its mtime, as the mount shows it, is the file's: tools that tell by that whether a file has changed see no change.
+The mount shows the file's mtime for the entry, so tools that compare mtimes see no change.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _OWN = {"link", "was", "mode", "pinned"}
 
 
 def target_of(entry: Entry) -> str | None:
-    """Where the link of an entry leads, or None if the entry has none."""
+    """The target of an entry's link, or None if the entry has no link."""
     source = entry.metadata.get("source")
     return source.get("link") if isinstance(source, dict) else None
 
@@ -33,11 +34,11 @@ class Binding(NamedTuple):
     """A link that stands, or will stand, for the file of an entry.
 
     Attributes:
-        entry: as it was seen; its bytes are those of the file. Its name may be a new one, for a file renamed.
-        source: the file, as `sources.own` gives it.
-        link: what the link says.
+        entry: as it was read; its bytes are those of the file. For a renamed file, its name is the new one.
+        source: the file, as `entry_sources.own` gives it.
+        link: the link's target.
         mode: permission bits of the file.
-        was: what the link says until it is turned.
+        was: the link's target until it is redirected.
     """
 
     entry: Entry
@@ -48,10 +49,10 @@ class Binding(NamedTuple):
 
 
 def bind(store: Store, bindings: Sequence[Binding]) -> list[Entry | None]:
-    """Note links, all in one transaction.
+    """Record links, all in one transaction.
 
     Returns:
-        For each the entry as it is now, or None if its bytes are not there (any more).
+        For each link the entry as it is now, or None if the store does not have its bytes.
     """
     with store.index.write() as txn:
         there = [_bind(store, txn, binding) for binding in bindings]
@@ -74,7 +75,7 @@ def _bind(store: Store, txn: Write, binding: Binding) -> bool:
 
 
 def unbind(store: Store, entries: Iterable[Entry]) -> None:
-    """Note that no link stands for files any more: their entries are pinned only if the user pinned them."""
+    """Remove the records of links that are gone. Entries stay pinned only if the user pinned them."""
     with store.index.write() as txn:
         for entry in entries:
             source = {key: value for key, value in entry.metadata["source"].items() if key not in _OWN}
@@ -92,7 +93,7 @@ def _point(txn: Write, entry: Entry, metadata: dict[str, Any], created: float, *
     blob = txn.blob(bytes.fromhex(entry.digest))
     if blob is None or blob.pack == LOST:
         return False
-    # Anew, since re-pointing a name keeps its pin, and its mtime if the bytes are the same.
+    # Delete the entry first: re-pointing a name would keep its pin, and its mtime if the bytes are the same.
     txn.delete_entry(entry.name)
     txn.set_entry(pointing, blob, created, added=False)
     txn.touch(entry.name, time.time())
@@ -100,15 +101,16 @@ def _point(txn: Write, entry: Entry, metadata: dict[str, Any], created: float, *
 
 
 def bound(store: Store, prefix: str, name: str, link: str) -> Entry | None:
-    """The entry that a link stands for, or None if the link is none of ours.
+    """The entry that a link stands for, or None if a watcher did not make the link.
 
     Args:
-        store: where entries are.
-        prefix: that the folder's names begin with.
-        name: that the link would have: the entry's, unless the link was renamed or copied.
-        link: what the link says.
+        store: has the entries.
+        prefix: of the folder's names.
+        name: the name of the link's path. It is the entry's, unless the link was renamed or copied.
+        link: the link's target.
     """
-    # A link leads to <mountpoint>/<the entry's name, or the end of it>, and that ends with the path below the folder.
+    # A link leads to <mountpoint>/<the entry's name, or the end of it>, and that ends with the path below the
+    # folder.
     parts = link.split("/")
     endings = ("/".join(parts[start:]) for start in range(1, len(parts)))
     names = [name] + [f"{prefix}/{ending}" if prefix else ending for ending in endings if ending]
@@ -122,7 +124,7 @@ def bound(store: Store, prefix: str, name: str, link: str) -> Entry | None:
 
 
 def through(store: Store, prefix: str, targets: Container[str]) -> Iterator[str]:
-    """Links inside a folder whose entries are copies of what they lead to, if that is among ``targets``."""
+    """Paths of links inside a folder whose entries are copies of a file among ``targets``."""
     for entry in noted(store.index, "through", prefix):
         source = entry.metadata.get("source")
         if isinstance(source, dict) and "through" in source and source.get("path") in targets:
@@ -130,6 +132,6 @@ def through(store: Store, prefix: str, targets: Container[str]) -> Iterator[str]
 
 
 def copy(store: Store, entry: Entry, name: str, source: dict[str, Any]) -> None:
-    """Give the bytes of an entry that has a link another name, for a link inside the folder that leads to the first."""
+    """Name the bytes of a linked entry once more, for a second link in the folder that leads to the first."""
     with store.index.write() as txn:
         _point(txn, entry._replace(name=name), {"source": source}, entry.created, pinned=False)

@@ -1,12 +1,13 @@
-"""Swapping files that are in the store for links into a mount. The way back is in `restoring`.
+"""Swaps files that are in the store for links into a mount. `restore` swaps them back.
 
-The order is what keeps the bytes: the entry is pinned and noted as linked (links.py), the object is on the disk, the
-whole file is read back through the mount and its digest compared; only then is a link, made under a temporary name,
-exchanged with the file in one atomic step (renameat2 with RENAME_EXCHANGE). What came out is looked at before it goes:
-if it is not the very file that was verified, or somebody waits to write to it, both are exchanged back. At any kill the
-file's name holds the file or the link, never neither and never a part.
+The order of steps keeps the bytes safe. The entry is pinned and recorded as linked (link_registry.py). The
+object is synced to the disk. The whole file is read back through the mount, and its digest compared. Only
+then a link, made under a temporary name, is exchanged with the file in one atomic step (renameat2 with
+RENAME_EXCHANGE). The file that came out is checked before it is unlinked: if it is not the very file that was
+verified, or an open(2) for writing waits on its lease, both are exchanged back. After a kill at any moment,
+the file's name has the file or the link, never neither and never a part.
 
-Whoever has the old file open, or mapped, keeps it until they close it.
+Processes that have the old file open or mapped keep it until they close it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from castore.watch.file_lease import (
 )
 from castore.watch.folder import PART, SWAP, Folder
 
-#: How long a mount may go on showing what a name pointed to before.
+#: Seconds for which a mount may go on showing the old bytes of a name.
 _MOUNT_SECONDS = 5.0
 _PIECE = 1 << 20
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -57,15 +58,15 @@ Done = Callable[[Snapshot, Entry, Exception | None], object]
 def replace(
     store: Store, mount: Mount, files: Sequence[Pair], check: Callable[[int], object], done: Done
 ) -> None:
-    """Put links into a mount in the place of files: of some hundred at a time, since each commit waits for the disk.
+    """Replace files by links into a mount. Pass about a hundred files: each commit waits for the disk.
 
     Args:
-        store: opened with ``durable=True``: a power cut must not take what the links lead to.
-        mount: where the links lead.
-        files: as they are, and their entries; the caller closes them.
-        check: called with the bytes of each piece that is read back. What it raises ends everything.
-        done: called for each file with None, or with why it stays as it is: `BusyError` (it was touched), `KeptError`
-            (it cannot be replaced), or what else went wrong.
+        store: opened with ``durable=True``: a power cut must not take the bytes that the links lead to.
+        mount: the links lead into it.
+        files: snapshots of the files, and their entries; the caller closes the snapshots.
+        check: called with the bytes of each piece that is read back. Its exceptions end everything.
+        done: called for each file with None, or with the reason why it stays: `BusyError` (it was touched),
+            `KeptError` (it cannot be replaced), or another error.
     """
     ready = deque(_bind(store, mount, [pair for pair in files if _is_free(pair, done)], done))
     synced: set[Path] = set()
@@ -75,7 +76,7 @@ def replace(
             file, entry = ready[0]
             error = _replace_one(store, mount, file, entry, synced, check)
             ready.popleft()
-            # If the swap went through and only its cleaning did not, the entry must stay as it is noted.
+            # If the swap succeeded and only its cleanup failed, the record of the link must stay.
             if error is not None and not os.path.islink(file.path):
                 stay.append(entry)
             done(file, entry, error)
@@ -95,7 +96,7 @@ def _bind(store: Store, mount: Mount, files: list[Pair], done: Done) -> list[Pai
     bound = []
     for (file, entry), linked in zip(files, link_registry.bind(store, bindings), strict=True):
         if linked is None:
-            done(file, entry, BusyError(file.path))  # gc took it before it was pinned: it has to be put again
+            done(file, entry, BusyError(file.path))  # gc removed it before it was pinned: put it again
         else:
             bound.append((file, linked))
     return bound
@@ -139,7 +140,7 @@ def _refuse(file: Snapshot) -> None:
 
 
 def _sync(store: Store, entry: Entry, synced: set[Path]) -> None:
-    """Have the bytes on the disk, whoever put them: the index, durable, is there already."""
+    """Sync the object to the disk: another process may have put it. The index is durable already."""
     blob = store.blob(entry.digest)
     if blob is None or blob.pack == LOST:
         raise BusyError(entry.name)
@@ -153,7 +154,7 @@ def _sync(store: Store, entry: Entry, synced: set[Path]) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-    # A folder of loose objects has new names in it all the time.
+    # A folder of loose objects is synced again for each object, since it gets new names all the time.
     synced |= {path} if blob.pack == LOOSE else {path, path.parent}
 
 
@@ -184,15 +185,16 @@ def _swap(file: Snapshot, link: str) -> None:
     temporary = temporary_beside(file.path, SWAP)
     os.symlink(link, temporary)
     try:
-        # Tools ask a link itself, or what it leads to, when it was changed: both answer as the file did.
+        # Tools read the mtime of the link or of its target: both are the file's.
         times = (file.status.st_atime_ns, file.status.st_mtime_ns)
         os.utime(temporary, ns=times, follow_symlinks=False)
         file.check()
         exchange(temporary, file.path)
         try:
-            # Only now: whoever was on the way to open the file for writing has it open, or waits for the lease.
-            # Accepted race: one that the kernel holds up between finding the file and opening it for longer than
-            # these lines take writes to a file that is gone, as it would had it been a moment slower than `rm`.
+            # Take the lease only after the exchange: a process that looked up the old name to write has the
+            # file open by now, or waits on the lease. Accepted race: the kernel may delay a process, between
+            # the lookup and the open, for longer than these lines take. That process writes to an unlinked
+            # file, as it would had `rm` been a moment faster.
             with lease(file.fd):
                 if not same(os.lstat(temporary), file.status) or is_wanted(file.fd):
                     raise BusyError(file.path)
@@ -202,17 +204,17 @@ def _swap(file: Snapshot, link: str) -> None:
     except NoLeaseError as error:
         raise BusyError(file.path) from error
     finally:
-        # The link that was not needed, or the file that is in the store.
+        # Unlinks the link that was not needed, or the file whose bytes are in the store.
         with suppress(FileNotFoundError):
             os.unlink(temporary)
 
 
 def exchange(one: str, other: str) -> None:
-    """Give each of two names what the other had, in one step.
+    """Exchange the files of two names in one step.
 
     Raises:
         BusyError: one of them is gone.
-        KeptError: the file system cannot do that.
+        KeptError: the file system does not support it.
     """
     call = getattr(_libc, "renameat2", None)
     if call is not None and not call(
@@ -228,10 +230,10 @@ def exchange(one: str, other: str) -> None:
 
 
 def relink(path: str, old: str, new: str) -> None:
-    """Have a link of ours lead elsewhere.
+    """Change the target of a watcher's link.
 
     Raises:
-        BusyError: it is not that link any more.
+        BusyError: the path is no longer that link.
     """
     temporary = temporary_beside(path, SWAP)
     before = os.lstat(path)
@@ -247,7 +249,7 @@ def relink(path: str, old: str, new: str) -> None:
 
 
 def temporary_beside(path: str, kind: str) -> str:
-    """A name in the same folder that tells whose it is and which file it is for."""
+    """A temporary name in the same folder; it has the process's identity and a mark of the file's name."""
     folder, name = os.path.split(path)
     who = f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}"
     return os.path.join(folder, f"{kind}{who}-{_mark(name)}")
@@ -258,10 +260,11 @@ def _mark(name: str) -> str:
 
 
 def clean(store: Store, folder: Folder, leftover: str) -> None:
-    """Deal with a temporary file of a process that was killed; one whose process lives is left to it.
+    """Clean up a temporary file of a killed process. Leaves files of live processes alone.
 
-    What was killed just behind the exchange left the file under the temporary name, and the link under its own. Its
-    bytes are in the store, or else (somebody wrote to it at that moment) it is put back.
+    A process killed right after the exchange left the file under the temporary name, and the link under the
+    file's name. Usually the file's bytes are in the store. If not (somebody wrote to it at that moment), both
+    are exchanged back.
     """
     place, name = os.path.split(leftover)
     namespace, pid, started, mark = name.removeprefix(SWAP).removeprefix(PART).split("-")

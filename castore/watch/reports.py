@@ -1,4 +1,4 @@
-"""What a watcher tells whoever runs it: one event for each thing that it did, or could not do."""
+"""The events that a watcher reports: one for each thing that it did, or could not do."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 
 class Event(NamedTuple):
-    """Something that was done, or could not be.
+    """One thing that a watcher did, or could not do.
 
     Attributes:
-        event: ``added``, ``changed``, ``replaced``, ``kept`` (could not be replaced), ``relinked``, ``restored``,
-            ``dropped``, ``unpinned`` (its link is gone), ``stale`` (computed from a file that changed), ``failed``,
-            ``unmounted`` (links lead to nothing), ``mounted`` (they lead somewhere again), ``rescan``, ``waiting`` (for
-            the folder to be there), ``ready``.
+        event: ``added``, ``changed``, ``replaced``, ``kept`` (could not be replaced), ``relinked``,
+            ``restored``, ``dropped``, ``unpinned`` (its link is gone), ``stale`` (computed from a file that
+            changed), ``failed``, ``unmounted`` (links lead to nothing), ``mounted`` (they lead somewhere
+            again), ``rescan``, ``waiting`` (for the folder to exist), ``ready``.
         path: of the file, or "".
         name: of the entry, or "".
         size: in bytes.
-        reason: why, where that is not plain.
+        reason: the reason, unless it is plain.
     """
 
     event: str
@@ -27,5 +27,5 @@ class Event(NamedTuple):
 
 
 def reason_of(error: Exception) -> str:
-    """An error as an event tells it, which names the path itself."""
+    """The text of an error for an event, without the path, since the event has it."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

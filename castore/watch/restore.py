@@ -1,6 +1,7 @@
-"""Putting files back in the place of the links that stand for them: bytes from the store, verified, no mount needed.
+"""Puts files back in the place of their links: verified bytes from the store, without a mount.
 
-A file is written whole under a temporary name, then exchanged with its link in one step; only then is the entry let go.
+A file is written whole under a temporary name, then exchanged with its link in one step. Only then the link's
+record is removed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from castore.watch.reports import Event, reason_of
 def restore_all(
     store: Store, folder: Folder, report: Callable[[Event], object], progress: Callable[[int], object]
 ) -> None:
-    """Put the files of a folder back in the place of their links. Nobody should watch the folder meanwhile."""
+    """Put the files of a folder back in the place of their links. No watcher should run meanwhile."""
 
     def skip(error: OSError) -> None:
         report(Event("failed", str(error.filename), reason=reason_of(error)))
@@ -55,13 +56,13 @@ def restore(store: Store, path: str, entry: Entry, check: Callable[[int], object
     """Put the file back in the place of its link: its bytes, verified, with its mtime and permission bits.
 
     Args:
-        store: that has the bytes; no mount is needed.
+        store: has the bytes; no mount is needed.
         path: of the link.
         entry: of the file.
-        check: called with the bytes of each piece that is written. What it raises ends everything.
+        check: called with the bytes of each piece that is written. Its exceptions end everything.
 
     Raises:
-        NotFoundError, CorruptError: the store has not got the right bytes; the link stays.
+        NotFoundError, CorruptError: the store does not have the right bytes; the link stays.
     """
     link = os.readlink(path)
     source = entry.metadata["source"]

@@ -1,8 +1,9 @@
-"""A look at one path: what is there, what the store knows of it, and what has to be done for both to be the same.
+"""Scans one path: compares the file with its entry in the store, and brings the entry up to date.
 
-It does not matter what happened, or how often a path is looked at. What cannot be dealt with now (somebody writes to
-it, it was touched a moment ago) is handed back, to be looked at later. What concerns a single file is told and does not
-keep the others from being looked at; what concerns the store itself (a full disk) is raised.
+A scan depends only on the path's present state, so a path may be scanned any number of times. A path that
+cannot be handled now (somebody writes to it, or it was touched a moment ago) is scheduled for a later scan.
+An error of a single file is reported, and the other files are still scanned. An error of the store itself (a
+full disk) is raised.
 """
 
 from __future__ import annotations
@@ -22,44 +23,46 @@ from castore.watch.find_mount import NoMountError, answers, find_mount
 from castore.watch.reports import Event, reason_of
 from castore.watch.task import Task
 
-#: Seconds until a file that somebody writes to is looked at again, if it settles in less.
+#: Least seconds until a file that somebody writes to is scanned again, if the settling time is less.
 _BUSY_SECONDS = 0.1
 #: Files that are replaced at a time; each is open meanwhile.
 _BATCH_FILES = 100
 
 
 class Stopped(Exception):
-    """Whoever runs the watcher wants it to end."""
+    """The watcher was asked to end."""
 
 
 class Stop:
-    """Whether to stop. Safe to set in a signal handler, which `threading.Event` is not: its lock is no re-entrant one,
-    and a handler that runs while the same thread is about to wait would wait for itself.
+    """Whether to stop. Safe to set in a signal handler.
+
+    `threading.Event` is not safe there: its lock is not re-entrant. A handler that runs while the same thread
+    is about to wait would deadlock.
     """
 
     def __init__(self) -> None:
         self._set = False
 
     def set(self) -> None:
-        """Say so."""
+        """Ask to stop."""
         self._set = True
 
     def is_set(self) -> bool:
-        """Whether somebody said so."""
+        """Whether `set` was called."""
         return self._set
 
 
 class Looker:
-    """Looks at paths of one folder.
+    """Scans paths of one folder.
 
     Args:
-        task: which folder, and what is done.
-        later: called with what is to be looked at again, and in how many seconds.
-        stop: once it is set, `Stopped` is raised from wherever things are.
+        task: the folder and the options.
+        later: called with a path that has to be scanned again, and the seconds until then.
+        stop: once it is set, the running method raises `Stopped`.
 
     Attributes:
-        touched: files whose content changed or went since the set was last emptied.
-        waits_for_mount: whether files are left as they are because the mount is gone.
+        touched: files that were changed or removed since the set was last emptied.
+        waits_for_mount: whether files are not replaced because the mount is gone.
 
     Raises:
         NoMountError: files are to be replaced, and there is no live mount that shows the names.
@@ -83,13 +86,13 @@ class Looker:
         return max(self._options.settle, _BUSY_SECONDS)
 
     def look_below(self, folder: str) -> None:
-        """`look` at every file below a folder."""
+        """Scan every file below a folder."""
 
         def skip(error: OSError) -> None:
             self._failed(str(error.filename), error)
 
         def leftover(path: str) -> None:
-            with suppress(BusyError, ValueError):  # ValueError: it only looks like one of ours
+            with suppress(BusyError, ValueError):  # ValueError: not one of this package's names
                 replace.clean(self._store, self._folder, path)
 
         for path in self._folder.files(folder, skip, leftover):
@@ -97,7 +100,7 @@ class Looker:
         self.flush()
 
     def look(self, path: str) -> None:
-        """Bring the entry of a path up to date, if a file or a link is there; named with the next `flush`."""
+        """Scan a path: bring the entry of a file or a link up to date. The next `flush` names the entry."""
         if self._stop.is_set():
             raise Stopped
         self._seen = 0
@@ -112,7 +115,7 @@ class Looker:
             raise
         except (CastoreError, OSError, BusyError) as error:
             if _is_gone(path):
-                self._later(path, 0)  # just now
+                self._later(path, 0)  # removed during the scan
             else:
                 self._failed(path, error)
 
@@ -127,11 +130,11 @@ class Looker:
             assert entry is not None, "what is current has an entry"
             self._replace_soon(path, entry)
         elif entry is not None and link_registry.target_of(entry) is not None:
-            link_registry.unbind(self._store, [entry])  # a tool has put a file in the place of the link
+            link_registry.unbind(self._store, [entry])  # a tool has replaced the link by a file
 
     def _settles(self, path: str, found: os.stat_result) -> bool:
-        """Whether something happened to a file just now; if so, it is looked at later."""
-        # The change time too: a tool that sets permissions after a rename is not done before it has.
+        """Whether a file was changed a moment ago; if so, it is scheduled for a later scan."""
+        # The ctime counts too: a tool may set permissions after a rename, and is not done before that.
         quiet = time.time() - max(found.st_mtime, found.st_ctime)
         if not 0 <= quiet < self._options.settle:
             return False
@@ -151,18 +154,21 @@ class Looker:
         try:
             found = os.stat(target)
         except OSError:
-            return  # it leads to nothing, or in a circle
+            return  # the target is missing, or the link is part of a loop
         if self._folder.counts(target) and stat.S_ISREG(found.st_mode) and not self._settles(path, found):
             before = self._store.entry(name)
             if not is_current(self._store, before, target, found.st_size, found.st_mtime_ns):
                 self._adder.add(name, target, before, through=path)
 
     def _look_at_copy(self, path: str, name: str, link: str) -> None:
-        """A link to a file in the folder that is a link into a mount itself by now; any other leads outside."""
+        """Scan a link that leads to another link in the folder, which leads into a mount.
+
+        Any other link that leads outside the folder is ignored.
+        """
         folder, last = os.path.split(os.path.join(os.path.dirname(path), link))
         target = os.path.join(os.path.realpath(folder), last)
         if not self._folder.has(target) or not os.path.islink(target):
-            return  # what lies outside is not ours to add
+            return  # files outside the folder are not added
         entry = link_registry.bound(
             self._store, self._folder.prefix, self._folder.name(target), os.readlink(target)
         )
@@ -178,8 +184,8 @@ class Looker:
             self._report(Event("added" if before is None else "changed", path, name, entry.size))
 
     def _look_at_ours(self, path: str, name: str, link: str, entry: Entry) -> None:
-        """A link that stands for a file: see to it that its own entry is pinned, and that it leads somewhere."""
-        # Without a mount that could be asked: the same place in the mount that it led into.
+        """Scan a link that stands for a file: its own entry must be pinned, and its target must be right."""
+        # If no mount answers, the target is the same place in the mount that the link led into.
         wanted = link.removesuffix(self._folder.below(entry.name)) + self._folder.below(name)
         if self._mount is not None and self._mount.path(name) != wanted and answers(self._mount):
             wanted = self._mount.path(name)
@@ -187,7 +193,8 @@ class Looker:
             return
         found = os.lstat(path)
         source = {"path": path, "size": entry.size, "mtime_ns": found.st_mtime_ns}
-        # Noted before it is turned, with both: should we be killed between, it is still known to be ours.
+        # Record both targets before the link is redirected: after a kill in between, the record still matches
+        # the link.
         mode = entry.metadata["source"]["mode"]
         binding = link_registry.Binding(entry._replace(name=name), source, wanted, mode, was=link)
         if link_registry.bind(self._store, [binding]) == [None]:
@@ -199,12 +206,12 @@ class Looker:
             self._report(Event("relinked", path, name, entry.size))
 
     def flush(self) -> None:
-        """Have everything named, and replaced, that was looked at."""
+        """Name the entries of all files that were scanned, and replace those files by links if wanted."""
         self._adder.flush()
         self._replace()
 
     def look_for_gone(self, entries: Iterable[Entry]) -> None:
-        """Let go of those entries whose file is gone: drop them with ``mirror``, else unpin those that had a link."""
+        """Drop entries whose file is gone, with ``mirror``; without it, unpin those that had a link."""
         for entry in entries:
             if self._stop.is_set():
                 raise Stopped
@@ -233,7 +240,7 @@ class Looker:
             and link_registry.target_of(before) is not None
             and not link_registry.was_pinned(before)
         ):
-            self._store.unpin(entry.name)  # it was the link's, and a tool has put a file in its place
+            self._store.unpin(entry.name)  # the pin was the link's: a tool has replaced the link by a file
         if self._options.replace and self._folder.path(entry.name) == path:
             self._replace_soon(path, entry)
 
@@ -271,7 +278,7 @@ class Looker:
             self._failed(file.path, error)
 
     def live_mount(self) -> Mount | None:
-        """The mount that links lead into; None, told once, while there is none."""
+        """The mount that links lead into; None while there is none, which is reported once."""
         if self._mount is None or not answers(self._mount):
             try:
                 self._mount = find_mount(self._store, self._folder.prefix)
@@ -284,7 +291,7 @@ class Looker:
         return self._mount
 
     def settle_conflicts(self) -> None:
-        """Look again at files whose name was a folder's, or whose folder's name was a file's, now that those may go."""
+        """Scan files with a name conflict again: the file or folder in conflict may be gone by now."""
         conflicts, self._conflicts = self._conflicts or [], None
         for path in conflicts:
             name = self._folder.name(path)
@@ -314,7 +321,7 @@ class Looker:
 
 
 def _is_gone(path: str) -> bool:
-    """Whether no file is there any more; a folder that cannot be looked into is no proof of that."""
+    """Whether the path is no file any more. An unreadable parent folder is no proof of that."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):

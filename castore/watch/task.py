@@ -1,4 +1,4 @@
-"""What a watcher is given to do: which folder, into which store, how, and who is told. Values only, nothing is done here."""
+"""The job of a watcher: the folder, the store, the options and the callbacks. Values only."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from castore.watch.reports import Event
 
 
 class Options(NamedTuple):
-    """What a watcher does beside adding.
+    """Options of a watcher beside adding.
 
     Attributes:
         mirror: drop entries whose file is gone.
-        replace: put links into a mount in the place of files.
+        replace: replace files by links into a mount.
         codec: of new entries; None for the store's.
-        settle: seconds of quiet before a file is looked at.
+        settle: seconds of quiet before a file is scanned.
     """
 
     mirror: bool = False
@@ -31,10 +31,10 @@ class Task(NamedTuple):
 
     Attributes:
         store: open; with ``durable=True`` if files are replaced.
-        folder: that is watched.
-        options: what is done.
-        report: told of everything that is done.
-        progress: called with the bytes of files that are dealt with.
+        folder: the folder to watch.
+        options: the watcher's options.
+        report: called with an event for everything that is done.
+        progress: called with the bytes of files that were handled.
     """
 
     store: Store

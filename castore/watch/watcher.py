@@ -1,10 +1,10 @@
-"""Keeping the entries of a folder in step with its files: a look at everything first, then wherever something happens.
+"""Keeps the entries of a folder in step with its files: one full scan, then scans of paths with events.
 
-Events only tell where to look (looking.py says what a look does), so two watchers of a folder come to the same end. What
-exists is looked at before what is gone, because a link that was renamed leads to the entry of its old name, and needs it
+Events only name paths to scan (see scanner.py), so two watchers of a folder come to the same result. Existing
+paths are scanned before missing ones: a renamed link leads to the entry of its old name, and needs that entry
 until it has its own.
 
-One thread does everything; only events come from others. What it holds does not grow with the number of files.
+One thread does everything; only events come from others. Memory does not grow with the number of files.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from castore.watch.reports import Event
 from castore.watch.scanner import Looker, Stop, Stopped
 from castore.watch.task import Task
 
-#: Seconds between looks for what is due.
+#: Seconds between checks for paths that are due.
 _TICK = 0.1
-#: Seconds until everything is looked at again after the store was full.
+#: Seconds until the next full scan after the store was full.
 _RETRY = 60.0
-#: Seconds between looks for a mount while there is none.
+#: Seconds between searches for a mount while there is none.
 _MOUNT_SECONDS = 5.0
-#: Seconds between looks at everything in any case: events get lost, and never come from another machine's writes.
+#: Seconds between full scans in any case: events get lost, and writes on another machine cause none.
 _RESCAN = 3600.0
 
 
@@ -51,7 +51,7 @@ class Watcher:
         try:
             self._looker = Looker(task, self._events.put, self._stop)
         except NoMountError:
-            self._lookout.look()  # what that means for the links there are
+            self._lookout.look()  # reports the links that lead to nothing
             raise
         self._rescan_at = self._mount_at = 0.0
 
@@ -64,10 +64,10 @@ class Watcher:
         self._stop.set()
 
     def run(self, caught_up: Callable[[], object] = lambda: None) -> None:
-        """Look at everything, then watch until `stop`.
+        """Scan everything, then watch until `stop`.
 
         Args:
-            caught_up: called once everything has been looked at.
+            caught_up: called once, after the first full scan.
 
         Raises:
             WatchError: the folder cannot be watched, or is gone.
@@ -93,7 +93,7 @@ class Watcher:
         if self._events.lost:
             self._report(Event("rescan", reason="too much happened at once"))
             self._look_at_everything()
-            # And again: watchdog lays its watches anew, and does not see what happens while it does.
+            # One more scan later: watchdog adds its watches again, and misses events meanwhile.
             self._rescan_at = time.monotonic() + _RETRY
         elif now >= self._rescan_at:
             self._look_at_everything()
@@ -111,8 +111,10 @@ class Watcher:
         files = self._folder.files(self._folder.root, lambda error: None, lambda path: None)
         if known is not None and next(files, None) is None:
             raise WatchError(
-                f"{self._folder.root} is empty, and --mirror would drop every entry made from it, {known.name!r} first;"
-                f" is its disk mounted? If it is meant to be empty: castore rm -r {shlex.quote(self._folder.prefix or known.name)}"
+                f"{self._folder.root} is empty, and --mirror would drop every entry made from it,"
+                f" {known.name!r} first; is its disk mounted?"
+                " If it is meant to be empty:"
+                f" castore rm -r {shlex.quote(self._folder.prefix or known.name)}"
             )
 
     def _look_at_everything(self) -> None:
@@ -139,7 +141,7 @@ class Watcher:
             try:
                 is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
             except OSError:
-                gone.append(path)  # or not to be looked at: that is seen there
+                gone.append(path)  # or not readable: `look_for_gone` tells them apart
                 continue
             self._guarded(self._looker.look_below if is_folder else self._looker.look, path)
         self._guarded(self._looker.flush)
@@ -154,7 +156,7 @@ class Watcher:
             self._drop_stale(touched.__contains__)
 
     def _guarded(self, work: Callable[..., object], *arguments: object) -> None:
-        """What concerns the store itself is told, and tried again later with a look at everything."""
+        """Call ``work``. An error of the store itself is reported, and a full scan follows later."""
         try:
             work(*arguments)
         except (FullError, StoreError) as error:

@@ -1,6 +1,6 @@
-"""Between `Store.put` and the writer: arguments are checked, batches cut, and errors put into words.
+"""The layer between `Store.put` and the writer: checks arguments, cuts batches, and words errors.
 
-Knows the store's defaults; reads and writes nothing itself.
+Has the store's defaults; reads and writes nothing itself.
 """
 
 from __future__ import annotations
@@ -35,18 +35,16 @@ _BATCH_BYTES = 32 * 1024 * 1024
 _BATCH_BLOBS = 2000
 
 
-#: Stages bytes and says what their name is to be. With False it must not count on blobs that are known.
+#: Stages bytes and returns them with their entry's specification. With False it must not rely on known blobs.
 Make = Callable[[bool], tuple[Pointing, Staged]]
 
 
 class _Changed(Exception):
-    """The name that a put depends on points elsewhere by now."""
+    """The name that a put depends on has another digest by now."""
 
 
 class SupportsRead(Protocol):
-    """A binary file, a pipe, a response of an HTTP client: ``read(n)`` gives at most n bytes, and none at the
-    end.
-    """
+    """A binary file, a pipe, an HTTP response: ``read(n)`` returns at most n bytes, and none at the end."""
 
     def read(self, size: int, /) -> bytes | None:
         """At most ``size`` bytes."""
@@ -60,7 +58,7 @@ class Putter:
         writer: stages and commits.
         settings: the defaults.
         path: the store's folder, for messages.
-        prefixes: tells which names have a dictionary.
+        prefixes: gives the dictionary of a name.
     """
 
     def __init__(self, writer: BlobWriter, settings: Settings, path: Path, prefixes: Prefixes) -> None:
@@ -72,7 +70,7 @@ class Putter:
     def pointing(
         self, name: str, ttl: float | str | None, metadata: dict[str, Any] | None, pin: bool, serializer: str
     ) -> Pointing:
-        """What a put says of its name, checked."""
+        """The specification of an entry, checked."""
         check_name(name)
         check_serializer(serializer)
         seconds = self._seconds(ttl)
@@ -84,9 +82,7 @@ class Putter:
         items: Iterable[tuple[str, Buffer] | tuple[str, Buffer, dict[str, Any] | None]],
         ttl: float | str | None,
     ) -> Iterator[tuple[Pointing, Buffer]]:
-        """`pointing` for many names, each with its bytes and perhaps its metadata, of which nothing else is
-        said.
-        """
+        """`pointing` for many names, each with its bytes and perhaps metadata; all else has its default."""
         seconds = self._seconds(ttl)
         for item in items:
             name, data, metadata = parse_item(item)
@@ -146,8 +142,7 @@ class Putter:
         )
 
     def copy(self, entry: Entry, name: str, *, move: bool) -> Entry | None:
-        """Point ``name`` to the blob of an entry, with what is said of it; None if the entry is another by
-        now.
+        """Point ``name`` to the blob of an entry, with its attributes; None if the entry has changed since.
 
         Args:
             move: remove the entry's own name, and take its pin along.
@@ -205,8 +200,7 @@ class Putter:
         entries: list[Entry] = []
         batch: list[tuple[Pointing, Buffer]] = []
         size = 0
-        # A batch has to fit into the budget beside something else, or it would evict everything and still
-        # fail.
+        # A batch takes at most half the budget: a larger one might evict everything and still fail.
         limit = min(_BATCH_BYTES, (self._settings.max_size or _BATCH_BYTES) // 2)
         for pointing, data in items:
             plain = _plain(data)
@@ -278,7 +272,7 @@ class Putter:
 
     @contextmanager
     def _telling_full(self) -> Iterator[None]:
-        """Have an error for a full disk give the way out."""
+        """Turn the error of a full disk into one that advises what to do."""
         try:
             yield
         except OSError as error:
@@ -311,7 +305,7 @@ class Putter:
 
 
 class _Item(NamedTuple):
-    """What a batch is about to put, and how it is made again if a blob that it counted on has vanished."""
+    """A put of a batch, and the function that stages it again if a known blob has vanished."""
 
     pointing: Pointing
     staged: Staged
@@ -319,15 +313,17 @@ class _Item(NamedTuple):
 
 
 class Batch:
-    """Puts and deletes that are seen together at the end of the block, or not at all. Made by `Store.batch`.
+    """Puts and deletes that become visible together at the end of the block, or not at all.
 
-    Bytes are hashed and compressed as they are put. A batch holds them until its end, for it may have to put
-    them once more: large ones are better put as files, or by `run`, which holds nothing. An exception in the
-    block keeps nothing. One thread uses a batch at a time.
+    Made by `Store.batch`.
+
+    Bytes are hashed and compressed as they are put. A batch holds them in memory until its end, since it may
+    have to put them once more. So put large data as files, or by `run`, which holds nothing. After an
+    exception in the block nothing is put or deleted. One thread uses a batch at a time.
 
     Attributes:
-        entries: what was put, in its order, once the block has ended; empty before.
-        stored: bytes that what is staged will add to the store, so far.
+        entries: the entries that were put, in order, once the block has ended; empty before.
+        stored: bytes that the staged blobs will add to the store.
     """
 
     def __init__(self, putter: Putter, codec: str | None, level: int | None, ttl: float | str | None) -> None:
@@ -336,7 +332,7 @@ class Batch:
         self._ttl = ttl
         self._items: list[_Item] = []
         self._dropped: dict[str, None] = {}
-        self._lives: dict[str, float] = {}  # seconds that names live for, from the commit on
+        self._lives: dict[str, float] = {}  # lifetimes of names in seconds, from the commit on
         self._known, self._is_run = True, False
         self.stored = 0
         self.entries: list[Entry] = []
@@ -364,7 +360,7 @@ class Batch:
         """
         pointing = self._pointing(name, ttl, metadata, pin, serializer)
         plain = _plain(data)
-        # Kept until the end of the block. Of what cannot change, a mapped file say, no copy is needed.
+        # Kept until the end of the block. Data that cannot change, such as a mapped file, needs no copy.
         is_fixed = self._is_run or (isinstance(plain, memoryview) and plain.readonly)
         kept = plain if is_fixed else unchanging(plain)
         used = self._used(codec, level)
@@ -406,7 +402,7 @@ class Batch:
         return add_staged(self, make)
 
     def delete(self, name: str) -> None:
-        """Have a name removed, with what was put under it in this block. A missing one is passed over.
+        """Remove a name, and any put under it in this block. A missing name is no error.
 
         Raises:
             InvalidNameError: nothing can have that name.
@@ -419,7 +415,7 @@ class Batch:
         self._items = [item for item in self._items if item.pointing.name != name]
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Move what was put in this block to other names: for names that tell how many there are.
+        """Rename entries that this block has put, for example to names that contain their number.
 
         Raises:
             InvalidNameError: nothing can have one of the new names.
@@ -436,12 +432,12 @@ class Batch:
         ]
 
     def run(self, work: Callable[[], object]) -> list[Entry]:
-        """Call ``work``, which puts into this batch and deletes, and commit: for streams, which are not kept.
+        """Call ``work``, which puts into this batch and deletes, and commit. For streams, which are not kept.
 
-        If a blob that was known has vanished before the commit, ``work`` is called once more, from the start.
+        If a known blob has vanished before the commit, ``work`` is called once more, from the start.
 
         Returns:
-            What was put, in its order.
+            The entries that were put, in order.
 
         Raises:
             NameConflictError, TooLargeError, FullError: as for `commit`.
@@ -469,7 +465,7 @@ class Batch:
         return entries
 
     def _from_now(self, staged: list[tuple[Pointing, Staged]]) -> list[tuple[Pointing, Staged]]:
-        """All lifetimes begin at once, however long staging took: what belongs together expires together."""
+        """Start all lifetimes now, however long staging took: entries of one batch expire together."""
         now, lives = time.time(), self._lives
         return [
             (
@@ -484,12 +480,12 @@ class Batch:
             txn.delete_entry(name)
 
     def commit(self) -> list[Entry]:
-        """Put and delete now; the batch is empty afterwards. The end of the block does it.
+        """Put and delete now; the batch is empty afterwards. The end of the block calls this.
 
-        Names are deleted first, so one that is put as well is there.
+        Names are deleted first, so a name that is also put exists afterwards.
 
         Returns:
-            What was put, in its order.
+            The entries that were put, in order.
 
         Raises:
             NameConflictError, TooLargeError, FullError: as for `Store.put`; nothing was put or deleted then.
@@ -505,7 +501,7 @@ class Batch:
             try:
                 for item in items:
                     assert item.make is not None  # `run` commits by itself
-                    again.append(item.make(False))  # what is staged must be known when the next fails
+                    again.append(item.make(False))  # on the list before the next one can fail
                     if again[-1][1].digest != item.staged.digest:
                         raise InvalidValueError(
                             f"what {item.pointing.name!r} is put from changed since it was first read;"
@@ -525,7 +521,7 @@ class Batch:
         return entries
 
     def discard(self) -> None:
-        """Forget what was staged."""
+        """Forget all staged puts and deletes."""
         items, self._items, self.stored = self._items, [], 0
         self._dropped, self._lives = {}, {}
         for item in items:
@@ -577,7 +573,7 @@ def parse_item(item: Any) -> tuple[str, Any, dict[str, Any] | None]:
 
 
 def unchanging(data: Buffer) -> bytes:
-    """``data``, or a copy of it if it can be written to: callers fill one buffer anew for each item.
+    """``data``, or a copy of it if it is writable, since callers may reuse one buffer for each item.
 
     Raises:
         SerializationError: it is no run of bytes.
@@ -626,9 +622,9 @@ def staged_file(
     """Stage an open file, for `add_staged`.
 
     Args:
-        batch: for which it is staged.
+        batch: takes the staged file.
         name, metadata, progress: as for `Batch.put_file`.
-        fd: of the file, which is left open.
+        fd: of the file; it stays open.
         path: of the file, for messages.
         known: the argument that `add_staged` gives.
     """
@@ -641,8 +637,8 @@ def add_staged(batch: Batch, make: Make) -> str:
 
     Args:
         batch: to add to.
-        make: stages them, and says what their name is to be. It is called again, with False, if a blob
-            that was known has vanished before the end of the block.
+        make: stages the bytes, and returns them with their entry's specification. It is called again, with
+            False, if a known blob has vanished before the end of the block.
 
     Returns:
         The digest of the bytes, 64 hex characters.

@@ -1,6 +1,6 @@
-"""The open pack: where this process appends the records of small blobs, under the write lock.
+"""The open pack: this process appends the records of small blobs to it, under the write lock.
 
-The write lock also keeps this process's threads apart, so nothing here locks.
+The write lock also excludes this process's other threads, so this module takes no lock.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from castore.objects.packs import PACK_SIZE, PackWriter, record
 from castore.records import HEAD_SIZE, Blob
 from castore.system.forks import reset_after_fork
 
-# Seconds between two looks whether a dictionary that is used is still there.
+# Seconds between two checks whether a dictionary in use still exists.
 _DICTIONARY_SECONDS = 1.0
 
 
 class Vanished(Exception):
-    """A blob that was known when it was looked up, or a dictionary, is not there any more: stage the bytes again."""
+    """A known blob or a dictionary was removed since it was looked up: stage the bytes again."""
 
 
 class OpenPack:
@@ -60,9 +60,9 @@ class OpenPack:
             self._pack = None
 
     def append(self, txn: Write, data: bytes) -> tuple[int, int]:
-        """Append records to this process's pack: ``(pack id, where they begin)``.
+        """Append records to this process's pack; returns the pack's id and the records' offset.
 
-        They are written, all at once, before the transaction commits: nobody can know of them earlier.
+        They are written, all at once, before the transaction commits: nobody can read them earlier.
         """
         if self._appending is not txn:
             self._begin(txn)
@@ -77,15 +77,16 @@ class OpenPack:
         return self._pack.pack, position
 
     def take_back(self) -> None:
-        """Undo the last `append` of this transaction: its bytes were known."""
+        """Undo the last `append` of this transaction: the store has its bytes already."""
         self._pending_size -= len(self._pending.pop())
 
     def _begin(self, txn: Write) -> None:
-        # What an earlier transaction left pending was never committed.
+        # Pending records of an earlier transaction were never committed.
         self._appending, self._pending, self._pending_size = txn, [], 0
         txn.before_commit(self._flush)
-        # A transaction that did not commit has given the id of the pack it began back, and another process may have
-        # begun a file of its own under it: what is appended to ours would be named by rows and lie nowhere.
+        # A transaction that rolled back has returned the id of the pack that it began, and another process
+        # may have created its own file under that id. Rows of records appended to our file would refer to the
+        # other one.
         taken_back = self._begun_by is not None and not self._begun_by.committed
         pack = self._pack
         if pack is not None and (pack.size > PACK_SIZE or taken_back or not pack.is_whole()):
@@ -94,7 +95,7 @@ class OpenPack:
     def _flush(self) -> None:
         if self._pending:
             if self._pack is None:
-                # Rows of this transaction name bytes that were never written: it must not commit.
+                # Rows of this transaction refer to bytes that were never written: it must not commit.
                 raise StoreError("the store was closed by another thread while this put was under way")
             self._pack.add(b"".join(self._pending))
             if self._objects.durable:
@@ -102,12 +103,13 @@ class OpenPack:
         self._pending, self._pending_size = [], 0
 
     def see_dictionary(self, dictionary: Dictionary) -> None:
-        """Check, under the write lock, that what was compressed with a dictionary will find it.
+        """Check, under the write lock, that a dictionary used for compression still exists.
 
-        Who removes one does so under the lock, and says so in the beacon. A user's own hand is noticed within a second.
+        castore removes dictionaries under the lock, and changes the beacon then. A removal by hand is noticed
+        within a second.
 
         Raises:
-            Vanished: it has been removed since.
+            Vanished: the dictionary has been removed since.
         """
         seen, now = (dictionary, self._index.beacon.words[PREFIXES]), time.monotonic()
         if seen == self._seen and now < self._look_again:
@@ -117,7 +119,7 @@ class OpenPack:
         self._seen, self._look_again = seen, now + _DICTIONARY_SECONDS
 
     def write_anew(self, txn: Write, blob: Blob, payload: bytes) -> None:
-        """Write the record of a packed blob once more, into this process's pack, and have its row mean that."""
+        """Write the record of a packed blob again, into this process's pack, and update its row."""
         data = record(blob.digest, blob.size, blob.codec, payload)
         while True:
             target, position = self.append(txn, data)
@@ -126,11 +128,11 @@ class OpenPack:
             self.forget()
 
     def leave(self, pack: int) -> None:
-        """Have the next append start another pack, if it is this one that is open."""
+        """Have the next append start another pack, if ``pack`` is the open one."""
         if self._pack is not None and self._pack.pack == pack:
             self.forget()
 
     def forget(self) -> None:
-        """Have the next append start another pack: this one has been retired, so nothing of it was kept."""
+        """Have the next append start another pack: the open one was retired. Drops its pending records."""
         self._pending, self._pending_size = [], 0
         self.close()

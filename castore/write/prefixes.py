@@ -1,8 +1,9 @@
-"""Which dictionary small blobs below a prefix are compressed with, for all processes of a store.
+"""Maps prefixes to the dictionaries that compress small blobs below them, for all processes of a store.
 
-One small file beside the dictionaries, replaced by a rename under the write lock; a word of the beacon tells the others.
-It concerns new blobs only: to read one, the number in its frame is enough. So a file, or a dictionary, that cannot be
-used makes puts go without, and nothing else; `castore doctor` tells.
+The map is one small file beside the dictionaries, replaced by a rename under the write lock. A word of the
+beacon then changes, and other processes read the file again. The map matters for new blobs only: a read needs
+just the number in the frame. So if the file or a dictionary is damaged, puts go on without a dictionary, and
+`castore doctor` reports it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from castore.objects.dictionaries import Dictionaries, Dictionary
 from castore.system.temporary import create_temporary, open_regular, sync_folder
 
 _FILE = "prefixes.json"
-# Far more than anybody has prefixes for; what is longer is cut, and then no JSON.
+# Bytes, far more than anybody's prefixes take. A longer file is cut, and then is not valid JSON.
 _MOST = 1 << 20
 _NUMBER = re.compile("[0-9a-f]{8}")
 
@@ -31,7 +32,7 @@ class Prefixes:
     Args:
         dictionaries: of the store.
         tmp: folder of files being written.
-        beacon: tells when another process changed something.
+        beacon: its word for prefixes changes when another process has changed the file.
         mode: permission bits of the file.
     """
 
@@ -45,7 +46,7 @@ class Prefixes:
         self._numbers: dict[str, int] = {}
 
     def dictionary(self, name: str) -> Dictionary | None:
-        """What a new blob of that name is compressed with; the longest prefix counts."""
+        """The dictionary for a new blob of that name: the one of the longest prefix, or None."""
         if self._words[PREFIXES] != self._seen:
             self._look()
         numbers = self._numbers
@@ -60,12 +61,12 @@ class Prefixes:
         try:
             return self._dictionaries.load(number)
         except CorruptError as error:
-            numbers.pop(part, None)  # not asked for again until something changes
+            numbers.pop(part, None)  # not loaded again until the file changes
             _warn(f"new blobs below {part!r} are compressed without their dictionary: {error}")
             return None
 
     def _look(self) -> None:
-        # The word comes first: a change in between is seen the next time.
+        # Read the word first: the next call sees a change made in between.
         seen = self._words[PREFIXES]
         self._numbers, problem = self.read()
         self._seen = seen
@@ -73,7 +74,7 @@ class Prefixes:
             _warn(f"new blobs are compressed without dictionaries: {problem}")
 
     def read(self) -> tuple[dict[str, int], str | None]:
-        """The numbers by prefix as the file has them now, and what is wrong with it, or None."""
+        """The numbers by prefix that the file has now, and a sentence about its damage, or None."""
         try:
             with open(open_regular(self.path), "rb") as file:
                 raw = json.loads(file.read(_MOST))
@@ -86,10 +87,12 @@ class Prefixes:
             return {}, f"{self.path} is damaged ({error})"
 
     def set(self, prefix: str, number: int | None) -> bool:
-        """Have new blobs below a prefix compressed with a dictionary, or with none; the caller holds the write lock.
+        """Set the dictionary for new blobs below a prefix, or None for no dictionary.
+
+        The caller holds the write lock.
 
         Returns:
-            Whether that changed anything.
+            Whether that changed the file.
 
         Raises:
             StoreError: the file is damaged.
@@ -122,7 +125,7 @@ class Prefixes:
         self.tell()
 
     def tell(self) -> None:
-        """Have every process look at the file again."""
+        """Have every process read the file again."""
         self._words[PREFIXES] = (self._words[PREFIXES] + 1) % 2**64
 
 
@@ -133,5 +136,6 @@ def _number(text: object) -> int:
 
 
 def _warn(what: str) -> None:
-    # A put is worth more than what a dictionary saves; but nobody is to find out by the size of his disk.
+    # A put must not fail for a dictionary's saving. But users must not learn of the loss only from a full
+    # disk.
     warnings.warn(f"{what}; `castore doctor` tells more", RuntimeWarning, stacklevel=6)

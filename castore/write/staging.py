@@ -1,6 +1,6 @@
-"""Bytes that are ready to be placed: known already, to go into a pack, or waiting in a file of their own.
+"""Bytes that are ready to be placed: known already, meant for a pack, or waiting in a file of their own.
 
-All that is left for them happens under the write lock, in `place`; none of them looks at names.
+The rest happens under the write lock, in `place`. Nothing here deals with names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from castore.write.open_pack import OpenPack, Vanished
 
 
 class Staged(Protocol):
-    """Bytes that are ready to be placed: all that is left happens under the write lock."""
+    """Bytes that are ready to be placed: the rest happens under the write lock."""
 
     @property
     def digest(self) -> bytes:
@@ -27,7 +27,7 @@ class Staged(Protocol):
         ...
 
     def place(self, txn: Write) -> tuple[Blob, bool]:
-        """Give the bytes their place and their row, unless the index knows them as good already.
+        """Move the bytes into place and add their row, unless the index has them as good already.
 
         Returns:
             The blob, and whether its row is new.
@@ -35,7 +35,7 @@ class Staged(Protocol):
         ...
 
     def discard(self) -> None:
-        """Undo what is left over if `place` was not reached, or did not need the bytes."""
+        """Remove temporary files if `place` was not called, or did not need the bytes."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class Known(NamedTuple):
 
 
 class Small:
-    """A blob that goes into this process's pack; with what it was, or could have been, compressed."""
+    """A blob for this process's pack, with the dictionary for which it was encoded, if any."""
 
     __slots__ = ("_codec", "_dictionary", "_pack", "_record", "_size", "digest", "stored")
 
@@ -91,7 +91,8 @@ class Small:
     def place(self, txn: Write) -> tuple[Blob, bool]:
         """See `Staged`."""
         digest = self.digest
-        # A new row is tried before one is looked for; but no pack is begun for bytes that may be known.
+        # INSERT before SELECT, as most blobs are new. But if no pack is open, look up first: known bytes need
+        # no pack.
         known = None if self._pack.is_begun else txn.blob(digest)
         if known is not None and known.pack != LOST:
             return known, False
@@ -108,7 +109,7 @@ class Small:
             self.forget_pack()
 
     def append(self, txn: Write) -> Blob:
-        """Have the bytes written to the pack before ``txn`` commits; returns what their row is to say.
+        """Have the bytes written to the pack before ``txn`` commits; returns the values of their row.
 
         Raises:
             Vanished: the dictionary that they need has been removed since.
@@ -119,7 +120,7 @@ class Small:
         return Blob(self.digest, self._size, self.stored, self._codec, pack, position + HEAD_SIZE)
 
     def forget_pack(self) -> None:
-        """Have the next one go into another pack: gc retired this one under us, and its file will go."""
+        """Have the next append start another pack: gc retired this one, and will unlink its file."""
         self._pack.forget()
 
     def discard(self) -> None:
@@ -127,7 +128,7 @@ class Small:
 
 
 class Large:
-    """A blob that is a file of its own, written to ``tmp/`` and waiting for its name."""
+    """A blob that is a file of its own, written to ``tmp/``, to be renamed into place."""
 
     def __init__(
         self, objects: ObjectDirectory, blob: Blob, temporary: Path, checksums: bytes | None
@@ -156,18 +157,18 @@ class Large:
         return self._blob, known is None
 
     def discard(self) -> None:
-        """Remove the temporary file, unless it has its name."""
+        """Remove the temporary file, unless it was renamed into place."""
         if self._temporary is not None:
             self._temporary.unlink(missing_ok=True)
             self._temporary = None
 
 
 def place_all(items: Sequence[Staged], txn: Write) -> list[tuple[Blob, bool]]:
-    """`place` for each of many; what goes into a pack is looked up and recorded all at once."""
+    """`place` for each of many. Blobs for packs are looked up and recorded all at once."""
     small: dict[bytes, Small] = {}
     for item in items:
         if isinstance(item, Small):
-            small.setdefault(item.digest, item)  # the first brings the row: no name can point at it yet
+            small.setdefault(item.digest, item)  # the first adds the row: no name can point at it yet
     known = txn.blobs(small)
     added = _add([item for digest, item in small.items() if digest not in known], txn)
     placed = []
@@ -184,7 +185,7 @@ def place_all(items: Sequence[Staged], txn: Write) -> list[tuple[Blob, bool]]:
 
 
 def _add(items: Sequence[Small], txn: Write) -> dict[bytes, Blob]:
-    """Append and record what nobody knows yet."""
+    """Append and record blobs that the store does not have yet."""
     while items:
         blobs = [item.append(txn) for item in items]
         if all(txn.has_pack(pack) for pack in {blob.pack for blob in blobs}):

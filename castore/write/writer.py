@@ -1,9 +1,9 @@
-"""How bytes become a blob and a name: hash, look, compress, place, point.
+"""Turns bytes into a blob and a name: hash, look up, compress, place, name.
 
-The order is what makes a put whole or absent. Everything slow (hashing, compressing, writing a temporary file)
-happens before the write lock is taken; under the lock the bytes get their final place, the rows are written, and the
-commit makes both visible together. If the process dies anywhere before the commit, what it leaves is a temporary
-file, dead bytes at the end of a pack, or an object no row means: gc removes all three.
+The order of the steps makes a put whole or absent. Everything slow (hashing, compressing, writing a temporary
+file) happens before the write lock is taken. Under the lock the bytes get their final place and the rows are
+written, and the commit makes both visible together. A process that dies before the commit leaves a temporary
+file, dead bytes at the end of a pack, or an object without a row: gc removes all three.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from castore.write.staging import (
 
 #: Blobs larger than this are looked up before they are compressed.
 _LOOK_FIRST = 4096
-# Seconds between two looks whether a dictionary that is used is still there.
+# Seconds between two checks whether a dictionary in use still exists.
 _DICTIONARY_SECONDS = 1.0
 
 _Encoding = Callable[[Callable[[bytes], object]], Encoded]
@@ -104,12 +104,12 @@ class BlobWriter:
         """Hash, look the blob up, and compress it if it is new.
 
         Args:
-            known: False compresses without looking, for a blob that was seen to vanish.
+            known: False compresses without a look-up, for a blob that has vanished.
             dictionary: for blobs that are small enough.
         """
         digest = blake3.blake3(data).digest()
         size = len(data)
-        # Compressing so little costs no more than the look-up, which is then left to the write transaction.
+        # Compressing so few bytes costs no more than the look-up. The write transaction does that instead.
         if size > _LOOK_FIRST and known and (found := self.stage_known(digest)) is not None:
             return found
         if size <= FRAME_SIZE:
@@ -138,13 +138,13 @@ class BlobWriter:
         *,
         known: bool = True,
     ) -> list[Staged]:
-        """`stage` for each of many, with the dictionary that it may be compressed with, on all cores."""
+        """`stage` for many values, each with the dictionary to try or None, on all cores."""
         is_quick = [0 < len(data) <= _LOOK_FIRST for data, _ in values]
         quick = list(compress(values, is_quick))
         staged: list[Staged] = []
         for count, encoded in begin_encoding(quick, codec, level):
             piece = quick[len(staged) : len(staged) + count]
-            # Other threads compress while this one hashes, and makes records of what is compressed.
+            # Other threads compress while this one hashes, and makes records of compressed values.
             digests = [blake3.blake3(data).digest() for data, _ in piece]
             staged += [
                 self._one_frame(digest, len(data), *frame, dictionary)
@@ -160,7 +160,7 @@ class BlobWriter:
     def _stage_others(
         self, values: Sequence[tuple[Buffer, Dictionary | None]], codec: str, level: int | None, known: bool
     ) -> list[Staged]:
-        """The same for those that are looked up before they are compressed, or are empty."""
+        """`stage_many` for values that are looked up before they are compressed, or are empty."""
         staged: dict[int, Staged] = {}
         frames: dict[int, bytes] = {}
         for at, (data, _) in enumerate(values):
@@ -185,7 +185,7 @@ class BlobWriter:
         return [staged[at] for at in range(len(values))]
 
     def stage_known(self, digest: bytes) -> Known | None:
-        """A blob that is in the store already; None if it is not there, or damaged."""
+        """A blob that the store has already; None if it is missing or damaged."""
         blob = self._index.blob(digest)
         return None if blob is None or blob.pack == LOST else Known(blob)
 
@@ -199,12 +199,13 @@ class BlobWriter:
         progress: Callable[[int], object] | None = None,
         dictionary: Dictionary | None = None,
     ) -> Staged:
-        """The same for an open file of any size, in constant memory."""
+        """`stage` for an open file of any size, in constant memory."""
         size = os.fstat(fd).st_size
         if size <= 4 * FRAME_SIZE:
             return self.stage(os.pread(fd, size + 1, 0), codec, level, known=known, dictionary=dictionary)
         if known and self._index.has_loose_of_size(size):
-            # Some blob of this size is here: reading twice costs less than compressing what may be known.
+            # The store has a blob of this size. Hash first: reading twice costs less than compressing a known
+            # blob.
             digest, size = hash_file(fd)
             if (found := self.stage_known(digest)) is not None:
                 return found
@@ -221,7 +222,7 @@ class BlobWriter:
         return Large(self._objects, blob, temporary, encoded.checksums)
 
     def incoming(self, codec: str, level: int | None, dictionary: Dictionary | None) -> IncomingBlob:
-        """A blob whose bytes come in pieces, and whose size only its end tells."""
+        """A blob whose bytes arrive in pieces, and whose size is known only at its end."""
         self._index.see_writable()
         return IncomingBlob(partial(self.stage, dictionary=dictionary), self._objects, codec, level)
 
@@ -247,12 +248,12 @@ class BlobWriter:
         """Place and name everything in one transaction.
 
         Args:
-            first: done in the transaction before anything else; what it raises takes all back.
+            first: called in the transaction before anything else; its exceptions roll everything back.
 
         Raises:
             TooLargeError: one blob alone passes the budget.
-            FullError: what is pinned leaves no room, or the disk is full.
-            Vanished: a known blob is not there any more; stage again with ``known=False``.
+            FullError: pinned entries leave no room, or the disk is full.
+            Vanished: a known blob was removed; stage again with ``known=False``.
         """
         try:
             if self._max_size is not None:
@@ -320,7 +321,7 @@ def open_source(path: str | os.PathLike[str]) -> int:
 
 
 def full(need: int, max_size: int) -> FullError:
-    """The error for a budget that what is pinned leaves too small."""
+    """The error for a budget in which pinned entries leave too little room."""
     return FullError(
         f"no room for {format_size(need)} within {format_size(max_size)}: the rest is pinned;"
         " unpin something or raise the budget with `castore init --max-size`"
