@@ -39,7 +39,7 @@ _BATCH_BLOBS = 2000
 Make = Callable[[bool], tuple[Pointing, Staged]]
 
 
-class _Changed(Exception):
+class Changed(Exception):
     """The name that a put depends on points elsewhere by now."""
 
 
@@ -132,8 +132,6 @@ class Putter:
 
     def create(self, pointing: Pointing, codec: str, level: int | None, *, replace: bool) -> Creation:
         """See `Store.create`."""
-        blob = self._writer.incoming(codec, level, self._dictionary(pointing.name))
-        file = NewFile(pointing.name, blob, self._telling_full)
 
         def see_new(txn: Write) -> None:
             if not replace and txn.current(pointing.name, time.time()) is not None:
@@ -141,8 +139,15 @@ class Putter:
                     f"{pointing.name!r} is there already; choose another name or delete it"
                 )
 
+        return self._create(pointing, codec, level, see_new)
+
+    def _create(
+        self, pointing: Pointing, codec: str, level: int | None, first: Callable[[Write], object]
+    ) -> Creation:
+        blob = self._writer.incoming(codec, level, self._dictionary(pointing.name))
+        file = NewFile(pointing.name, blob, self._telling_full)
         return Creation(
-            file, lambda: self._commit(lambda known: [(pointing, blob.stage(known))], see_new)[0], blob
+            file, lambda: self._commit(lambda known: [(pointing, blob.stage(known))], first)[0], blob
         )
 
     def copy(self, entry: Entry, name: str, *, move: bool) -> Entry | None:
@@ -163,7 +168,7 @@ class Putter:
 
         def first(txn: Write) -> None:
             if txn.current(entry.name, time.time()) != digest:
-                raise _Changed
+                raise Changed
             if move and name != entry.name:
                 txn.delete_entry(entry.name)
 
@@ -173,7 +178,7 @@ class Putter:
         with self._telling_full():
             try:
                 return self._writer.commit([(pointing, staged)], first)[0]
-            except (_Changed, Vanished):
+            except (Changed, Vanished):
                 return None
 
     def put_stream(
@@ -251,13 +256,13 @@ class Putter:
         def first(txn: Write) -> None:
             name, digest = expected
             if txn.current(name, time.time()) != digest:
-                raise _Changed
+                raise Changed
             for name in drop:
                 txn.delete_entry(name)
 
         try:
             return self._commit(stage, first)
-        except _Changed:
+        except Changed:
             return None
 
     def _commit(
@@ -308,6 +313,37 @@ class _Item(NamedTuple):
     pointing: Pointing
     staged: Staged
     make: Make | None
+
+
+def create_over(putter: Putter, name: str, entry: Entry | None, options: Mapping[str, Any]) -> Creation:
+    """A block like that of `Store.create`, for new bytes that were worked out from an entry.
+
+    What ``options`` does not say is taken from the entry: its expiry, its metadata, its pin and its
+    serializer. The end of the block raises `Changed` if ``name`` points elsewhere by then.
+
+    Args:
+        putter: of the store.
+        name: what the bytes are going to be named.
+        entry: what ``name`` points to, or None if it is not there.
+        options: as for `Store.create`.
+    """
+    codec, level = putter.codec(options.get("codec"), options.get("level"))
+    pointing = putter.pointing(
+        name,
+        options.get("ttl"),
+        options.get("metadata", entry and entry.metadata),
+        options.get("pin", entry is not None and entry.pinned),
+        "bytes" if entry is None else entry.serializer,
+    )
+    if entry is not None and options.get("ttl") is None:
+        pointing = pointing._replace(expires=entry.expires)
+    digest = None if entry is None else bytes.fromhex(entry.digest)
+
+    def see_same(txn: Write) -> None:
+        if txn.current(name, time.time()) != digest:
+            raise Changed
+
+    return putter._create(pointing, codec, level, see_same)
 
 
 class Batch:

@@ -11,21 +11,23 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 from fsspec.callbacks import DEFAULT_CALLBACK
+from fsspec.compression import compr
 from fsspec.config import apply_config
+from fsspec.core import get_compression
 from fsspec.utils import stringify_path
 
-from castore import Entry, InvalidNameError, InvalidValueError, Store
+from castore import Entry, InvalidNameError, Store
 from castore.adapters.filesystem.errors import exists, is_folder, not_found, reading, writing
-from castore.adapters.filesystem.files import ReadFile, WriteFile
+from castore.adapters.filesystem.files import AppendFile, CompressedFile, ReadFile, TextFile, WriteFile
 from castore.adapters.filesystem.stores import shared_store
 from castore.settings import default_path
 
 #: What a put can be told, for all files of a file system or for one.
 _PUT_OPTIONS = ("codec", "level", "ttl", "metadata", "pin")
-#: What fsspec's base class takes.
-_BASE_OPTIONS = {
-    "asynchronous", "loop", "batch_size", "use_listings_cache", "listings_expiry_time", "max_paths",
-}  # fmt: skip
+#: Those that say how bytes are compressed.
+_HOW = ("codec", "level")
+#: What a layer of text is told.
+_TEXT_OPTIONS = ("encoding", "errors", "newline")
 
 
 class _Resolved(type(AbstractFileSystem)):  # type: ignore[misc]  # fsspec has no types
@@ -36,7 +38,8 @@ class _Resolved(type(AbstractFileSystem)):  # type: ignore[misc]  # fsspec has n
         store = options.pop("store", None) if store is None else store
         if isinstance(store, Store):
             # Two stores of one folder may have other options, and one may be closed: none stands for another.
-            return super().__call__(store=store, **options, skip_instance_cache=True)
+            options["skip_instance_cache"] = True
+            return super().__call__(store=store, **options)
         path = os.path.abspath(default_path() if store is None else store)
         return super().__call__(store=path, **options)
 
@@ -51,6 +54,8 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         store: the store's folder, or a `castore.Store`; default ``$CASTORE_DIR``, then ``~/.cache/castore``.
         codec, level, ttl, metadata, pin: of what is written, as for `castore.Store.put`; `open`, `pipe_file`
             and `put_file` take them, too.
+        options: what fsspec's base class takes. Others are ignored, as by fsspec's own file systems: libraries
+            pass what another file system takes.
 
     Threads may share an instance, a forked child may go on with it, and it pickles as the path of its store
     (or as the `castore.Store` that it was given).
@@ -70,11 +75,6 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         if self._cached:
             return  # fsspec's base class runs this again for an instance that it has kept
         self._put_options = {name: options.pop(name) for name in _PUT_OPTIONS if name in options}
-        if unknown := options.keys() - _BASE_OPTIONS:
-            raise InvalidValueError(
-                f"CastoreFileSystem takes no {', '.join(sorted(unknown))};"
-                f" it takes store, {', '.join(_PUT_OPTIONS)}"
-            )
         super().__init__(**options)
         assert store is not None  # the metaclass has resolved it
         self.store = store if isinstance(store, Store) else shared_store(store)
@@ -205,7 +205,39 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
             raise is_folder(info["name"])
         return str(info["digest"])
 
-    # Reading
+    # Opening
+
+    def open(
+        self,
+        path: str,
+        mode: str = "rb",
+        block_size: int | str | None = None,
+        cache_options: dict[str, Any] | None = None,
+        compression: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Open a file; see fsspec's `open`. Layers of text and compression end the file that they write.
+
+        Args:
+            mode: ``rb``, ``wb``, ``xb`` or ``ab``, or ``r``, ``w``, ``x`` or ``a`` for text.
+            compression: ``gzip`` or another name of fsspec's, or ``infer`` to tell it by the path.
+            kwargs: ``encoding``, ``errors``, ``newline``; and of what is written ``codec``, ``level``, ``ttl``,
+                ``metadata``, ``pin``. Others are ignored, as by fsspec's own file systems.
+        """
+        if "r" in mode:
+            return super().open(path, mode, block_size, cache_options, compression, **kwargs)
+        path = self._strip_protocol(path)
+        text = {name: kwargs.pop(name) for name in _TEXT_OPTIONS if name in kwargs}
+        compression = get_compression(path, compression)
+        binary = mode.replace("t", "").replace("b", "") + "b"
+        file: Any = super().open(path, binary, block_size, cache_options, None, **kwargs)
+        try:
+            if compression is not None:
+                file = CompressedFile(compr[compression](file, mode=binary[0]), file)
+            return file if "b" in mode else TextFile(file, **text)
+        except BaseException:
+            file.discard()
+            raise
 
     def _open(
         self,
@@ -225,10 +257,20 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         if mode == "xb" and self.exists(path):
             raise exists(path)
         self._see_no_folder(path)
+        if mode == "ab":
+            return AppendFile(self, path, mode, autocommit, _put_options(kwargs))
         return WriteFile(self, path, mode, autocommit, self._options(kwargs))
 
+    def append_options(self, entry: Entry | None, given: dict[str, Any]) -> dict[str, Any]:
+        """What is put when a file is appended to: an entry that is there stays as it is but for what is
+        given with the file, and for how its bytes are compressed.
+        """
+        if entry is None:
+            return self._put_options | given
+        return {name: self._put_options[name] for name in _HOW if name in self._put_options} | given
+
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        return self._put_options | {name: given[name] for name in _PUT_OPTIONS if name in given}
+        return self._put_options | _put_options(given)
 
     def _see_file(self, path: str) -> None:
         if self._entry(path) is None:
@@ -415,6 +457,10 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
             import errno
 
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), f"castore://{path}")
+
+
+def _put_options(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in _PUT_OPTIONS if name in given}
 
 
 def _file(entry: Entry) -> dict[str, Any]:
