@@ -190,6 +190,11 @@ class Putter:
         progress: Callable[[int], object] | None,
     ) -> Entry:
         """See `Store.put_stream`."""
+        if not hasattr(source, "read"):
+            raise InvalidValueError(
+                f"put_stream takes a file that can be read, not {type(source).__name__};"
+                " `put` keeps bytes, `put_file` the file of a path"
+            )
         with self.create(pointing, codec, level, replace=True) as file:
             while piece := source.read(FRAME_SIZE):
                 file.write(piece)
@@ -585,6 +590,28 @@ class Batch:
 
     def _used(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
         return self._codec if codec is None and level is None else self._putter.codec(codec, level)
+
+
+def parse_expected(expected: Any) -> tuple[str, bytes | None]:
+    """Name and digest that a `Store.put_if` depends on.
+
+    Raises:
+        InvalidNameError: nothing can have that name.
+        InvalidValueError: it is no pair of a name and a digest in hex.
+    """
+    shape = "expected is (name, digest), with the 64 hex digits of `Entry.digest`, or with None for no entry"
+    if not isinstance(expected, tuple | list) or len(expected) != 2:
+        raise InvalidValueError(f"{shape}, not {expected!r:.100}")
+    name, digest = expected
+    if digest is None:
+        return check_name(name), None
+    try:
+        raw = bytes.fromhex(digest)
+    except (TypeError, ValueError):
+        raw = b""
+    if len(raw) != 32:
+        raise InvalidValueError(f"{shape}, not {digest!r:.100}")
+    return check_name(name), raw
 
 
 def parse_item(item: Any) -> tuple[str, Any, dict[str, Any] | None]:

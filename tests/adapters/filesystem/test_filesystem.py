@@ -782,6 +782,63 @@ def test_folders_are_moved_and_copied_with_all_below_them(fs: CastoreFileSystem)
         fs.cp_file("no/such", "x")
 
 
+@pytest.mark.parametrize("above", ["", "n/"])
+def test_names_at_the_top_are_copied_and_moved_as_those_below(
+    fs: CastoreFileSystem, above: str, tmp_path: Path
+) -> None:
+    fs.pipe({f"{above}top": b"1", f"{above}tip": b"2", f"{above}gd/a/1": b"3", "d/x": b"4"})
+    fs.cp(f"{above}top", "d/")
+    fs.cp(f"{above}top", "d2/")
+    fs.cp(f"{above}top", "d")
+    fs.cp(f"{above}t*", "d3/")
+    fs.cp(f"{above}gd", "d", recursive=True)
+    fs.cp(f"{above}gd", "new", recursive=True)
+    fs.cp(f"{above}gd/", "d4/", recursive=True)
+    assert fs.find("d") == ["d/gd/a/1", "d/top", "d/x"]
+    assert fs.find("d2") + fs.find("d3") == ["d2/top", "d3/tip", "d3/top"]
+    assert fs.find("new") + fs.find("d4") == ["new/a/1", "d4/a/1"]
+    (tmp_path / "out").mkdir()
+    fs.get(f"{above}top", str(tmp_path / "out"))
+    fs.get(f"{above}top", f"{tmp_path}/out/new/")
+    fs.get(f"{above}gd", str(tmp_path / "out"), recursive=True)
+    found = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*"))
+    assert found == ["gd", "gd/a", "gd/a/1", "new", "new/top", "top"]
+    fs.mv(f"{above}tip", "d")
+    fs.mv(f"{above}top", "d5/")
+    fs.mv(f"{above}gd", "d2", recursive=True)
+    assert fs.find("d") == ["d/gd/a/1", "d/tip", "d/top", "d/x"]
+    assert fs.find("d2") + fs.find("d5") == ["d2/gd/a/1", "d2/top", "d5/top"]
+
+
+def test_a_folder_that_was_made_is_there_for_the_instance_that_made_it(fs: CastoreFileSystem) -> None:
+    fs.makedirs("a/b/c")
+    assert fs.ls("a/b/c") == []
+    assert (fs.ls("", detail=False), fs.ls("a", detail=False)) == (["a"], ["a/b"])
+    assert [fs.isdir("a/b"), fs.exists("a/b/c"), fs.isfile("a/b"), fs.isdir("a/x")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert fs.info("a/b/c") == {"name": "a/b/c", "size": 0, "type": "directory"}
+    assert (fs.find("a", withdirs=True), fs.glob("a/*"), fs.find("a")) == (["a", "a/b", "a/b/c"], ["a/b"], [])
+    with pytest.raises(FileExistsError):
+        fs.mkdir("a/b/c")
+    fs.makedirs("a/b/c", exist_ok=True)
+    with pytest.raises(OSError, match="not empty"):
+        fs.rmdir("a/b")
+    fs.pipe("a/b/c/file", b"x")
+    assert fs.ls("a/b", detail=False) == ["a/b/c"]
+    other = CastoreFileSystem(fs.store.path, ttl="1h")
+    assert other.find("a", withdirs=True) == ["a", "a/b", "a/b/c", "a/b/c/file"]
+    fs.rm("a/b/c/file")
+    assert (fs.ls("a/b/c"), other.exists("a")) == ([], False)
+    fs.rmdir("a/b/c")
+    assert not fs.exists("a/b/c")
+    fs.rm("a", recursive=True)
+    assert (fs.exists("a"), fs.ls("")) == (False, [])
+
+
 def test_a_file_is_moved_into_a_folder_of_its_own_name(fs: CastoreFileSystem) -> None:
     fs.pipe("a", b"x")
     fs.mv("a", "a/a")
