@@ -171,7 +171,8 @@ class WriteFile(io.BufferedIOBase):
     def write(self, data: Any) -> int:
         """Take all of ``data``; see `castore.Store.create`."""
         # A layer that is closed by an exception still writes its last bytes.
-        self._unwound_by = self._unwinding()
+        if not unfinished.is_collecting():
+            self._unwound_by = self._unwinding()
         return self._write(data)
 
     def _write(self, data: Any) -> int:
@@ -193,6 +194,10 @@ class WriteFile(io.BufferedIOBase):
         """
         if self.closed or not self._is_open:
             super().close()
+            return
+        if unfinished.is_collecting():  # a layer's finaliser closes this
+            super().close()
+            unfinished.finish(self)
             return
         error = sys.exc_info()[1]
         if error is not None and (self._unwinding() or self._unwound_by == id(error)):

@@ -19,6 +19,7 @@ from fsspec.implementations.local import make_path_posix, trailing_sep
 from fsspec.utils import other_paths, stringify_path
 
 from castore import Entry, InvalidNameError, Store
+from castore.adapters.filesystem import unfinished
 from castore.adapters.filesystem.errors import exists, is_folder, not_found, reading, writing
 from castore.adapters.filesystem.files import AppendFile, CompressedFile, ReadFile, TextFile, WriteFile
 from castore.adapters.filesystem.stores import shared_store
@@ -101,6 +102,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
     # Looking
 
     def _entry(self, path: str) -> Entry | None:
+        unfinished.finish_left()
         try:
             return self.store.entry(path) if path in self.store else None
         except InvalidNameError:
@@ -154,19 +156,22 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
             FileNotFoundError: there is neither.
         """
         path = self._strip_protocol(path)
+        found: dict[str, Entry | str]
         if (entry := self._entry(path)) is not None:
-            found = [_file(entry)]
+            found = {entry.name: entry}
         else:
             with reading(path):
                 children = self.store.children(path)
-                found = [_folder(one) if isinstance(one, str) else _file(one) for one in children]
-            if made := [one for one in self._made_below(path) if self._parent(one) == path]:
-                there = {one["name"] for one in found}
-                found += [_folder(one) for one in made if one not in there]
+                found = {one if isinstance(one, str) else one.name: one for one in children}
+            for folder in self._made_below(path):
+                if self._parent(folder) == path:
+                    found.setdefault(folder, folder)
             if not found and path and path not in self._made:
                 raise not_found(path)
-        found.sort(key=lambda one: str(one["name"]))
-        return found if detail else [one["name"] for one in found]
+        names = sorted(found)
+        if not detail:
+            return names
+        return [_folder(one) if isinstance(one, str) else _file(one) for one in map(found.__getitem__, names)]
 
     def find(
         self,
@@ -180,6 +185,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         if maxdepth is not None and maxdepth < 1:
             raise ValueError(f"maxdepth must be at least 1, not {maxdepth!r}")
         path = self._strip_protocol(path)
+        unfinished.finish_left()
         try:
             entries = list(self.store.entries(path, damaged=False))
         except InvalidNameError:

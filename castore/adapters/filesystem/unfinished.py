@@ -31,8 +31,8 @@ _held: dict[int, object] = {}
 _left: deque[WriteFile] = deque()
 #: Held while such a file is ended.
 _ending = Guard()
-#: One item while the collector runs.
-_collecting: list[None] = []
+#: The thread that the collector runs in.
+_collecting: list[int] = []
 #: Finalisers of this room are no sign of being inside the store.
 _HERE = "castore.adapters.filesystem.files", "castore.adapters.filesystem.unfinished"
 
@@ -59,18 +59,21 @@ def finish(file: WriteFile) -> None:
 
     The collector ends files and the layers above them in any order: they wait for its end, so that all layers
     have written what they held. It may also run inside the store, where this thread holds locks or is in the
-    middle of a transaction: another thread ends the file then.
+    middle of a transaction: the file waits for the next look into a file system, or the end of the program.
     """
     _left.append(file)
-    if not _collecting:
+    if not is_collecting():
         _finish_soon()
 
 
+def is_collecting() -> bool:
+    """Whether the collector runs in this thread, and so this code in a finaliser of it."""
+    return _thread.get_ident() in _collecting
+
+
 def _finish_soon() -> None:
-    if _is_inside_store():
-        _thread.start_new_thread(_finish_left, ())
-    else:
-        _finish_left()
+    if not _is_inside_store():
+        finish_left()
 
 
 def _is_inside_store() -> bool:
@@ -83,7 +86,8 @@ def _is_inside_store() -> bool:
     return False
 
 
-def _finish_left() -> None:
+def finish_left() -> None:
+    """End the files that had to wait. Called by the file system before it looks for names."""
     while _left:
         try:
             file = _left.popleft()
@@ -98,7 +102,7 @@ def _finish_left() -> None:
 
 def _on_collector(phase: str, _: dict[str, int]) -> None:
     if phase == "start":
-        _collecting.append(None)
+        _collecting.append(_thread.get_ident())
     else:
         _collecting.clear()
         if _left:
@@ -110,7 +114,7 @@ gc.callbacks.append(_on_collector)
 
 @atexit.register
 def _end_all() -> None:
-    _finish_left()
+    finish_left()
     with _ending.lock:  # another thread may still keep one
         for file in list(_open):
             file.lose("the program has ended, and nobody has closed it")

@@ -560,6 +560,43 @@ def test_a_file_that_is_open_when_the_program_ends_is_not_kept_and_that_is_said(
     assert "nothing of castore://a is kept: the program has ended" in done.stderr
 
 
+def test_files_that_are_collected_in_the_middle_of_other_writes_harm_neither(fs: CastoreFileSystem) -> None:
+    """The finaliser of a layer closes its file wherever the collector strikes: inside a transaction, too."""
+    problems: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(100):
+                cycle: list[Any] = [io.TextIOWrapper(fs.open(f"c/{number}/{turn}", "wb"))]
+                cycle[0].write("held by a layer")
+                cycle.append(cycle)
+                del cycle
+                fs.pipe(f"d/{number}/{turn}", b"%d" % turn)
+        except BaseException as error:
+            problems.append(error)
+
+    before = gc.get_threshold()
+    gc.set_threshold(50)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            gc.collect()
+            deadline = time.monotonic() + 60
+            while len(fs.find("c")) < 300 and time.monotonic() < deadline:
+                time.sleep(0.01)
+    finally:
+        gc.set_threshold(*before)
+    assert problems == []
+    assert (len(fs.find("c")), len(fs.find("d"))) == (300, 300)
+    assert set(fs.cat(fs.find("c")).values()) == {b"held by a layer"}
+    agrees_with_disk(fs.store)
+
+
 def test_a_file_that_is_collected_with_its_layers_has_all_that_they_held(fs: CastoreFileSystem) -> None:
     file = io.TextIOWrapper(fs.open("a", "wb"))
     file.write("held by a layer")
