@@ -35,7 +35,7 @@ from castore.settings import default_path
 from castore.system.ballast import Ballast, is_short
 from castore.system.single_flight import ComputeLocks
 from castore.units import parse_budget, parse_duration, parse_size
-from castore.write.batch import Batch, Putter, SupportsRead, parse_item, unchanging
+from castore.write.batch import Batch, Putter, SupportsRead, parse_expected, parse_item, unchanging
 from castore.write.incoming import NewFile
 
 if TYPE_CHECKING:
@@ -147,7 +147,10 @@ class Store:
         return f"{type(self).__name__}({str(self.path)!r})"
 
     def close(self) -> None:
-        """Let go of files and connections, after writing what has been counted if there is room for it."""
+        """Let go of files and connections, after writing what has been counted if there is room for it.
+
+        Whatever is asked of the store afterwards opens it anew.
+        """
         self.parts.close()
 
     def __enter__(self: _S) -> _S:
@@ -339,11 +342,14 @@ class Store:
 
         Returns:
             The entries, or None if ``expected`` does not hold any more: nothing was done then.
+
+        Raises:
+            InvalidValueError: ``expected`` or an item has another shape.
         """
-        name, digest = expected
+        name, digest = parse_expected(expected)
         is_list = isinstance(items, list | tuple)  # else an item may be gone when the next one comes
         return self._putter.put_if(
-            (check_name(name), None if digest is None else bytes.fromhex(digest)),
+            (name, digest),
             [
                 (
                     self._putter.pointing(name, ttl, metadata, False, serializer),
@@ -414,6 +420,8 @@ class Store:
 
     def get_many(self, names: Iterable[str], default: Any = None) -> list[Any]:
         """`get` for many names, in their order, with one question to the index."""
+        if isinstance(names, str):
+            raise InvalidValueError(f"get_many takes several names, not one: get_many([{names!r}]), or get")
         found = self.source.get_many(list(names))
         return found if default is None else [default if data is None else data for data in found]
 

@@ -374,3 +374,9 @@ def test_a_process_that_reads_and_writes_imports_only_what_that_needs(store: Sto
     )
     command = [sys.executable, "-c", script, str(store.path)]
     assert subprocess.check_output(command, text=True) == "set()\n"
+
+
+def test_one_name_is_not_many(store: Store) -> None:
+    store.put("a", b"x")
+    with pytest.raises(InvalidValueError, match=r"not one: get_many\(\['al'\]\), or get"):
+        store.get_many("al")

@@ -39,7 +39,7 @@ _BATCH_BLOBS = 2000
 Make = Callable[[bool], tuple[Pointing, Staged]]
 
 
-class _Changed(Exception):
+class Changed(Exception):
     """The name that a put depends on has another digest by now."""
 
 
@@ -128,8 +128,6 @@ class Putter:
 
     def create(self, pointing: Pointing, codec: str, level: int | None, *, replace: bool) -> Creation:
         """See `Store.create`."""
-        blob = self._writer.incoming(codec, level, self._dictionary(pointing.name))
-        file = NewFile(pointing.name, blob, self._telling_full)
 
         def see_new(txn: Write) -> None:
             if not replace and txn.current(pointing.name, time.time()) is not None:
@@ -137,8 +135,15 @@ class Putter:
                     f"{pointing.name!r} is there already; choose another name or delete it"
                 )
 
+        return self._create(pointing, codec, level, see_new)
+
+    def _create(
+        self, pointing: Pointing, codec: str, level: int | None, first: Callable[[Write], object]
+    ) -> Creation:
+        blob = self._writer.incoming(codec, level, self._dictionary(pointing.name))
+        file = NewFile(pointing.name, blob, self._telling_full)
         return Creation(
-            file, lambda: self._commit(lambda known: [(pointing, blob.stage(known))], see_new)[0], blob
+            file, lambda: self._commit(lambda known: [(pointing, blob.stage(known))], first)[0], blob
         )
 
     def copy(self, entry: Entry, name: str, *, move: bool) -> Entry | None:
@@ -158,7 +163,7 @@ class Putter:
 
         def first(txn: Write) -> None:
             if txn.current(entry.name, time.time()) != digest:
-                raise _Changed
+                raise Changed
             if move and name != entry.name:
                 txn.delete_entry(entry.name)
 
@@ -168,7 +173,7 @@ class Putter:
         with self._telling_full():
             try:
                 return self._writer.commit([(pointing, staged)], first)[0]
-            except (_Changed, Vanished):
+            except (Changed, Vanished):
                 return None
 
     def put_stream(
@@ -180,6 +185,11 @@ class Putter:
         progress: Callable[[int], object] | None,
     ) -> Entry:
         """See `Store.put_stream`."""
+        if not hasattr(source, "read"):
+            raise InvalidValueError(
+                f"put_stream takes a file that can be read, not {type(source).__name__};"
+                " `put` keeps bytes, `put_file` the file of a path"
+            )
         with self.create(pointing, codec, level, replace=True) as file:
             while piece := source.read(FRAME_SIZE):
                 file.write(piece)
@@ -245,13 +255,13 @@ class Putter:
         def first(txn: Write) -> None:
             name, digest = expected
             if txn.current(name, time.time()) != digest:
-                raise _Changed
+                raise Changed
             for name in drop:
                 txn.delete_entry(name)
 
         try:
             return self._commit(stage, first)
-        except _Changed:
+        except Changed:
             return None
 
     def _commit(
@@ -310,6 +320,37 @@ class _Item(NamedTuple):
     pointing: Pointing
     staged: Staged
     make: Make | None
+
+
+def create_over(putter: Putter, name: str, entry: Entry | None, options: Mapping[str, Any]) -> Creation:
+    """A block like that of `Store.create`, for new bytes that were worked out from an entry.
+
+    What ``options`` does not say is taken from the entry: its expiry, its metadata, its pin and its
+    serializer. The end of the block raises `Changed` if ``name`` points elsewhere by then.
+
+    Args:
+        putter: of the store.
+        name: what the bytes are going to be named.
+        entry: what ``name`` points to, or None if it is not there.
+        options: as for `Store.create`.
+    """
+    codec, level = putter.codec(options.get("codec"), options.get("level"))
+    pointing = putter.pointing(
+        name,
+        options.get("ttl"),
+        options.get("metadata", entry and entry.metadata),
+        options.get("pin", entry is not None and entry.pinned),
+        "bytes" if entry is None else entry.serializer,
+    )
+    if entry is not None and options.get("ttl") is None:
+        pointing = pointing._replace(expires=entry.expires)
+    digest = None if entry is None else bytes.fromhex(entry.digest)
+
+    def see_same(txn: Write) -> None:
+        if txn.current(name, time.time()) != digest:
+            raise Changed
+
+    return putter._create(pointing, codec, level, see_same)
 
 
 class Batch:
@@ -552,6 +593,28 @@ class Batch:
 
     def _used(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
         return self._codec if codec is None and level is None else self._putter.codec(codec, level)
+
+
+def parse_expected(expected: Any) -> tuple[str, bytes | None]:
+    """Name and digest that a `Store.put_if` depends on.
+
+    Raises:
+        InvalidNameError: nothing can have that name.
+        InvalidValueError: it is no pair of a name and a digest in hex.
+    """
+    shape = "expected is (name, digest), with the 64 hex digits of `Entry.digest`, or with None for no entry"
+    if not isinstance(expected, tuple | list) or len(expected) != 2:
+        raise InvalidValueError(f"{shape}, not {expected!r:.100}")
+    name, digest = expected
+    if digest is None:
+        return check_name(name), None
+    try:
+        raw = bytes.fromhex(digest)
+    except (TypeError, ValueError):
+        raw = b""
+    if len(raw) != 32:
+        raise InvalidValueError(f"{shape}, not {digest!r:.100}")
+    return check_name(name), raw
 
 
 def parse_item(item: Any) -> tuple[str, Any, dict[str, Any] | None]:

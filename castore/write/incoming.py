@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import blake3
 
@@ -214,6 +214,14 @@ class Creation:
 
     def __enter__(self) -> NewFile:
         return self._file
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if hasattr(NewFile, name) and not name.startswith("_"):
+            raise InvalidValueError(
+                f"Store.create gives a block, not a file: `with store.create({self._file.name!r}) as file:"
+                f" file.{name}(...)`"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -280,3 +280,16 @@ def test_many_threads_write_files_of_their_own(store: Store) -> None:
             mixed(HEAD_BYTES // 4, seed=number * 10 + p) for p in range(6)
         )
     agrees_with_disk(store)
+
+
+def test_a_stream_that_is_none_and_a_block_that_is_not_entered_say_what_to_do(store: Store) -> None:
+    with pytest.raises(
+        InvalidValueError, match="takes a file that can be read, not bytes; `put` keeps bytes"
+    ):
+        store.put_stream("a", b"bytes")  # type: ignore[arg-type]
+    block: Any = store.create("a")
+    with pytest.raises(InvalidValueError, match=r"a block, not a file: `with store.create\('a'\) as file"):
+        block.write(b"x")
+    with pytest.raises(AttributeError):
+        block.nothing  # noqa: B018
+    assert list(store) == []

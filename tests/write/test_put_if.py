@@ -154,3 +154,11 @@ def test_with_nothing_to_put_names_are_dropped_if_the_condition_holds(store: Sto
     assert (store.get("old"), store.get("state")) == (None, b"1")
     assert store.put_if(("state", digest), []) == []
     recount(store)
+
+
+def test_what_a_put_depends_on_has_a_shape(store: Store) -> None:
+    entry = store.put("n", b"x")
+    for expected in (("n", "zz"), ("n", entry), ("n", b"x" * 32), "n", ("n",), None, ("n", "ab")):
+        with pytest.raises(InvalidValueError, match=r"expected is \(name, digest\), with the 64 hex digits"):
+            store.put_if(expected, [("n", b"y")])  # type: ignore[arg-type]
+    assert store.get("n") == b"x"

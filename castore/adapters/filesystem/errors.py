@@ -7,7 +7,20 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from castore import InvalidNameError, NameConflictError, NotFoundError
+from castore import CorruptError, InvalidNameError, NameConflictError, NotFoundError
+
+
+class DamagedFileError(CorruptError, OSError):
+    """A file's bytes failed their check: a `castore.CorruptError`, and an `OSError` with ``EIO``."""
+
+    def __init__(self, message: str, *, digest: str | None = None, where: str | None = None) -> None:
+        super().__init__(message, digest=digest, where=where)
+        self.errno = errno.EIO
+
+
+def damaged(path: str, error: CorruptError) -> DamagedFileError:
+    """The error for a file whose bytes are damaged."""
+    return DamagedFileError(f"castore://{path}: {error}", digest=error.digest, where=error.where)
 
 
 def not_found(path: str) -> FileNotFoundError:
@@ -27,11 +40,15 @@ def exists(path: str) -> FileExistsError:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Have what is missing, and what can be no name, be a `FileNotFoundError`."""
+    """Have what is missing, and what can be no name, be a `FileNotFoundError`, and damage an `OSError`."""
     try:
         yield
     except (NotFoundError, InvalidNameError) as error:
         raise not_found(path) from error
+    except CorruptError as error:
+        if isinstance(error, DamagedFileError):
+            raise
+        raise damaged(path, error) from error
 
 
 @contextmanager

@@ -1,16 +1,28 @@
-"""Open files: a reader decodes only the frames that are read, and a written file is seen whole at its end."""
+"""Open files: a reader decodes only the frames that are read, and a written file is seen whole at its end.
+
+The end of a written file is its close, by whomever: its own `with` block, a layer above it, or the garbage
+collector. An exception that unwinds a `with` block around the file discards it.
+Layers of text and compression close the file below them without a word of that exception, so `unwinding` looks
+for it in the stack.
+"""
 
 from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
+import tempfile
 import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from castore import Entry, NameConflictError, Store
-from castore.adapters.filesystem.errors import exists, reading, writing
+from castore.adapters.filesystem import unfinished
+from castore.adapters.filesystem.errors import damaged, exists, reading, writing
+from castore.adapters.filesystem.unwinding import unwinding
+from castore.errors import CorruptError, InvalidValueError
+from castore.write.batch import Changed, create_over
 
 if TYPE_CHECKING:
     from castore.adapters.filesystem.filesystem import CastoreFileSystem
@@ -19,6 +31,46 @@ log = logging.getLogger("castore")
 
 #: Bytes that are copied at a time when a file is appended to.
 _PIECE = 1 << 20
+#: Bytes of what is appended that are held in memory; more of them go to a nameless file in the store.
+_HELD = 8 << 20
+
+
+class _Raw(io.RawIOBase):
+    """The raw file of `Store.open`, whose damage is an `OSError` too."""
+
+    def __init__(self, file: io.RawIOBase, path: str) -> None:
+        super().__init__()
+        self._file = file
+        self._path = path
+        self.name = path
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int | None:
+        try:
+            return self._file.readinto(buffer)
+        except CorruptError as error:
+            raise damaged(self._path, error) from error
+
+    def readall(self) -> bytes:
+        try:
+            return self._file.readall() or b""
+        except CorruptError as error:
+            raise damaged(self._path, error) from error
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class ReadFile(io.BufferedReader):
@@ -30,7 +82,7 @@ class ReadFile(io.BufferedReader):
         with reading(path):
             opened = fs.store.open(path)
         # Small pieces are buffered a frame at a time, as by `Store.open`, whose raw file this takes over.
-        super().__init__(opened.detach(), 256 * 1024)
+        super().__init__(_Raw(opened.detach(), path), 256 * 1024)
         self.fs = fs
         self.path = path
         self.full_name = fs.unstrip_protocol(path)
@@ -69,8 +121,7 @@ class WriteFile(io.BufferedIOBase):
     Args:
         fs: the file system.
         path: what the bytes are going to be named.
-        mode: ``wb``, ``xb`` (which is an error if the path is there by the end), or ``ab`` (what is there
-            comes first).
+        mode: ``wb``, or ``xb`` (which is an error if the path is there by the end).
         autocommit: False waits for `commit`, which fsspec's transactions call.
         options: as for `Store.create`.
     """
@@ -85,16 +136,20 @@ class WriteFile(io.BufferedIOBase):
         self.mode = mode
         self.autocommit = autocommit
         self.entry: Entry | None = None
-        store: Store = fs.store
-        self._block = store.create(path, replace=mode != "xb", **options)
-        self._file = self._block.__enter__()
+        self._process = os.getpid()
+        # `with` blocks that are being unwound already, around this file, are no business of this file's.
+        self._outer = unwinding()
+        self._unwound_by: int | None = None  # the id of the exception during which the last bytes came
+        self._start(options)
         self._is_open = True
-        # Of the exceptions that are being handled, those that were before count for nothing.
-        self._before = sys.exc_info()[1]
-        if mode == "ab" and path in store:
-            with store.open(path) as old:
-                while piece := old.read(_PIECE):
-                    self._file.write(piece)
+        unfinished.add(self, self._held())
+
+    def _start(self, options: dict[str, Any]) -> None:
+        self._block = self.fs.store.create(self.path, replace=self.mode != "xb", **options)
+        self._file: Any = self._block.__enter__()
+
+    def _held(self) -> object:
+        return self._block
 
     def writable(self) -> bool:
         """True."""
@@ -102,35 +157,62 @@ class WriteFile(io.BufferedIOBase):
 
     def tell(self) -> int:
         """How many bytes were written, with those that were there before."""
-        return self._file.tell()
+        return int(self._file.tell())
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Always an `io.UnsupportedOperation`; see `castore.NewFile.seek`."""
-        return self._file.seek(offset, whence)
+        """Always an `io.UnsupportedOperation`, which archives and others take as a word that they must write
+        on.
+        """
+        raise io.UnsupportedOperation(
+            f"castore://{self.path} is written from its start to its end; write a local file where a library"
+            " has to seek, and put that"
+        )
 
     def write(self, data: Any) -> int:
         """Take all of ``data``; see `castore.Store.create`."""
-        return self._file.write(data)
+        # A layer that is closed by an exception still writes its last bytes.
+        if not unfinished.is_collecting():
+            self._unwound_by = self._unwinding()
+        return self._write(data)
+
+    def _write(self, data: Any) -> int:
+        return int(self._file.write(data))
+
+    def _unwinding(self) -> int | None:
+        """The id of the exception that unwinds a `with` block begun after this file was opened, or None.
+
+        The exception itself would keep this file alive, and this file the exception.
+        """
+        error = sys.exc_info()[1]
+        return None if error is None or unwinding() <= self._outer else id(error)
 
     def close(self) -> None:
-        """Keep the bytes, unless this happens since an exception is on its way out of the block that writes
-        them.
+        """Keep the bytes, unless an exception unwinds the block that writes them.
 
-        A text or compression layer, and `fsspec.open`, close the file without a word of that exception.
+        In a block that handles an exception (``except``, ``finally``) the bytes are kept, too: unless the
+        same exception has unwound the `with` block of a layer that wrote them.
         """
         if self.closed or not self._is_open:
             super().close()
             return
-        super().close()
+        if unfinished.is_collecting():  # a layer's finaliser closes this
+            super().close()
+            unfinished.finish(self)
+            return
         error = sys.exc_info()[1]
-        before, self._before = self._before, None  # its traceback leads back to this file
-        if error is not None and error is not before:
-            self.discard()
-            log.warning(
-                "nothing of castore://%s is kept: it was closed while %r was being handled", self.path, error
-            )
-        elif self.autocommit:
-            self.commit()
+        if error is not None and (self._unwinding() or self._unwound_by == id(error)):
+            self.lose(f"it was closed since {error!r} ended the block that wrote it")
+        else:
+            super().close()
+            if self.autocommit:
+                self.commit()
+
+    def lose(self, why: str) -> None:
+        """Keep nothing, and say so where no error does."""
+        if not self._is_open:
+            return
+        self.discard()
+        log.warning("nothing of castore://%s is kept: %s", self.path, why)
 
     def commit(self) -> None:
         """Keep the bytes: of a closed file of a transaction.
@@ -142,21 +224,171 @@ class WriteFile(io.BufferedIOBase):
         if not self._is_open:
             return
         self._is_open = False
+        unfinished.ended(self, self._held())
         with writing(self.path):
             try:
-                self._block.__exit__(None, None, None)
+                self.entry = self._keep()
             except NameConflictError as error:
                 if self.mode == "xb" and self.path in self.fs.store:
                     raise exists(self.path) from error
                 raise
-        self.entry = self._file.entry
+
+    def _keep(self) -> Entry | None:
+        self._block.__exit__(None, None, None)
+        entry: Entry | None = self._file.entry
+        return entry
 
     def discard(self) -> None:
         """Keep nothing."""
         if self._is_open:
             self._is_open = False
-            self._block.__exit__(_Discarded, _Discarded(), None)
+            unfinished.ended(self, self._held())
+            self._drop()
         super().close()
+
+    def _drop(self) -> None:
+        self._block.__exit__(_Discarded, _Discarded(), None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is GeneratorExit:  # nobody else sees this exception
+            self.lose("the generator that writes it was closed inside the file's `with` block")
+        elif kind is not None:
+            self.discard()
+        else:
+            self.close()
+
+    def finish(self) -> None:
+        """End a file that nobody holds any more: as its close does it, but for an exception that has ended its
+        layers.
+        """
+        if not self._is_open or not self.autocommit or self._process != os.getpid():
+            self.discard()  # as the copy in a forked child: the file is its parent's
+        elif self._unwound_by is not None:
+            self.lose("nobody has closed it, and an exception ended the block that wrote it")
+        else:
+            super().close()
+            self.commit()
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_open", False):
+            try:
+                if self.autocommit:
+                    warnings.warn(
+                        f"castore://{self.path} was never closed; use `with fs.open(...)`",
+                        ResourceWarning,
+                        source=self,
+                        stacklevel=2,
+                    )
+            finally:
+                unfinished.finish(self)
+
+
+class AppendFile(WriteFile):
+    """What is written to it comes after what the path has when the file is closed: nothing of others is lost."""
+
+    def _start(self, options: dict[str, Any]) -> None:
+        store: Store = self.fs.store
+        self._given = options
+        self._before = 0
+        if store.entry(self.path) is not None:
+            with ReadFile(self.fs, self.path) as old:  # an error if the bytes are gone
+                self._before = old.size
+        self._file = tempfile.SpooledTemporaryFile(_HELD, dir=str(store.path / "tmp"))  # noqa: SIM115
+
+    def _held(self) -> object:
+        return self._file
+
+    def tell(self) -> int:
+        """How many bytes were written, with those that were there when the file was opened."""
+        return self._before + int(self._file.tell())
+
+    def _write(self, data: Any) -> int:
+        if self.closed:
+            raise ValueError(f"write to castore://{self.path}, which is closed")
+        self._see_own()
+        return super()._write(data)
+
+    def _see_own(self) -> None:
+        if self._process != os.getpid():
+            raise InvalidValueError(
+                f"process {self._process} has begun to append to castore://{self.path}, and a forked child"
+                " cannot go on with it; open it anew there"
+            )
+
+    def _keep(self) -> Entry:
+        self._see_own()
+        with self._file:
+            while True:
+                try:
+                    return self._append()
+                except Changed:
+                    continue  # somebody else was faster, so theirs comes first
+
+    def _append(self) -> Entry:
+        store: Store = self.fs.store
+        entry = store.entry(self.path)
+        self._file.seek(0)
+        with create_over(store._putter, self.path, entry, self.fs.append_options(entry, self._given)) as new:
+            if entry is not None:
+                with ReadFile(self.fs, self.path) as old:
+                    _copy(old, new)
+            _copy(self._file, new)
+        assert new.entry is not None  # the block has ended without an error
+        return new.entry
+
+    def _drop(self) -> None:
+        self._file.close()
+
+
+def _copy(source: Any, target: Any) -> None:
+    while piece := source.read(_PIECE):
+        target.write(piece)
+
+
+class CompressedFile(io.BufferedIOBase):
+    """A layer of compression that ends the file below it.
+
+    Args:
+        layer: what compresses into ``file``.
+        file: what is written below.
+    """
+
+    def __init__(self, layer: Any, file: WriteFile) -> None:
+        super().__init__()
+        self._layer = layer
+        self._below = file
+        self._size = 0
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """How many bytes were written, before compression."""
+        return self._size
+
+    def write(self, data: Any) -> int:
+        """Compress ``data``."""
+        if self.closed:
+            raise ValueError(f"write to castore://{self._below.path}, which is closed")
+        self._layer.write(data)
+        size = memoryview(data).nbytes
+        self._size += size
+        return size
+
+    def close(self) -> None:
+        """Keep the bytes; see `WriteFile.close`."""
+        if not self.closed:
+            super().close()
+            self._layer.close()
+            self._below.close()
+
+    def discard(self) -> None:
+        """Keep nothing."""
+        super().close()
+        self._below.discard()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -166,12 +398,25 @@ class WriteFile(io.BufferedIOBase):
         else:
             self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_is_open", False) and self.autocommit:
-            warnings.warn(
-                f"castore://{self.path} was never closed, so nothing of it is kept; use `with fs.open(...)`",
-                ResourceWarning,
-                source=self,
-                stacklevel=2,
-            )
-            self.discard()
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._below, name)
+
+
+class TextFile(io.TextIOWrapper):
+    """A layer of text that discards the file below it after an exception, and writes the byte order mark."""
+
+    def __init__(self, file: WriteFile | CompressedFile, **options: Any) -> None:
+        super().__init__(file, **options)  # type: ignore[arg-type]  # typeshed asks for more than is used
+        # A mark at the start is left out by `io.TextIOWrapper` where a file cannot seek.
+        if self.encoding.lower().replace("_", "-") in ("utf-16", "utf-32") and file.tell() == 0:
+            file.write("".encode(self.encoding))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.buffer.discard()  # type: ignore[attr-defined]  # one of the two above
+        else:
+            self.close()

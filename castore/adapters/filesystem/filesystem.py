@@ -4,6 +4,7 @@ in it.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
@@ -11,21 +12,25 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 from fsspec.callbacks import DEFAULT_CALLBACK
+from fsspec.compression import compr
 from fsspec.config import apply_config
-from fsspec.utils import stringify_path
+from fsspec.core import get_compression, has_magic
+from fsspec.implementations.local import make_path_posix, trailing_sep
+from fsspec.utils import other_paths, stringify_path
 
-from castore import Entry, InvalidNameError, InvalidValueError, Store
+from castore import Entry, InvalidNameError, Store
+from castore.adapters.filesystem import unfinished
 from castore.adapters.filesystem.errors import exists, is_folder, not_found, reading, writing
-from castore.adapters.filesystem.files import ReadFile, WriteFile
+from castore.adapters.filesystem.files import AppendFile, CompressedFile, ReadFile, TextFile, WriteFile
 from castore.adapters.filesystem.stores import shared_store
 from castore.settings import default_path
 
 #: What a put can be told, for all files of a file system or for one.
 _PUT_OPTIONS = ("codec", "level", "ttl", "metadata", "pin")
-#: What fsspec's base class takes.
-_BASE_OPTIONS = {
-    "asynchronous", "loop", "batch_size", "use_listings_cache", "listings_expiry_time", "max_paths",
-}  # fmt: skip
+#: Those that say how bytes are compressed.
+_HOW = ("codec", "level")
+#: What a layer of text is told.
+_TEXT_OPTIONS = ("encoding", "errors", "newline")
 
 
 class _Resolved(type(AbstractFileSystem)):  # type: ignore[misc]  # fsspec has no types
@@ -36,7 +41,8 @@ class _Resolved(type(AbstractFileSystem)):  # type: ignore[misc]  # fsspec has n
         store = options.pop("store", None) if store is None else store
         if isinstance(store, Store):
             # Two stores of one folder may have other options, and one may be closed: none stands for another.
-            return super().__call__(store=store, **options, skip_instance_cache=True)
+            options["skip_instance_cache"] = True
+            return super().__call__(store=store, **options)
         path = os.path.abspath(default_path() if store is None else store)
         return super().__call__(store=path, **options)
 
@@ -51,6 +57,8 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         store: the store's folder, or a `castore.Store`; default ``$CASTORE_DIR``, then ``~/.cache/castore``.
         codec, level, ttl, metadata, pin: of what is written, as for `castore.Store.put`; `open`, `pipe_file`
             and `put_file` take them, too.
+        options: what fsspec's base class takes. Others are ignored, as by fsspec's own file systems: libraries
+            pass what another file system takes.
 
     Threads may share an instance, a forked child may go on with it, and it pickles as the path of its store
     (or as the `castore.Store` that it was given).
@@ -70,14 +78,10 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         if self._cached:
             return  # fsspec's base class runs this again for an instance that it has kept
         self._put_options = {name: options.pop(name) for name in _PUT_OPTIONS if name in options}
-        if unknown := options.keys() - _BASE_OPTIONS:
-            raise InvalidValueError(
-                f"CastoreFileSystem takes no {', '.join(sorted(unknown))};"
-                f" it takes store, {', '.join(_PUT_OPTIONS)}"
-            )
         super().__init__(**options)
         assert store is not None  # the metaclass has resolved it
         self.store = store if isinstance(store, Store) else shared_store(store)
+        self._made: set[str] = set()  # folders of `mkdir`, which may be empty
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.store.path)!r})"
@@ -98,6 +102,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
     # Looking
 
     def _entry(self, path: str) -> Entry | None:
+        unfinished.finish_left()
         try:
             return self.store.entry(path) if path in self.store else None
         except InvalidNameError:
@@ -109,6 +114,13 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         except InvalidNameError:
             return False
 
+    def _is_made(self, path: str) -> bool:
+        return path in self._made or self._is_folder(path)
+
+    def _made_below(self, path: str) -> list[str]:
+        start = path + "/" if path else ""
+        return [folder for folder in tuple(self._made) if folder.startswith(start)]
+
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         """``name``, ``size``, ``type``; of a file also ``mtime``, ``digest`` (and ``ETag``, the same),
         ``codec``, ``stored``, ``expires``, ``metadata``.
@@ -119,22 +131,23 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         path = self._strip_protocol(path)
         if (entry := self._entry(path)) is not None:
             return _file(entry)
-        if self._is_folder(path):
+        if self._is_made(path):
             return _folder(path)
         raise not_found(path)
 
     def exists(self, path: str, **kwargs: Any) -> bool:
         """Whether there is a file or a folder."""
         path = self._strip_protocol(path)
-        return self._entry(path) is not None or self._is_folder(path)
+        return self._entry(path) is not None or self._is_made(path)
 
     def isfile(self, path: str) -> bool:
         """Whether there is a file."""
         return self._entry(self._strip_protocol(path)) is not None
 
     def isdir(self, path: str) -> bool:
-        """Whether a name lies below the path."""
-        return self._is_folder(self._strip_protocol(path))
+        """Whether a name lies below the path, or this instance has made a folder there."""
+        path = self._strip_protocol(path)
+        return self._is_folder(path) or (path in self._made and self._entry(path) is None)
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         """The direct contents of a folder, in the order of names; of a file, that file.
@@ -143,16 +156,22 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
             FileNotFoundError: there is neither.
         """
         path = self._strip_protocol(path)
+        found: dict[str, Entry | str]
         if (entry := self._entry(path)) is not None:
-            found = [_file(entry)]
+            found = {entry.name: entry}
         else:
             with reading(path):
                 children = self.store.children(path)
-                found = [_folder(one) if isinstance(one, str) else _file(one) for one in children]
-            if not found and path:
+                found = {one if isinstance(one, str) else one.name: one for one in children}
+            for folder in self._made_below(path):
+                if self._parent(folder) == path:
+                    found.setdefault(folder, folder)
+            if not found and path and path not in self._made:
                 raise not_found(path)
-        found.sort(key=lambda one: str(one["name"]))
-        return found if detail else [one["name"] for one in found]
+        names = sorted(found)
+        if not detail:
+            return names
+        return [_folder(one) if isinstance(one, str) else _file(one) for one in map(found.__getitem__, names)]
 
     def find(
         self,
@@ -166,6 +185,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         if maxdepth is not None and maxdepth < 1:
             raise ValueError(f"maxdepth must be at least 1, not {maxdepth!r}")
         path = self._strip_protocol(path)
+        unfinished.finish_left()
         try:
             entries = list(self.store.entries(path, damaged=False))
         except InvalidNameError:
@@ -178,8 +198,12 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
                     found.setdefault(folder, _folder(folder))
             if maxdepth is None or entry.name.count("/", start) < maxdepth:
                 found[entry.name] = _file(entry)
-        if withdirs and path and entries and entries[0].name != path:
-            found[path] = _folder(path)
+        if withdirs:
+            for folder in self._made_below(path):
+                if maxdepth is None or folder.count("/", start) < maxdepth:
+                    found.setdefault(folder, _folder(folder))
+            if path and self.isdir(path):
+                found[path] = _folder(path)
         names = sorted(found)
         return {name: found[name] for name in names} if detail else names
 
@@ -205,7 +229,39 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
             raise is_folder(info["name"])
         return str(info["digest"])
 
-    # Reading
+    # Opening
+
+    def open(
+        self,
+        path: str,
+        mode: str = "rb",
+        block_size: int | str | None = None,
+        cache_options: dict[str, Any] | None = None,
+        compression: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Open a file; see fsspec's `open`. Layers of text and compression end the file that they write.
+
+        Args:
+            mode: ``rb``, ``wb``, ``xb`` or ``ab``, or ``r``, ``w``, ``x`` or ``a`` for text.
+            compression: ``gzip`` or another name of fsspec's, or ``infer`` to tell it by the path.
+            kwargs: ``encoding``, ``errors``, ``newline``; and of what is written ``codec``, ``level``, ``ttl``,
+                ``metadata``, ``pin``. Others are ignored, as by fsspec's own file systems.
+        """
+        if "r" in mode:
+            return super().open(path, mode, block_size, cache_options, compression, **kwargs)
+        path = self._strip_protocol(path)
+        text = {name: kwargs.pop(name) for name in _TEXT_OPTIONS if name in kwargs}
+        compression = get_compression(path, compression)
+        binary = mode.replace("t", "").replace("b", "") + "b"
+        file: Any = super().open(path, binary, block_size, cache_options, None, **kwargs)
+        try:
+            if compression is not None:
+                file = CompressedFile(compr[compression](file, mode=binary[0]), file)
+            return file if "b" in mode else TextFile(file, **text)
+        except BaseException:
+            file.discard()
+            raise
 
     def _open(
         self,
@@ -225,10 +281,20 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         if mode == "xb" and self.exists(path):
             raise exists(path)
         self._see_no_folder(path)
+        if mode == "ab":
+            return AppendFile(self, path, mode, autocommit, _put_options(kwargs))
         return WriteFile(self, path, mode, autocommit, self._options(kwargs))
 
+    def append_options(self, entry: Entry | None, given: dict[str, Any]) -> dict[str, Any]:
+        """What is put when a file is appended to: an entry that is there stays as it is but for what is
+        given with the file, and for how its bytes are compressed.
+        """
+        if entry is None:
+            return self._put_options | given
+        return {name: self._put_options[name] for name in _HOW if name in self._put_options} | given
+
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        return self._put_options | {name: given[name] for name in _PUT_OPTIONS if name in given}
+        return self._put_options | _put_options(given)
 
     def _see_file(self, path: str) -> None:
         if self._entry(path) is None:
@@ -334,11 +400,64 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
             self.store.put_file(path, lpath, progress=callback.relative_update, **self._options(kwargs))
         callback.absolute_update(size)  # bytes that were known already are not counted one by one
 
+    def copy(
+        self,
+        path1: str | list[str],
+        path2: str | list[str],
+        recursive: bool = False,
+        maxdepth: int | None = None,
+        on_error: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Copy files, and folders with all below them if ``recursive``; see fsspec's `copy`."""
+        if on_error is None:
+            on_error = "ignore" if recursive else "raise"
+        if isinstance(path2, str):
+            is_into = trailing_sep(path2) or self.isdir(path2)
+            path1, path2 = self._pairs(path1, path2, is_into, recursive, maxdepth)
+        super().copy(path1, path2, recursive, maxdepth, on_error, **kwargs)
+
+    def get(
+        self,
+        rpath: str | list[str],
+        lpath: str | list[str],
+        recursive: bool = False,
+        callback: Any = DEFAULT_CALLBACK,
+        maxdepth: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Copy files to local ones, and folders with all below them if ``recursive``; see fsspec's `get`."""
+        if not isinstance(lpath, list):
+            local = make_path_posix(os.fspath(lpath))
+            is_into = trailing_sep(local) or os.path.isdir(local)
+            rpath, lpath = self._pairs(rpath, local, is_into, recursive, maxdepth)
+        super().get(rpath, lpath, recursive, callback, maxdepth, **kwargs)
+
+    def _pairs(
+        self, source: str | list[str], target: str, is_into: bool, recursive: bool, maxdepth: int | None
+    ) -> tuple[list[str], list[str]]:
+        """All sources, and where each of them goes.
+
+        fsspec works that out with paths whose first part has something before it, so they get a slash here.
+
+        Args:
+            is_into: whether ``target`` is a folder.
+        """
+        found = self.expand_path(source, recursive=recursive, maxdepth=maxdepth)
+        if isinstance(source, list):
+            return found, other_paths(found, target, flatten=True)
+        if not recursive or maxdepth is not None:  # a pattern alone gives no folders
+            found = [path for path in found if not self.isdir(path)]
+            if not found:
+                return [], []
+        inside = len(found) == 1 if has_magic(source) else is_into and not trailing_sep(source)
+        return found, other_paths(["/" + path for path in found], target, exists=inside)
+
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
         """Have a second path for the same bytes, in no time whatever their size; of a folder, nothing."""
         path1, path2 = self._strip_protocol(path1), self._strip_protocol(path2)
         if self._entry(path1) is None:
-            if self._is_folder(path1):
+            if self._is_made(path1):
                 return
             raise not_found(path1)
         with reading(path1), writing(path2):
@@ -374,27 +493,37 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
             IsADirectoryError: it is a folder, and ``recursive`` is false.
         """
         found = self.expand_path(path, recursive=recursive, maxdepth=maxdepth)
-        files = []
+        files, folders = [], []
         for one in found:
             if self._entry(one) is not None:
                 files.append(one)
-            elif not self._is_folder(one):
+            elif not self._is_made(one):
                 raise not_found(one)
             elif not recursive:
                 raise is_folder(one)
+            else:
+                folders.append(one)
         self.store.delete_many(files)
+        self._made.difference_update(folders)
 
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
-        """Nothing: a folder is there as soon as a name lies in it.
+        """Note an empty folder, which this instance shows; for others it is there as soon as a name lies in
+        it.
 
         Raises:
             FileExistsError: there is a file, or a folder.
         """
-        if self.exists(path) and self._strip_protocol(path):
-            raise exists(self._strip_protocol(path))
+        path = self._strip_protocol(path)
+        if path and self.exists(path):
+            raise exists(path)
+        try:
+            self.store.entry(path)
+        except InvalidNameError:  # nothing can lie there
+            return
+        self._made.update((path, *_folders(path, 0, None)))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing: a folder is there as soon as a name lies in it.
+        """The same as `mkdir`.
 
         Raises:
             FileExistsError: there is a file; or a folder, and ``exist_ok`` is false.
@@ -403,7 +532,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
             self.mkdir(path)
 
     def rmdir(self, path: str) -> None:
-        """Nothing: an empty folder is not there.
+        """Forget an empty folder.
 
         Raises:
             OSError: the folder is not empty.
@@ -411,10 +540,13 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         path = self._strip_protocol(path)
         if self._entry(path) is not None:
             raise NotADirectoryError(f"castore://{path} is a file")
-        if path and self._is_folder(path):
-            import errno
-
+        if path and (self._is_folder(path) or self._made_below(path)):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), f"castore://{path}")
+        self._made.discard(path)
+
+
+def _put_options(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in _PUT_OPTIONS if name in given}
 
 
 def _file(entry: Entry) -> dict[str, Any]:

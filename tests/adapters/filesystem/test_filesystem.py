@@ -4,15 +4,22 @@ processes.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
+import gzip
 import io
 import json
-import logging
+import lzma
 import os
 import pickle
 import subprocess
 import sys
+import tarfile
 import threading
+import time
+import warnings
+import zipfile
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,8 +27,9 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.compression import compr
 
-from castore import InvalidValueError, Store
+from castore import CorruptError, Store
 from castore.adapters.filesystem import CastoreFileSystem
 from castore.objects.codecs import FRAME_SIZE
 from tests.clocks import pass_time
@@ -107,9 +115,20 @@ def test_a_store_that_is_given_is_used_with_its_options(tmp_path: Path) -> None:
         again.store.close()
 
 
-def test_an_option_that_there_is_not_is_said(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValueError, match="takes no tll; it takes store, codec, level, ttl"):
-        fsspec.filesystem("castore", store=tmp_path / "s", tll="1d")
+def test_options_of_other_file_systems_are_ignored_as_by_those_of_fsspec(tmp_path: Path) -> None:
+    """Libraries pass them: `datasets` passes ``client_kwargs`` for what it streams."""
+    foreign: dict[str, Any] = {"client_kwargs": {"trust_env": True}, "auto_mkdir": True, "errors": "strict"}
+    fs = fsspec.filesystem("castore", store=tmp_path / "s", encoding="utf-8", **foreign)
+    with fs.open("a", "wb", client_kwargs={}, block_size=5) as file:
+        file.write(b"x")
+    with fsspec.open("castore://a", store=tmp_path / "s", **foreign) as file:
+        assert file.read() == b"x"
+
+
+def test_a_store_and_no_cache_of_instances_go_together(tmp_path: Path) -> None:
+    with Store(tmp_path / "s") as store:
+        fs = fsspec.filesystem("castore", store=store, skip_instance_cache=True)
+        assert fs.store is store
 
 
 def test_a_store_is_closed_when_nobody_has_its_file_system_any_more(tmp_path: Path) -> None:
@@ -330,28 +349,274 @@ def test_a_file_that_is_written_while_an_error_is_handled_is_kept(fs: CastoreFil
     assert fs.cat("a") == b"what went wrong"
 
 
-def test_closing_in_the_middle_of_an_error_is_logged(
+def _handle(fs: CastoreFileSystem, file: Any, way: str) -> None:
+    try:
+        next(iter([]))
+    except StopIteration:
+        if way == "close":
+            file.close()
+        elif way == "with":
+            with file:
+                pass
+        else:
+            with open(os.devnull, "w"):
+                file.close()
+
+
+@pytest.mark.parametrize("way", ["close", "with", "inside another block"])
+@pytest.mark.parametrize("mode", ["wb", "w", "ab"])
+def test_a_file_that_is_closed_where_an_error_is_handled_is_kept(
+    fs: CastoreFileSystem, mode: str, way: str
+) -> None:
+    file = fs.open("a", mode)
+    file.write("rows" if mode == "w" else b"rows")
+    _handle(fs, file, way)
+    assert fs.cat("a") == b"rows"
+
+
+class _Wrapper:
+    """As libraries have them: closes the file that it writes, whatever ends its block."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def __enter__(self) -> _Wrapper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.write(b"the end")
+        self.file.close()
+
+
+def test_a_wrapper_that_an_exception_closes_keeps_nothing_and_says_so(
     fs: CastoreFileSystem, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = fs.open("a", "wb")
-    with caplog.at_level(logging.WARNING, "castore"):
+    with pytest.raises(KeyError), _Wrapper(fs.open("a", "wb")):
+        raise KeyError("k")
+    assert not fs.exists("a")
+    assert "nothing of castore://a is kept: it was closed since KeyError('k') ended" in caplog.text
+
+
+def test_a_layer_that_an_exception_ends_is_not_kept_by_a_close_on_the_way_out(fs: CastoreFileSystem) -> None:
+    """pandas closes a Parquet file in ``finally``, after pyarrow has written a footer for what it had."""
+
+    def write(file: Any) -> None:
         try:
-            raise KeyError("k")
-        except KeyError:
+            _gzip(file, KeyError())
+        finally:
             file.close()
-    assert (
-        "nothing of castore://a is kept: it was closed while KeyError('k') was being handled" in caplog.text
-    )
+
+    with pytest.raises(KeyError):
+        write(fs.open("a", "wb"))
     assert not fs.exists("a")
 
 
-def test_a_file_that_nobody_closes_is_not_kept_and_says_so(fs: CastoreFileSystem) -> None:
+def test_a_file_goes_on_after_an_exception_that_its_writer_has_handled(fs: CastoreFileSystem) -> None:
+    with fs.open("a", "wb") as file:
+        for name in (b"one", b"two"):
+            with contextlib.suppress(KeyError), contextlib.ExitStack() as stack:
+                stack.callback(file.write, b"</%s>" % name)
+                file.write(b"<%s>" % name)
+                raise KeyError
+    assert fs.cat("a") == b"<one></one><two></two>"
+
+
+def test_a_file_of_an_exit_that_an_exception_calls_is_kept(fs: CastoreFileSystem) -> None:
+    class Report:
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None:
+            with fsspec.open("castore://report", "w", store=fs.store.path) as file:
+                file.write("what went wrong")
+
+    with pytest.raises(KeyError), Report():
+        raise KeyError
+    assert fs.cat("report") == b"what went wrong"
+
+
+def _lines(file: Any) -> Iterator[None]:
+    with file:
+        while True:
+            file.write((yield))
+
+
+def test_a_generator_that_is_closed_while_it_writes_keeps_nothing_and_says_so(
+    fs: CastoreFileSystem, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines: Any = _lines(fs.open("a", "wb"))
+    next(lines)
+    lines.send(b"half")
+    lines.close()
+    assert not fs.exists("a")
+    assert "the generator that writes it was closed" in caplog.text
+
+
+@pytest.mark.parametrize("compression", sorted({"gzip", "bz2", "xz", "zstd"} & set(compr)))
+@pytest.mark.parametrize("mode", ["wb", "wt"])
+def test_open_with_compression_keeps_its_file_and_nothing_after_an_error(
+    fs: CastoreFileSystem, mode: str, compression: str
+) -> None:
+    data: Any = "x" * 100_000 if mode == "wt" else b"x" * 100_000
+    with pytest.raises(KeyError), fs.open("a", mode, compression=compression) as file:
+        _write(file, data, KeyError())
+    assert not fs.exists("a")
+    with fs.open("a", mode, compression=compression) as file:
+        file.write(data)
+    with fs.open("a", mode.replace("w", "r"), compression=compression) as file:
+        assert file.read() == data
+    assert in_tmp(fs) == []
+
+
+def _gzip(file: Any, error: Exception | None) -> None:
+    with gzip.open(file, "wb") as layer:
+        _write(layer, b"inside", error)
+
+
+def _lzma(file: Any, error: Exception | None) -> None:
+    with lzma.open(file, "wb") as layer:
+        _write(layer, b"inside", error)
+
+
+def _zip(file: Any, error: Exception | None) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a", b"inside")
+        if error is not None:
+            raise error
+
+
+def _tar(file: Any, error: Exception | None) -> None:
+    with tarfile.open(fileobj=file, mode="w|") as tar:
+        tar.add(__file__, "a")
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize("writer", [_gzip, _lzma, _zip, _tar])
+def test_a_file_that_its_layer_leaves_open_is_kept_and_nothing_after_an_error(
+    fs: CastoreFileSystem, writer: Any
+) -> None:
+    """Compressors and archives never close the file that they are handed."""
+
+    def write(name: str, fails: bool) -> None:
+        with contextlib.suppress(KeyError):
+            writer(fs.open(name, "wb"), KeyError() if fails else None)
+        gc.collect()
+
+    with pytest.warns(ResourceWarning, match="castore://a was never closed"):
+        write("a", False)
+    assert fs.info("a")["size"] > 0
+    with pytest.warns(ResourceWarning, match="castore://b was never closed"):
+        write("b", True)
+    assert not fs.exists("b")
+    assert in_tmp(fs) == []
+
+
+def test_a_file_that_is_collected_inside_the_store_is_kept(fs: CastoreFileSystem) -> None:
+    """The collector runs at any time, also where this thread holds a lock of the store."""
     files = [fs.open("a", "wb")]
     files[0].write(noise(20_000_000))
-    with pytest.warns(ResourceWarning, match="castore://a was never closed"):
+
+    def first(txn: Any) -> None:
         files.clear()
-    assert not fs.exists("a")
-    assert in_tmp(fs) == []
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        fs.store.index.transact(first)
+        assert files == []
+        deadline = time.monotonic() + 60
+        while not fs.exists("a") and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert fs.info("a")["size"] == 20_000_000
+
+
+def test_a_file_that_a_forked_child_collects_stays_its_parents(fs: CastoreFileSystem) -> None:
+    files = [fs.open("a", "wb"), fs.open("b", "ab")]
+    for file in files:
+        file.write(b"mine")
+
+    def collect(_: int) -> bool:
+        files.clear()
+        return fs.ls("") == []
+
+    assert in_processes(1, collect) == [True]
+    for file in files:
+        file.close()
+    assert fs.cat(["a", "b"]) == {"a": b"mine", "b": b"mine"}
+
+
+@pytest.mark.parametrize("end", ["", "; 1 / 0"])
+def test_a_file_that_is_open_when_the_program_ends_is_not_kept_and_that_is_said(
+    tmp_path: Path, end: str
+) -> None:
+    """The layers above it may hold some of its bytes."""
+    script = "import fsspec; file = fsspec.open('castore://a', 'w').open(); file.write('x' * 10)" + end
+    environment = os.environ | {
+        "CASTORE_DIR": str(tmp_path / "s"),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    with Store(tmp_path / "s") as store:
+        assert store.get("a") is None
+    assert "nothing of castore://a is kept: the program has ended" in done.stderr
+
+
+def test_files_that_are_collected_in_the_middle_of_other_writes_harm_neither(fs: CastoreFileSystem) -> None:
+    """The finaliser of a layer closes its file wherever the collector strikes: inside a transaction, too."""
+    problems: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(100):
+                cycle: list[Any] = [io.TextIOWrapper(fs.open(f"c/{number}/{turn}", "wb"))]
+                cycle[0].write("held by a layer")
+                cycle.append(cycle)
+                del cycle
+                fs.pipe(f"d/{number}/{turn}", b"%d" % turn)
+        except BaseException as error:
+            problems.append(error)
+
+    before = gc.get_threshold()
+    gc.set_threshold(50)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            gc.collect()
+            deadline = time.monotonic() + 60
+            while len(fs.find("c")) < 300 and time.monotonic() < deadline:
+                time.sleep(0.01)
+    finally:
+        gc.set_threshold(*before)
+    assert problems == []
+    assert (len(fs.find("c")), len(fs.find("d"))) == (300, 300)
+    assert set(fs.cat(fs.find("c")).values()) == {b"held by a layer"}
+    agrees_with_disk(fs.store)
+
+
+def test_a_file_that_is_collected_with_its_layers_has_all_that_they_held(fs: CastoreFileSystem) -> None:
+    file = io.TextIOWrapper(fs.open("a", "wb"))
+    file.write("held by a layer")
+    cycle: list[Any] = [file]
+    cycle.append(cycle)
+    del file, cycle
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+    assert fs.cat("a") == b"held by a layer"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "UTF_32", "utf-8-sig", "utf-16-be", "utf-8"])
+def test_text_has_the_byte_order_mark_of_its_encoding_once(fs: CastoreFileSystem, encoding: str) -> None:
+    for mode in ("w", "a"):
+        with fs.open("a", mode, encoding=encoding) as file:
+            file.write("é" if mode == "w" else "ü")
+    assert fs.cat("a").startswith("é".encode(encoding))
+    if encoding != "utf-8-sig":
+        assert fs.cat("a").decode(encoding) == "éü"
 
 
 def test_what_is_discarded_is_not_kept(fs: CastoreFileSystem) -> None:
@@ -389,6 +654,70 @@ def test_appending_goes_on_from_what_is_there(fs: CastoreFileSystem) -> None:
         file.write(b"two\n")
         assert fs.cat("log") == b"one\n"
     assert fs.cat("log") == b"one\ntwo\n"
+
+
+def test_appending_at_the_same_time_loses_nothing(fs: CastoreFileSystem) -> None:
+    def append(number: int) -> bool:
+        for turn in range(10):
+            with fs.open("log", "a") as file:
+                file.write(f"{number} {turn}\n")
+        return True
+
+    first, second = fs.open("log", "ab"), fs.open("log", "ab")
+    for file in (second, first):
+        file.write(noise(20_000_000))
+        file.close()
+    assert fs.cat("log") == noise(20_000_000) * 2
+    fs.rm("log")
+    in_processes(4, append)
+    lines = fs.cat("log").decode().splitlines()
+    assert sorted(lines) == sorted(f"{number} {turn}" for number in range(4) for turn in range(10))
+    assert in_tmp(fs) == []
+
+
+def test_appending_keeps_what_is_known_of_the_entry_but_for_what_is_given(tmp_path: Path) -> None:
+    fs = CastoreFileSystem(tmp_path / "s", ttl="1d", metadata={"of": "all"})
+    fs.pipe_file("a", b"1", ttl="1h", metadata={"k": 1}, pin=True)
+    before = fs.store.entry("a")
+    assert before is not None
+    with fs.open("a", "ab") as file:
+        file.write(b"2")
+    after = fs.store.entry("a")
+    assert after is not None
+    assert (after.expires, after.metadata, after.pinned) == (before.expires, {"k": 1}, True)
+    with fs.open("a", "ab", ttl="never", metadata={"k": 2}) as file:
+        file.write(b"3")
+    assert (fs.info("a")["expires"], fs.info("a")["metadata"]) == (None, {"k": 2})
+    with fs.open("new", "ab") as file:
+        file.write(b"1")
+    assert fs.info("new")["metadata"] == {"of": "all"}
+
+
+def test_nothing_is_appended_to_bytes_that_are_gone(fs: CastoreFileSystem) -> None:
+    fs.store.put("a", noise(1_000_000))
+    path, _, _ = payload(fs.store, "a")
+    os.unlink(path)
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError, match="castore://a"):
+            fs.open("a", "ab")
+    fs.pipe("a", b"anew")
+    with fs.open("a", "ab") as file:
+        file.write(b"!")
+    assert fs.cat("a") == b"anew!"
+
+
+def test_damage_that_a_read_meets_is_an_error_of_the_system_and_of_castore(fs: CastoreFileSystem) -> None:
+    ways: list[Any] = [lambda name: fs.open(name).read(), lambda name: fs.open(name).read(10)]
+    for read in ways:
+        fs.store.put("a", noise(1_000_000))
+        path, offset, _ = payload(fs.store, "a")
+        flip(path, offset + 3)
+        with pytest.raises(OSError, match=r"castore://a: .*damaged") as caught:
+            read("a")
+        assert (type(caught.value).__mro__[1], caught.value.errno) == (CorruptError, errno.EIO)
+        with pytest.raises(FileNotFoundError):
+            read("a")
+    fs.store.put("a", noise(1_000_000))
 
 
 def test_a_file_that_is_written_cannot_seek_and_says_what_to_do(fs: CastoreFileSystem) -> None:
@@ -488,6 +817,63 @@ def test_folders_are_moved_and_copied_with_all_below_them(fs: CastoreFileSystem)
         fs.mv("no/such", "x")
     with pytest.raises(FileNotFoundError):
         fs.cp_file("no/such", "x")
+
+
+@pytest.mark.parametrize("above", ["", "n/"])
+def test_names_at_the_top_are_copied_and_moved_as_those_below(
+    fs: CastoreFileSystem, above: str, tmp_path: Path
+) -> None:
+    fs.pipe({f"{above}top": b"1", f"{above}tip": b"2", f"{above}gd/a/1": b"3", "d/x": b"4"})
+    fs.cp(f"{above}top", "d/")
+    fs.cp(f"{above}top", "d2/")
+    fs.cp(f"{above}top", "d")
+    fs.cp(f"{above}t*", "d3/")
+    fs.cp(f"{above}gd", "d", recursive=True)
+    fs.cp(f"{above}gd", "new", recursive=True)
+    fs.cp(f"{above}gd/", "d4/", recursive=True)
+    assert fs.find("d") == ["d/gd/a/1", "d/top", "d/x"]
+    assert fs.find("d2") + fs.find("d3") == ["d2/top", "d3/tip", "d3/top"]
+    assert fs.find("new") + fs.find("d4") == ["new/a/1", "d4/a/1"]
+    (tmp_path / "out").mkdir()
+    fs.get(f"{above}top", str(tmp_path / "out"))
+    fs.get(f"{above}top", f"{tmp_path}/out/new/")
+    fs.get(f"{above}gd", str(tmp_path / "out"), recursive=True)
+    found = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*"))
+    assert found == ["gd", "gd/a", "gd/a/1", "new", "new/top", "top"]
+    fs.mv(f"{above}tip", "d")
+    fs.mv(f"{above}top", "d5/")
+    fs.mv(f"{above}gd", "d2", recursive=True)
+    assert fs.find("d") == ["d/gd/a/1", "d/tip", "d/top", "d/x"]
+    assert fs.find("d2") + fs.find("d5") == ["d2/gd/a/1", "d2/top", "d5/top"]
+
+
+def test_a_folder_that_was_made_is_there_for_the_instance_that_made_it(fs: CastoreFileSystem) -> None:
+    fs.makedirs("a/b/c")
+    assert fs.ls("a/b/c") == []
+    assert (fs.ls("", detail=False), fs.ls("a", detail=False)) == (["a"], ["a/b"])
+    assert [fs.isdir("a/b"), fs.exists("a/b/c"), fs.isfile("a/b"), fs.isdir("a/x")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert fs.info("a/b/c") == {"name": "a/b/c", "size": 0, "type": "directory"}
+    assert (fs.find("a", withdirs=True), fs.glob("a/*"), fs.find("a")) == (["a", "a/b", "a/b/c"], ["a/b"], [])
+    with pytest.raises(FileExistsError):
+        fs.mkdir("a/b/c")
+    fs.makedirs("a/b/c", exist_ok=True)
+    with pytest.raises(OSError, match="not empty"):
+        fs.rmdir("a/b")
+    fs.pipe("a/b/c/file", b"x")
+    assert fs.ls("a/b", detail=False) == ["a/b/c"]
+    other = CastoreFileSystem(fs.store.path, ttl="1h")
+    assert other.find("a", withdirs=True) == ["a", "a/b", "a/b/c", "a/b/c/file"]
+    fs.rm("a/b/c/file")
+    assert (fs.ls("a/b/c"), other.exists("a")) == ([], False)
+    fs.rmdir("a/b/c")
+    assert not fs.exists("a/b/c")
+    fs.rm("a", recursive=True)
+    assert (fs.exists("a"), fs.ls("")) == (False, [])
 
 
 def test_a_file_is_moved_into_a_folder_of_its_own_name(fs: CastoreFileSystem) -> None:

@@ -104,6 +104,8 @@ def test_pyarrow_reads_and_writes_tables_and_datasets(fs: CastoreFileSystem, fra
     with arrow.open_input_file("t/stream") as file:
         assert file.read_at(3, 1) == b"yte"
     assert arrow.get_file_info("t/stream").size == 5
+    arrow.create_dir("t/made/empty")
+    assert arrow.get_file_info("t/made/empty").type == pa.fs.FileType.Directory
     arrow.move("t/stream", "t/moved")
     arrow.delete_dir("t")
     assert fs.find("") == []
@@ -119,7 +121,12 @@ def test_duckdb_queries_what_is_in_a_store(fs: CastoreFileSystem, frame: pd.Data
         assert total.fetchall() == [(3 * sum(range(10_000)), 3)]
         assert database.sql("SELECT count(*) FROM read_csv('castore://a.csv')").fetchall() == [(10_000,)]
         database.sql("COPY (SELECT 42 AS answer) TO 'castore://out/answer.parquet' (FORMAT parquet)")
+        database.sql(
+            "COPY (SELECT range AS a, range % 3 AS part FROM range(9)) TO 'castore://new/parts'"
+            " (FORMAT parquet, PARTITION_BY (part))"
+        )
     assert pd.read_parquet("castore://out/answer.parquet")["answer"].to_list() == [42]
+    assert fs.ls("new/parts", detail=False) == [f"new/parts/part={n}" for n in range(3)]
 
 
 def test_polars_reads_through_a_file(fs: CastoreFileSystem, frame: pd.DataFrame) -> None:
@@ -152,8 +159,10 @@ def test_universal_pathlib_has_paths_of_a_store(fs: CastoreFileSystem, tmp_path:
     assert (path.read_text(), path.exists(), path.stat().st_size, folder.is_dir()) == ("hello", True, 5, True)
     assert [str(one) for one in folder.rglob("*.txt")] == ["castore://run/notes/a.txt"]
     path.rename("castore://run/b.txt")
-    assert [str(one) for one in folder.iterdir()] == ["castore://run/b.txt"]
+    assert sorted(str(one) for one in folder.iterdir()) == ["castore://run/b.txt", "castore://run/notes"]
     (folder / "b.txt").unlink()
+    (folder / "notes").rmdir()
+    folder.rmdir()
     assert not folder.exists()
     other = UPath("castore://x", store=tmp_path / "other")
     other.write_bytes(b"x")
@@ -192,6 +201,28 @@ def test_datasets_loads_files_of_a_store(
     again = {} if streaming else {"download_mode": "force_redownload"}
     options = {"store": str(fs.store.path)}
     assert load("csv", "castore://a.csv", storage_options=options, **again) == list(range(7))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_datasets_reads_lines_and_compressed_files(
+    fs: CastoreFileSystem, tmp_path: Path, streaming: bool
+) -> None:
+    """For these kinds `datasets` hands on options of other file systems."""
+    with fs.open("a.jsonl.gz", "wt", compression="gzip") as file:
+        file.write('{"a": 1}\n{"a": 2}\n')
+    fs.pipe("a.txt", b"one\ntwo\n")
+    for kind, name, rows in (
+        ("json", "a.jsonl.gz", [{"a": 1}, {"a": 2}]),
+        ("text", "a.txt", [{"text": "one"}, {"text": "two"}]),
+    ):
+        data = datasets.load_dataset(
+            kind,
+            data_files=f"castore://{name}",
+            split="train",
+            streaming=streaming,
+            cache_dir=str(tmp_path / "hf"),
+        )
+        assert list(data) == rows
 
 
 def test_datasets_saves_to_a_store_and_loads_from_it(fs: CastoreFileSystem, frame: pd.DataFrame) -> None:
