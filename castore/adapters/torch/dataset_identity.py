@@ -57,7 +57,7 @@ def dataset_key(dataset: Any, key: object = None) -> str:
     Args:
         dataset: a map-style dataset, a list, an array: anything that a `torch.utils.data.DataLoader` takes.
         key: what identifies the data, for a dataset without a fingerprint: a name, or a config for
-        `castore.key`.
+            `castore.key`.
 
     Returns:
         40 hexadecimal digits, or the name that was given as ``key``.

@@ -206,7 +206,7 @@ class SharedCache:
             idx: index in the dataset, from 0.
             value: a sample of the announced structure.
             allow_oob_idx: whether to do nothing if the cache has no room for the sample; otherwise that is an
-            error.
+                error.
             allow_overwrite: whether to replace a sample that is there.
 
         Raises:
