@@ -1,7 +1,8 @@
-"""The store: the one door through which everybody else uses castore.
+"""The store: the one interface through which adapters, commands, the mount and users reach castore.
 
-Everything here checks its arguments and hands on: `castore.write` puts, `castore.read` gets, `castore.gc` and
-`castore.repair` keep the store in shape. A `Store` is safe to share between threads, survives a fork, and pickles as its path and options.
+A method checks its arguments and passes the work on: `castore.write` puts, `castore.read` gets, `castore.gc`
+and `castore.repair` keep the store in shape. Threads may share a `Store`. It survives a fork, and pickles as
+its path and options.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 _S = TypeVar("_S", bound="Store")
 
-#: Bound on the RAM tier of a `Store` that is not told otherwise: each process has its own, so it is modest.
+#: Default bound in bytes on the RAM tier of a `Store`. It is modest, because each process has its own tier.
 DEFAULT_MEMORY = 128_000_000
 
 #: Names that `delete_many` removes in one commit.
@@ -60,21 +61,22 @@ class Store:
     Args:
         path: the store's folder, made if it does not exist; default ``$CASTORE_DIR``, then
             ``$XDG_CACHE_HOME/castore``, then ``~/.cache/castore``.
-        codec: ``"auto"`` (zstd, or raw for what does not shrink), ``"zstd"``, ``"lz4"``, ``"gzip"`` or ``"none"``;
-            default what the store was made with.
-        level: of the codec; default the codec's own.
-        max_size: budget in stored bytes (an int, or ``"200GB"``); puts that would pass it evict the least recently
-            used first. `castore.UNLIMITED` sets no bound. Default what the store was made with.
+        codec: ``"auto"`` (zstd, or raw for bytes that do not shrink), ``"zstd"``, ``"lz4"``, ``"gzip"`` or
+            ``"none"``; default the codec that the store was made with.
+        level: level of the codec; default the codec's own.
+        max_size: budget in stored bytes (an int, or ``"200GB"``). Puts that would pass it evict the least
+            recently used entries first. `castore.UNLIMITED` sets no bound. Default the budget that the store
+            was made with.
         memory: bound on the RAM tier of this process in bytes, 0 for none; default 128 MB.
-        shared_memory: bytes of shared memory (or ``"4GB"``) in which all processes of this user and machine that open
-            the store with the same bound keep frames of large compressed blobs decoded, once for all; default none.
-        ttl: seconds (or ``"30d"``) until a new entry expires; `castore.NEVER` for never. Default what the
-            store was made with.
+        shared_memory: bytes of shared memory (or ``"4GB"``) for decoded frames of large compressed blobs. All
+            processes of this user and machine that open the store with the same bound share it. Default none.
+        ttl: seconds (or ``"30d"``) until a new entry expires; `castore.NEVER` for never. Default the lifetime
+            that the store was made with.
         durable: whether a put that has returned survives a power cut, at the price of an fsync each.
         allow_pickle: let `save` and `load` use pickle where nothing else fits. Loading a pickle runs code.
 
-    A store on a read-only file system, or of somebody else who lets this user read it, opens too: what would change it raises
-    a `StoreError` then, and hits and last accesses are not counted.
+    A store that this user may read and not write opens too, on a read-only file system for instance. Methods
+    that would change it raise a `StoreError`, and hits and last accesses are not counted.
 
     Raises:
         StoreError: the folder is no store, of another format, not accessible, or on a network file system.
@@ -113,7 +115,7 @@ class Store:
             "allow_pickle": allow_pickle,
         }
         self.path = Path(os.path.abspath(default_path() if path is None else path))
-        #: Whether the store can be read only: on a read-only file system, or as a user who may not write there.
+        #: Whether this user can only read the store. Its file system is read-only, or the permissions say so.
         self.settings, self.read_only = open_folder(
             self.path, codec=codec, level=level, max_size=max_size, ttl=ttl
         )
@@ -137,7 +139,7 @@ class Store:
 
     @property
     def shared_frames(self) -> SharedFrames | None:
-        """The frames that processes share, with their ``hits``, ``misses`` and ``held`` bytes; None without them."""
+        """The shared frames, with ``hits``, ``misses`` and ``held`` bytes; None without ``shared_memory``."""
         return self.source.shared
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -147,9 +149,9 @@ class Store:
         return f"{type(self).__name__}({str(self.path)!r})"
 
     def close(self) -> None:
-        """Let go of files and connections, after writing what has been counted if there is room for it.
+        """Close files and connections, after writing the usage counts if the disk has room for them.
 
-        Whatever is asked of the store afterwards opens it anew.
+        Any later call opens the store again.
         """
         self.parts.close()
 
@@ -177,7 +179,7 @@ class Store:
         pin: bool = False,
         serializer: str = "bytes",
     ) -> Entry:
-        """Keep ``data`` under ``name``, which it then names whether it did before or not.
+        """Keep ``data`` under ``name``. An entry of that name is replaced.
 
         Args:
             name: relative POSIX path.
@@ -210,7 +212,8 @@ class Store:
         """Keep a file of any size, in constant memory; the arguments are those of `put`.
 
         Args:
-            progress: called with the bytes of each piece that is compressed; not for bytes that are known already.
+            progress: called with the number of bytes of each piece that is compressed. Known bytes are not
+                compressed again.
 
         Raises:
             OSError: the file cannot be read.
@@ -231,7 +234,7 @@ class Store:
         pin: bool = False,
         progress: Callable[[int], object] | None = None,
     ) -> Entry:
-        """Keep what can be read from a binary file, a pipe or a response, to its end, in constant memory.
+        """Read a binary file, a pipe or a response to its end, and keep the bytes. Takes constant memory.
 
         Nothing is kept if reading fails. For a regular file `put_file` is quicker: it looks the file up
         before it compresses it.
@@ -265,13 +268,12 @@ class Store:
         pin: bool = False,
         replace: bool = True,
     ) -> AbstractContextManager[NewFile]:
-        """A block in which a binary file is written: the end of the block keeps its bytes, an exception keeps
-        nothing.
+        """A context manager whose binary file is kept at the end of the block. An exception keeps nothing.
 
-        The file takes bytes in their order, of any number, in constant memory, and cannot seek. Until the
-        block ends, ``name`` is what it was before. Afterwards the file's ``entry`` is what was kept. Closing
-        the file inside the block ends the writing and keeps nothing yet, so an `io.TextIOWrapper` or an
-        archive may close it.
+        The file takes any number of bytes, in order and in constant memory, and cannot seek. ``name`` does
+        not change until the block ends. After the block, the file's ``entry`` is the new entry. Closing the
+        file inside the block ends the writing and keeps nothing yet, so an `io.TextIOWrapper` or an archive
+        may close it.
 
         Args:
             codec, level, ttl, metadata, pin: as for `put`.
@@ -302,8 +304,10 @@ class Store:
         level: int | None = None,
         ttl: float | str | None = None,
     ) -> list[Entry]:
-        """Keep many small blobs with one commit for up to 2,000 of them (or 32 MiB): several times faster than
-        as many `put`. Items are consumed lazily; each batch is seen whole or not at all.
+        """Keep many small blobs, with one commit for up to 2,000 of them (or 32 MiB).
+
+        Several times faster than as many calls of `put`. Items are consumed lazily. Each batch is seen whole
+        or not at all.
 
         Args:
             items: ``(name, data)``, or ``(name, data, metadata)``.
@@ -312,7 +316,7 @@ class Store:
         Raises:
             InvalidValueError: an item has another shape.
             InvalidNameError, NameConflictError, SerializationError, TooLargeError, FullError: as for `put`;
-                the batches before are kept.
+                earlier batches are kept.
         """
         pointed = self._putter.plain_pointings(items, ttl)
         return self._putter.put_many(pointed, *self._putter.codec(codec, level))
@@ -328,20 +332,20 @@ class Store:
         ttl: float | str | None = None,
         serializer: str = "bytes",
     ) -> list[Entry] | None:
-        """Keep several blobs and remove some names, all with one commit, unless somebody else was faster.
+        """Keep several blobs and remove some names in one commit, if a name is unchanged (compare and set).
 
         Args:
-            expected: a name and the digest in hex that it must still point to, or None if it must not be there: what
-                this put was worked out from. A name that has expired is not there, as for `get` and `entry`.
-            items: ``(name, data)``, or ``(name, data, metadata)``; of any size together, for they are seen
-                whole or not at all. With none of them, names are removed only.
-            drop: names to remove; those that are not there are passed over.
-            codec, level, ttl: as for `put`, for all of them.
-            serializer: what turns the objects of all items into bytes, as `save` does it, and `load` turns them back.
-                By default items are bytes (or bytearrays, or memoryviews) already.
+            expected: a name, and the digest in hex that it must still point to, or None if it must be
+                missing. An expired name is missing, as for `get` and `entry`.
+            items: ``(name, data)``, or ``(name, data, metadata)``, of any size together. They are seen whole
+                or not at all. Without items, names are only removed.
+            drop: names to remove; missing ones are passed over.
+            codec, level, ttl: as for `put`, for all items.
+            serializer: turns the objects of all items into bytes, as in `save`; `load` turns them back. By
+                default items are bytes, bytearrays or memoryviews.
 
         Returns:
-            The entries, or None if ``expected`` does not hold any more: nothing was done then.
+            The entries, or None if ``expected`` does not hold any more. Nothing was done then.
 
         Raises:
             InvalidValueError: ``expected`` or an item has another shape.
@@ -362,19 +366,19 @@ class Store:
         )
 
     def _dumped(self, value: Any, serializer: str) -> Buffer:
-        """What a put of ``value`` keeps: bytes as they are, objects as the serializer writes them."""
+        """The bytes of a value: bytes as they are, objects as the serializer writes them."""
         if serializer == "bytes":
-            return value  # type: ignore[no-any-return]  # what is no bytes is refused with the others
+            return value  # type: ignore[no-any-return]  # other types are refused later
         return serializers.dump(value, serializer, allow_pickle=self.allow_pickle)[1]
 
     def batch(
         self, *, codec: str | None = None, level: int | None = None, ttl: float | str | None = None
     ) -> Batch:
-        """A block of puts and deletes that are all seen at its end, or not at all.
+        """A context manager for puts and deletes that are all seen at the end of the block, or not at all.
 
         Args:
-            codec, level: as for `put`, for all of them; each put may say otherwise.
-            ttl: the same; `math.inf` for never.
+            codec, level: as for `put`, for all puts; each put may give its own.
+            ttl: the same; `castore.NEVER` for never.
 
         >>> import tempfile
         >>> store = Store(tempfile.mkdtemp() + "/cache")
@@ -426,13 +430,15 @@ class Store:
         return found if default is None else [default if data is None else data for data in found]
 
     def open(self, name: str) -> io.BufferedReader:
-        """A seekable file over the bytes of ``name`` that decodes only what is read, and keeps them until closed.
+        """A seekable file over the bytes of ``name``. It decodes only the frames that are read.
+
+        The bytes stay readable until the file is closed, whatever gc does.
 
         Raises:
             NotFoundError: the name is missing: it has no entry or an expired one, or its bytes are damaged or
                 gone.
-            CorruptError: (while reading) the bytes are damaged, which nobody had seen before. The name is
-                missing from then on.
+            CorruptError: (while reading) the bytes are damaged, and this read is the first to find it. The
+                name is missing from then on.
         """
         reader = self._open(name, self._blob(name))
         self.source.count_use(name)
@@ -448,7 +454,7 @@ class Store:
                 return self.source.open(blob)
             except FileNotFoundError as error:
                 gone = error
-            blob = self._blob(name)  # it was re-pointed, or put again, and gc took what it let go of
+            blob = self._blob(name)  # the name has other bytes by now, and gc removed the former ones
         raise self._not_found(name) from gone
 
     def _blob(self, name: str) -> Blob:
@@ -467,11 +473,11 @@ class Store:
         return self.index.find(check_name(name))
 
     def find_many(self, names: Iterable[str]) -> dict[str, Found]:
-        """`find` for many names with one question to the index; those that are not there are left out."""
+        """`find` for many names with one query of the index; missing names are left out."""
         return self.index.find_many([check_name(name) for name in names])
 
     def blob(self, digest: bytes | str) -> Blob | None:
-        """What is known of a blob: its sizes, its codec and where it lies. None if nothing has that digest.
+        """The record of a blob: its sizes, its codec and where its bytes lie. None for an unknown digest.
 
         Args:
             digest: 64 hex characters as in `Entry.digest`, or 32 raw bytes.
@@ -483,7 +489,7 @@ class Store:
         return self.source.fetch(blob)
 
     def path_of(self, blob: Blob) -> str:
-        """The file that a blob's stored bytes lie in: an object of its own, or a pack. Nobody may write to it.
+        """The file that holds a blob's stored bytes: an object of its own, or a pack. Never write to it.
 
         Raises:
             NotFoundError: the bytes were found damaged or missing.
@@ -522,7 +528,7 @@ class Store:
         raise NotFoundError(f"the bytes of blob {shown} are not in {self.path}, or were damaged") from gone
 
     def remove_blobs(self, digests: Iterable[bytes]) -> None:
-        """Remove now those of some blobs that nobody names; gc would keep them for its grace period.
+        """Remove those of some blobs that no entry names, without the grace period of gc.
 
         Raises:
             StoreError: a live mount does not answer.
@@ -530,7 +536,7 @@ class Store:
         collect.remove_blobs(self.parts, list(digests))
 
     def count_use(self, name: str) -> None:
-        """Have a name count as read now, for gc and `stat`: for whoever reads its bytes past `get`."""
+        """Count a name as read now, for gc and `stat`. For code that reads the bytes without `get`."""
         self.source.count_use(name)
 
     # Objects
@@ -547,15 +553,15 @@ class Store:
         metadata: dict[str, Any] | None = None,
         pin: bool = False,
     ) -> Entry:
-        """Keep a Python object: bytes, text, JSON-like values, sets, dates, dataclasses, arrays, tensors, Arrow tables.
+        """Keep a Python object, such as text, JSON-like values, dataclasses, arrays, tensors or Arrow tables.
 
         Args:
             name, codec, level, ttl, metadata, pin: as for `put`.
-            serializer: one of ``bytes bytearray text msgpack npy safetensors arrow pickle``; default what fits the
-                object.
+            serializer: one of ``bytes bytearray text msgpack npy safetensors arrow pickle``; default the one
+                that fits the object.
 
         Raises:
-            SerializationError: nothing that is allowed fits; the message names the part.
+            SerializationError: no serializer that is allowed fits; the message names the part.
         """
         used, data = serializers.dump(obj, serializer, allow_pickle=self.allow_pickle)
         return self.put(
@@ -568,8 +574,8 @@ class Store:
         Raises:
             NotFoundError: the name is missing: it has no entry or an expired one, or its bytes are damaged or
                 gone.
-            SerializationError: it is a pickle, and the store was not opened with ``allow_pickle=True``; or it holds
-                a type that this process has neither imported nor registered.
+            SerializationError: it is a pickle, and the store was not opened with ``allow_pickle=True``; or it
+                holds a type that this process has neither imported nor registered.
         """
         read = self.source.read(name)
         if read is None:
@@ -586,13 +592,13 @@ class Store:
         validate: Callable[[Any], bool] | None = None,
         serializer: str | None = None,
     ) -> Any:
-        """The object kept under ``key``; on a miss ``compute()`` makes it, once for all threads and processes.
+        """The object kept under ``key``. On a miss, one thread of one process calls ``compute()``.
 
         Args:
             key: a name, such as `castore.key` gives.
             compute: takes nothing, returns what `save` takes.
             ttl, metadata, serializer: as for `save`.
-            validate: says of a kept object whether it still serves; if not, it is computed anew.
+            validate: returns whether a kept object is still good. If not, the object is computed again.
 
         Raises:
             Exception: what ``compute`` raised; nothing is kept then, and the next caller tries again.
@@ -627,18 +633,20 @@ class Store:
     ) -> Any:
         """A decorator that keeps a function's results, keyed by its code and its arguments.
 
-        A path counts by its text, not by its file, which the function may as well write. Of a file that it reads, pass
-        ``castore.key("text", content=path)`` as one more argument: then an edit of the file computes anew.
+        A path counts by its text, not by its file, because the function may write that file. For a file that
+        the function reads, pass ``castore.key("text", content=path)`` as one more argument. An edit of the
+        file then gives another key.
 
         Args:
-            function: a function, a partial, or an object that can be called; ``@store.cached`` and ``@store.cached()``
-                are the same.
+            function: a function, a partial, or an object that can be called; ``@store.cached`` and
+                ``@store.cached()`` are the same.
             ttl: seconds (or ``"30d"``), or `castore.NEVER`; default the store's.
             prefix: folder of the entries; default ``cached/<module>.<function>``.
 
         Raises:
-            InvalidValueError: what is decorated cannot be called, or Python cannot tell its arguments.
-            UnhashableError: (when called) an argument, or something the function refers to, has no stable hash.
+            InvalidValueError: the decorated object cannot be called, or Python cannot list its arguments.
+            UnhashableError: (when called) an argument, or an object that the function refers to, has no
+                stable hash.
         """
         from castore.keys.cached_function import cached
 
@@ -648,9 +656,7 @@ class Store:
     # Names
 
     def __contains__(self, name: str) -> bool:
-        """Whether `get` finds bytes under ``name``, as far as is known without reading them. Counts as no
-        use.
-        """
+        """Whether `get` finds bytes under ``name``, as far as the index knows. Does not count as a use."""
         try:
             return self._blob(name).pack != LOST
         except NotFoundError:
@@ -661,20 +667,18 @@ class Store:
         return self.index.names(time.time())
 
     def __len__(self) -> int:
-        """How many entries have not expired. Those whose bytes were found damaged count until they are put
-        again.
-        """
+        """The number of entries that have not expired. Damaged ones count until they are put again."""
         return self.index.count(time.time())
 
     def __bool__(self) -> bool:
-        """True, for an empty store too: ``if store`` asks whether there is one."""
+        """True, also for an empty store: ``if store`` tests whether there is a store."""
         return True
 
     def entry(self, name: str, *, expired: bool = False) -> Entry | None:
-        """What is known of a name, or None if there is no such entry or it has expired.
+        """The entry of a name, or None if there is none or it has expired.
 
         Args:
-            expired: return an entry that has expired and that gc has not removed yet, too.
+            expired: also return an entry that has expired and that gc has not removed yet.
         """
         entry = self.index.entry(check_name(name))
         if entry is None or expired or entry.expires is None or entry.expires > time.time():
@@ -682,20 +686,18 @@ class Store:
         return None
 
     def entries(self, prefix: str = "", *, damaged: bool = True) -> Iterator[Entry]:
-        """Entries at or below a prefix (whole parts: ``a`` covers ``a/b``, not ``ab``), in the order of
-        names.
+        """Entries at or below a prefix, in the order of names.
 
         Args:
-            prefix: "" for all.
+            prefix: whole parts of names: ``a`` covers ``a/b`` and not ``ab``; "" for all.
             damaged: also entries whose bytes were found damaged or gone.
         """
         return self.index.entries(check_prefix(prefix), time.time(), damaged=damaged)
 
     def children(self, folder: str = "") -> Iterator[Entry | str]:
-        """The direct contents of a folder of names, in their order: entries that are not missing, and
-        folders' paths.
+        """The direct contents of a folder of names, in order: entries that are not missing, and folder paths.
 
-        A folder is there as long as a name lies in it. The names below the folders inside are skipped.
+        A folder exists as long as a name lies in it. The names inside inner folders are skipped.
 
         Args:
             folder: whole parts of names; "" for the top.
@@ -709,10 +711,10 @@ class Store:
         return self.index.children(check_prefix(folder), time.time())
 
     def copy(self, name: str, to: str) -> Entry:
-        """Have a second name for the same bytes, in no time whatever their size.
+        """Give the same bytes a second name. No bytes are read or written.
 
         The new entry has the serializer, the metadata and the expiry of the old one, and no pin. An entry
-        that ``to`` named before is replaced.
+        named ``to`` is replaced.
 
         Raises:
             NotFoundError: ``name`` is missing.
@@ -721,10 +723,9 @@ class Store:
         return self._copy(name, to, move=False)
 
     def rename(self, name: str, to: str) -> Entry:
-        """Give an entry another name, with all that is known of it; nobody sees it under both names or under
-        none.
+        """Give an entry another name in one commit. The metadata, the expiry and the pin stay.
 
-        An entry that ``to`` named before is replaced.
+        An entry named ``to`` is replaced.
 
         Raises:
             NotFoundError: ``name`` is missing.
@@ -743,9 +744,9 @@ class Store:
         raise self._not_found(name)
 
     def delete(self, name: str) -> bool:
-        """Remove a name; gc removes its bytes once nothing names them. False if there was none.
+        """Remove a name; gc removes the bytes once no name is left. False if there was no such name.
 
-        One that has expired and that gc has not removed yet goes too, and counts.
+        An expired entry that gc has not removed yet is removed too, and gives True.
         """
         check_name(name)
         return self._delete([name]) == 1
@@ -795,35 +796,38 @@ class Store:
         size: int | str = training.SIZE,
         level: int | None = None,
     ) -> training.Trained:
-        """Train a zstd dictionary, and have new blobs of at most 16 KiB at or below ``prefix`` compressed with it.
+        """Train a zstd dictionary for new blobs of at most 16 KiB at or below ``prefix``.
 
         Args:
             prefix: whole parts of names; "" for all. The longest prefix counts.
-            data: what to learn from; default the small blobs that are there.
-            samples: how many to look at, and at most 16 MiB of them; a fifth is held out to measure the gain.
-            size: bytes of the dictionary, at most; less where there are few samples.
-            level: of zstd, to train for; default the store's.
+            data: the samples; default the small blobs in the store.
+            samples: number of samples, of at most 16 MiB together. A fifth is held out to measure the gain.
+            size: largest size of the dictionary in bytes. Few samples give a smaller one.
+            level: zstd level to train for; default the store's.
 
         Raises:
-            DictionaryError: there are too few samples, or it would not pay; nothing has changed then.
+            DictionaryError: there are too few samples, or the dictionary would not pay. Nothing has changed.
             InvalidValueError: the store's codec is another than zstd.
         """
         return training.train(self.parts, prefix, data, samples, size, level)
 
     def drop_dictionary(self, prefix: str) -> bool:
-        """Compress new blobs below ``prefix`` without its dictionary, which stays for those that need it. False if it had none."""
+        """Compress new blobs below ``prefix`` without its dictionary. False if it had none.
+
+        The dictionary stays for the blobs that need it.
+        """
         with self.index.write():
             return self.prefixes.set(check_prefix(prefix), None)
 
     def recompress(
         self, prefix: str = "", *, progress: Callable[[int], object] | None = None
     ) -> training.Rewritten:
-        """Write the small blobs below ``prefix`` anew with its dictionary, where that saves 5 % and more.
+        """Compress the small blobs below ``prefix`` again with its dictionary, where that saves 5 % and more.
 
-        Readers and writers go on meanwhile. What the blobs took before is dead until gc rewrites those packs.
+        Readers and writers go on meanwhile. The former bytes stay on disk until gc rewrites their packs.
 
         Args:
-            progress: called with the bytes of the entries looked at.
+            progress: called with the number of bytes of the entries that were examined.
         """
         return training.recompress(self.parts, prefix, progress)
 
@@ -832,8 +836,8 @@ class Store:
     def mounts(self) -> list[Mount]:
         """The live mounts of the store, the oldest first: those whose process runs.
 
-        A mount of another container counts as live for an hour after its last sign of life. Whether a mountpoint
-        can be reached from this process is another question: another container or another user may have it.
+        A mount of another container counts as live for an hour after its last heartbeat. A live mountpoint
+        may be out of this process's reach, in another container or with another user.
 
         >>> import tempfile
         >>> Store(tempfile.mkdtemp() + "/cache").mounts()
@@ -848,11 +852,11 @@ class Store:
         self._usage.flush()
 
     def totals(self) -> Totals:
-        """How many entries and blobs there are, and their bytes. As quick at ten million as at ten."""
+        """The numbers of entries and blobs, and their bytes. As quick at ten million as at ten."""
         return self.index.totals()
 
     def stat(self) -> stats.Stat:
-        """What the store holds and how well it does."""
+        """Figures about the store: entries, bytes, hits, misses, mounts."""
         self._usage.flush_if_possible()
         return stats.measure(self.parts)
 
@@ -882,15 +886,17 @@ class Store:
         dry_run: bool = False,
         grace: float | str = collect.GRACE_SECONDS,
     ) -> collect.Collected | collect.Plan:
-        """Remove what has expired, what is over the budget, and what nobody names.
+        """Remove expired entries, the least recently used ones over the budget, and bytes without a name.
 
         Args:
-            max_size: budget in stored bytes for this run, or `castore.UNLIMITED`; default the store's.
-            dry_run: only say what would go.
-            grace: seconds for which bytes whose last name was deleted or replaced are kept.
+            max_size: budget in stored bytes for this run, or `castore.UNLIMITED`; default the store's. 0
+                removes every entry that no pin holds.
+            dry_run: return the plan, and remove nothing.
+            grace: seconds for which bytes are kept after their last name was deleted or replaced.
 
         Returns:
-            `Collected`, what has gone; or with ``dry_run`` `Plan`, what would go.
+            `Collected`, the removed entries and bytes; with ``dry_run`` a `Plan`, those that would be
+            removed.
 
         Raises:
             FullError: the disk has no room to rewrite a pack; all else is done.
@@ -912,12 +918,12 @@ class Store:
         sample: float = 1.0,
         progress: Callable[[int], object] | None = None,
     ) -> verify.Report:
-        """Re-read everything, or a sample, and set aside what is not as it was put.
+        """Read all blobs, or a sample, and set the damaged ones aside.
 
         Args:
-            repair: also drop the entries of what is bad, so that they are computed anew.
+            repair: also drop the entries of damaged blobs, so that the next run computes them again.
             sample: part of the blobs to read, chosen at random: 0.05 reads 5 %.
-            progress: called with the stored bytes of each blob read.
+            progress: called with the stored bytes of each blob that was read.
         """
         if not 0 < sample <= 1:
             raise InvalidValueError(f"sample must be above 0 and at most 1 (all), not {sample!r}")

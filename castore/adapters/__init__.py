@@ -1,4 +1,4 @@
-"""Adapters: castore under the interfaces that training code already speaks. Each needs its own extra installed.
+"""Adapters: castore under the interfaces that training code uses already. Each needs its own extra.
 
 `mapped_check` is shared by those that map whole objects: each object is read once before it is mapped.
 

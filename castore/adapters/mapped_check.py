@@ -1,8 +1,9 @@
 """Checking whole objects before their files are mapped, each once for as long as nobody touches it.
 
-A mapped page that fails its check cannot raise: the kernel ends the process. So an object is read whole and checked
-before it is first mapped, and what was found is noted with the object's inode, time of change and the machine's boot.
-As long as those are the same, the object is taken for good; writing to it, or a power cut, has it read again.
+A mapped page that fails its check cannot raise: the kernel ends the process. So an object is read whole and
+checked before it is first mapped, and what was found is noted with the object's inode, time of change and the
+machine's boot. As long as those are the same, the object is taken for good; writing to it, or a power cut,
+has it read again.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def read_whole(store: Store, blob: Blob) -> None:
 
 
 def note_new(store: Store, blobs: Iterable[Blob], started: float) -> None:
-    """Note that objects are good, if they were written since ``started``: what was there before may have changed."""
+    """Note objects as good if they were written since ``started``. Older ones may have changed since."""
     notes = []
     for blob in blobs:
         status = _status(store, blob)

@@ -1,7 +1,7 @@
 """Former names of castore's own modules: keys in existing stores contain the names that modules had then.
 
-A row is needed where a class or a function of the module can count in a key. Must never lose a row: every result
-that is stored under such a key would be computed again.
+A row is needed where a class or a function of the module can count in a key. Must never lose a row: every
+result that is stored under such a key would be computed again.
 """
 
 from __future__ import annotations

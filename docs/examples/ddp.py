@@ -1,4 +1,4 @@
-"""Several ranks: each reads its own shard, and the ranks of a node share one cache; stops and goes on where it was.
+"""Several ranks: each reads its own shard, the ranks of a node share one cache, and a stopped run goes on.
 
     torchrun --nproc-per-node=2 docs/examples/ddp.py --cache /nvme/shards --checkpoint run.pt
 
@@ -79,7 +79,8 @@ def main() -> None:
             save(args.checkpoint, model, shard.state_dict(consumed=taken))
             reads = shard.stats().reads - before
             print(
-                f"epoch {epoch}: {time.perf_counter() - start:.2f} s; {reads} samples read by this node's ranks"
+                f"epoch {epoch}: {time.perf_counter() - start:.2f} s; "
+                f"{reads} samples read by this node's ranks"
             )
     dist.destroy_process_group()
 

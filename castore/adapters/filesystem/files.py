@@ -2,8 +2,8 @@
 
 The end of a written file is its close, by whomever: its own `with` block, a layer above it, or the garbage
 collector. An exception that unwinds a `with` block around the file discards it.
-Layers of text and compression close the file below them without a word of that exception, so `unwinding` looks
-for it in the stack.
+Layers of text and compression close the file below them without a word of that exception, so `unwinding`
+looks for it in the stack.
 """
 
 from __future__ import annotations
@@ -260,9 +260,7 @@ class WriteFile(io.BufferedIOBase):
             self.close()
 
     def finish(self) -> None:
-        """End a file that nobody holds any more: as its close does it, but for an exception that has ended its
-        layers.
-        """
+        """End an unreferenced file: keep it as its close does, unless an exception has ended its layers."""
         if not self._is_open or not self.autocommit or self._process != os.getpid():
             self.discard()  # as the copy in a forked child: the file is its parent's
         elif self._unwound_by is not None:
@@ -286,7 +284,7 @@ class WriteFile(io.BufferedIOBase):
 
 
 class AppendFile(WriteFile):
-    """What is written to it comes after what the path has when the file is closed: nothing of others is lost."""
+    """A file whose bytes are appended to those that the path has when it is closed. No append is lost."""
 
     def _start(self, options: dict[str, Any]) -> None:
         store: Store = self.fs.store

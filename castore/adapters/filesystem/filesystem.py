@@ -57,8 +57,8 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         store: the store's folder, or a `castore.Store`; default ``$CASTORE_DIR``, then ``~/.cache/castore``.
         codec, level, ttl, metadata, pin: of what is written, as for `castore.Store.put`; `open`, `pipe_file`
             and `put_file` take them, too.
-        options: what fsspec's base class takes. Others are ignored, as by fsspec's own file systems: libraries
-            pass what another file system takes.
+        options: what fsspec's base class takes. Others are ignored, as by fsspec's own file systems:
+            libraries pass what another file system takes.
 
     Threads may share an instance, a forked child may go on with it, and it pickles as the path of its store
     (or as the `castore.Store` that it was given).
@@ -245,8 +245,8 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         Args:
             mode: ``rb``, ``wb``, ``xb`` or ``ab``, or ``r``, ``w``, ``x`` or ``a`` for text.
             compression: ``gzip`` or another name of fsspec's, or ``infer`` to tell it by the path.
-            kwargs: ``encoding``, ``errors``, ``newline``; and of what is written ``codec``, ``level``, ``ttl``,
-                ``metadata``, ``pin``. Others are ignored, as by fsspec's own file systems.
+            kwargs: ``encoding``, ``errors``, ``newline``; and of what is written ``codec``, ``level``,
+                ``ttl``, ``metadata``, ``pin``. Others are ignored, as by fsspec's own file systems.
         """
         if "r" in mode:
             return super().open(path, mode, block_size, cache_options, compression, **kwargs)

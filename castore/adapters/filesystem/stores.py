@@ -30,6 +30,6 @@ def shared_store(path: str | os.PathLike[str]) -> Store:
 
 @atexit.register
 def _close_all() -> None:
-    """Write the last hit counts. fsspec holds its instances, and so their stores, to the end of the process."""
+    """Write the last hit counts. fsspec holds its instances, and their stores, until the process ends."""
     for store in list(_opened.values()):
         store.close()

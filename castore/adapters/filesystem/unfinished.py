@@ -1,7 +1,7 @@
-"""Written files that nobody closes: kept when nobody holds them any more, as other file systems of fsspec do it.
+"""Written files that are never closed: kept once unreferenced, as in other file systems of fsspec.
 
-Compression layers and archives rely on that: they never close the file that they write into. A file that is held
-to the end of the program is not kept, since the layers above it may hold some of its bytes.
+Compression layers and archives rely on that: they never close the file that they write into. A file that is
+held to the end of the program is not kept, since the layers above it may hold some of its bytes.
 """
 
 from __future__ import annotations

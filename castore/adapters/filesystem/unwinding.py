@@ -1,7 +1,7 @@
 """Which `with` blocks of this thread are being left by an exception, read from the stack.
 
-Python calls ``__exit__`` with an exception by an instruction of its own. A frame that stands at this instruction
-is leaving a `with` block by an exception, whether ``__exit__`` is written in Python or in C.
+Python calls ``__exit__`` with an exception by an instruction of its own. A frame that stands at this
+instruction is leaving a `with` block by an exception, whether ``__exit__`` is written in Python or in C.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class DiskLevel:
     Args:
         folder: of the store; created if it is missing.
         compression: one of `COMPRESSIONS`.
-        expiry: seconds or a text, or `castore.NEVER`. None for the lifetime of the existing store, which is never
-            by default.
+        expiry: seconds or a text, or `castore.NEVER`. None for the lifetime of the existing store, which is
+            never by default.
         max_size: budget in stored bytes; None for that of the existing store.
 
     Raises:

@@ -1,7 +1,7 @@
 """The level in RAM: its bounds in items and in bytes, and `MemoryCache`, which is that level alone.
 
-Values are held encoded (see `packed_value`) and expire by the monotonic clock, which no correction of the date
-moves. Each process has its own; nothing here is shared or written to disk.
+Values are held encoded (see `packed_value`) and expire by the monotonic clock, which no correction of the
+date moves. Each process has its own; nothing here is shared or written to disk.
 """
 
 from __future__ import annotations

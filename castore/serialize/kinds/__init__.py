@@ -4,9 +4,10 @@ A *kind* takes a value apart into a `Form`: the kind's name, the class if the ki
 parts. Parts are plain values or values of other kinds. `castore.serialize.serializers` and the samples of
 `castore.adapters.torch` each write forms in their own format, so both accept the same values.
 
-The fixed kinds need no user class: `standard_library` has the standard library's, `numeric` those of NumPy, torch and
-transformers, `images` PIL's, `arrow_tables` pyarrow's. `user_classes` has users' named tuples, dataclasses, enums and
-tensor subclasses. `kind_registry` has the types that users explain with `register_type`.
+The fixed kinds need no user class: `standard_library` has the standard library's, `numeric` those of NumPy,
+torch and transformers, `images` PIL's, `arrow_tables` pyarrow's. `user_classes` has users' named tuples,
+dataclasses, enums and tensor subclasses. `kind_registry` has the types that users explain with
+`register_type`.
 
 Parts to put together may come from hostile bytes. Must never: import a module or call a constructor because
 bytes name it, except for the modules and classes of the fixed kinds.
