@@ -121,11 +121,17 @@ def json_text(value: object, indent: int | None = None) -> str:
     return text
 
 
+_UNFOLDED = 10_000  # columns; a panel and a table are as wide as their text
+
+
 def console() -> Console:
-    """A rich console on standard output, which colours for terminals only."""
+    """A rich console on standard output, which colours and folds for terminals only."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=False)
+    out = Console(highlight=False, soft_wrap=False)
+    if not out.is_terminal:
+        out.width = _UNFOLDED  # a script that looks for a path must find the whole of it
+    return out
 
 
 def plural(count: int, noun: str, many: str | None = None) -> str:

@@ -269,10 +269,7 @@ def _draw(outcome: Outcome, recipe: Recipe) -> None:
             format_size(step.logical) if step.logical else "-",
             format_size(step.stored) if step.stored else "-",
         )
-    out = console()
-    if not out.is_terminal:
-        out.width = max(out.width, 160)  # a file or a pipe needs no folding
-    out.print(table)
+    console().print(table)
     typer.echo(
         f"{plural(outcome.rows_out, 'row')} of {outcome.rows_in:,} in {outcome.export_path} "
         f"({format_size(outcome.exported)}) after {format_duration(outcome.seconds)}"

@@ -29,7 +29,11 @@ def draw(stat: Stat, settings: Settings) -> None:
         for label, text in section:
             grid.add_row(label, text)
     out = console()
-    title = Text.assemble(" ", (stat.path, "bold"), " ")
+    path = Text.assemble(" ", (stat.path, "bold"), " ")
+    title: Text | None = path
+    if path.cell_len > out.width - 4:  # a panel cuts the end off a title that it cannot hold
+        out.print(path, soft_wrap=True)
+        title = None
     out.print(Panel(grid, title=title, title_align="left", box=box.ROUNDED, border_style="dim", expand=False))
 
 

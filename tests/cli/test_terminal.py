@@ -77,3 +77,18 @@ def test_complaints_are_readable_beside_the_bar(castore: Start, tmp_path: Path) 
     process.communicate()
     assert process.returncode == 1
     assert seen.count(b"castore: data/gone links to nothing; skipped") == 1
+
+
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_panel_shows_the_whole_path_of_the_store(
+    castore: Start, store: Store, folder: Path, columns: str
+) -> None:
+    master, slave = pty.openpty()
+    process = castore("stat", stdout=slave, env={"TERM": "dumb", "COLUMNS": columns, "LINES": "40"})
+    os.close(slave)
+    seen = read_all(master).decode()
+    process.communicate()
+    assert process.returncode == 0
+    assert str(folder) in seen
+    out, _ = castore("stat", env={"COLUMNS": columns}).communicate()
+    assert str(folder) in out.decode()

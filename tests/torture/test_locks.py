@@ -137,7 +137,8 @@ def test_without_locks_all_else_holds_too(others: str, daemons: Path, figure: Ca
     """The tests of another file, in their quick form, in a process whose locks are broken from the start."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE.parent / others)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(GRANTED), *filter(None, sys.path)))}
-    environment.pop("CASTORE_TORTURE", None)
+    for name in ("CASTORE_TORTURE", "PYTEST_ADDOPTS"):
+        environment.pop(name, None)
     run = subprocess.run(
         command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True, check=False
     )

@@ -205,9 +205,10 @@ def test_datasets_loads_files_of_a_store(
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_datasets_reads_lines_and_compressed_files(
-    fs: CastoreFileSystem, tmp_path: Path, streaming: bool
+    fs: CastoreFileSystem, tmp_path: Path, streaming: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For these kinds `datasets` hands on options of other file systems."""
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)  # it takes every protocol for a hub's
     with fs.open("a.jsonl.gz", "wt", compression="gzip") as file:
         file.write('{"a": 1}\n{"a": 2}\n')
     fs.pipe("a.txt", b"one\ntwo\n")
