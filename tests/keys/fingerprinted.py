@@ -1,13 +1,9 @@
-"""Fingerprints from fresh processes for test_counting.py: of compilers', libraries' and users' objects.
-
-Run as a program, it prints them as JSON, by kind and adapter.
-"""
+"""Fingerprints for test_values.py of compilers', libraries' and users' objects, to compare between processes."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -86,7 +82,7 @@ def used(function: Any, *args: Any) -> Any:
     return function
 
 
-COMPILED: dict[str, Callable[[], Any]] = {
+MADE: dict[str, Callable[[], Any]] = {
     "torch.compile": lambda: torch.compile(plain),
     "torch.compile, wrapped": lambda: wrap(torch.compile(plain)),
     "torch.compile of a model": lambda: torch.compile(linear()),
@@ -115,6 +111,9 @@ COMPILED: dict[str, Callable[[], Any]] = {
     "random.random": lambda: random.random,
     "random.choice": lambda: random.choice,
     "numpy.random.rand": lambda: np.random.rand,
+    "storage of ones": lambda: torch.ones(2).untyped_storage(),
+    "storage of zeros": lambda: torch.zeros(2).untyped_storage(),
+    "typed storage of ones": lambda: torch.ones(2).storage(),
 }
 
 
@@ -130,5 +129,6 @@ def fingerprints(made: Any) -> list[str]:
     return found if made is random.random else [*found, dataset_key(data)]
 
 
-if __name__ == "__main__":
-    print(json.dumps({kind: fingerprints(make()) for kind, make in COMPILED.items()}))
+def all_fingerprints() -> dict[str, list[str]]:
+    """The fingerprints of every kind of object, each by all adapters that take it."""
+    return {kind: fingerprints(make()) for kind, make in MADE.items()}

@@ -501,7 +501,8 @@ def test_a_module_that_the_first_look_imports_changes_no_later_one(
 
 def test_vectorizers_count_alike_in_every_process() -> None:
     code = (
-        "from tests.keys.test_distinct import *\nimport sys\n"
+        "from sklearn.feature_extraction.text import CountVectorizer\n"
+        "from castore.keys.objects import function_fingerprint\n"
         "made = CountVectorizer()\nmade.fit(['a bb ccc'])\nmade.transform(['bb'])\n"
         "print(function_fingerprint(lambda: made))"
     )
