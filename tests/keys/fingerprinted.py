@@ -20,6 +20,7 @@ regex: Any = importlib.import_module("regex")
 numba: Any = importlib.import_module("numba")
 compiler: Any = torch.compiler
 tracer: Any = torch.jit.trace
+typed: Any = torch.Tensor.storage
 
 
 def on_tensors(x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +114,7 @@ MADE: dict[str, Callable[[], Any]] = {
     "numpy.random.rand": lambda: np.random.rand,
     "storage of ones": lambda: torch.ones(2).untyped_storage(),
     "storage of zeros": lambda: torch.zeros(2).untyped_storage(),
-    "typed storage of ones": lambda: torch.ones(2).storage(),
+    "typed storage of ones": lambda: typed(torch.ones(2)),
 }
 
 

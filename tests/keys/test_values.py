@@ -90,7 +90,8 @@ def here_and_there() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         [sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, check=True, timeout=400,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "2"},
     )  # fmt: skip
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         return fingerprinted.all_fingerprints(), json.loads(there.stdout)
 
 

@@ -45,12 +45,18 @@ def marks(sample):
         file.write("x")
     return sample
 
+def goes_on():
+    """One more row, for whoever waits for it."""
+    with open("rows", "a") as file:
+        file.write("x")
+    time.sleep(0.002)
+
 def slow(sample):
-    time.sleep(0.01)
+    goes_on()
     return {"text": sample["text"] + " slow"}
 
 def slower(sample):
-    time.sleep(0.012)
+    goes_on()
     return {"text": sample["text"] + " slower"}
 
 def tells(sample):
@@ -100,9 +106,13 @@ def place(folder: Path, sources: dict[str, list[Any]]) -> Iterator[Path]:  # noq
     root = folder.parent
     rows = zip(sources["text"], range(len(sources["text"])), strict=True)
     (root / "data").mkdir()
-    lines = [json.dumps({"text": text, "n": n}) for text, n in rows]
+    # What operators take grows with the length of a text, and no promise does.
+    lines = [json.dumps({"text": text[:2000], "n": n}) for text, n in rows]
     # Something for every filter to find.
-    lines += [json.dumps({"text": text, "n": -1}) for text in ("short", "-" * 500, *sources["text"][:5])]
+    lines += [
+        json.dumps({"text": text, "n": -1})
+        for text in ("short", "-" * 500, *(text[:2000] for text in sources["text"][:5]))
+    ]
     (root / "data" / "demo.jsonl").write_text("\n".join(lines) + "\n")
     (root / "my_ops.py").write_text(MODULE)
     before = sys.path.copy()
