@@ -8,6 +8,9 @@ WORKERS ?= auto
 SUFFIX := $(if $(filter-out python3,$(PYTHON)),-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null))
 BIN := .venv$(SUFFIX)/bin
 export PYTHON
+# Without compiled files each of the many processes that a test run starts would compile castore for itself, and
+# pytest all tests.
+unexport PYTHONDONTWRITEBYTECODE
 # Nothing here fetches data: a loader that tries to reach a hub is a mistake worth an error.
 export HF_HUB_OFFLINE := 1
 export HF_DATASETS_OFFLINE := 1

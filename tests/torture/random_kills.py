@@ -14,7 +14,7 @@ import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -148,8 +148,11 @@ def _apply(names: Names, operation: Operation) -> Names:
     return {name: version for name, version in changed.items() if version is not None}
 
 
-def kill_at_random(path: Path, count: int) -> tuple[Counter[tuple[str, str]], int]:
-    """Kill ``count`` children. After each, the store must hold what they acknowledged, and nothing else.
+def kill_at_random(
+    path: Path, count: int, enough: Callable[[Counter[tuple[str, str]], int], bool] = lambda hits, left: True
+) -> tuple[Counter[tuple[str, str]], int]:
+    """Kill ``count`` children, and up to five times as many until what was hit is ``enough``. After each kill
+    the store must hold what the children acknowledged, and nothing else.
 
     Returns:
         The number of kills by operation and phase, and how many kills left something behind for gc.
@@ -159,7 +162,9 @@ def kill_at_random(path: Path, count: int) -> tuple[Counter[tuple[str, str]], in
     hits: Counter[tuple[str, str]] = Counter()
     left = 0
     Store(path).close()
-    for number in range(count):
+    for number in range(5 * count):
+        if number >= count and enough(hits, left):
+            break
         fate = _kill(path, number, chance)
         hits[fate.kind, fate.phase] += 1
         operations = plan(number)

@@ -1,7 +1,7 @@
-"""What torchrun starts in test_torchrun.py: two epochs of a lazy shard, with a record of all that happens.
+"""What torchrun starts in test_torchrun.py: jobs of two epochs of a lazy shard, with a record of all that happens.
 
-Needs no process group unless told to make one. Its argument is a JSON object of options; it writes into
-``out``.
+A job needs no process group unless told to make one. The argument is a JSON list with the options of each job,
+which writes into its ``out``.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ def wait_for_all(out: Path, what: str) -> None:
         time.sleep(0.02)
 
 
-def main() -> None:
-    options: dict[str, Any] = json.loads(sys.argv[1])
+def do(options: dict[str, Any]) -> None:
     out = Path(options["out"])
     rank = int(os.environ["RANK"])
     if options.get("group"):
@@ -100,4 +99,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    for job in json.loads(sys.argv[1]):
+        do(job)

@@ -171,15 +171,11 @@ def test_keys_are_the_same_in_other_processes() -> None:
         "from tests.adapters.torch.test_dataset_identity import *\n"
         "print(*(dataset_key(make()) for pair in PAIRS.values() for make in pair), sep='\\n')"
     )
-    answers = [
-        subprocess.run(
-            [sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": seed},
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]  # fmt: skip
-    assert answers[0] == answers[1]
-    assert answers[0].split() == [dataset_key(make()) for pair in PAIRS.values() for make in pair]
+    there = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": "2"},
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert there.split() == [dataset_key(make()) for pair in PAIRS.values() for make in pair]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PAIRS if kind not in ("lambda", "Hugging Face transform")])

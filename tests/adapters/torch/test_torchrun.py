@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -40,7 +40,7 @@ class Job:
     """One run of lazy_job.py and what it wrote."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        folder.mkdir()
+        folder.mkdir(parents=True)
         (folder / "reads").mkdir()
         self.out = folder
         defaults: dict[str, Any] = {
@@ -51,7 +51,7 @@ class Job:
             "out": str(folder),
         }
         self.options = defaults | {"cache": str(folder.parent / "cache")} | options
-        self.arguments = (str(HERE / "lazy_job.py"), json.dumps(self.options))
+        self.arguments = (str(HERE / "lazy_job.py"), json.dumps([self.options]))
 
     def epoch(self, number: int) -> list[int]:
         """What all ranks visited."""
@@ -92,25 +92,45 @@ def check_one_fill(job: Job) -> None:
     assert job.stats() == [{"reads": 101, "memory": [101, 101], "disk": [0, 101]}] * 2
 
 
-@pytest.mark.parametrize(("workers", "group"), [(0, True), (1, True), (1, False)])
+_RANKS = [(0, True), (1, True), (1, False)]
+_NODES = [("node", "10MB"), ("node", "150KB"), ("disk", "10MB")]
+
+
+class Jobs(NamedTuple):
+    """What ran in the same two ranks, one job after another: torch is imported once."""
+
+    jobs: dict[tuple[object, object], Job]
+    stderr: str
+    dead: set[str]
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    folder, before = tmp_path_factory.mktemp("jobs"), segments()
+    jobs: dict[tuple[object, object], Job] = {}
+    for workers, group in _RANKS:
+        jobs[workers, group] = Job(folder / f"{workers}-{group}" / "out", workers=workers, group=group)
+    for mode, memory in _NODES:
+        jobs[mode, memory] = Job(folder / f"{mode}-{memory}" / "out", mode=mode, memory=[memory], n=100)
+    options = json.dumps([job.options for job in jobs.values()])
+    done = run(torchrun(str(HERE / "lazy_job.py"), options), folder)
+    assert done.returncode == 0, done.stderr
+    return Jobs(jobs, done.stderr, dead_segments(before))
+
+
+@pytest.mark.parametrize(("workers", "group"), _RANKS)
 def test_two_ranks_visit_every_sample_once_an_epoch_and_read_it_once_in_all(
-    tmp_path: Path, workers: int, group: bool
+    together: Jobs, workers: int, group: bool
 ) -> None:
     """With a process group of gloo's, as for training, and without one."""
-    before = segments()
-    job = Job(tmp_path / "out", workers=workers, group=group)
-    done = run(torchrun(*job.arguments), tmp_path)
-    assert done.returncode == 0, done.stderr
-    check_one_fill(job)
-    assert not dead_segments(before)
-    assert "Warning" not in done.stderr
+    check_one_fill(together.jobs[workers, group])
+    assert not together.dead
+    assert "Warning" not in together.stderr
 
 
-@pytest.mark.parametrize(("mode", "memory"), [("node", "10MB"), ("node", "150KB"), ("disk", "10MB")])
-def test_ranks_of_a_node_fill_its_cache_once_together(tmp_path: Path, mode: str, memory: str) -> None:
-    job = Job(tmp_path / "out", mode=mode, memory=[memory], n=100)
-    done = run(torchrun(*job.arguments), tmp_path)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(("mode", "memory"), _NODES)
+def test_ranks_of_a_node_fill_its_cache_once_together(together: Jobs, mode: str, memory: str) -> None:
+    job = together.jobs[mode, memory]
     check_epochs(job)
     assert job.reads() == Counter(range(100))
     stats = job.stats()[0]
