@@ -61,7 +61,8 @@ def do(options: dict[str, Any]) -> None:
         disk_cache_path=options["cache"] + os.environ["GROUP_RANK"],
         mode=options["mode"],
         balance=options.get("balance", "equal"),
-        key="recorded",
+        # Within one run of torchrun two folders are two caches.
+        key=f"recorded for {options['cache']}",
     )
     sampler: DistributedSampler[Any] | None = None
     if options["mode"] != "rank":
