@@ -20,6 +20,8 @@ from typing import Any
 from castore import Store
 from tests.helpers import mixed, noise, text
 
+#: Seconds between two turns of a job that goes on until ``enough``: the commands need processors too.
+PAUSE = 0.05
 ROWS = 60
 ITEMS = 96
 
@@ -93,6 +95,7 @@ def steps(store: Path, place: Path) -> None:
                 stored()
         (place / "steps.begun").touch()
         turn += 1
+        time.sleep(PAUSE)
 
 
 def fill(store: Path, place: Path) -> None:
@@ -152,6 +155,7 @@ def training(store: Path, place: Path) -> None:
         assert total == sum(range(40))
         (place / "training.begun").touch()
         epochs += 1
+        time.sleep(PAUSE)
 
 
 def reading(mountpoint: Path, place: Path) -> None:
@@ -171,6 +175,7 @@ def reading(mountpoint: Path, place: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         (place / "reading.begun").touch()
         turns += 1
+        time.sleep(PAUSE)
     for mapped, file in zip(maps, held, strict=True):
         mapped.close()
         file.close()
@@ -205,6 +210,8 @@ def writing(store: Path, place: Path) -> None:
             turn += 1
             if turn == 20:
                 (place / "writing.begun").touch()
+            if turn > 20:
+                time.sleep(PAUSE)
 
 
 JOBS: dict[str, Callable[[Path, Path], None]] = {
