@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -31,14 +29,6 @@ GOALS = [
     Goal("castore", at_most=20),
     Goal("castore", 1.0, "absent"),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_heap() -> Iterator[None]:
-    """Let the collector, which runs before each contestant, pass over what other tests have imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def timed(name: str, seconds: float, skipped: str = "") -> Contestant:

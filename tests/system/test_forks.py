@@ -120,16 +120,16 @@ def can_do_everything(store: Store, number: int) -> None:
 
 def test_a_child_forked_in_the_middle_of_everything_can_read_and_write(full: Store) -> None:
     with going_on(*(lambda turn, read=read: read(full, turn) for read in READS.values())):
-        for number in range(20):
+        for number in range(10):
             ends_well(forked(lambda number=number: can_do_everything(full, number)))  # type: ignore[misc]
-    assert [full.get(f"child/{number}") for number in range(20)] == [b"%d" % number for number in range(20)]
+    assert [full.get(f"child/{number}") for number in range(10)] == [b"%d" % number for number in range(10)]
 
 
 @pytest.mark.parametrize("kind", ["entry", "open"])
 def test_a_child_forked_beside_a_reader_can_read_and_write(full: Store, kind: str) -> None:
     read = READS[kind]
     with going_on(*[lambda turn: read(full, turn)] * 2):
-        for number in range(40):
+        for number in range(20):
             ends_well(forked(lambda number=number: can_do_everything(full, number)))  # type: ignore[misc]
 
 
