@@ -15,7 +15,7 @@ from typing import Any, Literal
 from datasets import Dataset
 
 from castore.adapters.datasets import Pipeline, PipelineResult, Progress
-from castore.adapters.datasets.ram_results import RememberingPipeline, Results
+from castore.adapters.datasets.ram_results import RamPipeline, RamResults
 from castore.errors import InvalidValueError
 from castore.recipes import registry, sources
 from castore.recipes.quiet import quiet
@@ -125,7 +125,7 @@ class PipelineConfig:
 
     datasets: Sequence[DatasetConfig | str | os.PathLike[str] | Dataset]
     cache: CacheStageConfig = dataclasses.field(default_factory=CacheStageConfig)
-    _results: Results = dataclasses.field(init=False, repr=False, compare=False)
+    _results: RamResults = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.cache, CacheStageConfig):
@@ -143,7 +143,7 @@ class PipelineConfig:
                     f"not {item!r}"
                 )
         object.__setattr__(self, "datasets", items)
-        object.__setattr__(self, "_results", Results(self.cache.memory_cache_size))
+        object.__setattr__(self, "_results", RamResults(self.cache.memory_cache_size))
 
     def pipeline(self, operators: Sequence[Any], dataset: DatasetConfig | None = None) -> Pipeline:
         """The pipeline with these settings.
@@ -161,7 +161,7 @@ class PipelineConfig:
         }
         made = [registry.make(*_named(operator)) for operator in operators]
         if enabled and cache.cache_type != "disk":
-            return RememberingPipeline(made, results=self._results, **options)
+            return RamPipeline(made, results=self._results, **options)
         return Pipeline(made, **options)
 
     def _store(self, dataset: DatasetConfig | None) -> Store:

@@ -15,7 +15,7 @@ from typing import Any
 import datasets
 
 from castore.adapters.datasets import Estimate, Explanation, Pipeline, Progress, StepReport, wait
-from castore.adapters.datasets.source_step import open_input, told_by, unread
+from castore.adapters.datasets.source_step import dataset_of_key, identify_by, open_input
 from castore.recipes import export
 from castore.recipes.mixture import Mixture, identify, mixed, read
 from castore.recipes.quiet import quiet
@@ -110,7 +110,7 @@ def explain(recipe: Recipe, store: Store) -> list[Explanation]:
     """
     pipeline = pipeline_of(recipe, store)
     source = source_of(recipe)
-    return pipeline.explain(unread(identify(source, store), lambda: input_of(recipe, pipeline)))
+    return pipeline.explain(dataset_of_key(identify(source, store), lambda: input_of(recipe, pipeline)))
 
 
 def estimate(recipe: Recipe, store: Store) -> Estimate:
@@ -200,7 +200,7 @@ def open_source(
     digits = identify(source, store, telling)
     if isinstance(source, Source) and source.kind == SAVED:
         # Map the dataset where it is: another copy gains nothing.
-        return told_by(digits, read(source, ""))
+        return identify_by(digits, read(source, ""))
     return open_input(
         digits,
         lambda folder: read(source, folder),
@@ -208,5 +208,5 @@ def open_source(
         cached=cached,
         codec=codec,
         temp_dir=temp_dir,
-        late=late,
+        lazy=late,
     )

@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 
-from castore.adapters.datasets.step_plan import plan
+from castore.adapters.datasets.step_plan import plan_steps
 from castore.adapters.datasets.steps import steps_of
 from castore.errors import InvalidValueError
 from castore.recipes import juicer_keys, registry
@@ -403,7 +403,7 @@ def test_rows_kept_before_a_figure_was_mended_are_not_found_again(
     rows = datasets.Dataset.from_dict({"text": ["a b", "c"]})
 
     def keys() -> list[str]:
-        return [step.key for step in plan(steps_of(registry.make(name)), rows._fingerprint)]
+        return [step.key for step in plan_steps(steps_of(registry.make(name)), rows._fingerprint)]
 
     mended = keys()
     monkeypatch.setattr(registry.find(name), "_castore_revision", 1)

@@ -21,7 +21,7 @@ import pytest
 
 from castore import Store
 from castore.adapters.datasets import background
-from castore.adapters.datasets.lazy_dataset import LateDataset
+from castore.adapters.datasets.lazy_dataset import LazyDataset
 from castore.adapters.datasets.reports import CacheWarning
 from castore.errors import CastoreError, FullError, InvalidValueError, NotFoundError
 from castore.recipes import export, runner, sources
@@ -399,7 +399,7 @@ def test_the_second_time_the_source_is_not_read_before_it_is_looked_at(opened: C
     first = opened()
     background.wait()
     second = opened()
-    assert isinstance(second, LateDataset)
+    assert isinstance(second, LazyDataset)
     assert (len(second), second.features, second._fingerprint) == (3, first.features, first._fingerprint)
     assert not second.is_read
     assert second.to_list() == first.to_list()
@@ -425,7 +425,7 @@ def test_a_late_dataset_is_used_like_any_other(opened: Callable[[], Any], use: C
     plain = opened()
     background.wait()
     late = opened()
-    assert isinstance(late, LateDataset)
+    assert isinstance(late, LazyDataset)
     assert use(late).to_list() == use(plain).to_list()
 
 

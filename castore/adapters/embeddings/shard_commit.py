@@ -35,7 +35,7 @@ from castore.adapters.embeddings.table_layout import (
     numpy_name,
     numpy_view,
 )  # fmt: skip
-from castore.adapters.mapped_check import forget, note_new
+from castore.adapters.mapped_check import forget_notes, note_new
 from castore.errors import FullError, StoreError
 from castore.objects.codecs import Buffer
 from castore.store import Store
@@ -181,7 +181,7 @@ class Publisher:
         # Removed at once and not by the next gc: a table filled in small steps would leave many times its
         # size.
         gone = {found.blob for found in before.values()} - after
-        forget(store, gone)
+        forget_notes(store, gone)
         store.remove_blobs([blob.digest for blob in gone])
         return True
 

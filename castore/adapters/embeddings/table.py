@@ -28,7 +28,7 @@ from castore.adapters.embeddings.table_layout import (
     alignments,
     columns_of,
 )
-from castore.adapters.mapped_check import read_whole, unchecked
+from castore.adapters.mapped_check import check_now, find_unchecked
 from castore.errors import CorruptError, NotFoundError
 from castore.records import LOOSE, LOST, Blob, Found
 from castore.store import Store
@@ -170,9 +170,9 @@ class Table:
         """The digests, in hex, of the blobs whose bytes are right."""
         good = set(wanted)
         # Packed and compressed blobs are copied, and checked when they are read.
-        for blob in unchecked(self._store, [blob for blob in wanted.values() if _can_be_mapped(blob)]):
+        for blob in find_unchecked(self._store, [blob for blob in wanted.values() if _can_be_mapped(blob)]):
             try:
-                read_whole(self._store, blob)
+                check_now(self._store, blob)
             except NotFoundError:  # gc was faster
                 good.discard(blob.digest.hex())
             except CorruptError as error:

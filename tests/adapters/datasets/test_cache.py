@@ -15,8 +15,8 @@ from PIL import Image
 
 from castore import Store
 from castore.adapters.datasets import CacheWarning, DatasetCache
-from castore.adapters.datasets.mapped_files import MAPS
-from castore.adapters.datasets.stored_table import SMALL
+from castore.adapters.datasets.mapped_files import COPIES_FOLDER
+from castore.adapters.datasets.stored_table import SMALL_BYTES
 from castore.errors import InvalidValueError, NameConflictError, SerializationError
 from castore_fuse import mounted
 from tests.clocks import pass_time
@@ -29,7 +29,7 @@ Make = Callable[[datasets.Dataset], Any]
 def large(sources: dict[str, list[object]]) -> datasets.Dataset:
     """Large enough to be mapped."""
     data = datasets.Dataset.from_dict(sources)
-    assert data._data.nbytes > 2 * SMALL
+    assert data._data.nbytes > 2 * SMALL_BYTES
     return data
 
 
@@ -130,7 +130,7 @@ def test_a_stream_decompresses_only_what_is_read(cache: DatasetCache, large: dat
     stream = cache.stream("many")
     assert next(iter(stream)) == many[0]
     assert [sample["number"] for sample in stream] == many["number"][:]
-    assert not list(cache.store.entries(MAPS))
+    assert not list(cache.store.entries(COPIES_FOLDER))
 
 
 def test_a_stream_is_shared_among_the_workers_of_a_loader(

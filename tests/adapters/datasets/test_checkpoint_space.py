@@ -109,7 +109,7 @@ def test_the_peak_on_disk_stays_within_three_copies(
     assert result[:] == plain[:]
     del result, plain
     # A checkpoint of a run that is over is compressed: what a longer run reads takes its place.
-    scratch.drop_unused(
+    scratch.remove_unused(
         set(store.path.glob("work/*/*/*.arrow")), set()
     )  # the first run's process is over, too
     with peak_of(*folders) as peak:

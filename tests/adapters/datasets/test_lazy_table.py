@@ -23,8 +23,8 @@ from castore.adapters.datasets import (
     cached_map,
     wait,
 )
-from castore.adapters.datasets.lazy_table import LateTable
-from castore.adapters.datasets.mapped_files import MAPS
+from castore.adapters.datasets.lazy_table import LazyTable
+from castore.adapters.datasets.mapped_files import COPIES_FOLDER
 from castore.errors import CorruptError
 from castore.recipes import export
 from tests.helpers import flip, payload
@@ -50,18 +50,18 @@ def cache(store: Store, plain: datasets.Dataset) -> DatasetCache:
 @pytest.fixture
 def late(cache: DatasetCache) -> datasets.Dataset:
     got = cache.get("plain")
-    assert isinstance(got._data, LateTable)
+    assert isinstance(got._data, LazyTable)
     return got
 
 
 def copies(store: Store) -> int:
     """How many blobs are materialised in a store."""
-    return len(list(store.entries(MAPS)))
+    return len(list(store.entries(COPIES_FOLDER)))
 
 
 def is_mapped(dataset: datasets.Dataset) -> bool:
     table = dataset._data
-    assert isinstance(table, LateTable)
+    assert isinstance(table, LazyTable)
     return table.is_mapped
 
 
@@ -290,7 +290,7 @@ def test_a_copy_that_is_there_is_mapped_at_once(cache: DatasetCache, plain: data
 def test_a_copy_that_gc_took_meanwhile_is_not_missed(cache: DatasetCache, plain: datasets.Dataset) -> None:
     assert cache.get("plain")[ROWS - 1] == plain[ROWS - 1]
     again = cache.get("plain")
-    cache.store.delete_many(entry.name for entry in list(cache.store.entries(MAPS)))
+    cache.store.delete_many(entry.name for entry in list(cache.store.entries(COPIES_FOLDER)))
     cache.store.gc(grace=0)
     assert again[:3] == plain[:3]
     assert again[ROWS - 1] == plain[ROWS - 1]
@@ -339,7 +339,7 @@ def test_a_pickled_one_opens_though_gc_took_the_copy_since(
     )
     assert copies(store) == 1
     assert len(sent) < 200_000
-    store.delete_many([entry.name for entry in store.entries(MAPS)])
+    store.delete_many([entry.name for entry in store.entries(COPIES_FOLDER)])
     store.gc(grace=0)
     whole, some, formatted, part, cast = pickle.loads(sent)
     assert part["number"][:] == plain["number"][3:]
@@ -368,7 +368,7 @@ def test_columns_of_extension_types_in_lists_are_late_too(cache: DatasetCache) -
     plain = datasets.Dataset.from_dict({"grids": grids, "n": range(100)}, features=features)
     cache.put("grids", plain)
     late = cache.get("grids")
-    assert isinstance(late._data, LateTable)
+    assert isinstance(late._data, LazyTable)
     assert late.remove_columns("n")[:2] == plain.remove_columns("n")[:2]
     assert late[1] == plain[1]
     cache.put("none", plain.select([]))

@@ -17,7 +17,7 @@ import pytest
 
 from castore import Store
 from castore.adapters.datasets import CacheWarning, cached_filter, cached_map, wait
-from castore.adapters.datasets.background import background
+from castore.adapters.datasets.background import pending_puts
 from castore.errors import InvalidValueError, UnhashableError
 from tests.helpers import flip, payload
 
@@ -231,7 +231,7 @@ def test_an_image_that_changes_before_it_is_stored_is_not_stored_as_the_old_one(
 ) -> None:
     cached_map(pictures(tmp_path, (0, 0, 0)), corner, store=store, remove_columns="image")
     wait()
-    pool, go_on = background._pool, threading.Event()
+    pool, go_on = pending_puts._pool, threading.Event()
     assert pool is not None
     pool.submit(go_on.wait)  # ahead of what comes now
     source = pictures(tmp_path, (255, 0, 0))

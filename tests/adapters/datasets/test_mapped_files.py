@@ -14,8 +14,8 @@ from castore import Store
 from castore.adapters.datasets import CacheWarning, DatasetCache
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
 from castore.adapters.datasets.file_digests import file_digest
-from castore.adapters.datasets.lazy_table import NEAR
-from castore.adapters.datasets.mapped_files import MAPS, TAIL
+from castore.adapters.datasets.lazy_table import HEAD_BYTES
+from castore.adapters.datasets.mapped_files import COPIES_FOLDER, TAIL
 from castore_fuse import mounted
 from tests.helpers import flip, in_processes, payload
 
@@ -24,14 +24,14 @@ from tests.helpers import flip, in_processes, payload
 def large(sources: dict[str, list[object]]) -> datasets.Dataset:
     """Large enough to be mapped by who looks at its last rows."""
     data = datasets.Dataset.from_dict(sources)
-    data = datasets.concatenate_datasets([data] * (NEAR // data._data.nbytes + 2))
-    assert data._data.nbytes > 1.2 * NEAR
+    data = datasets.concatenate_datasets([data] * (HEAD_BYTES // data._data.nbytes + 2))
+    assert data._data.nbytes > 1.2 * HEAD_BYTES
     return data
 
 
 def copies(store: Store) -> list[str]:
     """What is materialised in a store."""
-    return [entry.name for entry in store.entries(MAPS)]
+    return [entry.name for entry in store.entries(COPIES_FOLDER)]
 
 
 def test_rows_are_mapped_from_one_file_that_all_processes_share(

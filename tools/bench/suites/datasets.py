@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 
 from castore.adapters.datasets import DatasetCache, cached_map, operator_fingerprint, wait
-from castore.adapters.datasets.mapped_files import MAPS
+from castore.adapters.datasets.mapped_files import COPIES_FOLDER
 from castore.gc.collect import remove_blobs
 from castore.store import Store
 from tools.bench import recipe, textrun, texts
@@ -213,7 +213,7 @@ def _sizes(ours: int, theirs: int) -> list[str]:
 def _forget_maps(folder: Path) -> None:
     """Remove the steps that were decompressed for mapping from a store, as gc does."""
     with Store(folder) as store:
-        maps = list(store.entries(MAPS))
+        maps = list(store.entries(COPIES_FOLDER))
         store.delete_many(entry.name for entry in maps)
         remove_blobs(store.parts, [bytes.fromhex(entry.digest) for entry in maps])
 
