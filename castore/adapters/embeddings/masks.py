@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from castore.adapters.embeddings.batch_places import like, over
+from castore.adapters.embeddings.batch_places import map_leaves, rebuild_sequence
 from castore.errors import InvalidValueError
 
 
-def mask_in(kwargs: Mapping[str, Any], keyword: str, name: str) -> torch.Tensor:
+def get_mask(kwargs: Mapping[str, Any], keyword: str, name: str) -> torch.Tensor:
     """The mask (B, L), as bool, among the arguments of an encoder.
 
     Raises:
@@ -40,7 +40,7 @@ def mask_in(kwargs: Mapping[str, Any], keyword: str, name: str) -> torch.Tensor:
     return marked
 
 
-def unpadded(outputs: Any, mask: torch.Tensor) -> Any:
+def remove_padding(outputs: Any, mask: torch.Tensor) -> Any:
     """Outputs with a list of tensors (length, D) in the place of each tensor (B, L, D).
 
     Raises:
@@ -54,7 +54,7 @@ def unpadded(outputs: Any, mask: torch.Tensor) -> Any:
         found.append(leaf)
         return [states[own] for states, own in zip(leaf, mask.to(leaf.device), strict=True)]
 
-    cut_outputs = over(outputs, cut)
+    cut_outputs = map_leaves(outputs, cut)
     if not found:
         raise InvalidValueError(
             "masks says that outputs are padded, and none is (B, L, D) with the mask's "
@@ -63,7 +63,7 @@ def unpadded(outputs: Any, mask: torch.Tensor) -> Any:
     return cut_outputs
 
 
-def padded(outputs: Any, mask: torch.Tensor) -> Any:
+def add_padding(outputs: Any, mask: torch.Tensor) -> Any:
     """Outputs with a tensor (B, L, D), zeros where the mask is false, in the place of each list of tensors.
 
     Raises:
@@ -72,10 +72,10 @@ def padded(outputs: Any, mask: torch.Tensor) -> Any:
     if isinstance(outputs, dict):
         changed = copy.copy(outputs)
         for name, value in outputs.items():
-            changed[name] = padded(value, mask)
+            changed[name] = add_padding(value, mask)
         return changed
     if isinstance(outputs, tuple):
-        return like(outputs, [padded(value, mask) for value in outputs])
+        return rebuild_sequence(outputs, [add_padding(value, mask) for value in outputs])
     if not isinstance(outputs, list) or not isinstance(outputs[0], torch.Tensor):
         return outputs
     lengths, marked = [len(states) for states in outputs], mask.sum(1).tolist()

@@ -98,7 +98,7 @@ def test_a_large_fill_is_put_shard_by_shard(store: Store) -> None:
 @pytest.mark.usefixtures("small_shards")
 def test_a_table_that_outgrows_its_addresses_moves(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that gc has unlinked move too, and so do rows that are copies of packed blobs."""
-    monkeypatch.setattr(table, "_LEAST", 4096)
+    monkeypatch.setattr(table, "_MIN_BYTES", 4096)
     monkeypatch.setattr(table, "_SPARE", 1)
     reader = fill(store, 0, 8)  # packed
     old = reader.take(reader.rows(range(8)))
@@ -325,9 +325,9 @@ def test_whatever_happens_every_known_key_has_its_own_outputs(
     """Fills of all sizes by two writers, files that go one by one, merges, readers of any age: against a
     function.
     """
-    monkeypatch.setattr(shard_commit, "_SMALL", 1 << 12)
+    monkeypatch.setattr(shard_commit, "_SMALL_SHARD_BYTES", 1 << 12)
     monkeypatch.setattr(shard_commit, "_UNSORTED", 64)
-    monkeypatch.setattr(table, "_LEAST", 4096)
+    monkeypatch.setattr(table, "_MIN_BYTES", 4096)
     monkeypatch.setattr(table, "_SPARE", 2)
     chance = random.Random(seed)
 

@@ -13,7 +13,7 @@ import torch
 
 from castore import Store
 from castore.adapters.embeddings.cache import EmbeddingCache
-from castore.adapters.embeddings.key_table import Sorted, digests
+from castore.adapters.embeddings.key_table import KeyIndex, key_digests
 from castore.errors import (
     FullError,
     InvalidValueError,
@@ -112,12 +112,12 @@ def test_integers_are_the_same_key_in_every_form(store: Store, form: Callable[[i
 
 def test_keys_that_share_their_first_half_are_told_apart() -> None:
     keys = np.array([[7, 1], [7, 2], [7, 3], [8, 1], [9, 9]], np.uint64)
-    table = Sorted.of(keys, np.arange(5))
+    table = KeyIndex.of(keys, np.arange(5))
     asked = np.array([[7, 3], [7, 4], [8, 1], [7, 1], [9, 8], [10, 0]], np.uint64)
     assert table.find(asked).tolist() == [2, -1, 3, 0, -1, -1]
     more = table.with_more(np.array([[7, 4], [1, 1]], np.uint64), np.array([5, 6]))
     assert more.find(np.concatenate([keys, asked[1:2]])).tolist() == [0, 1, 2, 3, 4, 5]
-    assert digests([5, "5"]).shape == (2, 2)
+    assert key_digests([5, "5"]).shape == (2, 2)
 
 
 # --- outputs ------------------------------------------------------------------------------------------------

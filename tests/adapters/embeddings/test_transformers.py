@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding
 
 from castore import Store
 from castore.adapters.embeddings import CacheConfig, CachedEncoder, CacheType, cache_embeddings
-from castore.adapters.embeddings.masks import padded, unpadded
+from castore.adapters.embeddings.masks import add_padding, remove_padding
 from castore.errors import InvalidValueError, SerializationError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -146,8 +146,8 @@ def test_an_encoder_alone_pads_as_its_mask_says(store: Store) -> None:
 def test_states_go_back_to_where_the_mask_says(mask: list[list[int]]) -> None:
     states, pooled, marked = torch.rand(2, 3, 4), torch.rand(2, 3), torch.tensor(mask).bool()
     outputs = {"all": (states, pooled), "none": None}
-    cut = unpadded(outputs, marked)
+    cut = remove_padding(outputs, marked)
     assert [len(own) for own in cut["all"][0]] == marked.sum(1).tolist()
-    back = padded(cut, marked)
+    back = add_padding(cut, marked)
     assert torch.equal(back["all"][0], states * marked.unsqueeze(-1))
     assert back["all"][1] is pooled
