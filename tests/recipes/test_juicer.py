@@ -51,7 +51,7 @@ def lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", FACTS["keys"])
 def test_every_key_of_its_recipes_is_taken_noted_or_refused_with_a_reason(name: str) -> None:
     fact = FACTS["keys"][name]
-    foreign = juicer_keys.KEYS.get(name)
+    foreign = juicer_keys.JUICER_KEYS.get(name)
     assert fact["how"] == ("taken" if foreign is None else "noted" if foreign.noted else "refused")
     for value in fact["values"]:
         text = yaml.safe_dump({"dataset_path": "a", "export_path": "b.jsonl", name: value, "process": []})

@@ -14,7 +14,7 @@ import pytest
 from castore.errors import CastoreError, InvalidNameError, InvalidValueError
 from castore.recipes import registry
 from castore.recipes.operators.lengths import TextLengthFilter
-from castore.recipes.recipe import Recipe, Step, parse, read
+from castore.recipes.recipe import Recipe, RecipeStep, parse, read
 
 GOOD = """\
 project_name: 'demo-cache-compress'
@@ -46,9 +46,9 @@ def test_a_recipe_is_read_as_it_is_written(tmp_path: Path) -> None:
         cache_compress="zstd",
         ds_cache_dir="/data/large_disk/dj_cache",
         process=[
-            Step("text_length_filter", {"min_len": 100}),
-            Step("whitespace_normalization_mapper"),
-            Step("clean_links_mapper"),
+            RecipeStep("text_length_filter", {"min_len": 100}),
+            RecipeStep("whitespace_normalization_mapper"),
+            RecipeStep("clean_links_mapper"),
         ],
     )
     names = [type(op).__name__ for op in recipe.operators()]

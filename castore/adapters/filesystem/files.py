@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from castore import Entry, NameConflictError, Store
 from castore.adapters.filesystem import unfinished
-from castore.adapters.filesystem.errors import damaged, exists, reading, writing
-from castore.adapters.filesystem.unwinding import unwinding
+from castore.adapters.filesystem.errors import (
+    damage_error,
+    exists_error,
+    raising_read_errors,
+    raising_write_errors,
+)
+from castore.adapters.filesystem.unwinding import unwinding_blocks
 from castore.errors import CorruptError, InvalidValueError
 from castore.write.batch import Changed, create_over
 
@@ -30,12 +35,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("castore")
 
 #: Bytes that are copied at a time when a file is appended to.
-_PIECE = 1 << 20
+_COPY_BYTES = 1 << 20
 #: Bytes of what is appended that are held in memory; more of them go to a nameless file in the store.
-_HELD = 8 << 20
+_MEMORY_BYTES = 8 << 20
 
 
-class _Raw(io.RawIOBase):
+class _RawFile(io.RawIOBase):
     """The raw file of `Store.open`, whose damage is an `OSError` too."""
 
     def __init__(self, file: io.RawIOBase, path: str) -> None:
@@ -60,13 +65,13 @@ class _Raw(io.RawIOBase):
         try:
             return self._file.readinto(buffer)
         except CorruptError as error:
-            raise damaged(self._path, error) from error
+            raise damage_error(self._path, error) from error
 
     def readall(self) -> bytes:
         try:
             return self._file.readall() or b""
         except CorruptError as error:
-            raise damaged(self._path, error) from error
+            raise damage_error(self._path, error) from error
 
     def close(self) -> None:
         self._file.close()
@@ -79,10 +84,10 @@ class ReadFile(io.BufferedReader):
     """
 
     def __init__(self, fs: CastoreFileSystem, path: str) -> None:
-        with reading(path):
+        with raising_read_errors(path):
             opened = fs.store.open(path)
         # Small pieces are buffered a frame at a time, as by `Store.open`, whose raw file this takes over.
-        super().__init__(_Raw(opened.detach(), path), 256 * 1024)
+        super().__init__(_RawFile(opened.detach(), path), 256 * 1024)
         self.fs = fs
         self.path = path
         self.full_name = fs.unstrip_protocol(path)
@@ -99,10 +104,10 @@ class ReadFile(io.BufferedReader):
         return dict(self.fs.info(self.path))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (self.fs, self.path, None if self.closed else self.tell())
+        return _reopen, (self.fs, self.path, None if self.closed else self.tell())
 
 
-def _reopened(fs: CastoreFileSystem, path: str, position: int | None) -> ReadFile:
+def _reopen(fs: CastoreFileSystem, path: str, position: int | None) -> ReadFile:
     file = ReadFile(fs, path)
     if position is None:
         file.close()
@@ -138,17 +143,17 @@ class WriteFile(io.BufferedIOBase):
         self.entry: Entry | None = None
         self._process = os.getpid()
         # `with` blocks that are being unwound already, around this file, are no business of this file's.
-        self._outer = unwinding()
+        self._outer_blocks = unwinding_blocks()
         self._unwound_by: int | None = None  # the id of the exception during which the last bytes came
         self._start(options)
         self._is_open = True
-        unfinished.add(self, self._held())
+        unfinished.add(self, self._resource())
 
     def _start(self, options: dict[str, Any]) -> None:
         self._block = self.fs.store.create(self.path, replace=self.mode != "xb", **options)
         self._file: Any = self._block.__enter__()
 
-    def _held(self) -> object:
+    def _resource(self) -> object:
         return self._block
 
     def writable(self) -> bool:
@@ -172,19 +177,19 @@ class WriteFile(io.BufferedIOBase):
         """Take all of ``data``; see `castore.Store.create`."""
         # A layer that is closed by an exception still writes its last bytes.
         if not unfinished.is_collecting():
-            self._unwound_by = self._unwinding()
+            self._unwound_by = self._find_unwinding()
         return self._write(data)
 
     def _write(self, data: Any) -> int:
         return int(self._file.write(data))
 
-    def _unwinding(self) -> int | None:
+    def _find_unwinding(self) -> int | None:
         """The id of the exception that unwinds a `with` block begun after this file was opened, or None.
 
         The exception itself would keep this file alive, and this file the exception.
         """
         error = sys.exc_info()[1]
-        return None if error is None or unwinding() <= self._outer else id(error)
+        return None if error is None or unwinding_blocks() <= self._outer_blocks else id(error)
 
     def close(self) -> None:
         """Keep the bytes, unless an exception unwinds the block that writes them.
@@ -200,14 +205,14 @@ class WriteFile(io.BufferedIOBase):
             unfinished.finish(self)
             return
         error = sys.exc_info()[1]
-        if error is not None and (self._unwinding() or self._unwound_by == id(error)):
-            self.lose(f"it was closed since {error!r} ended the block that wrote it")
+        if error is not None and (self._find_unwinding() or self._unwound_by == id(error)):
+            self.discard_with_warning(f"it was closed since {error!r} ended the block that wrote it")
         else:
             super().close()
             if self.autocommit:
                 self.commit()
 
-    def lose(self, why: str) -> None:
+    def discard_with_warning(self, why: str) -> None:
         """Keep nothing, and say so where no error does."""
         if not self._is_open:
             return
@@ -224,13 +229,13 @@ class WriteFile(io.BufferedIOBase):
         if not self._is_open:
             return
         self._is_open = False
-        unfinished.ended(self, self._held())
-        with writing(self.path):
+        unfinished.forget(self, self._resource())
+        with raising_write_errors(self.path):
             try:
                 self.entry = self._keep()
             except NameConflictError as error:
                 if self.mode == "xb" and self.path in self.fs.store:
-                    raise exists(self.path) from error
+                    raise exists_error(self.path) from error
                 raise
 
     def _keep(self) -> Entry | None:
@@ -242,7 +247,7 @@ class WriteFile(io.BufferedIOBase):
         """Keep nothing."""
         if self._is_open:
             self._is_open = False
-            unfinished.ended(self, self._held())
+            unfinished.forget(self, self._resource())
             self._drop()
         super().close()
 
@@ -253,7 +258,9 @@ class WriteFile(io.BufferedIOBase):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is GeneratorExit:  # nobody else sees this exception
-            self.lose("the generator that writes it was closed inside the file's `with` block")
+            self.discard_with_warning(
+                "the generator that writes it was closed inside the file's `with` block"
+            )
         elif kind is not None:
             self.discard()
         else:
@@ -264,7 +271,7 @@ class WriteFile(io.BufferedIOBase):
         if not self._is_open or not self.autocommit or self._process != os.getpid():
             self.discard()  # as the copy in a forked child: the file is its parent's
         elif self._unwound_by is not None:
-            self.lose("nobody has closed it, and an exception ended the block that wrote it")
+            self.discard_with_warning("nobody has closed it, and an exception ended the block that wrote it")
         else:
             super().close()
             self.commit()
@@ -288,27 +295,27 @@ class AppendFile(WriteFile):
 
     def _start(self, options: dict[str, Any]) -> None:
         store: Store = self.fs.store
-        self._given = options
-        self._before = 0
+        self._options = options
+        self._size_before = 0
         if store.entry(self.path) is not None:
             with ReadFile(self.fs, self.path) as old:  # an error if the bytes are gone
-                self._before = old.size
-        self._file = tempfile.SpooledTemporaryFile(_HELD, dir=str(store.path / "tmp"))  # noqa: SIM115
+                self._size_before = old.size
+        self._file = tempfile.SpooledTemporaryFile(_MEMORY_BYTES, dir=str(store.path / "tmp"))  # noqa: SIM115
 
-    def _held(self) -> object:
+    def _resource(self) -> object:
         return self._file
 
     def tell(self) -> int:
         """How many bytes were written, with those that were there when the file was opened."""
-        return self._before + int(self._file.tell())
+        return self._size_before + int(self._file.tell())
 
     def _write(self, data: Any) -> int:
         if self.closed:
             raise ValueError(f"write to castore://{self.path}, which is closed")
-        self._see_own()
+        self._check_process()
         return super()._write(data)
 
-    def _see_own(self) -> None:
+    def _check_process(self) -> None:
         if self._process != os.getpid():
             raise InvalidValueError(
                 f"process {self._process} has begun to append to castore://{self.path}, and a forked child"
@@ -316,7 +323,7 @@ class AppendFile(WriteFile):
             )
 
     def _keep(self) -> Entry:
-        self._see_own()
+        self._check_process()
         with self._file:
             while True:
                 try:
@@ -328,7 +335,9 @@ class AppendFile(WriteFile):
         store: Store = self.fs.store
         entry = store.entry(self.path)
         self._file.seek(0)
-        with create_over(store._putter, self.path, entry, self.fs.append_options(entry, self._given)) as new:
+        with create_over(
+            store._putter, self.path, entry, self.fs.append_options(entry, self._options)
+        ) as new:
             if entry is not None:
                 with ReadFile(self.fs, self.path) as old:
                     _copy(old, new)
@@ -341,7 +350,7 @@ class AppendFile(WriteFile):
 
 
 def _copy(source: Any, target: Any) -> None:
-    while piece := source.read(_PIECE):
+    while piece := source.read(_COPY_BYTES):
         target.write(piece)
 
 

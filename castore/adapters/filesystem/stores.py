@@ -12,16 +12,16 @@ from castore import Store
 from castore.system.forks import Guard, finalise
 
 _guard = Guard()
-_opened: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
+_stores: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
 
 
 def shared_store(path: str | os.PathLike[str]) -> Store:
     """The store at ``path``, made if it does not exist, for as long as somebody holds it."""
     place = os.path.abspath(path)
     with _guard.lock:
-        store = _opened.get(place)
+        store = _stores.get(place)
         if store is None:
-            store = _opened[place] = Store(place)
+            store = _stores[place] = Store(place)
             # The collector may strike in any thread: it closes files, and waits for nobody to write the last
             # counts.
             weakref.finalize(store, finalise, store.parts.release).atexit = False
@@ -31,5 +31,5 @@ def shared_store(path: str | os.PathLike[str]) -> Store:
 @atexit.register
 def _close_all() -> None:
     """Write the last hit counts. fsspec holds its instances, and their stores, until the process ends."""
-    for store in list(_opened.values()):
+    for store in list(_stores.values()):
         store.close()

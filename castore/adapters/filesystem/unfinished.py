@@ -25,33 +25,33 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("castore")
 
-_open: weakref.WeakSet[WriteFile] = weakref.WeakSet()
-_held: dict[int, object] = {}
+_open_files: weakref.WeakSet[WriteFile] = weakref.WeakSet()
+_resources: dict[int, object] = {}
 #: Files that nobody holds any more. `append` and `popleft` are atomic.
-_left: deque[WriteFile] = deque()
+_unreferenced: deque[WriteFile] = deque()
 #: Held while such a file is ended.
-_ending = Guard()
+_ending_guard = Guard()
 #: The thread that the collector runs in.
-_collecting: list[int] = []
+_collector_thread: list[int] = []
 #: Finalisers of this room are no sign of being inside the store.
-_HERE = "castore.adapters.filesystem.files", "castore.adapters.filesystem.unfinished"
+_OWN_MODULES = "castore.adapters.filesystem.files", "castore.adapters.filesystem.unfinished"
 
 
-def add(file: WriteFile, held: object) -> None:
+def add(file: WriteFile, resource: object) -> None:
     """Have it said at the end of the program if nobody ends a file before.
 
     Args:
         file: held weakly.
         held: what the file needs to be kept. The collector would end it together with the file, or before.
     """
-    _open.add(file)
-    _held[id(held)] = held
+    _open_files.add(file)
+    _resources[id(resource)] = resource
 
 
-def ended(file: WriteFile, held: object) -> None:
+def forget(file: WriteFile, resource: object) -> None:
     """Forget a file that was kept or discarded."""
-    _open.discard(file)
-    _held.pop(id(held), None)
+    _open_files.discard(file)
+    _resources.pop(id(resource), None)
 
 
 def finish(file: WriteFile) -> None:
@@ -61,39 +61,39 @@ def finish(file: WriteFile) -> None:
     have written what they held. It may also run inside the store, where this thread holds locks or is in the
     middle of a transaction: the file waits for the next look into a file system, or the end of the program.
     """
-    _left.append(file)
+    _unreferenced.append(file)
     if not is_collecting():
         _finish_soon()
 
 
 def is_collecting() -> bool:
     """Whether the collector runs in this thread, and so this code in a finaliser of it."""
-    return _thread.get_ident() in _collecting
+    return _thread.get_ident() in _collector_thread
 
 
 def _finish_soon() -> None:
     if not _is_inside_store():
-        finish_left()
+        finish_unreferenced()
 
 
 def _is_inside_store() -> bool:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        if module.startswith("castore.") and not module.startswith(_HERE):
+        if module.startswith("castore.") and not module.startswith(_OWN_MODULES):
             return True
         frame = frame.f_back
     return False
 
 
-def finish_left() -> None:
+def finish_unreferenced() -> None:
     """End the files that had to wait. Called by the file system before it looks for names."""
-    while _left:
+    while _unreferenced:
         try:
-            file = _left.popleft()
+            file = _unreferenced.popleft()
         except IndexError:  # another thread was faster
             return
-        with _ending.lock:
+        with _ending_guard.lock:
             try:
                 file.finish()
             except Exception:
@@ -102,10 +102,10 @@ def finish_left() -> None:
 
 def _on_collector(phase: str, _: dict[str, int]) -> None:
     if phase == "start":
-        _collecting.append(_thread.get_ident())
+        _collector_thread.append(_thread.get_ident())
     else:
-        _collecting.clear()
-        if _left:
+        _collector_thread.clear()
+        if _unreferenced:
             _finish_soon()
 
 
@@ -114,7 +114,7 @@ gc.callbacks.append(_on_collector)
 
 @atexit.register
 def _end_all() -> None:
-    finish_left()
-    with _ending.lock:  # another thread may still keep one
-        for file in list(_open):
-            file.lose("the program has ended, and nobody has closed it")
+    finish_unreferenced()
+    with _ending_guard.lock:  # another thread may still keep one
+        for file in list(_open_files):
+            file.discard_with_warning("the program has ended, and nobody has closed it")

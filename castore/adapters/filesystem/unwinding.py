@@ -13,7 +13,7 @@ from types import FrameType
 _INSTRUCTION = dis.opmap["WITH_EXCEPT_START"]
 
 
-def unwinding() -> frozenset[tuple[int, int]]:
+def unwinding_blocks() -> frozenset[tuple[int, int]]:
     """The blocks, each told by its frame and its place there. A frame's id holds while the frame runs."""
     if sys.exc_info()[1] is None:
         return frozenset()

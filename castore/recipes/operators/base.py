@@ -184,7 +184,7 @@ class Deduplicator(Operator):
         return dataset.select_columns([self.column]).with_format("arrow").iter(batch_size=10_000)
 
 
-def at_least(least: int, value: int, what: str) -> int:
+def check_at_least(least: int, value: int, what: str) -> int:
     """``value``, if it is not below ``least``.
 
     Raises:
@@ -196,7 +196,7 @@ def at_least(least: int, value: int, what: str) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def compiled(pattern: str, what: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str, what: str) -> re.Pattern[str]:
     """A regular expression, with ``.`` for any character, line breaks too.
 
     With properties of Unicode, as in ``\\p{P}`` for punctuation, it is one of the package regex. Operators

@@ -7,7 +7,7 @@ import unicodedata
 from collections import Counter
 
 from castore.recipes.operators.base import RatioFilter
-from castore.recipes.operators.words import no_model
+from castore.recipes.operators.words import refuse_model
 
 
 class AlphanumericFilter(RatioFilter):
@@ -33,12 +33,12 @@ class AlphanumericFilter(RatioFilter):
         tokenization: bool = False,
         text_key: str = "text",
     ) -> None:
-        no_model(tokenization, self._name)
+        refuse_model(tokenization, self._name)
         super().__init__(min_ratio, max_ratio, text_key=text_key)
 
     def measure(self, text: str) -> float:
         """The part of letters, marks and numbers."""
-        return _share(text, "LMN")
+        return _category_ratio(text, "LMN")
 
 
 class SpecialCharactersFilter(RatioFilter):
@@ -54,7 +54,7 @@ class SpecialCharactersFilter(RatioFilter):
 
     def measure(self, text: str) -> float:
         """The part of what is no letter."""
-        return 1.0 - _share(text, "LM") if text else 0.0
+        return 1.0 - _category_ratio(text, "LM") if text else 0.0
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -62,7 +62,7 @@ def _category(character: str) -> str:
     return unicodedata.category(character)[0]
 
 
-def _share(text: str, categories: str) -> float:
+def _category_ratio(text: str, categories: str) -> float:
     """The part of a text's characters whose category begins with one of these letters."""
     # A text has few different characters, and Counter counts in C.
     found = sum(count for character, count in Counter(text).items() if _category(character) in categories)

@@ -7,7 +7,7 @@ each of its places.
 from __future__ import annotations
 
 from castore.errors import InvalidValueError
-from castore.recipes.operators.base import Mapper, compiled
+from castore.recipes.operators.base import Mapper, compile_pattern
 
 # Up to what cannot be in a link, and without the punctuation of the sentence around it.
 LINK = r"(?i:\b(?:https?|ftp)://|\bwww\.)[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}]"
@@ -41,20 +41,20 @@ class ReplaceContentMapper(Mapper):
         self.pattern = patterns
         self.repl = replacements[: len(patterns)]
         for expression, replacement in zip(self.pattern, self.repl, strict=True):
-            compiled(expression, "pattern")
+            compile_pattern(expression, "pattern")
             _check_replacement(expression, replacement)
 
     def clean(self, text: str) -> str:
         """The text with everything replaced."""
         for pattern, repl in zip(self.pattern, self.repl, strict=True):
-            text = compiled(pattern, "pattern").sub(repl, text)
+            text = compile_pattern(pattern, "pattern").sub(repl, text)
         return text
 
 
 def _check_replacement(pattern: str, repl: str) -> None:
     """Raise InvalidValueError for a reference to a group that is not there, before a sample does."""
     # An empty alternative matches the empty text whatever the pattern is; the line break ends its comment.
-    empty = compiled(f"{compiled(pattern, 'pattern').pattern}\n|", "pattern")
+    empty = compile_pattern(f"{compile_pattern(pattern, 'pattern').pattern}\n|", "pattern")
     try:
         empty.sub(repl, "")
     except Exception as error:  # of re or of regex, which have no common kind

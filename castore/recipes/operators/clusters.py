@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-class Forest:
+class DisjointSets:
     """Union-find, with the smallest number of each set for its root."""
 
     def __init__(self, size: int) -> None:
@@ -37,7 +37,7 @@ class Forest:
         return np.fromiter(map(self.find, range(size)), np.int64, size)
 
 
-def equal_rows(rows: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.int64]]:
+def group_equal_rows(rows: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.int64]]:
     """Places of equal rows, for each row that occurs more than once."""
     import numpy as np
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from castore.recipes.operators.base import UNBOUNDED, CountFilter, Filter
-from castore.recipes.operators.words import no_model, words_of
+from castore.recipes.operators.words import refuse_model, words_of
 
 
 class TextLengthFilter(CountFilter):
@@ -85,7 +85,7 @@ class WordsNumFilter(Filter):
         tokenization: bool = False,
         text_key: str = "text",
     ) -> None:
-        no_model(tokenization, self._name)
+        refuse_model(tokenization, self._name)
         super().__init__(min_num, max_num, names=("min_num", "max_num"), text_key=text_key)
 
     def measure(self, text: str) -> int:

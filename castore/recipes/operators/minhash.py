@@ -24,10 +24,10 @@ from castore.recipes.operators.base import (
     Deduplicator,
     NeedsMoreError,
     Sample,
-    at_least,
-    compiled,
+    check_at_least,
+    compile_pattern,
 )
-from castore.recipes.operators.clusters import Forest, equal_rows
+from castore.recipes.operators.clusters import DisjointSets, group_equal_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,12 +99,12 @@ class DocumentMinhashDeduplicator(Deduplicator):
         if not 0 < jaccard_threshold <= 1:
             raise InvalidValueError(f"jaccard_threshold={jaccard_threshold!r} must be above 0 and at most 1")
         self.tokenization = tokenization
-        self.window_size = at_least(1, window_size, "window_size")
+        self.window_size = check_at_least(1, window_size, "window_size")
         self.lowercase = lowercase
         self.ignore_pattern = ignore_pattern
         if ignore_pattern is not None:
-            compiled(ignore_pattern, "ignore_pattern")
-        self.num_permutations = at_least(8, num_permutations, "num_permutations")
+            compile_pattern(ignore_pattern, "ignore_pattern")
+        self.num_permutations = check_at_least(8, num_permutations, "num_permutations")
         self.jaccard_threshold = jaccard_threshold
         self.seed = seed
         if num_bands is None or num_rows_per_band is None:
@@ -142,7 +142,7 @@ class DocumentMinhashDeduplicator(Deduplicator):
         if self.lowercase:
             text = text.lower()
         if self.ignore_pattern is not None:
-            text = compiled(self.ignore_pattern, "ignore_pattern").sub("", text)
+            text = compile_pattern(self.ignore_pattern, "ignore_pattern").sub("", text)
         tokens = TOKENIZATIONS[self.tokenization](text)
         # A text shorter than a window is a shingle of its own.
         for at in range(max(1, len(tokens) - self.window_size + 1) if tokens else 0):
@@ -167,15 +167,15 @@ class DocumentMinhashDeduplicator(Deduplicator):
         """For each signature the first one of its cluster; a chain of pairs that are alike is one cluster."""
         import numpy as np
 
-        forest = Forest(len(signatures))
+        forest = DisjointSets(len(signatures))
         for band in range(self.num_bands):
             start = band * self.num_rows_per_band
             rows = np.ascontiguousarray(signatures[:, start : start + self.num_rows_per_band])
-            for members in equal_rows(rows):
+            for members in group_equal_rows(rows):
                 self._join_alike(signatures, members, forest)
         return forest.leaders()
 
-    def _join_alike(self, signatures: Words, members: npt.NDArray[np.int64], forest: Forest) -> None:
+    def _join_alike(self, signatures: Words, members: npt.NDArray[np.int64], forest: DisjointSets) -> None:
         """Join those members of a bucket that are as alike as the threshold asks."""
         import numpy as np
 

@@ -7,8 +7,8 @@ import zlib
 from collections import Counter
 from typing import Any
 
-from castore.recipes.operators.base import RatioFilter, at_least
-from castore.recipes.operators.words import no_model, words_of
+from castore.recipes.operators.base import RatioFilter, check_at_least
+from castore.recipes.operators.words import refuse_model, words_of
 
 
 class CharacterRepetitionFilter(RatioFilter):
@@ -28,7 +28,7 @@ class CharacterRepetitionFilter(RatioFilter):
         self, rep_len: int = 10, min_ratio: float = 0.0, max_ratio: float = 0.5, *, text_key: str = "text"
     ) -> None:
         super().__init__(min_ratio, max_ratio, text_key=text_key)
-        self.rep_len = at_least(1, rep_len, "rep_len")
+        self.rep_len = check_at_least(1, rep_len, "rep_len")
 
     def measure(self, text: str) -> float:
         """The part of the most frequent runs."""
@@ -63,14 +63,14 @@ class WordRepetitionFilter(RatioFilter):
         tokenization: bool = False,
         text_key: str = "text",
     ) -> None:
-        no_model(tokenization, self._name)
+        refuse_model(tokenization, self._name)
         super().__init__(min_ratio, max_ratio, text_key=text_key)
-        self.rep_len = at_least(1, rep_len, "rep_len")
+        self.rep_len = check_at_least(1, rep_len, "rep_len")
 
     def measure(self, text: str) -> float:
         """The part of runs that occur more than once."""
         words = words_of(text, lowercase=True)
-        return _repeated(Counter(zip(*(words[at:] for at in range(self.rep_len)), strict=False)))
+        return _repeated_ratio(Counter(zip(*(words[at:] for at in range(self.rep_len)), strict=False)))
 
 
 class LineRepetitionFilter(RatioFilter):
@@ -83,7 +83,7 @@ class LineRepetitionFilter(RatioFilter):
 
     def measure(self, text: str) -> float:
         """The part of lines that occur more than once."""
-        return _repeated(Counter(line for line in map(str.strip, text.splitlines()) if line))
+        return _repeated_ratio(Counter(line for line in map(str.strip, text.splitlines()) if line))
 
 
 class CompressionRatioFilter(RatioFilter):
@@ -104,6 +104,6 @@ class CompressionRatioFilter(RatioFilter):
         return min(1.0, len(zlib.compress(data, 6)) / len(data)) if data else 1.0
 
 
-def _repeated(counts: Counter[Any]) -> float:
+def _repeated_ratio(counts: Counter[Any]) -> float:
     total = sum(counts.values())
     return sum(count for count in counts.values() if count > 1) / total if total else 0.0

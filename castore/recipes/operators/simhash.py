@@ -15,8 +15,8 @@ from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any
 
 from castore.errors import InvalidValueError
-from castore.recipes.operators.base import HASHES, Deduplicator, Sample, at_least, compiled
-from castore.recipes.operators.clusters import Forest, equal_rows
+from castore.recipes.operators.base import HASHES, Deduplicator, Sample, check_at_least, compile_pattern
+from castore.recipes.operators.clusters import DisjointSets, group_equal_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,18 +28,18 @@ _BITS = 64
 _SPACES = re.compile(" +")
 
 
-def _between_spaces(text: str) -> list[str]:
+def _split_at_spaces(text: str) -> list[str]:
     return [token for token in _SPACES.split(text) if token]
 
 
-def _between_punctuation(text: str) -> list[str]:
-    return compiled(r"\p{P}", "tokenization").split(text)
+def _split_at_punctuation(text: str) -> list[str]:
+    return compile_pattern(r"\p{P}", "tokenization").split(text)
 
 
 #: How a text is cut up, and what stands between the tokens of a shingle: Data-Juicer's ways.
 _TOKENS: dict[str, tuple[Callable[[str], list[str]], str]] = {
-    "space": (_between_spaces, " "),
-    "punctuation": (_between_punctuation, " "),
+    "space": (_split_at_spaces, " "),
+    "punctuation": (_split_at_punctuation, " "),
     "character": (list, ""),
 }
 
@@ -90,9 +90,9 @@ class DocumentSimhashDeduplicator(Deduplicator):
                 f" most {_BITS}"
             )
         if ignore_pattern is not None:
-            compiled(ignore_pattern, "ignore_pattern")
+            compile_pattern(ignore_pattern, "ignore_pattern")
         self.tokenization = tokenization
-        self.window_size = at_least(1, window_size, "window_size")
+        self.window_size = check_at_least(1, window_size, "window_size")
         self.lowercase = lowercase
         self.ignore_pattern = ignore_pattern
         self.num_blocks = num_blocks
@@ -120,7 +120,7 @@ class DocumentSimhashDeduplicator(Deduplicator):
         if self.lowercase:
             text = text.lower()
         if self.ignore_pattern is not None:
-            text = compiled(self.ignore_pattern, "ignore_pattern").sub("", text)
+            text = compile_pattern(self.ignore_pattern, "ignore_pattern").sub("", text)
         split, between = _TOKENS[self.tokenization]
         tokens = split(text)
         # A text shorter than a window is a shingle of its own.
@@ -145,34 +145,34 @@ class DocumentSimhashDeduplicator(Deduplicator):
         """For each of some different hashes the place of the first one of its cluster."""
         import numpy as np
 
-        forest = Forest(len(hashes))
+        forest = DisjointSets(len(hashes))
         edges = [_BITS * block // self.num_blocks for block in range(self.num_blocks + 1)]
         masks = [(1 << high) - (1 << low) for low, high in pairwise(edges)]
         # Of two hashes that are near, at least so many blocks are equal.
         for equal in combinations(masks, self.num_blocks - self.hamming_distance):
             shared = (hashes & np.uint64(sum(equal))).reshape(-1, 1)
-            for members in equal_rows(shared):
+            for members in group_equal_rows(shared):
                 self._join_near(hashes[members], members, forest)
         return forest.leaders()
 
-    def _join_near(self, hashes: Words, members: npt.NDArray[np.int64], forest: Forest) -> None:
+    def _join_near(self, hashes: Words, members: npt.NDArray[np.int64], forest: DisjointSets) -> None:
         for at in range(len(members) - 1):
-            near = _bits(hashes[at + 1 :] ^ hashes[at]) <= self.hamming_distance
+            near = _count_bits(hashes[at + 1 :] ^ hashes[at]) <= self.hamming_distance
             for other in members[at + 1 :][near]:
                 forest.join(int(members[at]), int(other))
 
 
-def _bits(words: Words) -> npt.NDArray[np.int64]:
+def _count_bits(words: Words) -> npt.NDArray[np.int64]:
     """How many bits of each number are set."""
     import numpy as np
 
     quarters = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 4)
-    counts: npt.NDArray[np.int64] = _bits_of_16()[quarters].sum(axis=1, dtype=np.int64)
+    counts: npt.NDArray[np.int64] = _bit_counts_of_16()[quarters].sum(axis=1, dtype=np.int64)
     return counts
 
 
 @functools.lru_cache(maxsize=1)
-def _bits_of_16() -> npt.NDArray[np.uint8]:
+def _bit_counts_of_16() -> npt.NDArray[np.uint8]:
     import numpy as np
 
     numbers = np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from castore.errors import InvalidValueError
-from castore.recipes.operators.base import NeedsMoreError, RatioFilter, at_least
-from castore.recipes.operators.words import no_model, runs, words_of
+from castore.recipes.operators.base import NeedsMoreError, RatioFilter, check_at_least
+from castore.recipes.operators.words import join_runs, refuse_model, words_of
 
 
-class _ListFilter(RatioFilter):
+class _WordListFilter(RatioFilter):
     """A filter on the part of words that are on a list."""
 
     def __init__(
@@ -30,21 +30,21 @@ class _ListFilter(RatioFilter):
         text_key: str,
     ) -> None:
         super().__init__(*ratios, text_key=text_key)
-        no_model(tokenization, self._name)
+        refuse_model(tokenization, self._name)
         self.words = read_words(folder, lists, lang)
         for size in augmented[0] if augmented else []:
-            at_least(1, size, "words_aug_group_sizes")
+            check_at_least(1, size, "words_aug_group_sizes")
         self.augmented = augmented
 
     def measure(self, text: str) -> float:
         """The part of words that are on the list."""
         words = words_of(text, lowercase=True)
         if self.augmented:
-            words += runs(words, *self.augmented)
+            words += join_runs(words, *self.augmented)
         return sum(word in self.words for word in words) / len(words) if words else 0.0
 
 
-class StopwordsFilter(_ListFilter):
+class StopwordsFilter(_WordListFilter):
     """Keeps texts of whose words ``min_ratio`` to ``max_ratio`` are stop words: prose has many, lists have
     few.
 
@@ -83,7 +83,7 @@ class StopwordsFilter(_ListFilter):
         )  # fmt: skip
 
 
-class FlaggedWordsFilter(_ListFilter):
+class FlaggedWordsFilter(_WordListFilter):
     """Keeps texts of whose words ``min_ratio`` to ``max_ratio`` are flagged, as by a list of swear words.
 
     Args:
@@ -135,7 +135,7 @@ def read_words(folder: str | None, lists: str, lang: str) -> frozenset[str]:
         InvalidValueError: a file is no list, or none has that language.
     """
     parameter = f"{lists}_dir"
-    place = Path(folder) if folder is not None else _where_data_juicer_keeps_them()
+    place = Path(folder) if folder is not None else _data_juicer_folder()
     files = sorted(place.glob(f"*{lists}*.json")) if place.is_dir() else []
     if not files:
         raise NeedsMoreError(
@@ -172,7 +172,7 @@ def _read_list(file: Path) -> dict[str, list[str]]:
     return dict(found)
 
 
-def _where_data_juicer_keeps_them() -> Path:
+def _data_juicer_folder() -> Path:
     assets = os.environ.get("DATA_JUICER_ASSETS_CACHE")
     home = os.environ.get("DATA_JUICER_CACHE_HOME") or os.path.join(
         os.environ.get("CACHE_HOME") or os.path.expanduser("~/.cache"), "data_juicer"

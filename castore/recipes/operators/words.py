@@ -23,11 +23,11 @@ def words_of(text: str, *, lowercase: bool = False) -> list[str]:
     """
     if lowercase:
         text = text.lower()
-    return [word for word in map(stripped, _GAP.split(text)) if word]
+    return [word for word in map(strip_word, _GAP.split(text)) if word]
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def stripped(word: str) -> str:
+def strip_word(word: str) -> str:
     """A word without the characters at its ends that are neither letters nor marks of letters."""
     if word.isalpha():
         return word
@@ -35,7 +35,7 @@ def stripped(word: str) -> str:
     return word[letters[0] : letters[-1] + 1] if letters else ""
 
 
-def runs(words: list[str], lengths: Iterable[int], between: str) -> list[str]:
+def join_runs(words: list[str], lengths: Iterable[int], between: str) -> list[str]:
     """All runs of so many words, joined: what is a word in languages that write no spaces, or too many.
 
     >>> runs(["a", "b", "c"], [2], "")
@@ -48,7 +48,7 @@ def runs(words: list[str], lengths: Iterable[int], between: str) -> list[str]:
     ]  # fmt: skip
 
 
-def no_model(tokenization: bool, what: str) -> None:
+def refuse_model(tokenization: bool, what: str) -> None:
     """Check that words are separated at spaces only.
 
     Raises:
