@@ -39,18 +39,17 @@ def check_path(path: str | os.PathLike[str], *, keep_stats: bool = False) -> Non
     """
     if "://" in os.fspath(path):
         raise InvalidValueError(
-            f"export_path {os.fspath(path)!r} is no path of this machine; write to a file, and upload that"
+            f"export_path {os.fspath(path)!r} is not a local path; export to a file, and upload that file"
         )
     place = Path(path)
     if place.suffix.lower() not in _WRITERS:
         raise InvalidValueError(
-            f"export_path {os.fspath(path)!r} ends in {place.suffix!r}; write to "
-            f"{', '.join(filter(None, _WRITERS))}, "
-            "or to a folder (no ending)"
+            f"export_path {os.fspath(path)!r} has the unknown ending {place.suffix!r}; use "
+            f"{', '.join(filter(None, _WRITERS))}, or a folder (no ending)"
         )
     if keep_stats and place.suffix.lower() == ".csv":
         raise InvalidValueError(
-            "keep_stats_in_res_ds: true is not for .csv, which has no place for a map; use .jsonl"
+            "keep_stats_in_res_ds: true is not supported for .csv, which cannot hold maps; use .jsonl"
         )
     if place.suffix and place.is_dir():
         raise InvalidValueError(
@@ -58,7 +57,7 @@ def check_path(path: str | os.PathLike[str], *, keep_stats: bool = False) -> Non
         )
     if not place.suffix and place.exists() and not _replaceable(place):
         raise InvalidValueError(
-            f"export_path {os.fspath(path)!r} exists and is no folder of save_to_disk; choose another name"
+            f"export_path {os.fspath(path)!r} exists and is not a folder of save_to_disk; choose another name"
         )
 
 
@@ -152,9 +151,8 @@ def _reporting_failures(path: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:  # Arrow and the datasets library raise many types
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise InvalidValueError(
-            f"the result cannot be written to export_path {os.fspath(path)!r}: {what[:300]}; export to "
-            "another kind of file,"
-            " all steps are kept"
+            f"the result cannot be written to export_path {os.fspath(path)!r}: {what[:300]}; export "
+            "in another format: the results of all steps are in the store"
         ) from error
 
 
@@ -206,7 +204,9 @@ def _read_rows(dataset: datasets.Dataset, done: Callable[[int], object]) -> Iter
 def _to_json(value: object) -> object:
     if isinstance(value, dt.datetime | dt.date | dt.time):
         return value.isoformat()
-    raise InvalidValueError(f"{type(value).__name__} has no JSON; export to .parquet or to a folder")
+    raise InvalidValueError(
+        f"JSON has no form for a value of type {type(value).__name__}; export to .parquet or to a folder"
+    )
 
 
 def _to_line(row: dict[str, Any]) -> bytes:
@@ -241,9 +241,8 @@ def _write_csv(dataset: datasets.Dataset, path: Path, done: Callable[[int], obje
     for column in dataset.features.arrow_schema:
         if pa.types.is_nested(column.type):
             raise InvalidValueError(
-                f"column {column.name!r} is of type {column.type}, for which a .csv has no place; export to "
-                ".jsonl, .parquet or a"
-                " folder, or have a step make text of it"
+                f"column {column.name!r} is of type {column.type}, which .csv cannot hold; export to .jsonl, "
+                ".parquet or a folder, or convert the column to text in a step"
             )
     # Use a file of Python's: a CSVWriter's own file stays open if closing it failed, as on a full disk.
     with open(path, "wb") as file, pyarrow.csv.CSVWriter(file, dataset.features.arrow_schema) as writer:

@@ -33,7 +33,7 @@ def _refuse_key(name: str, reason: str, *harmless: Any) -> dict[str, KeyTreatmen
     return {name: KeyTreatment(reason, harmless)}
 
 
-_TOKENS_REASON = "operators of castore look at no special tokens, and Data-Juicer's get their default ones"
+_TOKENS_REASON = "castore's operators use no special tokens, and Data-Juicer's operators get the default ones"
 
 JUICER_KEYS: dict[str, KeyTreatment] = {
     # Keys of other programs, of Data-Juicer's scheduling and of its reports.
@@ -41,13 +41,13 @@ JUICER_KEYS: dict[str, KeyTreatment] = {
         "open_tracer op_list_to_trace trace_num trace_keys open_insight_mining op_list_to_mine",
         "there is no tracer",
     ),
-    **_note_keys("open_monitor event_logging event_log_dir", "there is no monitor; the table of the run is"),
+    **_note_keys("open_monitor event_logging event_log_dir", "there is no monitor"),
     **_note_keys(
         "op_fusion fusion_strategy mapper_fusion mapper_fusion_vram_limit adaptive_batch_size "
         "auto_op_parallelism turbo "
         "min_common_dep_num_to_combine conflict_resolve_strategy use_dag elastic_juicer_adaptive_batching "
         "elastic_juicer_profile_seed strict_preflight",
-        "it only makes Data-Juicer run otherwise, or faster",
+        "it only changes how fast Data-Juicer runs",
     ),
     **_note_keys(
         "executor_type ray_address override_num_blocks partition partition_size partition_dir",
@@ -58,24 +58,29 @@ JUICER_KEYS: dict[str, KeyTreatment] = {
         "percentiles export_original_dataset save_stats_in_one_file", "it is for Data-Juicer's analyser alone"
     ),
     **_note_keys("data_probe_algo data_probe_ratio hpo_config", "it is for Data-Juicer's sandbox alone"),
-    **_note_keys("work_dir job_id checkpoint checkpoint_dir resume", "what is kept is in the store"),
-    **_note_keys("notification annotation", "castore sends no messages; an operator's own parameters do"),
-    **_note_keys("skip_op_error", "no error is skipped: an operator that raises ends the run, and is named"),
+    **_note_keys("work_dir job_id checkpoint checkpoint_dir resume", "results are in the store"),
+    **_note_keys("notification annotation", "castore sends no messages"),
+    **_note_keys("skip_op_error", "no error is skipped: an operator that raises an error ends the run"),
     **_note_keys(
         "validators", "the dataset is not validated: an operator that lacks its column ends the run"
     ),
     **_note_keys("auto_num auto", "it is for Data-Juicer's analyser alone"),
     # These keys would change the result, or the place of the export.
     **_refuse_key("export_shard_size", "the result is one file, or one folder of save_to_disk", 0),
-    **_refuse_key("export_type", "the ending of export_path says the format"),
+    **_refuse_key("export_type", "the ending of export_path decides the format"),
     **_refuse_key("export_extra_args", "results are written in one way for each format", {}),
     **_refuse_key("export_aws_credentials", "results are written to files only"),
+    **_refuse_key("keep_hashes_in_res_ds", "hashes are dropped after the deduplicator that made them", False),
     **_refuse_key(
-        "keep_hashes_in_res_ds", "hashes are dropped behind the deduplicator that made them", False
+        "suffixes",
+        "the endings decide which files are read; choose files with a pattern in dataset_path",
+        [],
+        "",
     ),
-    **_refuse_key("suffixes", "the endings say what is read; choose with a pattern in dataset_path", [], ""),
     **_refuse_key(
-        "custom_operator_paths", "operators of your own go by their dotted paths, like my_module.MyMapper", []
+        "custom_operator_paths",
+        "your own operators are named by their dotted paths, like my_module.MyMapper",
+        [],
     ),
     **_refuse_key("generated_dataset_config", "data comes from files"),
     **_refuse_key("load_dataset_kwargs", "each kind of file is read in one way", {}),
@@ -104,7 +109,7 @@ def explain_key(name: str, value: Any) -> str | None:
     >>> note("export_shard_size", 1000)
     Traceback (most recent call last):
     castore.errors.InvalidValueError: export_shard_size: 1000 is not supported, since the result is one file,
-    or one folder of save_to_disk; take the key out
+    or one folder of save_to_disk; remove the key
     """
     key = JUICER_KEYS[name]
     if value is None or any(
@@ -115,4 +120,4 @@ def explain_key(name: str, value: Any) -> str | None:
         return None if value is False or value == [] else key.reason
     shown = repr(value) if len(repr(value)) <= 60 else "..."
     shown = {"True": "true", "False": "false"}.get(shown, shown)
-    raise InvalidValueError(f"{name}: {shown} is not supported, since {key.reason}; take the key out")
+    raise InvalidValueError(f"{name}: {shown} is not supported, since {key.reason}; remove the key")

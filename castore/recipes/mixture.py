@@ -83,7 +83,8 @@ def read(source: Source | Mixture, folder: str | os.PathLike[str]) -> datasets.D
         return datasets.concatenate_datasets(drawn)
     except ValueError as error:  # columns of one name and two types
         raise InvalidValueError(
-            f"the sources of dataset do not go together: {' '.join(str(error).split())}"
+            f"the sources of dataset cannot be joined: {' '.join(str(error).split())}; give their columns "
+            "the same types"
         ) from error
 
 
@@ -97,7 +98,9 @@ def _draw(dataset: datasets.Dataset, count: int | None, source: Source) -> datas
     if count is None or count == len(dataset):
         return dataset
     if not len(dataset):
-        raise InvalidValueError(f"{source.path!r} has no rows, and {count} are to be drawn from it")
+        raise InvalidValueError(
+            f"{source.path!r} has no rows, and {count} are to be drawn from it; remove this source"
+        )
     # A larger count than the rows that exist repeats all of them.
     order = np.random.default_rng(_SEED).permutation(len(dataset))
     return dataset.select(order[np.arange(count) % len(dataset)])

@@ -224,7 +224,7 @@ def parse(text: str, source: str = "recipe") -> Recipe:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, CastoreError):
             raise
-        raise InvalidValueError(f"{source}: this is no YAML: {_one_line(error)}") from error
+        raise InvalidValueError(f"{source}: this is not YAML: {_one_line(error)}") from error
     return _make_recipe(values, lines, source)
 
 
@@ -251,7 +251,7 @@ def _make_recipe(values: dict[str, Any], lines: dict[str, list[int]], source: st
                     f"there is no key {name!r}{registry.suggest_nearest(str(name), known)}"
                 )
             if key in given:
-                raise InvalidValueError(f"{name} says again what {key} says; keep one of them")
+                raise InvalidValueError(f"{name} sets {key}, which is set already; keep one of the two")
             if value is None:
                 continue  # as if the key were missing
             given[key] = convert_checked(value, hints[key], str(name))
@@ -275,7 +275,7 @@ def _parse_part(config: Any) -> tuple[str, float]:
     """Path and weight in one of the maps of ``dataset``."""
     if not isinstance(config, Mapping):
         raise InvalidValueError(
-            f"an item of configs of dataset is a map like {{path: data.jsonl}}, not {config!r}"
+            f"an item of configs of dataset must be a map like {{path: data.jsonl}}, not {config!r}"
         )
     kind = config.get("type", "local")
     if kind not in ("local", "ondisk"):
@@ -304,7 +304,7 @@ def _key_lines(node: Any, source: str) -> dict[str, list[int]]:
     """
     if not isinstance(node, yaml.MappingNode):
         raise InvalidValueError(
-            f"{source}: a recipe is a map of keys and values, like `dataset_path: data.jsonl`"
+            f"{source}: a recipe must be a map of keys and values, like `dataset_path: data.jsonl`"
         )
     found: dict[str, list[int]] = {}
     for place, name, value in _unique_pairs(node, source):
@@ -328,11 +328,10 @@ def _unique_pairs(node: Any, source: str) -> Iterator[tuple[int, Any, Any]]:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode) or key.tag != _TEXT:
             shown = f", not {key.value!r}" if isinstance(key, yaml.ScalarNode) else ""
-            raise InvalidValueError(f"{source}:{line}: a key must be a word{shown}; quotes make it one")
+            raise InvalidValueError(f"{source}:{line}: a key must be text{shown}; put it in quotes")
         if key.value in seen:
             raise InvalidValueError(
-                f"{source}:{line}: the key {key.value!r} is there twice; the first is in line "
-                f"{seen[key.value]}"
+                f"{source}:{line}: the key {key.value!r} occurs twice; the first is in line {seen[key.value]}"
             )
         seen[key.value] = line
         yield line, key.value, value
@@ -345,15 +344,15 @@ def _parse_step(item: Any, place: str = "") -> RecipeStep:
         if isinstance(item, Mapping):
             if len(item) != 1:
                 raise InvalidValueError(
-                    f"each item of process is one operator with its parameters below it, not {len(item)}: "
+                    f"an item of process must be one operator with its parameters below it, not {len(item)}: "
                     f"{', '.join(map(str, item))}"
                 )
             ((name, parameters),) = item.items()
             check_type(name, str, "the name of an operator")
-            check_type(parameters, dict[str, Any] | None, f"what stands below {name}")
+            check_type(parameters, dict[str, Any] | None, f"the value of {name}")
             return RecipeStep(name, dict(parameters or {}), place)
         if item is None or isinstance(item, bool | int | float | list):
-            raise InvalidValueError(f"an item of process names an operator, and {item!r} does not")
+            raise InvalidValueError(f"an item of process must name an operator, not be {item!r}")
         return RecipeStep(item, {}, place)
 
 

@@ -71,7 +71,10 @@ def register(name: str) -> Callable[[T], T]:
     {'text': 'HEY'}
     """
     if "." in name:
-        raise InvalidValueError(f"{name!r} cannot name an operator: names with a dot are places of code")
+        raise InvalidValueError(
+            f"{name!r} cannot name an operator, since a name with a dot is a dotted path; choose a name "
+            "without one"
+        )
 
     def keep(operator: T) -> T:
         if name in BUILT_IN or _registered.setdefault(name, operator) is not operator:
@@ -118,10 +121,10 @@ def find(name: str, *, juicer_first: bool = False) -> Any:
 
 
 def _other_places() -> str:
-    own = "one of your own goes by its dotted path, like my_package.my_module.MyMapper"
+    own = "name your own operator by its dotted path, like my_package.my_module.MyMapper"
     if juicer_operators.is_installed():
         return f"; {own}"
-    return f"; {own}, and Data-Juicer's by their names where py-data-juicer is installed"
+    return f"; {own}, and install py-data-juicer for Data-Juicer's operators"
 
 
 def make(
@@ -164,7 +167,7 @@ def make(
         theirs = juicer_operators.load_operators().get(operator)
         if theirs is None:
             raise NeedsMoreError(
-                f"{error}; with `pip install py-data-juicer` Data-Juicer's own runs in its place"
+                f"{error}; after `pip install py-data-juicer` Data-Juicer's operator runs in its place"
             ) from None
         return _make_from(operator, theirs, parameters or {}, defaults or {})
 
@@ -172,7 +175,9 @@ def make(
 def _make_from(label: str, target: Any, parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
     if not isinstance(target, type | types.FunctionType | types.BuiltinFunctionType | functools.partial):
         if parameters:
-            raise InvalidValueError(f"{label} is an object that is made already; it takes no parameters")
+            raise InvalidValueError(
+                f"{label} is an object already, so it takes no parameters; give its class"
+            )
         return target
     known = _known_parameters(target)
     if known is not None:
@@ -189,12 +194,16 @@ def _instantiate(label: str, cls: type, parameters: Mapping[str, Any]) -> Any:
     except InvalidValueError as error:
         raise type(error)(f"{label}: {error}") from error
     except (TypeError, ValueError) as error:
-        raise InvalidValueError(f"{label} cannot be made with {dict(parameters)!r}: {error}") from error
+        raise InvalidValueError(
+            f"{label} cannot be constructed with {dict(parameters)!r}: {error}"
+        ) from error
     except CastoreError:
         raise
     except Exception as error:  # a constructor may raise anything: it may download a model, ask a server
         message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CastoreError(f"{label} cannot be made with {dict(parameters)!r}: {message[:400]}") from error
+        raise CastoreError(
+            f"{label} cannot be constructed with {dict(parameters)!r}: {message[:400]}"
+        ) from error
 
 
 def suggest_nearest(word: str, words: Iterable[str]) -> str:
@@ -222,7 +231,7 @@ def _import_path(path: str) -> Any:
     """The object at a dotted path: the longest part that is a module, then attributes."""
     parts = path.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise InvalidValueError(f"{path!r} is no dotted path; write it like my_package.my_module.MyMapper")
+        raise InvalidValueError(f"{path!r} is not a dotted path; write it like my_package.my_module.MyMapper")
     for length in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:length])
         try:
@@ -243,7 +252,7 @@ def _import_path(path: str) -> Any:
         return found
     raise InvalidValueError(
         f"there is no module {parts[0]!r} for the operator {path}; "
-        "modules beside the recipe, in the working folder, and installed ones are found"
+        "put the module beside the recipe or into the working folder, or install it"
     )
 
 
@@ -285,7 +294,7 @@ def _check_parameters(
     required = [name for name, parameter in known.items() if parameter.default is parameter.empty]
     missing = [name for name in required if name not in given]
     if missing:
-        raise InvalidValueError(f"{label} needs the parameter {missing[0]!r}, which is not given")
+        raise InvalidValueError(f"{label} needs the parameter {missing[0]!r}; give it")
     return fitting
 
 

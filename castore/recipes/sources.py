@@ -74,7 +74,7 @@ def find(path: str | os.PathLike[str]) -> Source:
     """
     text = os.fspath(path)
     if "://" in text:
-        raise InvalidValueError(f"dataset_path {text!r} is no path of this machine; download the data first")
+        raise InvalidValueError(f"dataset_path {text!r} is not a local path; download the data first")
     if os.path.isdir(text):
         saved = _saved_folder(text)
         if saved is not None:
@@ -135,17 +135,19 @@ def _walk_files(folder: str) -> Iterator[str]:
 
 def _make_source(path: str, files: Sequence[str]) -> Source:
     if not files:
-        raise NotFoundError(f"dataset_path {path!r} holds no data: {', '.join(KINDS)} files are read")
+        raise NotFoundError(
+            f"dataset_path {path!r} holds no data; give files of a known kind: {', '.join(KINDS)}"
+        )
     for file in files:
         # Reading a pipe would wait for its writer, perhaps for ever.
         if not os.path.isfile(file):
-            raise InvalidValueError(f"{file!r} is no regular file; write its rows to a file, and read that")
+            raise InvalidValueError(f"{file!r} is not a regular file; write its rows to one, and read that")
         _check_path(file)
     by_kind = {kind_of(file): file for file in reversed(files)}
     if None in by_kind:
         raise InvalidValueError(
-            f"{by_kind[None]!r} is of no kind that can be read; {', '.join(KINDS)} files, and folders of "
-            "save_to_disk, are"
+            f"{by_kind[None]!r} has an unknown ending; give {', '.join(KINDS)} files, or a folder of "
+            "save_to_disk"
         )
     if len(by_kind) > 1:
         first, second = sorted(by_kind.values())[:2]
@@ -162,7 +164,9 @@ def _make_source(path: str, files: Sequence[str]) -> Source:
 def _check_path(path: str) -> None:
     # `datasets` and its libraries take the text after "::" for a file inside another file.
     if "::" in os.path.abspath(path):
-        raise InvalidValueError(f"{os.path.abspath(path)!r} has '::' in it, which cannot be read; rename it")
+        raise InvalidValueError(
+            f"{os.path.abspath(path)!r} cannot be read, since it contains '::'; rename it"
+        )
 
 
 def _saved_folder(folder: str) -> Source | None:
@@ -289,7 +293,7 @@ def _unreadable_error(source: Source, error: Exception) -> InvalidValueError:
     if foreign is not None:
         text = foreign
     elif nothing or not source.size:
-        text = "it has no rows; see that what writes it is done"
+        text = "it has no rows; check that the program that writes it has ended"
     else:
         text = " ".join(str(causes[-1]).split()) or type(causes[-1]).__name__
     return InvalidValueError(f"cannot read dataset_path {source.path!r} as {source.kind}: {text[:400]}")
@@ -310,9 +314,8 @@ def _describe_foreign_line(source: Source) -> str | None:
                             else "LATIN1"
                         )
                         return (
-                            f"line {number} of {path!r} is no UTF-8 (byte 0x{line[error.start]:02x} at "
-                            f"{error.start});"
-                            f" convert the file, with `iconv -f {guess} -t UTF-8` say"
+                            f"line {number} of {path!r} is not UTF-8 (byte 0x{line[error.start]:02x} at "
+                            f"{error.start}); convert the file, for example with `iconv -f {guess} -t UTF-8`"
                         )
         except Exception:  # noqa: BLE001 - of a codec: the file's first reader has said more of it
             return None

@@ -142,10 +142,10 @@ def test_a_recipe_like_its_own_is_explained_and_runs_with_its_notes(
     [
         ("export_shard_size: 1000", "export_shard_size: 1000 is not supported, since the result is one file"),
         ("export_type: parquet",
-         "export_type: 'parquet' is not supported, since the ending of export_path says"),
+         "export_type: 'parquet' is not supported, since the ending of export_path decides"),
         ("keep_hashes_in_res_ds: true", "keep_hashes_in_res_ds: true is not supported"),
         ("custom_operator_paths: [ops.py]",
-         "custom_operator_paths: .* operators of your own go by their dotted paths"),
+         "custom_operator_paths: .* your own operators are named by their dotted paths"),
         ("operators_of: mine", "operators_of must be 'castore' or 'data-juicer', not 'mine'"),
         ("open_tracre: true", "there is no key 'open_tracre'; did you mean 'open_tracer'?"),
     ],
@@ -240,7 +240,7 @@ def test_weights_draw_so_many_of_each_source_and_the_same_every_time(tmp_path: P
         ({"configs": [{"path": "x", "weight": 0}]}, "weight of dataset must be above 0"),
         ({"configs": [{"path": "x", "weights": 1}]}, "it takes type: local, a path and a weight"),
         ({"configs": [{"path": "x"}], "max_sample_num": 0}, "max_sample_num of dataset must be at least 1"),
-        ({"configs": ["x"]}, "an item of configs of dataset is a map"),
+        ({"configs": ["x"]}, "an item of configs of dataset must be a map"),
     ],
 )  # fmt: skip
 def test_sources_that_make_no_sense_are_errors(told: dict[str, Any], message: str) -> None:
@@ -362,7 +362,7 @@ def test_no_text_is_too_odd_for_the_new_operators(text: str) -> None:
          "hamming_distance=4 must be at least 1 and less than"),
         ("document_simhash_deduplicator", {"tokenization": "x"},
          "is not one of space, punctuation, character"),
-        ("document_simhash_deduplicator", {"ignore_pattern": r"\p{P}("}, "is no regular expression"),
+        ("document_simhash_deduplicator", {"ignore_pattern": r"\p{P}("}, "is not a regular expression"),
         ("document_minhash_deduplicator", {"tokenization": "sentencepiece"}, "needs a model"),
     ],
 )  # fmt: skip
@@ -611,12 +611,12 @@ WRONG: list[tuple[Any, str]] = [
     ({"image_mark_mapper": {"marks": "?"}},
      "image_mark_mapper has no parameter 'marks'; did you mean 'mark'?"),
     ({"image_mark_mapper": {"mark": 5}}, "mark of image_mark_mapper must be text, not 5"),
-    ({"random_selector": {}}, "random_selector needs the parameter 'select_num', which is not given"),
+    ({"random_selector": {}}, "random_selector needs the parameter 'select_num'; give it"),
     ("downloading_mapper",
-     "downloading_mapper cannot be made with {'text_key': 'text'}: OSError: cannot download"),
+     "downloading_mapper cannot be constructed with {'text_key': 'text'}: OSError: cannot download"),
     ("image_marks_mapper", "there is no operator 'image_marks_mapper'; did you mean 'image_mark_mapper'?"),
     ("clean_html_mapper",
-     "there is no operator 'clean_html_mapper'; one of your own goes by its dotted path"),
+     "there is no operator 'clean_html_mapper'; name your own operator by its dotted path"),
 ]  # fmt: skip
 
 

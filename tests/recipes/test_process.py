@@ -247,8 +247,8 @@ def test_explain_says_what_would_run_and_why(cli: Cli, place: Path) -> None:  # 
     assert ran.out.splitlines()[:4] == [
         "text_length_filter (stats): hit",
         "text_length_filter: hit",
-        "clean_links_mapper: miss: the parameter 'repl' was [''] and is ['<link>']",
-        "whitespace_normalization_mapper: miss: its input is new, since 'clean_links_mapper' runs again",
+        "clean_links_mapper: miss: the parameter 'repl' was [''] and is now ['<link>']",
+        "whitespace_normalization_mapper: miss: its input changes, since 'clean_links_mapper' runs again",
     ]
     told = cli("process", "--config", path, "--explain", "--json").json
     assert [step["hit"] for step in told] == [True] * 2 + [False] * 5

@@ -133,7 +133,7 @@ def test_a_path_with_two_colons_is_refused(tmp_path: Path, name: str) -> None:
     kind = "saved" if name.endswith("saved") else "a.jsonl"
     WRITERS[kind](tmp_path / kind)
     (tmp_path / kind).rename(tmp_path / name)
-    with pytest.raises(InvalidValueError, match="has '::' in it, which cannot be read; rename it"):
+    with pytest.raises(InvalidValueError, match="cannot be read, since it contains '::'; rename it"):
         sources.find(tmp_path / name)
 
 
@@ -282,7 +282,7 @@ def test_several_paths_are_one_source(tmp_path: Path) -> None:
             InvalidValueError,
             "several kinds, such as .*; choose with a pattern, like '.*mixed/\\*.jsonl'",
         ),
-        ("notes.md", InvalidValueError, "is of no kind that can be read"),
+        ("notes.md", InvalidValueError, "has an unknown ending"),
         ("splits", InvalidValueError, "several splits; choose one, like '.*splits/test'"),
     ],
 )
@@ -329,13 +329,13 @@ def test_a_damaged_file_is_an_error_of_one_line(
     ("name", "content", "words"),
     [
         ("a.jsonl", b'{"text": "ok"}\n{"text": "caf\xe9"}\n',
-         "line 2 of '.*a.jsonl' is no UTF-8 (byte 0xe9 at 13)"),
+         "line 2 of '.*a.jsonl' is not UTF-8 (byte 0xe9 at 13)"),
         ("a.jsonl", b'{"text": "ok"}\n' * 100_000 + b'{"text": "caf\xe9"}\n', "line 100001 of"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "caf\xe9"}\n', mtime=0), "line 1 of"),
         ("a.jsonl", '{"text": "ok"}\n'.encode("utf-16"),
-         "line 1 of '.*a.jsonl' is no UTF-8 (byte 0xff at 0); convert the file, with `iconv -f UTF-16"),
+         "line 1 of '.*a.jsonl' is not UTF-8 (byte 0xff at 0); convert the file, for example with `iconv -f UTF-16"),
         ("a.csv", b"text\ncaf\xe9\n",
-         "line 2 of '.*a.csv' is no UTF-8 (byte 0xe9 at 3); convert the file, with `iconv -f LATIN1"),
+         "line 2 of '.*a.csv' is not UTF-8 (byte 0xe9 at 3); convert the file, for example with `iconv -f LATIN1"),
         ("a.txt", b"ok\ncaf\xe9\n", "line 2 of"),
     ],
 )  # fmt: skip
@@ -466,7 +466,7 @@ def test_a_run_that_goes_on_behind_its_checkpoint_does_not_read_its_source(
     assert len(read_files) == 1
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write(json.dumps({"text": "more", "n": 9}) + "\n")
-    with pytest.warns(CacheWarning, match="the input is another one"):
+    with pytest.warns(CacheWarning, match="the input has changed"):
         assert process(recipe, store=store).rows_in == 4
     assert len(read_files) == 2
 
@@ -556,9 +556,9 @@ def test_a_dataset_without_rows_is_written(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("o.xlsx", "ends in '.xlsx'; write to .jsonl, .json, .csv, .parquet, or to a folder"),
-        ("photos", "exists and is no folder of save_to_disk"),
-        ("file", "exists and is no folder of save_to_disk"),
+        ("o.xlsx", "has the unknown ending '.xlsx'; use .jsonl, .json, .csv, .parquet, or a folder"),
+        ("photos", "exists and is not a folder of save_to_disk"),
+        ("file", "exists and is not a folder of save_to_disk"),
         ("folder.jsonl", "is a folder; remove it"),
     ],
 )
@@ -574,7 +574,7 @@ def test_nothing_of_others_is_overwritten(tmp_path: Path, name: str, words: str)
 
 def test_what_has_no_json_is_said_and_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "o.jsonl").write_text("old")
-    with pytest.raises(InvalidValueError, match="bytes has no JSON; export to"):
+    with pytest.raises(InvalidValueError, match="JSON has no form for a value of type bytes; export to"):
         export.export(datasets.Dataset.from_dict({"image": [b"\xff"]}), tmp_path / "o.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["o.jsonl"]
     assert (tmp_path / "o.jsonl").read_text() == "old"
@@ -584,7 +584,7 @@ def test_what_has_no_json_is_said_and_nothing_is_left(tmp_path: Path) -> None:
 def test_a_csv_names_the_column_that_it_has_no_place_for(tmp_path: Path, value: Any) -> None:
     (tmp_path / "o.csv").write_text("old")
     with pytest.raises(
-        InvalidValueError, match=r"column 'tags' is of type .*no place; export to \.jsonl, \.parquet or"
+        InvalidValueError, match=r"column 'tags' is of type .*cannot hold; export to \.jsonl, \.parquet or"
     ):
         export.export(datasets.Dataset.from_list([{"text": "x", "tags": value}]), tmp_path / "o.csv")
     assert (tmp_path / "o.csv").read_text() == "old"
@@ -593,7 +593,7 @@ def test_a_csv_names_the_column_that_it_has_no_place_for(tmp_path: Path, value: 
 def test_what_a_writer_refuses_is_said_of_the_export(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_dict({"image": [b"\xff"]})
     with pytest.raises(
-        InvalidValueError, match=r"cannot be written to export_path '.*o\.csv': .*UTF8.*; export to another"
+        InvalidValueError, match=r"cannot be written to export_path '.*o\.csv': .*UTF8.*; export in another"
     ):
         export.export(rows, tmp_path / "o.csv")
     assert not list(tmp_path.iterdir())
@@ -666,7 +666,7 @@ def test_an_export_beside_what_is_read_is_written(tmp_path: Path) -> None:
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, source: str) -> None:
     (tmp_path / "pipes").mkdir()
     os.mkfifo(tmp_path / "pipes" / "x.jsonl")
-    with pytest.raises(InvalidValueError, match=r"x\.jsonl' is no regular file"):
+    with pytest.raises(InvalidValueError, match=r"x\.jsonl' is not a regular file"):
         sources.find(tmp_path / source)
 
 

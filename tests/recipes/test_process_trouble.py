@@ -31,7 +31,7 @@ from tests.recipes.recipes import exported, hits, recipe
         ({"use_cash": True}, 2, "recipe.yaml:3: there is no key 'use_cash'; did you mean 'use_cache'?"),
         ({"dataset_path": "data/dem.jsonl"}, 1,
          "there is no data at dataset_path 'data/dem.jsonl'; did you mean 'demo.jsonl'?"),
-        ({"export_path": "out.xml"}, 2, "export_path 'out.xml' ends in '.xml'"),
+        ({"export_path": "out.xml"}, 2, "export_path 'out.xml' has the unknown ending '.xml'"),
         ({"text_keys": "content"}, 2,
          "there is no column 'content' for clean_links_mapper, only 'text', 'n'"),
         ({"steps": ["my_ops.breaks"]}, 1,

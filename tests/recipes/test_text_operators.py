@@ -218,7 +218,7 @@ def test_joiners_stay_where_other_spaces_are_made_plain() -> None:
         (lambda: registry.make("alphanumeric_filter", {"min_ratio": 25}), "min_ratio=25 .* from 0 to 1"),
         (lambda: registry.make("character_repetition_filter", {"rep_len": 0}),
          "rep_len=0 must be at least 1"),
-        (lambda: ReplaceContentMapper("(a"), "no regular expression: missing"),
+        (lambda: ReplaceContentMapper("(a"), "not a regular expression: missing"),
         (lambda: ReplaceContentMapper("(a)", r"\2"), "invalid group reference"),
         (lambda: ReplaceContentMapper("(?x)a # why", r"\1"), "invalid group reference"),
         (lambda: ReplaceContentMapper(["a", "b"], ["c"]), "2 patterns and 1 replacements"),

@@ -83,7 +83,7 @@ class PendingPuts:
             size = put()
         except Exception as error:  # noqa: BLE001 - reported in the caller's thread, whatever it is
             with self._guard:
-                self._failures.append(f"{name!r} was not kept in {store}: {error}")
+                self._failures.append(f"{name!r} was not stored in {store}: {error}")
         finally:
             with self._guard:
                 del self._pending[store, name]

@@ -70,7 +70,9 @@ class DatasetCache:
     ) -> None:
         codec, level = check_codec(codec, None)
         if isinstance(store, Store) and max_size is not None:
-            raise InvalidValueError("a Store has its own budget; open it with Store(..., max_size=...)")
+            raise InvalidValueError(
+                "max_size is for a folder: a Store has its own budget; open it with Store(..., max_size=...)"
+            )
         self.store = store if isinstance(store, Store) else Store(store, max_size=max_size)
         seconds = self.store.settings.ttl if ttl is None else parse_ttl(ttl)
         self._options = dataset_entries.StorageOptions(codec, level, seconds)
@@ -136,7 +138,7 @@ class DatasetCache:
             return None
         except CorruptError as error:
             dataset_entries.drop(self.store, name)
-            message = f"the dataset {name!r} in {self.store.path} is damaged and dropped: {error}"
+            message = f"the dataset {name!r} in {self.store.path} is damaged and was removed: {error}"
             warnings.warn(message, CacheWarning, stacklevel=3)
             return None
         iterable = any(isinstance(member, datasets.IterableDataset) for member in members.values())

@@ -115,7 +115,7 @@ class Checkpoint:
         record, reason = self._usable_record(source, steps)
         if record is None:
             return 0, reason or f"there is no checkpoint of {self._project!r}"
-        return len(record["steps"]), f"the checkpoint of {self._project!r} does not reach so far"
+        return len(record["steps"]), f"the checkpoint of {self._project!r} ends before this step"
 
     def _usable_record(self, source: str, steps: Sequence[StepIdentity]) -> tuple[dict[str, Any] | None, str]:
         """The record of a usable checkpoint, or None and the reason why the existing one is not usable."""
@@ -124,17 +124,17 @@ class Checkpoint:
             return None, ""
         reason = self._difference(metadata.get(_METADATA_KEY), source, steps)
         if reason:
-            return None, f"the checkpoint of {self._project!r} does not serve: {reason}"
+            return None, f"the checkpoint of {self._project!r} cannot be used: {reason}"
         return metadata[_METADATA_KEY], ""
 
     def _difference(self, record: Any, source: str, steps: Sequence[StepIdentity]) -> str:
         if not isinstance(record, dict) or record.get("version") != _VERSION:
             return "another version of castore made it"
         if record["source"] != source:
-            return "the input is another one"
+            return "the input has changed"
         if len(record["steps"]) > len(steps):
             gone = record["steps"][len(steps)]["name"]
-            return f"step {len(steps) + 1} {gone!r}, which it has behind it, is not there any more"
+            return f"step {len(steps) + 1} {gone!r}, which it includes, is not among the steps any more"
         for number, (old, new) in enumerate(zip(record["steps"], steps, strict=False), start=1):
             difference = _step_difference(old, new)
             if difference:
@@ -228,7 +228,7 @@ class Checkpoint:
 def _step_difference(old: Mapping[str, Any], new: StepIdentity) -> str:
     """The difference between a step of the checkpoint and one of this run; "" if there is none."""
     if old["name"] != new.name or old["kind"] != new.kind:
-        return f"was {old['name']!r} and is {new.name!r}"
+        return f"was {old['name']!r} and is now {new.name!r}"
     if old["code"] == new.code:
         return ""
     before, now = old["parameters"], new.parameters
@@ -238,10 +238,10 @@ def _step_difference(old: Mapping[str, Any], new: StepIdentity) -> str:
         if before[what] != now[what]:
             # A part without text has only a digest, which is meaningless to a reader.
             difference = (
-                " has changed" if _is_digest(now[what]) else f" was {before[what]} and is {now[what]}"
+                " has changed" if _is_digest(now[what]) else f" was {before[what]} and is now {now[what]}"
             )
             return f"{new.name!r} differs: {what}{difference}"
-    return f"{new.name!r} differs: its code, or what it refers to"
+    return f"{new.name!r} differs: its code, or a value that the code refers to, has changed"
 
 
 _is_digest = re.compile(r"[0-9a-f]{16,64}").fullmatch

@@ -205,16 +205,14 @@ def find_files(store: Store, name: str) -> DatasetFiles:
         blobs = {part: found[part].blob for part in names if _is_unexpired(found.get(part))}
         if len(blobs) < len(names):
             missing = next(part for part in names if part not in blobs)
-            raise NotFoundError(
-                f"there is no {missing!r} in {store.path}, which is a part of the dataset {name!r}"
-            )
+            raise NotFoundError(f"{missing!r}, a part of the dataset {name!r}, is missing in {store.path}")
         if found[names[0]].blob.digest == blake3(state).digest():
             info = store.get_blob(blobs[names[1]])
             if info is None:
                 raise damage_error(names[1])
             return DatasetFiles(blobs, state, info)
     raise NotFoundError(
-        f"the dataset {name!r} is put anew all the time; none of its states stayed for a look"
+        f"the dataset {name!r} in {store.path} was replaced during each of {_ATTEMPTS} reads; try again"
     )
 
 

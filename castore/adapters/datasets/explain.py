@@ -73,23 +73,23 @@ def _records(store: Store, pipeline: str) -> list[dict[str, Any]]:
 def _changes(step: PlannedStep, records: list[dict[str, Any]], missed: list[str]) -> list[str]:
     same = [r for r in records if r["step"] == step.step.name and r["kind"] == step.step.kind]
     if not same:
-        return ["nothing of this operator is kept"]
+        return ["the store has no result of this operator"]
     same_input = [record for record in same if record["input"] == step.source]
     if same_input:
         return _differences(same_input[0]["parts"], step.description.parts)
     same_operator = [record for record in same if record["operator"] == step.description.fingerprint]
     changes = [] if same_operator else _differences(same[0]["parts"], step.description.parts)
     if missed:
-        return [*changes, f"its input is new, since {missed[-1]!r} runs again"]
+        return [*changes, f"its input changes, since {missed[-1]!r} runs again"]
     nearest = (same_operator or same)[0]
-    what = "the dataset is another one" if step.number == 0 else _other_chain(step, nearest, records)
+    what = "the input dataset has changed" if step.number == 0 else _other_chain(step, nearest, records)
     return [*changes, what]
 
 
 def _other_chain(step: PlannedStep, nearest: dict[str, Any], records: list[dict[str, Any]]) -> str:
     makers = [record for record in records if fingerprint_of_key(record["key"]) == nearest["input"]]
-    behind = f"behind {makers[0]['step']!r}" if makers else "on another input"
-    return f"it ran {behind} before, and has another step in front of it now"
+    behind = f"after {makers[0]['step']!r}" if makers else "on another input"
+    return f"it ran {behind} before, and follows another step now"
 
 
 def _differences(old: dict[str, list[str]], new: dict[str, list[str]]) -> list[str]:
@@ -102,9 +102,7 @@ def _differences(old: dict[str, list[str]], new: dict[str, list[str]]) -> list[s
         if before is None or now is None:
             changes.append(f"{what} {'is new' if before is None else 'is gone'}")
         elif before[1] != now[1]:
-            changes.append(f"{what} was {before[1]} and is {now[1]}")
+            changes.append(f"{what} was {before[1]} and is now {now[1]}")
         else:
             changes.append(f"{what} has changed")
-    return changes or [
-        "something that its description does not tell has changed, such as the version of castore"
-    ]
+    return changes or ["something outside its description has changed, such as the version of castore"]

@@ -174,7 +174,7 @@ def load(store: Store, name: str) -> datasets.Dataset:
 def _load_table(store: Store, name: str) -> Table:
     found = store.find(name)
     if found is None:
-        raise NotFoundError(f"there is no {name!r} in {store.path}, which is a part of a dataset")
+        raise NotFoundError(f"{name!r}, a part of a dataset, is missing in {store.path}")
     return load_table(store, name, found.blob)
 
 

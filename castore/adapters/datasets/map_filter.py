@@ -104,9 +104,8 @@ def _cached(
         return datasets.DatasetDict(parts)
     if not isinstance(dataset, datasets.Dataset):
         raise InvalidValueError(
-            f"cached_{kind} takes a datasets.Dataset, not {type(dataset).__name__}; keep a stream with"
-            " DatasetCache.put(name, stream), and pass what DatasetCache.dataset(name) gives, which is a "
-            "Dataset"
+            f"cached_{kind} takes a datasets.Dataset, not {type(dataset).__name__}; store a stream with"
+            " DatasetCache.put(name, stream), and pass DatasetCache.dataset(name)"
         )
     arguments = _all_arguments(kind, given)
     name = "identity" if function is None else operator_name(function)
@@ -152,7 +151,7 @@ def _all_arguments(kind: str, given: dict[str, Any]) -> dict[str, Any]:
         )
     if given.get("new_fingerprint") is not None:
         raise InvalidValueError(
-            "new_fingerprint is of datasets' own cache; fingerprint=... identifies the function here"
+            "new_fingerprint belongs to datasets' own cache; identify the function with fingerprint=..."
         )
     bound = signature.bind(None, None, **given)
     bound.apply_defaults()

@@ -71,7 +71,10 @@ def mappable_path(store: Store, blob: Blob, opened: OpenBlob | None = None) -> s
         path = _link(blob, target)
         if os.path.exists(path):
             return path
-    raise FileNotFoundError(f"the bytes of blob {blob.digest.hex()} vanish as soon as they are there")
+    raise FileNotFoundError(
+        f"blob {blob.digest.hex()} in {store.path} was removed during each of {_ATTEMPTS} attempts to map "
+        "it; try again"
+    )
 
 
 def existing_copy_path(store: Store, blob: Blob) -> str | None:

@@ -193,10 +193,8 @@ class Pipeline:
 def _check_dataset(dataset: Any) -> None:
     if not isinstance(dataset, datasets.Dataset):
         raise InvalidValueError(
-            f"a pipeline takes a datasets.Dataset, not {type(dataset).__name__}; run it on each split; keep "
-            "a stream with"
-            " DatasetCache.put(name, stream), and pass what DatasetCache.dataset(name) gives, which is a "
-            "Dataset"
+            f"a pipeline takes a datasets.Dataset, not {type(dataset).__name__}; run it on each split; store "
+            "a stream with DatasetCache.put(name, stream), and pass DatasetCache.dataset(name)"
         )
 
 

@@ -88,8 +88,7 @@ class _StreamPart:
             return
         if not first:
             raise SerializationError(
-                "row 0 of the stream has no columns, and a dataset keeps no rows without any; yield rows "
-                "with columns"
+                "row 0 of the stream has no columns; yield rows with at least one column"
             )
         columns, features, count = first.keys(), None, 0
         remaining, is_more = itertools.chain([first], rows), True
@@ -120,9 +119,8 @@ class _StreamPart:
 
 def _misfit_error(row: int, error: Exception) -> SerializationError:
     return SerializationError(
-        f"the stream's rows up to number {row} do not fit to the types of its first ones: {error}; declare "
-        "its features,"
-        " with IterableDataset.from_generator(..., features=...) or cast(features)"
+        f"the rows of the stream up to number {row} do not fit the types of its first rows: {error}; declare "
+        "the features with IterableDataset.from_generator(..., features=...) or cast(features)"
     )
 
 
@@ -132,6 +130,6 @@ def _columns_error(row: int, columns: Any, given: dict[str, Any]) -> Serializati
     )
     what = f"has no column {missing[0]!r}" if missing else f"has a column {added[0]!r}"
     return SerializationError(
-        f"row {row} of the stream {what}, unlike the first row; yield all columns in each row, None for what "
-        "is missing"
+        f"row {row} of the stream {what}, unlike the first row; yield every column in each row, with None "
+        "for missing values"
     )

@@ -89,7 +89,7 @@ def steps_of(operator: Any) -> list[Step]:
     """
     name = operator_name(operator)
     if inspect.isclass(operator):
-        raise InvalidValueError(f"{name} is no operator but the class of some: pass {name}(...)")
+        raise InvalidValueError(f"{name} is a class, not an operator: pass an object, {name}(...)")
     if juicer.whole_dataset_use(operator):
         return [Step(name, "select", operator, operator.process)]
     if hasattr(operator, "compute_hash"):
@@ -107,11 +107,11 @@ def steps_of(operator: Any) -> list[Step]:
         return [Step(name, "map", operator, operator)]
     if isinstance(operator, str):
         raise InvalidValueError(
-            f"{operator!r} is no operator, but may name one: pass castore.recipes.make({operator!r})"
+            f"{operator!r} is text, not an operator: pass castore.recipes.make({operator!r})"
         )
     raise InvalidValueError(
-        f"{operator!r} is no operator: pass a function, or an object with a method process, compute_stats or "
-        "compute_hash"
+        f"{operator!r} is not an operator: pass a function, or an object with a method process, "
+        "compute_stats or compute_hash"
     )
 
 
@@ -127,7 +127,7 @@ def operator_name(operator: Any) -> str:
 def _required_method(operator: Any, name: str) -> Callable[..., Any]:
     method: Callable[..., Any] | None = getattr(operator, name, None)
     if method is None:
-        raise InvalidValueError(f"operator {operator_name(operator)!r} has no method {name}")
+        raise InvalidValueError(f"the operator {operator_name(operator)!r} has no method {name}; add it")
     return method
 
 
@@ -178,7 +178,7 @@ def _deduplicate(operator: Any, dataset: datasets.Dataset, options: RunOptions) 
     kept = result[0] if isinstance(result, tuple) else result
     if not isinstance(kept, datasets.Dataset):
         raise InvalidValueError(
-            f"process of the deduplicator {operator_name(operator)!r} must return the dataset that stays,"
+            f"process of the deduplicator {operator_name(operator)!r} must return the remaining dataset,"
             f" not {type(kept).__name__}"
         )
     return kept.remove_columns([name for name in kept.column_names if name not in dataset.column_names])
@@ -194,7 +194,7 @@ def _select(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> da
     chosen = operator.process(dataset)
     if not isinstance(chosen, datasets.Dataset):
         raise InvalidValueError(
-            f"process of the selector {operator_name(operator)!r} must return the dataset that stays,"
+            f"process of the selector {operator_name(operator)!r} must return the remaining dataset,"
             f" not {type(chosen).__name__}"
         )
     # A dataset of Data-Juicer's own class would run the next steps in its own way.

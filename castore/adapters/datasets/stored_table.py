@@ -60,8 +60,8 @@ def load_table(store: Store, name: str, blob: Blob, opened: OpenBlob | None = No
         raise damage_error(name) from error
     except (FullError, TooLargeError) as error:
         warnings.warn(
-            f"{name!r} is read into memory, since it cannot be mapped: {error}; a mount of the store needs "
-            "no room",
+            f"{name!r} is read into memory, since it cannot be mapped: {error}; mount the store to "
+            "map it without a copy",
             CacheWarning,
             stacklevel=2,
         )

@@ -193,9 +193,8 @@ def describe_dataset(dataset: datasets.Dataset, files: int) -> tuple[bytes, byte
         text = json.dumps(state, indent=2, sort_keys=True)
     except TypeError as error:
         raise SerializationError(
-            f"the dataset's format {dataset._format_type!r} cannot be kept: {error}; put "
-            "dataset.with_format(None)"
-            " and set the format, or the transform, on what comes back"
+            f"the dataset's format {dataset._format_type!r} cannot be stored: {error}; put "
+            "dataset.with_format(None), and set the format or the transform on the dataset that `get` returns"
         ) from None
     info = asdict(dataset.info)
     return text.encode(), json.dumps({name: info[name] for name in sorted(info)}, indent=2).encode()

@@ -52,7 +52,9 @@ def parse_place(where: Any) -> Place:
     """The path that an int, a text, or a tuple of these stands for."""
     path = where if isinstance(where, tuple) else (where,)
     if not all(isinstance(step, int | str) for step in path):
-        raise InvalidValueError(f"{where!r} is no place in a batch; give an int, a text, or a tuple of these")
+        raise InvalidValueError(
+            f"{where!r} is not a place in a batch; give an int, a text, or a tuple of these"
+        )
     return path
 
 
@@ -277,12 +279,12 @@ class RestOfBatch:
 
     def _add_leaf(self, leaf: Any, _: Any) -> None:
         if isinstance(leaf, Varying):
-            raise InvalidValueError(f"the labels cannot be kept: {leaf.problem}; {_ADVICE}")
+            raise InvalidValueError(f"the labels cannot be cached: {leaf.problem}; {_ADVICE}")
         if isinstance(leaf, PerItem):
             if leaf.kind not in _STORABLE_TYPES:
                 raise InvalidValueError(
-                    f"the labels cannot be kept: a {leaf.form} of {leaf.kind} is among them, and only "
-                    f"tensors, arrays, numbers, texts and bytes are kept; {_ADVICE}"
+                    f"the labels cannot be cached: they contain a {leaf.form} of {leaf.kind}, and only "
+                    f"tensors, arrays, numbers, text and bytes can be cached; {_ADVICE}"
                 )
             self.leaves.append(leaf)
 
@@ -341,15 +343,13 @@ class _Hole:
     number: int
 
 
-_ADVICE = (
-    "make it so in the collate function, or read the raw data in training with CacheConfig(labels=False)"
-)
+_ADVICE = "change it in the collate function, or read the raw data in training with CacheConfig(labels=False)"
 
 
 def _label_error(label: Any) -> InvalidValueError:
     sides = f" of {tuple(label.shape)}" if isinstance(label, torch.Tensor) else ""
     return InvalidValueError(
-        "the labels cannot be kept: the same item has another one in another batch, as when a batch is "
+        "the labels cannot be cached: the label of an item differs between batches, as when a batch is "
         f"padded to its longest item ({_describe(label)}{sides}); {_ADVICE}"
     )
 

@@ -68,7 +68,7 @@ class EmbeddingCache:
         self._owns_store = not isinstance(store, Store)
         self.store = store if isinstance(store, Store) else Store(store)
         if dtype is not None and not dtype.is_floating_point:
-            raise InvalidValueError(f"dtype is what floats are stored as; {dtype} is none")
+            raise InvalidValueError(f"dtype must be a floating-point dtype, not {dtype}")
         self.dtype = dtype
         self.resident = resident
         self._table: Table | None = None
@@ -159,7 +159,7 @@ class EmbeddingCache:
             if kept and leaf.stored != wanted:
                 raise InvalidValueError(
                     f"the embedding cache {self.name!r} stores {leaf.name} as {leaf.stored}, not as "
-                    f"{wanted}; ask for that dtype, or choose another name"
+                    f"{wanted}; open it with that dtype, or choose another name"
                 )
 
     # Filling
@@ -249,8 +249,8 @@ class EmbeddingCache:
         if len(missing):
             key = asked[int(missing[0])]
             raise NotFoundError(
-                f"the embedding cache {self.name!r} has nothing for the key "
-                f"{key!r}; `fill` encodes what is missing"
+                f"the embedding cache {self.name!r} has no embedding for the key {key!r}; call fill to "
+                "encode missing items"
             )
         return found
 
@@ -290,8 +290,8 @@ class EmbeddingCache:
     def _missing_row_error(self, view: TableView, rows: torch.Tensor) -> OutOfRangeError:
         row = int(rows[~view.has(rows)][0])
         return OutOfRangeError(
-            f"row {row} of the embedding cache {self.name!r} is not here: never given out, or gone "
-            "with its shard; `fill` encodes again what is missing"
+            f"row {row} of the embedding cache {self.name!r} does not exist: it was never assigned, or its "
+            "shard is gone; call fill to encode missing items again"
         )
 
     # Whole arrays
@@ -361,6 +361,6 @@ def _reopen(
 
 def _recreated_error(name: str) -> StoreError:
     return StoreError(
-        f"the embedding cache {name!r} was lost and made anew while it was in use: rows that were "
-        "looked up before mean nothing now; start again from its keys"
+        f"the embedding cache {name!r} was lost and created again while it was in use, so earlier row "
+        "numbers are invalid; look its keys up again"
     )

@@ -155,8 +155,8 @@ def check_name_among(name: str, known: list[str], message: str) -> None:
     if name in known:
         return
     near = difflib.get_close_matches(str(name), known, n=1)
-    advice = f"do you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, known)) or 'none'}"
-    raise InvalidValueError(f"{message}, which is no encoder here; {advice}")
+    advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, known)) or 'none'}"
+    raise InvalidValueError(f"{message}, which is not an encoder here; {advice}")
 
 
 def _parse_cache_type(value: object, where: str) -> CacheType:

@@ -271,9 +271,9 @@ class _ItemEncoder:
                 raise
             except (TypeError, AttributeError, LookupError, RuntimeError) as error:
                 raise InvalidValueError(
-                    f"the encoder {self._source.name!r} failed on what it is fed, "
-                    f"{_describe_arguments(args, kwargs)} ({type(error).__name__}: {error}); say with "
-                    f"encoders={{{self._source.name!r}: ...}} where its input is"
+                    f"the encoder {self._source.name!r} failed on its input, "
+                    f"{_describe_arguments(args, kwargs)} ({type(error).__name__}: {error}); name the place "
+                    f"of its input with encoders={{{self._source.name!r}: ...}}"
                 ) from error
         return concatenate(outputs) if len(outputs) > 1 else outputs[0]
 

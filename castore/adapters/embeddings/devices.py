@@ -74,7 +74,7 @@ class _CopiedLookup:
         chunks = [self.cache.take(rows) for rows in torch.split(self._rows, _CHUNK)]
         if not _is_fixed(chunks[0]):
             raise InvalidValueError(
-                "embeddings that differ in length cannot be kept on a device; take CacheType.CPU"
+                "embeddings that differ in length cannot be kept on a device; use CacheType.CPU"
             )
         self._outputs = concatenate(
             [map_tensors(chunk, lambda tensor: tensor.to(device)) for chunk in chunks]
@@ -128,7 +128,7 @@ class SplitLookup(_CopiedLookup):
         """As in Placed."""
         if not len(self._rows):
             raise InvalidValueError(
-                "there are fewer embeddings than ranks to split them over; take split=False"
+                "there are fewer embeddings than ranks to split them over; use split=False"
             )
         self._load(device)
         rows = rows.to(device)

@@ -176,8 +176,8 @@ class CachedEncoder(nn.Module):
         low, high = (int(key) for key in torch.aminmax(keys))
         if low <= ABSENT:
             raise InvalidValueError(
-                f"the encoder {self.name!r} is fed with keys from a place that it was not "
-                "cached for; name its places with encoders=..."
+                f"the encoder {self.name!r} got keys of a place for which it was not cached; name all of its "
+                "places with encoders=..."
             )
         number = low // ROWS_PER_TABLE
         if number >= len(self._tables) or high // ROWS_PER_TABLE != number:
@@ -216,9 +216,9 @@ class CachedEncoder(nn.Module):
         self._warned_uncached = True
         fed = ", ".join(_describe(value) for value in (*args, *kwargs.values())) or "nothing"
         warnings.warn(
-            f"the encoder {self.name!r} is fed {fed}, and encodes it each time: what is cached are batches "
-            "of items, as tensors, arrays or lists with one element an item, all of one length, or tuples "
-            "of as many texts; feed it such a batch, or leave it uncached with CacheType.NONE",
+            f"the encoder {self.name!r} got {fed}, which is encoded each time, since it is no batch of "
+            "items; pass tensors, arrays or lists with one element for each item, all of one length, or "
+            "tuples of as many texts, or leave the encoder uncached with CacheType.NONE",
             CacheWarning,
             stacklevel=2,
         )

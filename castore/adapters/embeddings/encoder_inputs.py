@@ -104,8 +104,8 @@ def encoder_names(model: nn.Module, encoders: Any) -> list[str]:
             reasons.append(f"{name!r} ({why_not_frozen(child) or 'it has no parameters'})")
     if not found:
         raise InvalidValueError(
-            f"no child of the model is frozen: {', '.join(reasons) or 'it has none'}; or name the encoders "
-            "with encoders=..."
+            f"no child of the model is frozen: {', '.join(reasons) or 'it has none'}; freeze one, or name "
+            "the encoders with encoders=..."
         )
     return found
 
@@ -157,7 +157,7 @@ def _get(model: Any, name: str) -> Any:
 def _parse_calls(name: str, where: Any, batch: Any) -> tuple[Call, ...]:
     given = where if isinstance(where, list) else [where]
     if not given:
-        raise InvalidValueError(f"encoders[{name!r}] is an empty list; say where its input is")
+        raise InvalidValueError(f"encoders[{name!r}] is an empty list; name the place of its input")
     calls = tuple(_parse_call(name, one, batch) for one in given)
     for call in calls:
         call.read(batch)  # raises an error that lists what is there
@@ -178,9 +178,9 @@ def _parse_place(name: str, where: Any, batch: Any) -> Place:
     found = find_place(batch, where(batch))
     if found is None:
         raise InvalidValueError(
-            f"the input of the encoder {name!r} is no part of the batch, but made from "
-            "it; say where it is made from, with a path such as (0, 'image'), and let "
-            "the encoder or the collate function make it"
+            f"the input of the encoder {name!r} is not a part of the batch but computed from it; give the "
+            "place of that part, such as (0, 'image'), and compute the input in the encoder or in the "
+            "collate function"
         )
     return found
 
@@ -188,8 +188,8 @@ def _parse_place(name: str, where: Any, batch: Any) -> Place:
 def _default_place(name: str, batch: Any) -> Place:
     if isinstance(batch, Mapping):
         raise InvalidValueError(
-            f"a batch has names ({', '.join(map(repr, batch))}), so say which "
-            f"feeds the encoder: encoders={{{name!r}: ...}}"
+            f"a batch has the names {', '.join(map(repr, batch))}; choose the input of the encoder with "
+            f"encoders={{{name!r}: ...}}"
         )
     # A list of items is a batch of samples that are features alone.
     structured = isinstance(batch, tuple) or (
@@ -206,9 +206,9 @@ def _check_disjoint(cached: list[EncoderCalls], others: list[Place]) -> None:
             for other, owner in owners.items():
                 if other != place and (other[: len(place)] == place or place[: len(other)] == other):
                     raise InvalidValueError(
-                        f"the encoder {source.name!r} is fed {format_place(place)} and {owner!r} is fed "
-                        f"{format_place(other)}, and one contains the other; give both the same place, or "
-                        "places that do not overlap"
+                        f"the input of the encoder {source.name!r} is {format_place(place)} and that of "
+                        f"{owner!r} is {format_place(other)}, and one contains the other; give both the "
+                        "same place, or places that do not overlap"
                     )
             owners[place] = source.name
     for place in others:

@@ -222,7 +222,7 @@ def check_rows(rows: torch.Tensor) -> None:
     if rows.dtype != torch.int64 or rows.ndim != 1:
         raise InvalidValueError("rows must be a one-dimensional int64 tensor, as `rows` and `find` give it")
     if rows.device.type != "cpu":
-        raise OutOfRangeError("rows must lie on the CPU to be looked up there; move them with .cpu()")
+        raise OutOfRangeError("rows must be on the CPU; move them with .cpu()")
 
 
 def _rebuild(structure: Any, values: Sequence[Any]) -> Any:
@@ -263,15 +263,13 @@ def _to_rows(value: Any, name: str, count: int) -> tuple[str, torch.dtype, LeafR
             )
         plain = _to_dense(value, name)
         if plain[0].numel() == 0:
-            raise SerializationError(
-                f"{name}: its rows, of shape {tuple(plain.shape[1:])}, hold nothing to keep"
-            )
+            raise SerializationError(f"{name}: its rows, of shape {tuple(plain.shape[1:])}, have no elements")
         return "tensor", plain.dtype, LeafRows(plain, None)
     if not isinstance(value, list) or len(value) != count:
         length = f" of {len(value)}" if isinstance(value, list) else ""
         raise SerializationError(
-            f"{name}: {type(value).__name__}{length} is no tensor or array, and no list of one for each "
-            f"of {count} items; tuples and dicts of these are kept too"
+            f"{name}: {type(value).__name__}{length} is neither a tensor or array nor a list with one "
+            f"element for each of {count} items; return one of these, or a tuple or dict of them"
         )
     kinds = {type(item) for item in value}
     if all(isinstance(item, torch.Tensor) for item in value):
@@ -282,9 +280,9 @@ def _to_rows(value: Any, name: str, count: int) -> tuple[str, torch.dtype, LeafR
     if len(kinds) == 1 and (known := _NUMBERS.get(*kinds)):
         return known[0], known[1], LeafRows(_to_tensor(value, known[1], name), None)
     raise SerializationError(
-        f"{name}: a list of {', '.join(sorted(kind.__name__ for kind in kinds))} cannot be "
-        "kept; lists of tensors can, and of text, bytes and numbers, each alone; of arrays, "
-        "make tensors with torch.from_numpy(...), or stack them"
+        f"{name}: a list of {', '.join(sorted(kind.__name__ for kind in kinds))} cannot be kept; return a "
+        "list of tensors, of text, of bytes or of numbers, and convert arrays with torch.from_numpy(...), "
+        "or stack them"
     )
 
 
@@ -328,9 +326,7 @@ def _join_ragged(items: list[torch.Tensor], name: str) -> LeafRows:
                 f"{tuple(first.shape)}; the tensors may differ in their first dimension only"
             )
     if first.shape[1:].numel() == 0:
-        raise SerializationError(
-            f"{name}: its elements, of shape {tuple(first.shape[1:])}, hold nothing to keep"
-        )
+        raise SerializationError(f"{name}: its elements, of shape {tuple(first.shape[1:])}, have no elements")
     return LeafRows(torch.cat(items), torch.tensor([len(item) for item in items]))
 
 
@@ -357,7 +353,7 @@ def _narrow(values: torch.Tensor, stored: torch.dtype, name: str) -> torch.Tenso
     narrow = values.to(stored)
     if not torch.equal(narrow.isfinite(), values.isfinite()):
         raise SerializationError(
-            f"{name}: a value does not fit into {stored}; keep bfloat16, "
+            f"{name}: a value does not fit into {stored}; use bfloat16, "
             "or the encoder's own dtype (dtype=None)"
         )
     return narrow

@@ -30,7 +30,7 @@ def why_not_frozen(encoder: Any) -> str | None:
     >>> trainable(nn.Linear(2, 2))
     "its parameter 'weight' requires grad; freeze it with requires_grad_(False)"
     >>> trainable(nn.Sequential(nn.Dropout(0.1)))
-    "its module '0' (Dropout) is in train mode, and gives another answer every time; call eval() on the
+    "its module '0' (Dropout) is in train mode, and gives another result every time; call eval() on the
     encoder"
     >>> trainable(nn.Sequential(nn.Dropout(0.1)).eval())
     >>> trainable(nn.Linear(2, 2).forward)
@@ -46,7 +46,7 @@ def why_not_frozen(encoder: Any) -> str | None:
             if module.training and _differs_in_training(module):
                 return (
                     f"its module {name or 'itself'!r} ({type(module).__name__}) is in train mode, and gives "
-                    "another answer every time; call eval() on the encoder"
+                    "another result every time; call eval() on the encoder"
                 )
     return None
 
@@ -112,7 +112,7 @@ class ChangeDetector:
         """Whether the encoder looks different from the noted state.
 
         Args:
-            all_of_it: also notice other weights in the place of these, and take an encoder without weights as
+            thorough: also notice other weights in the place of these, and take an encoder without weights as
                 changed.
         """
         outside = _function_values(self._encoder)
@@ -123,7 +123,7 @@ class ChangeDetector:
 
     def __getstate__(self) -> dict[str, Any]:
         # In another process everything has another address.
-        return {"_encoder": self._encoder, "_outside": {}, "_weights": [], "_told": []}
+        return {"_encoder": self._encoder, "_outside": {}, "_weights": [], "_write_states": []}
 
 
 def _function_values(encoder: Any) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def refuse_random_numbers(what: str, advice: str) -> Iterator[None]:
         and all(map(torch.equal, before[3], after[3]))
     ):
         raise InvalidValueError(
-            f"{what} draws random numbers, so that one answer is as good as another; {advice}"
+            f"{what} draws random numbers, so its result is another one each time; {advice}"
         )
 
 

@@ -155,8 +155,8 @@ class StreamingCollate:
         rows = self._tables[encoder].find(extracted)
         if bool((rows < 0).any()):
             raise NotFoundError(
-                "the stream gave an item that was not in it when the cache was filled; call "
-                "cache_embeddings again, which encodes what is new"
+                "the stream has an item that it did not have when the cache was filled; call "
+                "cache_embeddings again to encode it"
             )
         return rows
 

@@ -56,7 +56,7 @@ class Region:
         self._random = random
         if self.size > _MAX_BYTES:
             raise StoreError(
-                f"cannot map the shards of an embedding cache: {size} bytes are more than there are addresses"
+                f"cannot map the shards of an embedding cache: a process cannot address {size} bytes"
             )
         anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self._base = _mmap(None, self.size, mmap.PROT_READ, anonymous, -1, 0)

@@ -26,16 +26,16 @@ def get_mask(kwargs: Mapping[str, Any], keyword: str, name: str) -> torch.Tensor
     if type(mask) is not torch.Tensor or mask.ndim != 2:
         got = "nothing" if mask is None else f"a {type(mask).__name__} of {tuple(getattr(mask, 'shape', ()))}"
         raise InvalidValueError(
-            f"masks says that the encoder {name!r} is fed a mask as {keyword}=..., a "
-            f"tensor (B, L), and it got {got}; call it with {keyword}=..., and name its "
-            f"place with encoders={{{name!r}: {{{keyword!r}: ...}}}}"
+            f"the encoder {name!r} needs its mask (see CacheConfig.masks) as {keyword}=..., a tensor (B, "
+            f"L), and got {got}; call it with {keyword}=..., and name the place of the mask with "
+            f"encoders={{{name!r}: {{{keyword!r}: ...}}}}"
         )
     marked = mask.bool()
     if not bool(marked.any(1).all()):
         raise InvalidValueError(
-            f"masks names {keyword!r} for the encoder {name!r}, and it marks nothing of "
-            "an item: it must be true where the item is and false where padding is; give "
-            "the encoder its opposite, and let it turn it over"
+            f"the mask {keyword!r} of the encoder {name!r} is false everywhere for an item; it must be true "
+            "where the item is and false where padding is: pass the inverted mask, and invert it in the "
+            "encoder"
         )
     return marked
 
@@ -57,8 +57,8 @@ def remove_padding(outputs: Any, mask: torch.Tensor) -> Any:
     cut_outputs = map_leaves(outputs, cut)
     if not found:
         raise InvalidValueError(
-            "masks says that outputs are padded, and none is (B, L, D) with the mask's "
-            f"{tuple(mask.shape)}; leave the encoder out of masks"
+            f"no output has the shape (B, L, D) with the (B, L) of the mask, {tuple(mask.shape)}; leave the "
+            "encoder out of CacheConfig.masks"
         )
     return cut_outputs
 
@@ -82,7 +82,7 @@ def add_padding(outputs: Any, mask: torch.Tensor) -> Any:
     if lengths != marked:
         raise InvalidValueError(
             f"the mask marks {marked} elements of these items, and {lengths} were kept; "
-            "feed the encoder the mask that belongs to its keys"
+            "pass the mask that belongs to the keys"
         )
     values = torch.cat(outputs)
     whole = values.new_zeros((*mask.shape, *values.shape[1:]))

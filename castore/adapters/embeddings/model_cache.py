@@ -149,8 +149,8 @@ def _check_names_differ(loaders: Mapping[str, DataLoader[Any]], config: CacheCon
         name = repr(config.fingerprints[role])
         if named.setdefault(name, loader.dataset) is not loader.dataset:
             raise InvalidValueError(
-                f"fingerprints gives two datasets the name {name}, so that items of one index would be "
-                "one item; name them apart, or give a key extractor"
+                f"fingerprints gives two datasets the name {name}, so items of the same index would share an "
+                "embedding; give the datasets different names, or give a key extractor"
             )
 
 
@@ -268,8 +268,8 @@ class _LoaderPlan:
             rows = self.dataset_pass.rows()
             if bool((rows < 0).any()):
                 raise StoreError(
-                    "embeddings are gone again right after they were stored: the store is too small "
-                    "for them (max_size), or somebody deletes from it"
+                    "embeddings were removed right after they were stored; the store is too small for them "
+                    "(raise max_size), or another program deletes from it"
                 )
             by_encoder = [rows[:, numbers].flatten() for numbers in _call_numbers(self.encoders)]
         first_keys = [

@@ -132,7 +132,8 @@ class Publisher:
             if self._put(expected, new, files, drop):
                 return
         raise StoreError(
-            f"{self._prefix} changes faster than a shard can be put; are its files' locks granted to all?"
+            f"other processes changed {self._prefix} during each of {_ATTEMPTS} attempts to add a shard; "
+            f"check that the file system of {self._store.path} grants a lock to one process at a time"
         )
 
     def _check_room(self, shard: Shard, kept: tuple[Shard, ...], schema: Schema) -> None:
@@ -144,8 +145,9 @@ class Publisher:
         need = sum(_shard_bytes(each, columns) for each in (*kept, shard))
         if budget is not None and need > budget:
             raise FullError(
-                f"{self._prefix} takes {format_size(need)} by now, more than its store may hold "
-                f"({format_size(budget)}); raise it with `castore init --max-size`, or store a narrower dtype"
+                f"{self._prefix} needs {format_size(need)}, more than its store may hold "
+                f"({format_size(budget)}); raise the limit with `castore init --max-size`, or store a "
+                "narrower dtype"
             )
 
     def sort_keys(self) -> None:

@@ -137,7 +137,7 @@ def _digest(value: Any, what: str, option: str, given: object, store: Store | No
 
 
 def _remedy(option: str) -> str:
-    return f"or say what identifies it with CacheConfig(fingerprints={{{option!r}: ...}})"
+    return f"or identify it with CacheConfig(fingerprints={{{option!r}: ...}})"
 
 
 def _random_advice(option: str) -> str:

@@ -169,8 +169,8 @@ class WriteFile(io.BufferedIOBase):
         on.
         """
         raise io.UnsupportedOperation(
-            f"castore://{self.path} is written from its start to its end; write a local file where a library"
-            " has to seek, and put that"
+            f"castore://{self.path} is written from its start to its end; where a library has to seek, "
+            "write a local file, and put that file"
         )
 
     def write(self, data: Any) -> int:
@@ -206,7 +206,7 @@ class WriteFile(io.BufferedIOBase):
             return
         error = sys.exc_info()[1]
         if error is not None and (self._find_unwinding() or self._unwound_by == id(error)):
-            self.discard_with_warning(f"it was closed since {error!r} ended the block that wrote it")
+            self.discard_with_warning(f"{error!r} ended the block that wrote it")
         else:
             super().close()
             if self.autocommit:
@@ -217,7 +217,7 @@ class WriteFile(io.BufferedIOBase):
         if not self._is_open:
             return
         self.discard()
-        log.warning("nothing of castore://%s is kept: %s", self.path, why)
+        log.warning("castore://%s was discarded: %s", self.path, why)
 
     def commit(self) -> None:
         """Keep the bytes: of a closed file of a transaction.
@@ -271,7 +271,7 @@ class WriteFile(io.BufferedIOBase):
         if not self._is_open or not self.autocommit or self._process != os.getpid():
             self.discard()  # as the copy in a forked child: the file is its parent's
         elif self._unwound_by is not None:
-            self.discard_with_warning("nobody has closed it, and an exception ended the block that wrote it")
+            self.discard_with_warning("it was never closed, and an exception ended the block that wrote it")
         else:
             super().close()
             self.commit()
@@ -318,8 +318,8 @@ class AppendFile(WriteFile):
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise InvalidValueError(
-                f"process {self._process} has begun to append to castore://{self.path}, and a forked child"
-                " cannot go on with it; open it anew there"
+                f"process {self._process} opened castore://{self.path} for appending, and a forked child "
+                "cannot write to it; open it again in the child"
             )
 
     def _keep(self) -> Entry:

@@ -97,7 +97,7 @@ def finish_unreferenced() -> None:
             try:
                 file.finish()
             except Exception:
-                log.exception("nothing of castore://%s is kept", file.path)
+                log.exception("castore://%s was discarded", file.path)
 
 
 def _on_collector(phase: str, _: dict[str, int]) -> None:
@@ -117,4 +117,4 @@ def _end_all() -> None:
     finish_unreferenced()
     with _ending_guard.lock:  # another thread may still keep one
         for file in list(_open_files):
-            file.discard_with_warning("the program has ended, and nobody has closed it")
+            file.discard_with_warning("the program ended before it was closed")

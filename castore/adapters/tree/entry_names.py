@@ -49,7 +49,8 @@ def check_key(key: str) -> str:
     """
     if not isinstance(key, str):
         raise InvalidValueError(
-            f"a key is a str, not {type(key).__name__}; TreeCacheManager.compute_key makes one of a config"
+            f"a key must be a str, not {type(key).__name__}; make one of a config with "
+            "TreeCacheManager.compute_key"
         )
     return str.__str__(key)
 

@@ -65,7 +65,7 @@ def parse_bounds(size: int | str, size_name: str, most: int | str | None, most_n
         items = -1
     if items < 0:
         raise InvalidValueError(
-            f"{size_name} is a number of items, or a text of bytes like '1GB', not {size!r}"
+            f"{size_name} must be a number of items, or a text of bytes like '1GB', not {size!r}"
         )
     return Bounds(items, None if most is None else parse_size(most))
 

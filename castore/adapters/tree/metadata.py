@@ -75,7 +75,7 @@ def to_fields(metadata: CacheMetadata | None) -> dict[str, Any]:
         metadata = CacheMetadata()
     elif not isinstance(metadata, CacheMetadata):
         raise InvalidValueError(
-            f"metadata is a CacheMetadata, not {type(metadata).__name__}; pass CacheMetadata(extra=...)"
+            f"metadata must be a CacheMetadata, not {type(metadata).__name__}; pass CacheMetadata(extra=...)"
         )
     given = {name: getattr(metadata, name) for name in _FIELD_NAMES}
     fields = {name: value for name, value in given.items() if value is not None and value != {}}
@@ -89,11 +89,10 @@ def _check_json(name: str, value: Any) -> None:
     try:
         same = json.loads(json.dumps(value, allow_nan=False)) == value
     except (TypeError, ValueError, RecursionError) as error:
-        raise SerializationError(f"metadata.{name} is kept as JSON, which cannot hold it: {error}") from error
+        raise SerializationError(f"metadata.{name} cannot be stored as JSON: {error}") from error
     if not same:
         raise SerializationError(
-            f"metadata.{name} is kept as JSON and would come back changed; "
-            f"use lists, and text as keys: {value!r}"
+            f"metadata.{name} would come back from JSON changed; use lists, and text as keys: {value!r}"
         )
 
 

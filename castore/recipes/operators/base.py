@@ -217,11 +217,11 @@ def compile_pattern(pattern: str, what: str) -> re.Pattern[str]:
             engine = import_module("regex")
         except ImportError:
             raise NeedsMoreError(
-                f"{what}={pattern!r} has a property of Unicode, which takes the package regex; pip install "
+                f"{what}={pattern!r} uses a Unicode property, which needs the package regex; pip install "
                 "regex"
             ) from None
     try:
         found: re.Pattern[str] = engine.compile(pattern, engine.DOTALL)
     except engine.error as error:
-        raise InvalidValueError(f"{what}={pattern!r} is no regular expression: {error}") from None
+        raise InvalidValueError(f"{what}={pattern!r} is not a regular expression: {error}") from None
     return found

@@ -35,8 +35,8 @@ class ReplaceContentMapper(Mapper):
         replacements = [repl] * len(patterns) if isinstance(repl, str) else list(repl)
         if pattern is not None and len(replacements) != len(patterns):
             raise InvalidValueError(
-                f"{len(patterns)} patterns and {len(replacements)} replacements (repl): give one for all, or "
-                "one for each"
+                f"{len(patterns)} patterns and {len(replacements)} replacements (repl): give one replacement "
+                "for all patterns, or one for each"
             )
         self.pattern = patterns
         self.repl = replacements[: len(patterns)]

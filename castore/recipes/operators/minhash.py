@@ -88,12 +88,11 @@ class DocumentMinhashDeduplicator(Deduplicator):
         super().__init__(text_key=text_key)
         if tokenization == "sentencepiece":
             raise NeedsMoreError(
-                "tokenization='sentencepiece' needs a model, and castore's operators have none; "
-                f"{', '.join(TOKENIZATIONS)} do"
-                " without"
+                "tokenization='sentencepiece' needs a model, and castore's operators have none; use "
+                f"{', '.join(TOKENIZATIONS)}"
             )
         if tokenizer_model is not None:
-            raise InvalidValueError("tokenizer_model is for tokenization='sentencepiece' alone")
+            raise InvalidValueError("tokenizer_model is for tokenization='sentencepiece' only")
         if tokenization not in TOKENIZATIONS:
             raise InvalidValueError(f"tokenization={tokenization!r} is not one of {', '.join(TOKENIZATIONS)}")
         if not 0 < jaccard_threshold <= 1:

@@ -139,9 +139,9 @@ def read_words(folder: str | None, lists: str, lang: str) -> frozenset[str]:
     files = sorted(place.glob(f"*{lists}*.json")) if place.is_dir() else []
     if not files:
         raise NeedsMoreError(
-            f"there is no *{lists}*.json in {os.fspath(place)!r}; name a folder of your own with "
-            f"{parameter}, with a file such as "
-            f'{lists}.json that holds words by language: {{"{lang}": ["word", ...]}}'
+            f"there is no *{lists}*.json in {os.fspath(place)!r}; set {parameter} to a folder "
+            f"with a file such as {lists}.json "
+            f'that holds words by language: {{"{lang}": ["word", ...]}}'
         )
     by_language: dict[str, list[str]] = {}
     for file in files:
@@ -167,7 +167,7 @@ def _read_list(file: Path) -> dict[str, list[str]]:
     )
     if not good:
         raise InvalidValueError(
-            f"{os.fspath(file)!r} is no word list: it must be a map of languages to lists of words"
+            f"{os.fspath(file)!r} is not a word list: it must be a map of languages to lists of words"
         )
     return dict(found)
 

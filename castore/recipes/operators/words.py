@@ -57,5 +57,5 @@ def refuse_model(tokenization: bool, what: str) -> None:
     if tokenization:
         raise NeedsMoreError(
             f"tokenization: true in {what} needs a tokenizer, and castore's operators have no models; "
-            "tokenization: false parts words at spaces"
+            "tokenization: false splits words at spaces"
         )

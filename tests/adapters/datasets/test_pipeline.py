@@ -90,7 +90,7 @@ def test_changing_the_third_step_runs_it_and_those_behind_it(
     assert [step.hit for step in result.steps] == [step.hit for step in told] == [True] * 3 + [False] * 4
     plain = plainly(data, 5000)
     assert result.dataset[:] == plain[:]
-    assert told[3].changes == ["the parameter 'least' was 3000 and is 5000"]
+    assert told[3].changes == ["the parameter 'least' was 3000 and is now 5000"]
     assert "runs again" in told[4].changes[-1]
     assert all(explanation.hit for explanation in changed.explain(data))
 
@@ -107,12 +107,12 @@ def test_explain_tells_what_of_the_code_changed(
     (told,) = Pipeline([lower], store=store).explain(data)
     assert "the code of tests.adapters.datasets.pipelines.lower has changed" in told.changes
     (told,) = Pipeline([pipelines.lower], store=store).explain(data.select(range(10)))
-    assert told.changes == ["the dataset is another one"]
+    assert told.changes == ["the input dataset has changed"]
     (told,) = Pipeline([pipelines.strip_comments], store=store).explain(data)
-    assert told.changes == ["nothing of this operator is kept"]
+    assert told.changes == ["the store has no result of this operator"]
     monkeypatch.setattr(pipelines, "re", "something else")
     told = Pipeline([pipelines.strip_comments, pipelines.lower], store=store).explain(data)[1]
-    assert told.changes == ["its input is new, since 'strip_comments' runs again"]
+    assert told.changes == ["its input changes, since 'strip_comments' runs again"]
 
 
 def test_two_processes_at_once_run_each_step_once(store: Store, tmp_path: Path, ran: Any) -> None:
@@ -324,11 +324,11 @@ def test_no_rows_go_through_all_steps(store: Store, data: datasets.Dataset) -> N
 
 
 def test_bad_arguments_say_what_to_do(store: Store, data: datasets.Dataset) -> None:
-    with pytest.raises(InvalidValueError, match="is no operator"):
+    with pytest.raises(InvalidValueError, match="not an operator"):
         Pipeline([3], store=store)
-    with pytest.raises(InvalidValueError, match=r"has no method process$"):
+    with pytest.raises(InvalidValueError, match=r"has no method process; add it$"):
         Pipeline([type("Half", (), {"compute_stats": lambda self, s: s})()], store=store)
-    with pytest.raises(InvalidValueError, match="is no operator"):
+    with pytest.raises(InvalidValueError, match="not an operator"):
         Pipeline([LengthFilter], store=store)
     with pytest.raises(InvalidValueError, match=r"castore\.recipes\.make\('text_length_filter'\)"):
         Pipeline(["text_length_filter"], store=store)
@@ -342,7 +342,7 @@ def test_bad_arguments_say_what_to_do(store: Store, data: datasets.Dataset) -> N
         ):
             Pipeline([], store=store, num_proc=wrong)  # type: ignore[arg-type]
     listing = type("Listing", (), {"compute_hash": lambda self, s: s, "process": lambda self, d: [1]})
-    with pytest.raises(InvalidValueError, match="'Listing' must return the dataset that stays, not list"):
+    with pytest.raises(InvalidValueError, match="'Listing' must return the remaining dataset, not list"):
         Pipeline([listing()], store=store).run(data)
     with pytest.raises(InvalidValueError, match="each split"):
         Pipeline([], store=store).run(datasets.DatasetDict({"train": data}))

@@ -51,7 +51,7 @@ def test_embeddings_of_different_lengths_stay_off_the_device(store: Store) -> No
     model = Model(Tokens())
     kept, _ = cache_embeddings(model, loader(), config=WHOLE, store=store)
     with pytest.raises(
-        InvalidValueError, match=r"differ in length cannot be kept on a device; take CacheType.CPU"
+        InvalidValueError, match=r"differ in length cannot be kept on a device; use CacheType.CPU"
     ):
         model.encoder(next(iter(kept))[0])
 

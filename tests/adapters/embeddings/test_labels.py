@@ -103,7 +103,7 @@ def test_labels_that_depend_on_their_batch_are_refused_and_can_be_read_raw(
     dataset = Made(lambda i: (features()[i], torch.arange((lengths * 4)[i])), 12)
     raw = loader(dataset, shuffle=False, batch_size=4, collate_fn=padded)
     with pytest.raises(
-        InvalidValueError, match=r"the same item has another one in another batch.*labels=False"
+        InvalidValueError, match=r"the label of an item differs between batches.*labels=False"
     ):
         cached(Model(), raw, store, CacheConfig(batch_size=4))
     model = Model()
@@ -124,13 +124,15 @@ def longest(samples: list[Any]) -> Any:
 def test_a_number_that_tells_of_its_batch_is_no_label(store: Store, place: int) -> None:
     dataset = Made(lambda i: (features()[i], 9 if i == place else 1))
     with pytest.raises(
-        InvalidValueError, match=r"labels cannot be kept: batch\[1\] is a int that has no element"
+        InvalidValueError, match=r"labels cannot be cached: batch\[1\] is a int that has no element"
     ):
         cached(Model(), loader(dataset, collate_fn=longest), store)
 
 
 def test_labels_that_no_table_holds_are_named(store: Store) -> None:
-    with pytest.raises(InvalidValueError, match=r"the labels cannot be kept: a list of <class 'dict'>"):
+    with pytest.raises(
+        InvalidValueError, match=r"the labels cannot be cached: they contain a list of <class 'dict'>"
+    ):
         cached(Model(), loader(Made(lambda i: (features()[i], {"a": i})), collate_fn=objects), store)
 
 

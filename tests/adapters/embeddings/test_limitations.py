@@ -198,7 +198,7 @@ def test_a_stream_that_gives_something_new_says_so(store: Store) -> None:
     stream = Stream()
     kept = cached(Model(), DataLoader(stream, batch_size=4), store, key_extractors=symbols)
     stream.items = features(60)
-    with pytest.raises(NotFoundError, match="an item that was not in it when the cache was filled"):
+    with pytest.raises(NotFoundError, match="an item that it did not have when the cache was filled"):
         list(kept)
 
 

@@ -194,8 +194,8 @@ def test_a_value_too_large_for_the_storage_is_an_error_and_no_infinity(store: St
     [
         (torch.zeros(3, 4), "not one row for each of 2"),
         (torch.zeros(()), "not one row for each of 2"),
-        (torch.zeros(2, 0), "hold nothing to keep"),
-        ([torch.zeros(2)], "list of 1 is no tensor"),
+        (torch.zeros(2, 0), "have no elements"),
+        ([torch.zeros(2)], "list of 1 is neither a tensor"),
         ([torch.zeros(2, 3), torch.zeros(2, 4)], "differ in their first dimension only"),
         ([torch.zeros(()), torch.zeros(())], "stack them"),
         (["a", b"a"], "a list of bytes, str cannot be kept"),
@@ -203,7 +203,7 @@ def test_a_value_too_large_for_the_storage_is_an_error_and_no_infinity(store: St
         ({1: torch.zeros(2)}, "must be text"),
         ((), "nothing to keep"),
         (None, "nothing to keep"),
-        (object(), "object is no tensor"),
+        (object(), "object is neither a tensor"),
         (torch.eye(2).to_sparse(), "nested, sparse or quantised"),
         ([torch.eye(2).to_sparse()] * 2, "nested, sparse or quantised"),
         (
@@ -258,10 +258,10 @@ def test_keys_without_items_and_items_without_keys_are_errors(store: Store) -> N
 
 def test_a_missing_key_is_a_key_error_that_names_it(store: Store) -> None:
     cache = EmbeddingCache("demo", store)
-    with pytest.raises(NotFoundError, match="has nothing for the key 'a'"):
+    with pytest.raises(NotFoundError, match="has no embedding for the key 'a'"):
         cache.rows(["a"])
     cache.fill(["a"], [1], vectors)
-    with pytest.raises(KeyError, match="has nothing for the key 'b'"):
+    with pytest.raises(KeyError, match="has no embedding for the key 'b'"):
         cache.get(["a", "b", "c"])
     assert cache.find(["b", "a"]).tolist() == [-1, 0]
     assert "b" not in cache
@@ -271,7 +271,7 @@ def test_a_missing_key_is_a_key_error_that_names_it(store: Store) -> None:
 def test_rows_that_were_never_given_out_are_errors(store: Store, row: int) -> None:
     cache = EmbeddingCache("demo", store)
     cache.fill(range(3), range(3), vectors)
-    with pytest.raises(OutOfRangeError, match=f"row {row} of the embedding cache 'demo' is not here"):
+    with pytest.raises(OutOfRangeError, match=f"row {row} of the embedding cache 'demo' does not exist"):
         cache.take(torch.tensor([0, row]))
 
 

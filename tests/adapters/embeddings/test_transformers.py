@@ -115,16 +115,16 @@ def test_a_mask_that_is_not_there_or_of_another_batch_is_refused(store: Store) -
     config = CacheConfig(masks=MASKS, labels=False)
     places = {"bert": "input_ids"}
     with pytest.raises(
-        InvalidValueError, match=r"is fed a mask as attention_mask=\.\.\..*and it got nothing"
+        InvalidValueError, match=r"needs its mask .* as attention_mask=\.\.\..*and got nothing"
     ):
         cache_embeddings(model, raw, config=config, encoders=places, store=store)
     kept, _ = cache_embeddings(model, raw, config=config, encoders=PLACES, store=store)
     first, second = islice(kept, 2)
     with pytest.raises(
-        InvalidValueError, match="marks nothing of an item: it must be true where the item is"
+        InvalidValueError, match="is false everywhere for an item; it must be true where the item is"
     ):
         model.bert(first["input_ids"], attention_mask=first["attention_mask"] == 0)
-    with pytest.raises(InvalidValueError, match="feed the encoder the mask that belongs to its keys"):
+    with pytest.raises(InvalidValueError, match="pass the mask that belongs to the keys"):
         model.bert(first["input_ids"], attention_mask=second["attention_mask"])
 
 
@@ -138,7 +138,10 @@ def test_an_encoder_alone_pads_as_its_mask_says(store: Store) -> None:
             assert torch.allclose(encode(**inputs).last_hidden_state, expected, atol=1e-5)
     assert len(encode.memo) == 2 * BATCH
     wrong = CachedEncoder(lambda x, attention_mask: x, encode.config, store=store)
-    with pytest.raises(InvalidValueError, match=r"none is \(B, L, D\) with the mask's \(\d, 3\)"):
+    with pytest.raises(
+        InvalidValueError,
+        match=r"no output has the shape \(B, L, D\) with the \(B, L\) of the mask, \(\d, 3\)",
+    ):
         wrong(torch.ones(6, 5), attention_mask=torch.ones(6, 3))
 
 

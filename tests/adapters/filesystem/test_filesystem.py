@@ -394,7 +394,7 @@ def test_a_wrapper_that_an_exception_closes_keeps_nothing_and_says_so(
     with pytest.raises(KeyError), _Wrapper(fs.open("a", "wb")):
         raise KeyError("k")
     assert not fs.exists("a")
-    assert "nothing of castore://a is kept: it was closed since KeyError('k') ended" in caplog.text
+    assert "castore://a was discarded: KeyError('k') ended" in caplog.text
 
 
 def test_a_layer_that_an_exception_ends_is_not_kept_by_a_close_on_the_way_out(fs: CastoreFileSystem) -> None:
@@ -557,7 +557,7 @@ def test_a_file_that_is_open_when_the_program_ends_is_not_kept_and_that_is_said(
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     with Store(tmp_path / "s") as store:
         assert store.get("a") is None
-    assert "nothing of castore://a is kept: the program has ended" in done.stderr
+    assert "castore://a was discarded: the program ended" in done.stderr
 
 
 def test_files_that_are_collected_in_the_middle_of_other_writes_harm_neither(fs: CastoreFileSystem) -> None:

@@ -93,7 +93,7 @@ def test_a_numpy_text_is_the_same_key_as_a_plain_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", [1, None, b"key", ("a", 1)])
 def test_a_key_that_is_no_text_is_an_error_that_says_so(key: object, tmp_path: Path) -> None:
     for cache in (MemoryCache(), DiskCache(tmp_path / "cache"), TreeCacheManager(tmp_path / "cache")):
-        with pytest.raises(InvalidValueError, match="a key is a str"):
+        with pytest.raises(InvalidValueError, match="a key must be a str"):
             cache.put(key, 1)  # type: ignore[arg-type]
 
 
