@@ -1,4 +1,4 @@
-"""Objects are read and checked once before they are mapped, and again when somebody has touched them."""
+"""Objects are read and checked once before they are mapped, and again after a change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder with real text, a recipe and operators of the user's own: for the tests on `castore process`."""
+"""A folder with real text, a recipe and the user's own operators, for the tests on `castore process`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def place(folder: Path, sources: dict[str, list[Any]]) -> Iterator[Path]:  # noq
     rows = zip(sources["text"], range(len(sources["text"])), strict=True)
     (root / "data").mkdir()
     lines = [json.dumps({"text": text, "n": n}) for text, n in rows]
-    # Something for every filter to find.
+    # Every filter finds something here.
     lines += [json.dumps({"text": text, "n": -1}) for text in ("short", "-" * 500, *sources["text"][:5])]
     (root / "data" / "demo.jsonl").write_text("\n".join(lines) + "\n")
     (root / "my_ops.py").write_text(MODULE)
@@ -115,7 +115,7 @@ def place(folder: Path, sources: dict[str, list[Any]]) -> Iterator[Path]:  # noq
 def here(
     place: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> Callable[..., Ran]:
-    """Run `castore process` as somebody does who has said where the store is once and for all."""
+    """Run `castore process` as a user who has set the place of the store in the environment."""
     monkeypatch.setenv("CASTORE_DIR", str(place / "store"))
 
     def run(*words: str | Path) -> Ran:
@@ -149,7 +149,7 @@ def exported(place: Path) -> list[dict[str, Any]]:
 
 
 def expected(place: Path) -> list[dict[str, Any]]:
-    """The same with a loop and nothing of ours but the cleaning itself."""
+    """The same result by a loop, with nothing of castore but the cleaning itself."""
     from castore.recipes import registry
 
     links, spaces = registry.make("clean_links_mapper"), registry.make("whitespace_normalization_mapper")

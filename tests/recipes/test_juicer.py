@@ -1,4 +1,4 @@
-"""Data-Juicer's recipes: which of their keys and operators run here, and that ours give its figures."""
+"""Data-Juicer's recipes: the keys and operators that run here, and the figures of castore's operators."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BASIC = "dataset_path: a.jsonl\nexport_path: b.jsonl\n"
 
 @pytest.fixture(autouse=True)
 def lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The lists of words of the figures, where Data-Juicer keeps its own."""
+    """The word lists of the figures, in Data-Juicer's folder of word lists."""
     assets = tmp_path / "assets"
     assets.mkdir()
     for name in ("stopwords", "flagged_words"):
@@ -64,7 +64,7 @@ def test_every_key_of_its_recipes_is_taken_noted_or_refused_with_a_reason(name: 
             assert all(len(note.splitlines()) == 1 for note in parse(text, "r.yaml").notes)
 
 
-#: What a value may need beside it to make sense.
+#: Other keys that a value needs beside it to be valid.
 BESIDE: dict[str, dict[str, Any]] = {
     "num_blocks": {"hamming_distance": 1},
     "hamming_distance": {"num_blocks": 64},
@@ -81,7 +81,7 @@ def test_our_operators_take_what_its_recipes_give_them(name: str) -> None:
     for parameter, values in FACTS["parameters"][name].items():
         for value in values:
             if parameter.endswith("_dir"):
-                continue  # a folder that only its makers have
+                continue  # a folder that only the makers of Data-Juicer have
             told = {**BESIDE.get(parameter, {}), parameter: value}
             of_tokens = parameter == "tokenization" and value is True
             if of_tokens or (parameter.endswith("_ratio") and value > 1):
@@ -273,15 +273,15 @@ def test_statistics_stay_in_the_result_if_the_recipe_wants_them(tmp_path: Path) 
 
 # Figures
 
-#: Where ours differ, and why: see docs/process.md.
+#: The cases in which castore's operators differ; docs/process.md has the reasons.
 DIFFER = {
-    "words_num_filter": {"punctuation"},  # a full-width digit is no word
-    "alphanumeric_filter": {"Hindi", "Thai"},  # marks are of their letters
+    "words_num_filter": {"punctuation"},  # a full-width digit is not a word
+    "alphanumeric_filter": {"Hindi", "Thai"},  # marks belong to their letters
     "special_characters_filter": {
         "Danish", "Turkish", "Russian", "Chinese", "Japanese", "Hindi", "Arabic", "mojibake", "punctuation",
         "spaces",
-    },  # letters that are on its list of special characters
-    "clean_links_mapper": {"links"},  # the bracket behind a link
+    },  # letters on Data-Juicer's list of special characters
+    "clean_links_mapper": {"links"},  # the bracket after a link
 }  # fmt: skip
 
 
@@ -313,7 +313,7 @@ def test_simhashes_are_data_juicers_bit_for_bit(fact: list[Any]) -> None:
     operator = DocumentSimhashDeduplicator(**parameters)
     for key, figure in expected.items():
         text = FIGURES["texts"][key]
-        # Shorter than a window: Data-Juicer's hash of all of these is 0, so it keeps one of them.
+        # These texts are shorter than a window: Data-Juicer's hash of all of them is 0, so one stays.
         if figure != "0":
             assert operator.hash_of(text) == int(figure), key
 
@@ -410,7 +410,7 @@ def test_rows_kept_before_a_figure_was_mended_are_not_found_again(
     assert set(keys()).isdisjoint(mended)
 
 
-# Its own operators, where py-data-juicer is installed
+# Data-Juicer's own operators, where py-data-juicer is installed
 
 # Stands in for the library, which asks for releases of a dozen others: its registry, its classes and how they
 # are called.
@@ -440,7 +440,8 @@ class Mapper(OP):
     def of_one(self, sample):
         # As in the library: what looks like a batch of one is taken for one.
         if all(isinstance(value, list) for value in sample.values()):
-            return {key: [value] for key, value in self.process_single({k: v[0] for k, v in sample.items()}).items()}
+            one = self.process_single({k: v[0] for k, v in sample.items()})
+            return {key: [value] for key, value in one.items()}
         return self.process_single(sample)
 class Filter(OP):
     pass
@@ -514,7 +515,7 @@ class Downloading(Mapper):
 """
 
 
-# Runs the recipes that it is given, and tells what came out or what was wrong.
+# Runs the given recipes, and prints their results or errors.
 DRIVER = """
 import json, sys, yaml
 from castore import Store
@@ -548,7 +549,7 @@ class Juicer:
         (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def run(self, *recipes: dict[str, Any]) -> list[Any]:
-        """What comes out of recipes, in a process of its own: steps and rows, or an error's text."""
+        """The results of recipes in a new process: steps and rows, or the text of an error."""
         told = [{"dataset_path": "in.jsonl", "export_path": "out.jsonl", **recipe} for recipe in recipes]
         paths = os.pathsep.join([str(self.folder / "site"), str(PAGE.parents[1])])
         ran = subprocess.run(
@@ -633,7 +634,7 @@ def test_a_library_that_cannot_be_imported_is_an_error_of_one_line_for_its_own_o
     juicer.ops.write_text("import not_there_at_all")
     theirs, ours = juicer.run({"process": ["image_mark_mapper"]}, {"process": ["clean_links_mapper"]})
     assert theirs.startswith("r.yaml:4: cannot import py-data-juicer for its operators: ModuleNotFoundError")
-    # A checkout in the working folder is no installation.
+    # A checkout in the working folder is not an installation.
     found = juicer.ops.parents[1]
     assert f"Python found it in {found}, which is not installed: pip install -e {found.parent}" in theirs
     assert len(ours[1]) == 3

@@ -1,4 +1,4 @@
-"""`castore process`: the seed's recipes and command lines, what is printed, and runs beside one another."""
+"""`castore process`: the seed's recipes and command lines, the output, and concurrent runs."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_what_was_uncompressed_on_the_way_is_gone_in_the_end(
 def test_a_cache_that_was_emptied_by_hand_is_a_new_one(here: Callable[..., Ran], place: Path) -> None:
     words = ["--config", recipe(place, ds_cache_dir="dj_cache"), "--json"]
     assert hits(here(*words)) == [False] * 7
-    subprocess.run("rm -rf dj_cache/*", shell=True, check=True, cwd=place)  # as the seed's page says
+    subprocess.run("rm -rf dj_cache/*", shell=True, check=True, cwd=place)  # as on the seed's page
     again = here(*words)
     assert (again.code, again.err) == (0, "")
     assert hits(again) == [False] * 7
@@ -186,7 +186,7 @@ def test_every_key_can_be_given_on_the_command_line(cli: Cli, place: Path) -> No
         options = [word for name, value in words.items() for word in (f"--{name.replace('-', style)}", value)]
         path = recipe(place, ["clean_links_mapper"])
         ran = cli("process", "--config", path, *options)
-        # --store beside --ds-cache-dir is one word too many.
+        # --store and --ds-cache-dir exclude each other.
         assert (ran.code, ran.err) == (
             2, "castore: --store and --ds-cache-dir both name the store; give one of them\n",
         )  # fmt: skip
@@ -204,7 +204,7 @@ def test_store_on_the_command_line_comes_before_the_recipe(cli: Cli, place: Path
     assert not (place / "elsewhere").exists()
 
 
-# What is printed
+# Output
 
 
 def test_the_table_says_what_the_json_says(cli: Cli, place: Path) -> None:  # noqa: F811
@@ -262,7 +262,7 @@ def test_explain_says_hit_where_the_run_hits(
     place: Path,
     words: tuple[str, ...],
 ) -> None:
-    """Whatever the run that comes keeps, and whatever runs of another kind have kept."""
+    """Holds whatever the next run keeps, and whatever runs of another kind have kept."""
     changed = [*STEPS]
     changed[2] = {"text_length_filter": {"min_len": 3}}
     assert cli("process", "--config", recipe(place), "--json").code == 0
@@ -299,7 +299,7 @@ def test_what_will_not_fit_is_said_before_it_starts(cli: Cli, place: Path) -> No
     assert exported(place) == expected(place)
 
 
-# Runs beside one another
+# Concurrent runs
 
 
 def test_two_at_once_run_each_step_once(

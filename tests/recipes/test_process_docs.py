@@ -1,4 +1,4 @@
-"""The page on processing is true: its Python runs as pasted, and its first recipe does."""
+"""The page on processing is true: its Python runs as pasted, and so does its first recipe."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a recipe reads and writes: every kind of file, found, told apart, read late, and written whole or
-not at all.
+"""Input and output of recipes: every kind of file, found, identified, read lazily, and written whole or not
+at all.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def test_one_object_over_several_lines_is_read_as_it_is(tmp_path: Path, name: st
 
 
 def test_what_a_string_is_does_not_hang_on_the_rows_around_it(tmp_path: Path) -> None:
-    # More than is read at once, of each.
+    # More rows of each kind than one read returns.
     words = [{"pad": "word " * 300, "t": "words"}] * 8_000
     dates = [{"pad": "2024-01-02", "t": "2024-01-02T03:04:05Z"}] * 250_000
     for number, rows in enumerate(([*words, *dates], [*dates, *words])):
@@ -200,7 +200,7 @@ def test_only_empty_cells_of_a_table_are_null(tmp_path: Path, name: str, separat
     assert dataset["empty"][:] == [None] * len(words)
 
 
-#: Cells of the first 12,000 rows, of the later ones, and the column that they make.
+#: Cells of the first 12,000 rows, cells of the later rows, and the resulting column.
 MIXED: dict[str, tuple[list[str], list[str], list[Any]]] = {
     "zip": (["a1", "b2"], ["007", "008"], ["a1", "b2", "007", "008"]),
     "late": (["007", "1"], ["x", ""], ["007", "1", "x", None]),
@@ -225,7 +225,7 @@ def test_a_column_of_a_table_has_one_type_and_loses_nothing(tmp_path: Path, colu
     early, late, expected = MIXED[column]
     pieces = [
         [cell for cell in part for _ in range(6_000)] for part in (early, late)
-    ]  # pandas takes 10,000 rows
+    ]  # pandas reads 10,000 rows at a time
     if files == 1:
         pieces = [pieces[0] + pieces[1]]
     (tmp_path / "data").mkdir()
@@ -333,9 +333,11 @@ def test_a_damaged_file_is_an_error_of_one_line(
         ("a.jsonl", b'{"text": "ok"}\n' * 100_000 + b'{"text": "caf\xe9"}\n', "line 100001 of"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "caf\xe9"}\n', mtime=0), "line 1 of"),
         ("a.jsonl", '{"text": "ok"}\n'.encode("utf-16"),
-         "line 1 of '.*a.jsonl' is not UTF-8 (byte 0xff at 0); convert the file, for example with `iconv -f UTF-16"),
+         "line 1 of '.*a.jsonl' is not UTF-8 (byte 0xff at 0); "
+         "convert the file, for example with `iconv -f UTF-16"),
         ("a.csv", b"text\ncaf\xe9\n",
-         "line 2 of '.*a.csv' is not UTF-8 (byte 0xe9 at 3); convert the file, for example with `iconv -f LATIN1"),
+         "line 2 of '.*a.csv' is not UTF-8 (byte 0xe9 at 3); "
+         "convert the file, for example with `iconv -f LATIN1"),
         ("a.txt", b"ok\ncaf\xe9\n", "line 2 of"),
     ],
 )  # fmt: skip
@@ -348,7 +350,7 @@ def test_a_file_that_is_no_utf8_is_named_with_the_line(
         sources.read(sources.find(tmp_path / name), tmp_path / "work")
 
 
-# Telling sources apart
+# Identifying sources
 
 
 def test_content_tells_files_apart_and_their_place_does_not(tmp_path: Path, store: Store) -> None:
@@ -384,7 +386,7 @@ def test_paths_and_times_tell_files_apart_where_that_is_asked_for(tmp_path: Path
     assert sources.identify(one, None, "combined") != by_both
 
 
-# Reading late
+# Reading lazily
 
 
 @pytest.fixture
@@ -454,7 +456,7 @@ def test_a_run_that_goes_on_behind_its_checkpoint_does_not_read_its_source(
         use_checkpoint=True,
     )
     broken.touch()
-    for reads in (1, 1):  # the second time it fails behind the checkpoint
+    for reads in (1, 1):  # the second run fails after the checkpoint
         with pytest.raises(RuntimeError):
             process(recipe, store=store)
         assert len(read_files) == reads

@@ -1,5 +1,5 @@
-"""Recipes: what a good one means, and that a bad one is told by file, line, value and the nearest right
-word.
+"""Recipes: the meaning of valid ones, and errors that give the file, the line, the value and the nearest
+right word.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ def test_operators_come_by_dotted_path(
         ("needy.Mapper", {},
          "cannot import my_own_ops.needy for the operator .* No module named 'not_there_at_all'"),
         ("text.ready", {"suffix": "."}, "my_own_ops.text.ready is an object already"),
-        ("text.Picky", {"n": 4}, "my_own_ops.text.Picky cannot be constructed with {'n': 4}: n must be prime"),
+        ("text.Picky", {"n": 4}, "Picky cannot be constructed with {'n': 4}: n must be prime"),
         ("text.shout", {"sample": 4}, "my_own_ops.text.shout has no parameter 'sample'"),
         ("text.shout", {"loud": 1}, "loud of my_own_ops.text.shout must be true or false, not 1"),
     ],

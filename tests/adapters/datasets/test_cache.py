@@ -1,4 +1,4 @@
-"""DatasetCache: what comes back is what was put, mapped, from whatever place it is mapped."""
+"""A DatasetCache returns what was put, mapped, whether the object, a mount or a copy serves the mapping."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_features_survive(cache: DatasetCache, tmp_path: Path) -> None:
     put = datasets.Dataset.from_list([row, row], features=features)
     put.info.description = "two rows"
     cache.put("features", put)
-    picture.unlink()  # the bytes are in the cache
+    picture.unlink()  # the store still has the bytes
     got = cache.get("features")
     assert got.features == features
     assert got.info.description == "two rows"
@@ -164,7 +164,7 @@ def test_a_damaged_dataset_is_a_miss_and_says_so(
 def test_damage_is_found_before_it_is_mapped_through_a_mount(
     cache: DatasetCache, large: datasets.Dataset, tmp_path: Path
 ) -> None:
-    """A page that fails its check would end the process."""
+    """A mapped page that fails its check would end the process."""
     cache.put("large", large)
     path, offset, length = payload(cache.store, "large/data-00000-of-00001.arrow")
     flip(path, offset + length // 2)

@@ -1,4 +1,4 @@
-"""Checkpoints: constant space, the right step to go on from, and the operator that differs by name."""
+"""Checkpoints: constant space, resuming at the right step, and messages that name the changed operator."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_projects_have_their_own(store: Store, few: datasets.Dataset) -> None:
 
 def test_a_failure_goes_on_at_the_step_that_failed(store: Store, few: datasets.Dataset) -> None:
     class Stops:
-        """Fails the first time; looks the same each time."""
+        """Fails the first time, with the same fingerprint each time."""
 
         def process(self, sample: dict[str, Any]) -> dict[str, Any]:
             if (store.path / "stop").exists():

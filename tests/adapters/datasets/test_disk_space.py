@@ -1,4 +1,4 @@
-"""How much disk a run takes: the seed's formula, measured sizes, and warnings before it starts."""
+"""The disk space of a run: the seed's formula, measured sizes, and warnings before the run starts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_first_filter_costs_a_copy_more(
 def test_measured_sizes_take_the_place_of_guesses(tmp_path: Path) -> None:
     steps = [KnownSize("map", 4 * GB, GB, kept=True), KnownSize("map"), KnownSize("map")]
     found = estimate(steps, tmp_path)
-    # The second and the third are taken to leave the 4 GB that they get.
+    # The second and the third step are assumed to return as much as they get: 4 GB.
     assert found.store_needs == round(2 * 4 * GB * 0.2)
     assert found.work_needs == 8 * GB
     assert found.measured == 1

@@ -1,4 +1,4 @@
-"""What comes from a store is decoded when somebody looks at it, and is a dataset like any other."""
+"""Rows from a store are decoded at first use, and a lazy table behaves like any other table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS, WIDTH = 1500, 8000
 
 @pytest.fixture(scope="module")
 def plain() -> datasets.Dataset:
-    """12 MB that shrink."""
+    """12 MB that compress well."""
     rng = np.random.default_rng(1)
     text = [bytes(rng.integers(97, 105, WIDTH, dtype=np.uint8)).decode() for _ in range(ROWS)]
     return datasets.Dataset.from_dict({"text": text, "number": range(ROWS)})
@@ -55,7 +55,7 @@ def late(cache: DatasetCache) -> datasets.Dataset:
 
 
 def copies(store: Store) -> int:
-    """How many blobs are materialised in a store."""
+    """The number of materialised blobs in a store."""
     return len(list(store.entries(COPIES_FOLDER)))
 
 
@@ -245,7 +245,7 @@ def test_it_is_saved_and_put_again(
 
 
 def test_datasets_of_several_files_are_late_too(store: Store) -> None:
-    """A file is begun after 128 MiB."""
+    """A new file begins after 128 MiB."""
     block = datasets.Dataset.from_dict({"text": ["a" * 1_000_000] * 70, "number": range(70)})
     large = datasets.concatenate_datasets([block, block])
     cache = DatasetCache(store)
@@ -297,7 +297,7 @@ def test_a_copy_that_gc_took_meanwhile_is_not_missed(cache: DatasetCache, plain:
 
 
 def test_a_forked_child_goes_on_where_its_parent_was(late: datasets.Dataset) -> None:
-    """The threads that decode ahead are not there any more."""
+    """The threads that decode ahead do not exist in the child."""
     passing: Iterator[dict[str, Any]] = iter(late)
     assert [next(passing)["number"] for _ in range(900)] == [*range(900)]
     if (child := os.fork()) == 0:
@@ -360,7 +360,7 @@ def test_a_pickled_one_opens_though_its_entry_was_dropped_since(
 
 
 def test_columns_of_extension_types_in_lists_are_late_too(cache: DatasetCache) -> None:
-    # pyarrow makes no empty table of these.
+    # pyarrow cannot make an empty table of these types.
     features = datasets.Features(
         {"grids": datasets.List(datasets.Array2D((64, 64), "int32")), "n": datasets.Value("int32")}
     )

@@ -1,4 +1,4 @@
-"""Pipelines over real text: what did not change comes from the cache, and the result is that of plain
+"""Pipelines over real text: unchanged steps come from the cache, and the result equals that of plain
 datasets.
 """
 
@@ -32,7 +32,7 @@ ALL = "12s3t45"
 
 @pytest.fixture(autouse=True)
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What has run since the last time this was called, a letter each."""
+    """The steps that ran since the last call, a letter each."""
     path = tmp_path / "runs"
     monkeypatch.setenv("CASTORE_TEST_RUNS", str(path))
     monkeypatch.setattr(pipelines, "noted", pipelines.Noted())
@@ -85,7 +85,7 @@ def test_changing_the_third_step_runs_it_and_those_behind_it(
     told = changed.explain(data)
     assert ran() == ""
     result = changed.run(data)
-    # How long a text is does not depend on how long it must be.
+    # The length of a text does not depend on the threshold.
     assert ran() == "3t45"
     assert [step.hit for step in result.steps] == [step.hit for step in told] == [True] * 3 + [False] * 4
     plain = plainly(data, 5000)

@@ -1,4 +1,4 @@
-"""Iterable datasets in a DatasetCache: kept as `Dataset.from_generator` keeps them, and given back as a
+"""Iterable datasets in a DatasetCache: stored as `Dataset.from_generator` stores them, and returned as a
 Dataset.
 """
 
@@ -108,7 +108,7 @@ def test_a_dataset_without_columns_is_kept(cache: DatasetCache) -> None:
     assert cache.get("none").column_names == []
     bare = cached_map(datasets.Dataset.from_dict({"a": []}), dict, store=cache.store, remove_columns="a")
     assert bare.column_names == []
-    wait()  # which warns of what could not be kept
+    wait()  # warns of puts that failed
     assert cached_map(none, dict, store=cache.store).column_names == []
     wait()
 
@@ -170,7 +170,7 @@ def test_the_way_that_an_error_names_ends_in_cached_steps(store: Store) -> None:
         return {"half": row["n"] / 2}
 
     for _ in range(2):
-        cache.put("rows", stream(rows))  # the same rows are the same input
+        cache.put("rows", stream(rows))  # equal rows are the same input
         halves = cached_map(cache.dataset("rows"), half, store=store, fingerprint="half")
         assert halves["half"][:4] == [0.0, 0.5, 1.0, 1.5]
         wait()

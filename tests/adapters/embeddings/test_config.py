@@ -1,4 +1,4 @@
-"""CacheConfig takes what Quaterion's does, and says what is wrong with the rest."""
+"""CacheConfig takes the options of Quaterion, and refuses invalid values with a reason."""
 
 from __future__ import annotations
 

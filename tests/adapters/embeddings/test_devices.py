@@ -1,7 +1,6 @@
-"""CacheType.GPU: a copy of the table on the encoder's device, or a part of it on each rank's.
+"""CacheType.GPU: a copy of the table on the encoder's device, or a part of the table on each rank's device.
 
-The code is the same on every kind of device, so here the encoder's is mostly the CPU; with CUDA it is tried
-there too.
+The code is the same for every kind of device. So most tests use the CPU, and some repeat the check with CUDA.
 """
 
 from __future__ import annotations

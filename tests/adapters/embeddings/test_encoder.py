@@ -1,4 +1,4 @@
-"""CachedEncoder alone: stands where an encoder stood, and encodes no item twice."""
+"""CachedEncoder alone: replaces an encoder, and encodes no item twice."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_batch_that_is_not_cached_is_told_of_once(store: Store) -> None:
     with pytest.warns(CacheWarning, match=r"a Tensor of shape \(2, 3\), a list of 3"):
         uneven(torch.ones(2, 3), ["a", "b", "c"])
     assert list(store.entries()) == []
-    assert CachedEncoder(Encoder(), store=store)(features(3)[:0]).shape == (0, 4)  # and no warning
+    assert CachedEncoder(Encoder(), store=store)(features(3)[:0]).shape == (0, 4)  # without a warning
 
 
 def test_a_key_extractor_says_which_items_are_the_same(store: Store) -> None:

@@ -1,6 +1,4 @@
-"""What a batch holds besides features: kept and given back as it was collated, or refused where that
-cannot be.
-"""
+"""The parts of a batch besides features: cached and returned as they were collated, or refused."""
 
 from __future__ import annotations
 
@@ -95,7 +93,7 @@ def padded(samples: list[Any]) -> Any:
     return torch.stack([x for x, _ in samples]), nn.utils.rnn.pad_sequence([y for _, y in samples], True)
 
 
-# Which of the first items is the longest, or a later one.
+# The longest item is one of the first, or a later one.
 @pytest.mark.parametrize("lengths", [[9, 1, 1], [1, 9, 1], [1, 1, 9], [2, 2, 2, 2, 2, 5]], ids=str)
 def test_labels_that_depend_on_their_batch_are_refused_and_can_be_read_raw(
     store: Store, lengths: list[int]

@@ -1,4 +1,4 @@
-"""Which encoders of a model are cached, which are refused, and what of a batch each is fed."""
+"""The encoders of a model that are cached or refused, and the part of a batch that is the input of each."""
 
 from __future__ import annotations
 

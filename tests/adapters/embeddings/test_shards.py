@@ -1,6 +1,4 @@
-"""The embedding cache on disk: what its files are, how they merge, and what happens when they are damaged
-or gone.
-"""
+"""The embedding cache on disk: its files, their merges, and reads after damage or loss of files."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def shards(store: Store, column: str = "output") -> list[str]:
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of 64 KiB, which stay apart."""
+    """Shards of 64 KiB, which are not merged."""
     monkeypatch.setattr(shard_commit, "SHARD_BYTES", 1 << 16)
     monkeypatch.setattr("castore.adapters.embeddings.table_fill.SHARD_BYTES", 1 << 16)
 
@@ -150,7 +148,7 @@ def test_rows_that_gc_evicted_are_encoded_again_and_nothing_else(store: Store) -
     assert cache.fill(range(300), range(300), encode) == len(lost)
     assert encode.seen == lost
     assert torch.equal(cache.get(range(300)), vectors(list(range(300))))
-    # Who had it mapped goes on with what it has.
+    # A process that had mapped the table continues with its rows.
     assert torch.equal(holder.take(kept_rows), vectors(list(range(300))))
     assert all((end <= a or b <= start) for a, b in _extents(store))
     recount(store)
@@ -302,8 +300,8 @@ def test_a_resident_cache_brings_its_rows_into_memory(store: Store) -> None:
     file = payload(store, shards(store)[0])[0]
 
     def mapped() -> int:
-        """The most bytes of the file that one mapping has in this process's page table: who filled it may
-        have one as well.
+        """The most bytes of the file that one mapping has in this process's page table: the process that
+        filled the file may have a mapping, too.
         """
         maps = psutil.Process().memory_maps(grouped=False)
         return max((place.rss for place in maps if place.path == str(file)), default=0)
@@ -322,8 +320,8 @@ def test_a_resident_cache_brings_its_rows_into_memory(store: Store) -> None:
 def test_whatever_happens_every_known_key_has_its_own_outputs(
     store: Store, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fills of all sizes by two writers, files that go one by one, merges, readers of any age: against a
-    function.
+    """Fills of all sizes by two writers, files removed one by one, merges, readers of any age, compared with
+    a function.
     """
     monkeypatch.setattr(shard_commit, "_SMALL_SHARD_BYTES", 1 << 12)
     monkeypatch.setattr(shard_commit, "_UNSORTED", 64)
@@ -368,7 +366,7 @@ def test_whatever_happens_every_known_key_has_its_own_outputs(
 
 @pytest.mark.usefixtures("small_shards")
 def test_shards_whose_ragged_outputs_are_all_empty_keep_their_files(store: Store) -> None:
-    """They share one name; the first merge used to take it from all of them."""
+    """The files share one name; the first merge once removed it from all of them."""
 
     def encode(items: list[int]) -> tuple[torch.Tensor, list[str]]:
         return vectors(items), ["" if item < 490 else "full" for item in items]

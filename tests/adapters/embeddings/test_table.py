@@ -1,5 +1,5 @@
-"""The embedding cache as one process sees it: what goes in comes out, for every kind of key and output,
-and errors say why.
+"""The embedding cache in one process: every kind of key and output comes back equal, and errors give the
+reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.adapters.torch.conftest import same_batch
 
 
 class Encoder:
-    """Vectors that tell what they are of, and a list of all that was encoded."""
+    """Vectors that identify their items, and a list of all items that were encoded."""
 
     def __init__(self, width: int = 384) -> None:
         self.width = width
@@ -46,7 +46,7 @@ def numbers(keys: str) -> list[int]:
 
 
 def test_two_fills_that_share_a_key_give_each_key_its_own_vector(store: Store) -> None:
-    """The seed gave a and c one row: it numbered the keys of each fill from the size of the cache before."""
+    """The seed gave a and c one row: it numbered the keys of each fill from the earlier size of the cache."""
     cache, encode = EmbeddingCache("demo", store), Encoder()
     assert cache.fill("ab", numbers("ab"), encode) == 2
     assert cache.fill("ac", numbers("ac"), encode) == 1

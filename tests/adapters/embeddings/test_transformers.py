@@ -1,5 +1,5 @@
-"""Encoders of transformers as they are: outputs with attributes, and batches that are padded to their
-longest text.
+"""Encoders of transformers, unchanged: outputs with attributes, and batches that are padded to their longest
+text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Classifier(nn.Module):
 
 
 class Mean(Classifier):
-    """Takes the mean of the tokens."""
+    """Takes the mean of the token states."""
 
     def pooled(self, states: torch.Tensor, batch: Any) -> torch.Tensor:
         mask = batch["attention_mask"].unsqueeze(-1)
@@ -93,9 +93,9 @@ def test_states_of_padded_batches_are_kept_without_their_padding(
     tokens = sum(int(batch["attention_mask"].sum()) for batch in raw)
     shards = [
         *store.entries(f"embeddings/{model.bert._tables[0].cache.name}/output.last_hidden_state/values")
-    ]  # one, and one more for each half minute that the encoder takes
+    ]  # one shard, and one more for each half minute that the encoder takes
     assert sum(shard.size - 4096 for shard in shards) == tokens * 384 * 4
-    monkeypatch.setattr(CachedEncoder, "encode", None)  # a second run has no use for it
+    monkeypatch.setattr(CachedEncoder, "encode", None)  # a second run does not need it
     again = Mean()
     kept, _ = cache_embeddings(again, raw, config=config, encoders=PLACES, store=store)
     assert torch.allclose(torch.cat([again(batch) for batch in kept]), torch.cat(expected), atol=1e-5)
@@ -103,7 +103,7 @@ def test_states_of_padded_batches_are_kept_without_their_padding(
 
 def test_states_of_padded_batches_without_masks_are_refused_and_it_is_said_what_to_do(store: Store) -> None:
     config = CacheConfig(batch_size=5, labels=False)
-    for _ in range(2):  # in the second attempt, what is missing begins in the middle of a batch
+    for _ in range(2):  # in the second attempt, the missing items begin in the middle of a batch
         with pytest.raises(
             SerializationError, match=r"padded to their longest item, CacheConfig\(masks=\.\.\.\)"
         ):

@@ -1,6 +1,4 @@
-"""Any text is a key: it gets a valid name of its own, and keys of configs say exactly what they were made
-of.
-"""
+"""Any text is a key with a valid name of its own, and the key of a config identifies exactly that config."""
 
 from __future__ import annotations
 
