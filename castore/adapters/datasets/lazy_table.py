@@ -52,10 +52,7 @@ class RowSource(Protocol):
     def map(self) -> Table:
         """The rows, mapped."""
 
-    def first(self, rows: int) -> list[pa.RecordBatch]:
-        """At least so many rows, the first ones."""
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
+    def batches(self) -> Generator[pa.RecordBatch, None, None]:
         """The rows from the first one on, decoded as they are taken."""
 
 
@@ -217,7 +214,7 @@ class LazyTable(MemoryMappedTable):  # type: ignore[misc]
             if self.map_if_ready() is not None or stop * self._source.size > HEAD_BYTES * self._count:
                 return None
             if sum(map(len, self._first)) < stop:
-                self._first = self._source.first(stop)
+                self._first = _take_first(stop, self._source.batches())
             return pa.concat_tables(
                 [self._cast_batch(batch) for batch in self._first]
                 or [pa.Table.from_batches([], self._fields)]
@@ -255,11 +252,7 @@ class MappedRows(NamedTuple):
         """See `RowSource`."""
         return self.table
 
-    def first(self, rows: int) -> list[pa.RecordBatch]:
-        """See `RowSource`."""
-        return list(self.batches())
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
+    def batches(self) -> Generator[pa.RecordBatch, None, None]:
         """See `RowSource`."""
         yield from self.table.to_batches()
 
@@ -296,11 +289,7 @@ class _ChangedRows(NamedTuple):
     def map(self) -> Table:
         return self.apply(self.table.map_whole())
 
-    def first(self, rows: int) -> list[pa.RecordBatch]:
-        first = self.table.read_head(rows) if self.is_per_batch else None
-        return list((self.map() if first is None else self.apply(InMemoryTable(first))).to_batches())
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
+    def batches(self) -> Generator[pa.RecordBatch, None, None]:
         if not self.is_per_batch:
             yield from self.map().to_batches()
             return
@@ -312,9 +301,10 @@ class _ChangedRows(NamedTuple):
         return getattr(table, self.method)(*self.arguments, **self.keywords)
 
 
-def take_first(rows: int, batches: Generator[pa.RecordBatch, None, None]) -> list[pa.RecordBatch]:
+def _take_first(rows: int, batches: Generator[pa.RecordBatch, None, None]) -> list[pa.RecordBatch]:
     """The first batches that together have at least so many rows."""
-    found, have = [], 0
+    found: list[pa.RecordBatch] = []
+    have = 0
     with contextlib.closing(batches):
         for batch in batches:
             found.append(batch)

@@ -16,23 +16,21 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import datasets
-from blake3 import blake3
 
 from castore.adapters import mapped_check
 from castore.adapters.mapped_check import check_object, note_new
 from castore.errors import CorruptError, NotFoundError
-from castore.objects.encode import encode
 from castore.read.open_blob import OpenBlob
 from castore.records import LOOSE, Blob, Pointing
 from castore.store import Store
 from castore.system.single_flight import ComputeLocks
 from castore.write.batch import add_staged
-from castore.write.staging import Large
 
 #: The folder of materialised copies, each named by the digest of its blob.
 COPIES_FOLDER = ".datasets/maps"
@@ -164,56 +162,19 @@ def _find_or_materialise(store: Store, blob: Blob, opened: OpenBlob | None) -> B
 
 def _materialise(store: Store, blob: Blob, name: str, opened: OpenBlob) -> Blob:
     started = time.time()
-    fd, temporary = store.objects.loose.create()
+    copy = store.writer.incoming("none", None, None)
     try:
-        frames = _FramesWithTail(opened.pieces(), blob)
-        encoded = encode(frames, frames.size, "none", None, lambda piece: _write_all(fd, piece))
-        store.objects.loose.seal(fd, durable=False)
+        for piece in chain(opened.pieces(), [TAIL]):
+            copy.add(piece)
+        staged = copy.stage(known=False)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        copy.abandon()
         raise
-    finally:
-        os.close(fd)
-    raw = Blob(frames.digest(), frames.size, encoded.stored, "none", LOOSE, 0)
+    raw = Blob(staged.digest, copy.size, staged.stored, "none", LOOSE, 0)
     metadata = f'{{"of": "{blob.digest.hex()}"}}'
     store.flush()  # gc must not take entries in use for forgotten ones when it makes room
-    staged = Large(store.objects, raw, temporary, encoded.checksums)
     expires = time.time() + COPY_SECONDS
     with store.batch() as batch:
         add_staged(batch, lambda _: (Pointing(name, "bytes", metadata, expires, False), staged))
     note_new(store, [raw], started)
     return raw
-
-
-class _FramesWithTail:
-    """The frames of a blob with the tail after the last one."""
-
-    def __init__(self, frames: Iterator[bytes], blob: Blob) -> None:
-        self._frames = frames
-        self._with_tail = blake3()
-        self.size = blob.size + len(TAIL)
-
-    def digest(self) -> bytes:
-        """BLAKE3 of the blob's bytes with the tail."""
-        return self._with_tail.digest()
-
-    def __iter__(self) -> Iterator[bytes]:
-        from castore.objects.codecs import FRAME_SIZE
-
-        last = b""
-        for frame in self._frames:
-            if len(frame) == FRAME_SIZE:
-                self._with_tail.update(frame)
-                yield frame
-            else:
-                last = frame
-        last += TAIL
-        self._with_tail.update(last)
-        for start in range(0, len(last), FRAME_SIZE):
-            yield last[start : start + FRAME_SIZE]
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 from datasets.table import Table, concat_tables
 
-from castore.adapters.datasets.lazy_table import LazyTable, MappedRows, take_first
+from castore.adapters.datasets.lazy_table import LazyTable, MappedRows
 from castore.adapters.datasets.mapped_files import COPIES_FOLDER, existing_copy_path, link_path, mappable_path
 from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.tables import table_in_memory, table_mapped
@@ -141,9 +141,6 @@ class _StoredRows:
         with copy.copy(self._store) as store:
             each = zip(self._files, self._opened, strict=True)
             return concat_tables([load_table(store, *file, opened) for file, opened in each])
-
-    def first(self, rows: int) -> list[pa.RecordBatch]:
-        return take_first(rows, self.batches())
 
     def batches(self) -> Generator[pa.RecordBatch, None, None]:
         for opened in self._opened:
