@@ -102,11 +102,11 @@ def explain_key(name: str, value: Any) -> str | None:
     Raises:
         InvalidValueError: the key would change the result, and is not supported.
 
-    >>> note("open_tracer", True)
+    >>> explain_key("open_tracer", True)
     'there is no tracer'
-    >>> note("export_shard_size", 0), note("open_tracer", None)
+    >>> explain_key("export_shard_size", 0), explain_key("open_tracer", None)
     (None, None)
-    >>> note("export_shard_size", 1000)
+    >>> explain_key("export_shard_size", 1000)
     Traceback (most recent call last):
     castore.errors.InvalidValueError: export_shard_size: 1000 is not supported, since the result is one file,
     or one folder of save_to_disk; remove the key

@@ -23,7 +23,7 @@ _PACKAGE = "data_juicer"
 def is_installed() -> bool:
     """Whether the library is installed; the check does not import it.
 
-    >>> isinstance(installed(), bool)
+    >>> isinstance(is_installed(), bool)
     True
     """
     return _PACKAGE in sys.modules or importlib.util.find_spec(_PACKAGE) is not None

@@ -209,9 +209,9 @@ def _instantiate(label: str, cls: type, parameters: Mapping[str, Any]) -> Any:
 def suggest_nearest(word: str, words: Iterable[str]) -> str:
     """A question that offers the word most similar to ``word``, or "" if no word is near.
 
-    >>> nearest("proces", ["process", "project_name"])
+    >>> suggest_nearest("proces", ["process", "project_name"])
     "; did you mean 'process'?"
-    >>> nearest("image_blur_mapper", ["clean_email_mapper"])
+    >>> suggest_nearest("image_blur_mapper", ["clean_email_mapper"])
     ''
     """
     # A shared ending, the kind of the operator, does not make two names similar.

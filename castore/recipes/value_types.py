@@ -25,7 +25,7 @@ def convert_checked(value: Any, hint: Any, what: str) -> Any:
     Raises:
         InvalidValueError: the value has another type.
 
-    >>> checked("2e5", int, "max_len"), checked("2e-5", float, "min_ratio")
+    >>> convert_checked("2e5", int, "max_len"), convert_checked("2e-5", float, "min_ratio")
     (200000, 2e-05)
     """
     kinds = {typing.get_origin(one) or one for one in _alternatives(hint)}

@@ -333,11 +333,11 @@ def test_a_damaged_file_is_an_error_of_one_line(
         ("a.jsonl", b'{"text": "ok"}\n' * 100_000 + b'{"text": "caf\xe9"}\n', "line 100001 of"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "caf\xe9"}\n', mtime=0), "line 1 of"),
         ("a.jsonl", '{"text": "ok"}\n'.encode("utf-16"),
-         "line 1 of '.*a.jsonl' is not UTF-8 (byte 0xff at 0); "
-         "convert the file, for example with `iconv -f UTF-16"),
+         ("line 1 of '.*a.jsonl' is not UTF-8 (byte 0xff at 0); "
+          "convert the file, for example with `iconv -f UTF-16")),
         ("a.csv", b"text\ncaf\xe9\n",
-         "line 2 of '.*a.csv' is not UTF-8 (byte 0xe9 at 3); "
-         "convert the file, for example with `iconv -f LATIN1"),
+         ("line 2 of '.*a.csv' is not UTF-8 (byte 0xe9 at 3); "
+          "convert the file, for example with `iconv -f LATIN1")),
         ("a.txt", b"ok\ncaf\xe9\n", "line 2 of"),
     ],
 )  # fmt: skip

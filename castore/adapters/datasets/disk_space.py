@@ -114,7 +114,7 @@ class Estimate:
 def estimate_by_formula(size: int, mappers: int, filters: int, deduplicators: int) -> int:
     """Data-Juicer's peak for a cached run over ``size`` bytes.
 
-    >>> formula(10, mappers=3, filters=4, deduplicators=1)
+    >>> estimate_by_formula(10, mappers=3, filters=4, deduplicators=1)
     100
     """
     return (1 + mappers + filters + (filters > 0) + deduplicators) * size

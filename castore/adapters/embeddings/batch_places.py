@@ -61,7 +61,7 @@ def parse_place(where: Any) -> Place:
 def format_place(path: Place) -> str:
     """A path in Python's syntax.
 
-    >>> shown((0, "image"))
+    >>> format_place((0, "image"))
     "batch[0]['image']"
     """
     return "batch" + "".join(f"[{step!r}]" for step in path)

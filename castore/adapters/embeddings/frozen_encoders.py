@@ -27,13 +27,13 @@ from castore.keys.bytecode import steps
 def why_not_frozen(encoder: Any) -> str | None:
     """Why a module, or one that a function uses, is trainable or random, in words; None if it is frozen.
 
-    >>> trainable(nn.Linear(2, 2))
+    >>> why_not_frozen(nn.Linear(2, 2))
     "its parameter 'weight' requires grad; freeze it with requires_grad_(False)"
-    >>> trainable(nn.Sequential(nn.Dropout(0.1)))
+    >>> why_not_frozen(nn.Sequential(nn.Dropout(0.1)))
     "its module '0' (Dropout) is in train mode, and gives another result every time; call eval() on the
     encoder"
-    >>> trainable(nn.Sequential(nn.Dropout(0.1)).eval())
-    >>> trainable(nn.Linear(2, 2).forward)
+    >>> why_not_frozen(nn.Sequential(nn.Dropout(0.1)).eval())
+    >>> why_not_frozen(nn.Linear(2, 2).forward)
     "its parameter 'self.weight' requires grad; freeze it with requires_grad_(False)"
     """
     modules = list(_used_modules(encoder))

@@ -205,7 +205,7 @@ def compile_pattern(pattern: str, what: str) -> re.Pattern[str]:
     Raises:
         InvalidValueError: the pattern is no regular expression.
 
-    >>> compiled(r"\\p{P}+", "pattern").sub("", "a, b.")
+    >>> compile_pattern(r"\\p{P}+", "pattern").sub("", "a, b.")
     'a b'
     """
     # Data-Juicer's recipes may write a pattern with the quotes of a Python raw string.

@@ -14,20 +14,12 @@ look and the clusters would still be castore's.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from castore.errors import InvalidValueError
-from castore.recipes.operators.base import (
-    HASHES,
-    Deduplicator,
-    NeedsMoreError,
-    Sample,
-    check_at_least,
-    compile_pattern,
-)
-from castore.recipes.operators.clusters import DisjointSets, group_equal_rows
+from castore.recipes.operators.base import HASHES, NeedsMoreError, Sample, check_at_least
+from castore.recipes.operators.clusters import DisjointSets, NearDeduplicator, group_equal_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,18 +27,12 @@ if TYPE_CHECKING:
 
     Words = npt.NDArray[np.uint32]
 
-TOKENIZATIONS: dict[str, Callable[[str], list[str]]] = {
-    "space": str.split,
-    "punctuation": re.compile(r"\w+").findall,
-    "character": list,
-}  # fmt: skip
-
 # Shingles hashed at once: a long text must not take memory for all of its shingles times all permutations.
 _SHINGLES = 2048
 _EMPTY = 0xFFFF_FFFF
 
 
-class DocumentMinhashDeduplicator(Deduplicator):
+class DocumentMinhashDeduplicator(NearDeduplicator):
     """Keeps the first of the samples whose texts share most of their shingles (runs of tokens).
 
     Args:
@@ -69,6 +55,11 @@ class DocumentMinhashDeduplicator(Deduplicator):
     """
 
     column = f"{HASHES}_minhash"
+    tokenizers: ClassVar = {
+        "space": (str.split, " "),
+        "punctuation": (re.compile(r"\w+").findall, " "),
+        "character": (list, " "),
+    }
 
     def __init__(
         self,
@@ -85,24 +76,16 @@ class DocumentMinhashDeduplicator(Deduplicator):
         seed: int = 42,
         text_key: str = "text",
     ) -> None:
-        super().__init__(text_key=text_key)
         if tokenization == "sentencepiece":
             raise NeedsMoreError(
                 "tokenization='sentencepiece' needs a model, and castore's operators have none; use "
-                f"{', '.join(TOKENIZATIONS)}"
+                f"{', '.join(self.tokenizers)}"
             )
         if tokenizer_model is not None:
             raise InvalidValueError("tokenizer_model is for tokenization='sentencepiece' only")
-        if tokenization not in TOKENIZATIONS:
-            raise InvalidValueError(f"tokenization={tokenization!r} is not one of {', '.join(TOKENIZATIONS)}")
+        super().__init__(tokenization, window_size, lowercase, ignore_pattern, text_key=text_key)
         if not 0 < jaccard_threshold <= 1:
             raise InvalidValueError(f"jaccard_threshold={jaccard_threshold!r} must be above 0 and at most 1")
-        self.tokenization = tokenization
-        self.window_size = check_at_least(1, window_size, "window_size")
-        self.lowercase = lowercase
-        self.ignore_pattern = ignore_pattern
-        if ignore_pattern is not None:
-            compile_pattern(ignore_pattern, "ignore_pattern")
         self.num_permutations = check_at_least(8, num_permutations, "num_permutations")
         self.jaccard_threshold = jaccard_threshold
         self.seed = seed
@@ -127,7 +110,7 @@ class DocumentMinhashDeduplicator(Deduplicator):
         import numpy as np
         from xxhash import xxh3_64_intdigest
 
-        shingles = {xxh3_64_intdigest(shingle) for shingle in self._shingles(text)}
+        shingles = {xxh3_64_intdigest(shingle) for shingle in self.shingles(text)}
         hashes = np.fromiter(shingles, np.uint64, len(shingles))
         factors, offsets = _permutations(self.seed, self.num_permutations)
         least = np.full(self.num_permutations, _EMPTY, np.uint64)
@@ -136,16 +119,6 @@ class DocumentMinhashDeduplicator(Deduplicator):
             permuted = (hashes[at : at + _SHINGLES, None] * factors + offsets) >> np.uint64(32)
             np.minimum(least, permuted.min(axis=0), out=least)
         return least.astype("<u4")
-
-    def _shingles(self, text: str) -> Iterator[bytes]:
-        if self.lowercase:
-            text = text.lower()
-        if self.ignore_pattern is not None:
-            text = compile_pattern(self.ignore_pattern, "ignore_pattern").sub("", text)
-        tokens = TOKENIZATIONS[self.tokenization](text)
-        # A text shorter than a window is a shingle of its own.
-        for at in range(max(1, len(tokens) - self.window_size + 1) if tokens else 0):
-            yield " ".join(tokens[at : at + self.window_size]).encode("utf-8", "surrogatepass")
 
     def process(self, dataset: Any) -> Any:
         """The dataset without near duplicates, in its order. Takes 4 bytes a sample and permutation."""

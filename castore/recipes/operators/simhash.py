@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from castore.errors import InvalidValueError
-from castore.recipes.operators.base import HASHES, Deduplicator, Sample, check_at_least, compile_pattern
-from castore.recipes.operators.clusters import DisjointSets, group_equal_rows
+from castore.recipes.operators.base import HASHES, Sample, compile_pattern
+from castore.recipes.operators.clusters import DisjointSets, NearDeduplicator, group_equal_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,15 +35,7 @@ def _split_at_punctuation(text: str) -> list[str]:
     return compile_pattern(r"\p{P}", "tokenization").split(text)
 
 
-#: How a text is cut up, and what stands between the tokens of a shingle: Data-Juicer's ways.
-_TOKENS: dict[str, tuple[Callable[[str], list[str]], str]] = {
-    "space": (_split_at_spaces, " "),
-    "punctuation": (_split_at_punctuation, " "),
-    "character": (list, ""),
-}
-
-
-class DocumentSimhashDeduplicator(Deduplicator):
+class DocumentSimhashDeduplicator(NearDeduplicator):
     """Keeps the first of the samples whose hashes differ in few bits; a chain of such pairs is one cluster.
 
     Args:
@@ -68,6 +59,12 @@ class DocumentSimhashDeduplicator(Deduplicator):
     """
 
     column = f"{HASHES}_simhash"
+    # As in Data-Juicer.
+    tokenizers: ClassVar = {
+        "space": (_split_at_spaces, " "),
+        "punctuation": (_split_at_punctuation, " "),
+        "character": (list, ""),
+    }
 
     def __init__(
         self,
@@ -80,21 +77,13 @@ class DocumentSimhashDeduplicator(Deduplicator):
         *,
         text_key: str = "text",
     ) -> None:
-        super().__init__(text_key=text_key)
-        if tokenization not in _TOKENS:
-            raise InvalidValueError(f"tokenization={tokenization!r} is not one of {', '.join(_TOKENS)}")
+        super().__init__(tokenization, window_size, lowercase, ignore_pattern, text_key=text_key)
         if not 0 < hamming_distance < num_blocks <= _BITS:
             raise InvalidValueError(
                 f"hamming_distance={hamming_distance!r} must be at least 1 and less than "
                 f"num_blocks={num_blocks!r}, which is at"
                 f" most {_BITS}"
             )
-        if ignore_pattern is not None:
-            compile_pattern(ignore_pattern, "ignore_pattern")
-        self.tokenization = tokenization
-        self.window_size = check_at_least(1, window_size, "window_size")
-        self.lowercase = lowercase
-        self.ignore_pattern = ignore_pattern
         self.num_blocks = num_blocks
         self.hamming_distance = hamming_distance
 
@@ -108,24 +97,13 @@ class DocumentSimhashDeduplicator(Deduplicator):
         import numpy as np
 
         digests = b"".join(
-            hashlib.md5(shingle, usedforsecurity=False).digest()[:8] for shingle in self._shingles(text)
+            hashlib.md5(shingle, usedforsecurity=False).digest()[:8] for shingle in self.shingles(text)
         )
         if not digests:
             return 0
         bits = np.unpackbits(np.frombuffer(digests, np.uint8).reshape(-1, 8), axis=1)
         most = 2 * bits.sum(axis=0, dtype=np.int64) > len(bits)
         return int.from_bytes(np.packbits(most).tobytes(), "big")
-
-    def _shingles(self, text: str) -> Iterator[bytes]:
-        if self.lowercase:
-            text = text.lower()
-        if self.ignore_pattern is not None:
-            text = compile_pattern(self.ignore_pattern, "ignore_pattern").sub("", text)
-        split, between = _TOKENS[self.tokenization]
-        tokens = split(text)
-        # A text shorter than a window is a shingle of its own.
-        for at in range(max(1, len(tokens) - self.window_size + 1) if tokens else 0):
-            yield between.join(tokens[at : at + self.window_size]).encode("utf-8", "surrogatepass")
 
     def process(self, dataset: Any) -> Any:
         """The dataset without near duplicates, in its order; takes about 50 bytes of RAM a sample."""

@@ -38,7 +38,7 @@ def strip_word(word: str) -> str:
 def join_runs(words: list[str], lengths: Iterable[int], between: str) -> list[str]:
     """All runs of so many words, joined: what is a word in languages that write no spaces, or too many.
 
-    >>> runs(["a", "b", "c"], [2], "")
+    >>> join_runs(["a", "b", "c"], [2], "")
     ['ab', 'bc']
     """
     return [

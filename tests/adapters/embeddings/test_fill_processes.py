@@ -202,7 +202,7 @@ def test_a_cache_that_was_made_anew_is_not_taken_for_the_pickled_one(store: Stor
     assert torch.equal(pickle.loads(data).get([3]), vectors([3]))
     store.delete_many([entry.name for entry in store.entries("embeddings/demo")])
     EmbeddingCache("demo", store).fill(range(10), range(10), vectors)
-    with pytest.raises(StoreError, match="made anew"):
+    with pytest.raises(StoreError, match="created again"):
         pickle.loads(data)
 
 
@@ -263,7 +263,7 @@ def test_gc_beside_fills_and_reads_gives_right_vectors_or_misses(tmp_path: Path)
                     known = [key for key in keys if key in cache]
                     assert torch.equal(cache.get(known), vectors(known))
                 except StoreError as error:
-                    if "made anew" not in str(
+                    if "created again" not in str(
                         error
                     ):  # gc removed the manifest, and another process was faster
                         raise
