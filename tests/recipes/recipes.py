@@ -129,14 +129,14 @@ def here(
 
 def recipe(place: Path, steps: list[Any] = STEPS, **keys: Any) -> Path:
     """A recipe's file."""
-    told = {
+    values = {
         "dataset_path": "./data/demo.jsonl",
         "export_path": "./outputs/demo.jsonl",
         **keys,
         "process": steps,
     }
     path = place / "recipe.yaml"
-    path.write_text(yaml.safe_dump(told, sort_keys=False))
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
     return path
 
 

@@ -82,16 +82,16 @@ def test_our_operators_take_what_its_recipes_give_them(name: str) -> None:
         for value in values:
             if parameter.endswith("_dir"):
                 continue  # a folder that only the makers of Data-Juicer have
-            told = {**BESIDE.get(parameter, {}), parameter: value}
+            parameters_given = {**BESIDE.get(parameter, {}), parameter: value}
             of_tokens = parameter == "tokenization" and value is True
             if of_tokens or (parameter.endswith("_ratio") and value > 1):
-                told["tokenization"] = True
+                parameters_given["tokenization"] = True
                 with pytest.raises(
                     NeedsMoreError, match=r"tokenization: true .*`pip install py-data-juicer`"
                 ):
-                    registry.make(name, told)
+                    registry.make(name, parameters_given)
             else:
-                registry.make(name, told)
+                registry.make(name, parameters_given)
 
 
 def test_the_score_over_its_recipes_is_held() -> None:
@@ -124,14 +124,14 @@ def test_a_recipe_like_its_own_is_explained_and_runs_with_its_notes(
         ],
         np=1, open_tracer=True, executor_type="ray", ray_address="auto", op_fusion=True, export_shard_size=0,
     )  # fmt: skip
-    told = here("--config", path, "--explain")
-    assert told.code == 0, told.err
-    assert "open_tracer: without effect, since there is no tracer" in told.err
+    ran = here("--config", path, "--explain")
+    assert ran.code == 0, ran.err
+    assert "open_tracer: without effect, since there is no tracer" in ran.err
     assert (
         "executor_type, ray_address: without effect, since everything runs in processes of this machine"
-        in told.err
+        in ran.err
     )
-    assert told.out.count("\n") == 15
+    assert ran.out.count("\n") == 15
     ran = here("--config", path, "--json")
     assert ran.code == 0, ran.err
     assert 0 < ran.json["rows_out"] == len(exported(place)) < ran.json["rows_in"]
@@ -202,8 +202,8 @@ def _sources(folder: Path) -> list[str]:  # noqa: F811
     return paths
 
 
-def _read(folder: Path, told: dict[str, Any]) -> list[str]:  # noqa: F811
-    text = yaml.safe_dump({"dataset": told, "export_path": str(folder / "out.jsonl"), "process": []})
+def _read(folder: Path, values: dict[str, Any]) -> list[str]:  # noqa: F811
+    text = yaml.safe_dump({"dataset": values, "export_path": str(folder / "out.jsonl"), "process": []})
     process(parse(text), store=Store(folder / "store"))
     return [json.loads(line)["text"] for line in (folder / "out.jsonl").read_text().splitlines()]
 
@@ -217,21 +217,21 @@ def test_several_sources_are_read_one_behind_the_other(tmp_path: Path) -> None:
 
 def test_weights_draw_so_many_of_each_source_and_the_same_every_time(tmp_path: Path) -> None:
     a, b, c = _sources(tmp_path)
-    told = {
+    values = {
         "max_sample_num": 12,
         "configs": [{"path": a, "weight": 1}, {"path": b, "weight": 1}, {"path": c, "weight": 2}],
     }
-    drawn = _read(tmp_path, told)
+    drawn = _read(tmp_path, values)
     by_hand = []
     for name, rows, count in (("a", 6, 3), ("b", 10, 3), ("c", 3, 6)):
         shuffled = datasets.Dataset.from_dict({"text": [f"{name}{n}" for n in range(rows)]}).shuffle(seed=42)
         by_hand += (shuffled["text"][:] * 2)[:count]
-    assert drawn == by_hand == _read(tmp_path, told)
-    assert len(_read(tmp_path, {**told, "max_sample_num": 4})) == 4
+    assert drawn == by_hand == _read(tmp_path, values)
+    assert len(_read(tmp_path, {**values, "max_sample_num": 4})) == 4
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("values", "message"),
     [
         ({"configs": [{"type": "remote", "path": "x"}]},
          "type: remote is not supported, since castore reads files only"),
@@ -243,9 +243,9 @@ def test_weights_draw_so_many_of_each_source_and_the_same_every_time(tmp_path: P
         ({"configs": ["x"]}, "an item of configs of dataset must be a map"),
     ],
 )  # fmt: skip
-def test_sources_that_make_no_sense_are_errors(told: dict[str, Any], message: str) -> None:
+def test_sources_that_make_no_sense_are_errors(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
-        parse(yaml.safe_dump({"dataset": told, "export_path": "b.jsonl", "process": []}))
+        parse(yaml.safe_dump({"dataset": values, "export_path": "b.jsonl", "process": []}))
 
 
 def test_a_path_that_is_no_path_of_this_machine_is_refused(tmp_path: Path) -> None:
@@ -254,18 +254,18 @@ def test_a_path_that_is_no_path_of_this_machine_is_refused(tmp_path: Path) -> No
         ("s3://bucket/a.jsonl", str(tmp_path / "out.jsonl"), "dataset_path 's3://bucket/a.jsonl' is no path"),
         (a, "s3://bucket/out.jsonl", "export_path 's3://bucket/out.jsonl' is no path"),
     ):
-        told = yaml.safe_dump({"dataset_path": source, "export_path": result, "process": []})
+        text = yaml.safe_dump({"dataset_path": source, "export_path": result, "process": []})
         with pytest.raises(InvalidValueError, match=message):
-            process(parse(told), store=Store(tmp_path / "store"))
+            process(parse(text), store=Store(tmp_path / "store"))
 
 
 def test_statistics_stay_in_the_result_if_the_recipe_wants_them(tmp_path: Path) -> None:
     [a, _, _] = _sources(tmp_path)
     out = tmp_path / "out.jsonl"
-    told = {"dataset_path": a, "export_path": str(out), "process": [{"text_length_filter": {"min_len": 1}}]}
+    values = {"dataset_path": a, "export_path": str(out), "process": [{"text_length_filter": {"min_len": 1}}]}
     for keep in (True, False):
         process(
-            parse(yaml.safe_dump({**told, "keep_stats_in_res_ds": keep})), store=Store(tmp_path / "store")
+            parse(yaml.safe_dump({**values, "keep_stats_in_res_ds": keep})), store=Store(tmp_path / "store")
         )
         row = json.loads(out.read_text().splitlines()[0])
         assert row == {"text": "a0", **({"__dj__stats__": {"text_len": 2}} if keep else {})}
@@ -523,9 +523,9 @@ from castore.recipes.recipe import parse
 from castore.recipes.runner import process
 from castore.errors import CastoreError
 answers = []
-for told in json.load(sys.stdin):
+for values in json.load(sys.stdin):
     try:
-        outcome = process(parse(yaml.safe_dump(told, sort_keys=False), "r.yaml"), store=Store("store"))
+        outcome = process(parse(yaml.safe_dump(values, sort_keys=False), "r.yaml"), store=Store("store"))
     except CastoreError as error:
         answers.append(str(error))
     else:
@@ -550,10 +550,10 @@ class Juicer:
 
     def run(self, *recipes: dict[str, Any]) -> list[Any]:
         """The results of recipes in a new process: steps and rows, or the text of an error."""
-        told = [{"dataset_path": "in.jsonl", "export_path": "out.jsonl", **recipe} for recipe in recipes]
+        inputs = [{"dataset_path": "in.jsonl", "export_path": "out.jsonl", **recipe} for recipe in recipes]
         paths = os.pathsep.join([str(self.folder / "site"), str(PAGE.parents[1])])
         ran = subprocess.run(
-            [sys.executable, "-c", DRIVER], input=json.dumps(told), cwd=self.folder,
+            [sys.executable, "-c", DRIVER], input=json.dumps(inputs), cwd=self.folder,
             env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
         )  # fmt: skip
         assert ran.returncode == 0, ran.stderr
@@ -566,13 +566,13 @@ def juicer(tmp_path: Path) -> Juicer:
 
 
 def test_its_operators_go_by_their_plain_names_where_it_is_installed(juicer: Juicer) -> None:
-    told = {
+    values = {
         "image_key": "pictures",
         "keep_stats_in_res_ds": True,
         "process": [{"image_mark_mapper": {"mark": "?"}}, "dialog_topic_mapper",
             {"text_length_filter": {"min_len": 6}}],
     }  # fmt: skip
-    [[steps, rows]] = juicer.run(told)
+    [[steps, rows]] = juicer.run(values)
     assert [name for name, _, _ in steps] == [
         "image_mark_mapper", "dialog_topic_mapper", "text_length_filter (stats)", "text_length_filter",
     ]  # fmt: skip
@@ -580,7 +580,7 @@ def test_its_operators_go_by_their_plain_names_where_it_is_installed(juicer: Jui
     assert rows[0]["marks"] == ["?", "pictures"]
     assert [row["__dj__meta__"] for row in rows] == [{"topic": "o"}, {"topic": "f"}]
     # The next process finds every step by its key.
-    [[steps, again]] = juicer.run(told)
+    [[steps, again]] = juicer.run(values)
     assert [hit for _, _, hit in steps] == [True] * 4
     assert again == rows
 
@@ -596,13 +596,13 @@ def test_its_selectors_and_groupers_get_the_whole_dataset(juicer: Juicer) -> Non
 
 
 def test_ours_come_first_unless_the_recipe_or_a_parameter_says_otherwise(juicer: Juicer) -> None:
-    def told(parameters: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    def make_recipe(parameters: dict[str, Any], **keys: Any) -> dict[str, Any]:
         return {"keep_stats_in_res_ds": True, **keys, "process": [{"words_num_filter": parameters}]}
 
     answers = juicer.run(
-        told({"min_num": 1}),
-        told({"min_num": 1, "lang": "en", "tokenization": True}),
-        told({"min_num": 1}, operators_of="data-juicer"),
+        make_recipe({"min_num": 1}),
+        make_recipe({"min_num": 1, "lang": "en", "tokenization": True}),
+        make_recipe({"min_num": 1}, operators_of="data-juicer"),
     )
     stats = [list(rows[0]["__dj__stats__"]) for _, rows in answers]
     assert stats == [["num_words"], ["num_tokens"], ["num_tokens"]]

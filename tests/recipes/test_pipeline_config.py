@@ -195,9 +195,9 @@ def test_progress_counts_over_all_operators(place: Path) -> None:
     config = PipelineConfig(["data"], CacheStageConfig(cache_dir="cache"))
     operators = [Adds("a"), "text_length_filter", Adds("b")]
     for hit in (False, True):
-        told: list[Any] = []
-        config.run(operators, progress=told.append)
-        ends = [progress for progress in told if progress.report is not None]
+        report: list[Any] = []
+        config.run(operators, progress=report.append)
+        ends = [progress for progress in report if progress.report is not None]
         assert [(end.step, end.steps, end.report.hit) for end in ends] == [(n, 4, hit) for n in range(4)]
 
 

@@ -209,17 +209,17 @@ def test_store_on_the_command_line_comes_before_the_recipe(cli: Cli, place: Path
 
 def test_the_table_says_what_the_json_says(cli: Cli, place: Path) -> None:  # noqa: F811
     path = recipe(place)
-    told = cli("process", "--config", path, "--json").json
+    report = cli("process", "--config", path, "--json").json
     ran = cli("process", "--config", path)
     assert ran.err == ""
     lines = ran.out.splitlines()
     rows = [line for line in lines if " hit " in line]
-    for step, line in zip(told["steps"], rows, strict=True):
+    for step, line in zip(report["steps"], rows, strict=True):
         assert line.startswith(f" {step['name']} ")
         cells = line.removeprefix(f" {step['name']} ").split()
         assert cells[:3] == ["hit", f"{step['rows_in']:,}", f"{step['rows_out']:,}"]
     assert lines[-1].startswith(
-        f"{told['rows_out']} rows of {told['rows_in']} in {place}/outputs/demo.jsonl ("
+        f"{report['rows_out']} rows of {report['rows_in']} in {place}/outputs/demo.jsonl ("
     )
     assert "\x1b" not in ran.out
 
@@ -250,8 +250,8 @@ def test_explain_says_what_would_run_and_why(cli: Cli, place: Path) -> None:  # 
         "clean_links_mapper: miss: the parameter 'repl' was [''] and is now ['<link>']",
         "whitespace_normalization_mapper: miss: its input changes, since 'clean_links_mapper' runs again",
     ]
-    told = cli("process", "--config", path, "--explain", "--json").json
-    assert [step["hit"] for step in told] == [True] * 2 + [False] * 5
+    report = cli("process", "--config", path, "--explain", "--json").json
+    assert [step["hit"] for step in report] == [True] * 2 + [False] * 5
     assert (place / "outputs/demo.jsonl").stat() == before
     assert hits(cli("process", "--config", path, "--json")) == [True] * 2 + [False] * 5
 
@@ -268,10 +268,10 @@ def test_explain_says_hit_where_the_run_hits(
     assert cli("process", "--config", recipe(place), "--json").code == 0
     for steps in (STEPS, STEPS, changed, STEPS):
         path = recipe(place, steps)
-        told = cli("process", "--config", path, "--explain", "--json", *words).json
-        assert [step["hit"] for step in told] == [not step["changes"] for step in told]
+        report = cli("process", "--config", path, "--explain", "--json", *words).json
+        assert [step["hit"] for step in report] == [not step["changes"] for step in report]
         ran = cli("process", "--config", path, "--json", *words)
-        assert [step["hit"] for step in told] == hits(ran), steps
+        assert [step["hit"] for step in report] == hits(ran), steps
 
 
 def test_explain_and_estimate_are_two_questions(cli: Cli, place: Path) -> None:  # noqa: F811
@@ -281,10 +281,10 @@ def test_explain_and_estimate_are_two_questions(cli: Cli, place: Path) -> None: 
 
 
 def test_estimate_says_what_it_would_take(cli: Cli, place: Path) -> None:  # noqa: F811
-    told = cli("process", "--config", recipe(place), "--estimate", "--json").json
-    assert (told["mappers"], told["filters"], told["deduplicators"]) == (2, 2, 1)
-    assert told["formula"] == 7 * told["size"]
-    assert told["problems"] == []
+    report = cli("process", "--config", recipe(place), "--estimate", "--json").json
+    assert (report["mappers"], report["filters"], report["deduplicators"]) == (2, 2, 1)
+    assert report["formula"] == 7 * report["size"]
+    assert report["problems"] == []
     lines = cli("process", "--config", recipe(place), "--estimate").out.splitlines()
     assert [line.split()[0] for line in lines] == ["input", "formula", "peak", "store", "work"]
     assert not (place / "outputs").exists()
@@ -310,9 +310,9 @@ def test_two_at_once_run_each_step_once(
     both = [
         castore("process", "--config", path, "--export-path", f"out{n}.jsonl", "--json") for n in range(2)
     ]
-    told = [json.loads(start.communicate(timeout=300)[0]) for start in both]
-    assert (place / "marks").stat().st_size == told[0]["rows_in"]
-    for steps in zip(*(run["steps"] for run in told), strict=True):
+    report = [json.loads(start.communicate(timeout=300)[0]) for start in both]
+    assert (place / "marks").stat().st_size == report[0]["rows_in"]
+    for steps in zip(*(run["steps"] for run in report), strict=True):
         assert sum(not step["hit"] for step in steps) == 1
     assert (place / "out0.jsonl").read_text() == (place / "out1.jsonl").read_text()
 

@@ -96,9 +96,9 @@ def test_missing_checkouts_are_named_with_the_command_that_gets_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path), "--logs", str(tmp_path / "logs")]) == 1
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     for each in SUITES:
-        assert f"git clone {each.url} {tmp_path / each.folder}" in said
+        assert f"git clone {each.url} {tmp_path / each.folder}" in message
 
 
 def test_a_checkout_that_lacks_a_file_is_told(tmp_path: Path) -> None:

@@ -141,8 +141,8 @@ def main(store: str, mode: str, pause: str) -> None:
     os.environ["CASTORE_TEST_PAUSE"] = pause
     pipeline = Pipeline(operators(), store=Store(store), use_checkpoint=mode == "checkpoint")
     result = pipeline.run(texts())
-    told = {"hits": [step.hit for step in result.steps], "rows": result.dataset["name"][:]}
-    print(json.dumps({**told, "digest": hashlib.sha256(repr(result.dataset[:]).encode()).hexdigest()}))
+    report = {"hits": [step.hit for step in result.steps], "rows": result.dataset["name"][:]}
+    print(json.dumps({**report, "digest": hashlib.sha256(repr(result.dataset[:]).encode()).hexdigest()}))
 
 
 if __name__ == "__main__":

@@ -233,9 +233,9 @@ def test_resumed_steps_tell_their_rows(store: Store, source: datasets.Dataset) -
     first = Pipeline(operators, store=store, name="demo", use_checkpoint=True).run(source)
     again = Pipeline(operators, store=store, name="demo", use_checkpoint=True).run(source)
     rows = len(source)
-    told = [(rows, rows), (rows, rows - 1), (rows - 1, rows - 1)]
-    assert [(step.rows_in, step.rows_out) for step in first.steps] == told
-    assert [(step.rows_in, step.rows_out) for step in again.steps] == told
+    report = [(rows, rows), (rows, rows - 1), (rows - 1, rows - 1)]
+    assert [(step.rows_in, step.rows_out) for step in first.steps] == report
+    assert [(step.rows_in, step.rows_out) for step in again.steps] == report
 
 
 def test_a_project_below_another_keeps_its_checkpoint(store: Store, source: datasets.Dataset) -> None:

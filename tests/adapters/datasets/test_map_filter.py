@@ -327,10 +327,10 @@ def test_editing_an_imported_function_is_noticed_in_another_process(store: Store
     """datasets' issue 3297: dill pickles an imported function by its name alone."""
     (tmp_path / "steps.py").write_text(_STEPS)
     (tmp_path / "inner.py").write_text("def measure(text): return len(text)\n")
-    runs, told = _run(store, tmp_path, "1")
+    runs, report = _run(store, tmp_path, "1")
     assert runs == "6"
-    assert told.startswith("[2, 3, 4]")
-    assert _run(store, tmp_path, "77") == ["0", told]
+    assert report.startswith("[2, 3, 4]")
+    assert _run(store, tmp_path, "77") == ["0", report]
     (tmp_path / "inner.py").write_text("def measure(text): return len(text) * 10\n")
     runs, other = _run(store, tmp_path, "1")
     assert runs == "6"
@@ -412,7 +412,7 @@ def test_what_cannot_be_stored_is_said_and_the_result_is_good(
 ) -> None:
     store = Store(tmp_path / "small", max_size=50_000)
     result = cached_map(texts, size, store=store)
-    with pytest.warns(CacheWarning, match="was not kept"):
+    with pytest.warns(CacheWarning, match="was not stored"):
         wait()
     assert result[:] == texts.map(size)[:]
     with warnings.catch_warnings():

@@ -157,6 +157,6 @@ def test_what_is_said_of_a_parameter_does_not_depend_on_what_is_around_it(held: 
         first = Tokenizer
         more = property(lambda self: {"held": self.held})
 
-    told = [describe(kind(held), "operator").parts["the parameter 'held'"] for kind in (Operator, Other)]
-    assert told[0] == told[1]
-    assert told[0][0]
+    report = [describe(kind(held), "operator").parts["the parameter 'held'"] for kind in (Operator, Other)]
+    assert report[0] == report[1]
+    assert report[0][0]

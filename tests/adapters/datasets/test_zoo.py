@@ -42,7 +42,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]
     answers = {name: run.communicate(timeout=300)[0] for name, run in runs.items()}
     assert {name: run.returncode for name, run in runs.items()} == dict.fromkeys(runs, 0)
     return {
-        name: {kind: told[0] for kind, told in json.loads(text).items()} for name, text in answers.items()
+        name: {kind: answer[0] for kind, answer in json.loads(text).items()} for name, text in answers.items()
     }
 
 

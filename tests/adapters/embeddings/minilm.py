@@ -83,9 +83,9 @@ class Digits(Dataset[Any]):
         chance = random.Random(start)
         self.texts, self.labels = [], []
         for digit in scans.target[start : start + count]:
-            told = int(digit) if chance.random() < 0.5 else chance.randrange(10)
-            self.texts.append(chance.choice(_PHRASES).format(_SPELLED[told]))
-            self.labels.append(int(told == digit))
+            named = int(digit) if chance.random() < 0.5 else chance.randrange(10)
+            self.texts.append(chance.choice(_PHRASES).format(_SPELLED[named]))
+            self.labels.append(int(named == digit))
 
     def __len__(self) -> int:
         return len(self.texts)

@@ -279,17 +279,17 @@ def test_a_manifest_that_does_not_add_up_is_refused_before_anything_is_mapped(
     store: Store, old: str, new: str
 ) -> None:
     fill(store, 0, 30)
-    told = (store.get("embeddings/demo/table.json") or b"").decode()
-    assert old in told
-    store.put("embeddings/demo/table.json", told.replace(old, new).encode())
+    manifest = (store.get("embeddings/demo/table.json") or b"").decode()
+    assert old in manifest
+    store.put("embeddings/demo/table.json", manifest.replace(old, new).encode())
     with pytest.raises(CorruptError, match="is no manifest of embeddings"):
         EmbeddingCache("demo", store)
 
 
 def test_a_table_of_more_rows_than_addresses_is_a_clear_error(store: Store) -> None:
     fill(store, 0, 30)
-    told = (store.get("embeddings/demo/table.json") or b"").decode()
-    store.put("embeddings/demo/table.json", told.replace('"ends":[30]', f'"ends":[{2**60}]').encode())
+    manifest = (store.get("embeddings/demo/table.json") or b"").decode()
+    store.put("embeddings/demo/table.json", manifest.replace('"ends":[30]', f'"ends":[{2**60}]').encode())
     with pytest.raises(StoreError, match="cannot map the shards"):
         EmbeddingCache("demo", store)
 

@@ -172,12 +172,12 @@ def test_floats_can_be_stored_narrower_and_stat_says_so(store: Store, dtype: tor
     assert got[2][0].dtype == torch.float32
     (entry,) = store.entries("embeddings/demo/output.0")
     assert entry.size == 4096 + 50 * 384 * 2
-    told = {
+    expected = {
         "dtype": "float32",
         "stored": str(dtype)[6:],
         "npy": "float16" if dtype == torch.float16 else "uint16",
     }
-    assert told.items() <= entry.metadata.items()
+    assert expected.items() <= entry.metadata.items()
     with pytest.raises(InvalidValueError, match=r"stores output\.0 as"):
         EmbeddingCache("demo", store)
 

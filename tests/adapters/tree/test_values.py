@@ -186,8 +186,8 @@ def test_metadata_of_another_kind_is_refused(make: Make) -> None:
     "field", ["version", "source_hash", "tokenizer_hash", "transform_hash", "config_hash"]
 )
 def test_every_given_hash_counts_for_validity(field: str) -> None:
-    said: dict[str, Any] = {field: "a"}
-    metadata = CacheMetadata(**said)
+    message: dict[str, Any] = {field: "a"}
+    metadata = CacheMetadata(**message)
     assert metadata.is_valid_for(**{field: "a"})
     assert not metadata.is_valid_for(**{field: "b"})
     assert metadata.is_valid_for()

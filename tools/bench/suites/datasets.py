@@ -312,8 +312,10 @@ def _hashing(size: int) -> Iterator[Row]:
             f"hashing an operator with {size // 10**6} MB of array, {name}",
             seconds(),
             [
-                Contestant(_THEIRS, lambda: _done(Hasher.hash(operator[0])), prepare),
-                Contestant(_OURS, lambda: _done(operator_fingerprint(operator[0])), prepare, ours=True),
+                Contestant(_THEIRS, lambda: _ignore_result(Hasher.hash(operator[0])), prepare),
+                Contestant(
+                    _OURS, lambda: _ignore_result(operator_fingerprint(operator[0])), prepare, ours=True
+                ),
             ],
             reference=_THEIRS,
             goals=[Goal(_OURS, 1, _THEIRS)],
@@ -327,5 +329,5 @@ def _closing_over(array: np.ndarray[Any, Any]) -> Callable[..., Any]:
     return operator
 
 
-def _done(_: object) -> None:
+def _ignore_result(_: object) -> None:
     """Drop a call's result: a work function that returns a number would replace its own time."""
