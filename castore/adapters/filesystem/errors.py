@@ -1,4 +1,4 @@
-"""castore's errors as those that callers of a file system expect: `FileNotFoundError` and its kin."""
+"""castore's errors as the errors that callers of a file system expect: `FileNotFoundError` and its kin."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def damage_error(path: str, error: CorruptError) -> DamagedFileError:
 
 
 def not_found_error(path: str) -> FileNotFoundError:
-    """The error for a path where nothing is."""
+    """The error for a path without a file or folder."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"castore://{path}")
 
 
@@ -34,13 +34,13 @@ def is_folder_error(path: str) -> IsADirectoryError:
 
 
 def exists_error(path: str) -> FileExistsError:
-    """The error for a path where something is already."""
+    """The error for a path that exists already."""
     return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), f"castore://{path}")
 
 
 @contextmanager
 def raising_read_errors(path: str) -> Iterator[None]:
-    """Have what is missing, and what can be no name, be a `FileNotFoundError`, and damage an `OSError`."""
+    """Turn missing files and invalid names into `FileNotFoundError`, and damage into `DamagedFileError`."""
     try:
         yield
     except (NotFoundError, InvalidNameError) as error:
@@ -53,7 +53,7 @@ def raising_read_errors(path: str) -> Iterator[None]:
 
 @contextmanager
 def raising_write_errors(path: str) -> Iterator[None]:
-    """Have a name that is a folder, or lies inside a file, be an `OSError` that says so."""
+    """Turn a conflict with a folder, or with a file above the path, into `NotADirectoryError`."""
     try:
         yield
     except NameConflictError as error:

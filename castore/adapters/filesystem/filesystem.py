@@ -1,4 +1,4 @@
-"""`CastoreFileSystem`: names are paths, their parts are folders, and a folder is there as long as a name lies
+"""`CastoreFileSystem`: names are paths, their parts are folders, and a folder exists as long as a name lies
 in it.
 """
 
@@ -31,22 +31,22 @@ from castore.adapters.filesystem.files import AppendFile, CompressedFile, ReadFi
 from castore.adapters.filesystem.stores import shared_store
 from castore.settings import default_path
 
-#: What a put can be told, for all files of a file system or for one.
+#: Options of a put, for all files of a file system or for one.
 _PUT_OPTIONS = ("codec", "level", "ttl", "metadata", "pin")
-#: Those that say how bytes are compressed.
+#: The options that decide how bytes are compressed.
 _COMPRESSION_OPTIONS = ("codec", "level")
-#: What a layer of text is told.
+#: Options of a text layer.
 _TEXT_OPTIONS = ("encoding", "errors", "newline")
 
 
 class _StoreResolver(type(AbstractFileSystem)):  # type: ignore[misc]  # fsspec has no types
-    """Instances are kept by the store that they are of, wherever its path came from."""
+    """Caches instances by their store, wherever the store's path came from."""
 
     def __call__(cls, store: Any = None, **options: Any) -> Any:
         options = apply_config(cls, options)
         store = options.pop("store", None) if store is None else store
         if isinstance(store, Store):
-            # Two stores of one folder may have other options, and one may be closed: none stands for another.
+            # Two `Store` objects of one folder may differ in their options, and one may be closed.
             options["skip_instance_cache"] = True
             return super().__call__(store=store, **options)
         path = os.path.abspath(default_path() if store is None else store)
@@ -56,15 +56,15 @@ class _StoreResolver(type(AbstractFileSystem)):  # type: ignore[misc]  # fsspec 
 class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: ignore[misc]  # fsspec has no types
     """A store as a file system of fsspec: ``castore://NAME``.
 
-    Files are read in any order, decoding only what is read; what is written is seen whole when it is closed,
-    or not at all. A path that expires or is removed while it is read keeps its bytes until it is closed.
+    Files are read in any order, and only the frames that are read are decoded. A written file appears whole
+    when it is closed, or not at all. A file whose path expires or is removed can be read until it is closed.
 
     Args:
         store: the store's folder, or a `castore.Store`; default ``$CASTORE_DIR``, then ``~/.cache/castore``.
-        codec, level, ttl, metadata, pin: of what is written, as for `castore.Store.put`; `open`, `pipe_file`
-            and `put_file` take them, too.
-        options: what fsspec's base class takes. Others are ignored, as by fsspec's own file systems:
-            libraries pass what another file system takes.
+        codec, level, ttl, metadata, pin: options of written files, as for `castore.Store.put`; `open`,
+            `pipe_file` and `put_file` take them, too.
+        options: options of fsspec's base class. Others are ignored, as in fsspec's own file systems, since
+            libraries pass options of other file systems.
 
     Threads may share an instance, a forked child may go on with it, and it pickles as the path of its store
     (or as the `castore.Store` that it was given).
@@ -82,7 +82,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
 
     def __init__(self, store: str | os.PathLike[str] | Store | None = None, **options: Any) -> None:
         if self._cached:
-            return  # fsspec's base class runs this again for an instance that it has kept
+            return  # fsspec's base class runs this again for a cached instance
         self._put_options = {name: options.pop(name) for name in _PUT_OPTIONS if name in options}
         super().__init__(**options)
         assert store is not None  # the metaclass has resolved it
@@ -102,10 +102,10 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
 
     @property
     def fsid(self) -> str:
-        """Tells this store from others on this machine."""
+        """Identifies this store among those of this machine."""
         return f"castore-{self.store.path}"
 
-    # Looking
+    # Finding
 
     def _entry(self, path: str) -> Entry | None:
         unfinished.finish_unreferenced()
@@ -128,7 +128,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         return [folder for folder in tuple(self._made_folders) if folder.startswith(start)]
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        """``name``, ``size``, ``type``; of a file also ``mtime``, ``digest`` (and ``ETag``, the same),
+        """``name``, ``size`` and ``type``; for a file also ``mtime``, ``digest`` (and the same as ``ETag``),
         ``codec``, ``stored``, ``expires``, ``metadata``.
 
         Raises:
@@ -156,10 +156,10 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         return self._is_folder(path) or (path in self._made_folders and self._entry(path) is None)
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
-        """The direct contents of a folder, in the order of names; of a file, that file.
+        """The direct contents of a folder, sorted by name; for a file, that file.
 
         Raises:
-            FileNotFoundError: there is neither.
+            FileNotFoundError: there is neither a file nor a folder.
         """
         path = self._strip_protocol(path)
         found: dict[str, Entry | str]
@@ -190,7 +190,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         detail: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """All files below a folder, in one go through the index; see fsspec's `find`."""
+        """All files below a folder, in one pass over the index; see fsspec's `find`."""
         if maxdepth is not None and maxdepth < 1:
             raise ValueError(f"maxdepth must be at least 1, not {maxdepth!r}")
         path = self._strip_protocol(path)
@@ -217,18 +217,18 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         return {name: found[name] for name in names} if detail else names
 
     def created(self, path: str) -> datetime:
-        """When the path was last pointed at other bytes."""
+        """The time at which the path was last given other bytes."""
         info = self.info(path)
         if info["type"] != "file":
             raise is_folder_error(info["name"])
         return datetime.fromtimestamp(info["created"], tz=timezone.utc)
 
     def modified(self, path: str) -> datetime:
-        """The same: bytes never change, the path does."""
+        """The same as `created`: bytes never change, only the path does."""
         return self.created(path)
 
     def checksum(self, path: str) -> int:
-        """The digest of a file's bytes as a number; it tells whether they are the same."""
+        """The digest of a file's bytes as a number."""
         return int(self.ukey(path), 16)
 
     def ukey(self, path: str) -> str:
@@ -253,9 +253,9 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
 
         Args:
             mode: ``rb``, ``wb``, ``xb`` or ``ab``, or ``r``, ``w``, ``x`` or ``a`` for text.
-            compression: ``gzip`` or another name of fsspec's, or ``infer`` to tell it by the path.
-            kwargs: ``encoding``, ``errors``, ``newline``; and of what is written ``codec``, ``level``,
-                ``ttl``, ``metadata``, ``pin``. Others are ignored, as by fsspec's own file systems.
+            compression: ``gzip`` or another name of fsspec's, or ``infer`` to choose by the path.
+            kwargs: ``encoding``, ``errors``, ``newline``; for written files ``codec``, ``level``, ``ttl``,
+                ``metadata``, ``pin``. Others are ignored, as in fsspec's own file systems.
         """
         if "r" in mode:
             return super().open(path, mode, block_size, cache_options, compression, **kwargs)
@@ -295,8 +295,10 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         return WriteFile(self, path, mode, autocommit, self._write_options(kwargs))
 
     def append_options(self, entry: Entry | None, given: dict[str, Any]) -> dict[str, Any]:
-        """What is put when a file is appended to: an entry that is there stays as it is but for what is
-        given with the file, and for how its bytes are compressed.
+        """The options of the put that ends an append.
+
+        An existing entry keeps its options, except for those given with the file and those that decide the
+        compression.
         """
         if entry is None:
             return self._put_options | given
@@ -316,9 +318,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
             raise is_folder_error(path)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
-        """The bytes of a file, or those from ``start`` to ``end``, which count from its end if they are
-        negative.
-        """
+        """The bytes of a file, or those from ``start`` to ``end``; negative numbers count from its end."""
         path = self._strip_protocol(path)
         if start is None and end is None:
             with raising_read_errors(path):
@@ -339,7 +339,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         on_error: str = "return",
         **kwargs: Any,
     ) -> list[bytes | Exception]:
-        """Ranges of files, in their order; each file is opened once, and its ranges read from first to last.
+        """Ranges of files, in order. Each file is opened once, and its ranges are read from first to last.
 
         Args:
             on_error: ``"return"`` gives an exception in the place of the bytes, ``"raise"`` raises the first.
@@ -379,7 +379,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         """Put bytes under a path.
 
         Raises:
-            FileExistsError: ``mode`` is ``"create"`` and the path is there.
+            FileExistsError: ``mode`` is ``"create"``, and the path exists.
         """
         path = self._strip_protocol(path)
         options = self._write_options(kwargs)
@@ -396,7 +396,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
     def put_file(
         self, lpath: str, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **kwargs: Any
     ) -> None:
-        """Put a local file, in constant memory; a local folder gives nothing, since folders are made by
+        """Put a local file, in constant memory. A local folder puts nothing, since folders exist by their
         names.
         """
         path = self._strip_protocol(rpath)
@@ -409,7 +409,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         callback.set_size(size)
         with raising_write_errors(path):
             self.store.put_file(path, lpath, progress=callback.relative_update, **self._write_options(kwargs))
-        callback.absolute_update(size)  # bytes that were known already are not counted one by one
+        callback.absolute_update(size)  # the callback gets no steps for bytes that the store had
 
     def copy(
         self,
@@ -447,9 +447,9 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
     def _pairs(
         self, source: str | list[str], target: str, is_into: bool, recursive: bool, maxdepth: int | None
     ) -> tuple[list[str], list[str]]:
-        """All sources, and where each of them goes.
+        """All sources, and the target of each.
 
-        fsspec works that out with paths whose first part has something before it, so they get a slash here.
+        fsspec computes the targets from paths that begin with a slash, so the paths get one here.
 
         Args:
             is_into: whether ``target`` is a folder.
@@ -465,7 +465,9 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         return found, other_paths(["/" + path for path in found], target, exists=inside)
 
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
-        """Have a second path for the same bytes, in no time whatever their size; of a folder, nothing."""
+        """Give the same bytes a second path, in a time that does not depend on their size; a folder gets
+        none.
+        """
         path1, path2 = self._strip_protocol(path1), self._strip_protocol(path2)
         if self._entry(path1) is None:
             if self._folder_exists(path1):
@@ -477,7 +479,9 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
     def mv(
         self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any
     ) -> None:
-        """Move: a single file in one step, seen under one path or the other; else copy, then remove."""
+        """Move: a single file in one step, visible under exactly one path; anything else is copied, then
+        removed.
+        """
         if isinstance(path1, str) and isinstance(path2, str) and not path2.endswith("/"):
             source, target = self._strip_protocol(path1), self._strip_protocol(path2)
             if self._entry(source) is not None and not self._is_folder(target):
@@ -518,8 +522,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         self._made_folders.difference_update(folders)
 
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
-        """Note an empty folder, which this instance shows; for others it is there as soon as a name lies in
-        it.
+        """Remember an empty folder, which this instance shows. Others see the folder once a name lies in it.
 
         Raises:
             FileExistsError: there is a file, or a folder.
@@ -568,7 +571,7 @@ def _file_info(entry: Entry) -> dict[str, Any]:
         "created": entry.created,
         "mtime": entry.created,
         "digest": entry.digest,
-        "ETag": entry.digest,  # other caches tell by it that a file has changed
+        "ETag": entry.digest,  # other caches detect changed files by it
         "codec": entry.codec,
         "stored": entry.stored,
         "expires": entry.expires,
@@ -581,7 +584,7 @@ def _folder_info(path: str) -> dict[str, Any]:
 
 
 def _parent_folders(name: str, start: int, maxdepth: int | None) -> Iterable[str]:
-    """The folders that a name lies in, below the one whose path ends before ``start``."""
+    """The folders that a name lies in, below the folder whose path ends before ``start``."""
     end, depth = name.find("/", start), 0
     while end >= 0 and (maxdepth is None or depth < maxdepth):
         yield name[:end]

@@ -1,7 +1,7 @@
-"""Written files that are never closed: kept once unreferenced, as in other file systems of fsspec.
+"""Written files that are never closed: stored once they are unreferenced, as in other file systems of fsspec.
 
 Compression layers and archives rely on that: they never close the file that they write into. A file that is
-held to the end of the program is not kept, since the layers above it may hold some of its bytes.
+referenced until the end of the program is discarded, since the layers above it may hold some of its bytes.
 """
 
 from __future__ import annotations
@@ -27,39 +27,41 @@ log = logging.getLogger("castore")
 
 _open_files: weakref.WeakSet[WriteFile] = weakref.WeakSet()
 _resources: dict[int, object] = {}
-#: Files that nobody holds any more. `append` and `popleft` are atomic.
+#: Files without a reference. `append` and `popleft` are atomic.
 _unreferenced: deque[WriteFile] = deque()
-#: Held while such a file is ended.
+#: Held while an unreferenced file is ended.
 _ending_guard = Guard()
-#: The thread that the collector runs in.
+#: The thread in which the collector runs.
 _collector_thread: list[int] = []
-#: Finalisers of this room are no sign of being inside the store.
+#: Frames of these modules do not mean that the thread is inside the store.
 _OWN_MODULES = "castore.adapters.filesystem.files", "castore.adapters.filesystem.unfinished"
 
 
 def add(file: WriteFile, resource: object) -> None:
-    """Have it said at the end of the program if nobody ends a file before.
+    """Register an open file: a warning is logged at the end of the program if the file is not ended before.
 
     Args:
-        file: held weakly.
-        held: what the file needs to be kept. The collector would end it together with the file, or before.
+        file: the file, referenced weakly.
+        resource: an object that the file needs in order to be stored. Without this reference, the collector
+            could end it before the file.
     """
     _open_files.add(file)
     _resources[id(resource)] = resource
 
 
 def forget(file: WriteFile, resource: object) -> None:
-    """Forget a file that was kept or discarded."""
+    """Forget a file that was stored or discarded."""
     _open_files.discard(file)
     _resources.pop(id(resource), None)
 
 
 def finish(file: WriteFile) -> None:
-    """End a file that nobody holds any more.
+    """End a file that is not referenced any more.
 
-    The collector ends files and the layers above them in any order: they wait for its end, so that all layers
-    have written what they held. It may also run inside the store, where this thread holds locks or is in the
-    middle of a transaction: the file waits for the next look into a file system, or the end of the program.
+    The collector ends files and the layers above them in any order. Files therefore wait for the end of the
+    collection, when all layers have written their bytes. The collector may also run inside the store, where
+    this thread holds locks or is in a transaction. Then the file waits for the next call of the file system,
+    or for the end of the program.
     """
     _unreferenced.append(file)
     if not is_collecting():
@@ -67,7 +69,7 @@ def finish(file: WriteFile) -> None:
 
 
 def is_collecting() -> bool:
-    """Whether the collector runs in this thread, and so this code in a finaliser of it."""
+    """Whether the collector runs in this thread, so that this code runs in a finaliser."""
     return _thread.get_ident() in _collector_thread
 
 
@@ -87,7 +89,7 @@ def _is_inside_store() -> bool:
 
 
 def finish_unreferenced() -> None:
-    """End the files that had to wait. Called by the file system before it looks for names."""
+    """End the files that had to wait. The file system calls this before it looks up names."""
     while _unreferenced:
         try:
             file = _unreferenced.popleft()
@@ -115,6 +117,6 @@ gc.callbacks.append(_on_collector)
 @atexit.register
 def _end_all() -> None:
     finish_unreferenced()
-    with _ending_guard.lock:  # another thread may still keep one
+    with _ending_guard.lock:  # another thread may still be ending a file
         for file in list(_open_files):
             file.discard_with_warning("the program ended before it was closed")
