@@ -58,25 +58,25 @@ class NearDeduplicator(Deduplicator):
 
 
 class DisjointSets:
-    """Union-find, with the smallest number of each set for its root."""
+    """Union-find in which the smallest number of each set is its root."""
 
     def __init__(self, size: int) -> None:
         self._parents = list(range(size))
 
     def find(self, item: int) -> int:
-        """The smallest number of the set that an item is in."""
+        """The smallest number of an item's set."""
         while self._parents[item] != item:
-            # Halving the path as we walk it keeps the next walks short.
+            # Halving the path on the way keeps later walks short.
             self._parents[item] = item = self._parents[self._parents[item]]
         return item
 
     def join(self, one: int, other: int) -> None:
-        """Make two sets one."""
+        """Merge two sets."""
         low, high = sorted((self.find(one), self.find(other)))
         self._parents[high] = low
 
     def leaders(self) -> npt.NDArray[np.int64]:
-        """For each item the smallest number of its set."""
+        """For each item, the smallest number of its set."""
         import numpy as np
 
         size = len(self._parents)
@@ -84,7 +84,7 @@ class DisjointSets:
 
 
 def group_equal_rows(rows: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.int64]]:
-    """Places of equal rows, for each row that occurs more than once."""
+    """The places of equal rows, for each row that occurs more than once."""
     import numpy as np
 
     whole = rows.view(np.dtype((np.void, rows.shape[1] * rows.itemsize))).reshape(-1)

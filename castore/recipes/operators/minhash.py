@@ -1,14 +1,14 @@
-"""The deduplicator of texts that are nearly equal: MinHash signatures, found by locality-sensitive hashing.
+"""The deduplicator of nearly equal texts by MinHash signatures and locality-sensitive hashing.
 
 After Broder (1997), with the bands of Leskovec, Rajaraman and Ullman's "Mining of Massive Datasets". A pair
-that shares a band is looked at again by its whole signatures, so no pair is dropped for one band's sake.
-Everything follows from the seed: the same texts give the same signatures on every machine.
+that shares a band is compared by its whole signatures, so one equal band alone makes no duplicate. The seed
+decides everything: the same texts give the same signatures on every machine.
 
 datasketch was tried in the place of the signatures and the bands, on 2,000 pieces of source code. It takes
 1.06 s of CPU where this module takes 0.51 s (0.84 s with xxHash for SHA-1), and 0.28 s to import with SciPy,
-which is 143 MB that castore needs for nothing else. It keeps 25 other rows: other hashes decide otherwise
-close to the threshold, so results that stores hold would no longer be those of their operator. The second
-look and the clusters would still be castore's.
+which is 143 MB that castore needs for nothing else. It keeps 25 other rows: other hashes decide differently
+close to the threshold, so stored results would no longer be those of their operator. The comparison of whole
+signatures and the clusters would still be castore's own code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Words = npt.NDArray[np.uint32]
 
-# Shingles hashed at once: a long text must not take memory for all of its shingles times all permutations.
+# Shingles that are hashed together: memory for all shingles times all permutations would be too much.
 _SHINGLES = 2048
 _EMPTY = 0xFFFF_FFFF
 
@@ -36,18 +36,18 @@ class DocumentMinhashDeduplicator(NearDeduplicator):
     """Keeps the first of the samples whose texts share most of their shingles (runs of tokens).
 
     Args:
-        tokenization: what a token is: ``"space"`` (what stands between spaces), ``"punctuation"`` (words
-            without punctuation) or ``"character"`` (for scripts without spaces).
-        window_size: tokens of a shingle.
-        lowercase: take upper and lower case for equal.
-        ignore_pattern: a regular expression of what does not count.
-        num_permutations: numbers of a signature; the similarity is known to about ``1 /
+        tokenization: tokens are the text between spaces (``"space"``), words without punctuation
+            (``"punctuation"``), or characters (``"character"``, for scripts without spaces).
+        window_size: the number of tokens of a shingle.
+        lowercase: ignore case.
+        ignore_pattern: a regular expression; its matches are ignored.
+        num_permutations: the length of a signature; the error of the similarity is about ``1 /
             sqrt(num_permutations)``.
-        jaccard_threshold: from which part of common shingles (of all of both) two texts are duplicates.
-        num_bands, num_rows_per_band: how signatures are cut up to find pairs; default what the threshold asks
-            for.
-        tokenizer_model: of Data-Juicer's tokenization ``"sentencepiece"``, which castore has not.
-        seed: of the permutations.
+        jaccard_threshold: the least ratio of shared shingles to all shingles of two duplicates.
+        num_bands, num_rows_per_band: the division of signatures in the search for pairs; default: the best
+            for the threshold.
+        tokenizer_model: the model of Data-Juicer's tokenization ``"sentencepiece"``, which castore lacks.
+        seed: the seed of the permutations.
         text_key: the column of the text.
 
     Raises:
@@ -101,12 +101,12 @@ class DocumentMinhashDeduplicator(NearDeduplicator):
         self.num_bands, self.num_rows_per_band = num_bands, num_rows_per_band
 
     def compute_hash(self, sample: Sample) -> Sample:
-        """The sample with its signature: ``num_permutations`` numbers of 32 bits, as bytes."""
+        """The sample with its signature, ``num_permutations`` numbers of 32 bits, as bytes."""
         sample[self.column] = self.signature(self.text_of(sample)).tobytes()
         return sample
 
     def signature(self, text: str) -> Words:
-        """The signature of a text; all ones for one without tokens."""
+        """The signature of a text; all bits are set for a text without tokens."""
         import numpy as np
         from xxhash import xxh3_64_intdigest
 
@@ -121,7 +121,7 @@ class DocumentMinhashDeduplicator(NearDeduplicator):
         return least.astype("<u4")
 
     def process(self, dataset: Any) -> Any:
-        """The dataset without near duplicates, in its order. Takes 4 bytes a sample and permutation."""
+        """The dataset without near duplicates, in order; takes 4 bytes for each sample and permutation."""
         import numpy as np
 
         signatures = np.empty((len(dataset), self.num_permutations), "<u4")
@@ -136,7 +136,7 @@ class DocumentMinhashDeduplicator(NearDeduplicator):
         return dataset if len(first) == len(dataset) else dataset.select(first)
 
     def clusters(self, signatures: Words) -> npt.NDArray[np.int64]:
-        """For each signature the first one of its cluster; a chain of pairs that are alike is one cluster."""
+        """For each signature, the first one of its cluster; a chain of similar pairs is one cluster."""
         import numpy as np
 
         forest = DisjointSets(len(signatures))
@@ -148,7 +148,7 @@ class DocumentMinhashDeduplicator(NearDeduplicator):
         return forest.leaders()
 
     def _join_alike(self, signatures: Words, members: npt.NDArray[np.int64], forest: DisjointSets) -> None:
-        """Join those members of a bucket that are as alike as the threshold asks."""
+        """Join the members of a bucket whose similarity reaches the threshold."""
         import numpy as np
 
         while len(members) > 1:
@@ -164,20 +164,20 @@ class DocumentMinhashDeduplicator(NearDeduplicator):
 
 @lru_cache(maxsize=8)
 def _permutations(seed: int, count: int) -> tuple[Any, Any]:
-    """Odd factors, and offsets, of 64 bits each."""
+    """Odd factors and offsets, of 64 bits each."""
     import numpy as np
 
-    # Raw output of a generator that NumPy promises not to change, unlike its distributions.
+    # NumPy promises not to change this generator's raw output, unlike its distributions.
     raw = np.random.PCG64(seed).random_raw(2 * count).astype(np.uint64)
     return raw[:count] | np.uint64(1), raw[count:]
 
 
 @lru_cache(maxsize=64)
 def best_bands(permutations: int, threshold: float) -> tuple[int, int]:
-    """The number of bands and the rows of each that miss few pairs above a threshold and find few below it.
+    """The number of bands, and of rows in each, that miss few pairs above a threshold and find few below it.
 
-    The chance that two texts of similarity s share one of b bands of r rows is ``1 - (1 - s**r)**b``. Since
-    what is found is looked at again, a missed pair costs more than one too many: it counts nine times.
+    The chance that two texts of similarity s share one of b bands of r rows is ``1 - (1 - s**r)**b``. A found
+    pair is compared again, so a missed pair costs more than a needless one: it counts nine times.
 
     >>> best_bands(256, 0.7)
     (32, 8)

@@ -1,7 +1,8 @@
-"""The deduplicator of texts that are nearly equal: SimHash, 64 bits a text, near in few bits.
+"""The deduplicator of nearly equal texts by SimHash: similar texts have 64-bit hashes that differ in few
+bits.
 
-After Charikar (2002) and Manku, Jain and Das Sarma (2007): of two hashes that differ in k bits at most, one
-of k + 1 blocks is equal, so only those that share a block are compared. Hashes are Data-Juicer's, bit for
+After Charikar (2002) and Manku, Jain and Das Sarma (2007). Two hashes that differ in at most k bits agree in
+one of k + 1 blocks, so only hashes that share a block are compared. The hashes equal Data-Juicer's, bit for
 bit.
 """
 
@@ -39,13 +40,12 @@ class DocumentSimhashDeduplicator(NearDeduplicator):
     """Keeps the first of the samples whose hashes differ in few bits; a chain of such pairs is one cluster.
 
     Args:
-        tokenization: what a token is: ``"space"`` (what stands between plain spaces), ``"punctuation"`` (what
-            stands between punctuation) or ``"character"`` (for scripts without spaces).
-        window_size: tokens of a shingle.
-        lowercase: take upper and lower case for equal.
-        ignore_pattern: a regular expression of what does not count.
-        num_blocks: into how many blocks a hash is cut up to find pairs; changes the time that takes, and
-            nothing else.
+        tokenization: tokens are the text between plain spaces (``"space"``), the text between punctuation
+            (``"punctuation"``), or characters (``"character"``, for scripts without spaces).
+        window_size: the number of tokens of a shingle.
+        lowercase: ignore case.
+        ignore_pattern: a regular expression; its matches are ignored.
+        num_blocks: the number of blocks of a hash in the search for pairs; changes only the time.
         hamming_distance: bits in which two duplicates may differ; less than ``num_blocks``.
         text_key: the column of the text.
 
@@ -93,7 +93,7 @@ class DocumentSimhashDeduplicator(NearDeduplicator):
         return sample
 
     def hash_of(self, text: str) -> int:
-        """The hash of a text: each bit is what most of its shingles' hashes have there; 0 without tokens."""
+        """The hash of a text: the majority of its shingles' hashes, bit for bit; 0 without tokens."""
         import numpy as np
 
         digests = b"".join(
@@ -106,27 +106,27 @@ class DocumentSimhashDeduplicator(NearDeduplicator):
         return int.from_bytes(np.packbits(most).tobytes(), "big")
 
     def process(self, dataset: Any) -> Any:
-        """The dataset without near duplicates, in its order; takes about 50 bytes of RAM a sample."""
+        """The dataset without near duplicates, in order; takes about 50 bytes of RAM for each sample."""
         import numpy as np
 
         blocks = [b"".join(table.column(0).to_pylist()) for table in self.hashes(dataset)]
         hashes = np.frombuffer(b"".join(blocks), "<u8").astype(np.uint64)
         kinds, first, kind_of = np.unique(hashes, return_index=True, return_inverse=True)
         leaders = self.clusters(kinds)
-        # Of each cluster the sample that comes first, whatever its hash is.
+        # The first sample of each cluster, whatever its hash is.
         earliest = np.full(len(kinds), len(hashes))
         np.minimum.at(earliest, leaders, first)
         kept = np.flatnonzero(earliest[leaders[kind_of.reshape(-1)]] == np.arange(len(hashes)))
         return dataset if len(kept) == len(dataset) else dataset.select(kept)
 
     def clusters(self, hashes: Words) -> npt.NDArray[np.int64]:
-        """For each of some different hashes the place of the first one of its cluster."""
+        """For each of several distinct hashes, the place of the first hash of its cluster."""
         import numpy as np
 
         forest = DisjointSets(len(hashes))
         edges = [_BITS * block // self.num_blocks for block in range(self.num_blocks + 1)]
         masks = [(1 << high) - (1 << low) for low, high in pairwise(edges)]
-        # Of two hashes that are near, at least so many blocks are equal.
+        # Two near hashes share at least this many blocks.
         for equal in combinations(masks, self.num_blocks - self.hamming_distance):
             shared = (hashes & np.uint64(sum(equal))).reshape(-1, 1)
             for members in group_equal_rows(shared):
@@ -141,7 +141,7 @@ class DocumentSimhashDeduplicator(NearDeduplicator):
 
 
 def _count_bits(words: Words) -> npt.NDArray[np.int64]:
-    """How many bits of each number are set."""
+    """The number of set bits of each number."""
     import numpy as np
 
     quarters = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 4)

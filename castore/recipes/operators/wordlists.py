@@ -1,6 +1,6 @@
-"""Filters on the part of a text's words that are on a user's list: stop words, or flagged words.
+"""Filters on the ratio of a text's words that are on a user's list: stop words, or flagged words.
 
-A list is a JSON file of words by language, as Data-Juicer has them. Must never download one.
+A list is a JSON file of words by language, in Data-Juicer's form. Must never download a list.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from castore.recipes.operators.words import join_runs, refuse_model, words_of
 
 
 class _WordListFilter(RatioFilter):
-    """A filter on the part of words that are on a list."""
+    """A filter on the ratio of words that are on a list."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class _WordListFilter(RatioFilter):
         self.augmented = augmented
 
     def measure(self, text: str) -> float:
-        """The part of words that are on the list."""
+        """The ratio of words that are on the list."""
         words = words_of(text, lowercase=True)
         if self.augmented:
             words += join_runs(words, *self.augmented)
@@ -45,16 +45,15 @@ class _WordListFilter(RatioFilter):
 
 
 class StopwordsFilter(_WordListFilter):
-    """Keeps texts of whose words ``min_ratio`` to ``max_ratio`` are stop words: prose has many, lists have
-    few.
+    """Keeps texts by their ratio of stop words: prose has many, lists have few.
 
     Args:
-        lang: whose words count; ``"all"`` for those of all languages of the list.
-        tokenization: Data-Juicer's tokens of a model, which castore has not: false only.
-        min_ratio, max_ratio: the part that is kept.
+        lang: the language of the list; ``"all"`` for all languages.
+        tokenization: Data-Juicer's tokens of a model; castore has no models: false only.
+        min_ratio, max_ratio: the ratios that are kept.
         stopwords_dir: a folder with files ``*stopwords*.json``, each a map of languages to lists of words.
-        use_words_aug, words_aug_group_sizes, words_aug_join_char: look up runs of so many words, too, joined
-            so.
+        use_words_aug, words_aug_group_sizes, words_aug_join_char: whether runs of words are looked up, too;
+            the lengths of the runs; and the text that joins their words.
         text_key: the column of the text.
 
     Raises:
@@ -84,16 +83,16 @@ class StopwordsFilter(_WordListFilter):
 
 
 class FlaggedWordsFilter(_WordListFilter):
-    """Keeps texts of whose words ``min_ratio`` to ``max_ratio`` are flagged, as by a list of swear words.
+    """Keeps texts by their ratio of flagged words, such as swear words.
 
     Args:
-        lang: whose words count; ``"all"`` for those of all languages of the list.
-        tokenization: Data-Juicer's tokens of a model, which castore has not: false only.
-        min_ratio, max_ratio: the part that is kept.
+        lang: the language of the list; ``"all"`` for all languages.
+        tokenization: Data-Juicer's tokens of a model; castore has no models: false only.
+        min_ratio, max_ratio: the ratios that are kept.
         flagged_words_dir: a folder with files ``*flagged_words*.json``, each a map of languages to lists of
             words.
-        use_words_aug, words_aug_group_sizes, words_aug_join_char: look up runs of so many words, too, joined
-            so.
+        use_words_aug, words_aug_group_sizes, words_aug_join_char: whether runs of words are looked up, too;
+            the lengths of the runs; and the text that joins their words.
         text_key: the column of the text.
 
     Raises:

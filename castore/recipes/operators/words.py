@@ -16,7 +16,7 @@ _GAP = re.compile(r"[ \n\t]+")
 
 
 def words_of(text: str, *, lowercase: bool = False) -> list[str]:
-    """The words of a text; numbers and punctuation by themselves are none.
+    """The words of a text; numbers and punctuation alone are not words.
 
     >>> words_of("It's 5 o'clock, (nearly)!")
     ["It's", "o'clock", 'nearly']
@@ -28,7 +28,7 @@ def words_of(text: str, *, lowercase: bool = False) -> list[str]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def strip_word(word: str) -> str:
-    """A word without the characters at its ends that are neither letters nor marks of letters."""
+    """A word without the characters at its ends that are neither letters nor marks."""
     if word.isalpha():
         return word
     letters = [at for at, character in enumerate(word) if unicodedata.category(character)[0] in "LM"]
@@ -36,7 +36,7 @@ def strip_word(word: str) -> str:
 
 
 def join_runs(words: list[str], lengths: Iterable[int], between: str) -> list[str]:
-    """All runs of so many words, joined: what is a word in languages that write no spaces, or too many.
+    """All runs of words of the given lengths, joined: words of languages that write no spaces, or too many.
 
     >>> join_runs(["a", "b", "c"], [2], "")
     ['ab', 'bc']
