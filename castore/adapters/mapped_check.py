@@ -1,9 +1,9 @@
-"""Checking whole objects before their files are mapped, each once for as long as nobody touches it.
+"""Checks whole objects before their files are mapped, each object once for as long as it does not change.
 
-A mapped page that fails its check cannot raise: the kernel ends the process. So an object is read whole and
-checked before it is first mapped, and what was found is noted with the object's inode, time of change and the
-machine's boot. As long as those are the same, the object is taken for good; writing to it, or a power cut,
-has it read again.
+A mapped page that fails its check cannot raise an error: the kernel ends the process. So an object is read
+whole and checked before it is first mapped. A note of the check holds the object's inode, its time of change,
+and the machine's boot. While those are the same, the object counts as good. A write to the object, or a power
+cut, makes it be read again.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from castore.records import LOOSE, Blob
 from castore.store import Store
 
-#: Where it is noted which objects were checked.
+#: The folder of the notes of checked objects.
 NOTES_FOLDER = ".checked"
-#: For so many seconds a note is kept.
+#: Seconds after which a note expires.
 NOTE_SECONDS = 7 * 86400.0
 
 
@@ -34,7 +34,7 @@ def check_object(store: Store, blob: Blob) -> None:
 
 
 def find_unchecked(store: Store, blobs: Sequence[Blob]) -> list[Blob]:
-    """Those of some loose objects that have to be read before they are mapped, found with one question."""
+    """The loose objects that have to be read before they are mapped; asks the store once for all of them."""
     seen = [_state(store, blob) for blob in blobs]
     notes = store.get_many(map(_note_name, blobs))
     return [blob for blob, now, noted in zip(blobs, seen, notes, strict=True) if now is None or noted != now]
@@ -44,9 +44,9 @@ def check_now(store: Store, blob: Blob) -> None:
     """Read and check an object, and note that it is good.
 
     Raises:
-        NotFoundError, CorruptError: as for `check`.
+        NotFoundError, CorruptError: as for `check_object`.
     """
-    seen = _state(store, blob)  # before it is read: a change meanwhile makes the note worthless, never wrong
+    seen = _state(store, blob)  # before the read: a change meanwhile makes the note worthless, never wrong
     with store.open_blob(blob.digest) as opened:
         for _ in opened.pieces():
             pass
@@ -55,7 +55,7 @@ def check_now(store: Store, blob: Blob) -> None:
 
 
 def note_new(store: Store, blobs: Iterable[Blob], started: float) -> None:
-    """Note objects as good if they were written since ``started``. Older ones may have changed since."""
+    """Note objects as good if they were written since ``started``. Older objects may have changed since."""
     notes = []
     for blob in blobs:
         status = _status(store, blob)
@@ -65,7 +65,7 @@ def note_new(store: Store, blobs: Iterable[Blob], started: float) -> None:
 
 
 def forget_notes(store: Store, blobs: Iterable[Blob]) -> None:
-    """Drop what was noted of objects."""
+    """Drop the notes of objects."""
     store.delete_many({_note_name(blob) for blob in blobs})
 
 
@@ -74,7 +74,7 @@ def _note_name(blob: Blob) -> str:
 
 
 def _status(store: Store, blob: Blob) -> os.stat_result | None:
-    """Of a loose object; None if there is none."""
+    """The status of a loose object's file; None if there is no such file."""
     try:
         return os.stat(store.path_of(blob)) if blob.pack == LOOSE else None
     except FileNotFoundError:
@@ -87,7 +87,7 @@ def _state(store: Store, blob: Blob) -> bytes | None:
 
 
 def _state_text(status: os.stat_result) -> bytes:
-    """What tells that nobody has touched a file since."""
+    """A text that changes whenever somebody writes to the file."""
     return f"{_boot_id()} {status.st_dev} {status.st_ino} {status.st_size} {status.st_ctime_ns}".encode()
 
 

@@ -113,7 +113,7 @@ def export(
         Bytes written.
 
     Raises:
-        InvalidValueError: see `check`; or a value has no JSON form.
+        InvalidValueError: see `check_path`; or a value has no JSON form.
         FullError: the disk is full.
     """
     check_path(path, keep_stats=keep_stats)

@@ -16,7 +16,7 @@ class KeyTreatment(NamedTuple):
 
     Attributes:
         harmless: values that request nothing; null is harmless for every key.
-        because: the reason why the key changes no result, or is not supported; the text after "since".
+        reason: the reason why the key changes no result, or is not supported; the text after "since".
         noted: whether other values change no result either.
     """
 

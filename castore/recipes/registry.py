@@ -94,7 +94,7 @@ def find(name: str, *, juicer_first: bool = False) -> Any:
 
     Args:
         name: the name of an operator, or its dotted path.
-        theirs_first: prefer Data-Juicer's operators to castore's of the same name.
+        juicer_first: prefer Data-Juicer's operators to castore's of the same name.
 
     Raises:
         InvalidValueError: there is no such operator; the message offers the nearest name.
@@ -143,7 +143,7 @@ def make(
         operator: a name, a dotted path, a class, a function, or an operator.
         parameters: the operator's parameters. A function receives them beside the sample.
         defaults: parameters for operators that know them, unless ``parameters`` gives other values.
-        theirs_first: prefer Data-Juicer's operators to castore's of the same name.
+        juicer_first: prefer Data-Juicer's operators to castore's of the same name.
 
     Raises:
         InvalidValueError: there is no such operator, or it does not take these parameters.

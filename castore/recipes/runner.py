@@ -79,7 +79,7 @@ def find_source(recipe: Recipe) -> Source | Mixture:
 
 
 def load_input(recipe: Recipe, pipeline: Pipeline, *, lazy: bool = False) -> datasets.Dataset:
-    """The dataset of a recipe's source; with ``late``, an uncached dataset too is read at first use.
+    """The dataset of a recipe's source; with ``lazy``, an uncached dataset too is read at first use.
 
     Raises:
         NotFoundError, InvalidValueError, OSError: the source is missing, or cannot be read.
@@ -191,8 +191,8 @@ def open_source(
         cached: whether the dataset is kept.
         codec: the codec of the kept dataset.
         temp_dir: the folder of the uncompressed dataset while it is used; by default below the store.
-        telling: the identity of files: their content, their path (with size and modification time), or both.
-        late: read an uncached dataset at first use too, for a run that may never use it.
+        identity: the identity of files: their content, their path (with size and modification time), or both.
+        lazy: read an uncached dataset at first use too, for a run that may never use it.
 
     Raises:
         InvalidValueError, FullError, OSError: see `read`.

@@ -189,7 +189,7 @@ def identify(source: Source, store: Store | None, identity: FileIdentity = "cont
     Args:
         source: the files.
         store: remembers the digests of large files, so that the files are read once.
-        telling: the identity of files: their content, their path with size and modification time, or both.
+        identity: the identity of files: their content, their path with size and modification time, or both.
 
     Raises:
         UnhashableError, OSError: a file cannot be read.

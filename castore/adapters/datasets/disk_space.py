@@ -139,7 +139,7 @@ def estimate_space(
         mode: ``"cache"``, ``"checkpoint"`` or ``"none"``.
         store: the store's folder.
         settings: the store's settings.
-        work: the folder of temporary files; None for one in the store.
+        temp_dir: the folder of temporary files; None for one in the store.
     """
     mappers, filters, deduplicators = (
         sum(step.kind == kind for step in steps) for kind in ("map", "filter", "deduplicate")

@@ -262,8 +262,8 @@ class _ChangedRows(NamedTuple):
 
     Attributes:
         table: the lazy table.
-        what: the table method, and its arguments.
-        alone: whether the method works on each batch by itself.
+        method: the table method, with its arguments in the next two fields.
+        is_per_batch: whether the method works on each batch by itself.
     """
 
     size: int

@@ -16,7 +16,7 @@ class ProgressMeter:
 
     Args:
         steps: the steps of the run.
-        tell: the callback, or None.
+        callback: the callback, or None.
     """
 
     def __init__(self, steps: Sequence[Step], callback: Callable[[Progress], object] | None) -> None:

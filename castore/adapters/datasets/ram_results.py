@@ -27,7 +27,7 @@ class RamResults:
     """Results of operators by key, evicted least recently used first; threads and pipelines may share them.
 
     Args:
-        most: the number of results to keep.
+        max_results: the number of results to keep.
     """
 
     def __init__(self, max_results: int) -> None:

@@ -22,7 +22,7 @@ class PlannedStep(NamedTuple):
         key: 40 hexadecimal digits.
         name: the name of the result in the store.
         source: the fingerprint of the input.
-        what: the operator's fingerprint and description.
+        description: the operator's fingerprint and description.
     """
 
     number: int

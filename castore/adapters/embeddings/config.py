@@ -150,7 +150,7 @@ def check_name_among(name: str, known: list[str], message: str) -> None:
     """Check that ``name`` is one of ``known``.
 
     Raises:
-        InvalidValueError: it is not; the message begins with ``saying`` and has the nearest known name.
+        InvalidValueError: it is not; the message begins with ``message`` and has the nearest known name.
     """
     if name in known:
         return

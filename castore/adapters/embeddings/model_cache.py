@@ -189,7 +189,7 @@ class _LoaderPlan:
         places: of inputs that Keys replace.
         columns: for each column of Keys: number of its place, number of its encoder, number of its call among
             all.
-        work: the pass that fills.
+        dataset_pass: the pass that fills the tables.
         has_labels: whether labels are kept.
         seen: for a stream, the keys of each encoder's items.
     """
