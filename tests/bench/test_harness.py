@@ -1,4 +1,4 @@
-"""How contestants are timed and what is said of their figures."""
+"""The timing of contestants, and the sentences about their figures."""
 
 from __future__ import annotations
 

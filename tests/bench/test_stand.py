@@ -1,6 +1,4 @@
-"""`python -m tools.bench` itself: a suite of milliseconds, run whole, with its page, its files and its
-end.
-"""
+"""`python -m tools.bench` itself: a suite of milliseconds, run whole, with its page, files and exit code."""
 
 from __future__ import annotations
 
