@@ -166,7 +166,7 @@ class Recipe:
         return dataclasses.replace(self, **given)
 
 
-_TEXT = "tag:yaml.org,2002:str"
+_STRING_TAG = "tag:yaml.org,2002:str"
 _DERIVED = ("columns", "notes")
 KEYS = [field.name for field in dataclasses.fields(Recipe) if field.name not in _DERIVED]
 #: Keys that name other columns for Data-Juicer's operators.
@@ -224,7 +224,7 @@ def parse(text: str, source: str = "recipe") -> Recipe:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, CastoreError):
             raise
-        raise InvalidValueError(f"{source}: this is not YAML: {_one_line(error)}") from error
+        raise InvalidValueError(f"{source}: this is not YAML: {_join_lines(error)}") from error
     return _make_recipe(values, lines, source)
 
 
@@ -326,7 +326,7 @@ def _unique_pairs(node: Any, source: str) -> Iterator[tuple[int, Any, Any]]:
     seen: dict[str, int] = {}
     for key, value in node.value:
         line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode) or key.tag != _TEXT:
+        if not isinstance(key, yaml.ScalarNode) or key.tag != _STRING_TAG:
             shown = f", not {key.value!r}" if isinstance(key, yaml.ScalarNode) else ""
             raise InvalidValueError(f"{source}:{line}: a key must be text{shown}; put it in quotes")
         if key.value in seen:
@@ -370,5 +370,5 @@ class _error_prefix:  # noqa: N801 - reads as a statement where it stands
             raise type(error)(f"{self._place}: {error}") from error
 
 
-def _one_line(error: Exception) -> str:
+def _join_lines(error: Exception) -> str:
     return " ".join(str(error).split())

@@ -89,7 +89,7 @@ def names() -> list[str]:
     return sorted({*BUILT_IN, *_registered})
 
 
-def find(name: str, *, juicer_first: bool = False) -> Any:
+def find_operator(name: str, *, juicer_first: bool = False) -> Any:
     """The class, function or object that a name or a dotted path stands for.
 
     Args:
@@ -161,7 +161,7 @@ def make(
         return _make_from(label, operator, parameters or {}, defaults or {})
     try:
         return _make_from(
-            operator, find(operator, juicer_first=juicer_first), parameters or {}, defaults or {}
+            operator, find_operator(operator, juicer_first=juicer_first), parameters or {}, defaults or {}
         )
     except NeedsMoreError as error:
         theirs = juicer_operators.load_operators().get(operator)

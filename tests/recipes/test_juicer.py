@@ -186,7 +186,7 @@ def test_numbers_that_are_not_whole_are_no_lengths(text: str) -> None:
 )
 def test_nothing_is_suggested_for_what_is_not_near(name: str) -> None:
     with pytest.raises(InvalidValueError) as caught:
-        registry.find(name)
+        registry.find_operator(name)
     assert "did you mean" not in str(caught.value)
     assert "where py-data-juicer is installed" in str(caught.value)
 
@@ -406,7 +406,7 @@ def test_rows_kept_before_a_figure_was_mended_are_not_found_again(
         return [step.key for step in plan_steps(steps_of(registry.make(name)), rows._fingerprint)]
 
     mended = keys()
-    monkeypatch.setattr(registry.find(name), "_castore_revision", 1)
+    monkeypatch.setattr(registry.find_operator(name), "_castore_revision", 1)
     assert set(keys()).isdisjoint(mended)
 
 

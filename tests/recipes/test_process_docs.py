@@ -60,7 +60,7 @@ def test_every_key_and_operator_stands_on_the_page() -> None:
 @pytest.mark.parametrize("name", registry.BUILT_IN)
 def test_every_parameter_stands_on_the_page(name: str) -> None:
     row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}`"))
-    known = registry._known_parameters(registry.find(name))
+    known = registry._known_parameters(registry.find_operator(name))
     assert known is not None
     for parameter in known.keys() - {"text_key"}:
         default = known[parameter].default

@@ -374,4 +374,4 @@ def test_the_registry_names_every_operator_there_is() -> None:
     assert len(listed) == len(registry.BUILT_IN)
     for name in registry.BUILT_IN:
         assert re.fullmatch(r"[a-z_]+_(filter|mapper|deduplicator)", name)
-        assert registry.find(name).__doc__
+        assert registry.find_operator(name).__doc__

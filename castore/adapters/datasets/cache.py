@@ -30,7 +30,7 @@ from castore.objects.codecs import check_codec
 from castore.store import Store
 from castore.units import parse_ttl
 
-AnyDataset: TypeAlias = (
+StorableDataset: TypeAlias = (
     "datasets.Dataset | datasets.DatasetDict | datasets.IterableDataset | datasets.IterableDatasetDict"
 )
 _DATASET_TYPES = (
@@ -80,7 +80,7 @@ class DatasetCache:
     def __repr__(self) -> str:
         return f"DatasetCache({str(self.store.path)!r})"
 
-    def put(self, name: str, dataset: AnyDataset) -> None:
+    def put(self, name: str, dataset: StorableDataset) -> None:
         """Keep a dataset under a name; an iterable dataset keeps all rows that it yields now.
 
         Args:

@@ -92,8 +92,8 @@ class LazyDataset(datasets.Dataset):  # type: ignore[misc]
         )
         for name in ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns"):
             setattr(plain, name, getattr(self, name))
-        return _identity, (plain,)
+        return _return_dataset, (plain,)
 
 
-def _identity(dataset: datasets.Dataset) -> datasets.Dataset:
+def _return_dataset(dataset: datasets.Dataset) -> datasets.Dataset:
     return dataset

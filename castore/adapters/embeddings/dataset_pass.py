@@ -24,7 +24,7 @@ from castore.adapters.embeddings.table_identity import item_key
 from castore.errors import InvalidValueError
 
 Extractors = Mapping[int, Callable[[Any], Any]]
-Encode = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+RunEncoder = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class DatasetPass:
 
     def fill(
         self,
-        encode: list[Encode],
+        encode: list[RunEncoder],
         *,
         batch_size: int,
         num_workers: int,
@@ -250,7 +250,7 @@ class KeyedCollate:
 class _ItemEncoder:
     """Runs an encoder on single items; a whole batch is run at once if its items come together."""
 
-    def __init__(self, source: EncoderCalls, run: Encode, layout: Any) -> None:
+    def __init__(self, source: EncoderCalls, run: RunEncoder, layout: Any) -> None:
         self._source = source
         self._run = run
         self._layout = layout

@@ -30,7 +30,7 @@ PUT_SECONDS = 30.0
 # Seconds between checks of the keys that others have claimed: the first pause, and the longest.
 _WAIT, _LONGEST_WAIT = 0.01, 0.5
 
-Encode = Callable[[list[Any]], Any]
+EncodeItems = Callable[[list[Any]], Any]
 
 
 class KnownKeys(Protocol):
@@ -68,7 +68,7 @@ class Filling:
         cache: KnownKeys,
         publisher: Publisher,
         claims: Claims,
-        encode: Encode,
+        encode: EncodeItems,
         *,
         batch_size: int,
         dtype: torch.dtype | None,
