@@ -423,12 +423,12 @@ def test_the_second_time_the_source_is_not_read_before_it_is_looked_at(opened: C
         lambda d: datasets.concatenate_datasets([d, d]),
     ],
 )
-def test_a_late_dataset_is_used_like_any_other(opened: Callable[[], Any], use: Callable[[Any], Any]) -> None:
+def test_a_lazy_dataset_is_used_like_any_other(opened: Callable[[], Any], use: Callable[[Any], Any]) -> None:
     plain = opened()
     background.wait()
-    late = opened()
-    assert isinstance(late, LazyDataset)
-    assert use(late).to_list() == use(plain).to_list()
+    lazy = opened()
+    assert isinstance(lazy, LazyDataset)
+    assert use(lazy).to_list() == use(plain).to_list()
 
 
 def test_a_run_that_goes_on_behind_its_checkpoint_does_not_read_its_source(
