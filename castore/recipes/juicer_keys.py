@@ -47,7 +47,7 @@ JUICER_KEYS: dict[str, KeyTreatment] = {
         "auto_op_parallelism turbo "
         "min_common_dep_num_to_combine conflict_resolve_strategy use_dag elastic_juicer_adaptive_batching "
         "elastic_juicer_profile_seed strict_preflight",
-        "it only changes how fast Data-Juicer runs",
+        "it only changes how Data-Juicer runs, or how fast",
     ),
     **_note_keys(
         "executor_type ray_address override_num_blocks partition partition_size partition_dir",
