@@ -55,7 +55,7 @@ def check_path(path: str | os.PathLike[str], *, keep_stats: bool = False) -> Non
         raise InvalidValueError(
             f"export_path {os.fspath(path)!r} is a folder; remove it, or choose another name"
         )
-    if not place.suffix and place.exists() and not _replaceable(place):
+    if not place.suffix and place.exists() and not _is_replaceable(place):
         raise InvalidValueError(
             f"export_path {os.fspath(path)!r} exists and is not a folder of save_to_disk; choose another name"
         )
@@ -88,7 +88,7 @@ def check_apart(path: str | os.PathLike[str], files: Iterable[str]) -> None:
             )
 
 
-def _replaceable(folder: Path) -> bool:
+def _is_replaceable(folder: Path) -> bool:
     return folder.is_dir() and (
         not any(folder.iterdir()) or any((folder / name).is_file() for name in _DATASET_FILES)
     )

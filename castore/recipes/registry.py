@@ -84,7 +84,7 @@ def register(name: str) -> Callable[[T], T]:
     return keep
 
 
-def names() -> list[str]:
+def operator_names() -> list[str]:
     """The names of all operators except Data-Juicer's own, sorted."""
     return sorted({*BUILT_IN, *_registered})
 
@@ -116,7 +116,7 @@ def find_operator(name: str, *, juicer_first: bool = False) -> Any:
         return getattr(import_module(f"{_OPS}.{module}"), cls)
     if name in juicer_operators.load_operators():
         return juicer_operators.load_operators()[name]
-    hint = suggest_nearest(name, [*names(), *juicer_operators.load_operators()])
+    hint = suggest_nearest(name, [*operator_names(), *juicer_operators.load_operators()])
     raise InvalidValueError(f"there is no operator {name!r}{hint or _other_places()}")
 
 

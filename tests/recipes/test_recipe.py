@@ -328,7 +328,7 @@ def test_registered_operators_are_known_by_name(monkeypatch: pytest.MonkeyPatch)
 
     recipe = parse(BASIC + "process:\n  - my_custom_mapper:\n      param: value\n")
     assert [op.param for op in recipe.operators()] == ["value"]
-    assert "my_custom_mapper" in registry.names()
+    assert "my_custom_mapper" in registry.operator_names()
     with pytest.raises(InvalidValueError, match="already"):
         registry.register("my_custom_mapper")(object)
     with pytest.raises(InvalidValueError, match="already"):

@@ -66,8 +66,8 @@ class ResumePoint(NamedTuple):
     reason: str = ""
 
     @property
-    def done(self) -> int:
-        """How many steps are finished."""
+    def steps_done(self) -> int:
+        """The number of finished steps."""
         return max(0, len(self.rows) - 1)
 
 
@@ -110,8 +110,8 @@ class Checkpoint:
             )
         return ResumePoint(dataset, record["rows"], record["packed"])
 
-    def done(self, source: str, steps: Sequence[StepIdentity]) -> tuple[int, str]:
-        """How many steps a run would find finished, and why no more. Reads no rows."""
+    def count_done(self, source: str, steps: Sequence[StepIdentity]) -> tuple[int, str]:
+        """The number of steps that a run would find finished, and why no more. Reads no rows."""
         record, reason = self._usable_record(source, steps)
         if record is None:
             return 0, reason or f"there is no checkpoint of {self._project!r}"
@@ -122,12 +122,12 @@ class Checkpoint:
         metadata = dataset_entries.metadata_of(self._store, self.name)
         if metadata is None:
             return None, ""
-        reason = self._difference(metadata.get(_METADATA_KEY), source, steps)
+        reason = self._find_difference(metadata.get(_METADATA_KEY), source, steps)
         if reason:
             return None, f"the checkpoint of {self._project!r} cannot be used: {reason}"
         return metadata[_METADATA_KEY], ""
 
-    def _difference(self, record: Any, source: str, steps: Sequence[StepIdentity]) -> str:
+    def _find_difference(self, record: Any, source: str, steps: Sequence[StepIdentity]) -> str:
         if not isinstance(record, dict) or record.get("version") != _VERSION:
             return "another version of castore made it"
         if record["source"] != source:

@@ -69,7 +69,7 @@ def cached_map(
         UnhashableError: a part of the function, or of an argument, has no stable hash.
         InvalidValueError: the dataset is an iterable one, or `map` has no such argument.
     """
-    return _cached("map", dataset, function, store, fingerprint, codec, map_kwargs)
+    return _run_cached("map", dataset, function, store, fingerprint, codec, map_kwargs)
 
 
 def cached_filter(
@@ -82,10 +82,10 @@ def cached_filter(
     **filter_kwargs: Any,
 ) -> Any:
     """``dataset.filter(function, **filter_kwargs)``, run only if it is not stored: see `cached_map`."""
-    return _cached("filter", dataset, function, store, fingerprint, codec, filter_kwargs)
+    return _run_cached("filter", dataset, function, store, fingerprint, codec, filter_kwargs)
 
 
-def _cached(
+def _run_cached(
     kind: str,
     dataset: Any,
     function: Any,
@@ -98,7 +98,7 @@ def _cached(
     store = step_runner.store_or_default(store)
     if isinstance(dataset, datasets.DatasetDict):
         parts = {
-            split: _cached(kind, part, function, store, fingerprint, codec, given)
+            split: _run_cached(kind, part, function, store, fingerprint, codec, given)
             for split, part in dataset.items()
         }
         return datasets.DatasetDict(parts)

@@ -145,7 +145,7 @@ class Pipeline:
         done, reason = 0, "nothing is kept, so every step runs"
         if self.use_checkpoint:
             checkpoint = Checkpoint(self.store, self.name, self.codec)
-            done, reason = checkpoint.done(
+            done, reason = checkpoint.count_done(
                 _source_fingerprint(planned), [step.identity() for step in planned]
             )
         return [make_explanation(step, [] if step.number < done else [reason]) for step in planned]
@@ -257,7 +257,7 @@ class _Run:
 
         def make(file: Path) -> datasets.Dataset:
             self._files.add(file)
-            count = self._meter.counter(number, len(dataset))
+            count = self._meter.make_counter(number, len(dataset))
             return step.run(dataset, RunOptions(self._pipeline.num_proc, str(file), count, fingerprint))
 
         return make
@@ -349,11 +349,11 @@ class _Run:
             elif isinstance(self._dataset, LazyDataset):
                 self._dataset = self._dataset.read()
             rows = list(found.rows) or [len(self._dataset)]
-            if found.done < len(planned):
+            if found.steps_done < len(planned):
                 pipeline.warn_of_space(self._dataset, [])
                 if found.packed:  # the next step would read a copy then: that copy becomes the checkpoint
-                    checkpoint.save(self._dataset, source, marks[: found.done], rows)
-            for step in planned[found.done :]:
+                    checkpoint.save(self._dataset, source, marks[: found.steps_done], rows)
+            for step in planned[found.steps_done :]:
                 report = self._run_step(step.number, fingerprint_of_key(step.key))
                 rows.append(len(self._dataset))
                 last = step.number + 1 == len(planned)

@@ -32,7 +32,7 @@ class ProgressMeter:
         rows = report.rows_in or 0
         self._report(number, rows, rows, report)
 
-    def counter(self, number: int, rows: int) -> Callable[[int], None] | None:
+    def make_counter(self, number: int, rows: int) -> Callable[[int], None] | None:
         """A function to call with the rows done since the last call; None if there is no callback."""
         if self._callback is None:
             return None

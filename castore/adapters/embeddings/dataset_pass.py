@@ -147,7 +147,7 @@ class DatasetPass:
             index = None
             if self.index is not None:
                 index = stack.enter_context(self.index.filling(_select_values, batch_size=batch_size))
-            for numbers, batch, keys in self._batches(todo, batch_size, num_workers):
+            for numbers, batch, keys in self._read_batches(todo, batch_size, num_workers):
                 size = len(numbers)
                 for source, filling in zip(self.encoders, fillings, strict=True):
                     for call in range(len(source.calls)):
@@ -169,7 +169,7 @@ class DatasetPass:
         values = {} if self.rest is None else self.rest.take(batch)
         return values | {key_leaf_name(*place): found for place, found in keys.items()}
 
-    def _batches(
+    def _read_batches(
         self, todo: list[int] | None, batch_size: int, num_workers: int
     ) -> Iterator[tuple[Any, Any, Any]]:
         loader = self.loader

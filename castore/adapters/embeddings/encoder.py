@@ -126,7 +126,7 @@ class CachedEncoder(nn.Module):
         """The embeddings of a batch, as the encoder returns them."""
         keys = next((value for value in (*args, *kwargs.values()) if isinstance(value, Keys)), None)
         if keys is not None:
-            return self._padded(self._look_up(keys.column(self.column)), kwargs)
+            return self._pad(self._look_up(keys.column(self.column)), kwargs)
         if self.config.type_of(self.name) is CacheType.NONE or any(
             tensor.requires_grad for tensor in list_tensors([*args, *kwargs.values()])
         ):
@@ -158,7 +158,7 @@ class CachedEncoder(nn.Module):
             else remove_padding(outputs, get_mask(kwargs, self._mask, self.name))
         )
 
-    def _padded(self, outputs: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _pad(self, outputs: Any, kwargs: Mapping[str, Any]) -> Any:
         return (
             outputs if self._mask is None else add_padding(outputs, get_mask(kwargs, self._mask, self.name))
         )
@@ -207,7 +207,7 @@ class CachedEncoder(nn.Module):
             self.memo.fill(keys, range(count), encode, batch_size=count)
             rows = self.memo.rows(keys)
         device = self._device(_CPU)
-        found = self._padded(self.memo.take(rows), kwargs)
+        found = self._pad(self.memo.take(rows), kwargs)
         return found if device == _CPU else map_tensors(found, lambda tensor: tensor.to(device))
 
     def _warn_uncached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

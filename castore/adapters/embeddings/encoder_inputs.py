@@ -91,7 +91,7 @@ def encoder_names(model: nn.Module, encoders: Any) -> list[str]:
                 raise InvalidValueError(
                     f"encoders holds a {type(name).__name__}; give names: {', '.join(map(repr, children))}"
                 )
-            if _get(model, name) is None:
+            if get_encoder(model, name) is None:
                 check_name_among(name, children, f"encoders names {name!r}")
         return names
     reasons = []
@@ -140,15 +140,11 @@ def find_calls(
 def set_encoder(model: nn.Module, name: str, value: Any) -> None:
     """Put a value in the place of an encoder."""
     parent, _, last = name.rpartition(".")
-    setattr(_get(model, parent) if parent else model, last, value)
+    setattr(get_encoder(model, parent) if parent else model, last, value)
 
 
-def get_encoder(model: nn.Module, name: str) -> Any:
-    """The value in the place of an encoder, which may be a CachedEncoder."""
-    return _get(model, name)
-
-
-def _get(model: Any, name: str) -> Any:
+def get_encoder(model: Any, name: str) -> Any:
+    """The value in the place of an encoder, which may be a CachedEncoder; None if there is none."""
     for part in name.split("."):
         model = getattr(model, part, None)
     return model

@@ -121,12 +121,12 @@ def cache_loaders(
         place = open_store(store, config)
         stand_ins = _make_stand_ins(model, names, config, place)
         plans = [
-            _LoaderPlan.of(stand_ins, encoders, config, place, role, loader)
+            _LoaderPlan.make(stand_ins, encoders, config, place, role, loader)
             for role, loader in loaders.items()
         ]
         for plan in plans:
             plan.fill(stand_ins, config, progress)
-        changed = {plan.role: plan.loader(stand_ins, config) for plan in plans}
+        changed = {plan.role: plan.make_loader(stand_ins, config) for plan in plans}
     for name, stand_in in stand_ins.items():
         set_encoder(model, name, stand_in)
     return changed
@@ -204,7 +204,7 @@ class _LoaderPlan:
     seen: list[list[Any]]
 
     @classmethod
-    def of(
+    def make(
         cls,
         stand_ins: Mapping[str, CachedEncoder],
         encoders: Any,
@@ -258,7 +258,7 @@ class _LoaderPlan:
             progress=progress,
         )
 
-    def loader(self, stand_ins: Mapping[str, CachedEncoder], config: CacheConfig) -> DataLoader[Any]:
+    def make_loader(self, stand_ins: Mapping[str, CachedEncoder], config: CacheConfig) -> DataLoader[Any]:
         """The loader to train with."""
         is_stream = isinstance(self.raw.dataset, IterableDataset)
         if is_stream:
