@@ -188,7 +188,7 @@ def test_nothing_is_suggested_for_what_is_not_near(name: str) -> None:
     with pytest.raises(InvalidValueError) as caught:
         registry.find_operator(name)
     assert "did you mean" not in str(caught.value)
-    assert "where py-data-juicer is installed" in str(caught.value)
+    assert "install py-data-juicer" in str(caught.value)
 
 
 # Several sources
@@ -251,8 +251,8 @@ def test_sources_that_make_no_sense_are_errors(values: dict[str, Any], message: 
 def test_a_path_that_is_no_path_of_this_machine_is_refused(tmp_path: Path) -> None:
     [a, _, _] = _sources(tmp_path)
     for source, result, message in (
-        ("s3://bucket/a.jsonl", str(tmp_path / "out.jsonl"), "dataset_path 's3://bucket/a.jsonl' is no path"),
-        (a, "s3://bucket/out.jsonl", "export_path 's3://bucket/out.jsonl' is no path"),
+        ("s3://bucket/a.jsonl", str(tmp_path / "out.jsonl"), "dataset_path 's3://bucket/a.jsonl' is not a local path"),
+        (a, "s3://bucket/out.jsonl", "export_path 's3://bucket/out.jsonl' is not a local path"),
     ):
         text = yaml.safe_dump({"dataset_path": source, "export_path": result, "process": []})
         with pytest.raises(InvalidValueError, match=message):
@@ -355,7 +355,7 @@ def test_no_text_is_too_odd_for_the_new_operators(text: str) -> None:
     ("name", "parameters", "message"),
     [
         ("stopwords_filter", {"stopwords_dir": "nowhere"},
-         r"there is no \*stopwords\*.json in 'nowhere'; name a folder"),
+         r"there is no \*stopwords\*.json in 'nowhere'; set stopwords_dir to a folder"),
         ("flagged_words_filter", {"lang": "xx"}, "have no language 'xx'; they have de, en, zh"),
         ("fix_unicode_mapper", {"normalization": "NFX"}, "'NFX' is not one of NFC, NFKC, NFD, NFKD"),
         ("document_simhash_deduplicator", {"num_blocks": 4},
