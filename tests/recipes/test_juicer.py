@@ -251,7 +251,11 @@ def test_sources_that_make_no_sense_are_errors(values: dict[str, Any], message: 
 def test_a_path_that_is_no_path_of_this_machine_is_refused(tmp_path: Path) -> None:
     [a, _, _] = _sources(tmp_path)
     for source, result, message in (
-        ("s3://bucket/a.jsonl", str(tmp_path / "out.jsonl"), "dataset_path 's3://bucket/a.jsonl' is not a local path"),
+        (
+            "s3://bucket/a.jsonl",
+            str(tmp_path / "out.jsonl"),
+            "dataset_path 's3://bucket/a.jsonl' is not a local path",
+        ),
         (a, "s3://bucket/out.jsonl", "export_path 's3://bucket/out.jsonl' is not a local path"),
     ):
         text = yaml.safe_dump({"dataset_path": source, "export_path": result, "process": []})
