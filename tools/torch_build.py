@@ -1,6 +1,7 @@
-"""Which build of torch pip would install: prints "cpu", or in words why it would be none or another one.
+"""The build of torch that pip would install: prints "cpu", or the reason why pip would install none or
+another.
 
-Run by tools/setup.sh with the Python of the environment. Arguments are handed on to pip. Installs nothing.
+Run by tools/setup.sh with the Python of the environment. Passes its arguments on to pip. Installs nothing.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import subprocess
 import sys
 from typing import Any
 
-# What only builds for a GPU need.
+# Packages that only builds for a GPU need.
 _OF_GPU = re.compile("nvidia|cuda|triton|pytorch-triton")
 
 
 def torch_build(options: list[str]) -> str:
-    """See the module. A torch that is installed already counts as "cpu": somebody wanted it."""
+    """See the module. An installed torch counts as "cpu", since somebody chose it."""
     ask = [
         "install",
         "--dry-run",
@@ -45,7 +46,7 @@ def torch_build(options: list[str]) -> str:
 
 
 def _is_of_gpu(requirement: str) -> bool:
-    """Whether a requirement is one that counts on this machine, of a package for GPUs."""
+    """Whether a requirement applies to this machine and names a package for GPUs."""
     from pip._vendor.packaging.requirements import Requirement
 
     wanted = Requirement(requirement)

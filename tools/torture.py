@@ -34,20 +34,20 @@ class Figures:
         if report.skipped:
             return
         name = report.nodeid.rpartition("::")[2]
-        told = [str(value) for key, value in report.user_properties if key == "figure"]
+        figures = [str(value) for key, value in report.user_properties if key == "figure"]
         if report.failed:
-            told.append("**failed**" if report.when == "call" else f"**failed** in its {report.when}")
-        if told and (report.when == "call" or report.failed):
-            write(self._page, name, "; ".join(told), self._on)
+            figures.append("**failed**" if report.when == "call" else f"**failed** in its {report.when}")
+        if figures and (report.when == "call" or report.failed):
+            write(self._page, name, "; ".join(figures), self._on)
 
 
-def write(page: Path, name: str, told: str, on: str) -> None:
+def write(page: Path, name: str, figures: str, on: str) -> None:
     """Put a row into the page's table, in place of that test's earlier row."""
     text = page.read_text()
     found = _BLOCK.search(text)
     assert found is not None, f"{page} has lost its markers"
     rows = dict(re.findall(r"^\| `(.*?)` (\|.*\|)$", found[0], re.MULTILINE))
-    rows[name] = f"| {told.replace('|', '/')} | {on} |"
+    rows[name] = f"| {figures.replace('|', '/')} | {on} |"
     table = _HEAD + "".join(f"| `{name}` {rest}\n" for name, rest in sorted(rows.items()))
     page.write_text(text[: found.start()] + table + text[found.end() :])
 

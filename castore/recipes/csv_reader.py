@@ -22,7 +22,7 @@ from datasets.packaged_modules.csv import csv as upstream
 
 # By the types that pandas finds in the pieces of a column: one type for pandas, and one for Arrow. All other
 # combinations are text.
-_UNIONS = {
+_COLUMN_TYPES = {
     frozenset[str](): ("Float64", pa.float64()),  # all cells are empty
     frozenset({"Int64"}): ("Int64", pa.int64()),
     frozenset({"UInt64"}): ("UInt64", pa.uint64()),
@@ -52,10 +52,10 @@ class CsvReader(upstream.Csv):  # type: ignore[misc]
         self, base_files: list[str], files_iterables: list[Iterable[str]]
     ) -> Iterator[tuple[Key, pa.Table]]:
         shards = [[*files] for files in files_iterables]
-        types = self._types([file for files in shards for file in files])
+        types = self._infer_types([file for files in shards for file in files])
         for_pandas = {column: name for column, (name, _) in types.items()}
         for shard, files in enumerate(shards):
-            for number, piece in enumerate(self._pieces(files, dtype=for_pandas)):
+            for number, piece in enumerate(self._read_pieces(files, dtype=for_pandas)):
                 table = pa.Table.from_pandas(piece)
                 fields = [
                     field.with_type(types[field.name][1]) if field.name in types else field
@@ -63,15 +63,15 @@ class CsvReader(upstream.Csv):  # type: ignore[misc]
                 ]
                 yield Key(shard, number), table.cast(pa.schema(fields, table.schema.metadata))
 
-    def _types(self, files: list[str]) -> dict[str, tuple[str, pa.DataType]]:
+    def _infer_types(self, files: list[str]) -> dict[str, tuple[str, pa.DataType]]:
         """The type of each column, for pandas and for Arrow."""
         found: dict[str, set[str]] = defaultdict(set)
-        for piece in self._pieces(files, dtype_backend="numpy_nullable"):
+        for piece in self._read_pieces(files, dtype_backend="numpy_nullable"):
             for column, values in piece.items():
                 found[column] |= {str(values.dtype)} if values.notna().any() else set()
-        return {column: _UNIONS.get(frozenset(names), _TEXT) for column, names in found.items()}
+        return {column: _COLUMN_TYPES.get(frozenset(names), _TEXT) for column, names in found.items()}
 
-    def _pieces(self, files: list[str], **options: Any) -> Iterator[pd.DataFrame]:
+    def _read_pieces(self, files: list[str], **options: Any) -> Iterator[pd.DataFrame]:
         # With low_memory, pandas would infer types from parts of a piece.
         options = {**self.config.pd_read_csv_kwargs, "low_memory": False, **options}
         for file in files:

@@ -26,11 +26,11 @@ from castore.system.sql_errors import is_full
 
 _OWN_COLUMNS = "__dj__"
 _STATISTICS = ("__dj__stats__", "__dj__meta__")
-_ROWS = 1000
-_SAVED = ("state.json", "dataset_dict.json")
+_BATCH_ROWS = 1000
+_DATASET_FILES = ("state.json", "dataset_dict.json")
 
 
-def check(path: str | os.PathLike[str], *, keep_stats: bool = False) -> None:
+def check_path(path: str | os.PathLike[str], *, keep_stats: bool = False) -> None:
     """Check that a dataset, perhaps with statistics, can be written there, before hours are spent on it.
 
     Raises:
@@ -39,26 +39,25 @@ def check(path: str | os.PathLike[str], *, keep_stats: bool = False) -> None:
     """
     if "://" in os.fspath(path):
         raise InvalidValueError(
-            f"export_path {os.fspath(path)!r} is no path of this machine; write to a file, and upload that"
+            f"export_path {os.fspath(path)!r} is not a local path; export to a file, and upload that file"
         )
     place = Path(path)
     if place.suffix.lower() not in _WRITERS:
         raise InvalidValueError(
-            f"export_path {os.fspath(path)!r} ends in {place.suffix!r}; write to "
-            f"{', '.join(filter(None, _WRITERS))}, "
-            "or to a folder (no ending)"
+            f"export_path {os.fspath(path)!r} has the unknown ending {place.suffix!r}; use "
+            f"{', '.join(filter(None, _WRITERS))}, or a folder (no ending)"
         )
     if keep_stats and place.suffix.lower() == ".csv":
         raise InvalidValueError(
-            "keep_stats_in_res_ds: true is not for .csv, which has no place for a map; use .jsonl"
+            "keep_stats_in_res_ds: true is not supported for .csv, which cannot hold maps; use .jsonl"
         )
     if place.suffix and place.is_dir():
         raise InvalidValueError(
             f"export_path {os.fspath(path)!r} is a folder; remove it, or choose another name"
         )
-    if not place.suffix and place.exists() and not _replaceable(place):
+    if not place.suffix and place.exists() and not _is_replaceable(place):
         raise InvalidValueError(
-            f"export_path {os.fspath(path)!r} exists and is no folder of save_to_disk; choose another name"
+            f"export_path {os.fspath(path)!r} exists and is not a folder of save_to_disk; choose another name"
         )
 
 
@@ -89,9 +88,9 @@ def check_apart(path: str | os.PathLike[str], files: Iterable[str]) -> None:
             )
 
 
-def _replaceable(folder: Path) -> bool:
+def _is_replaceable(folder: Path) -> bool:
     return folder.is_dir() and (
-        not any(folder.iterdir()) or any((folder / name).is_file() for name in _SAVED)
+        not any(folder.iterdir()) or any((folder / name).is_file() for name in _DATASET_FILES)
     )
 
 
@@ -114,23 +113,23 @@ def export(
         Bytes written.
 
     Raises:
-        InvalidValueError: see `check`; or a value has no JSON form.
+        InvalidValueError: see `check_path`; or a value has no JSON form.
         FullError: the disk is full.
     """
-    check(path, keep_stats=keep_stats)
+    check_path(path, keep_stats=keep_stats)
     place = Path(os.path.abspath(path))
     kept = _STATISTICS if keep_stats else ()
     plain = dataset.remove_columns(
         [name for name in dataset.column_names if name.startswith(_OWN_COLUMNS) and name not in kept]
     )
-    with quiet(), _full_disks(place):
+    with quiet(), _reporting_full_disk(place):
         place.parent.mkdir(parents=True, exist_ok=True)
         # The name is hidden and unique, so that two exports to one place do not write into one another.
         temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex[:12]}.part")
         try:
-            with _refusals(path):
-                _WRITERS[place.suffix.lower()](plain, temporary, progress or _nothing)
-            size = _size(temporary)
+            with _reporting_failures(path):
+                _WRITERS[place.suffix.lower()](plain, temporary, progress or _ignore_rows)
+            size = _size_on_disk(temporary)
             _replace(temporary, place)
         except BaseException:
             _remove(temporary)
@@ -138,12 +137,12 @@ def export(
     return size
 
 
-def _nothing(rows: int) -> None:
+def _ignore_rows(rows: int) -> None:
     pass
 
 
 @contextlib.contextmanager
-def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
+def _reporting_failures(path: str | os.PathLike[str]) -> Iterator[None]:
     """Make a writer's errors say that the export failed, and not a step."""
     try:
         yield
@@ -152,14 +151,13 @@ def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
     except Exception as error:  # Arrow and the datasets library raise many types
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise InvalidValueError(
-            f"the result cannot be written to export_path {os.fspath(path)!r}: {what[:300]}; export to "
-            "another kind of file,"
-            " all steps are kept"
+            f"the result cannot be written to export_path {os.fspath(path)!r}: {what[:300]}; export "
+            "in another format: the results of all steps are in the store"
         ) from error
 
 
 @contextlib.contextmanager
-def _full_disks(place: Path) -> Iterator[None]:
+def _reporting_full_disk(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -188,51 +186,53 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _size(path: Path) -> int:
+def _size_on_disk(path: Path) -> int:
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _rows(dataset: datasets.Dataset, done: Callable[[int], object]) -> Iterator[dict[str, Any]]:
+def _read_rows(dataset: datasets.Dataset, done: Callable[[int], object]) -> Iterator[dict[str, Any]]:
     # Read from Arrow, not through pandas, which turns integers with a gap among them into floats.
     if not len(dataset):
         return
-    for table in dataset.with_format("arrow").iter(batch_size=_ROWS):
+    for table in dataset.with_format("arrow").iter(batch_size=_BATCH_ROWS):
         # Arrow holds JSON without a fixed type as text.
         yield from map(dataset.features.decode_example, table.to_pylist())
         done(table.num_rows)
 
 
-def _plain(value: object) -> object:
+def _to_json(value: object) -> object:
     if isinstance(value, dt.datetime | dt.date | dt.time):
         return value.isoformat()
-    raise InvalidValueError(f"{type(value).__name__} has no JSON; export to .parquet or to a folder")
+    raise InvalidValueError(
+        f"JSON has no form for a value of type {type(value).__name__}; export to .parquet or to a folder"
+    )
 
 
-def _line(row: dict[str, Any]) -> bytes:
+def _to_line(row: dict[str, Any]) -> bytes:
     # Half of a surrogate pair has no UTF-8; its escape comes back unchanged.
-    text = json.dumps(row, ensure_ascii=False, default=_plain)
+    text = json.dumps(row, ensure_ascii=False, default=_to_json)
     try:
         return text.encode()
     except UnicodeEncodeError:
-        return json.dumps(row, default=_plain).encode()
+        return json.dumps(row, default=_to_json).encode()
 
 
 def _write_jsonl(dataset: datasets.Dataset, path: Path, done: Callable[[int], object]) -> None:
     with path.open("wb") as file:
-        for row in _rows(dataset, done):
-            file.write(_line(row) + b"\n")
-        _settle(file)
+        for row in _read_rows(dataset, done):
+            file.write(_to_line(row) + b"\n")
+        _sync(file)
 
 
 def _write_json(dataset: datasets.Dataset, path: Path, done: Callable[[int], object]) -> None:
     with path.open("wb") as file:
         before = b"[\n"
-        for row in _rows(dataset, done):
-            file.write(before + _line(row))
+        for row in _read_rows(dataset, done):
+            file.write(before + _to_line(row))
             before = b",\n"
         file.write((b"[" if before == b"[\n" else b"\n") + b"]\n")
-        _settle(file)
+        _sync(file)
 
 
 def _write_csv(dataset: datasets.Dataset, path: Path, done: Callable[[int], object]) -> None:
@@ -241,14 +241,13 @@ def _write_csv(dataset: datasets.Dataset, path: Path, done: Callable[[int], obje
     for column in dataset.features.arrow_schema:
         if pa.types.is_nested(column.type):
             raise InvalidValueError(
-                f"column {column.name!r} is of type {column.type}, for which a .csv has no place; export to "
-                ".jsonl, .parquet or a"
-                " folder, or have a step make text of it"
+                f"column {column.name!r} is of type {column.type}, which .csv cannot hold; export to .jsonl, "
+                ".parquet or a folder, or convert the column to text in a step"
             )
     # Use a file of Python's: a CSVWriter's own file stays open if closing it failed, as on a full disk.
     with open(path, "wb") as file, pyarrow.csv.CSVWriter(file, dataset.features.arrow_schema) as writer:
         if len(dataset):
-            for table in dataset.with_format("arrow").iter(batch_size=_ROWS):
+            for table in dataset.with_format("arrow").iter(batch_size=_BATCH_ROWS):
                 writer.write_table(table)
                 done(table.num_rows)
 
@@ -262,7 +261,7 @@ def _write_parquet(dataset: datasets.Dataset, path: Path, done: Callable[[int], 
         str(path), dataset.features.arrow_schema, compression="zstd"
     ) as writer:
         if len(dataset):
-            for table in dataset.with_format("arrow").iter(batch_size=_ROWS):
+            for table in dataset.with_format("arrow").iter(batch_size=_BATCH_ROWS):
                 writer.write_table(embed_table_storage(table.cast(dataset.features.arrow_schema)))
                 done(table.num_rows)
     with path.open("rb") as file:
@@ -274,7 +273,7 @@ def _write_folder(dataset: datasets.Dataset, path: Path, done: Callable[[int], o
     done(len(dataset))
 
 
-def _settle(file: BinaryIO) -> None:
+def _sync(file: BinaryIO) -> None:
     """Sync the bytes to disk before the rename: a power cut leaves the old file or the new one."""
     file.flush()
     os.fsync(file.fileno())

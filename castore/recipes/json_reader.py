@@ -20,26 +20,26 @@ from datasets.packaged_modules.json import json as upstream
 def read_json(file: io.BytesIO, read_options: Any) -> pa.Table:
     """The rows of JSON lines; read a second time if the first reading found timestamps."""
     table = pyarrow.json.read_json(file, read_options=read_options)
-    told = pa.schema([pa.field(field.name, _untimed(field.type)) for field in table.schema])
-    if told.equals(table.schema):
+    schema = pa.schema([pa.field(field.name, _without_timestamps(field.type)) for field in table.schema])
+    if schema.equals(table.schema):
         return table
     file.seek(0)
-    parse_options = pyarrow.json.ParseOptions(explicit_schema=told)
+    parse_options = pyarrow.json.ParseOptions(explicit_schema=schema)
     return pyarrow.json.read_json(file, read_options=read_options, parse_options=parse_options)
 
 
-def _untimed(kind: pa.DataType) -> pa.DataType:
+def _without_timestamps(kind: pa.DataType) -> pa.DataType:
     """A type that Arrow inferred from JSON, with strings in place of timestamps."""
     if pa.types.is_timestamp(kind):
         return pa.string()
     if pa.types.is_list(kind):
-        return pa.list_(_untimed(kind.value_type))
+        return pa.list_(_without_timestamps(kind.value_type))
     if pa.types.is_struct(kind):
-        return pa.struct([pa.field(field.name, _untimed(field.type)) for field in kind])
+        return pa.struct([pa.field(field.name, _without_timestamps(field.type)) for field in kind])
     return kind
 
 
-class _Arrow:
+class _ArrowJson:
     """Stands in for the module `pyarrow.json`."""
 
     ReadOptions = pyarrow.json.ReadOptions
@@ -48,8 +48,8 @@ class _Arrow:
 
 # The function of `datasets` finds these values under its module's names. Other readers keep the module
 # unchanged.
-_NAMES = {
-    "paj": _Arrow,
+_REPLACED_NAMES = {
+    "paj": _ArrowJson,
     # For files that are not JSON lines. pandas would take dates by the names of columns, and numbers for
     # strings of digits.
     "pandas_read_json": partial(
@@ -76,5 +76,7 @@ class JsonReader(upstream.Json):  # type: ignore[misc]
     def _generate_tables(self, *args: Any, **keywords: Any) -> Any:
         theirs = upstream.Json._generate_tables
         # Only now: `datasets` replaces `open` in its module when a builder is made.
-        ours = FunctionType(theirs.__code__, {**vars(upstream), **_NAMES}, argdefs=theirs.__defaults__)
+        ours = FunctionType(
+            theirs.__code__, {**vars(upstream), **_REPLACED_NAMES}, argdefs=theirs.__defaults__
+        )
         return ours(self, *args, **keywords)

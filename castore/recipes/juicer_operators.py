@@ -20,33 +20,34 @@ from castore.errors import CastoreError
 _PACKAGE = "data_juicer"
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     """Whether the library is installed; the check does not import it.
 
-    >>> isinstance(installed(), bool)
+    >>> isinstance(is_installed(), bool)
     True
     """
     return _PACKAGE in sys.modules or importlib.util.find_spec(_PACKAGE) is not None
 
 
 @functools.lru_cache(maxsize=1)
-def operators() -> dict[str, type]:
+def load_operators() -> dict[str, type]:
     """All operators of the library by name; empty if the library is not installed.
 
     Raises:
         CastoreError: the library is installed, and cannot be imported.
     """
-    if not installed():
+    if not is_installed():
         return {}
     try:
         return dict(import_module(f"{_PACKAGE}.ops").OPERATORS.modules)
     except Exception as error:  # importing a heap of optional libraries may raise anything
         raise CastoreError(
-            f"cannot import py-data-juicer for its operators: {type(error).__name__}: {error}{_checkout()}"
+            f"cannot import py-data-juicer for its operators: {type(error).__name__}: "
+            f"{error}{_checkout_advice()}"
         ) from error
 
 
-def _checkout() -> str:
+def _checkout_advice() -> str:
     """Advice where Python finds the library in a folder that was never installed; "" where it was."""
     if importlib.metadata.packages_distributions().get(_PACKAGE):
         return ""
@@ -60,7 +61,7 @@ def _checkout() -> str:
     )
 
 
-def parameters(target: Any) -> dict[str, inspect.Parameter] | None:
+def find_parameters(target: Any) -> dict[str, inspect.Parameter] | None:
     """The parameters that a class of the library's operators takes by name; None for any other class, and for
     old releases of the library.
 
@@ -72,14 +73,14 @@ def parameters(target: Any) -> dict[str, inspect.Parameter] | None:
     shared = getattr(target, "_BASE_PARAMS", None)
     if shared is None:
         return None
-    known = {name: _optional(name) for name in shared}
+    known = {name: _optional_parameter(name) for name in shared}
     for cls in reversed(target.__mro__):
         own = inspect.signature(vars(cls)["__init__"]).parameters if "__init__" in vars(cls) else {}
         named = {name: p for name, p in own.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        known |= named if cls is target else {name: _optional(name) for name in named}
+        known |= named if cls is target else {name: _optional_parameter(name) for name in named}
     known.pop("self", None)
     return known
 
 
-def _optional(name: str) -> inspect.Parameter:
+def _optional_parameter(name: str) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)

@@ -17,7 +17,7 @@ import numpy as np
 from castore.errors import InvalidValueError
 from castore.keys.encoder import key
 from castore.recipes import sources
-from castore.recipes.sources import Source, Telling
+from castore.recipes.sources import FileIdentity, Source
 from castore.store import Store
 
 _SEED = 42
@@ -47,7 +47,7 @@ class Mixture(NamedTuple):
         return sum(part.size for part in self.parts)
 
 
-def mixed(parts: Sequence[tuple[str, float]], limit: int | None) -> Source | Mixture:
+def find_sources(parts: Sequence[tuple[str, float]], limit: int | None) -> Source | Mixture:
     """The files of paths with weights.
 
     Raises:
@@ -59,13 +59,13 @@ def mixed(parts: Sequence[tuple[str, float]], limit: int | None) -> Source | Mix
     return Mixture(found, tuple(weight for _, weight in parts), limit)
 
 
-def identify(source: Source | Mixture, store: Store | None, telling: Telling = "content") -> str:
+def identify(source: Source | Mixture, store: Store | None, identity: FileIdentity = "content") -> str:
     """A key for a source or a mixture; see `castore.recipes.sources.identify`."""
     if isinstance(source, Source):
-        return sources.identify(source, store, telling)
-    parts = [sources.identify(part, store, telling) for part in source.parts]
+        return sources.identify(source, store, identity)
+    parts = [sources.identify(part, store, identity) for part in source.parts]
     # Without a limit all rows are taken, whatever the weights are.
-    drawn = None if source.limit is None else [source.limit, list(_shares(source)), np.__version__]
+    drawn = None if source.limit is None else [source.limit, list(_sample_counts(source)), np.__version__]
     return key(["mixture", parts, drawn])
 
 
@@ -73,9 +73,9 @@ def read(source: Source | Mixture, folder: str | os.PathLike[str]) -> datasets.D
     """The dataset of a source or a mixture; see `castore.recipes.sources.read`."""
     if isinstance(source, Source):
         return sources.read(source, folder)
-    shares = [None] * len(source.parts) if source.limit is None else _shares(source)
+    shares = [None] * len(source.parts) if source.limit is None else _sample_counts(source)
     drawn = [
-        _drawn(sources.read(part, folder), share, part)
+        _draw(sources.read(part, folder), share, part)
         for part, share in zip(source.parts, shares, strict=True)
         if share != 0
     ]
@@ -83,21 +83,24 @@ def read(source: Source | Mixture, folder: str | os.PathLike[str]) -> datasets.D
         return datasets.concatenate_datasets(drawn)
     except ValueError as error:  # columns of one name and two types
         raise InvalidValueError(
-            f"the sources of dataset do not go together: {' '.join(str(error).split())}"
+            f"the sources of dataset cannot be joined: {' '.join(str(error).split())}; give their columns "
+            "the same types"
         ) from error
 
 
-def _shares(mixture: Mixture) -> list[int]:
+def _sample_counts(mixture: Mixture) -> list[int]:
     assert mixture.limit is not None
     total = sum(mixture.weights)
     return [min(mixture.limit, math.ceil(mixture.limit * weight / total)) for weight in mixture.weights]
 
 
-def _drawn(dataset: datasets.Dataset, count: int | None, source: Source) -> datasets.Dataset:
+def _draw(dataset: datasets.Dataset, count: int | None, source: Source) -> datasets.Dataset:
     if count is None or count == len(dataset):
         return dataset
     if not len(dataset):
-        raise InvalidValueError(f"{source.path!r} has no rows, and {count} are to be drawn from it")
+        raise InvalidValueError(
+            f"{source.path!r} has no rows, and {count} are to be drawn from it; remove this source"
+        )
     # A larger count than the rows that exist repeats all of them.
     order = np.random.default_rng(_SEED).permutation(len(dataset))
     return dataset.select(order[np.arange(count) % len(dataset)])

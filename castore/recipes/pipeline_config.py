@@ -15,7 +15,7 @@ from typing import Any, Literal
 from datasets import Dataset
 
 from castore.adapters.datasets import Pipeline, PipelineResult, Progress
-from castore.adapters.datasets.ram_results import RememberingPipeline, Results
+from castore.adapters.datasets.ram_results import RamPipeline, RamResults
 from castore.errors import InvalidValueError
 from castore.recipes import registry, sources
 from castore.recipes.quiet import quiet
@@ -28,7 +28,7 @@ CacheType = Literal["memory", "disk", "hierarchical"]
 HashFn = Literal["content", "path", "combined"]
 
 
-class _Checked:
+class _CheckedFields:
     """Checks that fields have the types of their annotations."""
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class _Checked:
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheStageConfig(_Checked):
+class CacheStageConfig(_CheckedFields):
     """Settings of the cache for a pipeline's steps.
 
     Attributes:
@@ -68,7 +68,7 @@ class CacheStageConfig(_Checked):
     hash_fn: HashFn = "combined"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cache_dir", _path(self.cache_dir))
+        object.__setattr__(self, "cache_dir", _to_text(self.cache_dir))
         super().__post_init__()
         if self.memory_cache_size < 1:
             raise InvalidValueError(
@@ -83,7 +83,7 @@ class CacheStageConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class DatasetConfig(_Checked):
+class DatasetConfig(_CheckedFields):
     """One dataset of a pipeline.
 
     Attributes:
@@ -100,9 +100,9 @@ class DatasetConfig(_Checked):
     cache_enabled: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cache_path", _path(self.cache_path))
+        object.__setattr__(self, "cache_path", _to_text(self.cache_path))
         files = self.data_files
-        plain = [_path(item) for item in files] if isinstance(files, list | tuple) else _path(files)
+        plain = [_to_text(item) for item in files] if isinstance(files, list | tuple) else _to_text(files)
         object.__setattr__(self, "data_files", plain)
         super().__post_init__()
         if not self.data_files:
@@ -125,7 +125,7 @@ class PipelineConfig:
 
     datasets: Sequence[DatasetConfig | str | os.PathLike[str] | Dataset]
     cache: CacheStageConfig = dataclasses.field(default_factory=CacheStageConfig)
-    _results: Results = dataclasses.field(init=False, repr=False, compare=False)
+    _results: RamResults = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.cache, CacheStageConfig):
@@ -143,7 +143,7 @@ class PipelineConfig:
                     f"not {item!r}"
                 )
         object.__setattr__(self, "datasets", items)
-        object.__setattr__(self, "_results", Results(self.cache.memory_cache_size))
+        object.__setattr__(self, "_results", RamResults(self.cache.memory_cache_size))
 
     def pipeline(self, operators: Sequence[Any], dataset: DatasetConfig | None = None) -> Pipeline:
         """The pipeline with these settings.
@@ -159,9 +159,9 @@ class PipelineConfig:
             "codec": cache.compression,
             "use_cache": enabled and cache.cache_type != "memory",
         }
-        made = [registry.make(*_named(operator)) for operator in operators]
+        made = [registry.make(*_parse_operator(operator)) for operator in operators]
         if enabled and cache.cache_type != "disk":
-            return RememberingPipeline(made, results=self._results, **options)
+            return RamPipeline(made, results=self._results, **options)
         return Pipeline(made, **options)
 
     def _store(self, dataset: DatasetConfig | None) -> Store:
@@ -183,7 +183,7 @@ class PipelineConfig:
                 store,
                 cached=cache.enabled and dataset.cache_enabled and cache.cache_type != "memory",
                 codec=cache.compression,
-                telling=cache.hash_fn,
+                identity=cache.hash_fn,
             )
 
     def run(
@@ -198,12 +198,12 @@ class PipelineConfig:
         return results
 
 
-def _named(operator: Any) -> tuple[Any, dict[str, Any]]:
+def _parse_operator(operator: Any) -> tuple[Any, dict[str, Any]]:
     if isinstance(operator, Mapping) and len(operator) == 1:
         ((name, parameters),) = operator.items()
         return name, dict(parameters or {})
     return operator, {}
 
 
-def _path(value: Any) -> Any:
+def _to_text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -20,14 +20,14 @@ import yaml  # type: ignore[import-untyped]
 from castore.errors import CastoreError, InvalidValueError
 from castore.names import check_name
 from castore.recipes import juicer_keys, registry
-from castore.recipes.value_types import check_type, checked
+from castore.recipes.value_types import check_type, convert_checked
 
 #: Alternative names of keys.
 ALIASES = {"np": "num_proc"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class RecipeStep:
     """One operator of a recipe.
 
     Attributes:
@@ -106,7 +106,7 @@ class Recipe:
         check_name(self.project_name)
         if not self.text_keys:
             raise InvalidValueError("text_keys is empty; name the column of the text")
-        object.__setattr__(self, "process", [_step(item) for item in self.process])
+        object.__setattr__(self, "process", [_parse_step(item) for item in self.process])
 
     @property
     def text_key(self) -> str:
@@ -134,7 +134,7 @@ class Recipe:
             raise InvalidValueError(
                 f"max_sample_num of dataset must be at least 1, not {self.max_sample_num}"
             )
-        return [_part(config) for config in configs]
+        return [_parse_part(config) for config in configs]
 
     @property
     def max_sample_num(self) -> int | None:
@@ -149,13 +149,13 @@ class Recipe:
         """
         made = []
         for step in self.process:
-            with _placed(step.place):
+            with _error_prefix(step.place):
                 made.append(
                     registry.make(
                         step.operator,
                         step.parameters,
                         defaults={"text_key": self.text_key, **self.columns},
-                        theirs_first=self.operators_of == "data-juicer",
+                        juicer_first=self.operators_of == "data-juicer",
                     )
                 )
         return made
@@ -166,11 +166,11 @@ class Recipe:
         return dataclasses.replace(self, **given)
 
 
-_TEXT = "tag:yaml.org,2002:str"
+_STRING_TAG = "tag:yaml.org,2002:str"
 _DERIVED = ("columns", "notes")
 KEYS = [field.name for field in dataclasses.fields(Recipe) if field.name not in _DERIVED]
 #: Keys that name other columns for Data-Juicer's operators.
-COLUMNS = ("image_key", "image_bytes_key", "audio_key", "video_key")
+COLUMN_KEYS = ("image_key", "image_bytes_key", "audio_key", "video_key")
 
 
 def read(path: str | os.PathLike[str]) -> Recipe:
@@ -214,7 +214,7 @@ def parse(text: str, source: str = "recipe") -> Recipe:
     """
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        lines = _lines(node, source)
+        lines = _key_lines(node, source)
         # Parse the text a second time, for values.
         values = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
@@ -224,35 +224,37 @@ def parse(text: str, source: str = "recipe") -> Recipe:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, CastoreError):
             raise
-        raise InvalidValueError(f"{source}: this is no YAML: {_one_line(error)}") from error
-    return _recipe(values, lines, source)
+        raise InvalidValueError(f"{source}: this is not YAML: {_join_lines(error)}") from error
+    return _make_recipe(values, lines, source)
 
 
-def _recipe(values: dict[str, Any], lines: dict[str, list[int]], source: str) -> Recipe:
+def _make_recipe(values: dict[str, Any], lines: dict[str, list[int]], source: str) -> Recipe:
     given: dict[str, Any] = {}
     columns: dict[str, str] = {}
     reasons: dict[str, list[str]] = {}
     hints = typing.get_type_hints(Recipe)
     for name, value in values.items():
         key = ALIASES.get(name, name)
-        with _placed(f"{source}:{lines[name][0]}"):
-            if name in juicer_keys.KEYS:
+        with _error_prefix(f"{source}:{lines[name][0]}"):
+            if name in juicer_keys.JUICER_KEYS:
                 if not (name == "export_type" and str(values.get("export_path")).endswith(f".{value}")):
-                    because = juicer_keys.note(name, value)
-                    reasons.setdefault(because, []).append(name) if because else None
+                    reason = juicer_keys.explain_key(name, value)
+                    reasons.setdefault(reason, []).append(name) if reason else None
                 continue
-            if name in COLUMNS:
+            if name in COLUMN_KEYS:
                 check_type(value, str | None, name)
                 columns |= {} if value is None else {name: value}
                 continue
             if key not in KEYS:
-                known = [*KEYS, *ALIASES, *COLUMNS, *juicer_keys.KEYS]
-                raise InvalidValueError(f"there is no key {name!r}{registry.nearest(str(name), known)}")
+                known = [*KEYS, *ALIASES, *COLUMN_KEYS, *juicer_keys.JUICER_KEYS]
+                raise InvalidValueError(
+                    f"there is no key {name!r}{registry.suggest_nearest(str(name), known)}"
+                )
             if key in given:
-                raise InvalidValueError(f"{name} says again what {key} says; keep one of them")
+                raise InvalidValueError(f"{name} sets {key}, which is set already; keep one of the two")
             if value is None:
                 continue  # as if the key were missing
-            given[key] = checked(value, hints[key], str(name))
+            given[key] = convert_checked(value, hints[key], str(name))
     if "dataset" in given and "dataset_path" in given:
         reasons["dataset_path comes before it"] = ["dataset"]
     if "dataset" in given:
@@ -261,21 +263,19 @@ def _recipe(values: dict[str, Any], lines: dict[str, list[int]], source: str) ->
         if name not in given:
             raise InvalidValueError(f"{source}: the key {name!r} is missing")
     steps = [
-        _step(item, f"{source}:{line}")
+        _parse_step(item, f"{source}:{line}")
         for item, line in zip(given["process"], lines["process"][1:], strict=True)
     ]
-    notes = tuple(
-        f"{', '.join(names)}: without effect, since {because}" for because, names in reasons.items()
-    )
-    with _placed(source):
+    notes = tuple(f"{', '.join(names)}: without effect, since {reason}" for reason, names in reasons.items())
+    with _error_prefix(source):
         return Recipe(**{**given, "process": steps, "columns": columns, "notes": notes})
 
 
-def _part(config: Any) -> tuple[str, float]:
+def _parse_part(config: Any) -> tuple[str, float]:
     """Path and weight in one of the maps of ``dataset``."""
     if not isinstance(config, Mapping):
         raise InvalidValueError(
-            f"an item of configs of dataset is a map like {{path: data.jsonl}}, not {config!r}"
+            f"an item of configs of dataset must be a map like {{path: data.jsonl}}, not {config!r}"
         )
     kind = config.get("type", "local")
     if kind not in ("local", "ondisk"):
@@ -289,14 +289,14 @@ def _part(config: Any) -> tuple[str, float]:
             f"an item of configs of dataset has {', '.join(map(repr, config))}; it takes type: local, a path "
             "and a weight"
         )
-    weight = checked(config.get("weight", 1.0), float, "weight of dataset")
+    weight = convert_checked(config.get("weight", 1.0), float, "weight of dataset")
     if not 0 < weight < float("inf"):
         raise InvalidValueError(f"weight of dataset must be above 0, not {weight!r}")
     check_type(config["path"], str, "path of dataset")
     return config["path"], float(weight)
 
 
-def _lines(node: Any, source: str) -> dict[str, list[int]]:
+def _key_lines(node: Any, source: str) -> dict[str, list[int]]:
     """For each key of the recipe its line, followed by the lines of its list's items.
 
     Raises:
@@ -304,60 +304,59 @@ def _lines(node: Any, source: str) -> dict[str, list[int]]:
     """
     if not isinstance(node, yaml.MappingNode):
         raise InvalidValueError(
-            f"{source}: a recipe is a map of keys and values, like `dataset_path: data.jsonl`"
+            f"{source}: a recipe must be a map of keys and values, like `dataset_path: data.jsonl`"
         )
     found: dict[str, list[int]] = {}
-    for place, name, value in _unique(node, source):
+    for place, name, value in _unique_pairs(node, source):
         found[name] = [place]
         if isinstance(value, yaml.SequenceNode):
             found[name] += [item.start_mark.line + 1 for item in value.value]
             for item in value.value:
-                for _, _, inner in _unique(item, source):
+                for _, _, inner in _unique_pairs(item, source):
                     # The parameters of one operator.
-                    for _ in _unique(inner, source):
+                    for _ in _unique_pairs(inner, source):
                         pass
     return found
 
 
-def _unique(node: Any, source: str) -> Iterator[tuple[int, Any, Any]]:
+def _unique_pairs(node: Any, source: str) -> Iterator[tuple[int, Any, Any]]:
     """Line, key and value of each pair of a map; nothing of other nodes."""
     if not isinstance(node, yaml.MappingNode):
         return
     seen: dict[str, int] = {}
     for key, value in node.value:
         line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode) or key.tag != _TEXT:
+        if not isinstance(key, yaml.ScalarNode) or key.tag != _STRING_TAG:
             shown = f", not {key.value!r}" if isinstance(key, yaml.ScalarNode) else ""
-            raise InvalidValueError(f"{source}:{line}: a key must be a word{shown}; quotes make it one")
+            raise InvalidValueError(f"{source}:{line}: a key must be text{shown}; put it in quotes")
         if key.value in seen:
             raise InvalidValueError(
-                f"{source}:{line}: the key {key.value!r} is there twice; the first is in line "
-                f"{seen[key.value]}"
+                f"{source}:{line}: the key {key.value!r} occurs twice; the first is in line {seen[key.value]}"
             )
         seen[key.value] = line
         yield line, key.value, value
 
 
-def _step(item: Any, place: str = "") -> Step:
-    if isinstance(item, Step):
+def _parse_step(item: Any, place: str = "") -> RecipeStep:
+    if isinstance(item, RecipeStep):
         return item
-    with _placed(place):
+    with _error_prefix(place):
         if isinstance(item, Mapping):
             if len(item) != 1:
                 raise InvalidValueError(
-                    f"each item of process is one operator with its parameters below it, not {len(item)}: "
+                    f"an item of process must be one operator with its parameters below it, not {len(item)}: "
                     f"{', '.join(map(str, item))}"
                 )
             ((name, parameters),) = item.items()
             check_type(name, str, "the name of an operator")
-            check_type(parameters, dict[str, Any] | None, f"what stands below {name}")
-            return Step(name, dict(parameters or {}), place)
+            check_type(parameters, dict[str, Any] | None, f"the value of {name}")
+            return RecipeStep(name, dict(parameters or {}), place)
         if item is None or isinstance(item, bool | int | float | list):
-            raise InvalidValueError(f"an item of process names an operator, and {item!r} does not")
-        return Step(item, {}, place)
+            raise InvalidValueError(f"an item of process must name an operator, not be {item!r}")
+        return RecipeStep(item, {}, place)
 
 
-class _placed:  # noqa: N801 - reads as a statement where it stands
+class _error_prefix:  # noqa: N801 - reads as a statement where it stands
     """Prefixes an error with its place."""
 
     def __init__(self, place: str) -> None:
@@ -371,5 +370,5 @@ class _placed:  # noqa: N801 - reads as a statement where it stands
             raise type(error)(f"{self._place}: {error}") from error
 
 
-def _one_line(error: Exception) -> str:
+def _join_lines(error: Exception) -> str:
     return " ".join(str(error).split())

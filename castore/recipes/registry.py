@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from castore.errors import CastoreError, InvalidValueError
 from castore.recipes import juicer_operators
 from castore.recipes.operators.base import NeedsMoreError
-from castore.recipes.value_types import checked, fits
+from castore.recipes.value_types import convert_checked, fits
 
 T = TypeVar("T")
 
@@ -71,7 +71,10 @@ def register(name: str) -> Callable[[T], T]:
     {'text': 'HEY'}
     """
     if "." in name:
-        raise InvalidValueError(f"{name!r} cannot name an operator: names with a dot are places of code")
+        raise InvalidValueError(
+            f"{name!r} cannot name an operator, since a name with a dot is a dotted path; choose a name "
+            "without one"
+        )
 
     def keep(operator: T) -> T:
         if name in BUILT_IN or _registered.setdefault(name, operator) is not operator:
@@ -81,47 +84,47 @@ def register(name: str) -> Callable[[T], T]:
     return keep
 
 
-def names() -> list[str]:
+def operator_names() -> list[str]:
     """The names of all operators except Data-Juicer's own, sorted."""
     return sorted({*BUILT_IN, *_registered})
 
 
-def find(name: str, *, theirs_first: bool = False) -> Any:
+def find_operator(name: str, *, juicer_first: bool = False) -> Any:
     """The class, function or object that a name or a dotted path stands for.
 
     Args:
         name: the name of an operator, or its dotted path.
-        theirs_first: prefer Data-Juicer's operators to castore's of the same name.
+        juicer_first: prefer Data-Juicer's operators to castore's of the same name.
 
     Raises:
         InvalidValueError: there is no such operator; the message offers the nearest name.
         CastoreError: the operator's module cannot be imported.
     """
     if "." in name:
-        return _at(name)
+        return _import_path(name)
     if name in _registered:
         return _registered[name]
-    if theirs_first and not juicer_operators.installed():
+    if juicer_first and not juicer_operators.is_installed():
         raise InvalidValueError(
             "operators_of: data-juicer needs py-data-juicer, which is not installed; pip install "
             "py-data-juicer"
         )
-    if theirs_first and name in juicer_operators.operators():
-        return juicer_operators.operators()[name]
+    if juicer_first and name in juicer_operators.load_operators():
+        return juicer_operators.load_operators()[name]
     if name in BUILT_IN:
         module, _, cls = BUILT_IN[name].partition(".")
         return getattr(import_module(f"{_OPS}.{module}"), cls)
-    if name in juicer_operators.operators():
-        return juicer_operators.operators()[name]
-    hint = nearest(name, [*names(), *juicer_operators.operators()])
-    raise InvalidValueError(f"there is no operator {name!r}{hint or _elsewhere()}")
+    if name in juicer_operators.load_operators():
+        return juicer_operators.load_operators()[name]
+    hint = suggest_nearest(name, [*operator_names(), *juicer_operators.load_operators()])
+    raise InvalidValueError(f"there is no operator {name!r}{hint or _other_places()}")
 
 
-def _elsewhere() -> str:
-    own = "one of your own goes by its dotted path, like my_package.my_module.MyMapper"
-    if juicer_operators.installed():
+def _other_places() -> str:
+    own = "name your own operator by its dotted path, like my_package.my_module.MyMapper"
+    if juicer_operators.is_installed():
         return f"; {own}"
-    return f"; {own}, and Data-Juicer's by their names where py-data-juicer is installed"
+    return f"; {own}, and install py-data-juicer for Data-Juicer's operators"
 
 
 def make(
@@ -129,7 +132,7 @@ def make(
     parameters: Mapping[str, Any] | None = None,
     *,
     defaults: Mapping[str, Any] | None = None,
-    theirs_first: bool = False,
+    juicer_first: bool = False,
 ) -> Any:
     """An operator, ready to run.
 
@@ -140,7 +143,7 @@ def make(
         operator: a name, a dotted path, a class, a function, or an operator.
         parameters: the operator's parameters. A function receives them beside the sample.
         defaults: parameters for operators that know them, unless ``parameters`` gives other values.
-        theirs_first: prefer Data-Juicer's operators to castore's of the same name.
+        juicer_first: prefer Data-Juicer's operators to castore's of the same name.
 
     Raises:
         InvalidValueError: there is no such operator, or it does not take these parameters.
@@ -155,52 +158,60 @@ def make(
     """
     if not isinstance(operator, str):
         label = getattr(operator, "__name__", type(operator).__name__)
-        return _make(label, operator, parameters or {}, defaults or {})
+        return _make_from(label, operator, parameters or {}, defaults or {})
     try:
-        return _make(operator, find(operator, theirs_first=theirs_first), parameters or {}, defaults or {})
+        return _make_from(
+            operator, find_operator(operator, juicer_first=juicer_first), parameters or {}, defaults or {}
+        )
     except NeedsMoreError as error:
-        theirs = juicer_operators.operators().get(operator)
+        theirs = juicer_operators.load_operators().get(operator)
         if theirs is None:
             raise NeedsMoreError(
-                f"{error}; with `pip install py-data-juicer` Data-Juicer's own runs in its place"
+                f"{error}; after `pip install py-data-juicer` Data-Juicer's operator runs in its place"
             ) from None
-        return _make(operator, theirs, parameters or {}, defaults or {})
+        return _make_from(operator, theirs, parameters or {}, defaults or {})
 
 
-def _make(label: str, target: Any, parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
+def _make_from(label: str, target: Any, parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
     if not isinstance(target, type | types.FunctionType | types.BuiltinFunctionType | functools.partial):
         if parameters:
-            raise InvalidValueError(f"{label} is an object that is made already; it takes no parameters")
+            raise InvalidValueError(
+                f"{label} is an object already, so it takes no parameters; give its class"
+            )
         return target
-    known = _known(target)
+    known = _known_parameters(target)
     if known is not None:
         parameters = {name: value for name, value in defaults.items() if name in known} | dict(parameters)
-    given = _checked(label, target, parameters, known)
+    given = _check_parameters(label, target, parameters, known)
     if isinstance(target, type):
-        return _made(label, target, given)
+        return _instantiate(label, target, given)
     return functools.partial(target, **given) if given else target
 
 
-def _made(label: str, cls: type, parameters: Mapping[str, Any]) -> Any:
+def _instantiate(label: str, cls: type, parameters: Mapping[str, Any]) -> Any:
     try:
         return cls(**parameters)
     except InvalidValueError as error:
         raise type(error)(f"{label}: {error}") from error
     except (TypeError, ValueError) as error:
-        raise InvalidValueError(f"{label} cannot be made with {dict(parameters)!r}: {error}") from error
+        raise InvalidValueError(
+            f"{label} cannot be constructed with {dict(parameters)!r}: {error}"
+        ) from error
     except CastoreError:
         raise
     except Exception as error:  # a constructor may raise anything: it may download a model, ask a server
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CastoreError(f"{label} cannot be made with {dict(parameters)!r}: {told[:400]}") from error
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CastoreError(
+            f"{label} cannot be constructed with {dict(parameters)!r}: {message[:400]}"
+        ) from error
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
+def suggest_nearest(word: str, words: Iterable[str]) -> str:
     """A question that offers the word most similar to ``word``, or "" if no word is near.
 
-    >>> nearest("proces", ["process", "project_name"])
+    >>> suggest_nearest("proces", ["process", "project_name"])
     "; did you mean 'process'?"
-    >>> nearest("image_blur_mapper", ["clean_email_mapper"])
+    >>> suggest_nearest("image_blur_mapper", ["clean_email_mapper"])
     ''
     """
     # A shared ending, the kind of the operator, does not make two names similar.
@@ -216,11 +227,11 @@ _KIND_OF_OPERATOR = re.compile("_(mapper|filter|deduplicator|selector|grouper|ag
 _NEAR = 0.8
 
 
-def _at(path: str) -> Any:
+def _import_path(path: str) -> Any:
     """The object at a dotted path: the longest part that is a module, then attributes."""
     parts = path.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise InvalidValueError(f"{path!r} is no dotted path; write it like my_package.my_module.MyMapper")
+        raise InvalidValueError(f"{path!r} is not a dotted path; write it like my_package.my_module.MyMapper")
     for length in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:length])
         try:
@@ -236,18 +247,18 @@ def _at(path: str) -> Any:
         for part in parts[length:]:
             if not hasattr(found, part):
                 place = getattr(found, "__name__", module)
-                raise InvalidValueError(f"{place} has no {part!r}{nearest(part, dir(found))}")
+                raise InvalidValueError(f"{place} has no {part!r}{suggest_nearest(part, dir(found))}")
             found = getattr(found, part)
         return found
     raise InvalidValueError(
         f"there is no module {parts[0]!r} for the operator {path}; "
-        "modules beside the recipe, in the working folder, and installed ones are found"
+        "put the module beside the recipe or into the working folder, or install it"
     )
 
 
-def _known(target: Any) -> dict[str, inspect.Parameter] | None:
+def _known_parameters(target: Any) -> dict[str, inspect.Parameter] | None:
     """The parameters that can be given by name, or None if they are unknown or any name is accepted."""
-    theirs = juicer_operators.parameters(target)
+    theirs = juicer_operators.find_parameters(target)
     if theirs is not None:
         return theirs
     try:
@@ -262,7 +273,7 @@ def _known(target: Any) -> dict[str, inspect.Parameter] | None:
     return dict(found if isinstance(target, type) else found[1:])
 
 
-def _checked(
+def _check_parameters(
     label: str, target: Any, given: Mapping[str, Any], known: Mapping[str, inspect.Parameter] | None
 ) -> dict[str, Any]:
     """The parameters, converted to the types that the target takes."""
@@ -270,24 +281,24 @@ def _checked(
         return dict(given)
     for name in given:
         if name not in known:
-            hint = nearest(str(name), known) or f"; it takes {', '.join(known) or 'none'}"
+            hint = suggest_nearest(str(name), known) or f"; it takes {', '.join(known) or 'none'}"
             raise InvalidValueError(f"{label} has no parameter {name!r}{hint}")
-    hints = _hints(target)
+    hints = _type_hints(target)
     fitting = {}
     for name, value in given.items():
         hint, has_default = hints.get(name, Any), known[name].default is not inspect.Parameter.empty
         # Recipes write null for a parameter that is not given.
         if value is None and has_default and not fits(None, hint):
             continue
-        fitting[name] = checked(value, hint, f"{name} of {label}")
+        fitting[name] = convert_checked(value, hint, f"{name} of {label}")
     required = [name for name, parameter in known.items() if parameter.default is parameter.empty]
     missing = [name for name in required if name not in given]
     if missing:
-        raise InvalidValueError(f"{label} needs the parameter {missing[0]!r}, which is not given")
+        raise InvalidValueError(f"{label} needs the parameter {missing[0]!r}; give it")
     return fitting
 
 
-def _hints(target: Any) -> dict[str, Any]:
+def _type_hints(target: Any) -> dict[str, Any]:
     try:
         if isinstance(target, type):
             return typing.get_type_hints(target.__init__)  # type: ignore[misc]

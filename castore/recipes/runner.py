@@ -15,12 +15,12 @@ from typing import Any
 import datasets
 
 from castore.adapters.datasets import Estimate, Explanation, Pipeline, Progress, StepReport, wait
-from castore.adapters.datasets.source_step import open_input, told_by, unread
+from castore.adapters.datasets.source_step import dataset_of_key, identify_by, open_input
 from castore.recipes import export
-from castore.recipes.mixture import Mixture, identify, mixed, read
+from castore.recipes.mixture import Mixture, find_sources, identify, read
 from castore.recipes.quiet import quiet
 from castore.recipes.recipe import Recipe
-from castore.recipes.sources import SAVED, Source, Telling, find
+from castore.recipes.sources import SAVED, FileIdentity, Source, find
 from castore.store import Store
 
 
@@ -50,7 +50,7 @@ class Outcome:
         return dataclasses.asdict(self)
 
 
-def pipeline_of(recipe: Recipe, store: Store) -> Pipeline:
+def make_pipeline(recipe: Recipe, store: Store) -> Pipeline:
     """The pipeline of a recipe.
 
     Raises:
@@ -68,27 +68,27 @@ def pipeline_of(recipe: Recipe, store: Store) -> Pipeline:
     )
 
 
-def source_of(recipe: Recipe) -> Source | Mixture:
+def find_source(recipe: Recipe) -> Source | Mixture:
     """The files of a recipe.
 
     Raises:
         NotFoundError, InvalidValueError: the files are missing, of no known kind, or of several kinds.
     """
     parts = recipe.parts()
-    return mixed(parts, recipe.max_sample_num) if parts else find(recipe.dataset_path)
+    return find_sources(parts, recipe.max_sample_num) if parts else find(recipe.dataset_path)
 
 
-def input_of(recipe: Recipe, pipeline: Pipeline, *, late: bool = False) -> datasets.Dataset:
-    """The dataset of a recipe's source; with ``late``, an uncached dataset too is read at first use.
+def load_input(recipe: Recipe, pipeline: Pipeline, *, lazy: bool = False) -> datasets.Dataset:
+    """The dataset of a recipe's source; with ``lazy``, an uncached dataset too is read at first use.
 
     Raises:
         NotFoundError, InvalidValueError, OSError: the source is missing, or cannot be read.
     """
-    return _open_input(source_of(recipe), recipe, pipeline, late=late)
+    return _open_input(find_source(recipe), recipe, pipeline, lazy=lazy)
 
 
 def _open_input(
-    source: Source | Mixture, recipe: Recipe, pipeline: Pipeline, *, late: bool
+    source: Source | Mixture, recipe: Recipe, pipeline: Pipeline, *, lazy: bool
 ) -> datasets.Dataset:
     return open_source(
         source,
@@ -96,7 +96,7 @@ def _open_input(
         cached=pipeline.use_cache,
         codec=pipeline.codec,
         temp_dir=recipe.temp_dir,
-        late=late,
+        lazy=lazy,
     )
 
 
@@ -108,9 +108,9 @@ def explain(recipe: Recipe, store: Store) -> list[Explanation]:
     Raises:
         CastoreError, OSError: the recipe is wrong, or its files are missing.
     """
-    pipeline = pipeline_of(recipe, store)
-    source = source_of(recipe)
-    return pipeline.explain(unread(identify(source, store), lambda: input_of(recipe, pipeline)))
+    pipeline = make_pipeline(recipe, store)
+    source = find_source(recipe)
+    return pipeline.explain(dataset_of_key(identify(source, store), lambda: load_input(recipe, pipeline)))
 
 
 def estimate(recipe: Recipe, store: Store) -> Estimate:
@@ -119,9 +119,9 @@ def estimate(recipe: Recipe, store: Store) -> Estimate:
     Raises:
         CastoreError, OSError: the recipe is wrong, or its files are missing.
     """
-    pipeline = pipeline_of(recipe, store)
+    pipeline = make_pipeline(recipe, store)
     with quiet():
-        return pipeline.estimate_space(input_of(recipe, pipeline))
+        return pipeline.estimate_space(load_input(recipe, pipeline))
 
 
 def process(
@@ -144,16 +144,16 @@ def process(
         Exception: an exception of an operator; the steps before that operator are kept.
     """
     began = time.perf_counter()
-    export.check(recipe.export_path, keep_stats=recipe.keep_stats_in_res_ds)
+    export.check_path(recipe.export_path, keep_stats=recipe.keep_stats_in_res_ds)
     if store is None:
         store = Store(recipe.ds_cache_dir, memory=0)
-    pipeline = pipeline_of(recipe, store)
-    source = source_of(recipe)
+    pipeline = make_pipeline(recipe, store)
+    source = find_source(recipe)
     export.check_apart(recipe.export_path, source.files)
     with quiet():
         try:
             # A run that continues after its checkpoint never reads its input.
-            dataset = _open_input(source, recipe, pipeline, late=pipeline.use_checkpoint)
+            dataset = _open_input(source, recipe, pipeline, lazy=pipeline.use_checkpoint)
             result = pipeline.run(dataset, progress=progress)
             size = export.export(
                 result.dataset, recipe.export_path, exported, keep_stats=recipe.keep_stats_in_res_ds
@@ -180,8 +180,8 @@ def open_source(
     cached: bool,
     codec: str,
     temp_dir: str | os.PathLike[str] | None = None,
-    telling: Telling = "content",
-    late: bool = False,
+    identity: FileIdentity = "content",
+    lazy: bool = False,
 ) -> datasets.Dataset:
     """The dataset of files, with a fingerprint that identifies them. A stored dataset is read at first use.
 
@@ -191,16 +191,16 @@ def open_source(
         cached: whether the dataset is kept.
         codec: the codec of the kept dataset.
         temp_dir: the folder of the uncompressed dataset while it is used; by default below the store.
-        telling: the identity of files: their content, their path (with size and modification time), or both.
-        late: read an uncached dataset at first use too, for a run that may never use it.
+        identity: the identity of files: their content, their path (with size and modification time), or both.
+        lazy: read an uncached dataset at first use too, for a run that may never use it.
 
     Raises:
         InvalidValueError, FullError, OSError: see `read`.
     """
-    digits = identify(source, store, telling)
+    digits = identify(source, store, identity)
     if isinstance(source, Source) and source.kind == SAVED:
         # Map the dataset where it is: another copy gains nothing.
-        return told_by(digits, read(source, ""))
+        return identify_by(digits, read(source, ""))
     return open_input(
         digits,
         lambda folder: read(source, folder),
@@ -208,5 +208,5 @@ def open_source(
         cached=cached,
         codec=codec,
         temp_dir=temp_dir,
-        late=late,
+        lazy=lazy,
     )

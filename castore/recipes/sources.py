@@ -25,7 +25,7 @@ from castore.keys.encoder import key
 from castore.recipes.csv_reader import CsvReader
 from castore.recipes.json_reader import JsonReader
 from castore.recipes.quiet import quiet
-from castore.recipes.registry import nearest
+from castore.recipes.registry import suggest_nearest
 from castore.store import Store
 
 #: Kinds of files by their endings.
@@ -37,9 +37,9 @@ KINDS = {
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 SAVED = "saved"
 # A reader's version increases when it reads the same bytes as other values.
-_READERS = {"json": 2, "csv": 3, "tsv": 3}
+_READER_VERSIONS = {"json": 2, "csv": 3, "tsv": 3}
 #: The identity of files: their content, their path with size and modification time, or both.
-Telling = Literal["content", "path", "combined"]
+FileIdentity = Literal["content", "path", "combined"]
 
 
 class Source(NamedTuple):
@@ -74,19 +74,19 @@ def find(path: str | os.PathLike[str]) -> Source:
     """
     text = os.fspath(path)
     if "://" in text:
-        raise InvalidValueError(f"dataset_path {text!r} is no path of this machine; download the data first")
+        raise InvalidValueError(f"dataset_path {text!r} is not a local path; download the data first")
     if os.path.isdir(text):
         saved = _saved_folder(text)
         if saved is not None:
             return saved
-        return _of_one_kind(text, [file for file in _below(text) if kind_of(file)])
+        return _make_source(text, [file for file in _walk_files(text) if kind_of(file)])
     if os.path.exists(text):
-        return _of_one_kind(text, [text])
+        return _make_source(text, [text])
     if "*" in text:
-        return _of_one_kind(text, _fitting(text))
+        return _make_source(text, _match_pattern(text))
     folder, name = os.path.split(text)
     beside = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-    raise NotFoundError(f"there is no data at dataset_path {text!r}{nearest(name, beside)}")
+    raise NotFoundError(f"there is no data at dataset_path {text!r}{suggest_nearest(name, beside)}")
 
 
 def find_all(paths: str | Sequence[str]) -> Source:
@@ -104,7 +104,7 @@ def find_all(paths: str | Sequence[str]) -> Source:
         raise InvalidValueError(
             "a folder of save_to_disk cannot be one of several paths; load each by itself"
         )
-    return _of_one_kind(", ".join(paths), [file for source in found for file in source.files])
+    return _make_source(", ".join(paths), [file for source in found for file in source.files])
 
 
 def kind_of(file: str) -> str | None:
@@ -117,7 +117,7 @@ def kind_of(file: str) -> str | None:
     return KINDS.get(os.path.splitext(stem)[1] if ending in COMPRESSED else ending)
 
 
-def _fitting(pattern: str) -> list[str]:
+def _match_pattern(pattern: str) -> list[str]:
     """The files that match a pattern of ``*`` and ``**``, in order."""
     folder = os.path.dirname(pattern)
     while folder and not os.path.isdir(folder):
@@ -127,25 +127,27 @@ def _fitting(pattern: str) -> list[str]:
     return sorted(filter(os.path.isfile, (os.path.join(folder, name) for name in found)))
 
 
-def _below(folder: str) -> Iterator[str]:
+def _walk_files(folder: str) -> Iterator[str]:
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (os.path.join(place, name) for name in sorted(files) if not name.startswith("."))
 
 
-def _of_one_kind(path: str, files: Sequence[str]) -> Source:
+def _make_source(path: str, files: Sequence[str]) -> Source:
     if not files:
-        raise NotFoundError(f"dataset_path {path!r} holds no data: {', '.join(KINDS)} files are read")
+        raise NotFoundError(
+            f"dataset_path {path!r} holds no data; give files of a known kind: {', '.join(KINDS)}"
+        )
     for file in files:
         # Reading a pipe would wait for its writer, perhaps for ever.
         if not os.path.isfile(file):
-            raise InvalidValueError(f"{file!r} is no regular file; write its rows to a file, and read that")
-        _see_plain(file)
+            raise InvalidValueError(f"{file!r} is not a regular file; write its rows to one, and read that")
+        _check_path(file)
     by_kind = {kind_of(file): file for file in reversed(files)}
     if None in by_kind:
         raise InvalidValueError(
-            f"{by_kind[None]!r} is of no kind that can be read; {', '.join(KINDS)} files, and folders of "
-            "save_to_disk, are"
+            f"{by_kind[None]!r} has an unknown ending; give {', '.join(KINDS)} files, or a folder of "
+            "save_to_disk"
         )
     if len(by_kind) > 1:
         first, second = sorted(by_kind.values())[:2]
@@ -159,10 +161,12 @@ def _of_one_kind(path: str, files: Sequence[str]) -> Source:
     return Source(path, kind, tuple(files))
 
 
-def _see_plain(path: str) -> None:
+def _check_path(path: str) -> None:
     # `datasets` and its libraries take the text after "::" for a file inside another file.
     if "::" in os.path.abspath(path):
-        raise InvalidValueError(f"{os.path.abspath(path)!r} has '::' in it, which cannot be read; rename it")
+        raise InvalidValueError(
+            f"{os.path.abspath(path)!r} cannot be read, since it contains '::'; rename it"
+        )
 
 
 def _saved_folder(folder: str) -> Source | None:
@@ -175,33 +179,33 @@ def _saved_folder(folder: str) -> Source | None:
         )  # fmt: skip
     if not os.path.isfile(os.path.join(folder, "state.json")):
         return None
-    _see_plain(folder)
+    _check_path(folder)
     return Source(folder, SAVED, tuple(sorted(entry.path for entry in os.scandir(folder) if entry.is_file())))
 
 
-def identify(source: Source, store: Store | None, telling: Telling = "content") -> str:
+def identify(source: Source, store: Store | None, identity: FileIdentity = "content") -> str:
     """A key for a source.
 
     Args:
         source: the files.
         store: remembers the digests of large files, so that the files are read once.
-        telling: the identity of files: their content, their path with size and modification time, or both.
+        identity: the identity of files: their content, their path with size and modification time, or both.
 
     Raises:
         UnhashableError, OSError: a file cannot be read.
     """
-    told: list[Any] = [source.kind, f"datasets {datasets.__version__}"]
-    if source.kind in _READERS:
-        told.append(_READERS[source.kind])
-    if telling != "path":
-        told.append([file_digest(file, store) for file in source.files])
-    if telling != "content":
+    counted: list[Any] = [source.kind, f"datasets {datasets.__version__}"]
+    if source.kind in _READER_VERSIONS:
+        counted.append(_READER_VERSIONS[source.kind])
+    if identity != "path":
+        counted.append([file_digest(file, store) for file in source.files])
+    if identity != "content":
         stats = [os.stat(file) for file in source.files]
-        told.append([os.path.abspath(file) for file in source.files])
-        told.append([(found.st_size, found.st_mtime_ns) for found in stats])
+        counted.append([os.path.abspath(file) for file in source.files])
+        counted.append([(found.st_size, found.st_mtime_ns) for found in stats])
     # The names of a saved folder's files decide their meaning.
     names = [os.path.basename(file) for file in source.files] if source.kind == SAVED else []
-    return key([telling, told, names])
+    return key([identity, counted, names])
 
 
 def read(source: Source, folder: str | os.PathLike[str]) -> datasets.Dataset:
@@ -221,9 +225,9 @@ def read(source: Source, folder: str | os.PathLike[str]) -> datasets.Dataset:
         except CastoreError:
             raise
         except OSError as error:
-            raise error if error.filename else _unreadable(source, error) from error
+            raise error if error.filename else _unreadable_error(source, error) from error
         except Exception as error:  # from a dozen libraries: pandas, pyarrow, codecs, datasets' own
-            raise _unreadable(source, error) from error
+            raise _unreadable_error(source, error) from error
 
 
 def _read(source: Source, folder: str) -> datasets.Dataset:
@@ -233,10 +237,10 @@ def _read(source: Source, folder: str) -> datasets.Dataset:
         return loaded
     os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as links:
-        return _read_files(source.kind, [_plain(file, links) for file in source.files], folder)
+        return _read_files(source.kind, [_plain_path(file, links) for file in source.files], folder)
 
 
-def _plain(file: str, links: str) -> str:
+def _plain_path(file: str, links: str) -> str:
     """A full path that `datasets` understands: it makes a URL of the name of a compressed file."""
     path = os.path.abspath(file)
     if not path.lower().endswith(COMPRESSED) or re.fullmatch(r"[\w.-]+", os.path.basename(path)):
@@ -247,7 +251,7 @@ def _plain(file: str, links: str) -> str:
     return link
 
 
-def _state(path: str) -> tuple[str, ...]:
+def _file_state(path: str) -> tuple[str, ...]:
     found = os.stat(path)
     return path, str(found.st_mtime_ns), str(found.st_size), str(found.st_ino)
 
@@ -257,7 +261,7 @@ def _read_files(kind: str, paths: list[str], folder: str) -> datasets.Dataset:
     # chance.
     split = datasets.Split.TRAIN
     # Make the list here, since `datasets` takes every given path for a pattern.
-    files = DataFilesDict({str(split): DataFilesList(paths, [_state(path) for path in paths])})
+    files = DataFilesDict({str(split): DataFilesList(paths, [_file_state(path) for path in paths])})
     common: dict[str, Any] = {"cache_dir": folder, "split": split}
     if kind == "json":
         reader = JsonReader(files, folder)
@@ -278,24 +282,24 @@ def _read_files(kind: str, paths: list[str], folder: str) -> datasets.Dataset:
     return rows
 
 
-def _unreadable(source: Source, error: Exception) -> InvalidValueError:
+def _unreadable_error(source: Source, error: Exception) -> InvalidValueError:
     causes = [error]
     while causes[-1].__cause__ is not None and len(causes) < 10:
         causes.append(causes[-1].__cause__)  # type: ignore[arg-type]
-    foreign = None if source.kind in (SAVED, "parquet") else _foreign_line(source)
+    foreign = None if source.kind in (SAVED, "parquet") else _describe_foreign_line(source)
     # The datasets library asks for the first of no tables, or raises the second text; other readers have
     # other messages.
     nothing = isinstance(causes[-1], StopIteration) or "corresponds to no data" in str(causes[-1])
     if foreign is not None:
         text = foreign
     elif nothing or not source.size:
-        text = "it has no rows; see that what writes it is done"
+        text = "it has no rows; check that the program that writes it has ended"
     else:
         text = " ".join(str(causes[-1]).split()) or type(causes[-1]).__name__
     return InvalidValueError(f"cannot read dataset_path {source.path!r} as {source.kind}: {text[:400]}")
 
 
-def _foreign_line(source: Source) -> str | None:
+def _describe_foreign_line(source: Source) -> str | None:
     """A sentence about the first line that is not UTF-8, if there is one."""
     for path in source.files:
         try:
@@ -310,9 +314,8 @@ def _foreign_line(source: Source) -> str | None:
                             else "LATIN1"
                         )
                         return (
-                            f"line {number} of {path!r} is no UTF-8 (byte 0x{line[error.start]:02x} at "
-                            f"{error.start});"
-                            f" convert the file, with `iconv -f {guess} -t UTF-8` say"
+                            f"line {number} of {path!r} is not UTF-8 (byte 0x{line[error.start]:02x} at "
+                            f"{error.start}); convert the file, for example with `iconv -f {guess} -t UTF-8`"
                         )
         except Exception:  # noqa: BLE001 - of a codec: the file's first reader has said more of it
             return None

@@ -19,13 +19,13 @@ from typing import Any
 from castore.errors import InvalidValueError
 
 
-def checked(value: Any, hint: Any, what: str) -> Any:
+def convert_checked(value: Any, hint: Any, what: str) -> Any:
     """A value with the type of ``hint``: a number that YAML read as text, or as another kind, is converted.
 
     Raises:
         InvalidValueError: the value has another type.
 
-    >>> checked("2e5", int, "max_len"), checked("2e-5", float, "min_ratio")
+    >>> convert_checked("2e5", int, "max_len"), convert_checked("2e-5", float, "min_ratio")
     (200000, 2e-05)
     """
     kinds = {typing.get_origin(one) or one for one in _alternatives(hint)}
@@ -52,7 +52,7 @@ def check_type(value: object, hint: Any, what: str) -> None:
     """
     if not fits(value, hint):
         kind = _WORDS.get(type(value), type(value).__name__)
-        raise InvalidValueError(f"{what} must be {_told(hint)}, not {value!r} ({kind})")
+        raise InvalidValueError(f"{what} must be {_describe_type(hint)}, not {value!r} ({kind})")
 
 
 _WORDS: dict[Any, str] = {
@@ -68,10 +68,10 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 def fits(value: object, hint: Any) -> bool:
     """Whether a value has the type of ``hint``."""
-    return any(_fits_one(value, one) for one in _alternatives(hint))
+    return any(_fits_alternative(value, one) for one in _alternatives(hint))
 
 
-def _fits_one(value: object, hint: Any) -> bool:
+def _fits_alternative(value: object, hint: Any) -> bool:
     origin = typing.get_origin(hint) or hint
     if origin is typing.Literal:
         return value in typing.get_args(hint)
@@ -87,15 +87,15 @@ def _fits_one(value: object, hint: Any) -> bool:
     return not (origin is list and inner) or all(fits(item, inner[0]) for item in value)
 
 
-def _told(hint: Any) -> str:
-    return " or ".join(dict.fromkeys(_told_one(one) for one in _alternatives(hint)))
+def _describe_type(hint: Any) -> str:
+    return " or ".join(dict.fromkeys(_describe_one(one) for one in _alternatives(hint)))
 
 
-def _told_one(hint: Any) -> str:
+def _describe_one(hint: Any) -> str:
     origin = typing.get_origin(hint) or hint
     inner = typing.get_args(hint)
     if origin is typing.Literal:
         return " or ".join(map(repr, inner))
     if origin is list and inner and inner[0] is not Any:
-        return f"a list ({_told(inner[0])} each)"
+        return f"a list ({_describe_type(inner[0])} each)"
     return _WORDS.get(origin, str(hint))

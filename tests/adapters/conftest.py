@@ -1,4 +1,4 @@
-"""What the adapters' tests share: random numbers that are the same in every run."""
+"""A fixture for the adapters' tests: random numbers that are the same in every run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Weights that a test makes are the same in every run, so that it fails always or never."""
+    """The weights that a test makes are the same in every run, so the test fails always or never."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)

@@ -1,4 +1,4 @@
-"""Objects are read and checked once before they are mapped, and again when somebody has touched them."""
+"""Objects are read and checked once before they are mapped, and again after a change."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def put(store: Store, name: str = "a") -> Blob:
 
 def test_an_object_is_read_once_for_as_long_as_nobody_touches_it(store: Store) -> None:
     blobs = [put(store), put(store, "bb")]
-    assert mapped_check.unchecked(store, blobs) == blobs
-    mapped_check.check(store, blobs[0])
-    assert mapped_check.unchecked(store, blobs) == blobs[1:]
+    assert mapped_check.find_unchecked(store, blobs) == blobs
+    mapped_check.check_object(store, blobs[0])
+    assert mapped_check.find_unchecked(store, blobs) == blobs[1:]
     path, _, _ = payload(store, "a")
     os.utime(path)
-    assert mapped_check.unchecked(store, blobs[:1]) == blobs[:1]
-    mapped_check.check(store, blobs[0])
-    assert mapped_check.unchecked(store, blobs[:1]) == []
+    assert mapped_check.find_unchecked(store, blobs[:1]) == blobs[:1]
+    mapped_check.check_object(store, blobs[0])
+    assert mapped_check.find_unchecked(store, blobs[:1]) == []
 
 
 def test_damage_after_a_check_is_found_by_the_next(store: Store) -> None:
     blob = put(store)
-    mapped_check.check(store, blob)
+    mapped_check.check_object(store, blob)
     flip(payload(store, "a")[0], 777_777)
     with pytest.raises(CorruptError):
-        mapped_check.check(store, blob)
+        mapped_check.check_object(store, blob)
     assert store.get("a") is None
     with pytest.raises(NotFoundError):
-        mapped_check.check(store, blob)
+        mapped_check.check_object(store, blob)
 
 
 def test_only_what_was_written_since_is_taken_on_trust(store: Store) -> None:
@@ -50,11 +50,11 @@ def test_only_what_was_written_since_is_taken_on_trust(store: Store) -> None:
     started = time.time() - 1
     new = put(store, "bb")
     mapped_check.note_new(store, [old, new], started)
-    assert mapped_check.unchecked(store, [old, new]) == [old]
+    assert mapped_check.find_unchecked(store, [old, new]) == [old]
 
 
 def test_a_forgotten_object_is_read_again(store: Store) -> None:
     blob = put(store)
-    mapped_check.check(store, blob)
-    mapped_check.forget(store, [blob])
-    assert mapped_check.unchecked(store, [blob]) == [blob]
+    mapped_check.check_object(store, blob)
+    mapped_check.forget_notes(store, [blob])
+    assert mapped_check.find_unchecked(store, [blob]) == [blob]

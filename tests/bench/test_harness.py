@@ -1,4 +1,4 @@
-"""How contestants are timed and what is said of their figures."""
+"""The timing of contestants, and the sentences about their figures."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def test_the_glance_has_each_goal_of_the_suites_in_full_and_counts_the_others() 
     ]
     assert lines[1][1:3] == ("get: castore, at least 8 times peer", "4.00 times")
     assert [line[1:3] for line in lines[4:]] == [("less: than", "300 MB"), ("all equal", "")]
-    assert glance.others(runs) == [("torch", 1, 2, ["less: than: 300 MB"])]
-    assert glance.summary(runs) == "8 goals: 4 reached, 3 missed, 1 not measured."
+    assert glance.summarize_others(runs) == [("torch", 1, 2, ["less: than: 300 MB"])]
+    assert glance.summarize(runs) == "8 goals: 4 reached, 3 missed, 1 not measured."
     assert glance.markdown(runs, ["kv", "mount", "scale"]).endswith("No results on file of: mount.")
 
 

@@ -1,6 +1,4 @@
-"""What can be tried of the plots where matplotlib is not installed: only the benchmarks' environment has
-it.
-"""
+"""The part of the plots that runs without matplotlib, which only the benchmarks' environment has."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What `make bench` counts its costs with: operations that can be looked at, and the reading of what
-strace saw.
-"""
+"""The tools that count the costs in `make bench`: observed operations, and the parsing of strace's output."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ def test_what_a_longer_run_makes_more_is_what_a_call_costs(tmp_path: Path) -> No
     if why := tracing.no_strace():
         pytest.skip(why)
     found = tracing.calls_each("castore get", tmp_path, 100)
-    assert found["pread64"] == pytest.approx(
-        1, abs=0.1
-    )  # the record, and whatever was set up counts for nothing
+    assert found["pread64"] == pytest.approx(1, abs=0.1)  # the record; the set-up is not counted
 
 
 def test_time_counts_for_a_stage_with_all_it_calls() -> None:
@@ -78,7 +74,7 @@ def test_requests_of_a_mount_are_counted(store: Store, tmp_path: Path) -> None:
                     assert (mount.root / "files" / str(number)).read_bytes() == b"%d" % number
             if reading == "first":
                 assert found["LOOKUP"] >= 5
-            else:  # of a pinned mount, a file that was read before asks nothing of the daemon
+            else:  # in a pinned mount, a second read of a file sends the daemon no request
                 assert found["LOOKUP"] == found["OPEN"] == found["READ"] == 0
 
 

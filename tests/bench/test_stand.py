@@ -1,6 +1,4 @@
-"""`python -m tools.bench` itself: a suite of milliseconds, run whole, with its page, its files and its
-end.
-"""
+"""`python -m tools.bench` itself: a suite of milliseconds, run whole, with its page, files and exit code."""
 
 from __future__ import annotations
 
@@ -72,9 +70,9 @@ def test_a_run_writes_the_pages_and_ends_with_all_goals(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run()
-    said = capsys.readouterr().out
-    assert "tiny: 1 of 2 reached" in said.split("At a glance")[1]
-    assert "missed: no: 1 s" in said
+    message = capsys.readouterr().out
+    assert "tiny: 1 of 2 reached" in message.split("At a glance")[1]
+    assert "missed: no: 1 s" in message
     glance = (tmp_path / "project" / "page.md").read_text()
     assert "| [tiny](benchmarks/tiny.md) |" in glance
     assert "- tiny: no: 1 s" in glance
@@ -94,9 +92,9 @@ def test_a_suite_that_breaks_costs_the_others_nothing(
 ) -> None:
     with pytest.raises(SystemExit, match=r"broke: broken \("):
         run("--suite", "broken", "--quick", "--rounds", "1")
-    said = capsys.readouterr().out
-    assert "ZeroDivisionError" in said
-    assert "tiny: 1 of 2 reached" in said
+    message = capsys.readouterr().out
+    assert "ZeroDivisionError" in message
+    assert "tiny: 1 of 2 reached" in message
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["tiny-quick.json"]
 
 
@@ -108,14 +106,14 @@ def test_a_quick_run_leaves_the_pages_alone(run: Run, tmp_path: Path) -> None:
 
 def test_json_is_all_that_standard_output_gets(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run("--quick", "--json")
-    said = capsys.readouterr()
-    told = json.loads(said.out)
-    assert [(goal["verdict"], goal["found"]) for goal in told["goals"]] == [
+    message = capsys.readouterr()
+    report = json.loads(message.out)
+    assert [(goal["verdict"], goal["found"]) for goal in report["goals"]] == [
         ("reached", "3.00 times"),
         ("**missed**", "1 s"),
     ]
-    assert list(told["suites"]) == ["tiny"]
-    assert "At a glance" in said.err
+    assert list(report["suites"]) == ["tiny"]
+    assert "At a glance" in message.err
 
 
 def test_figures_for_the_page_take_five_rounds(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

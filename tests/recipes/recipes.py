@@ -1,4 +1,4 @@
-"""A folder with real text, a recipe and operators of the user's own: for the tests on `castore process`."""
+"""A folder with real text, a recipe and the user's own operators, for the tests on `castore process`."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def place(folder: Path, sources: dict[str, list[Any]]) -> Iterator[Path]:  # noq
     (root / "data").mkdir()
     # What operators take grows with the length of a text, and no promise does.
     lines = [json.dumps({"text": text[:2000], "n": n}) for text, n in rows]
-    # Something for every filter to find.
+    # Every filter finds something here.
     lines += [
         json.dumps({"text": text, "n": -1})
         for text in ("short", "-" * 500, *(text[:2000] for text in sources["text"][:5]))
@@ -125,7 +125,7 @@ def place(folder: Path, sources: dict[str, list[Any]]) -> Iterator[Path]:  # noq
 def here(
     place: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> Callable[..., Ran]:
-    """Run `castore process` as somebody does who has said where the store is once and for all."""
+    """Run `castore process` as a user who has set the place of the store in the environment."""
     monkeypatch.setenv("CASTORE_DIR", str(place / "store"))
 
     def run(*words: str | Path) -> Ran:
@@ -139,14 +139,14 @@ def here(
 
 def recipe(place: Path, steps: list[Any] = STEPS, **keys: Any) -> Path:
     """A recipe's file."""
-    told = {
+    values = {
         "dataset_path": "./data/demo.jsonl",
         "export_path": "./outputs/demo.jsonl",
         **keys,
         "process": steps,
     }
     path = place / "recipe.yaml"
-    path.write_text(yaml.safe_dump(told, sort_keys=False))
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
     return path
 
 
@@ -159,7 +159,7 @@ def exported(place: Path) -> list[dict[str, Any]]:
 
 
 def expected(place: Path) -> list[dict[str, Any]]:
-    """The same with a loop and nothing of ours but the cleaning itself."""
+    """The same result by a loop, with nothing of castore but the cleaning itself."""
     from castore.recipes import registry
 
     links, spaces = registry.make("clean_links_mapper"), registry.make("whitespace_normalization_mapper")

@@ -1,4 +1,4 @@
-"""Data-Juicer's recipes: which of their keys and operators run here, and that ours give its figures."""
+"""Data-Juicer's recipes: the keys and operators that run here, and the figures of castore's operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 
-from castore.adapters.datasets.step_plan import plan
+from castore.adapters.datasets.step_plan import plan_steps
 from castore.adapters.datasets.steps import steps_of
 from castore.errors import InvalidValueError
 from castore.recipes import juicer_keys, registry
@@ -36,7 +36,7 @@ BASIC = "dataset_path: a.jsonl\nexport_path: b.jsonl\n"
 
 @pytest.fixture(autouse=True)
 def lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The lists of words of the figures, where Data-Juicer keeps its own."""
+    """The word lists of the figures, in Data-Juicer's folder of word lists."""
     assets = tmp_path / "assets"
     assets.mkdir()
     for name in ("stopwords", "flagged_words"):
@@ -51,7 +51,7 @@ def lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", FACTS["keys"])
 def test_every_key_of_its_recipes_is_taken_noted_or_refused_with_a_reason(name: str) -> None:
     fact = FACTS["keys"][name]
-    foreign = juicer_keys.KEYS.get(name)
+    foreign = juicer_keys.JUICER_KEYS.get(name)
     assert fact["how"] == ("taken" if foreign is None else "noted" if foreign.noted else "refused")
     for value in fact["values"]:
         text = yaml.safe_dump({"dataset_path": "a", "export_path": "b.jsonl", name: value, "process": []})
@@ -64,7 +64,7 @@ def test_every_key_of_its_recipes_is_taken_noted_or_refused_with_a_reason(name: 
             assert all(len(note.splitlines()) == 1 for note in parse(text, "r.yaml").notes)
 
 
-#: What a value may need beside it to make sense.
+#: Other keys that a value needs beside it to be valid.
 BESIDE: dict[str, dict[str, Any]] = {
     "num_blocks": {"hamming_distance": 1},
     "hamming_distance": {"num_blocks": 64},
@@ -81,17 +81,17 @@ def test_our_operators_take_what_its_recipes_give_them(name: str) -> None:
     for parameter, values in FACTS["parameters"][name].items():
         for value in values:
             if parameter.endswith("_dir"):
-                continue  # a folder that only its makers have
-            told = {**BESIDE.get(parameter, {}), parameter: value}
+                continue  # a folder that only the makers of Data-Juicer have
+            parameters_given = {**BESIDE.get(parameter, {}), parameter: value}
             of_tokens = parameter == "tokenization" and value is True
             if of_tokens or (parameter.endswith("_ratio") and value > 1):
-                told["tokenization"] = True
+                parameters_given["tokenization"] = True
                 with pytest.raises(
                     NeedsMoreError, match=r"tokenization: true .*`pip install py-data-juicer`"
                 ):
-                    registry.make(name, told)
+                    registry.make(name, parameters_given)
             else:
-                registry.make(name, told)
+                registry.make(name, parameters_given)
 
 
 def test_the_score_over_its_recipes_is_held() -> None:
@@ -124,14 +124,14 @@ def test_a_recipe_like_its_own_is_explained_and_runs_with_its_notes(
         ],
         np=1, open_tracer=True, executor_type="ray", ray_address="auto", op_fusion=True, export_shard_size=0,
     )  # fmt: skip
-    told = here("--config", path, "--explain")
-    assert told.code == 0, told.err
-    assert "open_tracer: without effect, since there is no tracer" in told.err
+    ran = here("--config", path, "--explain")
+    assert ran.code == 0, ran.err
+    assert "open_tracer: without effect, since there is no tracer" in ran.err
     assert (
         "executor_type, ray_address: without effect, since everything runs in processes of this machine"
-        in told.err
+        in ran.err
     )
-    assert told.out.count("\n") == 15
+    assert ran.out.count("\n") == 15
     ran = here("--config", path, "--json")
     assert ran.code == 0, ran.err
     assert 0 < ran.json["rows_out"] == len(exported(place)) < ran.json["rows_in"]
@@ -142,10 +142,10 @@ def test_a_recipe_like_its_own_is_explained_and_runs_with_its_notes(
     [
         ("export_shard_size: 1000", "export_shard_size: 1000 is not supported, since the result is one file"),
         ("export_type: parquet",
-         "export_type: 'parquet' is not supported, since the ending of export_path says"),
+         "export_type: 'parquet' is not supported, since the ending of export_path decides"),
         ("keep_hashes_in_res_ds: true", "keep_hashes_in_res_ds: true is not supported"),
         ("custom_operator_paths: [ops.py]",
-         "custom_operator_paths: .* operators of your own go by their dotted paths"),
+         "custom_operator_paths: .* your own operators are named by their dotted paths"),
         ("operators_of: mine", "operators_of must be 'castore' or 'data-juicer', not 'mine'"),
         ("open_tracre: true", "there is no key 'open_tracre'; did you mean 'open_tracer'?"),
     ],
@@ -186,9 +186,9 @@ def test_numbers_that_are_not_whole_are_no_lengths(text: str) -> None:
 )
 def test_nothing_is_suggested_for_what_is_not_near(name: str) -> None:
     with pytest.raises(InvalidValueError) as caught:
-        registry.find(name)
+        registry.find_operator(name)
     assert "did you mean" not in str(caught.value)
-    assert "where py-data-juicer is installed" in str(caught.value)
+    assert "install py-data-juicer" in str(caught.value)
 
 
 # Several sources
@@ -202,8 +202,8 @@ def _sources(folder: Path) -> list[str]:  # noqa: F811
     return paths
 
 
-def _read(folder: Path, told: dict[str, Any]) -> list[str]:  # noqa: F811
-    text = yaml.safe_dump({"dataset": told, "export_path": str(folder / "out.jsonl"), "process": []})
+def _read(folder: Path, values: dict[str, Any]) -> list[str]:  # noqa: F811
+    text = yaml.safe_dump({"dataset": values, "export_path": str(folder / "out.jsonl"), "process": []})
     process(parse(text), store=Store(folder / "store"))
     return [json.loads(line)["text"] for line in (folder / "out.jsonl").read_text().splitlines()]
 
@@ -217,21 +217,21 @@ def test_several_sources_are_read_one_behind_the_other(tmp_path: Path) -> None:
 
 def test_weights_draw_so_many_of_each_source_and_the_same_every_time(tmp_path: Path) -> None:
     a, b, c = _sources(tmp_path)
-    told = {
+    values = {
         "max_sample_num": 12,
         "configs": [{"path": a, "weight": 1}, {"path": b, "weight": 1}, {"path": c, "weight": 2}],
     }
-    drawn = _read(tmp_path, told)
+    drawn = _read(tmp_path, values)
     by_hand = []
     for name, rows, count in (("a", 6, 3), ("b", 10, 3), ("c", 3, 6)):
         shuffled = datasets.Dataset.from_dict({"text": [f"{name}{n}" for n in range(rows)]}).shuffle(seed=42)
         by_hand += (shuffled["text"][:] * 2)[:count]
-    assert drawn == by_hand == _read(tmp_path, told)
-    assert len(_read(tmp_path, {**told, "max_sample_num": 4})) == 4
+    assert drawn == by_hand == _read(tmp_path, values)
+    assert len(_read(tmp_path, {**values, "max_sample_num": 4})) == 4
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("values", "message"),
     [
         ({"configs": [{"type": "remote", "path": "x"}]},
          "type: remote is not supported, since castore reads files only"),
@@ -240,32 +240,36 @@ def test_weights_draw_so_many_of_each_source_and_the_same_every_time(tmp_path: P
         ({"configs": [{"path": "x", "weight": 0}]}, "weight of dataset must be above 0"),
         ({"configs": [{"path": "x", "weights": 1}]}, "it takes type: local, a path and a weight"),
         ({"configs": [{"path": "x"}], "max_sample_num": 0}, "max_sample_num of dataset must be at least 1"),
-        ({"configs": ["x"]}, "an item of configs of dataset is a map"),
+        ({"configs": ["x"]}, "an item of configs of dataset must be a map"),
     ],
 )  # fmt: skip
-def test_sources_that_make_no_sense_are_errors(told: dict[str, Any], message: str) -> None:
+def test_sources_that_make_no_sense_are_errors(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
-        parse(yaml.safe_dump({"dataset": told, "export_path": "b.jsonl", "process": []}))
+        parse(yaml.safe_dump({"dataset": values, "export_path": "b.jsonl", "process": []}))
 
 
 def test_a_path_that_is_no_path_of_this_machine_is_refused(tmp_path: Path) -> None:
     [a, _, _] = _sources(tmp_path)
     for source, result, message in (
-        ("s3://bucket/a.jsonl", str(tmp_path / "out.jsonl"), "dataset_path 's3://bucket/a.jsonl' is no path"),
-        (a, "s3://bucket/out.jsonl", "export_path 's3://bucket/out.jsonl' is no path"),
+        (
+            "s3://bucket/a.jsonl",
+            str(tmp_path / "out.jsonl"),
+            "dataset_path 's3://bucket/a.jsonl' is not a local path",
+        ),
+        (a, "s3://bucket/out.jsonl", "export_path 's3://bucket/out.jsonl' is not a local path"),
     ):
-        told = yaml.safe_dump({"dataset_path": source, "export_path": result, "process": []})
+        text = yaml.safe_dump({"dataset_path": source, "export_path": result, "process": []})
         with pytest.raises(InvalidValueError, match=message):
-            process(parse(told), store=Store(tmp_path / "store"))
+            process(parse(text), store=Store(tmp_path / "store"))
 
 
 def test_statistics_stay_in_the_result_if_the_recipe_wants_them(tmp_path: Path) -> None:
     [a, _, _] = _sources(tmp_path)
     out = tmp_path / "out.jsonl"
-    told = {"dataset_path": a, "export_path": str(out), "process": [{"text_length_filter": {"min_len": 1}}]}
+    values = {"dataset_path": a, "export_path": str(out), "process": [{"text_length_filter": {"min_len": 1}}]}
     for keep in (True, False):
         process(
-            parse(yaml.safe_dump({**told, "keep_stats_in_res_ds": keep})), store=Store(tmp_path / "store")
+            parse(yaml.safe_dump({**values, "keep_stats_in_res_ds": keep})), store=Store(tmp_path / "store")
         )
         row = json.loads(out.read_text().splitlines()[0])
         assert row == {"text": "a0", **({"__dj__stats__": {"text_len": 2}} if keep else {})}
@@ -273,15 +277,15 @@ def test_statistics_stay_in_the_result_if_the_recipe_wants_them(tmp_path: Path) 
 
 # Figures
 
-#: Where ours differ, and why: see docs/process.md.
+#: The cases in which castore's operators differ; docs/process.md has the reasons.
 DIFFER = {
-    "words_num_filter": {"punctuation"},  # a full-width digit is no word
-    "alphanumeric_filter": {"Hindi", "Thai"},  # marks are of their letters
+    "words_num_filter": {"punctuation"},  # a full-width digit is not a word
+    "alphanumeric_filter": {"Hindi", "Thai"},  # marks belong to their letters
     "special_characters_filter": {
         "Danish", "Turkish", "Russian", "Chinese", "Japanese", "Hindi", "Arabic", "mojibake", "punctuation",
         "spaces",
-    },  # letters that are on its list of special characters
-    "clean_links_mapper": {"links"},  # the bracket behind a link
+    },  # letters on Data-Juicer's list of special characters
+    "clean_links_mapper": {"links"},  # the bracket after a link
 }  # fmt: skip
 
 
@@ -313,7 +317,7 @@ def test_simhashes_are_data_juicers_bit_for_bit(fact: list[Any]) -> None:
     operator = DocumentSimhashDeduplicator(**parameters)
     for key, figure in expected.items():
         text = FIGURES["texts"][key]
-        # Shorter than a window: Data-Juicer's hash of all of these is 0, so it keeps one of them.
+        # These texts are shorter than a window: Data-Juicer's hash of all of them is 0, so one stays.
         if figure != "0":
             assert operator.hash_of(text) == int(figure), key
 
@@ -355,14 +359,14 @@ def test_no_text_is_too_odd_for_the_new_operators(text: str) -> None:
     ("name", "parameters", "message"),
     [
         ("stopwords_filter", {"stopwords_dir": "nowhere"},
-         r"there is no \*stopwords\*.json in 'nowhere'; name a folder"),
+         r"there is no \*stopwords\*.json in 'nowhere'; set stopwords_dir to a folder"),
         ("flagged_words_filter", {"lang": "xx"}, "have no language 'xx'; they have de, en, zh"),
         ("fix_unicode_mapper", {"normalization": "NFX"}, "'NFX' is not one of NFC, NFKC, NFD, NFKD"),
         ("document_simhash_deduplicator", {"num_blocks": 4},
          "hamming_distance=4 must be at least 1 and less than"),
         ("document_simhash_deduplicator", {"tokenization": "x"},
          "is not one of space, punctuation, character"),
-        ("document_simhash_deduplicator", {"ignore_pattern": r"\p{P}("}, "is no regular expression"),
+        ("document_simhash_deduplicator", {"ignore_pattern": r"\p{P}("}, "is not a regular expression"),
         ("document_minhash_deduplicator", {"tokenization": "sentencepiece"}, "needs a model"),
     ],
 )  # fmt: skip
@@ -403,14 +407,14 @@ def test_rows_kept_before_a_figure_was_mended_are_not_found_again(
     rows = datasets.Dataset.from_dict({"text": ["a b", "c"]})
 
     def keys() -> list[str]:
-        return [step.key for step in plan(steps_of(registry.make(name)), rows._fingerprint)]
+        return [step.key for step in plan_steps(steps_of(registry.make(name)), rows._fingerprint)]
 
     mended = keys()
-    monkeypatch.setattr(registry.find(name), "_castore_revision", 1)
+    monkeypatch.setattr(registry.find_operator(name), "_castore_revision", 1)
     assert set(keys()).isdisjoint(mended)
 
 
-# Its own operators, where py-data-juicer is installed
+# Data-Juicer's own operators, where py-data-juicer is installed
 
 # Stands in for the library, which asks for releases of a dozen others: its registry, its classes and how they
 # are called.
@@ -440,7 +444,8 @@ class Mapper(OP):
     def of_one(self, sample):
         # As in the library: what looks like a batch of one is taken for one.
         if all(isinstance(value, list) for value in sample.values()):
-            return {key: [value] for key, value in self.process_single({k: v[0] for k, v in sample.items()}).items()}
+            one = self.process_single({k: v[0] for k, v in sample.items()})
+            return {key: [value] for key, value in one.items()}
         return self.process_single(sample)
 class Filter(OP):
     pass
@@ -514,7 +519,7 @@ class Downloading(Mapper):
 """
 
 
-# Runs the recipes that it is given, and tells what came out or what was wrong.
+# Runs the given recipes, and prints their results or errors.
 DRIVER = """
 import json, sys, yaml
 from castore import Store
@@ -522,9 +527,9 @@ from castore.recipes.recipe import parse
 from castore.recipes.runner import process
 from castore.errors import CastoreError
 answers = []
-for told in json.load(sys.stdin):
+for values in json.load(sys.stdin):
     try:
-        outcome = process(parse(yaml.safe_dump(told, sort_keys=False), "r.yaml"), store=Store("store"))
+        outcome = process(parse(yaml.safe_dump(values, sort_keys=False), "r.yaml"), store=Store("store"))
     except CastoreError as error:
         answers.append(str(error))
     else:
@@ -548,11 +553,11 @@ class Juicer:
         (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def run(self, *recipes: dict[str, Any]) -> list[Any]:
-        """What comes out of recipes, in a process of its own: steps and rows, or an error's text."""
-        told = [{"dataset_path": "in.jsonl", "export_path": "out.jsonl", **recipe} for recipe in recipes]
+        """The results of recipes in a new process: steps and rows, or the text of an error."""
+        inputs = [{"dataset_path": "in.jsonl", "export_path": "out.jsonl", **recipe} for recipe in recipes]
         paths = os.pathsep.join([str(self.folder / "site"), str(PAGE.parents[1])])
         ran = subprocess.run(
-            [sys.executable, "-c", DRIVER], input=json.dumps(told), cwd=self.folder,
+            [sys.executable, "-c", DRIVER], input=json.dumps(inputs), cwd=self.folder,
             env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
         )  # fmt: skip
         assert ran.returncode == 0, ran.stderr
@@ -565,13 +570,13 @@ def juicer(tmp_path: Path) -> Juicer:
 
 
 def test_its_operators_go_by_their_plain_names_where_it_is_installed(juicer: Juicer) -> None:
-    told = {
+    values = {
         "image_key": "pictures",
         "keep_stats_in_res_ds": True,
         "process": [{"image_mark_mapper": {"mark": "?"}}, "dialog_topic_mapper",
             {"text_length_filter": {"min_len": 6}}],
     }  # fmt: skip
-    [[steps, rows]] = juicer.run(told)
+    [[steps, rows]] = juicer.run(values)
     assert [name for name, _, _ in steps] == [
         "image_mark_mapper", "dialog_topic_mapper", "text_length_filter (stats)", "text_length_filter",
     ]  # fmt: skip
@@ -579,7 +584,7 @@ def test_its_operators_go_by_their_plain_names_where_it_is_installed(juicer: Jui
     assert rows[0]["marks"] == ["?", "pictures"]
     assert [row["__dj__meta__"] for row in rows] == [{"topic": "o"}, {"topic": "f"}]
     # The next process finds every step by its key.
-    [[steps, again]] = juicer.run(told)
+    [[steps, again]] = juicer.run(values)
     assert [hit for _, _, hit in steps] == [True] * 4
     assert again == rows
 
@@ -595,13 +600,13 @@ def test_its_selectors_and_groupers_get_the_whole_dataset(juicer: Juicer) -> Non
 
 
 def test_ours_come_first_unless_the_recipe_or_a_parameter_says_otherwise(juicer: Juicer) -> None:
-    def told(parameters: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    def make_recipe(parameters: dict[str, Any], **keys: Any) -> dict[str, Any]:
         return {"keep_stats_in_res_ds": True, **keys, "process": [{"words_num_filter": parameters}]}
 
     answers = juicer.run(
-        told({"min_num": 1}),
-        told({"min_num": 1, "lang": "en", "tokenization": True}),
-        told({"min_num": 1}, operators_of="data-juicer"),
+        make_recipe({"min_num": 1}),
+        make_recipe({"min_num": 1, "lang": "en", "tokenization": True}),
+        make_recipe({"min_num": 1}, operators_of="data-juicer"),
     )
     stats = [list(rows[0]["__dj__stats__"]) for _, rows in answers]
     assert stats == [["num_words"], ["num_tokens"], ["num_tokens"]]
@@ -611,12 +616,12 @@ WRONG: list[tuple[Any, str]] = [
     ({"image_mark_mapper": {"marks": "?"}},
      "image_mark_mapper has no parameter 'marks'; did you mean 'mark'?"),
     ({"image_mark_mapper": {"mark": 5}}, "mark of image_mark_mapper must be text, not 5"),
-    ({"random_selector": {}}, "random_selector needs the parameter 'select_num', which is not given"),
+    ({"random_selector": {}}, "random_selector needs the parameter 'select_num'; give it"),
     ("downloading_mapper",
-     "downloading_mapper cannot be made with {'text_key': 'text'}: OSError: cannot download"),
+     "downloading_mapper cannot be constructed with {'text_key': 'text'}: OSError: cannot download"),
     ("image_marks_mapper", "there is no operator 'image_marks_mapper'; did you mean 'image_mark_mapper'?"),
     ("clean_html_mapper",
-     "there is no operator 'clean_html_mapper'; one of your own goes by its dotted path"),
+     "there is no operator 'clean_html_mapper'; name your own operator by its dotted path"),
 ]  # fmt: skip
 
 
@@ -633,7 +638,7 @@ def test_a_library_that_cannot_be_imported_is_an_error_of_one_line_for_its_own_o
     juicer.ops.write_text("import not_there_at_all")
     theirs, ours = juicer.run({"process": ["image_mark_mapper"]}, {"process": ["clean_links_mapper"]})
     assert theirs.startswith("r.yaml:4: cannot import py-data-juicer for its operators: ModuleNotFoundError")
-    # A checkout in the working folder is no installation.
+    # A checkout in the working folder is not an installation.
     found = juicer.ops.parents[1]
     assert f"Python found it in {found}, which is not installed: pip install -e {found.parent}" in theirs
     assert len(ours[1]) == 3

@@ -1,5 +1,5 @@
-"""Keys of castore's operators: a store that was filled before the operators moved to `castore.recipes`
-still serves.
+"""Keys of castore's operators: results that were stored before the operators moved to `castore.recipes` are
+still hits.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from castore.recipes import pipeline_config, registry
 # Made by castore 0.1.0 when the operators were modules of castore.adapters.datasets.ops.
 KEYS: dict[str, str] = json.loads(Path(__file__).with_name("operator_keys.json").read_text("utf-8"))
 NEEDED: dict[str, dict[str, Any]] = {"replace_content_mapper": {"pattern": "a+"}}
-# Their parameters are folders, whose files count.
+# The parameters of these are folders, whose files count.
 WITH_LISTS = {"stopwords_filter", "flagged_words_filter"}
 
 
 @pytest.fixture(autouse=True)
 def _release() -> Iterator[None]:
-    """The release that made the keys: a later one makes others."""
+    """The release that made the keys: a later release makes other keys."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.metadata, "version", lambda name: "0.1.0")
         libraries._find_library.cache_clear()

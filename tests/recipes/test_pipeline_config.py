@@ -1,4 +1,4 @@
-"""EasyData's settings: the page's examples, every option, and that each configures the one pipeline."""
+"""EasyData's settings: the page's examples, every option, and the effect of each on the one pipeline."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def test_every_kind_of_cache_runs_an_operator_once(place: Path, kind: Any, on_di
     assert result.dataset["text"][:] == expected[0]
     assert [step.hit for step in result.steps] == [True] * 4
     assert noting.calls == ["a"] * 2
-    # What is behind stays where something in front of it changes.
+    # Results of later steps stay where an earlier step changes.
     (result,) = config.run([Adds("a"), Adds("b")])
     assert [step.hit for step in result.steps] == [True, False]
     background.wait()
     with Store("cache") as store:
         assert any(store.entries("steps")) == on_disk
-    # Another process, as it were: only the disk remembers.
+    # A new config stands for another process: only the disk has the results.
     again = PipelineConfig(["data"], CacheStageConfig(cache_type=kind, cache_dir="cache"))
     assert texts(again, *operators) == expected
     assert noting.calls.count("a") == (2 if on_disk else 4)
@@ -96,7 +96,7 @@ def test_ram_keeps_as_many_results_as_it_may(place: Path) -> None:
     for what in "aba":
         config.run([Adds(what)])
     assert noting.calls == ["a"] * 2 + ["b"] * 2
-    for what in "cba":  # a goes for c, and c for a
+    for what in "cba":  # c evicts a, and then a evicts c
         config.run([Adds(what)])
     assert noting.calls[4:] == ["c"] * 2 + ["b"] * 2 + ["a"] * 2
     assert len(config._results) == 2
@@ -164,10 +164,10 @@ def test_files_are_told_apart_as_hash_fn_says(place: Path, how: Any, moved: bool
 
     os.utime("data/0.jsonl", (1, 1))
     assert [run("data/0.jsonl") for _ in range(2)] == [1, 0]
-    # The same content in another place.
+    # The same content at another path.
     write(place / "moved.jsonl", "row 0")
     assert (run("moved.jsonl") == 0) == moved
-    # Other content of the same size, with the clock turned back: only a look at the content tells.
+    # Other content of the same size, with the clock turned back: only reading the content shows the change.
     write(place / "data/0.jsonl", "row X")
     os.utime("data/0.jsonl", (1, 1))
     assert (run("data/0.jsonl") == 0) == changed
@@ -195,13 +195,13 @@ def test_progress_counts_over_all_operators(place: Path) -> None:
     config = PipelineConfig(["data"], CacheStageConfig(cache_dir="cache"))
     operators = [Adds("a"), "text_length_filter", Adds("b")]
     for hit in (False, True):
-        told: list[Any] = []
-        config.run(operators, progress=told.append)
-        ends = [progress for progress in told if progress.report is not None]
+        report: list[Any] = []
+        config.run(operators, progress=report.append)
+        ends = [progress for progress in report if progress.report is not None]
         assert [(end.step, end.steps, end.report.hit) for end in ends] == [(n, 4, hit) for n in range(4)]
 
 
-# What checkers of types would not let through is what is tested here.
+# Type checkers would refuse the values of this test.
 stage: Any = CacheStageConfig
 one: Any = DatasetConfig
 all_: Any = PipelineConfig

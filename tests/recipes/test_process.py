@@ -1,4 +1,4 @@
-"""`castore process`: the seed's recipes and command lines, what is printed, and runs beside one another."""
+"""`castore process`: the seed's recipes and command lines, the output, and concurrent runs."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_what_was_uncompressed_on_the_way_is_gone_in_the_end(
 def test_a_cache_that_was_emptied_by_hand_is_a_new_one(here: Callable[..., Ran], place: Path) -> None:
     words = ["--config", recipe(place, ds_cache_dir="dj_cache"), "--json"]
     assert hits(here(*words)) == [False] * 7
-    subprocess.run("rm -rf dj_cache/*", shell=True, check=True, cwd=place)  # as the seed's page says
+    subprocess.run("rm -rf dj_cache/*", shell=True, check=True, cwd=place)  # as on the seed's page
     again = here(*words)
     assert (again.code, again.err) == (0, "")
     assert hits(again) == [False] * 7
@@ -186,7 +186,7 @@ def test_every_key_can_be_given_on_the_command_line(cli: Cli, place: Path) -> No
         options = [word for name, value in words.items() for word in (f"--{name.replace('-', style)}", value)]
         path = recipe(place, ["clean_links_mapper"])
         ran = cli("process", "--config", path, *options)
-        # --store beside --ds-cache-dir is one word too many.
+        # --store and --ds-cache-dir exclude each other.
         assert (ran.code, ran.err) == (
             2, "castore: --store and --ds-cache-dir both name the store; give one of them\n",
         )  # fmt: skip
@@ -204,22 +204,22 @@ def test_store_on_the_command_line_comes_before_the_recipe(cli: Cli, place: Path
     assert not (place / "elsewhere").exists()
 
 
-# What is printed
+# Output
 
 
 def test_the_table_says_what_the_json_says(cli: Cli, place: Path) -> None:  # noqa: F811
     path = recipe(place)
-    told = cli("process", "--config", path, "--json").json
+    report = cli("process", "--config", path, "--json").json
     ran = cli("process", "--config", path)
     assert ran.err == ""
     lines = ran.out.splitlines()
     rows = [line for line in lines if " hit " in line]
-    for step, line in zip(told["steps"], rows, strict=True):
+    for step, line in zip(report["steps"], rows, strict=True):
         assert line.startswith(f" {step['name']} ")
         cells = line.removeprefix(f" {step['name']} ").split()
         assert cells[:3] == ["hit", f"{step['rows_in']:,}", f"{step['rows_out']:,}"]
     assert lines[-1].startswith(
-        f"{told['rows_out']} rows of {told['rows_in']} in {place}/outputs/demo.jsonl ("
+        f"{report['rows_out']} rows of {report['rows_in']} in {place}/outputs/demo.jsonl ("
     )
     assert "\x1b" not in ran.out
 
@@ -247,11 +247,11 @@ def test_explain_says_what_would_run_and_why(cli: Cli, place: Path) -> None:  # 
     assert ran.out.splitlines()[:4] == [
         "text_length_filter (stats): hit",
         "text_length_filter: hit",
-        "clean_links_mapper: miss: the parameter 'repl' was [''] and is ['<link>']",
-        "whitespace_normalization_mapper: miss: its input is new, since 'clean_links_mapper' runs again",
+        "clean_links_mapper: miss: the parameter 'repl' was [''] and is now ['<link>']",
+        "whitespace_normalization_mapper: miss: its input changes, since 'clean_links_mapper' runs again",
     ]
-    told = cli("process", "--config", path, "--explain", "--json").json
-    assert [step["hit"] for step in told] == [True] * 2 + [False] * 5
+    report = cli("process", "--config", path, "--explain", "--json").json
+    assert [step["hit"] for step in report] == [True] * 2 + [False] * 5
     assert (place / "outputs/demo.jsonl").stat() == before
     assert hits(cli("process", "--config", path, "--json")) == [True] * 2 + [False] * 5
 
@@ -262,16 +262,16 @@ def test_explain_says_hit_where_the_run_hits(
     place: Path,
     words: tuple[str, ...],
 ) -> None:
-    """Whatever the run that comes keeps, and whatever runs of another kind have kept."""
+    """Holds whatever the next run keeps, and whatever runs of another kind have kept."""
     changed = [*STEPS]
     changed[2] = {"text_length_filter": {"min_len": 3}}
     assert cli("process", "--config", recipe(place), "--json").code == 0
     for steps in (STEPS, STEPS, changed, STEPS):
         path = recipe(place, steps)
-        told = cli("process", "--config", path, "--explain", "--json", *words).json
-        assert [step["hit"] for step in told] == [not step["changes"] for step in told]
+        report = cli("process", "--config", path, "--explain", "--json", *words).json
+        assert [step["hit"] for step in report] == [not step["changes"] for step in report]
         ran = cli("process", "--config", path, "--json", *words)
-        assert [step["hit"] for step in told] == hits(ran), steps
+        assert [step["hit"] for step in report] == hits(ran), steps
 
 
 def test_explain_and_estimate_are_two_questions(cli: Cli, place: Path) -> None:  # noqa: F811
@@ -281,10 +281,10 @@ def test_explain_and_estimate_are_two_questions(cli: Cli, place: Path) -> None: 
 
 
 def test_estimate_says_what_it_would_take(cli: Cli, place: Path) -> None:  # noqa: F811
-    told = cli("process", "--config", recipe(place), "--estimate", "--json").json
-    assert (told["mappers"], told["filters"], told["deduplicators"]) == (2, 2, 1)
-    assert told["formula"] == 7 * told["size"]
-    assert told["problems"] == []
+    report = cli("process", "--config", recipe(place), "--estimate", "--json").json
+    assert (report["mappers"], report["filters"], report["deduplicators"]) == (2, 2, 1)
+    assert report["formula"] == 7 * report["size"]
+    assert report["problems"] == []
     lines = cli("process", "--config", recipe(place), "--estimate").out.splitlines()
     assert [line.split()[0] for line in lines] == ["input", "formula", "peak", "store", "work"]
     assert not (place / "outputs").exists()
@@ -299,7 +299,7 @@ def test_what_will_not_fit_is_said_before_it_starts(cli: Cli, place: Path) -> No
     assert exported(place) == expected(place)
 
 
-# Runs beside one another
+# Concurrent runs
 
 
 def test_two_at_once_run_each_step_once(
@@ -310,9 +310,9 @@ def test_two_at_once_run_each_step_once(
     both = [
         castore("process", "--config", path, "--export-path", f"out{n}.jsonl", "--json") for n in range(2)
     ]
-    told = [json.loads(start.communicate(timeout=300)[0]) for start in both]
-    assert (place / "marks").stat().st_size == told[0]["rows_in"]
-    for steps in zip(*(run["steps"] for run in told), strict=True):
+    report = [json.loads(start.communicate(timeout=300)[0]) for start in both]
+    assert (place / "marks").stat().st_size == report[0]["rows_in"]
+    for steps in zip(*(run["steps"] for run in report), strict=True):
         assert sum(not step["hit"] for step in steps) == 1
     assert (place / "out0.jsonl").read_text() == (place / "out1.jsonl").read_text()
 

@@ -1,4 +1,4 @@
-"""The page on processing is true: its Python runs as pasted, and its first recipe does."""
+"""The page on processing is true: its Python runs as pasted, and so does its first recipe."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_the_recipe_of_the_page_runs(
 def test_every_key_and_operator_stands_on_the_page() -> None:
     page = PAGE.read_text()
     assert [key for key in [*recipe.KEYS, *recipe.ALIASES] if f"`{key}`" not in page] == []
-    assert [key for key in [*recipe.COLUMNS, *juicer_keys.KEYS] if f"`{key}`" not in page] == []
+    assert [key for key in [*recipe.COLUMN_KEYS, *juicer_keys.JUICER_KEYS] if f"`{key}`" not in page] == []
     assert [name for name in registry.BUILT_IN if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("name", registry.BUILT_IN)
 def test_every_parameter_stands_on_the_page(name: str) -> None:
     row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}`"))
-    known = registry._known(registry.find(name))
+    known = registry._known_parameters(registry.find_operator(name))
     assert known is not None
     for parameter in known.keys() - {"text_key"}:
         default = known[parameter].default

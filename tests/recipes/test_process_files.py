@@ -1,5 +1,5 @@
-"""What a recipe reads and writes: every kind of file, found, told apart, read late, and written whole or
-not at all.
+"""Input and output of recipes: every kind of file, found, identified, read lazily, and written whole or not
+at all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 
 from castore import Store
 from castore.adapters.datasets import background
-from castore.adapters.datasets.lazy_dataset import LateDataset
+from castore.adapters.datasets.lazy_dataset import LazyDataset
 from castore.adapters.datasets.reports import CacheWarning
 from castore.errors import CastoreError, FullError, InvalidValueError, NotFoundError
 from castore.recipes import export, runner, sources
@@ -133,7 +133,7 @@ def test_a_path_with_two_colons_is_refused(tmp_path: Path, name: str) -> None:
     kind = "saved" if name.endswith("saved") else "a.jsonl"
     WRITERS[kind](tmp_path / kind)
     (tmp_path / kind).rename(tmp_path / name)
-    with pytest.raises(InvalidValueError, match="has '::' in it, which cannot be read; rename it"):
+    with pytest.raises(InvalidValueError, match="cannot be read, since it contains '::'; rename it"):
         sources.find(tmp_path / name)
 
 
@@ -173,7 +173,7 @@ def test_one_object_over_several_lines_is_read_as_it_is(tmp_path: Path, name: st
 
 
 def test_what_a_string_is_does_not_hang_on_the_rows_around_it(tmp_path: Path) -> None:
-    # More than is read at once, of each.
+    # More rows of each kind than one read returns.
     words = [{"pad": "word " * 300, "t": "words"}] * 8_000
     dates = [{"pad": "2024-01-02", "t": "2024-01-02T03:04:05Z"}] * 250_000
     for number, rows in enumerate(([*words, *dates], [*dates, *words])):
@@ -200,7 +200,7 @@ def test_only_empty_cells_of_a_table_are_null(tmp_path: Path, name: str, separat
     assert dataset["empty"][:] == [None] * len(words)
 
 
-#: Cells of the first 12,000 rows, of the later ones, and the column that they make.
+#: Cells of the first 12,000 rows, cells of the later rows, and the resulting column.
 MIXED: dict[str, tuple[list[str], list[str], list[Any]]] = {
     "zip": (["a1", "b2"], ["007", "008"], ["a1", "b2", "007", "008"]),
     "late": (["007", "1"], ["x", ""], ["007", "1", "x", None]),
@@ -225,7 +225,7 @@ def test_a_column_of_a_table_has_one_type_and_loses_nothing(tmp_path: Path, colu
     early, late, expected = MIXED[column]
     pieces = [
         [cell for cell in part for _ in range(6_000)] for part in (early, late)
-    ]  # pandas takes 10,000 rows
+    ]  # pandas reads 10,000 rows at a time
     if files == 1:
         pieces = [pieces[0] + pieces[1]]
     (tmp_path / "data").mkdir()
@@ -282,7 +282,7 @@ def test_several_paths_are_one_source(tmp_path: Path) -> None:
             InvalidValueError,
             "several kinds, such as .*; choose with a pattern, like '.*mixed/\\*.jsonl'",
         ),
-        ("notes.md", InvalidValueError, "is of no kind that can be read"),
+        ("notes.md", InvalidValueError, "has an unknown ending"),
         ("splits", InvalidValueError, "several splits; choose one, like '.*splits/test'"),
     ],
 )
@@ -329,13 +329,15 @@ def test_a_damaged_file_is_an_error_of_one_line(
     ("name", "content", "words"),
     [
         ("a.jsonl", b'{"text": "ok"}\n{"text": "caf\xe9"}\n',
-         "line 2 of '.*a.jsonl' is no UTF-8 (byte 0xe9 at 13)"),
+         "line 2 of '.*a.jsonl' is not UTF-8 (byte 0xe9 at 13)"),
         ("a.jsonl", b'{"text": "ok"}\n' * 100_000 + b'{"text": "caf\xe9"}\n', "line 100001 of"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "caf\xe9"}\n', mtime=0), "line 1 of"),
         ("a.jsonl", '{"text": "ok"}\n'.encode("utf-16"),
-         "line 1 of '.*a.jsonl' is no UTF-8 (byte 0xff at 0); convert the file, with `iconv -f UTF-16"),
+         ("line 1 of '.*a.jsonl' is not UTF-8 (byte 0xff at 0); "
+          "convert the file, for example with `iconv -f UTF-16")),
         ("a.csv", b"text\ncaf\xe9\n",
-         "line 2 of '.*a.csv' is no UTF-8 (byte 0xe9 at 3); convert the file, with `iconv -f LATIN1"),
+         ("line 2 of '.*a.csv' is not UTF-8 (byte 0xe9 at 3); "
+          "convert the file, for example with `iconv -f LATIN1")),
         ("a.txt", b"ok\ncaf\xe9\n", "line 2 of"),
     ],
 )  # fmt: skip
@@ -348,7 +350,7 @@ def test_a_file_that_is_no_utf8_is_named_with_the_line(
         sources.read(sources.find(tmp_path / name), tmp_path / "work")
 
 
-# Telling sources apart
+# Identifying sources
 
 
 def test_content_tells_files_apart_and_their_place_does_not(tmp_path: Path, store: Store) -> None:
@@ -384,7 +386,7 @@ def test_paths_and_times_tell_files_apart_where_that_is_asked_for(tmp_path: Path
     assert sources.identify(one, None, "combined") != by_both
 
 
-# Reading late
+# Reading lazily
 
 
 @pytest.fixture
@@ -399,7 +401,7 @@ def test_the_second_time_the_source_is_not_read_before_it_is_looked_at(opened: C
     first = opened()
     background.wait()
     second = opened()
-    assert isinstance(second, LateDataset)
+    assert isinstance(second, LazyDataset)
     assert (len(second), second.features, second._fingerprint) == (3, first.features, first._fingerprint)
     assert not second.is_read
     assert second.to_list() == first.to_list()
@@ -421,12 +423,12 @@ def test_the_second_time_the_source_is_not_read_before_it_is_looked_at(opened: C
         lambda d: datasets.concatenate_datasets([d, d]),
     ],
 )
-def test_a_late_dataset_is_used_like_any_other(opened: Callable[[], Any], use: Callable[[Any], Any]) -> None:
+def test_a_lazy_dataset_is_used_like_any_other(opened: Callable[[], Any], use: Callable[[Any], Any]) -> None:
     plain = opened()
     background.wait()
-    late = opened()
-    assert isinstance(late, LateDataset)
-    assert use(late).to_list() == use(plain).to_list()
+    lazy = opened()
+    assert isinstance(lazy, LazyDataset)
+    assert use(lazy).to_list() == use(plain).to_list()
 
 
 def test_a_run_that_goes_on_behind_its_checkpoint_does_not_read_its_source(
@@ -454,7 +456,7 @@ def test_a_run_that_goes_on_behind_its_checkpoint_does_not_read_its_source(
         use_checkpoint=True,
     )
     broken.touch()
-    for reads in (1, 1):  # the second time it fails behind the checkpoint
+    for reads in (1, 1):  # the second run fails after the checkpoint
         with pytest.raises(RuntimeError):
             process(recipe, store=store)
         assert len(read_files) == reads
@@ -466,7 +468,7 @@ def test_a_run_that_goes_on_behind_its_checkpoint_does_not_read_its_source(
     assert len(read_files) == 1
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write(json.dumps({"text": "more", "n": 9}) + "\n")
-    with pytest.warns(CacheWarning, match="the input is another one"):
+    with pytest.warns(CacheWarning, match="the input has changed"):
         assert process(recipe, store=store).rows_in == 4
     assert len(read_files) == 2
 
@@ -556,9 +558,9 @@ def test_a_dataset_without_rows_is_written(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("o.xlsx", "ends in '.xlsx'; write to .jsonl, .json, .csv, .parquet, or to a folder"),
-        ("photos", "exists and is no folder of save_to_disk"),
-        ("file", "exists and is no folder of save_to_disk"),
+        ("o.xlsx", "has the unknown ending '.xlsx'; use .jsonl, .json, .csv, .parquet, or a folder"),
+        ("photos", "exists and is not a folder of save_to_disk"),
+        ("file", "exists and is not a folder of save_to_disk"),
         ("folder.jsonl", "is a folder; remove it"),
     ],
 )
@@ -574,7 +576,7 @@ def test_nothing_of_others_is_overwritten(tmp_path: Path, name: str, words: str)
 
 def test_what_has_no_json_is_said_and_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "o.jsonl").write_text("old")
-    with pytest.raises(InvalidValueError, match="bytes has no JSON; export to"):
+    with pytest.raises(InvalidValueError, match="JSON has no form for a value of type bytes; export to"):
         export.export(datasets.Dataset.from_dict({"image": [b"\xff"]}), tmp_path / "o.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["o.jsonl"]
     assert (tmp_path / "o.jsonl").read_text() == "old"
@@ -584,7 +586,7 @@ def test_what_has_no_json_is_said_and_nothing_is_left(tmp_path: Path) -> None:
 def test_a_csv_names_the_column_that_it_has_no_place_for(tmp_path: Path, value: Any) -> None:
     (tmp_path / "o.csv").write_text("old")
     with pytest.raises(
-        InvalidValueError, match=r"column 'tags' is of type .*no place; export to \.jsonl, \.parquet or"
+        InvalidValueError, match=r"column 'tags' is of type .*cannot hold; export to \.jsonl, \.parquet or"
     ):
         export.export(datasets.Dataset.from_list([{"text": "x", "tags": value}]), tmp_path / "o.csv")
     assert (tmp_path / "o.csv").read_text() == "old"
@@ -593,7 +595,7 @@ def test_a_csv_names_the_column_that_it_has_no_place_for(tmp_path: Path, value: 
 def test_what_a_writer_refuses_is_said_of_the_export(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_dict({"image": [b"\xff"]})
     with pytest.raises(
-        InvalidValueError, match=r"cannot be written to export_path '.*o\.csv': .*UTF8.*; export to another"
+        InvalidValueError, match=r"cannot be written to export_path '.*o\.csv': .*UTF8.*; export in another"
     ):
         export.export(rows, tmp_path / "o.csv")
     assert not list(tmp_path.iterdir())
@@ -666,7 +668,7 @@ def test_an_export_beside_what_is_read_is_written(tmp_path: Path) -> None:
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, source: str) -> None:
     (tmp_path / "pipes").mkdir()
     os.mkfifo(tmp_path / "pipes" / "x.jsonl")
-    with pytest.raises(InvalidValueError, match=r"x\.jsonl' is no regular file"):
+    with pytest.raises(InvalidValueError, match=r"x\.jsonl' is not a regular file"):
         sources.find(tmp_path / source)
 
 

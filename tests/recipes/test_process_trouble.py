@@ -1,4 +1,4 @@
-"""`castore process`: what goes wrong and how it is said, and what is left after a kill."""
+"""`castore process`: failures, their messages, and the state after a kill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.cli.conftest import Cli, Ran, castore, cli, folder  # noqa: F401 - fi
 from tests.helpers import flip, payload
 from tests.recipes.recipes import exported, hits, recipe
 
-# What goes wrong
+# Failures
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from tests.recipes.recipes import exported, hits, recipe
         ({"use_cash": True}, 2, "recipe.yaml:3: there is no key 'use_cash'; did you mean 'use_cache'?"),
         ({"dataset_path": "data/dem.jsonl"}, 1,
          "there is no data at dataset_path 'data/dem.jsonl'; did you mean 'demo.jsonl'?"),
-        ({"export_path": "out.xml"}, 2, "export_path 'out.xml' ends in '.xml'"),
+        ({"export_path": "out.xml"}, 2, "export_path 'out.xml' has the unknown ending '.xml'"),
         ({"text_keys": "content"}, 2,
          "there is no column 'content' for clean_links_mapper, only 'text', 'n'"),
         ({"steps": ["my_ops.breaks"]}, 1,
@@ -113,13 +113,13 @@ def test_a_disk_that_fills_up_in_a_step_is_said_and_the_rest_goes_on_later(
     assert not (place / "outputs").exists()
     assert (place / "marks").stat().st_size == 2000
     assert list(small_disk.rglob("*.arrow")) == []
-    # With another second step the first is not run again, where it was kept.
+    # With another second step the first step does not run again, if its result was kept.
     ran = cli("process", "--config", recipe(place, ["my_ops.marks", "clean_links_mapper"], **given))
     assert (ran.code, ran.err) == (0, "")
     assert (place / "marks").stat().st_size == (4000 if mode == {"use_cache": False} else 2000)
 
 
-# What is left after a kill
+# The state after a kill
 
 
 def test_ctrl_c_leaves_what_is_done(
@@ -147,7 +147,7 @@ def until(true: Callable[..., bool], seconds: float = 60.0) -> None:
 
 
 def working(place: Path, start: subprocess.Popen[bytes]) -> set[int]:
-    """The workers of a run, once each of two has done a row."""
+    """The workers of a run, once each of two workers has finished a row."""
     pids: set[int] = set()
     while len(pids) < 2:
         assert start.poll() is None, start.communicate()
@@ -194,7 +194,7 @@ def test_workers_end_with_the_run_that_started_them(
     try:
         assert start.pid not in working(place, start)
         (os.killpg if to_all else os.kill)(start.pid, number)
-        # Whoever is left behind has the stream of the messages, too.
+        # A leftover process would still hold the stream of the messages.
         _, err = start.communicate(timeout=60)
         assert (start.returncode, err) == (code, words)
         until(lambda: not session(start.pid))
@@ -202,7 +202,7 @@ def test_workers_end_with_the_run_that_started_them(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(start.pid, signal.SIGKILL)
     if number == signal.SIGKILL:
-        return  # the first step may not have been in the store yet
+        return  # the first step may not have reached the store yet
     rows = (place / "marks").stat().st_size
     (place / "quick").touch()
     ran = cli("process", "--config", path, "--json", "--np", "1")

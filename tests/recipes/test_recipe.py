@@ -1,5 +1,5 @@
-"""Recipes: what a good one means, and that a bad one is told by file, line, value and the nearest right
-word.
+"""Recipes: the meaning of valid ones, and errors that give the file, the line, the value and the nearest
+right word.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from castore.errors import CastoreError, InvalidNameError, InvalidValueError
 from castore.recipes import registry
 from castore.recipes.operators.lengths import TextLengthFilter
-from castore.recipes.recipe import Recipe, Step, parse, read
+from castore.recipes.recipe import Recipe, RecipeStep, parse, read
 
 GOOD = """\
 project_name: 'demo-cache-compress'
@@ -46,9 +46,9 @@ def test_a_recipe_is_read_as_it_is_written(tmp_path: Path) -> None:
         cache_compress="zstd",
         ds_cache_dir="/data/large_disk/dj_cache",
         process=[
-            Step("text_length_filter", {"min_len": 100}),
-            Step("whitespace_normalization_mapper"),
-            Step("clean_links_mapper"),
+            RecipeStep("text_length_filter", {"min_len": 100}),
+            RecipeStep("whitespace_normalization_mapper"),
+            RecipeStep("clean_links_mapper"),
         ],
     )
     names = [type(op).__name__ for op in recipe.operators()]
@@ -107,7 +107,7 @@ def test_operators_work_on_the_column_of_text_keys_unless_they_say_otherwise() -
         (BASIC + "np: '4'", "r.yaml:3: np must be a whole number, not '4' (text)"),
         (BASIC + "np: true", "r.yaml:3: np must be a whole number, not True (true or false)"),
         (BASIC + "np: 0\nprocess: []", "r.yaml: num_proc must be at least 1, not 0"),
-        (BASIC + "np: 2\nnum_proc: 2\nprocess: []", "r.yaml:4: num_proc says again what num_proc says"),
+        (BASIC + "np: 2\nnum_proc: 2\nprocess: []", "r.yaml:4: num_proc sets num_proc, which is set already"),
         (
             BASIC + "cache_compress: zst",
             "r.yaml:3: cache_compress must be 'zstd' or 'lz4' or 'gzip' or 'none' or null, not 'zst' (text)",
@@ -120,17 +120,17 @@ def test_operators_work_on_the_column_of_text_keys_unless_they_say_otherwise() -
         ("dataset_path: ''\nexport_path: x\nprocess: []", "r.yaml: dataset_path is empty"),
         ("dataset_path: 5\n", "r.yaml:1: dataset_path must be text, not 5 (a whole number)"),
         (BASIC + "dataset_path: c",
-         "r.yaml:3: the key 'dataset_path' is there twice; the first is in line 1"),
-        (BASIC + "yes: 5", "r.yaml:3: a key must be a word, not 'yes'; quotes make it one"),
-        ("[a, b]", "r.yaml: a recipe is a map of keys and values"),
-        ("", "r.yaml: a recipe is a map of keys and values"),
-        ("just words", "r.yaml: a recipe is a map of keys and values"),
+         "r.yaml:3: the key 'dataset_path' occurs twice; the first is in line 1"),
+        (BASIC + "yes: 5", "r.yaml:3: a key must be text, not 'yes'; put it in quotes"),
+        ("[a, b]", "r.yaml: a recipe must be a map of keys and values"),
+        ("", "r.yaml: a recipe must be a map of keys and values"),
+        ("just words", "r.yaml: a recipe must be a map of keys and values"),
         ("a: [1, 2", "r.yaml:1: expected ',' or ']', but got '<stream end>'"),
         ("a: 1\n b: 2", "r.yaml:2: mapping values are not allowed here"),
-        ("a: \x00", "r.yaml: this is no YAML: "),
+        ("a: \x00", "r.yaml: this is not YAML: "),
         ("dataset_path: !!python/object/apply:os.system ['true']",
          "r.yaml:1: could not determine a constructor"),
-        ("a: 2001-99-99", "r.yaml: this is no YAML: month must be in 1..12"),
+        ("a: 2001-99-99", "r.yaml: this is not YAML: month must be in 1..12"),
         ("x: &x [*x]", "r.yaml:1: there is no key 'x'"),
         ("[" * 5000, "r.yaml: "),
     ],
@@ -148,7 +148,7 @@ def test_a_bad_recipe_says_where_and_what(text: str, message: str) -> None:
         ("- text_lenght_filter",
          "r.yaml:4: there is no operator 'text_lenght_filter'; did you mean 'text_length_filter'?"),
         ("- clean_links_mapper\n- dedup",
-         "r.yaml:5: there is no operator 'dedup'; one of your own goes by its dotted path"),
+         "r.yaml:5: there is no operator 'dedup'; name your own operator by its dotted path"),
         ("- text_length_filter:\n    min_length: 5",
          "r.yaml:4: text_length_filter has no parameter 'min_length'; did you mean 'min_len'?"),
         ("- text_length_filter:\n    tokens: 5",
@@ -162,14 +162,14 @@ def test_a_bad_recipe_says_where_and_what(text: str, message: str) -> None:
         ("- text_length_filter:\n    min_len: 9\n    max_len: 3",
          "r.yaml:4: text_length_filter: min_len=9 is above max_len=3"),
         ("- replace_content_mapper",
-         "r.yaml:4: replace_content_mapper needs the parameter 'pattern', which is not given"),
+         "r.yaml:4: replace_content_mapper needs the parameter 'pattern'; give it"),
         ("- replace_content_mapper: {pattern: [1]}",
          "r.yaml:4: pattern of replace_content_mapper must be text or a list (text each) or null, not [1]"),
         ("- replace_content_mapper: {pattern: '('}",
-         "r.yaml:4: replace_content_mapper: pattern='(' is no regular expression"),
+         "r.yaml:4: replace_content_mapper: pattern='(' is not a regular expression"),
         ("- no_such_package.Mapper", "r.yaml:4: there is no module 'no_such_package'"),
         ("- os.pth.join", "r.yaml:4: os has no 'pth'; did you mean 'path'?"),
-        ("- a..b", "r.yaml:4: 'a..b' is no dotted path"),
+        ("- a..b", "r.yaml:4: 'a..b' is not a dotted path"),
     ],
 )  # fmt: skip
 def test_a_bad_operator_says_where_and_what(process: str, message: str) -> None:
@@ -184,13 +184,13 @@ def test_a_bad_operator_says_where_and_what(process: str, message: str) -> None:
     ("process", "message"),
     [
         ("- clean_links_mapper: {repl: x}\n  clean_email_mapper: {}",
-         "r.yaml:4: each item of process is one operator"),
-        ("- 5", "r.yaml:4: an item of process names an operator, and 5 does not"),
-        ("-", "r.yaml:4: an item of process names an operator, and None does not"),
+         "r.yaml:4: an item of process must be one operator"),
+        ("- 5", "r.yaml:4: an item of process must name an operator, not be 5"),
+        ("-", "r.yaml:4: an item of process must name an operator, not be None"),
         ("- text_length_filter: 100",
-         "r.yaml:4: what stands below text_length_filter must be a map or null, not 100"),
+         "r.yaml:4: the value of text_length_filter must be a map or null, not 100"),
         ("- text_length_filter:\n    min_len: 1\n    min_len: 2",
-         "r.yaml:6: the key 'min_len' is there twice"),
+         "r.yaml:6: the key 'min_len' occurs twice"),
     ],
 )  # fmt: skip
 def test_a_bad_item_of_process_says_where_and_what(process: str, message: str) -> None:
@@ -292,8 +292,8 @@ def test_operators_come_by_dotted_path(
          "cannot import my_own_ops.bad for the operator my_own_ops.bad.Mapper: ZeroDivisionError"),
         ("needy.Mapper", {},
          "cannot import my_own_ops.needy for the operator .* No module named 'not_there_at_all'"),
-        ("text.ready", {"suffix": "."}, "my_own_ops.text.ready is an object that is made already"),
-        ("text.Picky", {"n": 4}, "my_own_ops.text.Picky cannot be made with {'n': 4}: n must be prime"),
+        ("text.ready", {"suffix": "."}, "my_own_ops.text.ready is an object already"),
+        ("text.Picky", {"n": 4}, "Picky cannot be constructed with {'n': 4}: n must be prime"),
         ("text.shout", {"sample": 4}, "my_own_ops.text.shout has no parameter 'sample'"),
         ("text.shout", {"loud": 1}, "loud of my_own_ops.text.shout must be true or false, not 1"),
     ],
@@ -328,7 +328,7 @@ def test_registered_operators_are_known_by_name(monkeypatch: pytest.MonkeyPatch)
 
     recipe = parse(BASIC + "process:\n  - my_custom_mapper:\n      param: value\n")
     assert [op.param for op in recipe.operators()] == ["value"]
-    assert "my_custom_mapper" in registry.names()
+    assert "my_custom_mapper" in registry.operator_names()
     with pytest.raises(InvalidValueError, match="already"):
         registry.register("my_custom_mapper")(object)
     with pytest.raises(InvalidValueError, match="already"):

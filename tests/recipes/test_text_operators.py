@@ -1,4 +1,4 @@
-"""The operators that come with castore: what each measures, cleans, or takes for a duplicate."""
+"""The operators that come with castore: their measures, their cleaning, and the duplicates that they find."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROSE = (
 
 @pytest.fixture(autouse=True)
 def lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Lists of words where Data-Juicer keeps its own, which we do not have."""
+    """Word lists in Data-Juicer's folder of word lists; castore brings none."""
     monkeypatch.setenv("DATA_JUICER_ASSETS_CACHE", str(tmp_path))
     common = [
         "a",
@@ -62,7 +62,7 @@ def lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def figure(name: str, text: str | None, **parameters: Any) -> float:
-    """What a filter measures."""
+    """The figure that a filter measures."""
     op = registry.make(name, parameters)
     sample = op.compute_stats({"text": text})
     assert list(sample[STATS]) == [op.stat]
@@ -218,7 +218,7 @@ def test_joiners_stay_where_other_spaces_are_made_plain() -> None:
         (lambda: registry.make("alphanumeric_filter", {"min_ratio": 25}), "min_ratio=25 .* from 0 to 1"),
         (lambda: registry.make("character_repetition_filter", {"rep_len": 0}),
          "rep_len=0 must be at least 1"),
-        (lambda: ReplaceContentMapper("(a"), "no regular expression: missing"),
+        (lambda: ReplaceContentMapper("(a"), "not a regular expression: missing"),
         (lambda: ReplaceContentMapper("(a)", r"\2"), "invalid group reference"),
         (lambda: ReplaceContentMapper("(?x)a # why", r"\1"), "invalid group reference"),
         (lambda: ReplaceContentMapper(["a", "b"], ["c"]), "2 patterns and 1 replacements"),
@@ -292,7 +292,7 @@ def words(count: int, seed: int) -> list[str]:
 
 
 def alike(count: int, common: int, seed: int) -> tuple[str, str, float]:
-    """Two texts of so many words each, of which so many are in both, and their Jaccard similarity."""
+    """Two texts of a number of words each, of which a number are in both, and their Jaccard similarity."""
     both, one, two = words(common, seed), words(count - common, seed + 1), words(count - common, seed + 2)
     return " ".join(both + one), " ".join(both + two), common / (2 * count - common)
 
@@ -374,4 +374,4 @@ def test_the_registry_names_every_operator_there_is() -> None:
     assert len(listed) == len(registry.BUILT_IN)
     for name in registry.BUILT_IN:
         assert re.fullmatch(r"[a-z_]+_(filter|mapper|deduplicator)", name)
-        assert registry.find(name).__doc__
+        assert registry.find_operator(name).__doc__

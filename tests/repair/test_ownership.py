@@ -86,7 +86,7 @@ def test_what_root_makes_in_anothers_store_is_the_owners(theirs: Path) -> None:
         assert (theirs / "index.sqlite-shm").exists()
         assert roots(theirs) == []
         listener.close()
-        scratch.drop(file)
+        scratch.remove(file)
     for path in theirs.glob("index.sqlite*"):
         path.unlink()
     doctor.rebuild_index(theirs)

@@ -34,7 +34,7 @@ _DIES = "def test_dies(): __import__('os')._exit(0)\ndef test_never_begins(): pa
 
 
 def suite(folder: Path, files: dict[str, str], plugin: str = "tools.strangers.recording") -> Suite:
-    """A made-up stranger below a folder, which goes by the name of one whose `test_cache_size` is left out."""
+    """A made-up stranger below a folder, under the name of a stranger whose `test_cache_size` is left out."""
     for name, text in files.items():
         (folder / "tiny").mkdir(exist_ok=True)
         (folder / "tiny" / name).write_text(text)
@@ -65,7 +65,7 @@ def test_every_case_counts_as_it_ended_whatever_ends_it(tmp_path: Path) -> None:
     assert not result.good
     assert "test_breaks" in as_text([result])
     assert json.loads(as_json([result]))[0]["failed"] == 2
-    # The checkout is as it was.
+    # The checkout is unchanged.
     assert [path.name for path in (tmp_path / "tiny").rglob("*")] == ["test_ends.py"]
 
 
@@ -96,9 +96,9 @@ def test_missing_checkouts_are_named_with_the_command_that_gets_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path), "--logs", str(tmp_path / "logs")]) == 1
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     for each in SUITES:
-        assert f"git clone {each.url} {tmp_path / each.folder}" in said
+        assert f"git clone {each.url} {tmp_path / each.folder}" in message
 
 
 def test_a_checkout_that_lacks_a_file_is_told(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_every_case_that_is_left_out_has_a_reason_and_a_suite() -> None:
     assert reason_for("stocaching", "test_cache_size_again") is None
 
 
-# --- castore is really what is tested ---------------------------------------------------------------------------
+# --- the tests really run castore ---------------------------------------------------------------------------
 
 _MAPS = """\
 from datasets import Dataset, DatasetDict

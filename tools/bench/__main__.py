@@ -64,14 +64,14 @@ def main() -> None:
         except Exception:  # noqa: BLE001 (a failed suite costs its own figures, not the hours of the others)
             console.print_exception()
             failed.append(name)
-    runs = _on_file(names, quick=options.quick)
+    runs = _load_runs(names, quick=options.quick)
     _show_glance(runs, names, console)
     if not options.quick:
         report.write_glance(PAGE, glance.markdown(runs, names))
         written = f"{PAGE.relative_to(PROJECT)} and {PAGES.relative_to(PROJECT)}/"
         console.print(f"\nwritten to {written}", soft_wrap=True)
     if options.json:
-        goals = [line._asdict() for run in runs.values() for line in glance.of_run(run)]
+        goals = [line._asdict() for run in runs.values() for line in glance.lines_of_run(run)]
         sys.stdout.write(json.dumps({"goals": goals, "suites": runs}, indent=1) + "\n")
     if failed:
         sys.exit(
@@ -101,8 +101,8 @@ def _measure(name: str, options: argparse.Namespace, console: Console) -> None:
     pictures.mkdir(exist_ok=True)
     bench = Bench(folder, pictures, options.quick, options.rounds or (3 if options.quick else LEAST_ROUNDS))
     run = _run(name, suite, bench, console)
-    _keep(name, run, quick=options.quick)
-    _say(run, console)
+    _save_run(name, run, quick=options.quick)
+    _print_findings(run, console)
 
 
 def _options(names: list[str]) -> argparse.Namespace:
@@ -157,7 +157,7 @@ def _run(name: str, suite: Suite, bench: Bench, console: Console) -> dict[str, A
             else:
                 study = item
             if study is not None:
-                console.print(_lay_out(study))
+                console.print(_make_table(study))
                 run["studies"].append(study.to_json())
             status.update("setting up the next row")
     run["picture"] = _draw(name, run, bench.pictures)
@@ -205,7 +205,7 @@ def _show(result: Result) -> Table:
     return table
 
 
-def _lay_out(study: Study) -> Table:
+def _make_table(study: Study) -> Table:
     table = Table(title=study.name, title_justify="left", box=None, padding=(0, 2), min_width=72)
     for number, header in enumerate(study.header):
         table.add_column(header, justify="right" if number >= study.labels else "left")
@@ -214,7 +214,7 @@ def _lay_out(study: Study) -> Table:
     return table
 
 
-def _say(run: dict[str, Any], console: Console) -> None:
+def _print_findings(run: dict[str, Any], console: Console) -> None:
     results = [Result.from_json(row) for row in run["rows"]]
     met = [goal for study in run["studies"] for goal in study["goals"]]
     for line in [*report.goals(results), *met, *report.peers_ahead(results)]:
@@ -233,12 +233,12 @@ def _show_glance(runs: dict[str, dict[str, Any]], names: list[str], console: Con
         table.add_row(line.suite, Text(line.goal), Text(line.found), word)
     if table.row_count:
         console.print(table)
-    for name, reached, goals, missed in glance.others(runs):
+    for name, reached, goals, missed in glance.summarize_others(runs):
         console.print(f"{name}: {reached} of {goals} reached", soft_wrap=True)
         for what in missed:
             console.print(Text(f"  missed: {what}"), soft_wrap=True)
-    console.print(glance.summary(runs))
-    if without := glance.absent(runs, names):
+    console.print(glance.summarize(runs))
+    if without := glance.missing_suites(runs, names):
         console.print(f"no results on file of: {', '.join(without)}")
 
 
@@ -246,13 +246,13 @@ def _result_file(name: str, *, quick: bool) -> Path:
     return RESULTS / f"{name}{'-quick' if quick else ''}.json"
 
 
-def _on_file(names: list[str], *, quick: bool) -> dict[str, dict[str, Any]]:
+def _load_runs(names: list[str], *, quick: bool) -> dict[str, dict[str, Any]]:
     """The last run of each suite that has one."""
     files = {name: _result_file(name, quick=quick) for name in names}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
-def _keep(name: str, run: dict[str, Any], *, quick: bool) -> None:
+def _save_run(name: str, run: dict[str, Any], *, quick: bool) -> None:
     RESULTS.mkdir(exist_ok=True)
     _result_file(name, quick=quick).write_text(json.dumps(run, indent=1) + "\n")
     if not quick:

@@ -36,10 +36,10 @@ def costs(path: Path, entries: int, mountpoint: Path, rounds: int) -> dict[str, 
     random.Random(entries).shuffle(names)
     with Store(path, memory=0) as store:
         found = {
-            "get": _median(rounds, len(names), lambda: _get(store, names)),
-            "put": _median(rounds, _CALLS, _putting(store, rounds)),
-            "gc, 500 expired": _median(rounds, 1, store.gc, lambda: _expire(store)),
-            "stat": _median(rounds, 1, store.stat),
+            "get": _measure_median(rounds, len(names), lambda: _get(store, names)),
+            "put": _measure_median(rounds, _CALLS, _make_put(store, rounds)),
+            "gc, 500 expired": _measure_median(rounds, 1, store.gc, lambda: _expire(store)),
+            "stat": _measure_median(rounds, 1, store.stat),
         }
     return found | _through_mount(path, entries, mountpoint, rounds)
 
@@ -50,31 +50,31 @@ def _through_mount(path: Path, entries: int, mountpoint: Path, rounds: int) -> d
         for _ in range(rounds):
             mount.again()
             folders = random.choices(range(entries // FILES), k=2)
-            look_ups.append(_seconds(partial(_look_up, mountpoint, folders[0])) / FILES)
-            listings.append(_seconds(partial(_list, mountpoint, folders[1])))
+            look_ups.append(_measure_seconds(partial(_look_up, mountpoint, folders[0])) / FILES)
+            listings.append(_measure_seconds(partial(_list, mountpoint, folders[1])))
     return {
         "mount: look-up": statistics.median(look_ups),
         f"mount: list {FILES}": statistics.median(listings),
     }
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return
 
 
-def _median(
-    rounds: int, calls: int, work: Callable[[], object], prepare: Callable[[], object] = _nothing
+def _measure_median(
+    rounds: int, calls: int, work: Callable[[], object], prepare: Callable[[], object] = _do_nothing
 ) -> float:
     figures = []
     for turn in range(rounds + 1):
         prepare()
-        took = _seconds(work)
+        took = _measure_seconds(work)
         if turn:  # the first turn warms the caches
             figures.append(took / calls)
     return statistics.median(figures)
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _measure_seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -85,8 +85,8 @@ def _get(store: Store, names: list[str]) -> None:
         raise RuntimeError(f"{store.path} lacks entries")
 
 
-def _putting(store: Store, rounds: int) -> Callable[[], None]:
-    batches = iter([_fresh() for _ in range(rounds + 1)])
+def _make_put(store: Store, rounds: int) -> Callable[[], None]:
+    batches = iter([_new_items() for _ in range(rounds + 1)])
 
     def put() -> None:
         for name, value in next(batches):
@@ -95,7 +95,7 @@ def _putting(store: Store, rounds: int) -> Callable[[], None]:
     return put
 
 
-def _fresh() -> list[tuple[str, bytes]]:
+def _new_items() -> list[tuple[str, bytes]]:
     stamp = f"put/{next(_stamps):06}"
     return [
         (f"{stamp}/{number:04}", value) for number, value in enumerate(corpus.records(_CALLS, 2048, stamp))
@@ -103,7 +103,7 @@ def _fresh() -> list[tuple[str, bytes]]:
 
 
 def _expire(store: Store) -> None:
-    store.put_many(_fresh(), ttl=0.001)
+    store.put_many(_new_items(), ttl=0.001)
     time.sleep(0.01)
 
 

@@ -46,7 +46,7 @@ class Source:
         return self._bytes[index : index + _NUMEL].reshape(SHAPE).clone()
 
 
-class OneByOne(Dataset[torch.Tensor]):
+class PerSample(Dataset[torch.Tensor]):
     """The loop of stocaching's README: ask the cache, else load and set.
 
     For any cache with that interface.
@@ -66,7 +66,7 @@ class OneByOne(Dataset[torch.Tensor]):
         return sample
 
 
-class Batched(OneByOne):
+class PerBatchOfSlots(PerSample):
     """The same with castore's `get_slots`: the loader passes the indices of a whole batch."""
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
@@ -76,7 +76,7 @@ class Batched(OneByOne):
         ]
 
 
-class Together(OneByOne):
+class PerBatch(PerSample):
     """The same with castore's `get_batch` and `collate`."""
 
     def __init__(self, cache: Any, source: Source, samples: int) -> None:
@@ -90,7 +90,7 @@ class Together(OneByOne):
         return [self[index] for index in indices] if batch is None else batch
 
 
-class Made(Dataset[torch.Tensor]):
+class Computed(Dataset[torch.Tensor]):
     """The samples themselves, for caches that wrap a dataset."""
 
     def __init__(self, source: Source, samples: int) -> None:
@@ -103,7 +103,7 @@ class Made(Dataset[torch.Tensor]):
         return self.source(index)
 
 
-class Files(Made):
+class Files(Computed):
     """One file per sample, with its bytes and nothing else; all are written at once."""
 
     def __init__(self, source: Source, samples: int, folder: Path) -> None:
@@ -117,23 +117,23 @@ class Files(Made):
             return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).view(SHAPE)
 
 
-def _castore(source: Source, samples: int, _: Path) -> OneByOne:
-    return OneByOne(_castore_cache(samples), source, samples)
+def _castore(source: Source, samples: int, _: Path) -> PerSample:
+    return PerSample(_castore_cache(samples), source, samples)
 
 
-def _castore_batched(source: Source, samples: int, _: Path) -> OneByOne:
-    return Batched(_castore_cache(samples), source, samples)
+def _castore_batched(source: Source, samples: int, _: Path) -> PerSample:
+    return PerBatchOfSlots(_castore_cache(samples), source, samples)
 
 
-def _castore_together(source: Source, samples: int, _: Path) -> OneByOne:
-    return Together(_castore_cache(samples), source, samples)
+def _castore_batch(source: Source, samples: int, _: Path) -> PerSample:
+    return PerBatch(_castore_cache(samples), source, samples)
 
 
 def _castore_levels(source: Source, samples: int, folder: Path) -> Any:
     """The dataset on disk alone, without the level in memory."""
     from castore.adapters.torch import BiLevelCachedDataset
 
-    dataset = BiLevelCachedDataset(Made(source, samples), 0, "4GB", folder, key="samples")
+    dataset = BiLevelCachedDataset(Computed(source, samples), 0, "4GB", folder, key="samples")
     dataset.fill(progress=False)
     return dataset
 
@@ -141,7 +141,7 @@ def _castore_levels(source: Source, samples: int, folder: Path) -> Any:
 def _castore_cached(source: Source, samples: int, folder: Path) -> Any:
     from castore.adapters.torch import CachedDataset
 
-    return CachedDataset(Made(source, samples), folder, key="samples")
+    return CachedDataset(Computed(source, samples), folder, key="samples")
 
 
 def _castore_cache(samples: int) -> Any:
@@ -150,10 +150,10 @@ def _castore_cache(samples: int) -> Any:
     return SharedCache(_gib(samples), samples, SHAPE, torch.uint8)
 
 
-def _stocaching(source: Source, samples: int, _: Path) -> OneByOne:
+def _stocaching(source: Source, samples: int, _: Path) -> PerSample:
     import stocaching  # type: ignore[import-not-found]
 
-    return OneByOne(stocaching.SharedCache(_gib(samples), samples, SHAPE, torch.uint8), source, samples)
+    return PerSample(stocaching.SharedCache(_gib(samples), samples, SHAPE, torch.uint8), source, samples)
 
 
 def _tensors(source: Source, samples: int, _: Path) -> TensorDataset:
@@ -169,7 +169,7 @@ def _litdata(source: Source, samples: int, folder: Path) -> Any:
 
     chunks = str(folder / "chunks")
     litdata.optimize(
-        partial(_ask, source),
+        partial(_compute, source),
         list(range(samples)),
         chunks,
         chunk_bytes="64MB",
@@ -179,7 +179,7 @@ def _litdata(source: Source, samples: int, folder: Path) -> Any:
     return litdata.StreamingDataset(chunks, shuffle=True, seed=_SEED)
 
 
-def _ask(source: Source, index: int) -> torch.Tensor:
+def _compute(source: Source, index: int) -> torch.Tensor:
     return source(index)
 
 
@@ -191,7 +191,7 @@ def _gib(samples: int) -> int:
 CONTESTANTS: dict[str, Callable[[Source, int, Path], Any]] = {
     "castore": _castore,
     "castore-batched": _castore_batched,
-    "castore-together": _castore_together,
+    "castore-together": _castore_batch,
     "castore-levels": _castore_levels,
     "castore-cached": _castore_cached,
     "files": Files,

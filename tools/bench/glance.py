@@ -34,7 +34,7 @@ class Line(NamedTuple):
     verdict: str
 
 
-def of_run(run: dict[str, Any]) -> list[Line]:
+def lines_of_run(run: dict[str, Any]) -> list[Line]:
     """The goals of one suite."""
     results = [Result.from_json(row) for row in run["rows"]]
     sentences = [
@@ -52,28 +52,28 @@ def _line(suite: str, sentence: str) -> Line:
 
 def lines(runs: Runs) -> list[Line]:
     """The table: one line for each goal of the suites that are shown in full."""
-    return [line for name in IN_FULL if name in runs for line in of_run(runs[name])]
+    return [line for name in IN_FULL if name in runs for line in lines_of_run(runs[name])]
 
 
-def others(runs: Runs) -> list[tuple[str, int, int, list[str]]]:
+def summarize_others(runs: Runs) -> list[tuple[str, int, int, list[str]]]:
     """For each other suite with goals: its name, goals reached, goals in all, and the missed ones."""
     found = []
     for name in sorted(set(runs) - set(IN_FULL)):
-        if goals := of_run(runs[name]):
+        if goals := lines_of_run(runs[name]):
             reached = sum(line.verdict == REACHED for line in goals)
             missed = [f"{line.goal}: {line.found}" for line in goals if line.verdict == MISSED]
             found.append((name, reached, len(goals), missed))
     return found
 
 
-def summary(runs: Runs) -> str:
+def summarize(runs: Runs) -> str:
     """The goals reached and missed, in one sentence."""
-    verdicts = [line.verdict for run in runs.values() for line in of_run(run)]
+    verdicts = [line.verdict for run in runs.values() for line in lines_of_run(run)]
     reached, missed, without = (verdicts.count(word) for word in (REACHED, MISSED, NOT_MEASURED))
     return f"{len(verdicts)} goals: {reached} reached, {missed} missed, {without} not measured."
 
 
-def absent(runs: Runs, suites: Sequence[str]) -> list[str]:
+def missing_suites(runs: Runs, suites: Sequence[str]) -> list[str]:
     """The suites that have no results on file."""
     return [name for name in suites if name not in runs]
 
@@ -86,7 +86,7 @@ def markdown(runs: Runs, suites: Sequence[str]) -> str:
 def _markdown(runs: Runs, suites: Sequence[str]) -> Iterator[str]:
     yield "## At a glance\n"
     about = "Each figure is of its suite's last run. A suite's page has all its figures."
-    yield report.paragraph(f"{summary(runs)} {about}") + "\n"
+    yield report.paragraph(f"{summarize(runs)} {about}") + "\n"
     if goals := lines(runs):
         yield "| suite | goal | measured | |"
         yield "|---|---|---:|---|"
@@ -96,7 +96,7 @@ def _markdown(runs: Runs, suites: Sequence[str]) -> Iterator[str]:
             yield f"| {shown} | {line.goal} | {line.found} | {line.verdict} |"
             previous = line.suite
         yield ""
-    if counts := others(runs):
+    if counts := summarize_others(runs):
         yield "| other suite | date | goals reached |"
         yield "|---|---|---:|"
         for name, reached, goals_of_it, _ in counts:
@@ -106,7 +106,7 @@ def _markdown(runs: Runs, suites: Sequence[str]) -> Iterator[str]:
             yield "Missed goals of these suites:\n"
             yield from (report.paragraph(goal, item=True) for goal in missed)
             yield ""
-    if without := absent(runs, suites):
+    if without := missing_suites(runs, suites):
         yield report.paragraph(f"No results on file of: {', '.join(without)}.")
 
 

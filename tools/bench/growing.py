@@ -115,8 +115,8 @@ def _fill(path: Path, items: Iterator[tuple[str, bytes]], expires: float | None)
             rows = _insert(path, db, chunk, now, expires)
         with Store(path, memory=0) as store, store.index.write():
             written = zip(names, rows, strict=True)
-            said = ((name, row.digest, "bytes", None, now, expires, 0) for name, row in written)
-            while records := b"".join(map(pack_record, islice(said, 10_000))):
+            journal_records = ((name, row.digest, "bytes", None, now, expires, 0) for name, row in written)
+            while records := b"".join(map(pack_record, islice(journal_records, 10_000))):
                 store.index.journal.append(records)
     with Store(path, memory=0) as store:
         leftovers.rotate_journal(store.index)

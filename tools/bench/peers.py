@@ -137,8 +137,8 @@ class Reader(AbstractContextManager["Reader"]):
     def _listen(self) -> str:
         answer = _stream(self._process.stdout).readline()
         if not answer:
-            _, said = self._process.communicate()
-            raise RuntimeError(f"the reader of {self._what} failed: {said.strip()[-2000:]}")
+            _, errors = self._process.communicate()
+            raise RuntimeError(f"the reader of {self._what} failed: {errors.strip()[-2000:]}")
         return answer
 
     def __exit__(

@@ -71,7 +71,7 @@ def run(
         dataset = datasets.load_from_disk(source)
         if way == "datasets":
             dataset = recipe.plain(dataset, chain)
-            _look(dataset, last)
+            _read_ends(dataset, last)
             seconds = time.perf_counter() - began
             return Ran(seconds, hits, len(dataset), recipe.digest(dataset) if check else "", [], [])
         with Store(cache) as store:
@@ -81,13 +81,13 @@ def run(
                 result = recipe.pipeline(chain, store, checkpoint=way == "checkpoint").run(dataset)
                 dataset, hits = result.dataset, [step.hit for step in result.steps]
                 stored = [step.stored for step in result.steps]
-            _look(dataset, last)
+            _read_ends(dataset, last)
             seconds = time.perf_counter() - began
-        said = [str(item.message) for item in warned if issubclass(item.category, CacheWarning)]
-        return Ran(seconds, hits, len(dataset), recipe.digest(dataset) if check else "", said, stored)
+        messages = [str(item.message) for item in warned if issubclass(item.category, CacheWarning)]
+        return Ran(seconds, hits, len(dataset), recipe.digest(dataset) if check else "", messages, stored)
 
 
-def _look(dataset: datasets.Dataset, last: bool) -> None:
+def _read_ends(dataset: datasets.Dataset, last: bool) -> None:
     dataset[:1]
     if last:
         dataset[len(dataset) - 1]
@@ -148,10 +148,10 @@ class Process:
         Raises:
             RuntimeError: it failed.
         """
-        told, said = self._process.communicate()
-        if self._process.returncode != 0 or not told:
-            raise RuntimeError(f"a run failed ({self._process.returncode}): {said.strip()[-2000:]}")
-        return Ran(**json.loads(told))
+        output, errors = self._process.communicate()
+        if self._process.returncode != 0 or not output:
+            raise RuntimeError(f"a run failed ({self._process.returncode}): {errors.strip()[-2000:]}")
+        return Ran(**json.loads(output))
 
     def kill(self) -> bool:
         """Kill it with SIGKILL; False if it had ended."""

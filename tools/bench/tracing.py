@@ -150,12 +150,12 @@ def _spent_in(calls: Sequence[str], stages: Sequence[str]) -> str:
 def _listen(process: subprocess.Popen[str], word: str) -> None:
     """Read lines until one has a word in it."""
     assert process.stdout is not None
-    said = []
+    output = []
     for line in process.stdout:
         if word in line:
             return
-        said.append(line)
-    raise RuntimeError(f"`{process.args!r}` ended before it said {word!r}: {''.join(said)[-2000:]}")
+        output.append(line)
+    raise RuntimeError(f"`{process.args!r}` ended before it printed {word!r}: {''.join(output)[-2000:]}")
 
 
 def _run(*command: str) -> None:
@@ -214,6 +214,6 @@ def daemon(root: Path) -> int:
 
 def _await_attached(tracer: subprocess.Popen[str], root: Path) -> None:
     assert tracer.stderr is not None
-    said = tracer.stderr.readline()
-    if "attached" not in said:
-        raise RuntimeError(f"strace could not look at the daemon of {root}: {said.strip()}")
+    output = tracer.stderr.readline()
+    if "attached" not in output:
+        raise RuntimeError(f"strace could not attach to the daemon of {root}: {output.strip()}")

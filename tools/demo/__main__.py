@@ -152,7 +152,7 @@ def _mount_again() -> None:
     castore("mount", "mnt", quiet=True)
 
 
-def look_after(data: Path) -> None:
+def maintain(data: Path) -> None:
     step(6, "Keep the disk in hand")
     castore("stat")
     half = f"{sources.size_of(data) // 8 // 10**6}MB"
@@ -174,7 +174,7 @@ def main() -> None:
     with mounted(mount):
         read(data, mount / PREFIX)
         compare_speed(data, mount / PREFIX)
-        look_after(data)
+        maintain(data)
     console.print(
         f"\n[bold green]Done[/] in {time.monotonic() - start:.0f} s. The files are in .demo "
         "(`make clean` removes them). Next: docs/tutorial.md."

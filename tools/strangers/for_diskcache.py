@@ -52,7 +52,7 @@ class Cache:
         self, key: Any, value: Any, expire: float | None = None, read: bool = False, tag: Any = None
     ) -> bool:
         value = value.read() if read else value
-        self._store.save(_name(key), value, ttl=expire, metadata=_about(key, tag))
+        self._store.save(_name(key), value, ttl=expire, metadata=_metadata(key, tag))
         return True
 
     def add(self, key: Any, value: Any, expire: float | None = None) -> bool:
@@ -73,7 +73,7 @@ class Cache:
         return (value, *times, *tags) if times or tags else value
 
     def read(self, key: Any) -> Any:
-        return self._store.open(self._there(key).name)
+        return self._store.open(self._get_entry(key).name)
 
     def delete(self, key: Any) -> bool:
         return self._store.entry(_name(key)) is not None and self._store.delete(_name(key))
@@ -97,17 +97,17 @@ class Cache:
 
     def _put_if(self, key: Any, digest: str | None, value: Any, expire: float | None) -> bool:
         used, _ = serializers.dump(value)
-        items = [(_name(key), value, _about(key))]
+        items = [(_name(key), value, _metadata(key))]
         return self._store.put_if((_name(key), digest), items, ttl=expire, serializer=used) is not None
 
-    def _there(self, key: Any) -> Entry:
+    def _get_entry(self, key: Any) -> Entry:
         entry = self._store.entry(_name(key))
         if entry is None:
             raise KeyError(key)
         return entry
 
     def __getitem__(self, key: Any) -> Any:
-        return self._store.load(self._there(key).name)
+        return self._store.load(self._get_entry(key).name)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.set(key, value)
@@ -166,7 +166,7 @@ def _name(key: Any) -> str:
     return f"{_FOLDER}/{castore.key(key)}"
 
 
-def _about(key: Any, tag: Any = None) -> dict[str, Any]:
+def _metadata(key: Any, tag: Any = None) -> dict[str, Any]:
     # diskcache iterates in the order of insertion: "at" is that order.
     return {"key": _text(key), "tag": _text(tag), "at": time.monotonic_ns()}
 

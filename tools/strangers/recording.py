@@ -76,19 +76,19 @@ _PHASES = pytest.StashKey[list[tuple[str, str]]]()
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Collect how each phase of a case ended."""
     report = yield
-    item.stash[_PHASES].append((report.outcome, _why(report)))  # type: ignore[attr-defined]
+    item.stash[_PHASES].append((report.outcome, _reason(report)))  # type: ignore[attr-defined]
     return report
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     """Record a file that cannot be collected as a failed case."""
     if report.failed:
-        record(case=report.nodeid, end="failed", why=_why(report))
+        record(case=report.nodeid, end="failed", why=_reason(report))
 
 
-def _why(report: Any) -> str:
+def _reason(report: Any) -> str:
     if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
-    said = crash.message if crash is not None else str(report.longrepr or "")
-    return f"{report.when}: " * (getattr(report, "when", "call") in ("setup", "teardown")) + said[:_KEPT]
+    message = crash.message if crash is not None else str(report.longrepr or "")
+    return f"{report.when}: " * (getattr(report, "when", "call") in ("setup", "teardown")) + message[:_KEPT]

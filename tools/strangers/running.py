@@ -92,7 +92,7 @@ def run(
                 cwd=work, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                 check=False,
             ).returncode  # fmt: skip
-        cases = ended(record)
+        cases = read_cases(record)
     return Result(suite, cases, _problem(suite, cases, code, log, left_out or bool(arguments)))
 
 
@@ -109,7 +109,7 @@ def _command(suite: Suite, checkout: Path, work: Path, arguments: Iterable[str])
     ]  # fmt: skip
 
 
-def ended(record: Path) -> list[Case]:
+def read_cases(record: Path) -> list[Case]:
     """The cases of a record, in its order. Chosen cases without an end have failed."""
     lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
     ends = {line["case"]: Case(line["case"], line["end"], line["why"]) for line in lines if "case" in line}

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import datasets
 
-from castore.adapters.datasets.dataset_entries import Size
+from castore.adapters.datasets.dataset_entries import DatasetSize
 from castore.adapters.datasets.reports import CacheWarning
 from castore.system.forks import reset_after_fork
 
 
-class OnItsWay(NamedTuple):
+class PendingPut(NamedTuple):
     """A dataset that is being stored: a snapshot that no caller has, its record, and the future of its size.
 
     The size is None if the dataset could not be stored.
@@ -33,10 +33,10 @@ class OnItsWay(NamedTuple):
 
     dataset: datasets.Dataset
     record: dict[str, Any]
-    size: Future[Size | None]
+    size: Future[DatasetSize | None]
 
 
-class Background:
+class PendingPuts:
     """The thread, and the datasets that are pending in it."""
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class Background:
     def _after_fork(self) -> None:
         self._guard = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        self._waiting: dict[tuple[Path, str], OnItsWay] = {}
+        self._pending: dict[tuple[Path, str], PendingPut] = {}
         self._failures: list[str] = []
 
-    def find(self, store: Path, name: str) -> OnItsWay | None:
+    def find(self, store: Path, name: str) -> PendingPut | None:
         """The pending result of that name."""
         with self._guard:
-            return self._waiting.get((store, name))
+            return self._pending.get((store, name))
 
     def submit(
         self,
@@ -60,31 +60,33 @@ class Background:
         name: str,
         dataset: datasets.Dataset,
         record: dict[str, Any],
-        put: Callable[[], Size],
-    ) -> OnItsWay:
+        put: Callable[[], DatasetSize],
+    ) -> PendingPut:
         """Call ``put`` in the thread."""
         with self._guard:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="castore-datasets")
             pool = self._pool
         # Registered before the work can be done: otherwise the entry would stay registered.
-        future: Future[Size | None] = Future()
-        found = OnItsWay(dataset, record, future)
+        future: Future[DatasetSize | None] = Future()
+        found = PendingPut(dataset, record, future)
         with self._guard:
-            self._waiting[store, name] = found
-        pool.submit(self._put, store, name, put, future)
+            self._pending[store, name] = found
+        pool.submit(self._run_put, store, name, put, future)
         return found
 
-    def _put(self, store: Path, name: str, put: Callable[[], Size], future: Future[Size | None]) -> None:
+    def _run_put(
+        self, store: Path, name: str, put: Callable[[], DatasetSize], future: Future[DatasetSize | None]
+    ) -> None:
         size = None
         try:
             size = put()
         except Exception as error:  # noqa: BLE001 - reported in the caller's thread, whatever it is
             with self._guard:
-                self._failures.append(f"{name!r} was not kept in {store}: {error}")
+                self._failures.append(f"{name!r} was not stored in {store}: {error}")
         finally:
             with self._guard:
-                del self._waiting[store, name]
+                del self._pending[store, name]
             future.set_result(size)
 
     def warn(self, stacklevel: int = 3) -> None:
@@ -97,13 +99,13 @@ class Background:
     def wait(self) -> None:
         """Wait until nothing is pending, and warn of failures."""
         with self._guard:
-            waiting = [found.size for found in self._waiting.values()]
+            waiting = [found.size for found in self._pending.values()]
         for size in waiting:
             size.result()
         self.warn()
 
 
-background = Background()
+pending_puts = PendingPuts()
 
 
 def wait() -> None:
@@ -112,7 +114,7 @@ def wait() -> None:
     Warns:
         CacheWarning: one of them could not be stored.
     """
-    background.wait()
+    pending_puts.wait()
 
 
 # Not `atexit`: by then `concurrent.futures` takes no more work, and compressing is work for its threads.

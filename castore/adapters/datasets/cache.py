@@ -16,13 +16,13 @@ import pyarrow as pa
 from castore.adapters.datasets import dataset_entries
 from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.row_stream import part_of_stream
-from castore.adapters.datasets.stored_table import batches_of
+from castore.adapters.datasets.stored_table import decode_batches
 from castore.adapters.datasets.tables import (
-    SPLITS,
-    STATE,
-    Part,
+    SPLITS_FILE,
+    STATE_FILE,
+    DatasetPart,
     assemble_stream,
-    part_of,
+    make_part,
 )
 from castore.errors import CorruptError, InvalidValueError, NotFoundError
 from castore.names import check_name
@@ -30,10 +30,15 @@ from castore.objects.codecs import check_codec
 from castore.store import Store
 from castore.units import parse_ttl
 
-AnyDataset: TypeAlias = (
+StorableDataset: TypeAlias = (
     "datasets.Dataset | datasets.DatasetDict | datasets.IterableDataset | datasets.IterableDatasetDict"
 )
-_KINDS = (datasets.Dataset, datasets.IterableDataset, datasets.DatasetDict, datasets.IterableDatasetDict)
+_DATASET_TYPES = (
+    datasets.Dataset,
+    datasets.IterableDataset,
+    datasets.DatasetDict,
+    datasets.IterableDatasetDict,
+)
 
 
 class DatasetCache:
@@ -65,15 +70,17 @@ class DatasetCache:
     ) -> None:
         codec, level = check_codec(codec, None)
         if isinstance(store, Store) and max_size is not None:
-            raise InvalidValueError("a Store has its own budget; open it with Store(..., max_size=...)")
+            raise InvalidValueError(
+                "max_size is for a folder: a Store has its own budget; open it with Store(..., max_size=...)"
+            )
         self.store = store if isinstance(store, Store) else Store(store, max_size=max_size)
         seconds = self.store.settings.ttl if ttl is None else parse_ttl(ttl)
-        self._options = dataset_entries.Options(codec, level, seconds)
+        self._options = dataset_entries.StorageOptions(codec, level, seconds)
 
     def __repr__(self) -> str:
         return f"DatasetCache({str(self.store.path)!r})"
 
-    def put(self, name: str, dataset: AnyDataset) -> None:
+    def put(self, name: str, dataset: StorableDataset) -> None:
         """Keep a dataset under a name; an iterable dataset keeps all rows that it yields now.
 
         Args:
@@ -87,11 +94,11 @@ class DatasetCache:
                 rows do not fit the types of the first.
             FullError, TooLargeError: the dataset does not fit.
         """
-        if not isinstance(dataset, _KINDS):
+        if not isinstance(dataset, _DATASET_TYPES):
             raise InvalidValueError(f"{name!r}: a DatasetCache keeps datasets, not {type(dataset).__name__}")
         metadata = {"kind": type(dataset).__name__}
         members = dict(dataset) if isinstance(dataset, dict) else {"": dataset}
-        parts = {split: _part(member) for split, member in members.items()}
+        parts = {split: _to_part(member) for split, member in members.items()}
         dataset_entries.put_parts(self.store, name, parts, self._options, metadata)
 
     def get(self, name: str) -> Any:
@@ -121,9 +128,9 @@ class DatasetCache:
             if kind is None:
                 return None
             if kind == "dataset":
-                return self._one(name, streaming, whole)
+                return self._read_one(name, streaming, whole)
             members = {
-                split: self._one(f"{name}/{split}", streaming, whole)
+                split: self._read_one(f"{name}/{split}", streaming, whole)
                 for split in dataset_entries.splits_of(self.store, name)
             }
         except NotFoundError:
@@ -131,16 +138,16 @@ class DatasetCache:
             return None
         except CorruptError as error:
             dataset_entries.drop(self.store, name)
-            message = f"the dataset {name!r} in {self.store.path} is damaged and dropped: {error}"
+            message = f"the dataset {name!r} in {self.store.path} is damaged and was removed: {error}"
             warnings.warn(message, CacheWarning, stacklevel=3)
             return None
         iterable = any(isinstance(member, datasets.IterableDataset) for member in members.values())
         return datasets.IterableDatasetDict(members) if iterable else datasets.DatasetDict(members)
 
-    def _one(self, name: str, streaming: bool, whole: bool) -> Any:
+    def _read_one(self, name: str, streaming: bool, whole: bool) -> Any:
         metadata = dataset_entries.metadata_of(self.store, name) or {}
         if streaming or (not whole and str(metadata.get("kind")).startswith("Iterable")):
-            return streamed(self.store, name)
+            return open_stream(self.store, name)
         return dataset_entries.load(self.store, name)
 
     def contains(self, name: str) -> bool:
@@ -152,36 +159,36 @@ class DatasetCache:
         if name is not None:
             return dataset_entries.drop(self.store, check_name(name))
         names = [entry.name for entry in self.store.entries()]
-        return sum(dataset_entries.drop(self.store, found) for found in _datasets_among(names)) > 0
+        return sum(dataset_entries.drop(self.store, found) for found in _dataset_names(names)) > 0
 
 
-def _part(dataset: datasets.Dataset | datasets.IterableDataset) -> Part:
-    return part_of_stream(dataset) if isinstance(dataset, datasets.IterableDataset) else part_of(dataset)
+def _to_part(dataset: datasets.Dataset | datasets.IterableDataset) -> DatasetPart:
+    return part_of_stream(dataset) if isinstance(dataset, datasets.IterableDataset) else make_part(dataset)
 
 
-def _datasets_among(names: list[str]) -> list[str]:
+def _dataset_names(names: list[str]) -> list[str]:
     """The folders that hold a dataset, or a dictionary of datasets."""
-    files = (STATE, SPLITS)
+    files = (STATE_FILE, SPLITS_FILE)
     return [
         folder for folder, _, file in (name.rpartition("/") for name in names) if folder and file in files
     ]
 
 
-def streamed(store: Store, name: str) -> datasets.IterableDataset:
+def open_stream(store: Store, name: str) -> datasets.IterableDataset:
     """A kept dataset as an iterable one, with one shard for each data file, decompressed while it is read.
 
     Raises:
-        NotFoundError, CorruptError: as for `dataset_entries.files_of`.
+        NotFoundError, CorruptError: as for `dataset_entries.find_files`.
     """
-    files = dataset_entries.files_of(store, name)
+    files = dataset_entries.find_files(store, name)
     for part in files.blobs:
         store.count_use(part)
     digests = [blob.digest.hex() for _, blob in files.data]
-    return assemble_stream(files.state, files.info, _batches, {"store": store, "digests": digests})
+    return assemble_stream(files.state, files.info, _read_batches, {"store": store, "digests": digests})
 
 
-def _batches(store: Store, digests: list[str]) -> Iterator[tuple[int, pa.Table]]:
+def _read_batches(store: Store, digests: list[str]) -> Iterator[tuple[int, pa.Table]]:
     for digest in digests:
         with store.open_blob(digest) as opened:
-            for number, batch in enumerate(batches_of(opened)):
+            for number, batch in enumerate(decode_batches(opened)):
                 yield number, pa.Table.from_batches([batch])

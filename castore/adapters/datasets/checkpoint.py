@@ -22,18 +22,18 @@ from typing import Any, NamedTuple
 import datasets
 
 from castore.adapters.datasets import dataset_entries, hardlinks, mapped_files
-from castore.adapters.datasets.dataset_entries import Options, Size
-from castore.adapters.datasets.tables import part_of
+from castore.adapters.datasets.dataset_entries import DatasetSize, StorageOptions
+from castore.adapters.datasets.tables import make_part
 from castore.errors import CorruptError, FullError, NotFoundError, TooLargeError
 from castore.names import check_name
 from castore.store import Store
 
-FOLDER = "checkpoints"
-_METADATA = "checkpoint"
+CHECKPOINTS_FOLDER = "checkpoints"
+_METADATA_KEY = "checkpoint"
 _VERSION = 2
 
 
-class Mark(NamedTuple):
+class StepIdentity(NamedTuple):
     """The identity of a step, independent of its input.
 
     Attributes:
@@ -50,7 +50,7 @@ class Mark(NamedTuple):
     parameters: Mapping[str, str]
 
 
-class Found(NamedTuple):
+class ResumePoint(NamedTuple):
     """The place where a run begins.
 
     Attributes:
@@ -66,8 +66,8 @@ class Found(NamedTuple):
     reason: str = ""
 
     @property
-    def done(self) -> int:
-        """How many steps are finished."""
+    def steps_done(self) -> int:
+        """The number of finished steps."""
         return max(0, len(self.rows) - 1)
 
 
@@ -84,57 +84,59 @@ class Checkpoint:
     """
 
     def __init__(self, store: Store, project: str, codec: str = "zstd") -> None:
-        self.name = check_name(f"{FOLDER}/{project}")
+        self.name = check_name(f"{CHECKPOINTS_FOLDER}/{project}")
         self._store = store
         self._project = project
         self._codec = codec
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Hold the checkpoint during a run: a second run of the name waits, then finds the work done."""
         with mapped_files.store_locks(self._store).hold(self.name):
             yield
 
-    def find(self, source: str, steps: Sequence[Mark]) -> Found:
+    def find(self, source: str, steps: Sequence[StepIdentity]) -> ResumePoint:
         """Find the place where a run over the input of fingerprint ``source`` begins."""
-        told, reason = self._told(source, steps)
-        if told is None:
-            return Found(reason=f"{reason}; starting over" if reason else "")
+        record, reason = self._usable_record(source, steps)
+        if record is None:
+            return ResumePoint(reason=f"{reason}; starting over" if reason else "")
         try:
             # A finished run needs no rows until somebody reads the result.
-            over = told["packed"] and len(told["steps"]) == len(steps)
+            over = record["packed"] and len(record["steps"]) == len(steps)
             dataset = (dataset_entries if over else hardlinks).load(self._store, self.name)
         except (CorruptError, NotFoundError) as error:
-            return Found(reason=f"the checkpoint of {self._project!r} cannot be read: {error}; starting over")
-        return Found(dataset, told["rows"], told["packed"])
+            return ResumePoint(
+                reason=f"the checkpoint of {self._project!r} cannot be read: {error}; starting over"
+            )
+        return ResumePoint(dataset, record["rows"], record["packed"])
 
-    def done(self, source: str, steps: Sequence[Mark]) -> tuple[int, str]:
-        """How many steps a run would find finished, and why no more. Reads no rows."""
-        told, reason = self._told(source, steps)
-        if told is None:
+    def count_done(self, source: str, steps: Sequence[StepIdentity]) -> tuple[int, str]:
+        """The number of steps that a run would find finished, and why no more. Reads no rows."""
+        record, reason = self._usable_record(source, steps)
+        if record is None:
             return 0, reason or f"there is no checkpoint of {self._project!r}"
-        return len(told["steps"]), f"the checkpoint of {self._project!r} does not reach so far"
+        return len(record["steps"]), f"the checkpoint of {self._project!r} ends before this step"
 
-    def _told(self, source: str, steps: Sequence[Mark]) -> tuple[dict[str, Any] | None, str]:
+    def _usable_record(self, source: str, steps: Sequence[StepIdentity]) -> tuple[dict[str, Any] | None, str]:
         """The record of a usable checkpoint, or None and the reason why the existing one is not usable."""
         metadata = dataset_entries.metadata_of(self._store, self.name)
         if metadata is None:
             return None, ""
-        reason = self._difference(metadata.get(_METADATA), source, steps)
+        reason = self._find_difference(metadata.get(_METADATA_KEY), source, steps)
         if reason:
-            return None, f"the checkpoint of {self._project!r} does not serve: {reason}"
-        return metadata[_METADATA], ""
+            return None, f"the checkpoint of {self._project!r} cannot be used: {reason}"
+        return metadata[_METADATA_KEY], ""
 
-    def _difference(self, told: Any, source: str, steps: Sequence[Mark]) -> str:
-        if not isinstance(told, dict) or told.get("version") != _VERSION:
+    def _find_difference(self, record: Any, source: str, steps: Sequence[StepIdentity]) -> str:
+        if not isinstance(record, dict) or record.get("version") != _VERSION:
             return "another version of castore made it"
-        if told["source"] != source:
-            return "the input is another one"
-        if len(told["steps"]) > len(steps):
-            gone = told["steps"][len(steps)]["name"]
-            return f"step {len(steps) + 1} {gone!r}, which it has behind it, is not there any more"
-        for number, (old, new) in enumerate(zip(told["steps"], steps, strict=False), start=1):
-            difference = _between(old, new)
+        if record["source"] != source:
+            return "the input has changed"
+        if len(record["steps"]) > len(steps):
+            gone = record["steps"][len(steps)]["name"]
+            return f"step {len(steps) + 1} {gone!r}, which it includes, is not among the steps any more"
+        for number, (old, new) in enumerate(zip(record["steps"], steps, strict=False), start=1):
+            difference = _step_difference(old, new)
             if difference:
                 return f"step {number} {difference}"
         return ""
@@ -143,11 +145,11 @@ class Checkpoint:
         self,
         dataset: datasets.Dataset,
         source: str,
-        steps: Sequence[Mark],
+        steps: Sequence[StepIdentity],
         rows: Sequence[int],
         *,
         pack: bool = False,
-    ) -> Size:
+    ) -> DatasetSize:
         """Replace the checkpoint by a dataset.
 
         Args:
@@ -161,47 +163,49 @@ class Checkpoint:
         Raises:
             FullError, TooLargeError: the dataset does not fit; the previous checkpoint is still there.
         """
-        told = {"version": _VERSION, "source": source, "steps": [mark._asdict() for mark in steps]}
-        told["rows"] = list(rows)
-        size = self._replace(self._put_linked, dataset, {**told, "packed": False})
+        record = {"version": _VERSION, "source": source, "steps": [mark._asdict() for mark in steps]}
+        record["rows"] = list(rows)
+        size = self._replace(self._put_linked, dataset, {**record, "packed": False})
         # Compress only now: the previous checkpoint is gone, and its space is free.
         if pack or size is None:
-            size = self._replace(self._put_packed, dataset, {**told, "packed": True})
+            size = self._replace(self._put_packed, dataset, {**record, "packed": True})
         assert size is not None
         return size
 
     def _replace(
-        self, put: Callable[..., Size | None], dataset: datasets.Dataset, told: dict[str, Any]
-    ) -> Size | None:
-        old = self._blobs()
-        size = put(dataset, {_METADATA: told})
+        self, put: Callable[..., DatasetSize | None], dataset: datasets.Dataset, record: dict[str, Any]
+    ) -> DatasetSize | None:
+        old = self._digests_by_name()
+        size = put(dataset, {_METADATA_KEY: record})
         if size is not None:
-            self._store.delete_many(set(self._blobs()) - hardlinks.names(self._store, self.name))
-            self._forget(set(old.values()) - set(self._blobs().values()))
+            self._store.delete_many(
+                set(self._digests_by_name()) - hardlinks.entry_names(self._store, self.name)
+            )
+            self._remove_bytes(set(old.values()) - set(self._digests_by_name().values()))
         return size
 
-    def _put_linked(self, dataset: datasets.Dataset, metadata: dict[str, Any]) -> Size | None:
+    def _put_linked(self, dataset: datasets.Dataset, metadata: dict[str, Any]) -> DatasetSize | None:
         try:
             return hardlinks.put(self._store, self.name, dataset, metadata)
         except (FullError, TooLargeError):
             return None  # a compressed checkpoint may fit
 
-    def _put_packed(self, dataset: datasets.Dataset, metadata: dict[str, Any]) -> Size:
+    def _put_packed(self, dataset: datasets.Dataset, metadata: dict[str, Any]) -> DatasetSize:
         dataset_entries.put_parts(
-            self._store, self.name, {"": part_of(dataset)}, Options(self._codec), metadata
+            self._store, self.name, {"": make_part(dataset)}, StorageOptions(self._codec), metadata
         )
         hardlinks.compress(self._store, self.name, self._codec)
-        for name in self._blobs():
+        for name in self._digests_by_name():
             self._store.pin(name)
         return dataset_entries.size_of(self._store, self.name)
 
     def drop(self) -> None:
         """Remove the checkpoint and its bytes."""
-        old = self._blobs()
+        old = self._digests_by_name()
         self._store.delete_many(old)
-        self._forget(set(old.values()))
+        self._remove_bytes(set(old.values()))
 
-    def _blobs(self) -> dict[str, bytes]:
+    def _digests_by_name(self) -> dict[str, bytes]:
         """The files of the checkpoint, and leftover files of the previous one: name to digest."""
         entries = self._store.entries(self.name)
         # A project "a/b" is not a part of the project "a".
@@ -211,18 +215,20 @@ class Checkpoint:
             if entry.name.rpartition("/")[0] == self.name
         }
 
-    def _forget(self, digests: set[bytes]) -> None:
+    def _remove_bytes(self, digests: set[bytes]) -> None:
         # Remove the bytes now, not with the next gc: "constant space" means now. Blobs of other entries stay.
         blobs = [blob for digest in digests if (blob := self._store.blob(digest)) is not None]
-        copies = self._store.find_many([f"{mapped_files.MAPS}/{blob.digest.hex()}" for blob in blobs])
-        mapped_files.forget(self._store, blobs)
+        copies = self._store.find_many(
+            [f"{mapped_files.COPIES_FOLDER}/{blob.digest.hex()}" for blob in blobs]
+        )
+        mapped_files.forget_copies(self._store, blobs)
         self._store.remove_blobs(sorted(digests | {found.blob.digest for found in copies.values()}))
 
 
-def _between(old: Mapping[str, Any], new: Mark) -> str:
+def _step_difference(old: Mapping[str, Any], new: StepIdentity) -> str:
     """The difference between a step of the checkpoint and one of this run; "" if there is none."""
     if old["name"] != new.name or old["kind"] != new.kind:
-        return f"was {old['name']!r} and is {new.name!r}"
+        return f"was {old['name']!r} and is now {new.name!r}"
     if old["code"] == new.code:
         return ""
     before, now = old["parameters"], new.parameters
@@ -231,9 +237,11 @@ def _between(old: Mapping[str, Any], new: Mark) -> str:
             return f"{new.name!r} differs: {what} {'is new' if what in now else 'is gone'}"
         if before[what] != now[what]:
             # A part without text has only a digest, which is meaningless to a reader.
-            told = " has changed" if _is_digest(now[what]) else f" was {before[what]} and is {now[what]}"
-            return f"{new.name!r} differs: {what}{told}"
-    return f"{new.name!r} differs: its code, or what it refers to"
+            difference = (
+                " has changed" if _is_digest(now[what]) else f" was {before[what]} and is now {now[what]}"
+            )
+            return f"{new.name!r} differs: {what}{difference}"
+    return f"{new.name!r} differs: its code, or a value that the code refers to, has changed"
 
 
 _is_digest = re.compile(r"[0-9a-f]{16,64}").fullmatch

@@ -20,16 +20,16 @@ import datasets
 from blake3 import blake3
 from datasets.table import Table
 
-from castore.adapters.datasets.mapped_files import forget
-from castore.adapters.datasets.stored_table import SMALL, damaged, late_table, table_of
+from castore.adapters.datasets.mapped_files import forget_copies
+from castore.adapters.datasets.stored_table import SMALL_BYTES, damage_error, load_table, open_lazy_table
 from castore.adapters.datasets.tables import (
-    INFO,
-    ROWS,
-    SPLITS,
-    STATE,
-    Part,
+    INFO_FILE,
+    ROWS_KEY,
+    SPLITS_FILE,
+    STATE_FILE,
+    DatasetPart,
     assemble,
-    data_file,
+    data_file_name,
 )  # fmt: skip
 from castore.adapters.mapped_check import note_new
 from castore.errors import NotFoundError
@@ -41,14 +41,14 @@ from castore.write.batch import Batch
 _ATTEMPTS = 5
 
 
-class Size(NamedTuple):
+class DatasetSize(NamedTuple):
     """The size of a kept dataset: bytes uncompressed, and bytes in the store."""
 
     logical: int
     stored: int
 
 
-class Options(NamedTuple):
+class StorageOptions(NamedTuple):
     """Storage options of datasets: codec and level, and the time until they expire."""
 
     codec: str
@@ -56,7 +56,7 @@ class Options(NamedTuple):
     ttl: float | None = None
 
 
-class Files(NamedTuple):
+class DatasetFiles(NamedTuple):
     """The files of one dataset at one moment: name to blob, the state first, then the description."""
 
     blobs: dict[str, Blob]
@@ -73,8 +73,12 @@ class Files(NamedTuple):
 
 
 def put_parts(
-    store: Store, name: str, parts: Mapping[str, Part], options: Options, metadata: dict[str, Any]
-) -> Size:
+    store: Store,
+    name: str,
+    parts: Mapping[str, DatasetPart],
+    options: StorageOptions,
+    metadata: dict[str, Any],
+) -> DatasetSize:
     """Keep datasets below ``name``, in one commit.
 
     Args:
@@ -96,24 +100,26 @@ def put_parts(
         files = [
             file
             for split, part in parts.items()
-            for file in _put_part(batch, _below(name, split), part, metadata)
+            for file in _put_part(batch, _split_name(name, split), part, metadata)
         ]
         if "" not in parts:
             files.append(
-                _put_small(batch, f"{name}/{SPLITS}", json.dumps({"splits": list(parts)}).encode(), metadata)
+                _put_small(
+                    batch, f"{name}/{SPLITS_FILE}", json.dumps({"splits": list(parts)}).encode(), metadata
+                )
             )
-        for old in set(_kept_names(store, name)).difference(files):
+        for old in set(_entry_names(store, name)).difference(files):
             batch.delete(old)
 
     entries = batch.run(put)
     for entry in entries:
-        found = store.find(entry.name) if entry.size > SMALL else None
+        found = store.find(entry.name) if entry.size > SMALL_BYTES else None
         if found is not None:
             note_new(store, [found.blob], started)
-    return Size(sum(entry.size for entry in entries), sum(entry.stored for entry in entries))
+    return DatasetSize(sum(entry.size for entry in entries), sum(entry.stored for entry in entries))
 
 
-def _put_part(batch: Batch, name: str, part: Part, metadata: dict[str, Any]) -> list[str]:
+def _put_part(batch: Batch, name: str, part: DatasetPart, metadata: dict[str, Any]) -> list[str]:
     """Put all files of one dataset; return their names."""
     digests = []
     for number, source in enumerate(part.files()):
@@ -122,13 +128,13 @@ def _put_part(batch: Batch, name: str, part: Part, metadata: dict[str, Any]) -> 
             digests.append(batch.put_file(file, source))
         else:
             digests.append(batch.put(file, memoryview(source)))
-    files = [f"{name}/{data_file(number, len(digests))}" for number in range(len(digests))]
+    files = [f"{name}/{data_file_name(number, len(digests))}" for number in range(len(digests))]
     batch.rename({f"{name}/{number}": file for number, file in enumerate(files)})
     state, info = part.describe([bytes.fromhex(digest) for digest in digests])
     return [
         *files,
-        _put_small(batch, f"{name}/{INFO}", info, {}),
-        _put_small(batch, f"{name}/{STATE}", state, metadata),
+        _put_small(batch, f"{name}/{INFO_FILE}", info, {}),
+        _put_small(batch, f"{name}/{STATE_FILE}", state, metadata),
     ]
 
 
@@ -137,25 +143,25 @@ def _put_small(batch: Batch, name: str, data: bytes, metadata: dict[str, Any]) -
     return name
 
 
-def _below(name: str, split: str) -> str:
+def _split_name(name: str, split: str) -> str:
     return f"{name}/{split}" if split else name
 
 
-def _kept_names(store: Store, name: str) -> list[str]:
+def _entry_names(store: Store, name: str) -> list[str]:
     """All entries of the dataset, or the dictionary of datasets, of that name."""
     names = {entry.name for entry in store.entries(name)}
-    folders = [name] if f"{name}/{STATE}" in names else []
-    if f"{name}/{SPLITS}" in names:
-        told = store.get(f"{name}/{SPLITS}")
-        folders = [f"{name}/{split}" for split in json.loads(told)["splits"]] if told else []
-        return [f"{name}/{SPLITS}", *(item for item in names if _is_file_of(item, folders))]
+    folders = [name] if f"{name}/{STATE_FILE}" in names else []
+    if f"{name}/{SPLITS_FILE}" in names:
+        splits = store.get(f"{name}/{SPLITS_FILE}")
+        folders = [f"{name}/{split}" for split in json.loads(splits)["splits"]] if splits else []
+        return [f"{name}/{SPLITS_FILE}", *(item for item in names if _is_file_of(item, folders))]
     return [item for item in names if _is_file_of(item, folders)]
 
 
 def _is_file_of(name: str, folders: list[str]) -> bool:
     folder, _, file = name.rpartition("/")
     return folder in folders and (
-        file in (STATE, INFO) or (file.startswith("data-") and file.endswith(".arrow"))
+        file in (STATE_FILE, INFO_FILE) or (file.startswith("data-") and file.endswith(".arrow"))
     )
 
 
@@ -164,27 +170,27 @@ def _is_file_of(name: str, folders: list[str]) -> bool:
 
 def kind_of(store: Store, name: str) -> str | None:
     """``"dataset"``, ``"splits"``, or None if nothing of that name is kept."""
-    if store.entry(f"{name}/{STATE}") is not None:
+    if store.entry(f"{name}/{STATE_FILE}") is not None:
         return "dataset"
-    return "splits" if store.entry(f"{name}/{SPLITS}") is not None else None
+    return "splits" if store.entry(f"{name}/{SPLITS_FILE}") is not None else None
 
 
 def splits_of(store: Store, name: str) -> list[str]:
     """The names of the datasets in a dictionary of datasets.
 
     Raises:
-        NotFoundError, CorruptError: as for `files_of`.
+        NotFoundError, CorruptError: as for `find_files`.
     """
-    return [str(split) for split in json.loads(file_of(store, f"{name}/{SPLITS}"))["splits"]]
+    return [str(split) for split in json.loads(read_file(store, f"{name}/{SPLITS_FILE}"))["splits"]]
 
 
 def metadata_of(store: Store, name: str) -> dict[str, Any] | None:
     """The metadata kept with a dataset, or None if there is no dataset of that name."""
-    entry = store.entry(f"{name}/{STATE}")
+    entry = store.entry(f"{name}/{STATE_FILE}")
     return None if entry is None else entry.metadata
 
 
-def files_of(store: Store, name: str) -> Files:
+def find_files(store: Store, name: str) -> DatasetFiles:
     """The files of a dataset as they are at one moment.
 
     Raises:
@@ -192,31 +198,29 @@ def files_of(store: Store, name: str) -> Files:
         CorruptError: the dataset's description is damaged.
     """
     for _ in range(_ATTEMPTS):
-        state = file_of(store, f"{name}/{STATE}")
-        names = [f"{name}/{STATE}", f"{name}/{INFO}"]
+        state = read_file(store, f"{name}/{STATE_FILE}")
+        names = [f"{name}/{STATE_FILE}", f"{name}/{INFO_FILE}"]
         names += [f"{name}/{item['filename']}" for item in json.loads(state)["_data_files"]]
         found = store.find_many(names)
-        blobs = {part: found[part].blob for part in names if _is_there(found.get(part))}
+        blobs = {part: found[part].blob for part in names if _is_unexpired(found.get(part))}
         if len(blobs) < len(names):
             missing = next(part for part in names if part not in blobs)
-            raise NotFoundError(
-                f"there is no {missing!r} in {store.path}, which is a part of the dataset {name!r}"
-            )
+            raise NotFoundError(f"{missing!r}, a part of the dataset {name!r}, is missing in {store.path}")
         if found[names[0]].blob.digest == blake3(state).digest():
             info = store.get_blob(blobs[names[1]])
             if info is None:
-                raise damaged(names[1])
-            return Files(blobs, state, info)
+                raise damage_error(names[1])
+            return DatasetFiles(blobs, state, info)
     raise NotFoundError(
-        f"the dataset {name!r} is put anew all the time; none of its states stayed for a look"
+        f"the dataset {name!r} in {store.path} was replaced during each of {_ATTEMPTS} reads; try again"
     )
 
 
-def _is_there(found: Found | None) -> bool:
+def _is_unexpired(found: Found | None) -> bool:
     return found is not None and (found.expires is None or found.expires > time.time())
 
 
-def file_of(store: Store, name: str) -> bytes:
+def read_file(store: Store, name: str) -> bytes:
     """The bytes of a small file.
 
     Raises:
@@ -226,7 +230,7 @@ def file_of(store: Store, name: str) -> bytes:
         raise NotFoundError(f"there is no entry {name!r} in {store.path}")
     data = store.get(name)
     if data is None:
-        raise damaged(name)
+        raise damage_error(name)
     return data
 
 
@@ -234,31 +238,33 @@ def load(store: Store, name: str) -> datasets.Dataset:
     """The dataset of that name: lazy, mapped, or in memory where it is small.
 
     Raises:
-        NotFoundError, CorruptError: as for `files_of`; data files included.
+        NotFoundError, CorruptError: as for `find_files`; data files included.
     """
-    files = files_of(store, name)
-    tables = _late(store, files) or [table_of(store, part, blob) for part, blob in files.data]
+    files = find_files(store, name)
+    tables = _open_lazily(store, files) or [load_table(store, part, blob) for part, blob in files.data]
     for part in files.blobs:
         store.count_use(part)
     store.parts.usage.flush_if_due()
     return assemble(files.state, files.info, tables)
 
 
-def _late(store: Store, files: Files) -> list[Table]:
-    rows = json.loads(files.state).get(ROWS)
+def _open_lazily(store: Store, files: DatasetFiles) -> list[Table]:
+    rows = json.loads(files.state).get(ROWS_KEY)
     features = datasets.DatasetInfo.from_dict(json.loads(files.info)).features
-    table = late_table(store, files.data, features.arrow_schema, rows) if rows and features else None
+    table = open_lazy_table(store, files.data, features.arrow_schema, rows) if rows and features else None
     return [] if table is None else [table]
 
 
-def size_of(store: Store, name: str) -> Size:
+def size_of(store: Store, name: str) -> DatasetSize:
     """The size of the dataset of that name."""
     entries = [entry for entry in store.entries(name) if _is_file_of(entry.name, [name])]
-    return Size(sum(entry.size for entry in entries), sum(entry.stored for entry in entries))
+    return DatasetSize(sum(entry.size for entry in entries), sum(entry.stored for entry in entries))
 
 
 def drop(store: Store, name: str) -> bool:
     """Remove a dataset, or a dictionary of datasets, and its materialised copies; False if there was none."""
-    names = _kept_names(store, name)
-    forget(store, [found.blob for found in store.find_many(names).values() if found.blob.size > SMALL])
+    names = _entry_names(store, name)
+    forget_copies(
+        store, [found.blob for found in store.find_many(names).values() if found.blob.size > SMALL_BYTES]
+    )
     return store.delete_many(names) > 0

@@ -26,11 +26,11 @@ import pyarrow as pa
 from datasets.table import Table
 
 from castore.adapters.datasets.file_digests import file_digest
-from castore.adapters.datasets.lazy_dataset import LateDataset
-from castore.adapters.datasets.lazy_table import LateTable
+from castore.adapters.datasets.lazy_dataset import LazyDataset
+from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.mapped_files import TAIL
 from castore.adapters.datasets.operator_keys import HELD, OperatorEncoder, operator_fingerprint
-from castore.adapters.datasets.replaced_files import gone
+from castore.adapters.datasets.replaced_files import gone_ranges
 from castore.adapters.datasets.table_digest import table_digest
 from castore.adapters.datasets.tables import row_blocks, table_files
 from castore.errors import InvalidValueError
@@ -99,7 +99,7 @@ def check_files(dataset: datasets.Dataset) -> None:
 def _files_since(dataset: datasets.Dataset) -> list[Any]:
     """As `_files_named`, for a step's result; empty if the files are unchanged since the end of the step."""
     noted = _files_at_end.get(dataset._fingerprint)
-    if noted is None or (isinstance(dataset, LateDataset) and not dataset.is_read):
+    if noted is None or (isinstance(dataset, LazyDataset) and not dataset.is_read):
         return []
     files = _files_named(dataset)
     return [] if not files or fingerprint(files) == noted else files
@@ -133,7 +133,7 @@ def _seen(path: str) -> list[int]:
 
 def _is_described_by_its_rows(dataset: datasets.Dataset) -> bool:
     """Whether the features are still those that came with the rows, not changed in place."""
-    if isinstance(dataset, LateDataset) and not dataset.is_read:
+    if isinstance(dataset, LazyDataset) and not dataset.is_read:
         return True
     # `dataset.features` would be a deep copy.
     return bool(datasets.Features.from_arrow_schema(dataset._data.schema) == dataset._info.features)
@@ -147,9 +147,9 @@ def _rows(dataset: datasets.Dataset, store: Store | None) -> list[Any]:
 def _digests(table: Table, store: Store | None) -> list[str] | None:
     """The digests of the Arrow files whose rows, in order, are a table's rows; None if there are none."""
     found: list[str] = []
-    places = gone()
+    places = gone_ranges()
     for block in row_blocks(table) or ():
-        if isinstance(block, LateTable) and block.blobs:
+        if isinstance(block, LazyTable) and block.blobs:
             found += [blob.digest.hex() for blob in block.blobs]  # without reading the blobs
         elif (paths := table_files(block, places)) is not None:
             found += [file_digest(path, store, without=TAIL) for path in paths]

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import datasets
 
-from castore.adapters.datasets.lazy_dataset import LateDataset
-from castore.adapters.datasets.lazy_table import LateTable
-from castore.adapters.datasets.tables import arrow_files
+from castore.adapters.datasets.lazy_dataset import LazyDataset
+from castore.adapters.datasets.lazy_table import LazyTable
+from castore.adapters.datasets.tables import arrow_streams
 from castore.objects.encode import encode_small, slices
 from castore.settings import Settings
 from castore.units import format_size
@@ -28,7 +28,7 @@ _SAMPLES, _SAMPLE_ROWS, _SAMPLE_BYTES = 8, 256, 4 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
+class KnownSize:
     """The known size of a step's result.
 
     Attributes:
@@ -111,24 +111,24 @@ class Estimate:
         return {**dataclasses.asdict(self), "problems": self.problems}
 
 
-def formula(size: int, mappers: int, filters: int, deduplicators: int) -> int:
+def estimate_by_formula(size: int, mappers: int, filters: int, deduplicators: int) -> int:
     """Data-Juicer's peak for a cached run over ``size`` bytes.
 
-    >>> formula(10, mappers=3, filters=4, deduplicators=1)
+    >>> estimate_by_formula(10, mappers=3, filters=4, deduplicators=1)
     100
     """
     return (1 + mappers + filters + (filters > 0) + deduplicators) * size
 
 
-def estimate(
+def estimate_space(
     size: int,
-    steps: Sequence[Known],
+    steps: Sequence[KnownSize],
     *,
     ratio: float,
     mode: str,
     store: Path,
     settings: Settings,
-    work: str | os.PathLike[str] | None = None,
+    temp_dir: str | os.PathLike[str] | None = None,
 ) -> Estimate:
     """Estimate the disk space of a run.
 
@@ -139,7 +139,7 @@ def estimate(
         mode: ``"cache"``, ``"checkpoint"`` or ``"none"``.
         store: the store's folder.
         settings: the store's settings.
-        work: the folder of temporary files; None for one in the store.
+        temp_dir: the folder of temporary files; None for one in the store.
     """
     mappers, filters, deduplicators = (
         sum(step.kind == kind for step in steps) for kind in ("map", "filter", "deduplicate")
@@ -150,14 +150,20 @@ def estimate(
         stored.append(round(sizes[-1] * ratio) if step.stored is None else step.stored)
     to_run = [number for number, step in enumerate(steps) if not step.kept]
     work_needs = max((sizes[number] + sizes[number + 1] for number in to_run), default=0)
-    home, place = _existing(store), _existing(store if work is None else Path(work))
-    one_disk = home.stat().st_dev == place.stat().st_dev
+    store_place, temp_place = (
+        _nearest_existing(store),
+        _nearest_existing(store if temp_dir is None else Path(temp_dir)),
+    )
+    one_disk = store_place.stat().st_dev == temp_place.stat().st_dev
     by_formula, store_needs = {
-        "cache": (formula(size, mappers, filters, deduplicators), sum(stored[number] for number in to_run)),
+        "cache": (
+            estimate_by_formula(size, mappers, filters, deduplicators),
+            sum(stored[number] for number in to_run),
+        ),
         "checkpoint": (3 * size, _checkpoint_needs(sizes, stored, work_needs, one_disk) if to_run else 0),
         "none": (2 * size, 0),
     }[mode]
-    there = sum(stored[number] for number, step in enumerate(steps) if step.kept)
+    kept = sum(stored[number] for number, step in enumerate(steps) if step.kept)
     return Estimate(
         size=size,
         mappers=mappers,
@@ -166,9 +172,9 @@ def estimate(
         formula=by_formula,
         store_needs=store_needs,
         work_needs=work_needs,
-        peak=there + store_needs + work_needs,
-        store_free=shutil.disk_usage(home).free,
-        work_free=shutil.disk_usage(place).free,
+        peak=kept + store_needs + work_needs,
+        store_free=shutil.disk_usage(store_place).free,
+        work_free=shutil.disk_usage(temp_place).free,
         one_disk=one_disk,
         budget=settings.max_size,
         measured=sum(step.logical is not None for step in steps),
@@ -183,7 +189,7 @@ def _checkpoint_needs(sizes: Sequence[int], stored: Sequence[int], work_needs: i
     return max(sum(stored[max(0, at - 1) : at + 1]) for at in range(len(stored)))
 
 
-def _existing(folder: Path) -> Path:
+def _nearest_existing(folder: Path) -> Path:
     folder = Path(os.path.abspath(folder))
     while not folder.exists():
         folder = folder.parent
@@ -192,7 +198,7 @@ def _existing(folder: Path) -> Path:
 
 def logical_size(dataset: datasets.Dataset) -> int:
     """About how many bytes a dataset takes as Arrow files."""
-    if isinstance(dataset, LateDataset):
+    if isinstance(dataset, LazyDataset):
         return dataset.size
     whole = len(dataset._data)
     return round(dataset._data.nbytes * len(dataset) / whole) if whole else 0
@@ -208,13 +214,13 @@ def measure_ratio(dataset: datasets.Dataset, codec: str, level: int | None = Non
         a ratio above 0; 1 for an empty dataset.
     """
     table, rows = dataset._data, len(dataset)
-    if isinstance(table, LateTable) and table.blobs and codec != "none":
+    if isinstance(table, LazyTable) and table.blobs and codec != "none":
         return sum(blob.stored for blob in table.blobs) / sum(blob.size for blob in table.blobs)
     starts = sorted({rows * number // _SAMPLES for number in range(_SAMPLES)})
     plain = packed = 0
     for start in starts:
         block = dataset.select(range(start, min(rows, start + _SAMPLE_ROWS)))
-        for stream in arrow_files(block) if len(block) else ():
+        for stream in arrow_streams(block) if len(block) else ():
             for piece in slices(memoryview(stream)[: _SAMPLE_BYTES // _SAMPLES]):
                 plain += len(piece)
                 packed += len(encode_small(bytes(piece), codec, level)[1])

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from castore.adapters.datasets import dataset_entries
-from castore.adapters.datasets.step_plan import Planned
-from castore.adapters.datasets.step_runner import FOLDER
-from castore.adapters.datasets.tables import STATE, our_fingerprint
+from castore.adapters.datasets.step_plan import PlannedStep
+from castore.adapters.datasets.step_runner import STEPS_FOLDER
+from castore.adapters.datasets.tables import STATE_FILE, fingerprint_of_key
 from castore.store import Store
 
 
@@ -42,12 +42,12 @@ class Explanation:
         return dataclasses.asdict(self)
 
 
-def explained(step: Planned, changes: list[str]) -> Explanation:
+def make_explanation(step: PlannedStep, changes: list[str]) -> Explanation:
     """The explanation of a step, which is a hit unless there are changes."""
     return Explanation(step.step.name, step.step.kind, not changes, step.key, changes)
 
 
-def explain(store: Store, pipeline: str, planned: Sequence[Planned]) -> list[Explanation]:
+def explain(store: Store, pipeline: str, planned: Sequence[PlannedStep]) -> list[Explanation]:
     """Explain each step: a hit, or a miss with its changes."""
     records = _records(store, pipeline)
     there = [dataset_entries.metadata_of(store, step.name) is not None for step in planned]
@@ -58,38 +58,38 @@ def explain(store: Store, pipeline: str, planned: Sequence[Planned]) -> list[Exp
         hit = is_there or step.number < needed
         before = [earlier.name for earlier in explanations if not earlier.hit]
         changes = [] if hit else _changes(step, records, before)
-        explanations.append(explained(step, changes))
+        explanations.append(make_explanation(step, changes))
     return explanations
 
 
 def _records(store: Store, pipeline: str) -> list[dict[str, Any]]:
     """The records of that pipeline's steps, and of steps outside any pipeline, the latest first."""
-    entries = [entry for entry in store.entries(FOLDER) if entry.name.endswith(f"/{STATE}")]
+    entries = [entry for entry in store.entries(STEPS_FOLDER) if entry.name.endswith(f"/{STATE_FILE}")]
     entries.sort(key=lambda entry: entry.created, reverse=True)
     found = [entry.metadata for entry in entries if "parts" in entry.metadata]
     return sorted(found, key=lambda record: record.get("pipeline") != pipeline)
 
 
-def _changes(step: Planned, records: list[dict[str, Any]], missed: list[str]) -> list[str]:
+def _changes(step: PlannedStep, records: list[dict[str, Any]], missed: list[str]) -> list[str]:
     same = [r for r in records if r["step"] == step.step.name and r["kind"] == step.step.kind]
     if not same:
-        return ["nothing of this operator is kept"]
+        return ["the store has no result of this operator"]
     same_input = [record for record in same if record["input"] == step.source]
     if same_input:
-        return _differences(same_input[0]["parts"], step.what.parts)
-    same_operator = [record for record in same if record["operator"] == step.what.fingerprint]
-    changes = [] if same_operator else _differences(same[0]["parts"], step.what.parts)
+        return _differences(same_input[0]["parts"], step.description.parts)
+    same_operator = [record for record in same if record["operator"] == step.description.fingerprint]
+    changes = [] if same_operator else _differences(same[0]["parts"], step.description.parts)
     if missed:
-        return [*changes, f"its input is new, since {missed[-1]!r} runs again"]
+        return [*changes, f"its input changes, since {missed[-1]!r} runs again"]
     nearest = (same_operator or same)[0]
-    what = "the dataset is another one" if step.number == 0 else _other_chain(step, nearest, records)
+    what = "the input dataset has changed" if step.number == 0 else _other_chain(step, nearest, records)
     return [*changes, what]
 
 
-def _other_chain(step: Planned, nearest: dict[str, Any], records: list[dict[str, Any]]) -> str:
-    makers = [record for record in records if our_fingerprint(record["key"]) == nearest["input"]]
-    behind = f"behind {makers[0]['step']!r}" if makers else "on another input"
-    return f"it ran {behind} before, and has another step in front of it now"
+def _other_chain(step: PlannedStep, nearest: dict[str, Any], records: list[dict[str, Any]]) -> str:
+    makers = [record for record in records if fingerprint_of_key(record["key"]) == nearest["input"]]
+    behind = f"after {makers[0]['step']!r}" if makers else "on another input"
+    return f"it ran {behind} before, and follows another step now"
 
 
 def _differences(old: dict[str, list[str]], new: dict[str, list[str]]) -> list[str]:
@@ -102,9 +102,7 @@ def _differences(old: dict[str, list[str]], new: dict[str, list[str]]) -> list[s
         if before is None or now is None:
             changes.append(f"{what} {'is new' if before is None else 'is gone'}")
         elif before[1] != now[1]:
-            changes.append(f"{what} was {before[1]} and is {now[1]}")
+            changes.append(f"{what} was {before[1]} and is now {now[1]}")
         else:
             changes.append(f"{what} has changed")
-    return changes or [
-        "something that its description does not tell has changed, such as the version of castore"
-    ]
+    return changes or ["something outside its description has changed, such as the version of castore"]

@@ -16,9 +16,9 @@ from castore.objects.encode import hash_file
 from castore.store import Store
 
 #: The store's folder of remembered digests.
-FILES = ".datasets/files"
+DIGESTS_FOLDER = ".datasets/files"
 # Hashing a smaller file again costs no more than asking the store.
-_REMEMBERED = 4 * 1024 * 1024
+_REMEMBERED_SIZE = 4 * 1024 * 1024
 _REMEMBERED_SECONDS = 30 * 86400.0
 
 
@@ -40,33 +40,33 @@ def file_digest(path: str, store: Store | None, *, without: bytes = b"") -> str:
             f"the dataset's file {path} cannot be read: {error.strerror}; load the dataset again"
         ) from error
     try:
-        seen = os.fstat(fd)
-        size = _size_without(fd, seen.st_size, without)
-        if store is None or size < _REMEMBERED:
-            return _digest(fd, size)
-        told = [
+        status = os.fstat(fd)
+        size = _size_without_end(fd, status.st_size, without)
+        if store is None or size < _REMEMBERED_SIZE:
+            return _hash_fd(fd, size)
+        identity = [
             os.path.realpath(path),
-            seen.st_dev,
-            seen.st_ino,
+            status.st_dev,
+            status.st_ino,
             size,
-            seen.st_mtime_ns,
-            seen.st_ctime_ns,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
         ]
-        return _remembered(store, f"{FILES}/{key(told)}", partial(_digest, fd, size))
+        return _get_or_compute(store, f"{DIGESTS_FOLDER}/{key(identity)}", partial(_hash_fd, fd, size))
     finally:
         os.close(fd)
 
 
-def _size_without(fd: int, size: int, end: bytes) -> int:
+def _size_without_end(fd: int, size: int, end: bytes) -> int:
     before = size - len(end)
     return before if end and before >= 0 and os.pread(fd, len(end), before) == end else size
 
 
-def _digest(fd: int, size: int) -> str:
+def _hash_fd(fd: int, size: int) -> str:
     return hash_file(fd, size)[0].hex()
 
 
-def _remembered(store: Store, name: str, compute: Callable[[], str]) -> str:
+def _get_or_compute(store: Store, name: str, compute: Callable[[], str]) -> str:
     """A short text that the store keeps under a name; computed by ``compute`` if the store has none."""
     known = store.get(name)
     if known is not None:

@@ -23,14 +23,14 @@ import pyarrow as pa
 from datasets.table import Table
 
 from castore.adapters.datasets import dataset_entries, scratch
-from castore.adapters.datasets.stored_table import SMALL, table_of
+from castore.adapters.datasets.stored_table import SMALL_BYTES, load_table
 from castore.adapters.datasets.tables import (
-    INFO,
-    STATE,
+    INFO_FILE,
+    STATE_FILE,
     assemble,
-    data_file,
+    data_file_name,
+    make_part,
     mapped_blocks,
-    part_of,
     table_files,
 )
 from castore.errors import NotFoundError
@@ -45,9 +45,9 @@ from castore.write.writer import open_source
 _PARTS, _INDICES = "_parts", "indices.arrow"
 # Operations on a table after which the file still has all of its rows and columns. The features say which
 # columns the dataset shows; a deduplicator that found nothing leaves a slice.
-_ALLOWED = frozenset({"replace_schema_metadata", "drop", "select", "remove_column", "slice"})
+_ALLOWED_OPERATIONS = frozenset({"replace_schema_metadata", "drop", "select", "remove_column", "slice"})
 # Another file system, or one without links; another user's file; too many links.
-_NO_LINK = {errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK}
+_NO_LINK_ERRNOS = {errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK}
 
 
 class _Unlinkable(Exception):
@@ -56,7 +56,7 @@ class _Unlinkable(Exception):
 
 def put(
     store: Store, name: str, dataset: datasets.Dataset, metadata: dict[str, Any]
-) -> dataset_entries.Size | None:
+) -> dataset_entries.DatasetSize | None:
     """Keep a dataset below ``name``, pinned, in one commit; other entries there stay.
 
     Returns:
@@ -66,34 +66,36 @@ def put(
         FullError, TooLargeError: the dataset does not fit into the budget.
         SerializationError: the dataset's format cannot be kept.
     """
-    blocks = mapped_blocks(dataset._data, _ALLOWED)
+    blocks = mapped_blocks(dataset._data, _ALLOWED_OPERATIONS)
     if blocks is None or not all(_may_link(store, block.path) for block in blocks):
         return None
-    files = [data_file(at, len(blocks)) for at in range(len(blocks))]
+    files = [data_file_name(at, len(blocks)) for at in range(len(blocks))]
     digests = []
     batch = store.batch(codec="zstd", ttl=math.inf)
     try:
         for file, block in zip(files, blocks, strict=True):
             pointing = Pointing(check_name(f"{name}/{file}"), "bytes", None, None, True)
-            digests.append(add_staged(batch, partial(_named, store, block.path, pointing)))
-        state, info = part_of(dataset).describe([bytes.fromhex(digest) for digest in digests])
+            digests.append(add_staged(batch, partial(_stage_entry, store, block.path, pointing)))
+        state, info = make_part(dataset).describe([bytes.fromhex(digest) for digest in digests])
         if dataset._indices is not None or table_files(dataset._data) is None:
             state = _with_parts(
-                state, [[file, *_slice(block)] for file, block in zip(files, blocks, strict=True)]
+                state, [[file, *_row_range(block)] for file, block in zip(files, blocks, strict=True)]
             )
-            batch.put(f"{name}/{_INDICES}", memoryview(_stream(dataset._indices)), pin=True)
-        batch.put(f"{name}/{INFO}", info, pin=True)
-        batch.put(f"{name}/{STATE}", state, metadata=metadata, pin=True)
+            batch.put(f"{name}/{_INDICES}", memoryview(_indices_stream(dataset._indices)), pin=True)
+        batch.put(f"{name}/{INFO_FILE}", info, pin=True)
+        batch.put(f"{name}/{STATE_FILE}", state, metadata=metadata, pin=True)
         entries = batch.commit()
     except _Unlinkable:
         return None
     finally:
         batch.discard()
-    return dataset_entries.Size(sum(entry.size for entry in entries), sum(entry.stored for entry in entries))
+    return dataset_entries.DatasetSize(
+        sum(entry.size for entry in entries), sum(entry.stored for entry in entries)
+    )
 
 
-def _named(store: Store, path: str, pointing: Pointing, known: bool) -> tuple[Pointing, Staged]:
-    return pointing, _linked(store, path)
+def _stage_entry(store: Store, path: str, pointing: Pointing, known: bool) -> tuple[Pointing, Staged]:
+    return pointing, _stage_link(store, path)
 
 
 def _may_link(store: Store, path: str) -> bool:
@@ -101,12 +103,12 @@ def _may_link(store: Store, path: str) -> bool:
     return scratch.is_ours(path) or os.path.realpath(path).startswith(f"{objects}/")
 
 
-def _linked(store: Store, path: str) -> Staged:
+def _stage_link(store: Store, path: str) -> Staged:
     """A staged raw object of a file, hashed and with its checksums, under a second name."""
     fd = open_source(path)
     try:
         size = os.fstat(fd).st_size
-        if size <= SMALL:
+        if size <= SMALL_BYTES:
             return store.writer.stage(os.pread(fd, size, 0), "zstd", None, known=False)
         frames = HashingFrames(fd)
         checksums = raw_checksums(frames)
@@ -117,7 +119,7 @@ def _linked(store: Store, path: str) -> Staged:
         # Paths in datasets' own cache are symbolic links to objects: link the objects.
         os.link(os.path.realpath(path), temporary)
     except OSError as error:
-        if error.errno in _NO_LINK:
+        if error.errno in _NO_LINK_ERRNOS:
             raise _Unlinkable from error
         raise
     finally:
@@ -125,12 +127,12 @@ def _linked(store: Store, path: str) -> Staged:
     return Large(store.objects, Blob(frames.digest, size, size, "none", LOOSE, 0), temporary, checksums)
 
 
-def _slice(block: Any) -> tuple[int, int]:
+def _row_range(block: Any) -> tuple[int, int]:
     """The row of its file at which a mapped table begins, and the number of its rows."""
     return sum(arguments[0] for what, arguments, _ in block.replays if what == "slice"), len(block)
 
 
-def _stream(indices: Table | None) -> pa.Buffer:
+def _indices_stream(indices: Table | None) -> pa.Buffer:
     """A selection as an Arrow stream, 8 bytes a row; a stream without columns stands for all rows."""
     table = pa.table({}) if indices is None else indices.table
     sink = pa.BufferOutputStream()
@@ -140,9 +142,9 @@ def _stream(indices: Table | None) -> pa.Buffer:
 
 
 def _with_parts(state: bytes, parts: list[list[Any]]) -> bytes:
-    told = json.loads(state)
-    del told["_data_files"]
-    return json.dumps({**told, _PARTS: parts}, indent=2, sort_keys=True).encode()
+    described = json.loads(state)
+    del described["_data_files"]
+    return json.dumps({**described, _PARTS: parts}, indent=2, sort_keys=True).encode()
 
 
 def load(store: Store, name: str) -> datasets.Dataset:
@@ -154,48 +156,54 @@ def load(store: Store, name: str) -> datasets.Dataset:
         NotFoundError: there is no dataset, or a part of it is gone.
         CorruptError: a part of the dataset is damaged.
     """
-    state, info = (dataset_entries.file_of(store, f"{name}/{file}") for file in (STATE, INFO))
-    told = json.loads(state)
-    if _PARTS not in told:
-        files = [item["filename"] for item in told["_data_files"]]
-        return assemble(state, info, [_table(store, f"{name}/{file}") for file in files])
+    state, info = (dataset_entries.read_file(store, f"{name}/{file}") for file in (STATE_FILE, INFO_FILE))
+    described = json.loads(state)
+    if _PARTS not in described:
+        files = [item["filename"] for item in described["_data_files"]]
+        return assemble(state, info, [_load_table(store, f"{name}/{file}") for file in files])
     shown = list(datasets.DatasetInfo.from_dict(json.loads(info)).features or ())
-    tables = [_table(store, f"{name}/{file}").select(shown).slice(*rows) for file, *rows in told[_PARTS]]
+    tables = [
+        _load_table(store, f"{name}/{file}").select(shown).slice(*rows) for file, *rows in described[_PARTS]
+    ]
     dataset = assemble(state, info, tables)
-    indices = _table(store, f"{name}/{_INDICES}")
+    indices = _load_table(store, f"{name}/{_INDICES}")
     dataset._indices = indices if indices.column_names else None
     return dataset
 
 
-def _table(store: Store, name: str) -> Table:
+def _load_table(store: Store, name: str) -> Table:
     found = store.find(name)
     if found is None:
-        raise NotFoundError(f"there is no {name!r} in {store.path}, which is a part of a dataset")
-    return table_of(store, name, found.blob)
+        raise NotFoundError(f"{name!r}, a part of a dataset, is missing in {store.path}")
+    return load_table(store, name, found.blob)
 
 
-def names(store: Store, name: str) -> set[str]:
+def entry_names(store: Store, name: str) -> set[str]:
     """The names of the entries of the dataset below ``name``; empty if there is none."""
-    state = store.get(f"{name}/{STATE}")
+    state = store.get(f"{name}/{STATE_FILE}")
     if state is None:
         return set()
-    told = json.loads(state)
-    parts = told.get(_PARTS)
+    described = json.loads(state)
+    parts = described.get(_PARTS)
     files = (
-        [item["filename"] for item in told["_data_files"]] if parts is None else [part[0] for part in parts]
+        [item["filename"] for item in described["_data_files"]]
+        if parts is None
+        else [part[0] for part in parts]
     )
-    return {f"{name}/{file}" for file in [*files, INFO, STATE] + ([] if parts is None else [_INDICES])}
+    return {
+        f"{name}/{file}" for file in [*files, INFO_FILE, STATE_FILE] + ([] if parts is None else [_INDICES])
+    }
 
 
 def compress(store: Store, name: str, codec: str) -> None:
     """Compress the uncompressed objects of the dataset below ``name``: a blob has only one object."""
-    for file in sorted(names(store, name)) if codec != "none" else ():
+    for file in sorted(entry_names(store, name)) if codec != "none" else ():
         found = store.find(file)
         if found is not None and found.blob.codec == "none" and found.blob.pack == LOOSE:
-            _recode(store, found.blob, codec)
+            _compress_blob(store, found.blob, codec)
 
 
-def _recode(store: Store, blob: Blob, codec: str) -> None:
+def _compress_blob(store: Store, blob: Blob, codec: str) -> None:
     raw = store.path_of(blob)
     fd = open_source(raw)
     try:

@@ -15,34 +15,34 @@ META = "__dj__meta__"
 #: The same for the results of its aggregators over a group.
 GROUP_META = "__dj__batch_meta__"
 
-WholeDataset = Literal["select", "group"]
+DatasetUse = Literal["select", "group"]
 
 
-def works_on_datasets(operator: Any) -> WholeDataset | None:
+def whole_dataset_use(operator: Any) -> DatasetUse | None:
     """How an operator uses a whole dataset: it selects rows, it groups them, or neither."""
     for base, how in (("Selector", "select"), ("Grouper", "group")):
-        kind = _base(base)
+        kind = _base_class(base)
         if kind is not None and isinstance(operator, kind):
             return how  # type: ignore[return-value]
     return None
 
 
-def is_one(operator: Any) -> bool:
+def is_juicer_operator(operator: Any) -> bool:
     """Whether an operator is one of Data-Juicer's, by its class."""
-    kind = _base("OP")
+    kind = _base_class("OP")
     return kind is not None and isinstance(operator, kind)
 
 
-def columns_for(operator: Any) -> list[str]:
+def tag_columns(operator: Any) -> list[str]:
     """The columns of dictionaries that an operator writes into, and expects to find."""
-    if not is_one(operator):
+    if not is_juicer_operator(operator):
         return []
     tagging = getattr(sys.modules[_BASES], "TAGGING_OPS", None)
     columns = [META] if tagging is not None and operator._name in tagging.modules else []
-    return [*columns, GROUP_META] if isinstance(operator, _base("Aggregator") or ()) else columns
+    return [*columns, GROUP_META] if isinstance(operator, _base_class("Aggregator") or ()) else columns
 
 
-def _base(name: str) -> type | None:
+def _base_class(name: str) -> type | None:
     """A base class of the library, if the library has been imported."""
     found = getattr(sys.modules.get(_BASES), name, None)
     return found if isinstance(found, type) else None

@@ -14,7 +14,7 @@ from datasets.arrow_dataset import DatasetInfoMixin
 from datasets.search import IndexableMixin
 
 
-class LateDataset(datasets.Dataset):  # type: ignore[misc]
+class LazyDataset(datasets.Dataset):  # type: ignore[misc]
     """A dataset without a format that is not read yet.
 
     Args:
@@ -92,8 +92,8 @@ class LateDataset(datasets.Dataset):  # type: ignore[misc]
         )
         for name in ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns"):
             setattr(plain, name, getattr(self, name))
-        return _itself, (plain,)
+        return _return_dataset, (plain,)
 
 
-def _itself(dataset: datasets.Dataset) -> datasets.Dataset:
+def _return_dataset(dataset: datasets.Dataset) -> datasets.Dataset:
     return dataset

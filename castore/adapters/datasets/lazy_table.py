@@ -24,11 +24,11 @@ from castore.records import Blob
 from castore.system.forks import Guard
 
 #: Bytes from the start of a table that are decoded without mapping the rest.
-NEAR = 8 * 1024 * 1024
+HEAD_BYTES = 8 * 1024 * 1024
 
 
-class Rows(Protocol):
-    """The source of a `LateTable`'s rows."""
+class RowSource(Protocol):
+    """The source of a `LazyTable`'s rows."""
 
     @property
     def size(self) -> int:
@@ -43,23 +43,20 @@ class Rows(Protocol):
         """The blobs of the Arrow files that hold, in order, these rows; empty if they are not known."""
 
     @property
-    def passed(self) -> bool:
+    def was_scanned(self) -> bool:
         """Whether the rows have been read in order before, so that mapping them will pay."""
 
-    def mapped(self) -> Table | None:
+    def map_if_ready(self) -> Table | None:
         """The rows, mapped, if nothing has to be decoded for that."""
 
     def map(self) -> Table:
         """The rows, mapped."""
 
-    def first(self, rows: int) -> list[pa.RecordBatch]:
-        """At least so many rows, the first ones."""
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
+    def batches(self) -> Generator[pa.RecordBatch, None, None]:
         """The rows from the first one on, decoded as they are taken."""
 
 
-class LateTable(MemoryMappedTable):  # type: ignore[misc]
+class LazyTable(MemoryMappedTable):  # type: ignore[misc]
     """A table whose rows are decoded at first use.
 
     The first 8 MiB, and one pass over all rows, are decoded without mapping; any other access maps the whole
@@ -72,14 +69,14 @@ class LateTable(MemoryMappedTable):  # type: ignore[misc]
         source: the source of the rows.
     """
 
-    def __init__(self, schema: pa.Schema, rows: int, source: Rows) -> None:
+    def __init__(self, schema: pa.Schema, rows: int, source: RowSource) -> None:
         # Not the base class's `__init__`, which reads the table.
         self._fields = schema
         self._count = rows
         self._source = source
         self._whole: Table | None = None
         self._first: list[pa.RecordBatch] = []
-        self._passed = False
+        self._was_scanned = False
         self._guard = Guard()  # the table itself has no hash
 
     # Known without reading
@@ -129,9 +126,9 @@ class LateTable(MemoryMappedTable):  # type: ignore[misc]
 
     def replace_schema_metadata(self, metadata: Any = None) -> Table:
         """The same table with another schema metadata."""
-        same = LateTable(self._fields.with_metadata(metadata), self._count, self._source)
+        same = LazyTable(self._fields.with_metadata(metadata), self._count, self._source)
         if self._whole is not None:
-            same._take(self._whole)
+            same._set_mapped(self._whole)
         return same
 
     # The whole table
@@ -142,25 +139,25 @@ class LateTable(MemoryMappedTable):  # type: ignore[misc]
         return self._whole is not None
 
     @property
-    def passed(self) -> bool:
+    def was_scanned(self) -> bool:
         """Whether the table has been read in order."""
-        return self._passed or self._source.passed
+        return self._was_scanned or self._source.was_scanned
 
-    def mapped(self) -> Table | None:
+    def map_if_ready(self) -> Table | None:
         """The same table, mapped, if nothing has to be decoded for that."""
         with self._guard.lock:
-            if self._whole is None and not self._first and (found := self._source.mapped()) is not None:
-                self._take(found)
+            if self._whole is None and not self._first and (found := self._source.map_if_ready()) is not None:
+                self._set_mapped(found)
             return self._whole
 
-    def whole(self) -> Table:
+    def map_whole(self) -> Table:
         """The same table, mapped."""
         with self._guard.lock:
             if self._whole is None:
-                self._take(self._source.map())
+                self._set_mapped(self._source.map())
             return self._whole
 
-    def _take(self, table: Table) -> None:
+    def _set_mapped(self, table: Table) -> None:
         if not table.schema.equals(self._fields):
             table = table.cast(self._fields)  # as `datasets.Dataset` does
         self._whole = table.replace_schema_metadata(self._fields.metadata)
@@ -169,151 +166,145 @@ class LateTable(MemoryMappedTable):  # type: ignore[misc]
     @property
     def table(self) -> pa.Table:
         """The same rows as a `pyarrow.Table`."""
-        return self.whole().table
+        return self.map_whole().table
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LateTable:
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyTable:
         return self  # like Arrow's tables it never changes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self.whole()  # so that the other process maps the same file
-        return LateTable, (self._fields, self._count, self._source)
+        self.map_whole()  # so that the other process maps the same file
+        return LazyTable, (self._fields, self._count, self._source)
 
     # Parts of the table
 
     def slice(self, offset: int = 0, length: int | None = None) -> Table:
         """Rows of the table; the first ones in memory."""
-        part = self._near(offset, length)
+        part = self._head_slice(offset, length)
         if part is None:
-            return _changed(self, "slice", (offset, length), {})
-        return LateTable(self._fields, len(part), Mapped(part.nbytes, self.path, InMemoryTable(part)))
+            return _change(self, "slice", (offset, length), {})
+        return LazyTable(self._fields, len(part), MappedRows(part.nbytes, self.path, InMemoryTable(part)))
 
     def fast_slice(self, offset: int = 0, length: int | None = None) -> pa.Table:
         """Rows of the table as a `pyarrow.Table`."""
-        part = self._near(offset, length)
-        return self.whole().fast_slice(offset, length) if part is None else part
+        part = self._head_slice(offset, length)
+        return self.map_whole().fast_slice(offset, length) if part is None else part
 
     def fast_gather(self, indices: Any) -> pa.Table:
         """Rows of the table, by number, as a `pyarrow.Table`."""
-        first = self.until(max(indices) + 1) if len(indices) else None
+        first = self.read_head(max(indices) + 1) if len(indices) else None
         if first is None:
-            return self.whole().fast_gather(indices)
+            return self.map_whole().fast_gather(indices)
         return pa.concat_tables([first.slice(index, 1) for index in indices])
 
     def to_reader(self, max_chunksize: int | None = None) -> pa.RecordBatchReader:
         """A pass over the rows: the first long pass decodes them as it goes, later passes map them."""
-        if self.passed or self.until(0) is None:
-            return self.whole().to_reader(max_chunksize)
-        return pa.RecordBatchReader.from_batches(self._fields, self.one_pass(max_chunksize))
+        if self.was_scanned or self.read_head(0) is None:
+            return self.map_whole().to_reader(max_chunksize)
+        return pa.RecordBatchReader.from_batches(self._fields, self.decode_batches(max_chunksize))
 
-    def _near(self, offset: int, length: int | None) -> pa.Table | None:
+    def _head_slice(self, offset: int, length: int | None) -> pa.Table | None:
         """Rows of the table, if they are among the first ones and the whole is not mapped."""
         stop = self._count if length is None else min(offset + length, self._count)
-        first = self.until(stop) if 0 <= offset <= stop else None
+        first = self.read_head(stop) if 0 <= offset <= stop else None
         return None if first is None else first[offset:stop]
 
-    def until(self, stop: int) -> pa.Table | None:
+    def read_head(self, stop: int) -> pa.Table | None:
         """The first rows up to ``stop``, and maybe more; None if the whole table serves them."""
         with self._guard.lock:
-            if self.mapped() is not None or stop * self._source.size > NEAR * self._count:
+            if self.map_if_ready() is not None or stop * self._source.size > HEAD_BYTES * self._count:
                 return None
             if sum(map(len, self._first)) < stop:
-                self._first = self._source.first(stop)
+                self._first = _take_first(stop, self._source.batches())
             return pa.concat_tables(
-                [self._fitting(batch) for batch in self._first] or [pa.Table.from_batches([], self._fields)]
+                [self._cast_batch(batch) for batch in self._first]
+                or [pa.Table.from_batches([], self._fields)]
             )
 
-    def one_pass(self, most: int | None = None) -> Iterator[pa.RecordBatch]:
+    def decode_batches(self, max_rows: int | None = None) -> Iterator[pa.RecordBatch]:
         """The rows from the first one on, in batches of at most ``most`` rows, decoded as they are taken."""
         done = 0
         for batch in self._source.batches():
-            yield from self._fitting(batch).to_batches(most)
+            yield from self._cast_batch(batch).to_batches(max_rows)
             done += len(batch)
-            self._passed = self._passed or done * self._source.size > NEAR * self._count
+            self._was_scanned = self._was_scanned or done * self._source.size > HEAD_BYTES * self._count
 
-    def _fitting(self, batch: pa.RecordBatch) -> pa.Table:
+    def _cast_batch(self, batch: pa.RecordBatch) -> pa.Table:
         table = pa.Table.from_batches([batch])
         if not table.schema.equals(self._fields):
             table = table_cast(table, self._fields)
         return table.replace_schema_metadata(self._fields.metadata)
 
 
-class Mapped(NamedTuple):
-    """Rows that are mapped already, or in memory; see `Rows`."""
+class MappedRows(NamedTuple):
+    """Rows that are mapped already, or in memory; see `RowSource`."""
 
     size: int
     path: str
     table: Table
     blobs: Sequence[Blob] = ()
-    passed: bool = False
+    was_scanned: bool = False
 
-    def mapped(self) -> Table | None:
-        """See `Rows`."""
+    def map_if_ready(self) -> Table | None:
+        """See `RowSource`."""
         return self.table
 
     def map(self) -> Table:
-        """See `Rows`."""
+        """See `RowSource`."""
         return self.table
 
-    def first(self, rows: int) -> list[pa.RecordBatch]:
-        """See `Rows`."""
-        return list(self.batches())
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """See `Rows`."""
+    def batches(self) -> Generator[pa.RecordBatch, None, None]:
+        """See `RowSource`."""
         yield from self.table.to_batches()
 
 
-class _Changed(NamedTuple):
-    """The rows of a late table after an operation, which a copy in another process repeats; see `Rows`.
+class _ChangedRows(NamedTuple):
+    """The rows of a lazy table after an operation, which a copy in another process repeats; see `RowSource`.
 
     Attributes:
-        table: the late table.
-        what: the table method, and its arguments.
-        alone: whether the method works on each batch by itself.
+        table: the lazy table.
+        method: the table method, with its arguments in the next two fields.
+        is_per_batch: whether the method works on each batch by itself.
     """
 
     size: int
     path: str
-    table: LateTable
-    what: str
+    table: LazyTable
+    method: str
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
-    alone: bool
+    is_per_batch: bool
 
     @property
     def blobs(self) -> Sequence[Blob]:
         return ()
 
     @property
-    def passed(self) -> bool:
-        return self.table.passed
+    def was_scanned(self) -> bool:
+        return self.table.was_scanned
 
-    def mapped(self) -> Table | None:
-        whole = self.table.mapped()
-        return None if whole is None else self.of(whole)
+    def map_if_ready(self) -> Table | None:
+        whole = self.table.map_if_ready()
+        return None if whole is None else self.apply(whole)
 
     def map(self) -> Table:
-        return self.of(self.table.whole())
+        return self.apply(self.table.map_whole())
 
-    def first(self, rows: int) -> list[pa.RecordBatch]:
-        first = self.table.until(rows) if self.alone else None
-        return list((self.map() if first is None else self.of(InMemoryTable(first))).to_batches())
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        if not self.alone:
+    def batches(self) -> Generator[pa.RecordBatch, None, None]:
+        if not self.is_per_batch:
             yield from self.map().to_batches()
             return
-        for batch in self.table.one_pass():
-            yield from self.of(InMemoryTable(pa.Table.from_batches([batch]))).to_batches()
+        for batch in self.table.decode_batches():
+            yield from self.apply(InMemoryTable(pa.Table.from_batches([batch]))).to_batches()
 
-    def of(self, table: Table) -> Table:
+    def apply(self, table: Table) -> Table:
         """The result of the same operation on another table."""
-        return getattr(table, self.what)(*self.arguments, **self.keywords)
+        return getattr(table, self.method)(*self.arguments, **self.keywords)
 
 
-def first_of(rows: int, batches: Generator[pa.RecordBatch, None, None]) -> list[pa.RecordBatch]:
+def _take_first(rows: int, batches: Generator[pa.RecordBatch, None, None]) -> list[pa.RecordBatch]:
     """The first batches that together have at least so many rows."""
-    found, have = [], 0
+    found: list[pa.RecordBatch] = []
+    have = 0
     with contextlib.closing(batches):
         for batch in batches:
             found.append(batch)
@@ -324,34 +315,34 @@ def first_of(rows: int, batches: Generator[pa.RecordBatch, None, None]) -> list[
 
 
 # Operations on the columns' presence and names work on each batch alone.
-_ALONE = frozenset({"drop", "select", "remove_column", "rename_columns"})
+_PER_BATCH = frozenset({"drop", "select", "remove_column", "rename_columns"})
 
 
-def _changed(table: LateTable, what: str, arguments: Any, keywords: Any) -> LateTable:
-    alone = what in _ALONE and table.mapped() is None
+def _change(table: LazyTable, method: str, arguments: Any, keywords: Any) -> LazyTable:
+    is_per_batch = method in _PER_BATCH and table.map_if_ready() is None
     arguments, keywords = copy.deepcopy((arguments, keywords))
-    rows = _Changed(table.nbytes, table.path, table, what, arguments, keywords, alone)
-    if alone:
+    rows = _ChangedRows(table.nbytes, table.path, table, method, arguments, keywords, is_per_batch)
+    if is_per_batch:
         none = InMemoryTable(pa.Table.from_batches([], table.schema))
-        return LateTable(rows.of(none).schema, len(table), rows)
-    made = rows.map()
-    changed = LateTable(made.schema, len(made), rows._replace(size=made.nbytes))
-    changed._take(made)
+        return LazyTable(rows.apply(none).schema, len(table), rows)
+    result = rows.map()
+    changed = LazyTable(result.schema, len(result), rows._replace(size=result.nbytes))
+    changed._set_mapped(result)
     return changed
 
 
-def _delegated(name: str) -> Callable[..., Any]:
-    def method(self: LateTable, *args: Any, **kwargs: Any) -> LateTable:
-        return _changed(self, name, args, kwargs)
+def _make_delegate(name: str) -> Callable[..., Any]:
+    def method(self: LazyTable, *args: Any, **kwargs: Any) -> LazyTable:
+        return _change(self, name, args, kwargs)
 
     return method
 
 
-# The base class records operations and replays them on the one file whose path it has. A late table may have
+# The base class records operations and replays them on the one file whose path it has. A lazy table may have
 # several files, or none any more. `datasets` never takes a combined table for a part of another, so the
 # results of these operations stay in this class.
 for _name in (
     "filter", "flatten", "combine_chunks", "cast", "add_column", "append_column", "remove_column",
     "set_column", "rename_columns", "drop", "select",
 ):  # fmt: skip
-    setattr(LateTable, _name, _delegated(_name))
+    setattr(LazyTable, _name, _make_delegate(_name))

@@ -15,23 +15,23 @@ from typing import Any
 import datasets
 
 from castore.adapters.datasets import dataset_entries, step_runner
-from castore.adapters.datasets.background import background
+from castore.adapters.datasets.background import pending_puts
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
 from castore.adapters.datasets.operator_description import describe
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE, operator_fingerprint
 from castore.adapters.datasets.steps import operator_name
-from castore.adapters.datasets.tables import our_fingerprint
+from castore.adapters.datasets.tables import fingerprint_of_key
 from castore.errors import InvalidValueError
 from castore.objects.codecs import check_codec
 from castore.store import Store
 
 # Arguments that decide where and how the work is done, not its result.
-_IGNORED = {
+_IGNORED_ARGUMENTS = {
     "self", "function", "num_proc", "writer_batch_size", "desc", "load_from_cache_file", "keep_in_memory",
     "cache_file_name", "suffix_template", "new_fingerprint",
 }  # fmt: skip
 # Arguments of datasets' own cache, which is not used.
-_REPLACED = {
+_REPLACED_ARGUMENTS = {
     "load_from_cache_file",
     "keep_in_memory",
     "cache_file_name",
@@ -69,7 +69,7 @@ def cached_map(
         UnhashableError: a part of the function, or of an argument, has no stable hash.
         InvalidValueError: the dataset is an iterable one, or `map` has no such argument.
     """
-    return _cached("map", dataset, function, store, fingerprint, codec, map_kwargs)
+    return _run_cached("map", dataset, function, store, fingerprint, codec, map_kwargs)
 
 
 def cached_filter(
@@ -82,10 +82,10 @@ def cached_filter(
     **filter_kwargs: Any,
 ) -> Any:
     """``dataset.filter(function, **filter_kwargs)``, run only if it is not stored: see `cached_map`."""
-    return _cached("filter", dataset, function, store, fingerprint, codec, filter_kwargs)
+    return _run_cached("filter", dataset, function, store, fingerprint, codec, filter_kwargs)
 
 
-def _cached(
+def _run_cached(
     kind: str,
     dataset: Any,
     function: Any,
@@ -94,55 +94,54 @@ def _cached(
     codec: str,
     given: dict[str, Any],
 ) -> Any:
-    background.warn(stacklevel=4)
-    store = step_runner.store_of(store)
+    pending_puts.warn(stacklevel=4)
+    store = step_runner.store_or_default(store)
     if isinstance(dataset, datasets.DatasetDict):
         parts = {
-            split: _cached(kind, part, function, store, fingerprint, codec, given)
+            split: _run_cached(kind, part, function, store, fingerprint, codec, given)
             for split, part in dataset.items()
         }
         return datasets.DatasetDict(parts)
     if not isinstance(dataset, datasets.Dataset):
         raise InvalidValueError(
-            f"cached_{kind} takes a datasets.Dataset, not {type(dataset).__name__}; keep a stream with"
-            " DatasetCache.put(name, stream), and pass what DatasetCache.dataset(name) gives, which is a "
-            "Dataset"
+            f"cached_{kind} takes a datasets.Dataset, not {type(dataset).__name__}; store a stream with"
+            " DatasetCache.put(name, stream), and pass DatasetCache.dataset(name)"
         )
-    arguments = _arguments(kind, given)
+    arguments = _all_arguments(kind, given)
     name = "identity" if function is None else operator_name(function)
-    what = describe(function, name, fingerprint)
-    if what.doubts is not None:
-        what.doubts.tell(store, name, RANDOM_ADVICE)
+    description = describe(function, name, fingerprint)
+    if description.doubts is not None:
+        description.doubts.tell(store, name, RANDOM_ADVICE)
     source = dataset_fingerprint(dataset, store)
     parameters = {
         argument: operator_fingerprint(value, f"{kind}(..., {argument}=...)")
-        for argument, value in _that_matter(arguments).items()
+        for argument, value in _counting_arguments(arguments).items()
     }
-    digits = step_runner.step_key(source, name, kind, what.fingerprint, parameters)
+    digits = step_runner.step_key(source, name, kind, description.fingerprint, parameters)
 
     def make(file: Path) -> datasets.Dataset:
-        passed = {name: value for name, value in given.items() if name not in _REPLACED}
+        passed = {name: value for name, value in given.items() if name not in _REPLACED_ARGUMENTS}
         return getattr(dataset, kind)(
             function,
             **passed,
             load_from_cache_file=False,
             cache_file_name=str(file),
-            new_fingerprint=our_fingerprint(digits),
+            new_fingerprint=fingerprint_of_key(digits),
         )
 
-    record = {"step": name, "kind": kind, "key": digits, "input": source, "operator": what.fingerprint}
+    record = {"step": name, "kind": kind, "key": digits, "input": source, "operator": description.fingerprint}
     return step_runner.run_or_load(
         store,
         step_runner.step_name(name, digits),
         make,
-        {**record, "parts": what.parts},
-        dataset_entries.Options(*check_codec(codec, None), store.settings.ttl),
+        {**record, "parts": description.parts},
+        dataset_entries.StorageOptions(*check_codec(codec, None), store.settings.ttl),
         rows_in=len(dataset),
         fresh=given.get("load_from_cache_file") is False,
     ).dataset
 
 
-def _arguments(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+def _all_arguments(kind: str, given: dict[str, Any]) -> dict[str, Any]:
     """All arguments of `map` or `filter`, defaults included."""
     signature = inspect.signature(getattr(datasets.Dataset, kind))
     unknown = [name for name in given if name not in signature.parameters]
@@ -152,16 +151,16 @@ def _arguments(kind: str, given: dict[str, Any]) -> dict[str, Any]:
         )
     if given.get("new_fingerprint") is not None:
         raise InvalidValueError(
-            "new_fingerprint is of datasets' own cache; fingerprint=... identifies the function here"
+            "new_fingerprint belongs to datasets' own cache; identify the function with fingerprint=..."
         )
     bound = signature.bind(None, None, **given)
     bound.apply_defaults()
     return dict(bound.arguments)
 
 
-def _that_matter(arguments: dict[str, Any]) -> dict[str, Any]:
+def _counting_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments that can change the result."""
-    matter = {name: value for name, value in arguments.items() if name not in _IGNORED}
+    matter = {name: value for name, value in arguments.items() if name not in _IGNORED_ARGUMENTS}
     if not arguments["batched"]:
         del matter["batch_size"]
     for name in ("input_columns", "remove_columns"):

@@ -1,8 +1,8 @@
 """A blob's bytes as a file that processes can map: a raw object, a live mount's file, or a copy made once.
 
 A materialised copy is a raw object of the store with the same bytes and a few more at the end, which readers
-of Arrow streams ignore. It is an entry like any other under `MAPS`, so gc bounds the copies; mapped bytes
-live until they are unmapped. Every object is checked before it is mapped: see
+of Arrow streams ignore. It is an entry like any other under `COPIES_FOLDER`, so gc bounds the copies; mapped
+bytes live until they are unmapped. Every object is checked before it is mapped: see
 `castore.adapters.mapped_check`.
 
 Callers get paths through a symbolic link in a folder of datasets' own cache: a plain `map` on a dataset
@@ -16,45 +16,43 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import datasets
-from blake3 import blake3
 
 from castore.adapters import mapped_check
-from castore.adapters.mapped_check import check, note_new
+from castore.adapters.mapped_check import check_object, note_new
 from castore.errors import CorruptError, NotFoundError
-from castore.objects.encode import encode
 from castore.read.open_blob import OpenBlob
 from castore.records import LOOSE, Blob, Pointing
 from castore.store import Store
 from castore.system.single_flight import ComputeLocks
 from castore.write.batch import add_staged
-from castore.write.staging import Large
 
 #: The folder of materialised copies, each named by the digest of its blob.
-MAPS = ".datasets/maps"
+COPIES_FOLDER = ".datasets/maps"
 #: gc removes a materialised copy after so many seconds even without a budget: it is only a second copy.
-MAPS_SECONDS = 7 * 86400.0
+COPY_SECONDS = 7 * 86400.0
 #: The end of a materialised copy, after the blob's bytes.
 TAIL = b"castore: mapped\n"
 _ATTEMPTS = 5
 
 
 @cache
-def locks_of(path: Path, mode: int) -> ComputeLocks:
+def _process_locks(path: Path, mode: int) -> ComputeLocks:
     """The locks of this adapter's computations in the store at ``path``, one object a process."""
     return ComputeLocks(path / "locks" / "datasets", mode)
 
 
 def store_locks(store: Store) -> ComputeLocks:
     """The locks of this adapter's computations in a store."""
-    return locks_of(store.path, store.settings.file_mode)
+    return _process_locks(store.path, store.settings.file_mode)
 
 
-def mappable(store: Store, blob: Blob, opened: OpenBlob | None = None) -> str:
+def mappable_path(store: Store, blob: Blob, opened: OpenBlob | None = None) -> str:
     """A path under which the bytes of a loose blob, and at most a few more, can be mapped.
 
     Args:
@@ -67,36 +65,39 @@ def mappable(store: Store, blob: Blob, opened: OpenBlob | None = None) -> str:
         FullError, TooLargeError: a copy would not fit into the store's budget, or onto its disk.
     """
     for _ in range(_ATTEMPTS):
-        target = _target(store, blob, opened)
+        target = _mapping_target(store, blob, opened)
         path = _link(blob, target)
         if os.path.exists(path):
             return path
-    raise FileNotFoundError(f"the bytes of blob {blob.digest.hex()} vanish as soon as they are there")
+    raise FileNotFoundError(
+        f"blob {blob.digest.hex()} in {store.path} was removed during each of {_ATTEMPTS} attempts to map "
+        "it; try again"
+    )
 
 
-def mapped_before(store: Store, blob: Blob) -> str | None:
-    """As `mappable`, but only for a blob that is materialised already, and known to be intact."""
-    found = store.find(f"{MAPS}/{blob.digest.hex()}")
-    if found is None or found.blob.pack != LOOSE or mapped_check.unchecked(store, [found.blob]):
+def existing_copy_path(store: Store, blob: Blob) -> str | None:
+    """As `mappable_path`, but only for a blob that is materialised already, and known to be intact."""
+    found = store.find(f"{COPIES_FOLDER}/{blob.digest.hex()}")
+    if found is None or found.blob.pack != LOOSE or mapped_check.find_unchecked(store, [found.blob]):
         return None
     return _link(blob, store.path_of(found.blob))
 
 
-def _target(store: Store, blob: Blob, opened: OpenBlob | None) -> str:
+def _mapping_target(store: Store, blob: Blob, opened: OpenBlob | None) -> str:
     if blob.codec == "none":
-        check(store, blob)
+        check_object(store, blob)
         return store.path_of(blob)
-    mounted = _in_mount(store, blob)
+    mounted = _mount_path(store, blob)
     if mounted is not None:
-        check(store, blob)
+        check_object(store, blob)
         return mounted
-    raw = _materialised(store, blob, opened)
+    raw = _find_or_materialise(store, blob, opened)
     return store.path_of(raw)
 
 
 def _link(blob: Blob, target: str) -> str:
     """A symbolic link to ``target`` in a folder of datasets' own cache: plain `map` may write beside it."""
-    link = path_of(blob)
+    link = link_path(blob)
     with contextlib.suppress(OSError):
         if os.readlink(link) == target:
             return link
@@ -108,8 +109,8 @@ def _link(blob: Blob, target: str) -> str:
     return link
 
 
-def path_of(blob: Blob) -> str:
-    """The path that `mappable` returns, in a folder that exists."""
+def link_path(blob: Blob) -> str:
+    """The path that `mappable_path` returns, in a folder that exists."""
     digest = blob.digest.hex()
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "castore" / digest[:2] / digest
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,17 +120,17 @@ def path_of(blob: Blob) -> str:
 # --- forgetting ---------------------------------------------------------------------------------------------
 
 
-def forget(store: Store, blobs: Iterable[Blob]) -> None:
+def forget_copies(store: Store, blobs: Iterable[Blob]) -> None:
     """Drop the materialised copies of blobs, and the notes about them."""
     gone = list(blobs)
-    store.delete_many({f"{MAPS}/{blob.digest.hex()}" for blob in gone})
-    mapped_check.forget(store, gone)
+    store.delete_many({f"{COPIES_FOLDER}/{blob.digest.hex()}" for blob in gone})
+    mapped_check.forget_notes(store, gone)
 
 
 # --- places -------------------------------------------------------------------------------------------------
 
 
-def _in_mount(store: Store, blob: Blob) -> str | None:
+def _mount_path(store: Store, blob: Blob) -> str | None:
     """The blob's path in a live mount of this store, or None."""
     digest = blob.digest.hex()
     for mount in store.mounts():
@@ -142,13 +143,13 @@ def _in_mount(store: Store, blob: Blob) -> str | None:
     return None
 
 
-def _materialised(store: Store, blob: Blob, opened: OpenBlob | None) -> Blob:
-    name = f"{MAPS}/{blob.digest.hex()}"
+def _find_or_materialise(store: Store, blob: Blob, opened: OpenBlob | None) -> Blob:
+    name = f"{COPIES_FOLDER}/{blob.digest.hex()}"
     with store_locks(store).hold(name):
         found = store.find(name)
         if found is not None and found.blob.pack == LOOSE:
             try:
-                check(store, found.blob)
+                check_object(store, found.blob)
                 store.count_use(name)
                 return found.blob
             except (NotFoundError, CorruptError):
@@ -161,56 +162,19 @@ def _materialised(store: Store, blob: Blob, opened: OpenBlob | None) -> Blob:
 
 def _materialise(store: Store, blob: Blob, name: str, opened: OpenBlob) -> Blob:
     started = time.time()
-    fd, temporary = store.objects.loose.create()
+    copy = store.writer.incoming("none", None, None)
     try:
-        frames = _Recut(opened.pieces(), blob)
-        encoded = encode(frames, frames.size, "none", None, lambda piece: _write_all(fd, piece))
-        store.objects.loose.seal(fd, durable=False)
+        for piece in chain(opened.pieces(), [TAIL]):
+            copy.add(piece)
+        staged = copy.stage(known=False)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        copy.abandon()
         raise
-    finally:
-        os.close(fd)
-    raw = Blob(frames.digest(), frames.size, encoded.stored, "none", LOOSE, 0)
+    raw = Blob(staged.digest, copy.size, staged.stored, "none", LOOSE, 0)
     metadata = f'{{"of": "{blob.digest.hex()}"}}'
     store.flush()  # gc must not take entries in use for forgotten ones when it makes room
-    staged = Large(store.objects, raw, temporary, encoded.checksums)
-    expires = time.time() + MAPS_SECONDS
+    expires = time.time() + COPY_SECONDS
     with store.batch() as batch:
         add_staged(batch, lambda _: (Pointing(name, "bytes", metadata, expires, False), staged))
     note_new(store, [raw], started)
     return raw
-
-
-class _Recut:
-    """The frames of a blob with the tail after the last one."""
-
-    def __init__(self, frames: Iterator[bytes], blob: Blob) -> None:
-        self._frames = frames
-        self._with_tail = blake3()
-        self.size = blob.size + len(TAIL)
-
-    def digest(self) -> bytes:
-        """BLAKE3 of the blob's bytes with the tail."""
-        return self._with_tail.digest()
-
-    def __iter__(self) -> Iterator[bytes]:
-        from castore.objects.codecs import FRAME_SIZE
-
-        last = b""
-        for frame in self._frames:
-            if len(frame) == FRAME_SIZE:
-                self._with_tail.update(frame)
-                yield frame
-            else:
-                last = frame
-        last += TAIL
-        self._with_tail.update(last)
-        for start in range(0, len(last), FRAME_SIZE):
-            yield last[start : start + FRAME_SIZE]
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

@@ -18,19 +18,19 @@ from typing import Any
 import datasets
 
 from castore.adapters.datasets import dataset_entries, disk_space, scratch, step_runner
-from castore.adapters.datasets.background import background
+from castore.adapters.datasets.background import pending_puts
 from castore.adapters.datasets.checkpoint import Checkpoint
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
-from castore.adapters.datasets.explain import Explanation, explain, explained
-from castore.adapters.datasets.lazy_dataset import LateDataset
+from castore.adapters.datasets.explain import Explanation, explain, make_explanation
+from castore.adapters.datasets.lazy_dataset import LazyDataset
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE
-from castore.adapters.datasets.private_copies import own
-from castore.adapters.datasets.progress_meter import Teller
+from castore.adapters.datasets.private_copies import own_copy
+from castore.adapters.datasets.progress_meter import ProgressMeter
 from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Progress, StepReport
 from castore.adapters.datasets.retention import drop_intermediate
-from castore.adapters.datasets.step_plan import Planned, plan
+from castore.adapters.datasets.step_plan import PlannedStep, plan_steps
 from castore.adapters.datasets.steps import RunOptions, Step, steps_of
-from castore.adapters.datasets.tables import our_fingerprint
+from castore.adapters.datasets.tables import fingerprint_of_key
 from castore.errors import InvalidValueError
 from castore.objects.codecs import check_codec
 from castore.store import Store
@@ -87,7 +87,7 @@ class Pipeline:
             )
         self.operators = list(operators)
         self.steps: list[Step] = [step for operator in self.operators for step in steps_of(operator)]
-        self.store = step_runner.store_of(store)
+        self.store = step_runner.store_or_default(store)
         self.name = name
         self.codec = codec
         self.use_cache = use_cache and not use_checkpoint
@@ -115,58 +115,60 @@ class Pipeline:
         Warns:
             CacheWarning: a step was damaged, or could not be kept, or will not fit.
         """
-        _check(dataset)
-        background.warn()
-        run = _Run(self, dataset, Teller(self.steps, progress))
+        _check_dataset(dataset)
+        pending_puts.warn()
+        run = _Run(self, dataset, ProgressMeter(self.steps, progress))
         with run:
             if self.use_cache:
-                result = run.cached()
+                result = run.run_cached()
             else:
-                result = run.from_checkpoint() if self.use_checkpoint else run.plain()
+                result = run.run_from_checkpoint() if self.use_checkpoint else run.run_plain()
         if result.dataset is dataset:  # no step had anything to do
-            result = PipelineResult(own(dataset), result.steps)
+            result = PipelineResult(own_copy(dataset), result.steps)
         return result
 
-    def plan(self, dataset: datasets.Dataset) -> list[Planned]:
+    def plan(self, dataset: datasets.Dataset) -> list[PlannedStep]:
         """The steps with their keys over that dataset.
 
         Raises:
             UnhashableError: a part of an operator has no stable hash.
         """
-        _check(dataset)
-        return plan(self.steps, dataset_fingerprint(dataset, self.store))
+        _check_dataset(dataset)
+        return plan_steps(self.steps, dataset_fingerprint(dataset, self.store))
 
     def explain(self, dataset: datasets.Dataset) -> list[Explanation]:
         """For each step, whether a run would find it done; if not, the changes since the nearest run."""
-        background.wait()
+        pending_puts.wait()
         planned = self.plan(dataset)
         if self.use_cache:
             return explain(self.store, self.name, planned)
         done, reason = 0, "nothing is kept, so every step runs"
         if self.use_checkpoint:
             checkpoint = Checkpoint(self.store, self.name, self.codec)
-            done, reason = checkpoint.done(_source(planned), [step.mark() for step in planned])
-        return [explained(step, [] if step.number < done else [reason]) for step in planned]
+            done, reason = checkpoint.count_done(
+                _source_fingerprint(planned), [step.identity() for step in planned]
+            )
+        return [make_explanation(step, [] if step.number < done else [reason]) for step in planned]
 
     def estimate_space(self, dataset: datasets.Dataset) -> disk_space.Estimate:
         """The disk space of a run over that dataset: by Data-Juicer's formula, and by measured sizes."""
         return self._estimate(dataset, self.plan(dataset) if self.use_cache else [])
 
-    def _estimate(self, dataset: datasets.Dataset, planned: Sequence[Planned]) -> disk_space.Estimate:
-        known = [_known(self.store, step) for step in planned] or [
-            disk_space.Known(step.kind) for step in self.steps
+    def _estimate(self, dataset: datasets.Dataset, planned: Sequence[PlannedStep]) -> disk_space.Estimate:
+        known = [_known_size(self.store, step) for step in planned] or [
+            disk_space.KnownSize(step.kind) for step in self.steps
         ]
-        return disk_space.estimate(
+        return disk_space.estimate_space(
             disk_space.logical_size(dataset),
             known,
             ratio=disk_space.measure_ratio(dataset, self.codec),
             mode=self.mode,
             store=self.store.path,
             settings=self.store.settings,
-            work=self.temp_dir,
+            temp_dir=self.temp_dir,
         )
 
-    def warn_of_space(self, dataset: datasets.Dataset, planned: Sequence[Planned]) -> None:
+    def warn_of_space(self, dataset: datasets.Dataset, planned: Sequence[PlannedStep]) -> None:
         """Warn of data that will not fit, before anything runs."""
         for problem in self._estimate(dataset, planned).problems:
             warnings.warn(problem, CacheWarning, stacklevel=5)
@@ -184,54 +186,52 @@ class Pipeline:
         Returns:
             The names of the removed results.
         """
-        background.wait()
+        pending_puts.wait()
         return drop_intermediate(self.store, self.name, older_than=older_than, budget=budget)
 
 
-def _check(dataset: Any) -> None:
+def _check_dataset(dataset: Any) -> None:
     if not isinstance(dataset, datasets.Dataset):
         raise InvalidValueError(
-            f"a pipeline takes a datasets.Dataset, not {type(dataset).__name__}; run it on each split; keep "
-            "a stream with"
-            " DatasetCache.put(name, stream), and pass what DatasetCache.dataset(name) gives, which is a "
-            "Dataset"
+            f"a pipeline takes a datasets.Dataset, not {type(dataset).__name__}; run it on each split; store "
+            "a stream with DatasetCache.put(name, stream), and pass DatasetCache.dataset(name)"
         )
 
 
-def _tell_doubts(store: Store, planned: Sequence[Planned]) -> None:
+def _warn_of_doubts(store: Store, planned: Sequence[PlannedStep]) -> None:
     """Warn of the values that keep a step from ever being found again."""
     for step in planned:
-        if step.what.doubts is not None:
-            step.what.doubts.tell(store, step.step.name, RANDOM_ADVICE)
+        if step.description.doubts is not None:
+            step.description.doubts.tell(store, step.step.name, RANDOM_ADVICE)
 
 
-def _source(planned: Sequence[Planned]) -> str:
+def _source_fingerprint(planned: Sequence[PlannedStep]) -> str:
     return planned[0].source if planned else ""
 
 
 def _is_unread(dataset: datasets.Dataset) -> bool:
-    return isinstance(dataset, LateDataset) and not dataset.is_read
+    return isinstance(dataset, LazyDataset) and not dataset.is_read
 
 
-def _known(store: Store, step: Planned) -> disk_space.Known:
+def _known_size(store: Store, step: PlannedStep) -> disk_space.KnownSize:
     """The sizes of a step's kept result. Runs with other parameters or other rows say nothing of them."""
     if dataset_entries.metadata_of(store, step.name) is None:
-        return disk_space.Known(step.step.kind)
+        return disk_space.KnownSize(step.step.kind)
     size = dataset_entries.size_of(store, step.name)
-    return disk_space.Known(step.step.kind, size.logical, size.stored, True)
+    return disk_space.KnownSize(step.step.kind, size.logical, size.stored, True)
 
 
 class _Run:
     """One run of a pipeline; removes the uncompressed files that its result does not need."""
 
-    def __init__(self, pipeline: Pipeline, dataset: datasets.Dataset, teller: Teller) -> None:
+    def __init__(self, pipeline: Pipeline, dataset: datasets.Dataset, meter: ProgressMeter) -> None:
         self._pipeline = pipeline
         self._store = pipeline.store
         self._input = dataset
         self._dataset = dataset
-        self._teller = teller
+        self._meter = meter
         self._files: set[Path] = set()
-        self._options = dataset_entries.Options(
+        self._options = dataset_entries.StorageOptions(
             *check_codec(pipeline.codec, None), pipeline.store.settings.ttl
         )
 
@@ -240,47 +240,47 @@ class _Run:
 
     def __exit__(self, *exc: object) -> None:
         # Also after a failure: pending datasets are read from files that would be removed.
-        background.wait()
+        pending_puts.wait()
         if exc[0] is not None:
             self._dataset = self._input
         self._drop_unused()
 
     def _drop_unused(self, being_stored: Sequence[datasets.Dataset] = ()) -> None:
         used = [dataset for dataset in (self._dataset, *being_stored) if not _is_unread(dataset)]
-        scratch.drop_unused(
+        scratch.remove_unused(
             self._files, {file["filename"] for dataset in used for file in dataset.cache_files}
         )
 
-    def _make(self, number: int, fingerprint: str | None) -> step_runner.Make:
+    def _step_maker(self, number: int, fingerprint: str | None) -> step_runner.StepFunction:
         """A function that runs a step on the present dataset."""
         step, dataset = self._pipeline.steps[number], self._dataset
 
         def make(file: Path) -> datasets.Dataset:
             self._files.add(file)
-            count = self._teller.counter(number, len(dataset))
+            count = self._meter.make_counter(number, len(dataset))
             return step.run(dataset, RunOptions(self._pipeline.num_proc, str(file), count, fingerprint))
 
         return make
 
     # With the cache
 
-    def cached(self) -> PipelineResult:
+    def run_cached(self) -> PipelineResult:
         """Take every step from the cache, or run and keep it."""
         pipeline, store = self._pipeline, self._store
         planned = pipeline.plan(self._dataset)
-        _tell_doubts(pipeline.store, planned)
-        begin, outcome = self._latest(planned)
-        reports = self._reports_before(planned[:begin])
+        _warn_of_doubts(pipeline.store, planned)
+        begin, outcome = self._find_latest(planned)
+        reports = self._report_hits(planned[:begin])
         if outcome is not None:
             self._dataset = outcome.dataset
         if begin < len(planned):
             pipeline.warn_of_space(self._dataset, planned)
-        outcomes: list[tuple[Planned, step_runner.Outcome, float]] = []
+        outcomes: list[tuple[PlannedStep, step_runner.StepOutcome, float]] = []
         for step in planned[begin:]:
             rows, began = len(self._dataset), time.perf_counter()
-            self._teller.begin(step.number, rows)
+            self._meter.begin(step.number, rows)
             record = {**step.record(pipeline.name, len(planned)), "history": _history(planned, reports)}
-            make = self._make(step.number, our_fingerprint(step.key))
+            make = self._step_maker(step.number, fingerprint_of_key(step.key))
             outcome = step_runner.run_or_load(
                 store, step.name, make, record, self._options, rows_in=rows, temp_dir=pipeline.temp_dir
             )
@@ -289,7 +289,7 @@ class _Run:
             outcomes.append((step, outcome, seconds))
             self._drop_unused([earlier.dataset for _, earlier, _ in outcomes if not earlier.size.done()])
             reports.append(_report(step, outcome.hit, rows, len(self._dataset), seconds, None))
-            self._teller.end(step.number, reports[-1])
+            self._meter.end(step.number, reports[-1])
         # The size is known once the result is stored.
         for step, outcome, seconds in outcomes:
             old = reports[step.number]
@@ -298,43 +298,43 @@ class _Run:
             )
         return PipelineResult(self._dataset, reports)
 
-    def _latest(self, planned: list[Planned]) -> tuple[int, step_runner.Outcome | None]:
+    def _find_latest(self, planned: list[PlannedStep]) -> tuple[int, step_runner.StepOutcome | None]:
         """How many steps need not run, and the result of the last of them."""
         for step in reversed(planned):
-            outcome = step_runner.load(self._store, step.name)
+            outcome = step_runner.load_step(self._store, step.name)
             if outcome is not None:
                 return step.number + 1, outcome
         return 0, None
 
-    def _reports_before(self, planned: list[Planned]) -> list[StepReport]:
+    def _report_hits(self, planned: list[PlannedStep]) -> list[StepReport]:
         """Reports of steps that need not run; the last step's history has those of dropped results."""
         if not planned:
             return []
         last = self._record(planned[-1])
-        told = {item["key"]: item for item in last.get("history", [])}
+        history = {item["key"]: item for item in last.get("history", [])}
         reports = []
         for step in planned:
-            record = self._record(step) or told.get(step.key, {})
+            record = self._record(step) or history.get(step.key, {})
             size = dataset_entries.size_of(self._store, step.name)
             rows = record.get("rows_in"), record.get("rows_out")
             reports.append(_report(step, True, *rows, 0.0, size))
-            self._teller.end(step.number, reports[-1])
+            self._meter.end(step.number, reports[-1])
         return reports
 
-    def _record(self, step: Planned) -> dict[str, Any]:
-        coming = background.find(self._store.path, step.name)
+    def _record(self, step: PlannedStep) -> dict[str, Any]:
+        coming = pending_puts.find(self._store.path, step.name)
         return coming.record if coming else dataset_entries.metadata_of(self._store, step.name) or {}
 
     # With a checkpoint, and with nothing
 
-    def from_checkpoint(self) -> PipelineResult:
+    def run_from_checkpoint(self) -> PipelineResult:
         """Continue from the latest step that a run like this one has finished; keep only the latest step."""
         pipeline = self._pipeline
         planned = pipeline.plan(self._dataset)
-        _tell_doubts(pipeline.store, planned)
-        marks, source = [step.mark() for step in planned], _source(planned)
+        _warn_of_doubts(pipeline.store, planned)
+        marks, source = [step.identity() for step in planned], _source_fingerprint(planned)
         checkpoint = Checkpoint(self._store, pipeline.name, pipeline.codec)
-        with checkpoint.alone():
+        with checkpoint.hold():
             found = checkpoint.find(source, marks)
             if found.reason:
                 warnings.warn(found.reason, CacheWarning, stacklevel=4)
@@ -343,46 +343,46 @@ class _Run:
                 for step, rows in zip(planned, pairwise(found.rows), strict=False)
             ]
             for number, report in enumerate(reports):
-                self._teller.end(number, report)
+                self._meter.end(number, report)
             if found.dataset is not None:
                 self._dataset = found.dataset
-            elif isinstance(self._dataset, LateDataset):
+            elif isinstance(self._dataset, LazyDataset):
                 self._dataset = self._dataset.read()
             rows = list(found.rows) or [len(self._dataset)]
-            if found.done < len(planned):
+            if found.steps_done < len(planned):
                 pipeline.warn_of_space(self._dataset, [])
                 if found.packed:  # the next step would read a copy then: that copy becomes the checkpoint
-                    checkpoint.save(self._dataset, source, marks[: found.done], rows)
-            for step in planned[found.done :]:
-                report = self._run_plainly(step.number, our_fingerprint(step.key))
+                    checkpoint.save(self._dataset, source, marks[: found.steps_done], rows)
+            for step in planned[found.steps_done :]:
+                report = self._run_step(step.number, fingerprint_of_key(step.key))
                 rows.append(len(self._dataset))
                 last = step.number + 1 == len(planned)
                 size = checkpoint.save(self._dataset, source, marks[: step.number + 1], rows, pack=last)
                 reports.append(_report(step, False, report.rows_in, report.rows_out, report.seconds, size))
-                self._teller.end(step.number, reports[-1])
+                self._meter.end(step.number, reports[-1])
             return PipelineResult(self._dataset, reports)
 
-    def plain(self) -> PipelineResult:
+    def run_plain(self) -> PipelineResult:
         """Run all steps and keep nothing."""
         if self._pipeline.steps:
             self._pipeline.warn_of_space(self._dataset, [])
         reports = []
         for number in range(len(self._pipeline.steps)):
-            reports.append(self._run_plainly(number, None))
-            self._teller.end(number, reports[-1])
+            reports.append(self._run_step(number, None))
+            self._meter.end(number, reports[-1])
         return PipelineResult(self._dataset, reports)
 
-    def _run_plainly(self, number: int, fingerprint: str | None) -> StepReport:
+    def _run_step(self, number: int, fingerprint: str | None) -> StepReport:
         rows, began = len(self._dataset), time.perf_counter()
-        self._teller.begin(number, rows)
-        make = self._make(number, fingerprint)
-        self._dataset = step_runner.run(self._store, make, fingerprint, self._pipeline.temp_dir)
+        self._meter.begin(number, rows)
+        make = self._step_maker(number, fingerprint)
+        self._dataset = step_runner.run_step(self._store, make, fingerprint, self._pipeline.temp_dir)
         self._drop_unused()
         step, seconds = self._pipeline.steps[number], time.perf_counter() - began
         return StepReport(step.name, step.kind, False, rows, len(self._dataset), seconds, 0, 0, "")
 
 
-def _history(planned: Sequence[Planned], reports: Sequence[StepReport]) -> list[dict[str, Any]]:
+def _history(planned: Sequence[PlannedStep], reports: Sequence[StepReport]) -> list[dict[str, Any]]:
     """The record that a step keeps of earlier steps, whose results may be dropped."""
     return [
         {"key": step.key, "rows_in": report.rows_in, "rows_out": report.rows_out}
@@ -391,12 +391,12 @@ def _history(planned: Sequence[Planned], reports: Sequence[StepReport]) -> list[
 
 
 def _report(
-    step: Planned,
+    step: PlannedStep,
     hit: bool,
     rows_in: int | None,
     rows_out: int | None,
     seconds: float,
-    size: dataset_entries.Size | None,
+    size: dataset_entries.DatasetSize | None,
 ) -> StepReport:
     logical, stored = size or (0, 0)
     key = step.key if size is not None else ""

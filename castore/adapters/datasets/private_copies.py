@@ -4,8 +4,8 @@
 A dataset that is kept, or pending for the store, is therefore an object that no caller has, and every caller
 gets its own object.
 
-Arrow's tables never change, but a table in memory may share its memory with a caller's NumPy array. `private`
-copies such rows. Mapped files are not copied.
+Arrow's tables never change, but a table in memory may share its memory with a caller's NumPy array.
+`private_copy` copies such rows. Mapped files are not copied.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ import datasets
 import pyarrow as pa
 from datasets.table import ConcatenationTable, InMemoryTable, MemoryMappedTable, Table, concat_tables
 
-from castore.adapters.datasets.tables import arrow_files
+from castore.adapters.datasets.tables import arrow_streams
 
 # Columns that were added to those of a mapped file come from memory.
 _FROM_MEMORY = frozenset({"add_column", "append_column", "set_column"})
 
 
-def own(dataset: datasets.Dataset) -> datasets.Dataset:
+def own_copy(dataset: datasets.Dataset) -> datasets.Dataset:
     """Another dataset of the same rows, fingerprint and format, without search indices. Reads no rows."""
-    # Not `copy.copy`, which reads the rows of a `LateDataset`.
+    # Not `copy.copy`, which reads the rows of a `LazyDataset`.
     same: datasets.Dataset = object.__new__(type(dataset))
     state: dict[str, Any] = dict(vars(dataset))
     state["_info"] = dataset._info.copy()
     state["_format_columns"] = copy.copy(dataset._format_columns)
-    state["_format_kwargs"] = _containers(dataset._format_kwargs)
+    state["_format_kwargs"] = _copy_containers(dataset._format_kwargs)
     state["_indexes"] = {}
     same.__setstate__(state)
     return same
 
 
-def private(dataset: datasets.Dataset) -> datasets.Dataset:
-    """As `own`, with no row in memory that a caller can write to."""
-    same = own(dataset)
+def private_copy(dataset: datasets.Dataset) -> datasets.Dataset:
+    """As `own_copy`, with no row in memory that a caller can write to."""
+    same = own_copy(dataset)
     if not _is_mapped(dataset._data):
-        same._data = _selected(same) or concat_tables(
-            [InMemoryTable.from_buffer(file) for file in arrow_files(same)]
+        same._data = _take_selection(same) or concat_tables(
+            [InMemoryTable.from_buffer(file) for file in arrow_streams(same)]
         )
         same._indices = None
     return same
 
 
-def _selected(dataset: datasets.Dataset) -> Table | None:
+def _take_selection(dataset: datasets.Dataset) -> Table | None:
     """The rows of a selection, copied at once; None if Arrow cannot do that."""
     if dataset._indices is None or not len(dataset):
         return None
@@ -65,10 +65,10 @@ def _is_mapped(table: Table) -> bool:
     )
 
 
-def _containers(value: Any) -> Any:
+def _copy_containers(value: Any) -> Any:
     """Copies of dictionaries, lists and sets, whatever they hold: a transform stays the same object."""
     if isinstance(value, dict):
-        return {name: _containers(item) for name, item in value.items()}
+        return {name: _copy_containers(item) for name, item in value.items()}
     if isinstance(value, list | set):
-        return type(value)(_containers(item) for item in value)
+        return type(value)(_copy_containers(item) for item in value)
     return value

@@ -17,21 +17,21 @@ import datasets
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
 from castore.adapters.datasets.operator_keys import operator_fingerprint
 from castore.adapters.datasets.pipeline import Pipeline, ProgressCallback
-from castore.adapters.datasets.private_copies import own, private
+from castore.adapters.datasets.private_copies import own_copy, private_copy
 from castore.adapters.datasets.reports import PipelineResult, Progress, StepReport
 from castore.adapters.datasets.step_runner import step_key
 from castore.system.forks import reset_after_fork
 
 
-class Results:
+class RamResults:
     """Results of operators by key, evicted least recently used first; threads and pipelines may share them.
 
     Args:
-        most: the number of results to keep.
+        max_results: the number of results to keep.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_results: int) -> None:
+        self._max_results = max_results
         self._kept: OrderedDict[str, PipelineResult] = OrderedDict()
         self._after_fork()
         reset_after_fork(self)
@@ -49,19 +49,19 @@ class Results:
             if found is None:
                 return None
             self._kept.move_to_end(key)
-        return PipelineResult(own(found.dataset), list(found.steps))
+        return PipelineResult(own_copy(found.dataset), list(found.steps))
 
     def keep(self, key: str, result: PipelineResult) -> None:
         """Keep a snapshot of a result."""
-        snapshot = PipelineResult(private(result.dataset), list(result.steps))
+        snapshot = PipelineResult(private_copy(result.dataset), list(result.steps))
         with self._guard:
             self._kept[key] = snapshot
             self._kept.move_to_end(key)
-            while len(self._kept) > self._most:
+            while len(self._kept) > self._max_results:
                 self._kept.popitem(last=False)
 
 
-class RememberingPipeline(Pipeline):
+class RamPipeline(Pipeline):
     """A `Pipeline` that searches results in RAM first.
 
     Args:
@@ -69,7 +69,7 @@ class RememberingPipeline(Pipeline):
         results: the results to search, and to add to.
     """
 
-    def __init__(self, operators: Iterable[Any], *, results: Results, **options: Any) -> None:
+    def __init__(self, operators: Iterable[Any], *, results: RamResults, **options: Any) -> None:
         super().__init__(operators, **options)
         self._results = results
 
@@ -78,21 +78,21 @@ class RememberingPipeline(Pipeline):
         fingerprint = dataset_fingerprint(dataset, self.store)
         reports: list[StepReport] = []
         for operator in self.operators:
-            one = self._alone(operator)
+            one = self._single(operator)
             codes = [operator_fingerprint(step.hashed, step.name) for step in one.steps]
             fingerprint = step_key(fingerprint, one.steps[0].name, "operator", codes[0], codes)
             found = self._results.find(fingerprint)
             if found is None:
-                found = one.run(dataset, progress=self._shifted(progress, len(reports)))
+                found = one.run(dataset, progress=self._offset_progress(progress, len(reports)))
                 self._results.keep(fingerprint, found)
             else:
-                found = _as_hits(found)
-                self._tell(progress, len(reports), found.steps)
+                found = _mark_as_hits(found)
+                self._report_hits(progress, len(reports), found.steps)
             reports += found.steps
             dataset = found.dataset
         return PipelineResult(dataset, reports)
 
-    def _alone(self, operator: Any) -> Pipeline:
+    def _single(self, operator: Any) -> Pipeline:
         return Pipeline(
             [operator],
             store=self.store,
@@ -103,24 +103,24 @@ class RememberingPipeline(Pipeline):
             temp_dir=self.temp_dir,
         )
 
-    def _shifted(self, progress: ProgressCallback | None, before: int) -> ProgressCallback | None:
+    def _offset_progress(self, progress: ProgressCallback | None, before: int) -> ProgressCallback | None:
         """``progress`` for the steps of one operator, which receive their numbers among all steps."""
         if progress is None:
             return None
 
-        def tell(state: Progress) -> None:
+        def report(state: Progress) -> None:
             progress(dataclasses.replace(state, step=state.step + before, steps=len(self.steps)))
 
-        return tell
+        return report
 
-    def _tell(self, progress: ProgressCallback | None, before: int, steps: list[StepReport]) -> None:
+    def _report_hits(self, progress: ProgressCallback | None, before: int, steps: list[StepReport]) -> None:
         for number, report in enumerate(steps, start=before):
             if progress is not None:
                 rows = report.rows_in or 0
                 progress(Progress(number, len(self.steps), report.name, report.kind, rows, rows, report))
 
 
-def _as_hits(result: PipelineResult) -> PipelineResult:
+def _mark_as_hits(result: PipelineResult) -> PipelineResult:
     return PipelineResult(
         result.dataset, [dataclasses.replace(step, hit=True, seconds=0.0) for step in result.steps]
     )

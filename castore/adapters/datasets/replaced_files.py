@@ -14,19 +14,19 @@ import pyarrow as pa
 _MARK = b" (deleted)"
 
 
-def gone() -> list[range]:
+def gone_ranges() -> list[range]:
     """The address ranges of this process's mapped files that have gone from their paths."""
     with open("/proc/self/maps", "rb") as file:
         maps = file.read()
     if _MARK not in maps:
         return []
-    places = [line.split(b" ", 1)[0].split(b"-") for line in maps.splitlines() if line.endswith(_MARK)]
-    return [range(int(start, 16), int(end, 16)) for start, end in places]
+    ranges = [line.split(b" ", 1)[0].split(b"-") for line in maps.splitlines() if line.endswith(_MARK)]
+    return [range(int(start, 16), int(end, 16)) for start, end in ranges]
 
 
-def lies_in(table: pa.Table, places: list[range]) -> bool:
+def lies_in_ranges(table: pa.Table, ranges: list[range]) -> bool:
     """Whether a table's rows lie in one of these ranges. Its first bytes stand for all of them."""
-    if not places:
+    if not ranges:
         return False
     buffers = (
         buffer
@@ -36,4 +36,4 @@ def lies_in(table: pa.Table, places: list[range]) -> bool:
         if buffer is not None and buffer.size
     )
     first = next(buffers, None)
-    return first is not None and any(first.address in place for place in places)
+    return first is not None and any(first.address in place for place in ranges)

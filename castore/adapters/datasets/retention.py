@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from castore.adapters.datasets import dataset_entries
-from castore.adapters.datasets.step_runner import FOLDER
-from castore.adapters.datasets.tables import STATE
+from castore.adapters.datasets.step_runner import STEPS_FOLDER
+from castore.adapters.datasets.tables import STATE_FILE
 from castore.store import Store
 from castore.units import parse_duration, parse_size
 
 
-class Result(NamedTuple):
+class StepResult(NamedTuple):
     """A step's result: its name, the time of its last use, and its size."""
 
     name: str
@@ -21,9 +21,9 @@ class Result(NamedTuple):
     stored: int
 
 
-def select(
-    results: Sequence[Result], *, before: float | None, budget: int | None, needed: int
-) -> list[Result]:
+def select_results(
+    results: Sequence[StepResult], *, before: float | None, budget: int | None, needed: int
+) -> list[StepResult]:
     """Choose the results to remove. Knows no store and no clock.
 
     Args:
@@ -50,8 +50,8 @@ def drop_intermediate(
 ) -> list[str]:
     """See `Pipeline.drop_intermediate`."""
     store.flush()
-    last, others = _results(store, pipeline)
-    chosen = select(
+    last, others = _list_results(store, pipeline)
+    chosen = select_results(
         others,
         before=None if older_than is None else time.time() - parse_duration(older_than),
         budget=None if budget is None else parse_size(budget),
@@ -62,15 +62,15 @@ def drop_intermediate(
     return [result.name for result in chosen]
 
 
-def _results(store: Store, pipeline: str) -> tuple[list[Result], list[Result]]:
+def _list_results(store: Store, pipeline: str) -> tuple[list[StepResult], list[StepResult]]:
     """The results of the last steps of runs, and all other results."""
-    entries = [entry for entry in store.entries(FOLDER) if entry.name.endswith(f"/{STATE}")]
-    last: list[Result] = []
-    others: list[Result] = []
+    entries = [entry for entry in store.entries(STEPS_FOLDER) if entry.name.endswith(f"/{STATE_FILE}")]
+    last: list[StepResult] = []
+    others: list[StepResult] = []
     for entry in entries:
         record = entry.metadata
         if record.get("pipeline") == pipeline:
-            name = entry.name.removesuffix(f"/{STATE}")
-            result = Result(name, entry.accessed, dataset_entries.size_of(store, name).stored)
+            name = entry.name.removesuffix(f"/{STATE_FILE}")
+            result = StepResult(name, entry.accessed, dataset_entries.size_of(store, name).stored)
             (last if record["number"] + 1 == record["steps"] else others).append(result)
     return last, others

@@ -18,7 +18,14 @@ import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 from datasets.table import InMemoryTable
 
-from castore.adapters.datasets.tables import SHARD_BYTES, Part, describe, nothing, our_fingerprint, written
+from castore.adapters.datasets.tables import (
+    SHARD_BYTES,
+    DatasetPart,
+    describe_dataset,
+    empty_stream,
+    fingerprint_of_key,
+    write_streams,
+)
 from castore.errors import SerializationError
 from castore.keys.encoder import key
 
@@ -27,17 +34,17 @@ _ITERATED_ROWS = 1000
 _MISFITS = (pa.ArrowException, TypeError, ValueError, OverflowError)
 
 
-def part_of_stream(dataset: datasets.IterableDataset) -> Part:
+def part_of_stream(dataset: datasets.IterableDataset) -> DatasetPart:
     """The rows of an iterable dataset, as a part to keep.
 
     Raises:
         SerializationError: (while its files are made) a row does not fit the rows before it.
     """
-    stream = _Stream(dataset)
-    return Part(stream.files, stream.describe)
+    stream = _StreamPart(dataset)
+    return DatasetPart(stream.files, stream.describe)
 
 
-class _Stream:
+class _StreamPart:
     """An iterable dataset, and the features found in its rows."""
 
     def __init__(self, dataset: datasets.IterableDataset) -> None:
@@ -48,8 +55,8 @@ class _Stream:
     def files(self) -> Iterator[pa.Buffer]:
         """The rows as Arrow streams; each call iterates over the dataset again."""
         if self._declared is None and not self._dataset._ex_iterable.iter_arrow:
-            return self._of_rows(iter(self._dataset.with_format(None)))
-        return self._of_tables(self._dataset.with_format("arrow").iter(_ITERATED_ROWS))
+            return self._write_rows(iter(self._dataset.with_format(None)))
+        return self._write_tables(self._dataset.with_format("arrow").iter(_ITERATED_ROWS))
 
     def describe(self, digests: list[bytes]) -> tuple[bytes, bytes]:
         """State and description, once the files are made."""
@@ -60,29 +67,28 @@ class _Stream:
             InMemoryTable(pa.Table.from_batches([], self._features.arrow_schema)),
             info=info,
             split=dataset.split,
-            fingerprint=our_fingerprint(key([*digests, str(self._features)])),
+            fingerprint=fingerprint_of_key(key([*digests, str(self._features)])),
         )
         empty._format_type = formatting.format_type if formatting else None
-        return describe(empty, len(digests))
+        return describe_dataset(empty, len(digests))
 
-    def _of_tables(self, tables: Iterator[pa.Table]) -> Iterator[pa.Buffer]:
+    def _write_tables(self, tables: Iterator[pa.Table]) -> Iterator[pa.Buffer]:
         first = next(tables, None)
         if self._declared is not None:
             self._features = self._declared
         elif first is not None:
             self._features = datasets.Features.from_arrow_schema(first.schema)
-        yield from written(itertools.chain([] if first is None else [first], tables), self._features)
+        yield from write_streams(itertools.chain([] if first is None else [first], tables), self._features)
 
-    def _of_rows(self, rows: Iterator[dict[str, Any]]) -> Iterator[pa.Buffer]:
+    def _write_rows(self, rows: Iterator[dict[str, Any]]) -> Iterator[pa.Buffer]:
         first = next(rows, None)
         if first is None:
             self._features = datasets.Features()
-            yield nothing()
+            yield empty_stream()
             return
         if not first:
             raise SerializationError(
-                "row 0 of the stream has no columns, and a dataset keeps no rows without any; yield rows "
-                "with columns"
+                "row 0 of the stream has no columns; yield rows with at least one column"
             )
         columns, features, count = first.keys(), None, 0
         remaining, is_more = itertools.chain([first], rows), True
@@ -92,13 +98,13 @@ class _Stream:
             is_more = False
             for row in remaining:
                 if row.keys() != columns:
-                    raise _other_columns(count, columns, row)
+                    raise _columns_error(count, columns, row)
                 try:
                     writer.write(
                         dict(row)
                     )  # the writer holds rows until a batch is full; generators reuse dicts
                 except _MISFITS as error:
-                    raise _misfit(count, error) from error
+                    raise _misfit_error(count, error) from error
                 count += 1
                 if writer._num_bytes >= SHARD_BYTES:
                     is_more = True
@@ -106,25 +112,24 @@ class _Stream:
             try:
                 writer.finalize(close_stream=False)
             except _MISFITS as error:
-                raise _misfit(count, error) from error
+                raise _misfit_error(count, error) from error
             features = self._features = writer._features
             yield sink.getvalue()
 
 
-def _misfit(row: int, error: Exception) -> SerializationError:
+def _misfit_error(row: int, error: Exception) -> SerializationError:
     return SerializationError(
-        f"the stream's rows up to number {row} do not fit to the types of its first ones: {error}; declare "
-        "its features,"
-        " with IterableDataset.from_generator(..., features=...) or cast(features)"
+        f"the rows of the stream up to number {row} do not fit the types of its first rows: {error}; declare "
+        "the features with IterableDataset.from_generator(..., features=...) or cast(features)"
     )
 
 
-def _other_columns(row: int, columns: Any, given: dict[str, Any]) -> SerializationError:
+def _columns_error(row: int, columns: Any, given: dict[str, Any]) -> SerializationError:
     missing, added = (
         [name for name in one if name not in other] for one, other in ((columns, given), (given, columns))
     )
     what = f"has no column {missing[0]!r}" if missing else f"has a column {added[0]!r}"
     return SerializationError(
-        f"row {row} of the stream {what}, unlike the first row; yield all columns in each row, None for what "
-        "is missing"
+        f"row {row} of the stream {what}, unlike the first row; yield every column in each row, with None "
+        "for missing values"
     )

@@ -27,7 +27,7 @@ def new_file(store: Store, temp_dir: str | os.PathLike[str] | None = None) -> Pa
     parent = (
         store.path / layout.WORK if temp_dir is None else Path(os.path.abspath(temp_dir)) / "castore-work"
     )
-    folder = _folder(parent, store.settings.folder_mode) / uuid.uuid4().hex
+    folder = _process_folder(parent, store.settings.folder_mode) / uuid.uuid4().hex
     make_folder(folder, 0o700)
     return folder / "data.arrow"
 
@@ -39,20 +39,20 @@ def is_ours(file: str | os.PathLike[str]) -> bool:
         return _folders.get((os.getpid(), above.parent)) == above
 
 
-def drop(file: Path) -> None:
+def remove(file: Path) -> None:
     """Remove a file that `new_file` named, with the files beside it. Mapped bytes stay readable."""
     shutil.rmtree(file.parent, ignore_errors=True)
 
 
-def drop_unused(files: set[Path], used: set[str]) -> None:
+def remove_unused(files: set[Path], used: set[str]) -> None:
     """Remove those files, made by `new_file`, whose folders hold nothing used; ``files`` keeps the others."""
     folders = {os.path.dirname(path) for path in used}
     for file in [file for file in files if str(file.parent) not in folders]:
-        drop(file)
+        remove(file)
         files.discard(file)
 
 
-def _folder(parent: Path, mode: int) -> Path:
+def _process_folder(parent: Path, mode: int) -> Path:
     place = os.getpid(), parent
     with _guard.lock:
         if place not in _folders or not _folders[place].is_dir():  # the store may have been emptied
@@ -64,11 +64,11 @@ def _folder(parent: Path, mode: int) -> Path:
             name = f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}-{uuid.uuid4().hex}"
             folder = parent / name
             make_folder(folder, 0o700)
-            atexit.register(_remove, os.getpid(), folder)
+            atexit.register(_remove_own, os.getpid(), folder)
             _folders[place] = folder
         return _folders[place]
 
 
-def _remove(pid: int, folder: Path) -> None:
+def _remove_own(pid: int, folder: Path) -> None:
     if pid == os.getpid():  # a forked child inherits the hook, not the folder
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,6 @@
 """The input of a pipeline as a step: read once, kept compressed, and read back only if a step needs the rows.
 
-A kept input is a `LateDataset`, whose objects are not even opened: as a late table it would be checked first,
+A kept input is a `LazyDataset`, whose objects are not even opened: as a lazy table it would be checked first,
 and the first rerun of a recipe over 137 MB took 530 ms in place of 300 ms.
 
 For code that reads data into a `datasets.Dataset` itself, and has a key that identifies the data. Must never
@@ -17,8 +17,8 @@ from pathlib import Path
 import datasets
 
 from castore.adapters.datasets import dataset_entries, step_runner
-from castore.adapters.datasets.lazy_dataset import LateDataset
-from castore.adapters.datasets.tables import our_fingerprint
+from castore.adapters.datasets.lazy_dataset import LazyDataset
+from castore.adapters.datasets.tables import fingerprint_of_key
 from castore.errors import CastoreError
 from castore.store import Store
 
@@ -31,7 +31,7 @@ def open_input(
     cached: bool,
     codec: str,
     temp_dir: str | os.PathLike[str] | None = None,
-    late: bool = False,
+    lazy: bool = False,
 ) -> datasets.Dataset:
     """The dataset of a key: from the store, or read.
 
@@ -42,19 +42,19 @@ def open_input(
         cached: whether to keep the dataset. A kept dataset is read from the store at first use.
         codec: the codec of the kept dataset.
         temp_dir: the folder of the uncompressed dataset while it is used; by default below the store.
-        late: call ``read`` at first use too, for a run that may never use the rows.
+        lazy: call ``read`` at first use too, for a run that may never use the rows.
 
     Raises:
         FullError, OSError: the disk is full, or the files cannot be written.
         Exception: an exception of ``read``.
     """
     if not cached:
-        fingerprint = our_fingerprint(key)
+        fingerprint = fingerprint_of_key(key)
 
         def run() -> datasets.Dataset:
-            return step_runner.run(store, lambda file: read(file.parent), fingerprint, temp_dir)
+            return step_runner.run_step(store, lambda file: read(file.parent), fingerprint, temp_dir)
 
-        return unread(key, run) if late else run()
+        return dataset_of_key(key, run) if lazy else run()
     name = step_runner.step_name("source", key)
 
     def load() -> datasets.Dataset:
@@ -63,29 +63,29 @@ def open_input(
             name,
             lambda file: read(file.parent),
             {"step": "source", "kind": "source", "key": key, "input": "", "operator": "", "parts": {}},
-            dataset_entries.Options(codec, None, store.settings.ttl),
+            dataset_entries.StorageOptions(codec, None, store.settings.ttl),
             rows_in=0,
             temp_dir=temp_dir,
         ).dataset
 
-    return _kept(store, name, load) or load()
+    return _find_kept(store, name, load) or load()
 
 
-def told_by(key: str, dataset: datasets.Dataset) -> datasets.Dataset:
+def identify_by(key: str, dataset: datasets.Dataset) -> datasets.Dataset:
     """That dataset, which counts in keys of steps by the given key and no longer by its rows."""
-    dataset._fingerprint = our_fingerprint(key)
+    dataset._fingerprint = fingerprint_of_key(key)
     return dataset
 
 
-def unread(key: str, load: Callable[[], datasets.Dataset]) -> datasets.Dataset:
+def dataset_of_key(key: str, load: Callable[[], datasets.Dataset]) -> datasets.Dataset:
     """The dataset of a key, which ``load`` reads at first use; until then only the key is known."""
-    return LateDataset(datasets.DatasetInfo(), None, our_fingerprint(key), None, None, load)
+    return LazyDataset(datasets.DatasetInfo(), None, fingerprint_of_key(key), None, None, load)
 
 
-def _kept(store: Store, name: str, load: Callable[[], datasets.Dataset]) -> datasets.Dataset | None:
+def _find_kept(store: Store, name: str, load: Callable[[], datasets.Dataset]) -> datasets.Dataset | None:
     """The dataset kept under a name, which ``load`` reads at first use; None if a part of it is missing."""
     try:
-        files = dataset_entries.files_of(store, name)
+        files = dataset_entries.find_files(store, name)
     except CastoreError:
         return None  # `load` reports the damaged part
     state, info = json.loads(files.state), datasets.DatasetInfo.from_dict(json.loads(files.info))
@@ -94,4 +94,4 @@ def _kept(store: Store, name: str, load: Callable[[], datasets.Dataset]) -> data
         return None
     split = None if state["_split"] is None else datasets.Split(state["_split"])
     size = sum(blob.size for _, blob in files.data)
-    return LateDataset(info, split, state["_fingerprint"], record["rows_out"], size, load)
+    return LazyDataset(info, split, state["_fingerprint"], record["rows_out"], size, load)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from castore.adapters.datasets.checkpoint import Mark
+from castore.adapters.datasets.checkpoint import StepIdentity
 from castore.adapters.datasets.operator_description import Description, describe
 from castore.adapters.datasets.stats_parameters import without_unread
 from castore.adapters.datasets.step_runner import step_key, step_name
 from castore.adapters.datasets.steps import Step
-from castore.adapters.datasets.tables import our_fingerprint
+from castore.adapters.datasets.tables import fingerprint_of_key
 
 
-class Planned(NamedTuple):
+class PlannedStep(NamedTuple):
     """A step, and its properties that are known before it runs.
 
     Attributes:
@@ -22,7 +22,7 @@ class Planned(NamedTuple):
         key: 40 hexadecimal digits.
         name: the name of the result in the store.
         source: the fingerprint of the input.
-        what: the operator's fingerprint and description.
+        description: the operator's fingerprint and description.
     """
 
     number: int
@@ -30,7 +30,7 @@ class Planned(NamedTuple):
     key: str
     name: str
     source: str
-    what: Description
+    description: Description
 
     def record(self, pipeline: str, steps: int) -> dict[str, Any]:
         """The metadata of the step's result, in a pipeline of so many steps."""
@@ -42,17 +42,17 @@ class Planned(NamedTuple):
             "kind": self.step.kind,
             "key": self.key,
             "input": self.source,
-            "operator": self.what.fingerprint,
-            "parts": self.what.parts,
+            "operator": self.description.fingerprint,
+            "parts": self.description.parts,
         }
 
-    def mark(self) -> Mark:
+    def identity(self) -> StepIdentity:
         """The step's identity in a checkpoint."""
-        parameters = {name: text or digest for name, (digest, text) in self.what.parts.items()}
-        return Mark(self.step.name, self.step.kind, self.what.fingerprint, parameters)
+        parameters = {name: text or digest for name, (digest, text) in self.description.parts.items()}
+        return StepIdentity(self.step.name, self.step.kind, self.description.fingerprint, parameters)
 
 
-def plan(steps: Sequence[Step], source: str) -> list[Planned]:
+def plan_steps(steps: Sequence[Step], source: str) -> list[PlannedStep]:
     """The steps of a pipeline over the input of fingerprint ``source``.
 
     Raises:
@@ -60,12 +60,12 @@ def plan(steps: Sequence[Step], source: str) -> list[Planned]:
     """
     planned, known = [], dict[int, tuple[Any, Description]]()
     for number, step in enumerate(steps):
-        counts = without_unread(step.operator) if step.kind == "stats" else step.operator
+        counted = without_unread(step.operator) if step.kind == "stats" else step.operator
         # An operator that takes two steps is hashed once, if all of it counts in both.
-        if id(counts) not in known:
-            known[id(counts)] = counts, describe(counts, step.name.removesuffix(" (stats)"))
-        what = known[id(counts)][1]
-        digits = step_key(source, step.name, step.kind, what.fingerprint)
-        planned.append(Planned(number, step, digits, step_name(step.name, digits), source, what))
-        source = our_fingerprint(digits)
+        if id(counted) not in known:
+            known[id(counted)] = counted, describe(counted, step.name.removesuffix(" (stats)"))
+        description = known[id(counted)][1]
+        digits = step_key(source, step.name, step.kind, description.fingerprint)
+        planned.append(PlannedStep(number, step, digits, step_name(step.name, digits), source, description))
+        source = fingerprint_of_key(digits)
     return planned

@@ -27,26 +27,26 @@ from typing import Any, NamedTuple
 import datasets
 
 from castore.adapters.datasets import dataset_entries, scratch
-from castore.adapters.datasets.background import OnItsWay, background
+from castore.adapters.datasets.background import PendingPut, pending_puts
 from castore.adapters.datasets.dataset_fingerprint import check_files, note_files
 from castore.adapters.datasets.mapped_files import store_locks
-from castore.adapters.datasets.private_copies import own, private
+from castore.adapters.datasets.private_copies import own_copy, private_copy
 from castore.adapters.datasets.reports import CacheWarning
-from castore.adapters.datasets.tables import Part, our_fingerprint, part_of
+from castore.adapters.datasets.tables import DatasetPart, fingerprint_of_key, make_part
 from castore.errors import CorruptError, FullError, InvalidValueError, NotFoundError
 from castore.keys.encoder import key
 from castore.store import Store
 from castore.system.sql_errors import is_full
 
 #: The folder of kept steps.
-FOLDER = "steps"
+STEPS_FOLDER = "steps"
 _VERSION = 1
-_NAME = 60
+_NAME_LENGTH = 60
 
-Make = Callable[[Path], datasets.Dataset]
+StepFunction = Callable[[Path], datasets.Dataset]
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """A step's result.
 
     Attributes:
@@ -59,10 +59,10 @@ class Outcome(NamedTuple):
     dataset: datasets.Dataset
     hit: bool
     record: dict[str, Any]
-    size: Future[dataset_entries.Size | None]
+    size: Future[dataset_entries.DatasetSize | None]
 
 
-def store_of(given: Store | None) -> Store:
+def store_or_default(given: Store | None) -> Store:
     """The given store, or the default one.
 
     Raises:
@@ -77,25 +77,31 @@ def store_of(given: Store | None) -> Store:
 
 def step_key(input_fingerprint: str, name: str, kind: str, operator: str, parameters: Any = None) -> str:
     """40 hexadecimal digits of a step's input, its operator and each parameter that affects the result."""
-    told = {"version": _VERSION, "input": input_fingerprint, "name": name, "kind": kind, "operator": operator}
-    return key({**told, "parameters": parameters})
+    counted = {
+        "version": _VERSION,
+        "input": input_fingerprint,
+        "name": name,
+        "kind": kind,
+        "operator": operator,
+    }
+    return key({**counted, "parameters": parameters})
 
 
 def step_name(name: str, digits: str) -> str:
     """The name under which the result of a step is kept."""
-    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:_NAME]
-    return f"{FOLDER}/{plain or 'step'}_{digits}"
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:_NAME_LENGTH]
+    return f"{STEPS_FOLDER}/{plain or 'step'}_{digits}"
 
 
-def load(store: Store, name: str) -> Outcome | None:
+def load_step(store: Store, name: str) -> StepOutcome | None:
     """A step's result if it is kept and intact, or pending.
 
     Warns:
         CacheWarning: the result was kept and is damaged; it is dropped.
     """
-    coming = background.find(store.path, name)
+    coming = pending_puts.find(store.path, name)
     if coming is not None:
-        return _outcome(coming)
+        return _pending_outcome(coming)
     record = dataset_entries.metadata_of(store, name)
     if record is None:
         return None
@@ -110,12 +116,12 @@ def load(store: Store, name: str) -> Outcome | None:
             f"the cached step {name!r} is damaged and runs again: {error}", CacheWarning, stacklevel=3
         )
         return None
-    return Outcome(dataset, True, record, done(dataset_entries.size_of(store, name)))
+    return StepOutcome(dataset, True, record, known_size(dataset_entries.size_of(store, name)))
 
 
-def done(size: dataset_entries.Size | None) -> Future[dataset_entries.Size | None]:
+def known_size(size: dataset_entries.DatasetSize | None) -> Future[dataset_entries.DatasetSize | None]:
     """A future of a size that is known already."""
-    future: Future[dataset_entries.Size | None] = Future()
+    future: Future[dataset_entries.DatasetSize | None] = Future()
     future.set_result(size)
     return future
 
@@ -123,14 +129,14 @@ def done(size: dataset_entries.Size | None) -> Future[dataset_entries.Size | Non
 def run_or_load(
     store: Store,
     name: str,
-    make: Make,
+    make: StepFunction,
     record: dict[str, Any],
-    options: dataset_entries.Options,
+    options: dataset_entries.StorageOptions,
     *,
     rows_in: int,
     temp_dir: str | os.PathLike[str] | None = None,
     fresh: bool = False,
-) -> Outcome:
+) -> StepOutcome:
     """The result of a step: kept, computed by another process, or computed now and stored in the background.
 
     Args:
@@ -145,55 +151,57 @@ def run_or_load(
     Raises:
         Exception: an exception of ``make``; nothing is kept then.
     """
-    found = background.find(store.path, name)  # this thread itself may hold the lock for it
+    found = pending_puts.find(store.path, name)  # this thread itself may hold the lock for it
     if found is not None and not fresh:
-        return _outcome(found)
+        return _pending_outcome(found)
     if found is not None:
         found.size.result()
-    if not fresh and (hit := load(store, name)) is not None:
+    if not fresh and (hit := load_step(store, name)) is not None:
         return hit
     with contextlib.ExitStack() as stack:
         stack.enter_context(store_locks(store).hold(name))
-        if not fresh and (hit := load(store, name)) is not None:
+        if not fresh and (hit := load_step(store, name)) is not None:
             return hit
         began = time.perf_counter()
-        dataset = run(store, make, our_fingerprint(name.rpartition("_")[2]), temp_dir)
+        dataset = run_step(store, make, fingerprint_of_key(name.rpartition("_")[2]), temp_dir)
         seconds = time.perf_counter() - began
         record = {**record, "rows_in": rows_in, "rows_out": len(dataset), "seconds": round(seconds, 6)}
-        snapshot = private(dataset)
+        snapshot = private_copy(dataset)
         note_files(snapshot)
         lock = stack.pop_all()
 
-    part = part_of(snapshot)
+    part = make_part(snapshot)
 
     def describe(digests: list[bytes]) -> tuple[bytes, bytes]:
         check_files(snapshot)  # the files have been read by now
         return part.describe(digests)
 
-    def put() -> dataset_entries.Size:
+    def put() -> dataset_entries.DatasetSize:
         # The lock is held until others can find the result. The copy keeps a Store open: the caller may close
         # the original at any time.
         with lock, copy.copy(store) as own:
-            return dataset_entries.put_parts(own, name, {"": Part(part.files, describe)}, options, record)
+            return dataset_entries.put_parts(
+                own, name, {"": DatasetPart(part.files, describe)}, options, record
+            )
 
     # Return the snapshot, not the step's own dataset: rows of that one may lie in an array that its caller
     # goes on to change, and its fingerprint would make the next step's key a key of rows that are gone.
-    return _outcome(background.submit(store.path, name, snapshot, record, put), hit=False)
+    return _pending_outcome(pending_puts.submit(store.path, name, snapshot, record, put), hit=False)
 
 
-def _outcome(coming: OnItsWay, *, hit: bool = True) -> Outcome:
-    return Outcome(own(coming.dataset), hit, coming.record, coming.size)
+def _pending_outcome(coming: PendingPut, *, hit: bool = True) -> StepOutcome:
+    return StepOutcome(own_copy(coming.dataset), hit, coming.record, coming.size)
 
 
-def run(
-    store: Store, make: Make, fingerprint: str | None, temp_dir: str | os.PathLike[str] | None
+def run_step(
+    store: Store, make: StepFunction, fingerprint: str | None, temp_dir: str | os.PathLike[str] | None
 ) -> datasets.Dataset:
     """Run a step; its result gets that fingerprint, and its file is removed if the step fails."""
     file = scratch.new_file(store, temp_dir)
     try:
         dataset = make(file)
     except BaseException as error:
-        scratch.drop(file)
+        scratch.remove(file)
         if isinstance(error, OSError) and is_full(error) and not isinstance(error, FullError):
             free = shutil.disk_usage(file.parent.parent).free
             raise FullError(
@@ -203,7 +211,7 @@ def run(
             ) from error
         raise
     # The object may be the input itself, if the step changed nothing.
-    dataset = own(dataset)
+    dataset = own_copy(dataset)
     if fingerprint is not None:
         dataset._fingerprint = fingerprint
     return dataset

@@ -78,7 +78,7 @@ class Step:
     def run(self, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
         """The dataset after this step."""
         with workers.bound() if options.num_proc else contextlib.nullcontext():
-            return _RUN[self.kind](self.operator, dataset, options)
+            return _PASSES[self.kind](self.operator, dataset, options)
 
 
 def steps_of(operator: Any) -> list[Step]:
@@ -89,11 +89,11 @@ def steps_of(operator: Any) -> list[Step]:
     """
     name = operator_name(operator)
     if inspect.isclass(operator):
-        raise InvalidValueError(f"{name} is no operator but the class of some: pass {name}(...)")
-    if juicer.works_on_datasets(operator):
+        raise InvalidValueError(f"{name} is a class, not an operator: pass an object, {name}(...)")
+    if juicer.whole_dataset_use(operator):
         return [Step(name, "select", operator, operator.process)]
     if hasattr(operator, "compute_hash"):
-        methods = [operator.compute_hash, _needed(operator, "process")]
+        methods = [operator.compute_hash, _required_method(operator, "process")]
         return [Step(name, "deduplicate", operator, methods)]
     if hasattr(operator, "compute_stats") or hasattr(operator, "compute_stats_batched"):
         stats = _method(operator, "compute_stats")[0]
@@ -107,11 +107,11 @@ def steps_of(operator: Any) -> list[Step]:
         return [Step(name, "map", operator, operator)]
     if isinstance(operator, str):
         raise InvalidValueError(
-            f"{operator!r} is no operator, but may name one: pass castore.recipes.make({operator!r})"
+            f"{operator!r} is text, not an operator: pass castore.recipes.make({operator!r})"
         )
     raise InvalidValueError(
-        f"{operator!r} is no operator: pass a function, or an object with a method process, compute_stats or "
-        "compute_hash"
+        f"{operator!r} is not an operator: pass a function, or an object with a method process, "
+        "compute_stats or compute_hash"
     )
 
 
@@ -124,10 +124,10 @@ def operator_name(operator: Any) -> str:
     return str(getattr(function, "__qualname__", type(operator).__name__)).rpartition(".<locals>.")[2]
 
 
-def _needed(operator: Any, name: str) -> Callable[..., Any]:
+def _required_method(operator: Any, name: str) -> Callable[..., Any]:
     method: Callable[..., Any] | None = getattr(operator, name, None)
     if method is None:
-        raise InvalidValueError(f"operator {operator_name(operator)!r} has no method {name}")
+        raise InvalidValueError(f"the operator {operator_name(operator)!r} has no method {name}; add it")
     return method
 
 
@@ -136,46 +136,49 @@ def _method(operator: Any, name: str) -> tuple[Callable[..., Any], bool]:
     wants = getattr(operator, "is_batched_op", None)
     only = hasattr(operator, f"{name}_batched") and not hasattr(operator, name)
     batched = bool(wants()) if callable(wants) else only
-    if not batched and juicer.is_one(operator) and hasattr(operator, f"{name}_single"):
+    if not batched and juicer.is_juicer_operator(operator) and hasattr(operator, f"{name}_single"):
         # Data-Juicer's `process` takes a sample whose columns are lists of one length for a batch.
         name = f"{name}_single"
-    return _needed(operator, f"{name}_batched" if batched else name), batched
+    return _required_method(operator, f"{name}_batched" if batched else name), batched
 
 
 def _map(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
     plain = not (hasattr(operator, "process") or hasattr(operator, "process_batched"))
     function, batched = (operator, False) if plain else _method(operator, "process")
-    for column in juicer.columns_for(operator):
-        function = (_RoomOfBatch if batched else _RoomOfSample)(function, column)
-    return dataset.map(_counted(function, batched, options), batched=batched, **options.keywords())
+    for column in juicer.tag_columns(operator):
+        function = (_AddColumnToBatch if batched else _AddColumn)(function, column)
+    return dataset.map(_count_rows(function, batched, options), batched=batched, **options.keywords())
 
 
 def _stats(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
     function, batched = _method(operator, "compute_stats")
-    with_room = (_RoomOfBatch if batched else _RoomOfSample)(function, STATS)
+    with_room = (_AddColumnToBatch if batched else _AddColumn)(function, STATS)
     # The column's type grows with each filter that measures something new.
     return dataset.map(
-        _counted(with_room, batched, options), batched=batched, try_original_type=False, **options.keywords()
+        _count_rows(with_room, batched, options),
+        batched=batched,
+        try_original_type=False,
+        **options.keywords(),
     )
 
 
 def _filter(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
     function, batched = _method(operator, "process")
-    function = _ListOf(function) if batched else function
-    return dataset.filter(_counted(function, batched, options), batched=batched, **options.keywords())
+    function = _AsList(function) if batched else function
+    return dataset.filter(_count_rows(function, batched, options), batched=batched, **options.keywords())
 
 
 def _deduplicate(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
     if not len(dataset):
         return dataset  # `map` would not have added the columns that process reads
     function, batched = _method(operator, "compute_hash")
-    hashed = dataset.map(_counted(function, batched, options), batched=batched, **options.keywords())
+    hashed = dataset.map(_count_rows(function, batched, options), batched=batched, **options.keywords())
     # Data-Juicer's own deduplicators return the duplicates that they found, too.
     result = operator.process(hashed)
     kept = result[0] if isinstance(result, tuple) else result
     if not isinstance(kept, datasets.Dataset):
         raise InvalidValueError(
-            f"process of the deduplicator {operator_name(operator)!r} must return the dataset that stays,"
+            f"process of the deduplicator {operator_name(operator)!r} must return the remaining dataset,"
             f" not {type(kept).__name__}"
         )
     return kept.remove_columns([name for name in kept.column_names if name not in dataset.column_names])
@@ -185,13 +188,13 @@ def _select(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> da
     # Data-Juicer moves a dataset's attributes to its own class; a copy is a plain dataset, whatever this one
     # is.
     dataset = copy.copy(dataset)
-    if juicer.works_on_datasets(operator) == "group":
+    if juicer.whole_dataset_use(operator) == "group":
         groups = operator.process(dataset)
         return datasets.Dataset.from_list(groups) if groups else dataset.select([])
     chosen = operator.process(dataset)
     if not isinstance(chosen, datasets.Dataset):
         raise InvalidValueError(
-            f"process of the selector {operator_name(operator)!r} must return the dataset that stays,"
+            f"process of the selector {operator_name(operator)!r} must return the remaining dataset,"
             f" not {type(chosen).__name__}"
         )
     # A dataset of Data-Juicer's own class would run the next steps in its own way.
@@ -204,7 +207,7 @@ def _select(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> da
     )
 
 
-_RUN: dict[str, Callable[[Any, datasets.Dataset, RunOptions], datasets.Dataset]] = {
+_PASSES: dict[str, Callable[[Any, datasets.Dataset, RunOptions], datasets.Dataset]] = {
     "map": _map,
     "stats": _stats,
     "filter": _filter,
@@ -213,7 +216,7 @@ _RUN: dict[str, Callable[[Any, datasets.Dataset, RunOptions], datasets.Dataset]]
 }
 
 
-class _RoomOfSample:
+class _AddColumn:
     """Adds the column for statistics, or for tags, to a sample before an operator writes into it."""
 
     def __init__(self, function: Callable[..., Any], column: str) -> None:
@@ -225,7 +228,7 @@ class _RoomOfSample:
         return self._function(sample)
 
 
-class _RoomOfBatch:
+class _AddColumnToBatch:
     """Adds the same column to a batch, with one dictionary for each sample."""
 
     def __init__(self, function: Callable[..., Any], column: str) -> None:
@@ -238,7 +241,7 @@ class _RoomOfBatch:
         return self._function(samples)
 
 
-class _ListOf:
+class _AsList:
     """Data-Juicer's batched filters return an iterator of bools; `filter` wants a list."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -248,7 +251,7 @@ class _ListOf:
         return list(self._function(samples))
 
 
-class _Counting:
+class _CountRows:
     """Reports how many rows have gone through a function."""
 
     def __init__(self, function: Callable[..., Any], batched: bool, count: Callable[[int], object]) -> None:
@@ -263,8 +266,8 @@ class _Counting:
         return result
 
 
-def _counted(function: Callable[..., Any], batched: bool, options: RunOptions) -> Callable[..., Any]:
+def _count_rows(function: Callable[..., Any], batched: bool, options: RunOptions) -> Callable[..., Any]:
     # Other processes cannot report, and `map` inspects coroutines itself.
     if options.count is None or options.num_proc or inspect.iscoroutinefunction(function):
         return function
-    return _Counting(function, batched, options.count)
+    return _CountRows(function, batched, options.count)

@@ -1,6 +1,6 @@
 """Data files of kept datasets as tables: in memory where they are small, mapped, or lazy.
 
-A late table holds its objects open, so it stays readable after gc removed them. Frames are checked as they
+A lazy table holds its objects open, so it stays readable after gc removed them. Frames are checked as they
 are decoded; whole objects are checked when they are opened (`mapped_check`), while a damaged result can still
 be computed again. Assumes nothing of the files as a whole: `dataset_entries` knows that.
 """
@@ -18,28 +18,28 @@ from typing import Any
 import pyarrow as pa
 from datasets.table import Table, concat_tables
 
-from castore.adapters.datasets.lazy_table import LateTable, Mapped, first_of
-from castore.adapters.datasets.mapped_files import MAPS, mappable, mapped_before, path_of
+from castore.adapters.datasets.lazy_table import LazyTable, MappedRows
+from castore.adapters.datasets.mapped_files import COPIES_FOLDER, existing_copy_path, link_path, mappable_path
 from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.tables import table_in_memory, table_mapped
-from castore.adapters.mapped_check import check
+from castore.adapters.mapped_check import check_object
 from castore.errors import CorruptError, FullError, NotFoundError, TooLargeError
 from castore.read.open_blob import OpenBlob
 from castore.records import LOOSE, LOST, Blob
 from castore.store import Store
 
 #: Data files up to this size are read into memory: mapping them would cost a file each.
-SMALL = 1024 * 1024
+SMALL_BYTES = 1024 * 1024
 # A process may have 1,024 files open, and a chain holds one dataset for each step.
-_MOST_OPEN = 64
+_MAX_OPEN = 64
 
 
-def damaged(name: str) -> CorruptError:
+def damage_error(name: str) -> CorruptError:
     """The error for an entry whose bytes are damaged, or gone."""
     return CorruptError(f"the stored bytes of {name!r} are damaged", where=name)
 
 
-def table_of(store: Store, name: str, blob: Blob, opened: OpenBlob | None = None) -> Table:
+def load_table(store: Store, name: str, blob: Blob, opened: OpenBlob | None = None) -> Table:
     """The rows of a data file, mapped, or in memory where it is small.
 
     Args:
@@ -50,18 +50,18 @@ def table_of(store: Store, name: str, blob: Blob, opened: OpenBlob | None = None
         CorruptError: the data file is damaged, or its bytes are gone.
     """
     try:
-        if blob.size <= SMALL or blob.pack != LOOSE:
+        if blob.size <= SMALL_BYTES or blob.pack != LOOSE:
             data = None if blob.pack == LOST else store.get_blob(blob)
             if data is None:
-                raise damaged(name)
+                raise damage_error(name)
             return table_in_memory(data)
-        return table_mapped(mappable(store, blob, opened))
+        return table_mapped(mappable_path(store, blob, opened))
     except (FileNotFoundError, NotFoundError) as error:
-        raise damaged(name) from error
+        raise damage_error(name) from error
     except (FullError, TooLargeError) as error:
         warnings.warn(
-            f"{name!r} is read into memory, since it cannot be mapped: {error}; a mount of the store needs "
-            "no room",
+            f"{name!r} is read into memory, since it cannot be mapped: {error}; mount the store to "
+            "map it without a copy",
             CacheWarning,
             stacklevel=2,
         )
@@ -71,9 +71,9 @@ def table_of(store: Store, name: str, blob: Blob, opened: OpenBlob | None = None
             return table_in_memory(file.read())
 
 
-def late_table(
+def open_lazy_table(
     store: Store, files: Sequence[tuple[str, Blob]], schema: pa.Schema, rows: int
-) -> LateTable | None:
+) -> LazyTable | None:
     """The rows of some data files, in order, read at first use.
 
     Args:
@@ -81,57 +81,57 @@ def late_table(
         schema, rows: the schema and the number of rows of all files together.
 
     Returns:
-        None if a late table gains nothing: the files are small, not compressed, or too many to be held open.
+        None if a lazy table gains nothing: the files are small, not compressed, or too many to be held open.
 
     Raises:
         CorruptError: a file is damaged, or its bytes are gone.
     """
     blobs = [blob for _, blob in files]
-    if len(blobs) > _MOST_OPEN or not any(blob.size > SMALL for blob in blobs):
+    if len(blobs) > _MAX_OPEN or not any(blob.size > SMALL_BYTES for blob in blobs):
         return None
     if any(blob.pack != LOOSE or blob.codec == "none" for blob in blobs):
         return None
-    return LateTable(schema, rows, _StoredRows(store, files))
+    return LazyTable(schema, rows, _StoredRows(store, files))
 
 
 class _StoredRows:
     """The rows of compressed objects, which are held open."""
 
-    passed = False
+    was_scanned = False
 
     def __init__(self, store: Store, files: Sequence[tuple[str, Blob]]) -> None:
         self.size = sum(blob.size for _, blob in files)
         self._store = store
         self._files = files
         self._opened: list[OpenBlob] = []
-        weakref.finalize(self, _close, self._opened)
+        weakref.finalize(self, _close_all, self._opened)
         for name, blob in files:
             try:
-                check(store, blob)
+                check_object(store, blob)
                 self._opened.append(store.open_blob(blob.digest))
             except NotFoundError as error:
-                raise damaged(name) from error
+                raise damage_error(name) from error
         # Asked now, since the store may be closed later.
-        self._before = [mapped_before(store, blob) for _, blob in files]
+        self._copy_paths = [existing_copy_path(store, blob) for _, blob in files]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        paths = [path_of(blob) for _, blob in self._files]
-        return _opened_again, (self._store, self._files, self.size, paths)
+        paths = [link_path(blob) for _, blob in self._files]
+        return _reopen, (self._store, self._files, self.size, paths)
 
     @property
     def path(self) -> str:
-        return path_of(self._files[0][1])
+        return link_path(self._files[0][1])
 
     @property
     def blobs(self) -> Sequence[Blob]:
         return [blob for _, blob in self._files]
 
-    def mapped(self) -> Table | None:
-        paths = [path for path in self._before if path is not None]
+    def map_if_ready(self) -> Table | None:
+        paths = [path for path in self._copy_paths if path is not None]
         if len(paths) < len(self._files):
             return None
         for _, blob in self._files:
-            self._store.count_use(f"{MAPS}/{blob.digest.hex()}")
+            self._store.count_use(f"{COPIES_FOLDER}/{blob.digest.hex()}")
         with contextlib.suppress(FileNotFoundError):  # gc removed it meanwhile
             return concat_tables([table_mapped(path) for path in paths])
         return None
@@ -140,34 +140,31 @@ class _StoredRows:
         # The copy is an open Store: the caller may have closed the original.
         with copy.copy(self._store) as store:
             each = zip(self._files, self._opened, strict=True)
-            return concat_tables([table_of(store, *file, opened) for file, opened in each])
-
-    def first(self, rows: int) -> list[pa.RecordBatch]:
-        return first_of(rows, self.batches())
+            return concat_tables([load_table(store, *file, opened) for file, opened in each])
 
     def batches(self) -> Generator[pa.RecordBatch, None, None]:
         for opened in self._opened:
-            yield from batches_of(opened)
+            yield from decode_batches(opened)
 
 
-def _opened_again(
+def _reopen(
     store: Store, files: Sequence[tuple[str, Blob]], size: int, paths: list[str]
-) -> _StoredRows | Mapped:
+) -> _StoredRows | MappedRows:
     """Rows that come from another process: gc may have removed the copy since, or the objects."""
     try:
         return _StoredRows(store, files)
     except CorruptError:
         if not all(map(os.path.exists, paths)):
             raise
-        return Mapped(size, paths[0], concat_tables([table_mapped(path) for path in paths]))
+        return MappedRows(size, paths[0], concat_tables([table_mapped(path) for path in paths]))
 
 
-def _close(opened: list[OpenBlob]) -> None:
+def _close_all(opened: list[OpenBlob]) -> None:
     for blob in opened:
         blob.close()
 
 
-def batches_of(opened: OpenBlob) -> Generator[pa.RecordBatch, None, None]:
+def decode_batches(opened: OpenBlob) -> Generator[pa.RecordBatch, None, None]:
     """The batches of an Arrow stream in an object, decoded a little ahead of the reader.
 
     Raises:
@@ -175,12 +172,12 @@ def batches_of(opened: OpenBlob) -> Generator[pa.RecordBatch, None, None]:
     """
     with (
         contextlib.closing(opened.pieces(whole=False)) as frames,
-        pa.ipc.open_stream(pa.PythonFile(_Joined(frames), mode="r")) as stream,
+        pa.ipc.open_stream(pa.PythonFile(_FrameFile(frames), mode="r")) as stream,
     ):
         yield from stream
 
 
-class _Joined:
+class _FrameFile:
     """Frames as a file that is read sequentially."""
 
     closed = False

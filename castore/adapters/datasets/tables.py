@@ -23,14 +23,14 @@ from datasets.iterable_dataset import ArrowExamplesIterable
 from datasets.table import ConcatenationTable, InMemoryTable, MemoryMappedTable, Table, concat_tables
 from datasets.utils.py_utils import asdict
 
-from castore.adapters.datasets.lazy_table import LateTable
-from castore.adapters.datasets.replaced_files import gone, lies_in
+from castore.adapters.datasets.lazy_table import LazyTable
+from castore.adapters.datasets.replaced_files import gone_ranges, lies_in_ranges
 from castore.errors import SerializationError
 
-STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+STATE_FILE, INFO_FILE, SPLITS_FILE = "state.json", "dataset_info.json", "dataset_dict.json"
 #: The key of castore's own in the state, beside those of `save_to_disk`: the number of rows in the data
 #: files.
-ROWS = "_rows"
+ROWS_KEY = "_rows"
 #: Bytes of Arrow data after which a new file begins, for datasets that are written here.
 SHARD_BYTES = 128 * 1024 * 1024
 # Opening a stream reads the head of each batch: through a mount, a page and a frame for each.
@@ -41,7 +41,7 @@ _SMALLEST_BATCHES = 1024 * 1024
 _HARMLESS_REPLAYS = frozenset({"replace_schema_metadata"})
 
 
-def whole_files(dataset: datasets.Dataset) -> list[str] | None:
+def find_whole_files(dataset: datasets.Dataset) -> list[str] | None:
     """Paths of the Arrow files that hold, in order, exactly the dataset's rows; None if there are none."""
     if dataset._indices is not None or any(map(require_storage_embed, dataset.features.values())):
         return None
@@ -52,36 +52,36 @@ def whole_files(dataset: datasets.Dataset) -> list[str] | None:
     return table_files(dataset._data)
 
 
-def table_files(table: Table, places: list[range] | None = None) -> list[str] | None:
+def table_files(table: Table, gone: list[range] | None = None) -> list[str] | None:
     """Paths of the Arrow files that hold, in order, exactly a table's rows; None if there are none.
 
     Args:
         table: a mapped table, or a concatenation of mapped ones.
-        places: the result of `gone`, for calls about many tables.
+        gone: the result of `gone_ranges`, for calls about many tables.
     """
-    blocks = mapped_blocks(table, _HARMLESS_REPLAYS, places)
+    blocks = mapped_blocks(table, _HARMLESS_REPLAYS, gone)
     return None if blocks is None else [block.path for block in blocks]
 
 
 def mapped_blocks(
-    table: Table, allowed: Set[str], places: list[range] | None = None
+    table: Table, allowed: Set[str], gone: list[range] | None = None
 ) -> list[MemoryMappedTable] | None:
     """The mapped tables that hold, in order, a table's rows; None if there are none, or a file was replaced.
 
     Args:
         table: a mapped table, or a concatenation of mapped ones.
         allowed: operations, by their names in `datasets`, that tables may have had since mapping.
-        places: the result of `gone`, for calls about many tables.
+        gone: the result of `gone_ranges`, for calls about many tables.
     """
     found: list[MemoryMappedTable] = []
-    places = gone() if places is None else places
+    gone = gone_ranges() if gone is None else gone
     for block in row_blocks(table) or ():
-        if isinstance(block, LateTable):
-            inner = mapped_blocks(block.whole(), allowed, places)
+        if isinstance(block, LazyTable):
+            inner = mapped_blocks(block.map_whole(), allowed, gone)
             if inner is None:
                 return None
             found += inner
-        elif not isinstance(block, MemoryMappedTable) or lies_in(block.table, places):
+        elif not isinstance(block, MemoryMappedTable) or lies_in_ranges(block.table, gone):
             return None
         elif all(what in allowed for what, *_ in block.replays):
             found.append(block)
@@ -97,24 +97,24 @@ def row_blocks(table: Table) -> list[Table] | None:
     return None if any(len(row) != 1 for row in table.blocks) else [row[0] for row in table.blocks]
 
 
-def arrow_files(dataset: datasets.Dataset) -> Iterator[pa.Buffer]:
+def arrow_streams(dataset: datasets.Dataset) -> Iterator[pa.Buffer]:
     """The dataset as Arrow streams of about `SHARD_BYTES`, in order."""
     rows = _batch_rows(dataset)
     batches = iter(dataset.with_format("arrow").iter(rows)) if len(dataset) else iter(())
-    yield from written(batches, dataset.features)
+    yield from write_streams(batches, dataset.features)
 
 
-def written(batches: Iterable[pa.Table], features: datasets.Features) -> Iterator[pa.Buffer]:
+def write_streams(batches: Iterable[pa.Table], features: datasets.Features) -> Iterator[pa.Buffer]:
     """Tables as Arrow streams of about `SHARD_BYTES`, at least one. Files that images name are embedded."""
     if not features:
-        yield nothing()
+        yield empty_stream()
         return
     remaining, first = iter(batches), True
     while True:
         sink, size = pa.BufferOutputStream(), 0
         writer = ArrowWriter(features=features, stream=sink, embed_local_files=True)
         for table in remaining:
-            for piece in (table,) if size else _after_a_small_one(table):
+            for piece in (table,) if size else _split_off_first_rows(table):
                 writer.write_table(piece)
             size += table.nbytes
             if size >= SHARD_BYTES:
@@ -127,14 +127,14 @@ def written(batches: Iterable[pa.Table], features: datasets.Features) -> Iterato
         first = False
 
 
-def nothing() -> pa.Buffer:
+def empty_stream() -> pa.Buffer:
     """An Arrow stream without columns, which an `ArrowWriter` cannot write."""
     sink = pa.BufferOutputStream()
     pa.ipc.new_stream(sink, pa.schema([])).close()
     return sink.getvalue()
 
 
-def _after_a_small_one(table: pa.Table) -> Iterator[pa.Table]:
+def _split_off_first_rows(table: pa.Table) -> Iterator[pa.Table]:
     """A table in two parts, so that a reader of a file's first rows need not decode a whole batch."""
     first = max(1, len(table) * _FIRST_BYTES // max(1, table.nbytes))
     yield table[:first]
@@ -149,7 +149,7 @@ def _batch_rows(dataset: datasets.Dataset) -> int:
     return max(1, _BATCH_BYTES // average)
 
 
-class Part(NamedTuple):
+class DatasetPart(NamedTuple):
     """A dataset in the form in which a store takes it.
 
     Attributes:
@@ -161,23 +161,24 @@ class Part(NamedTuple):
     describe: Callable[[list[bytes]], tuple[bytes, bytes]]
 
 
-def part_of(dataset: datasets.Dataset) -> Part:
+def make_part(dataset: datasets.Dataset) -> DatasetPart:
     """The part to keep for a dataset.
 
     Raises:
         SerializationError: (when described) the dataset's format holds a value that JSON cannot hold.
     """
-    return Part(
-        lambda: whole_files(dataset) or arrow_files(dataset), lambda digests: describe(dataset, len(digests))
+    return DatasetPart(
+        lambda: find_whole_files(dataset) or arrow_streams(dataset),
+        lambda digests: describe_dataset(dataset, len(digests)),
     )
 
 
-def our_fingerprint(digits: str) -> str:
+def fingerprint_of_key(digits: str) -> str:
     """The fingerprint of a dataset whose rows are identified by a key of 40 digits."""
     return f"castore{digits}"
 
 
-def describe(dataset: datasets.Dataset, files: int) -> tuple[bytes, bytes]:
+def describe_dataset(dataset: datasets.Dataset, files: int) -> tuple[bytes, bytes]:
     """``state.json`` and ``dataset_info.json`` of a dataset in so many data files.
 
     Raises:
@@ -186,38 +187,37 @@ def describe(dataset: datasets.Dataset, files: int) -> tuple[bytes, bytes]:
     names = ("_fingerprint", "_format_columns", "_format_kwargs", "_format_type", "_output_all_columns")
     state: dict[str, Any] = {name: getattr(dataset, name) for name in names}
     state["_split"] = None if dataset.split is None else str(dataset.split)
-    state[ROWS] = len(dataset)
-    state["_data_files"] = [{"filename": data_file(number, files)} for number in range(files)]
+    state[ROWS_KEY] = len(dataset)
+    state["_data_files"] = [{"filename": data_file_name(number, files)} for number in range(files)]
     try:
         text = json.dumps(state, indent=2, sort_keys=True)
     except TypeError as error:
         raise SerializationError(
-            f"the dataset's format {dataset._format_type!r} cannot be kept: {error}; put "
-            "dataset.with_format(None)"
-            " and set the format, or the transform, on what comes back"
+            f"the dataset's format {dataset._format_type!r} cannot be stored: {error}; put "
+            "dataset.with_format(None), and set the format or the transform on the dataset that `get` returns"
         ) from None
     info = asdict(dataset.info)
     return text.encode(), json.dumps({name: info[name] for name in sorted(info)}, indent=2).encode()
 
 
-def data_file(number: int, files: int) -> str:
+def data_file_name(number: int, files: int) -> str:
     """Name of a data file."""
     return f"data-{number:05d}-of-{files:05d}.arrow"
 
 
 def assemble(state: bytes, info: bytes, tables: list[Table]) -> datasets.Dataset:
-    """The dataset that `part_of` described, from its data files."""
-    told = json.loads(state)
-    split = told["_split"]
+    """The dataset that `make_part` described, from its data files."""
+    described = json.loads(state)
+    split = described["_split"]
     dataset = datasets.Dataset(
         concat_tables(tables),
         info=datasets.DatasetInfo.from_dict(json.loads(info)),
         split=None if split is None else datasets.Split(split),
-        fingerprint=told["_fingerprint"],
+        fingerprint=described["_fingerprint"],
     )
     # Set without `set_format`, which would give the dataset another fingerprint.
     for name in ("_format_columns", "_format_kwargs", "_format_type", "_output_all_columns"):
-        setattr(dataset, name, told[name])
+        setattr(dataset, name, described[name])
     return dataset
 
 
@@ -228,14 +228,14 @@ def assemble_stream(
     arguments: dict[str, Any],
 ) -> datasets.IterableDataset:
     """The iterable dataset of ``batches(**arguments)``. Lists among the arguments are its shards."""
-    told = json.loads(state)
-    split = told["_split"]
+    described = json.loads(state)
+    split = described["_split"]
     dataset = datasets.IterableDataset(
         ArrowExamplesIterable(batches, arguments),
         info=datasets.DatasetInfo.from_dict(json.loads(info)),
         split=None if split is None else datasets.Split(split),
     )
-    return dataset.with_format(told["_format_type"]) if told["_format_type"] else dataset
+    return dataset.with_format(described["_format_type"]) if described["_format_type"] else dataset
 
 
 def table_in_memory(data: bytes) -> Table:

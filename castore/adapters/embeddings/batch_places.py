@@ -1,9 +1,9 @@
 """Batches taken apart and put together: places in a batch, the parts of single items, and the rest.
 
-A place is a path of indices and names: (0, "image") is ``batch[0]["image"]``. `learn` finds how a collate
-function lays out samples, from two batches of different sizes that share samples. A leaf as long as its batch
-has one element an item, a leaf that is the same in both is a constant, and any other leaf cannot be cached.
-Knows no encoder and no store. Must never change a batch that it is given.
+A place is a path of indices and names: (0, "image") is ``batch[0]["image"]``. `learn_layout` finds how a
+collate function lays out samples, from two batches of different sizes that share samples. A leaf as long as
+its batch has one element an item, a leaf that is the same in both is a constant, and any other leaf cannot be
+cached. Knows no encoder and no store. Must never change a batch that it is given.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 
 from castore.errors import InvalidValueError
 
-Path: TypeAlias = tuple[Any, ...]
-_KEPT = (None, str, bytes, bool, int, float, torch.Tensor)
+Place: TypeAlias = tuple[Any, ...]
+_STORABLE_TYPES = (None, str, bytes, bool, int, float, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,26 @@ class Varying:
 # --- places -------------------------------------------------------------------------------------------------
 
 
-def as_path(where: Any) -> Path:
+def parse_place(where: Any) -> Place:
     """The path that an int, a text, or a tuple of these stands for."""
     path = where if isinstance(where, tuple) else (where,)
     if not all(isinstance(step, int | str) for step in path):
-        raise InvalidValueError(f"{where!r} is no place in a batch; give an int, a text, or a tuple of these")
+        raise InvalidValueError(
+            f"{where!r} is not a place in a batch; give an int, a text, or a tuple of these"
+        )
     return path
 
 
-def shown(path: Path) -> str:
+def format_place(path: Place) -> str:
     """A path in Python's syntax.
 
-    >>> shown((0, "image"))
+    >>> format_place((0, "image"))
     "batch[0]['image']"
     """
     return "batch" + "".join(f"[{step!r}]" for step in path)
 
 
-def look(batch: Any, path: Path) -> Any:
+def get_at(batch: Any, path: Place) -> Any:
     """The value at a place.
 
     Raises:
@@ -77,38 +79,38 @@ def look(batch: Any, path: Path) -> Any:
             value = value[step]
         except (KeyError, IndexError, TypeError):
             raise InvalidValueError(
-                f"there is no {shown(path[: at + 1])}: {shown(path[:at])} is {_described(value)}; "
-                "say with encoders=... where the encoder's input is"
+                f"there is no {format_place(path[: at + 1])}: {format_place(path[:at])} is "
+                f"{_describe(value)}; name the place of the encoder's input with encoders=..."
             ) from None
     return value
 
 
-def put(batch: Any, path: Path, value: Any) -> Any:
+def replace_at(batch: Any, path: Place, value: Any) -> Any:
     """A copy of a batch with ``value`` at a place; everything else is shared with the batch."""
     if not path:
         return value
-    inner = put(batch[path[0]], path[1:], value)
+    inner = replace_at(batch[path[0]], path[1:], value)
     if isinstance(batch, tuple):
         items = [*batch]
         items[path[0]] = inner
-        return like(batch, items)
+        return rebuild_sequence(batch, items)
     changed = copy.copy(batch)
     changed[path[0]] = inner
     return changed
 
 
-def place_of(batch: Any, value: Any) -> Path | None:
+def find_place(batch: Any, value: Any) -> Place | None:
     """The place of this very object in a batch."""
     if batch is value:
         return ()
     for step, inner in _children(batch):
-        found = place_of(inner, value)
+        found = find_place(inner, value)
         if found is not None:
             return (step, *found)
     return None
 
 
-def is_covered(value: Any, path: Path, places: Sequence[Path]) -> bool:
+def is_covered(value: Any, path: Place, places: Sequence[Place]) -> bool:
     """Whether every part of ``value``, which is at ``path``, is at one of the places.
 
     >>> is_covered({"text": 1, "image": 2}, (0,), [(0, "text"), (0, "image")])
@@ -120,7 +122,7 @@ def is_covered(value: Any, path: Path, places: Sequence[Path]) -> bool:
     return bool(inner) and all(is_covered(one, (*path, step), places) for step, one in inner)
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} of {', '.join(map(repr, value))}"
     return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, list | tuple) else "")
@@ -133,32 +135,34 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
 
 
-def like(example: Any, items: list[Any]) -> Any:
+def rebuild_sequence(example: Any, items: list[Any]) -> Any:
     """Items as a list, or as a tuple of the type of ``example``."""
     if isinstance(example, tuple):
         return type(example)(*items) if hasattr(example, "_fields") else tuple(items)
     return items
 
 
-def over(layout: Any, replace: Callable[[Any, Any], Any], value: Any = None) -> Any:
+def map_leaves(layout: Any, replace: Callable[[Any, Any], Any], value: Any = None) -> Any:
     """A structure like ``layout``, with ``replace(leaf, value's leaf)`` in the place of each leaf."""
     if isinstance(layout, Mapping):
         changed = copy.copy(layout)
         for name, inner in layout.items():
-            changed[name] = over(  # type: ignore[index]
+            changed[name] = map_leaves(  # type: ignore[index]
                 inner, replace, None if value is None else value[name]
             )
         return changed
     if isinstance(layout, list | tuple):
         values = [None] * len(layout) if value is None else value
-        return like(layout, [over(inner, replace, one) for inner, one in zip(layout, values, strict=True)])
+        return rebuild_sequence(
+            layout, [map_leaves(inner, replace, one) for inner, one in zip(layout, values, strict=True)]
+        )
     return replace(layout, value)
 
 
 # --- what belongs to single items ---------------------------------------------------------------------------
 
 
-def learn(one: Any, others: Sequence[Any], sizes: tuple[int, int], path: Path = ()) -> Any:
+def learn_layout(one: Any, others: Sequence[Any], sizes: tuple[int, int], path: Place = ()) -> Any:
     """The layout of a batch: which leaves belong to single items.
 
     Args:
@@ -177,18 +181,20 @@ def learn(one: Any, others: Sequence[Any], sizes: tuple[int, int], path: Path = 
     ):
         layout = copy.copy(one)
         for name in one:
-            inner = learn(one[name], [other[name] for other in others], sizes, (*path, name))
+            inner = learn_layout(one[name], [other[name] for other in others], sizes, (*path, name))
             layout[name] = inner  # type: ignore[index]
         return layout
     if isinstance(one, list | tuple) and all(
         isinstance(other, list | tuple) and len(one) == len(other) for other in others
     ):
         parts = [[other[step] for other in others] for step in range(len(one))]
-        return like(one, [learn(one[step], part, sizes, (*path, step)) for step, part in enumerate(parts)])
-    if all(same(one, other) for other in others):
+        return rebuild_sequence(
+            one, [learn_layout(one[step], part, sizes, (*path, step)) for step, part in enumerate(parts)]
+        )
+    if all(is_same(one, other) for other in others):
         return one
     return Varying(
-        f"{shown(path)} is {_described(one)} that has no element for each "
+        f"{format_place(path)} is {_describe(one)} that has no element for each "
         "item and is not the same in every batch"
     )
 
@@ -208,7 +214,7 @@ def _per_item(one: Any, others: Sequence[Any], sizes: tuple[int, int]) -> PerIte
     return None
 
 
-def select(layout: Any, value: Any, positions: Sequence[int]) -> Any:
+def select_items(layout: Any, value: Any, positions: Sequence[int]) -> Any:
     """The part of ``value``, laid out as ``layout``, that belongs to the items at ``positions``.
 
     Raises:
@@ -222,12 +228,12 @@ def select(layout: Any, value: Any, positions: Sequence[int]) -> Any:
             return whole
         if leaf.form in ("tensor", "numpy"):
             return whole[list(positions)]
-        return like(whole, [whole[position] for position in positions])
+        return rebuild_sequence(whole, [whole[position] for position in positions])
 
-    return over(layout, pick, value)
+    return map_leaves(layout, pick, value)
 
 
-def same(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
     """Whether two values are the same, as far as can be found out.
 
     Objects whose type defines no `__eq__` count as the same.
@@ -241,9 +247,9 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
     if isinstance(one, Mapping):
-        return list(one) == list(other) and all(same(one[name], other[name]) for name in one)
+        return list(one) == list(other) and all(is_same(one[name], other[name]) for name in one)
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(is_same, one, other))
     if getattr(type(one), "__eq__", None) is object.__eq__:
         return True
     return bool(one == other) or one != one
@@ -252,33 +258,33 @@ def same(one: Any, other: Any) -> bool:
 # --- the rest of a batch as leaves of a table ---------------------------------------------------------------
 
 
-class Rest:
+class RestOfBatch:
     """The parts of a batch besides the inputs of cached encoders, as numbered values, and joined again.
 
     Args:
-        layout: result of `learn`.
+        layout: result of `learn_layout`.
         holes: places that hold something else.
 
     Raises:
         InvalidValueError: a part cannot be kept for single items; the message names its place.
     """
 
-    def __init__(self, layout: Any, holes: Sequence[Path]) -> None:
+    def __init__(self, layout: Any, holes: Sequence[Place]) -> None:
         for number, hole in enumerate(holes):
-            layout = put(layout, hole, _Hole(number))
+            layout = replace_at(layout, hole, _Hole(number))
         self._layout = layout
         self.leaves: list[PerItem] = []
-        self._sides: list[Any] | None = None
-        over(layout, self._note)
+        self._item_shapes: list[Any] | None = None
+        map_leaves(layout, self._add_leaf)
 
-    def _note(self, leaf: Any, _: Any) -> None:
+    def _add_leaf(self, leaf: Any, _: Any) -> None:
         if isinstance(leaf, Varying):
-            raise InvalidValueError(f"the labels cannot be kept: {leaf.problem}; {_WAYS_OUT}")
+            raise InvalidValueError(f"the labels cannot be cached: {leaf.problem}; {_ADVICE}")
         if isinstance(leaf, PerItem):
-            if leaf.kind not in _KEPT:
+            if leaf.kind not in _STORABLE_TYPES:
                 raise InvalidValueError(
-                    f"the labels cannot be kept: a {leaf.form} of {leaf.kind} is among them, and only "
-                    f"tensors, arrays, numbers, texts and bytes are kept; {_WAYS_OUT}"
+                    f"the labels cannot be cached: they contain a {leaf.form} of {leaf.kind}, and only "
+                    f"tensors, arrays, numbers, text and bytes can be cached; {_ADVICE}"
                 )
             self.leaves.append(leaf)
 
@@ -292,15 +298,15 @@ class Rest:
 
         def keep(leaf: Any, value: Any) -> None:
             if isinstance(leaf, PerItem):
-                values.append(_stored(leaf, value))
+                values.append(_to_stored(leaf, value))
 
-        over(self._layout, keep, batch)
+        map_leaves(self._layout, keep, batch)
         sides = [value.shape[1:] if isinstance(value, torch.Tensor) else None for value in values]
-        if self._sides is None:
-            self._sides = sides
-        for value, side, before in zip(values, sides, self._sides, strict=True):
+        if self._item_shapes is None:
+            self._item_shapes = sides
+        for value, side, before in zip(values, sides, self._item_shapes, strict=True):
             if side != before:
-                raise _differs(value)
+                raise _label_error(value)
         return {str(number): value for number, value in enumerate(values)}
 
     def check(self, one: Any, others: Sequence[Any]) -> None:
@@ -315,10 +321,10 @@ class Rest:
         for place, other in enumerate(others):
             for first, second in zip(whole, self.take(other).values(), strict=True):
                 kept = [number for number in range(len(first)) if number != place]
-                if not same(
+                if not is_same(
                     first[kept] if isinstance(first, torch.Tensor) else [first[i] for i in kept], second
                 ):
-                    raise _differs(first)
+                    raise _label_error(first)
 
     def join(self, values: Mapping[str, Any], fillings: Sequence[Any]) -> Any:
         """A batch of these values, with ``fillings`` in the holes."""
@@ -326,10 +332,10 @@ class Rest:
 
         def fill(leaf: Any, _: Any) -> Any:
             if isinstance(leaf, PerItem):
-                return _loaded(leaf, next(stored))
+                return _from_stored(leaf, next(stored))
             return fillings[leaf.number] if isinstance(leaf, _Hole) else leaf
 
-        return over(self._layout, fill)
+        return map_leaves(self._layout, fill)
 
 
 @dataclass(frozen=True)
@@ -337,26 +343,24 @@ class _Hole:
     number: int
 
 
-_WAYS_OUT = (
-    "make it so in the collate function, or read the raw data in training with CacheConfig(labels=False)"
-)
+_ADVICE = "change it in the collate function, or read the raw data in training with CacheConfig(labels=False)"
 
 
-def _differs(label: Any) -> InvalidValueError:
+def _label_error(label: Any) -> InvalidValueError:
     sides = f" of {tuple(label.shape)}" if isinstance(label, torch.Tensor) else ""
     return InvalidValueError(
-        "the labels cannot be kept: the same item has another one in another batch, as when a batch is "
-        f"padded to its longest item ({_described(label)}{sides}); {_WAYS_OUT}"
+        "the labels cannot be cached: the label of an item differs between batches, as when a batch is "
+        f"padded to its longest item ({_describe(label)}{sides}); {_ADVICE}"
     )
 
 
-def _stored(leaf: PerItem, value: Any) -> Any:
+def _to_stored(leaf: PerItem, value: Any) -> Any:
     if leaf.form == "numpy":
         return torch.from_numpy(np.ascontiguousarray(value))
     return value if leaf.form == "tensor" else list(value)
 
 
-def _loaded(leaf: PerItem, value: Any) -> Any:
+def _from_stored(leaf: PerItem, value: Any) -> Any:
     if leaf.form == "numpy":
         return value.numpy()
     return tuple(value) if leaf.form == "tuple" else value

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from castore.adapters.embeddings.claims import Claims
-from castore.adapters.embeddings.encoder_outputs import Schema, check_rows, restore
-from castore.adapters.embeddings.key_table import Digests, Rows, digests
-from castore.adapters.embeddings.shard_commit import Current, Publisher
-from castore.adapters.embeddings.table import Table, View
+from castore.adapters.embeddings.encoder_outputs import Schema, check_rows, restore_leaf
+from castore.adapters.embeddings.key_table import Digests, RowNumbers, key_digests
+from castore.adapters.embeddings.shard_commit import Publisher, TableState
+from castore.adapters.embeddings.table import Table, TableView
 from castore.adapters.embeddings.table_fill import Filling
 from castore.adapters.embeddings.table_layout import MANIFEST, PREFIX, Manifest
 from castore.errors import InvalidValueError, NotFoundError, OutOfRangeError, StoreError
@@ -68,7 +68,7 @@ class EmbeddingCache:
         self._owns_store = not isinstance(store, Store)
         self.store = store if isinstance(store, Store) else Store(store)
         if dtype is not None and not dtype.is_floating_point:
-            raise InvalidValueError(f"dtype is what floats are stored as; {dtype} is none")
+            raise InvalidValueError(f"dtype must be a floating-point dtype, not {dtype}")
         self.dtype = dtype
         self.resident = resident
         self._table: Table | None = None
@@ -119,11 +119,11 @@ class EmbeddingCache:
             # A missing shard may have been absorbed by another after the manifest was read; then the manifest
             # is read again.
             while self._read_manifest() and self._table is not None and not self._table.is_complete:
-                if self._found()[1] == self._digest:
+                if self._find_manifest()[1] == self._digest:
                     break
             return len(self)
 
-    def _found(self) -> tuple[Blob | None, str | None]:
+    def _find_manifest(self) -> tuple[Blob | None, str | None]:
         """The manifest's blob and its digest in hex; None for both if the entry is missing or expired."""
         found = self.store.find(self._manifest)
         if found is None or (found.expires is not None and found.expires <= time.time()):
@@ -132,7 +132,7 @@ class EmbeddingCache:
 
     def _read_manifest(self) -> bool:
         """Bring the table up to date; False if it was so already."""
-        blob, digest = self._found()
+        blob, digest = self._find_manifest()
         if digest == self._digest and self._is_there == (blob is not None):
             return False
         self._digest, self._is_there = digest, False
@@ -150,7 +150,7 @@ class EmbeddingCache:
         elif self._table.manifest.generation == manifest.generation:
             self._table.update(manifest)
         else:
-            raise _made_anew(self.name)
+            raise _recreated_error(self.name)
 
     def _check_dtype(self, schema: Schema) -> None:
         for leaf in schema.leaves:
@@ -159,7 +159,7 @@ class EmbeddingCache:
             if kept and leaf.stored != wanted:
                 raise InvalidValueError(
                     f"the embedding cache {self.name!r} stores {leaf.name} as {leaf.stored}, not as "
-                    f"{wanted}; ask for that dtype, or choose another name"
+                    f"{wanted}; open it with that dtype, or choose another name"
                 )
 
     # Filling
@@ -209,7 +209,7 @@ class EmbeddingCache:
             raise InvalidValueError(f"batch_size must be at least 1, not {batch_size}")
         claims = Claims(self.store, self._prefix)
         try:
-            publisher = Publisher(self.store, self._prefix, self._current)
+            publisher = Publisher(self.store, self._prefix, self._current_state)
             with Filling(
                 self, publisher, claims, encode, batch_size=batch_size, dtype=self.dtype, where=self.name
             ) as filling:
@@ -219,13 +219,13 @@ class EmbeddingCache:
         publisher.sort_keys()
         self.refresh()
 
-    def _current(self) -> Current:
+    def _current_state(self) -> TableState:
         self.refresh()
-        return Current(self._digest, self._is_there, self._table)
+        return TableState(self._digest, self._is_there, self._table)
 
     # Looking up
 
-    def find_digests(self, keys: Digests) -> Rows:
+    def find_digests(self, keys: Digests) -> RowNumbers:
         """The row of each key, given as its 128 bits, or -1."""
         return np.full(len(keys), -1, np.int64) if self._table is None else self._table.find(keys)
 
@@ -235,7 +235,7 @@ class EmbeddingCache:
         Raises:
             UnhashableError: a key is no int, str, bytes, or tuple of those.
         """
-        return torch.from_numpy(self.find_digests(digests(keys)))
+        return torch.from_numpy(self.find_digests(key_digests(keys)))
 
     def rows(self, keys: Iterable[Any]) -> torch.Tensor:
         """The row of each key, int64 (n,). A row keeps its meaning as long as the table lives.
@@ -249,8 +249,8 @@ class EmbeddingCache:
         if len(missing):
             key = asked[int(missing[0])]
             raise NotFoundError(
-                f"the embedding cache {self.name!r} has nothing for the key "
-                f"{key!r}; `fill` encodes what is missing"
+                f"the embedding cache {self.name!r} has no embedding for the key {key!r}; call fill to "
+                "encode missing items"
             )
         return found
 
@@ -269,14 +269,14 @@ class EmbeddingCache:
             raise NotFoundError(f"the embedding cache {self.name!r} is empty")
         view = table.view
         if not view.is_whole and not bool(view.has(rows).all()):
-            raise self._no_row(view, rows)
+            raise self._missing_row_error(view, rows)
         gather = partial(_gather, view.columns, rows)
         try:
-            found = [restore(leaf, *gather(place)) for leaf, place in zip(*table.places, strict=True)]
+            found = [restore_leaf(leaf, *gather(place)) for leaf, place in zip(*table.places, strict=True)]
         except (IndexError, RuntimeError) as error:
             if bool(view.has(rows).all()):
                 raise
-            raise self._no_row(view, rows) from error
+            raise self._missing_row_error(view, rows) from error
         return table.manifest.schema.rebuild(found)
 
     def get(self, keys: Iterable[Any]) -> Any:
@@ -287,11 +287,11 @@ class EmbeddingCache:
         """
         return self.take(self.rows(keys))
 
-    def _no_row(self, view: View, rows: torch.Tensor) -> OutOfRangeError:
+    def _missing_row_error(self, view: TableView, rows: torch.Tensor) -> OutOfRangeError:
         row = int(rows[~view.has(rows)][0])
         return OutOfRangeError(
-            f"row {row} of the embedding cache {self.name!r} is not here: never given out, or gone "
-            "with its shard; `fill` encodes again what is missing"
+            f"row {row} of the embedding cache {self.name!r} does not exist: it was never assigned, or its "
+            "shard is gone; call fill to encode missing items again"
         )
 
     # Whole arrays
@@ -328,7 +328,7 @@ class EmbeddingCache:
         assert self._table is not None, "there is nothing to assemble"
         schema = self._table.manifest.schema
         pairs = zip(schema.leaves, leaves, strict=True)
-        return schema.rebuild([restore(leaf, values, None) for leaf, values in pairs])
+        return schema.rebuild([restore_leaf(leaf, values, None) for leaf, values in pairs])
 
 
 def _gather(
@@ -355,12 +355,12 @@ def _reopen(
 ) -> EmbeddingCache:
     cache = EmbeddingCache(name, store, dtype=dtype, resident=resident)
     if generation is not None and (cache._table is None or cache._table.manifest.generation != generation):
-        raise _made_anew(name)
+        raise _recreated_error(name)
     return cache
 
 
-def _made_anew(name: str) -> StoreError:
+def _recreated_error(name: str) -> StoreError:
     return StoreError(
-        f"the embedding cache {name!r} was lost and made anew while it was in use: rows that were "
-        "looked up before mean nothing now; start again from its keys"
+        f"the embedding cache {name!r} was lost and created again while it was in use, so earlier row "
+        "numbers are invalid; look its keys up again"
     )

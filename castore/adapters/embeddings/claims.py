@@ -24,18 +24,18 @@ from castore.system.single_flight import ComputeLocks
 from castore.system.temporary import create_temporary, open_regular
 
 # Most bytes of claims that are read: more than any filler has.
-_MOST = 1 << 28
+_MAX_BYTES = 1 << 28
 
 
 @cache
-def _locks(path: Path, mode: int) -> ComputeLocks:
+def _process_locks(path: Path, mode: int) -> ComputeLocks:
     """One object for the whole process, which is how it keeps the process's threads apart."""
     return ComputeLocks(path, mode)
 
 
-def locks_of(store: Store) -> ComputeLocks:
+def embedding_locks(store: Store) -> ComputeLocks:
     """The locks of this adapter in a store."""
-    return _locks(store.path / "locks" / "embeddings", store.settings.file_mode)
+    return _process_locks(store.path / "locks" / "embeddings", store.settings.file_mode)
 
 
 class Claims:
@@ -49,7 +49,7 @@ class Claims:
         self._folder = store.path / "tmp"
         self._suffix = blake3(prefix.encode()).hexdigest()[:32] + ".claims"
         self._lock = f"claims of {prefix}"
-        self._locks = locks_of(store)
+        self._locks = embedding_locks(store)
         self._mode = store.settings.file_mode
         self._mine: Digests = np.empty((0, 2), np.uint64)
         with self._locks.hold(self._lock):
@@ -63,15 +63,15 @@ class Claims:
             os.close(self._fd)
             self._fd = -1
 
-    def take(self, keys: Digests) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def claim(self, keys: Digests) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Claim the keys that no other filler has; returns which.
 
         Other fillers may put their keys a moment later.
         """
         with self._locks.hold(self._lock):
             free = np.ones(len(keys), bool)
-            for others in self._others():
-                free &= ~_isin(keys, others)
+            for others in self._read_others():
+                free &= ~_is_among(keys, others)
             self._write(np.concatenate([self._mine, keys[free]]))
         return free
 
@@ -92,7 +92,7 @@ class Claims:
         os.pwrite(self._fd, keys.tobytes(), 0)
         os.ftruncate(self._fd, keys.nbytes)
 
-    def _others(self) -> Iterator[Digests]:
+    def _read_others(self) -> Iterator[Digests]:
         for path in list(self._folder.glob(f"*.{self._suffix}")):
             if path == self._path:
                 continue
@@ -104,13 +104,13 @@ class Claims:
                 if not is_locked(fd, 0):
                     path.unlink(missing_ok=True)
                     continue
-                data = os.pread(fd, _MOST, 0)
+                data = os.pread(fd, _MAX_BYTES, 0)
             finally:
                 os.close(fd)
             yield np.frombuffer(data[: len(data) // 16 * 16], np.uint64).reshape(-1, 2)
 
 
-def _isin(keys: Digests, others: Digests) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _is_among(keys: Digests, others: Digests) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Which keys are among others. Equal halves are rare, so those keys are compared one by one."""
     found = np.isin(keys[:, 0], others[:, 0])
     if found.any():

@@ -18,9 +18,9 @@ import torch
 
 from castore.errors import InvalidValueError
 
-_STORABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_STORABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Names that `fingerprints` may have besides encoders.
-PARTS = ("train", "val", "collate", "key_extractors")
+FINGERPRINT_NAMES = ("train", "val", "collate", "key_extractors")
 
 
 class CacheType(str, enum.Enum):
@@ -86,9 +86,10 @@ class CacheConfig:
     fingerprints: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cache_type", _cache_type(self.cache_type, "cache_type"))
+        object.__setattr__(self, "cache_type", _parse_cache_type(self.cache_type, "cache_type"))
         mapping = {
-            name: _cache_type(kind, f"mapping[{name!r}]") for name, kind in _dict(self, "mapping").items()
+            name: _parse_cache_type(kind, f"mapping[{name!r}]")
+            for name, kind in _get_dict(self, "mapping").items()
         }
         object.__setattr__(self, "mapping", mapping)
         object.__setattr__(self, "num_workers", self.num_workers or 0)
@@ -104,15 +105,16 @@ class CacheConfig:
                 raise InvalidValueError(
                     f"{where} is a {type(extractor).__name__}; give a function of an item's feature"
                 )
-        if self.dtype is not None and self.dtype not in _STORABLE:
+        if self.dtype is not None and self.dtype not in _STORABLE_DTYPES:
             raise InvalidValueError(
-                f"dtype is {self.dtype!r}; embeddings are kept as one of {', '.join(map(str, _STORABLE))}"
+                f"dtype is {self.dtype!r}; give one of {', '.join(map(str, _STORABLE_DTYPES))}, or None for "
+                "the encoder's own"
             )
         folder: object = self.save_dir
         if folder is not None and not isinstance(folder, str | os.PathLike):
             raise InvalidValueError(f"save_dir is a {type(folder).__name__}; give the path of a folder")
-        _dict(self, "fingerprints")
-        for name, keyword in _dict(self, "masks").items():
+        _get_dict(self, "fingerprints")
+        for name, keyword in _get_dict(self, "masks").items():
             if not isinstance(keyword, str):
                 raise InvalidValueError(f"masks[{name!r}] is {keyword!r}; give the name of a keyword, a text")
 
@@ -138,26 +140,26 @@ class CacheConfig:
             ("mapping", self.mapping, ()),
             ("key_extractors", extractors, ()),
             ("masks", self.masks, ()),
-            ("fingerprints", self.fingerprints, PARTS),
+            ("fingerprints", self.fingerprints, FINGERPRINT_NAMES),
         ):
             for name in names:
                 check_name_among(name, [*known, *more], f"{option} names {name!r}")
 
 
-def check_name_among(name: str, known: list[str], saying: str) -> None:
+def check_name_among(name: str, known: list[str], message: str) -> None:
     """Check that ``name`` is one of ``known``.
 
     Raises:
-        InvalidValueError: it is not; the message begins with ``saying`` and has the nearest known name.
+        InvalidValueError: it is not; the message begins with ``message`` and has the nearest known name.
     """
     if name in known:
         return
     near = difflib.get_close_matches(str(name), known, n=1)
-    advice = f"do you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, known)) or 'none'}"
-    raise InvalidValueError(f"{saying}, which is no encoder here; {advice}")
+    advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, known)) or 'none'}"
+    raise InvalidValueError(f"{message}, which is not an encoder here; {advice}")
 
 
-def _cache_type(value: object, where: str) -> CacheType:
+def _parse_cache_type(value: object, where: str) -> CacheType:
     try:
         return CacheType(value)
     except ValueError:
@@ -165,7 +167,7 @@ def _cache_type(value: object, where: str) -> CacheType:
         raise InvalidValueError(f"{where} is {value!r}; give a CacheType: {kinds}") from None
 
 
-def _dict(config: CacheConfig, name: str) -> dict[str, Any]:
+def _get_dict(config: CacheConfig, name: str) -> dict[str, Any]:
     value = getattr(config, name)
     if not isinstance(value, Mapping):
         raise InvalidValueError(f"{name} is a {type(value).__name__}; give a dict by the names of encoders")

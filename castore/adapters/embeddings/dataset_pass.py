@@ -16,19 +16,19 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm.auto import tqdm
 
-from castore.adapters.embeddings.batch_places import Rest
+from castore.adapters.embeddings.batch_places import RestOfBatch
 from castore.adapters.embeddings.cache import EmbeddingCache
-from castore.adapters.embeddings.devices import joined
-from castore.adapters.embeddings.encoder_inputs import Call, Source
+from castore.adapters.embeddings.devices import concatenate
+from castore.adapters.embeddings.encoder_inputs import Call, EncoderCalls
 from castore.adapters.embeddings.table_identity import item_key
 from castore.errors import InvalidValueError
 
 Extractors = Mapping[int, Callable[[Any], Any]]
-Encode = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+RunEncoder = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchItem:
     """One of a batch's items, for one call of an encoder."""
 
     batch: Any
@@ -37,7 +37,7 @@ class Part:
     size: int
 
 
-class Pass:
+class DatasetPass:
     """A pass over one loader's dataset, and its tables.
 
     Args:
@@ -47,17 +47,17 @@ class Pass:
         tables: of the encoders, by number.
         index: the table of labels and extracted keys, by sample; None if there is nothing to keep in it.
         rest: the labels' part of a batch; None if labels are not kept.
-        layout: of a batch, from `learn`.
+        layout: of a batch, from `learn_layout`.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
-        encoders: list[Source],
+        encoders: list[EncoderCalls],
         extractors: Extractors,
         tables: list[EmbeddingCache],
         index: EmbeddingCache | None,
-        rest: Rest | None,
+        rest: RestOfBatch | None,
         layout: Any,
     ) -> None:
         self.loader = loader
@@ -85,7 +85,7 @@ class Pass:
                 found = torch.full((count,), -1)
                 there = (kept >= 0).nonzero().flatten()
                 if len(there):
-                    keys = self.index.take(kept[there])[key_leaf(source.number, number)]
+                    keys = self.index.take(kept[there])[key_leaf_name(source.number, number)]
                     found[there] = table.find(keys)
                 columns.append(found)
         rows = torch.stack(columns, 1)
@@ -97,7 +97,7 @@ class Pass:
 
     def fill(
         self,
-        encode: list[Encode],
+        encode: list[RunEncoder],
         *,
         batch_size: int,
         num_workers: int,
@@ -140,14 +140,14 @@ class Pass:
         ):
             fillings = [
                 stack.enter_context(
-                    table.filling(_Encoding(source, run, self._layout), batch_size=batch_size)
+                    table.filling(_ItemEncoder(source, run, self._layout), batch_size=batch_size)
                 )
                 for source, table, run in zip(self.encoders, self.tables, encode, strict=True)
             ]
             index = None
             if self.index is not None:
-                index = stack.enter_context(self.index.filling(_pick, batch_size=batch_size))
-            for numbers, batch, keys in self._batches(todo, batch_size, num_workers):
+                index = stack.enter_context(self.index.filling(_select_values, batch_size=batch_size))
+            for numbers, batch, keys in self._read_batches(todo, batch_size, num_workers):
                 size = len(numbers)
                 for source, filling in zip(self.encoders, fillings, strict=True):
                     for call in range(len(source.calls)):
@@ -156,24 +156,24 @@ class Pass:
                         own = keys.get((source.number, call)) or [
                             n * len(source.calls) + call for n in numbers
                         ]
-                        filling.add(own, [Part(batch, call, position, size) for position in range(size)])
+                        filling.add(own, [BatchItem(batch, call, position, size) for position in range(size)])
                         if todo is None:
                             seen[source.number].update(dict.fromkeys(own))
                 if index is not None:
-                    kept = self._kept(batch, keys)
-                    index.add(numbers, [Part(kept, 0, position, size) for position in range(size)])
+                    kept = self._index_values(batch, keys)
+                    index.add(numbers, [BatchItem(kept, 0, position, size) for position in range(size)])
                 bar.update(size)
         return [list(found) for found in seen]
 
-    def _kept(self, batch: Any, keys: Mapping[tuple[int, int], list[bytes]]) -> dict[str, Any]:
+    def _index_values(self, batch: Any, keys: Mapping[tuple[int, int], list[bytes]]) -> dict[str, Any]:
         values = {} if self.rest is None else self.rest.take(batch)
-        return values | {key_leaf(*place): found for place, found in keys.items()}
+        return values | {key_leaf_name(*place): found for place, found in keys.items()}
 
-    def _batches(
+    def _read_batches(
         self, todo: list[int] | None, batch_size: int, num_workers: int
     ) -> Iterator[tuple[Any, Any, Any]]:
         loader = self.loader
-        gather = Gather(loader.collate_fn, self.encoders, self.extractors)
+        gather = KeyedCollate(loader.collate_fn, self.encoders, self.extractors)
         options: dict[str, Any] = {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": gather}
         if num_workers:
             options |= {
@@ -184,17 +184,17 @@ class Pass:
         options["generator"] = torch.Generator()
         if todo is None:
             return iter(DataLoader(loader.dataset, **options))
-        return iter(DataLoader(Numbered(loader.dataset), sampler=todo, **options))
+        return iter(DataLoader(NumberedDataset(loader.dataset), sampler=todo, **options))
 
 
-class Sample(NamedTuple):
+class NumberedSample(NamedTuple):
     """A sample of a map-style dataset, and its index."""
 
     number: int
     value: Any
 
 
-class Numbered(Dataset[Any]):
+class NumberedDataset(Dataset[Any]):
     """Samples with their indices; reads as many at once as the dataset can."""
 
     def __init__(self, dataset: Any) -> None:
@@ -203,23 +203,23 @@ class Numbered(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> Sample:
-        return Sample(index, self.dataset[index])
+    def __getitem__(self, index: int) -> NumberedSample:
+        return NumberedSample(index, self.dataset[index])
 
-    def __getitems__(self, indices: list[int]) -> list[Sample]:
+    def __getitems__(self, indices: list[int]) -> list[NumberedSample]:
         fetch = getattr(self.dataset, "__getitems__", None)
         samples = fetch(indices) if fetch else [self.dataset[index] for index in indices]
-        return list(map(Sample, indices, samples))
+        return list(map(NumberedSample, indices, samples))
 
 
-class Gather:
+class KeyedCollate:
     """Collates samples in the loader's worker, and returns their indices and keys too.
 
     Samples of map-style datasets come with their indices; those of others are known by their keys.
     """
 
     def __init__(
-        self, collate: Callable[[list[Any]], Any], encoders: list[Source], extractors: Extractors
+        self, collate: Callable[[list[Any]], Any], encoders: list[EncoderCalls], extractors: Extractors
     ) -> None:
         self._collate = collate
         self._calls: list[tuple[int, int, Call]] = [
@@ -233,7 +233,7 @@ class Gather:
     def __call__(self, samples: list[Any]) -> tuple[list[int], Any, dict[tuple[int, int], list[bytes]]]:
         """Indices (or places in the batch), the batch, and extracted keys by encoder and call."""
         numbers = list(range(len(samples)))
-        if isinstance(samples[0], Sample):
+        if isinstance(samples[0], NumberedSample):
             numbers, samples = [sample.number for sample in samples], [sample.value for sample in samples]
         return numbers, self._collate(samples), self.keys(samples)
 
@@ -247,23 +247,23 @@ class Gather:
         }
 
 
-class _Encoding:
+class _ItemEncoder:
     """Runs an encoder on single items; a whole batch is run at once if its items come together."""
 
-    def __init__(self, source: Source, run: Encode, layout: Any) -> None:
+    def __init__(self, source: EncoderCalls, run: RunEncoder, layout: Any) -> None:
         self._source = source
         self._run = run
         self._layout = layout
 
-    def __call__(self, parts: list[Part]) -> Any:
+    def __call__(self, parts: list[BatchItem]) -> Any:
         outputs = []
-        for group in _groups(parts):
+        for group in _group_items(parts):
             first = group[0]
             call = self._source.calls[first.call]
             positions = [part.position for part in group]
             whole = positions == list(range(first.size))
             args, kwargs = (
-                call.read(first.batch) if whole else call.read_some(first.batch, self._layout, positions)
+                call.read(first.batch) if whole else call.read_items(first.batch, self._layout, positions)
             )
             try:
                 outputs.append(self._run(args, kwargs))
@@ -271,16 +271,16 @@ class _Encoding:
                 raise
             except (TypeError, AttributeError, LookupError, RuntimeError) as error:
                 raise InvalidValueError(
-                    f"the encoder {self._source.name!r} failed on what it is fed, "
-                    f"{_described(args, kwargs)} ({type(error).__name__}: {error}); say with "
-                    f"encoders={{{self._source.name!r}: ...}} where its input is"
+                    f"the encoder {self._source.name!r} failed on its input, "
+                    f"{_describe_arguments(args, kwargs)} ({type(error).__name__}: {error}); name the place "
+                    f"of its input with encoders={{{self._source.name!r}: ...}}"
                 ) from error
-        return joined(outputs) if len(outputs) > 1 else outputs[0]
+        return concatenate(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _groups(parts: list[Part]) -> Iterator[list[Part]]:
+def _group_items(parts: list[BatchItem]) -> Iterator[list[BatchItem]]:
     """Runs of items of one batch and one call."""
-    group: list[Part] = []
+    group: list[BatchItem] = []
     for part in parts:
         if group and (part.batch is not group[0].batch or part.call != group[0].call):
             yield group
@@ -289,22 +289,22 @@ def _groups(parts: list[Part]) -> Iterator[list[Part]]:
     yield group
 
 
-def _described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def _describe_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     shown = [type(value).__name__ for value in args] + [
         f"{name}={type(v).__name__}" for name, v in kwargs.items()
     ]
     return ", ".join(shown)
 
 
-def key_leaf(encoder: int, call: int) -> str:
+def key_leaf_name(encoder: int, call: int) -> str:
     """The name under which the index keeps an encoder's extracted keys."""
     return f"key.{encoder}.{call}"
 
 
-def _pick(parts: list[Part]) -> dict[str, Any]:
+def _select_values(parts: list[BatchItem]) -> dict[str, Any]:
     """The values of items, from those of their batches."""
     picked = []
-    for group in _groups(parts):
+    for group in _group_items(parts):
         positions = [part.position for part in group]
         picked.append(
             {
@@ -314,4 +314,4 @@ def _pick(parts: list[Part]) -> dict[str, Any]:
                 for name, value in group[0].batch.items()
             }
         )
-    return joined(picked)  # type: ignore[no-any-return]
+    return concatenate(picked)  # type: ignore[no-any-return]

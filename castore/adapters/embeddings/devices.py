@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from castore.adapters.embeddings.batch_places import like, over
+from castore.adapters.embeddings.batch_places import map_leaves, rebuild_sequence
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.encoder_outputs import DIFFERENT_LENGTHS
 from castore.errors import InvalidValueError, SerializationError
@@ -22,7 +22,7 @@ from castore.errors import InvalidValueError, SerializationError
 _CHUNK = 1 << 16
 
 
-class Placed(Protocol):
+class Lookup(Protocol):
     """The interface that look-ups use."""
 
     cache: EmbeddingCache
@@ -31,19 +31,19 @@ class Placed(Protocol):
         """The outputs for rows, int64 of shape (B,), on ``device``."""
 
 
-def over_tensors(outputs: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+def map_tensors(outputs: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """The outputs of an encoder with ``change`` applied to each tensor."""
-    return over(outputs, lambda leaf, _: change(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+    return map_leaves(outputs, lambda leaf, _: change(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 
-def tensors_of(outputs: Any) -> list[torch.Tensor]:
+def list_tensors(outputs: Any) -> list[torch.Tensor]:
     """All tensors in the outputs of an encoder."""
     found: list[torch.Tensor] = []
-    over_tensors(outputs, found.append)
+    map_tensors(outputs, found.append)
     return found
 
 
-class Mapped:
+class MappedLookup:
     """The mapped table itself: CacheType.CPU and CacheType.DISK."""
 
     def __init__(self, cache: EmbeddingCache) -> None:
@@ -52,10 +52,10 @@ class Mapped:
     def take(self, rows: torch.Tensor, device: torch.device) -> Any:
         """As in Placed."""
         found = self.cache.take(rows.cpu())
-        return found if device.type == "cpu" else over_tensors(found, lambda tensor: tensor.to(device))
+        return found if device.type == "cpu" else map_tensors(found, lambda tensor: tensor.to(device))
 
 
-class _Copied:
+class _CopiedLookup:
     """Some rows of a table, copied to a device."""
 
     def __init__(self, cache: EmbeddingCache, rows: torch.Tensor) -> None:
@@ -74,20 +74,22 @@ class _Copied:
         chunks = [self.cache.take(rows) for rows in torch.split(self._rows, _CHUNK)]
         if not _is_fixed(chunks[0]):
             raise InvalidValueError(
-                "embeddings that differ in length cannot be kept on a device; take CacheType.CPU"
+                "embeddings that differ in length cannot be kept on a device; use CacheType.CPU"
             )
-        self._outputs = joined([over_tensors(chunk, lambda tensor: tensor.to(device)) for chunk in chunks])
+        self._outputs = concatenate(
+            [map_tensors(chunk, lambda tensor: tensor.to(device)) for chunk in chunks]
+        )
         # Rows are mostly 0 to n - 1; each row is then its own place in the copy.
         is_run = bool((self._rows == torch.arange(len(self._rows))).all())
         self._index = None if is_run else self._rows.to(device)
         self._where = device
 
-    def _at(self, rows: torch.Tensor) -> Any:
+    def _select_rows(self, rows: torch.Tensor) -> Any:
         places = rows if self._index is None else torch.searchsorted(self._index, rows)
-        return over_tensors(self._outputs, lambda tensor: tensor.index_select(0, places))
+        return map_tensors(self._outputs, lambda tensor: tensor.index_select(0, places))
 
 
-class OnDevice(_Copied):
+class DeviceLookup(_CopiedLookup):
     """A whole copy on this process's device.
 
     Args:
@@ -98,10 +100,10 @@ class OnDevice(_Copied):
     def take(self, rows: torch.Tensor, device: torch.device) -> Any:
         """As in Placed."""
         self._load(device)
-        return self._at(rows.to(device))
+        return self._select_rows(rows.to(device))
 
 
-class SplitOverRanks(_Copied):
+class SplitLookup(_CopiedLookup):
     """A part of the rows on each rank's device. The ranks of the default process group exchange them.
 
     Look-ups are collective: every rank makes the same number of them, of any sizes.
@@ -126,7 +128,7 @@ class SplitOverRanks(_Copied):
         """As in Placed."""
         if not len(self._rows):
             raise InvalidValueError(
-                "there are fewer embeddings than ranks to split them over; take split=False"
+                "there are fewer embeddings than ranks to split them over; use split=False"
             )
         self._load(device)
         rows = rows.to(device)
@@ -148,15 +150,15 @@ class SplitOverRanks(_Copied):
             )
             return received[back]
 
-        return over_tensors(self._at(wanted), exchange)
+        return map_tensors(self._select_rows(wanted), exchange)
 
 
-def fits(cache: EmbeddingCache, rows: torch.Tensor, device: torch.device) -> bool:
+def fits_on_device(cache: EmbeddingCache, rows: torch.Tensor, device: torch.device) -> bool:
     """Whether a copy of these rows takes at most half of the free memory of a CUDA device."""
     sample = cache.take(rows[:1])
     if device.type != "cuda" or not _is_fixed(sample):
         return False
-    size = sum(tensor.nbytes for tensor in tensors_of(sample)) * len(rows)
+    size = sum(tensor.nbytes for tensor in list_tensors(sample)) * len(rows)
     return size <= torch.cuda.mem_get_info(device)[0] // 2
 
 
@@ -166,7 +168,7 @@ def _is_fixed(outputs: Any) -> bool:
     return outputs is None or isinstance(outputs, torch.Tensor)
 
 
-def joined(chunks: list[Any]) -> Any:
+def concatenate(chunks: list[Any]) -> Any:
     """The outputs for several batches, joined into those for one.
 
     Raises:
@@ -182,8 +184,8 @@ def joined(chunks: list[Any]) -> Any:
     if isinstance(first, dict):
         whole = copy.copy(first)
         for name in first:
-            whole[name] = joined([chunk[name] for chunk in chunks])
+            whole[name] = concatenate([chunk[name] for chunk in chunks])
         return whole
     if isinstance(first, tuple):
-        return like(first, [joined([*parts]) for parts in zip(*chunks, strict=True)])
+        return rebuild_sequence(first, [concatenate([*parts]) for parts in zip(*chunks, strict=True)])
     return None if first is None else [item for chunk in chunks for item in chunk]

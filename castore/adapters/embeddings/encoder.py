@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from castore import Store
-from castore.adapters.embeddings.batch_places import PerItem, like, over, select
+from castore.adapters.embeddings.batch_places import PerItem, map_leaves, rebuild_sequence, select_items
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.config import CacheConfig, CacheType
-from castore.adapters.embeddings.devices import Placed, over_tensors, tensors_of
-from castore.adapters.embeddings.frozen_encoders import Noted, check_frozen, no_random_numbers
+from castore.adapters.embeddings.devices import Lookup, list_tensors, map_tensors
+from castore.adapters.embeddings.frozen_encoders import ChangeDetector, check_frozen, refuse_random_numbers
 from castore.adapters.embeddings.keys import ABSENT, ROWS_PER_TABLE, Keys
-from castore.adapters.embeddings.masks import mask_in, padded, unpadded
+from castore.adapters.embeddings.masks import add_padding, get_mask, remove_padding
 from castore.adapters.embeddings.table import CacheWarning
 from castore.adapters.embeddings.table_identity import code_digest, encoder_digest, item_key, table_name
 from castore.errors import InvalidValueError
@@ -56,7 +56,7 @@ class CachedEncoder(nn.Module):
     """
 
     # On the class, for objects pickled by versions without this attribute.
-    _told_uncached = False
+    _warned_uncached = False
 
     def __init__(
         self,
@@ -74,18 +74,18 @@ class CachedEncoder(nn.Module):
         self.encoder = encoder
         self._extractor = self.config.extractor_of(name)
         self._mask = self.config.masks.get(name)
-        self._tables: list[Placed] = []
-        self._store = opened(store, self.config)
+        self._tables: list[Lookup] = []
+        self._store = open_store(store, self.config)
         #: 40 hexadecimal digits that identify what the encoder computes.
         self.digest = encoder_digest(encoder, name, self.config.fingerprints.get(name), self._store)
         self._memo: EmbeddingCache | None = None
-        self._noted = Noted(encoder)
+        self._detector = ChangeDetector(encoder)
         if not isinstance(encoder, nn.Module) and not callable(encoder):
             raise InvalidValueError(
                 f"the encoder {name!r} is a {type(encoder).__name__}; give a module or a function"
             )
-        self.register_load_state_dict_pre_hook(_one_level_down)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_look_at_weights)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_prefix_weight_names)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_refresh_digest)  # type: ignore[no-untyped-call]
 
     @property
     def memo(self) -> EmbeddingCache:
@@ -111,13 +111,13 @@ class CachedEncoder(nn.Module):
         """Compute the encoder's digest again. If it has changed, forget the tables of the old one."""
         check_frozen(self.encoder, self.name)
         digest = encoder_digest(self.encoder, self.name, self.config.fingerprints.get(self.name))
-        self._noted.note()
+        self._detector.note()
         if digest != self.digest:
             self.digest = digest
             self._memo = None
-            self._tables = [_Outdated(table.cache) for table in self._tables]
+            self._tables = [_OutdatedLookup(table.cache) for table in self._tables]
 
-    def add_table(self, table: Placed) -> int:
+    def add_table(self, table: Lookup) -> int:
         """Make Keys refer to rows of this table; returns the key of row 0."""
         self._tables.append(table)
         return (len(self._tables) - 1) * ROWS_PER_TABLE
@@ -126,12 +126,12 @@ class CachedEncoder(nn.Module):
         """The embeddings of a batch, as the encoder returns them."""
         keys = next((value for value in (*args, *kwargs.values()) if isinstance(value, Keys)), None)
         if keys is not None:
-            return self._padded(self._look_up(keys.column(self.column)), kwargs)
+            return self._pad(self._look_up(keys.column(self.column)), kwargs)
         if self.config.type_of(self.name) is CacheType.NONE or any(
-            tensor.requires_grad for tensor in tensors_of([*args, *kwargs.values()])
+            tensor.requires_grad for tensor in list_tensors([*args, *kwargs.values()])
         ):
             return self.encoder(*args, **kwargs)
-        return self._remember(args, kwargs)
+        return self._look_up_or_encode(args, kwargs)
 
     def encode(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the encoder without gradients, in its own precision, whatever the first caller's is.
@@ -146,32 +146,38 @@ class CachedEncoder(nn.Module):
             return tensor.to(device)
 
         own = torch.autocast(device.type, enabled=False)
-        with torch.no_grad(), own, no_random_numbers(f"the encoder {self.name!r}", advice):
+        with torch.no_grad(), own, refuse_random_numbers(f"the encoder {self.name!r}", advice):
             if device != _CPU:
-                args = [over_tensors(value, move) for value in args]
-                kwargs = {name: over_tensors(value, move) for name, value in kwargs.items()}
+                args = [map_tensors(value, move) for value in args]
+                kwargs = {name: map_tensors(value, move) for name, value in kwargs.items()}
             outputs = self.encoder(*args, **kwargs)
-        self._noted.note()  # the encoder may write to itself while it runs
-        return outputs if self._mask is None else unpadded(outputs, mask_in(kwargs, self._mask, self.name))
+        self._detector.note()  # the encoder may write to itself while it runs
+        return (
+            outputs
+            if self._mask is None
+            else remove_padding(outputs, get_mask(kwargs, self._mask, self.name))
+        )
 
-    def _padded(self, outputs: Any, kwargs: Mapping[str, Any]) -> Any:
-        return outputs if self._mask is None else padded(outputs, mask_in(kwargs, self._mask, self.name))
+    def _pad(self, outputs: Any, kwargs: Mapping[str, Any]) -> Any:
+        return (
+            outputs if self._mask is None else add_padding(outputs, get_mask(kwargs, self._mask, self.name))
+        )
 
-    def _look_at(self, *, all_of_it: bool = False) -> None:
+    def _refresh_if_changed(self, *, thorough: bool = False) -> None:
         """If the encoder looks changed, compute its digest again."""
-        if self._noted.may_have_changed(all_of_it=all_of_it):
+        if self._detector.may_have_changed(thorough=thorough):
             self.look_again()
 
     def _look_up(self, keys: torch.Tensor) -> Any:
-        self._look_at()
+        self._refresh_if_changed()
         if not len(keys):
             raise InvalidValueError("an empty batch of keys has no embeddings")
         # Rows are far below 2**44, so the least and the greatest key show whether all are of one table.
         low, high = (int(key) for key in torch.aminmax(keys))
         if low <= ABSENT:
             raise InvalidValueError(
-                f"the encoder {self.name!r} is fed with keys from a place that it was not "
-                "cached for; name its places with encoders=..."
+                f"the encoder {self.name!r} got keys of a place for which it was not cached; name all of its "
+                "places with encoders=..."
             )
         number = low // ROWS_PER_TABLE
         if number >= len(self._tables) or high // ROWS_PER_TABLE != number:
@@ -181,47 +187,47 @@ class CachedEncoder(nn.Module):
             )
         return self._tables[number].take(keys - number * ROWS_PER_TABLE, self._device(keys.device))
 
-    def _remember(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _look_up_or_encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = (*args, kwargs)
-        count, layout = _laid_out(batch)
+        count, layout = _learn_layout(batch)
         if not count:
             if layout is None:
-                self._tell_uncached(args, kwargs)
+                self._warn_uncached(args, kwargs)
             return self.encoder(*args, **kwargs)
-        keys = [self._key_of(layout, select(layout, batch, [position])) for position in range(count)]
+        keys = [self._item_key(layout, select_items(layout, batch, [position])) for position in range(count)]
 
         def encode(positions: list[int]) -> Any:
-            *some, named = select(layout, batch, positions)
+            *some, named = select_items(layout, batch, positions)
             return self.encode(some, named)
 
-        self._look_at()
+        self._refresh_if_changed()
         rows = self.memo.find(keys)
         if bool((rows < 0).any()):
-            self._look_at(all_of_it=True)
+            self._refresh_if_changed(thorough=True)
             self.memo.fill(keys, range(count), encode, batch_size=count)
             rows = self.memo.rows(keys)
         device = self._device(_CPU)
-        found = self._padded(self.memo.take(rows), kwargs)
-        return found if device == _CPU else over_tensors(found, lambda tensor: tensor.to(device))
+        found = self._pad(self.memo.take(rows), kwargs)
+        return found if device == _CPU else map_tensors(found, lambda tensor: tensor.to(device))
 
-    def _tell_uncached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._told_uncached:
+    def _warn_uncached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._warned_uncached:
             return
-        self._told_uncached = True
-        fed = ", ".join(_described(value) for value in (*args, *kwargs.values())) or "nothing"
+        self._warned_uncached = True
+        fed = ", ".join(_describe(value) for value in (*args, *kwargs.values())) or "nothing"
         warnings.warn(
-            f"the encoder {self.name!r} is fed {fed}, and encodes it each time: what is cached are batches "
-            "of items, as tensors, arrays or lists with one element an item, all of one length, or tuples "
-            "of as many texts; feed it such a batch, or leave it uncached with CacheType.NONE",
+            f"the encoder {self.name!r} got {fed}, which is encoded each time, since it is no batch of "
+            "items; pass tensors, arrays or lists with one element for each item, all of one length, or "
+            "tuples of as many texts, or leave the encoder uncached with CacheType.NONE",
             CacheWarning,
             stacklevel=2,
         )
 
-    def _key_of(self, layout: tuple[Any, ...], item: tuple[Any, ...]) -> bytes:
+    def _item_key(self, layout: tuple[Any, ...], item: tuple[Any, ...]) -> bytes:
         if self._extractor is None:
-            *args, kwargs = over(layout, lambda _, value: _for_key(value), item)
+            *args, kwargs = map_leaves(layout, lambda _, value: _to_key_form(value), item)
             return item_key((args, kwargs), f"an item that the encoder {self.name!r} is fed")
-        *given, named = _alone(layout, item)
+        *given, named = _only_item(layout, item)
         features = [*given, *named.values()]
         return item_key(self._extractor(features[0] if len(features) == 1 else features))
 
@@ -255,7 +261,7 @@ class CachedEncoder(nn.Module):
             return getattr(encoder, name)
 
 
-class _Outdated:
+class _OutdatedLookup:
     """A table of the encoder before its weights changed."""
 
     def __init__(self, cache: EmbeddingCache) -> None:
@@ -269,7 +275,7 @@ class _Outdated:
         )
 
 
-def opened(store: Store | str | os.PathLike[str] | None, config: CacheConfig) -> Store:
+def open_store(store: Store | str | os.PathLike[str] | None, config: CacheConfig) -> Store:
     """The given or configured store. A store that is opened here has no RAM tier: embeddings are mapped.
 
     Raises:
@@ -284,19 +290,19 @@ def opened(store: Store | str | os.PathLike[str] | None, config: CacheConfig) ->
     )
 
 
-def _one_level_down(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _prefix_weight_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Turn the names of weights that `state_dict` gives into those of the modules."""
     for name in [name for name in state if name.startswith(prefix)]:
         state[f"{prefix}encoder.{name[len(prefix) :]}"] = state.pop(name)
 
 
-def _look_at_weights(module: CachedEncoder, keys: Any) -> None:
+def _refresh_digest(module: CachedEncoder, keys: Any) -> None:
     module.look_again()
 
 
-def _laid_out(batch: tuple[Any, ...]) -> tuple[int, Any]:
+def _learn_layout(batch: tuple[Any, ...]) -> tuple[int, Any]:
     """The number of items in a batch, and its layout; 0 and None if its parts disagree, or have no items."""
-    lengths = _lengths(batch, _has_items) or _lengths(batch, _is_texts)
+    lengths = _lengths(batch, _has_items) or _lengths(batch, _is_tuple_of_texts)
     if len(lengths) != 1:
         return 0, None
     (count,) = lengths
@@ -308,7 +314,7 @@ def _has_items(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0)
 
 
-def _is_texts(value: Any) -> bool:
+def _is_tuple_of_texts(value: Any) -> bool:
     """Whether a part may be the default collate's tuple of texts. Beside other parts it may be a constant."""
     return type(value) is tuple and bool(value) and all(type(item) in (str, bytes) for item in value)
 
@@ -331,30 +337,36 @@ def _layout_of(value: Any, count: int) -> Any:
     if _has_items(value):
         is_tensor, is_array = isinstance(value, torch.Tensor), isinstance(value, np.ndarray)
         return PerItem("tensor" if is_tensor else "numpy" if is_array else "list")
-    if _is_texts(value) and len(value) == count:
+    if _is_tuple_of_texts(value) and len(value) == count:
         return PerItem("tuple")
     if isinstance(value, Mapping):
         return {name: _layout_of(inner, count) for name, inner in value.items()}
-    return like(value, [_layout_of(inner, count) for inner in value]) if isinstance(value, tuple) else value
+    return (
+        rebuild_sequence(value, [_layout_of(inner, count) for inner in value])
+        if isinstance(value, tuple)
+        else value
+    )
 
 
-def _for_key(value: Any) -> Any:
+def _to_key_form(value: Any) -> Any:
     """An item in the form that its key is made of. The dtype of an array of texts depends on its batch."""
     return value.tolist() if isinstance(value, np.ndarray) and value.dtype.kind in "USO" else value
 
 
-def _alone(layout: Any, value: Any) -> Any:
+def _only_item(layout: Any, value: Any) -> Any:
     """The only item of a batch of one."""
     if isinstance(layout, PerItem):
         return value[0]
     if isinstance(layout, Mapping):
-        return {name: _alone(inner, value[name]) for name, inner in layout.items()}
+        return {name: _only_item(inner, value[name]) for name, inner in layout.items()}
     if isinstance(layout, tuple):
-        return like(value, [_alone(inner, one) for inner, one in zip(layout, value, strict=True)])
+        return rebuild_sequence(
+            value, [_only_item(inner, one) for inner, one in zip(layout, value, strict=True)]
+        )
     return value
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor | np.ndarray):
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}" + (

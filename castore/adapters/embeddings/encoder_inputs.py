@@ -12,10 +12,17 @@ from typing import Any
 
 from torch import nn
 
-from castore.adapters.embeddings.batch_places import Path, as_path, look, place_of, select, shown
+from castore.adapters.embeddings.batch_places import (
+    Place,
+    find_place,
+    format_place,
+    get_at,
+    parse_place,
+    select_items,
+)
 from castore.adapters.embeddings.config import check_name_among
 from castore.adapters.embeddings.encoder import CachedEncoder
-from castore.adapters.embeddings.frozen_encoders import trainable
+from castore.adapters.embeddings.frozen_encoders import why_not_frozen
 from castore.errors import InvalidValueError
 
 
@@ -23,10 +30,10 @@ from castore.errors import InvalidValueError
 class Call:
     """One call of an encoder: the places of its inputs, by keyword, or a single one."""
 
-    places: tuple[Path, ...]
+    places: tuple[Place, ...]
     keywords: tuple[str, ...] = ()
 
-    def places_but(self, keyword: str | None) -> list[Path]:
+    def places_without(self, keyword: str | None) -> list[Place]:
         """The places of all inputs but that of a keyword."""
         if not self.keywords:
             return [*self.places]
@@ -34,25 +41,27 @@ class Call:
 
     def read(self, batch: Any) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments."""
-        values = [look(batch, place) for place in self.places]
+        values = [get_at(batch, place) for place in self.places]
         return ([], dict(zip(self.keywords, values, strict=True))) if self.keywords else (values, {})
 
-    def read_some(self, batch: Any, layout: Any, positions: list[int]) -> tuple[list[Any], dict[str, Any]]:
+    def read_items(self, batch: Any, layout: Any, positions: list[int]) -> tuple[list[Any], dict[str, Any]]:
         """The same for some items of the batch."""
-        values = [select(look(layout, place), look(batch, place), positions) for place in self.places]
+        values = [
+            select_items(get_at(layout, place), get_at(batch, place), positions) for place in self.places
+        ]
         return ([], dict(zip(self.keywords, values, strict=True))) if self.keywords else (values, {})
 
     def feature(self, sample: Any) -> Any:
         """A key extractor's argument: the same places in a sample, or the sample if it lacks them."""
         try:
-            values = [look(sample, place) for place in self.places]
+            values = [get_at(sample, place) for place in self.places]
         except InvalidValueError:
             return sample
         return dict(zip(self.keywords, values, strict=True)) if self.keywords else values[0]
 
 
 @dataclass(frozen=True)
-class Source:
+class EncoderCalls:
     """An encoder of a model, and its calls.
 
     Attributes:
@@ -82,7 +91,7 @@ def encoder_names(model: nn.Module, encoders: Any) -> list[str]:
                 raise InvalidValueError(
                     f"encoders holds a {type(name).__name__}; give names: {', '.join(map(repr, children))}"
                 )
-            if _get(model, name) is None:
+            if get_encoder(model, name) is None:
                 check_name_among(name, children, f"encoders names {name!r}")
         return names
     reasons = []
@@ -92,18 +101,18 @@ def encoder_names(model: nn.Module, encoders: Any) -> list[str]:
         if frozen and all(frozen):
             found.append(name)
         else:
-            reasons.append(f"{name!r} ({trainable(child) or 'it has no parameters'})")
+            reasons.append(f"{name!r} ({why_not_frozen(child) or 'it has no parameters'})")
     if not found:
         raise InvalidValueError(
-            f"no child of the model is frozen: {', '.join(reasons) or 'it has none'}; or name the encoders "
-            "with encoders=..."
+            f"no child of the model is frozen: {', '.join(reasons) or 'it has none'}; freeze one, or name "
+            "the encoders with encoders=..."
         )
     return found
 
 
-def sources(
+def find_calls(
     cached: Mapping[str, CachedEncoder], encoders: Any, batch: Any
-) -> tuple[list[Source], list[Path]]:
+) -> tuple[list[EncoderCalls], list[Place]]:
     """The calls of the encoders to cache, and the places of inputs of the other encoders.
 
     Args:
@@ -117,68 +126,66 @@ def sources(
     """
     places = encoders if isinstance(encoders, Mapping) else {}
     found = [
-        Source(name, stand_in.encoder, _calls(name, places.get(name), batch), number)
+        EncoderCalls(name, stand_in.encoder, _parse_calls(name, places.get(name), batch), number)
         for number, (name, stand_in) in enumerate(cached.items())
     ]
     alone = [(name, where) for name, where in places.items() if name not in cached]
-    others = [place for name, where in alone for call in _calls(name, where, batch) for place in call.places]
-    _check_apart(found, others)
+    others = [
+        place for name, where in alone for call in _parse_calls(name, where, batch) for place in call.places
+    ]
+    _check_disjoint(found, others)
     return found, others
 
 
 def set_encoder(model: nn.Module, name: str, value: Any) -> None:
     """Put a value in the place of an encoder."""
     parent, _, last = name.rpartition(".")
-    setattr(_get(model, parent) if parent else model, last, value)
+    setattr(get_encoder(model, parent) if parent else model, last, value)
 
 
-def get_encoder(model: nn.Module, name: str) -> Any:
-    """The value in the place of an encoder, which may be a CachedEncoder."""
-    return _get(model, name)
-
-
-def _get(model: Any, name: str) -> Any:
+def get_encoder(model: Any, name: str) -> Any:
+    """The value in the place of an encoder, which may be a CachedEncoder; None if there is none."""
     for part in name.split("."):
         model = getattr(model, part, None)
     return model
 
 
-def _calls(name: str, where: Any, batch: Any) -> tuple[Call, ...]:
+def _parse_calls(name: str, where: Any, batch: Any) -> tuple[Call, ...]:
     given = where if isinstance(where, list) else [where]
     if not given:
-        raise InvalidValueError(f"encoders[{name!r}] is an empty list; say where its input is")
-    calls = tuple(_call(name, one, batch) for one in given)
+        raise InvalidValueError(f"encoders[{name!r}] is an empty list; name the place of its input")
+    calls = tuple(_parse_call(name, one, batch) for one in given)
     for call in calls:
         call.read(batch)  # raises an error that lists what is there
     return calls
 
 
-def _call(name: str, where: Any, batch: Any) -> Call:
+def _parse_call(name: str, where: Any, batch: Any) -> Call:
     if where is None:
-        return Call((_first_of(name, batch),))
+        return Call((_default_place(name, batch),))
     if isinstance(where, Mapping):
-        return Call(tuple(_place(name, place, batch) for place in where.values()), tuple(where))
-    return Call((_place(name, where, batch),))
+        return Call(tuple(_parse_place(name, place, batch) for place in where.values()), tuple(where))
+    return Call((_parse_place(name, where, batch),))
 
 
-def _place(name: str, where: Any, batch: Any) -> Path:
+def _parse_place(name: str, where: Any, batch: Any) -> Place:
     if not callable(where):
-        return as_path(where)
-    found = place_of(batch, where(batch))
+        return parse_place(where)
+    found = find_place(batch, where(batch))
     if found is None:
         raise InvalidValueError(
-            f"the input of the encoder {name!r} is no part of the batch, but made from "
-            "it; say where it is made from, with a path such as (0, 'image'), and let "
-            "the encoder or the collate function make it"
+            f"the input of the encoder {name!r} is not a part of the batch but computed from it; give the "
+            "place of that part, such as (0, 'image'), and compute the input in the encoder or in the "
+            "collate function"
         )
     return found
 
 
-def _first_of(name: str, batch: Any) -> Path:
+def _default_place(name: str, batch: Any) -> Place:
     if isinstance(batch, Mapping):
         raise InvalidValueError(
-            f"a batch has names ({', '.join(map(repr, batch))}), so say which "
-            f"feeds the encoder: encoders={{{name!r}: ...}}"
+            f"a batch has the names {', '.join(map(repr, batch))}; choose the input of the encoder with "
+            f"encoders={{{name!r}: ...}}"
         )
     # A list of items is a batch of samples that are features alone.
     structured = isinstance(batch, tuple) or (
@@ -187,22 +194,24 @@ def _first_of(name: str, batch: Any) -> Path:
     return (0,) if structured else ()
 
 
-def _check_apart(cached: list[Source], others: list[Path]) -> None:
+def _check_disjoint(cached: list[EncoderCalls], others: list[Place]) -> None:
     """Check that no input lies inside another, and that none also feeds an encoder that is not cached."""
-    owners: dict[Path, str] = {}
+    owners: dict[Place, str] = {}
     for source in cached:
         for place in (place for call in source.calls for place in call.places):
             for other, owner in owners.items():
                 if other != place and (other[: len(place)] == place or place[: len(other)] == other):
                     raise InvalidValueError(
-                        f"the encoder {source.name!r} is fed {shown(place)} and {owner!r} is fed "
-                        f"{shown(other)}, one a part of the other; give both the same place, or places apart"
+                        f"the input of the encoder {source.name!r} is {format_place(place)} and that of "
+                        f"{owner!r} is {format_place(other)}, and one contains the other; give both the "
+                        "same place, or places that do not overlap"
                     )
             owners[place] = source.name
     for place in others:
         for other, owner in owners.items():
             if other[: len(place)] == place or place[: len(other)] == other:
                 raise InvalidValueError(
-                    f"{shown(place)} feeds the encoder {owner!r}, which is cached, and one that is not "
-                    "(CacheType.NONE); give the other its features in a place of its own, or cache both"
+                    f"{format_place(place)} is the input of the encoder {owner!r}, which is cached, and of "
+                    "one that is not (CacheType.NONE); give the other encoder's input a place of its own, "
+                    "or cache both"
                 )

@@ -1,8 +1,8 @@
 """The outputs of an encoder as columns of a table: tensors, arrays, tuples, dicts, lists, text, numbers.
 
-`split` takes a batch of outputs apart into leaves, each of which becomes arrays with one row an item. The
-same description puts the rows that `take` finds together again. Knows nothing of files or stores. Must never
-give back another dtype, shape or value than was put in, except for floats whose storage was asked to be
+`split_outputs` takes a batch of outputs apart into leaves, each of which becomes arrays with one row an item.
+The same description puts the rows that `take` finds together again. Knows nothing of files or stores. Must
+never give back another dtype, shape or value than was put in, except for floats whose storage was asked to be
 narrower.
 """
 
@@ -93,7 +93,7 @@ class Leaf(NamedTuple):
         return self.kind in RAGGED
 
 
-class Part(NamedTuple):
+class LeafRows(NamedTuple):
     """The rows of one leaf for some items; for a ragged leaf also how many of the rows each item has."""
 
     values: torch.Tensor
@@ -128,7 +128,7 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def split(outputs: Any, count: int, dtype: torch.dtype | None) -> tuple[Schema, list[Part]]:
+def split_outputs(outputs: Any, count: int, dtype: torch.dtype | None) -> tuple[Schema, list[LeafRows]]:
     """Take the outputs for ``count`` items apart.
 
     Args:
@@ -142,7 +142,7 @@ def split(outputs: Any, count: int, dtype: torch.dtype | None) -> tuple[Schema, 
         SerializationError: the outputs are of another kind, or not one for each item.
     """
     leaves: list[Leaf] = []
-    parts: list[Part] = []
+    parts: list[LeafRows] = []
 
     def walk(value: Any, name: str) -> Any:
         if value is None:
@@ -150,23 +150,25 @@ def split(outputs: Any, count: int, dtype: torch.dtype | None) -> tuple[Schema, 
         if isinstance(value, tuple):
             return {
                 "tuple": [walk(item, f"{name}.{place}") for place, item in enumerate(value)],
-                **_fields(value),
+                **_field_names(value),
             }
         if isinstance(value, dict):
             if any(type(key) is not str for key in value):
                 raise SerializationError(f"{name}: the keys of a dict of outputs must be text")
             return {
                 "dict": [[key, walk(item, f"{name}.{key}")] for key, item in value.items()],
-                **_fields(value),
+                **_field_names(value),
             }
-        kind, logical, part = _part(value, name, count)
+        kind, logical, part = _to_rows(value, name, count)
         stored = logical if dtype is None or not logical.is_floating_point or kind == "float" else dtype
-        values = _narrowed(part.values, stored, name)
+        values = _narrow(part.values, stored, name)
         # Batches wait until their shard is put, and encoders may write the next batch into the same memory,
         # as CUDA graphs do.
-        parts.append(part._replace(values=values.clone() if _is_of(values, value) else values))
-        folder = _folder(name, {leaf.name for leaf in leaves})
-        leaves.append(Leaf(folder, kind, _name(logical), _name(stored), tuple(part.values.shape[1:])))
+        parts.append(part._replace(values=values.clone() if _shares_memory(values, value) else values))
+        folder = _free_folder(name, {leaf.name for leaf in leaves})
+        leaves.append(
+            Leaf(folder, kind, _dtype_name(logical), _dtype_name(stored), tuple(part.values.shape[1:]))
+        )
         return len(leaves) - 1
 
     structure = walk(outputs, "output")
@@ -188,11 +190,13 @@ def check_alike(kept: Schema, new: Schema, where: str) -> None:
     for old, fresh in zip(kept.leaves, new.leaves, strict=False):
         if old._replace(name="") != fresh._replace(name=""):
             hint = f"; {DIFFERENT_LENGTHS}" if old.kind == "tensor" else ""
-            raise SerializationError(f"{where}: {old.name} is {_say(fresh)}, where it was {_say(old)}{hint}")
+            raise SerializationError(
+                f"{where}: {old.name} is {_describe(fresh)}, where it was {_describe(old)}{hint}"
+            )
     raise SerializationError(f"{where}: the outputs are nested otherwise than those kept before")
 
 
-def restore(leaf: Leaf, values: torch.Tensor, lengths: torch.Tensor | None) -> Any:
+def restore_leaf(leaf: Leaf, values: torch.Tensor, lengths: torch.Tensor | None) -> Any:
     """The value of one leaf, from its gathered rows: a tensor, or a list with one object an item."""
     logical = dtype_of(leaf.dtype)
     if leaf.kind == "tensor":
@@ -218,7 +222,7 @@ def check_rows(rows: torch.Tensor) -> None:
     if rows.dtype != torch.int64 or rows.ndim != 1:
         raise InvalidValueError("rows must be a one-dimensional int64 tensor, as `rows` and `find` give it")
     if rows.device.type != "cpu":
-        raise OutOfRangeError("rows must lie on the CPU to be looked up there; move them with .cpu()")
+        raise OutOfRangeError("rows must be on the CPU; move them with .cpu()")
 
 
 def _rebuild(structure: Any, values: Sequence[Any]) -> Any:
@@ -228,12 +232,12 @@ def _rebuild(structure: Any, values: Sequence[Any]) -> Any:
         return values[structure]
     if "tuple" in structure:
         items = tuple(_rebuild(item, values) for item in structure["tuple"])
-        return _named(tuple(structure["fields"]))(*items) if "fields" in structure else items
+        return _named_tuple(tuple(structure["fields"]))(*items) if "fields" in structure else items
     found = {key: _rebuild(item, values) for key, item in structure["dict"]}
     return Output(found, structure["fields"]) if "fields" in structure else found
 
 
-def _fields(value: Any) -> dict[str, list[str]]:
+def _field_names(value: Any) -> dict[str, list[str]]:
     """The attribute names of the parts of a tuple or dict, if there are any."""
     if isinstance(value, Output):
         return {"fields": [*value._names]}
@@ -243,44 +247,42 @@ def _fields(value: Any) -> dict[str, list[str]]:
 
 
 @cache
-def _named(names: tuple[str, ...]) -> Any:
+def _named_tuple(names: tuple[str, ...]) -> Any:
     """A named tuple. Never looks up a class by a name in a file."""
     return namedtuple("Output", names, rename=True)
 
 
-def _part(value: Any, name: str, count: int) -> tuple[str, torch.dtype, Part]:
+def _to_rows(value: Any, name: str, count: int) -> tuple[str, torch.dtype, LeafRows]:
     if type(value) is np.ndarray:
-        _, dtype, part = _part(_from_numpy(value, name), name, count)
+        _, dtype, part = _to_rows(_from_numpy(value, name), name, count)
         return "array", dtype, part
     if isinstance(value, torch.Tensor):
         if not value.is_nested and (value.ndim == 0 or len(value) != count):
             raise SerializationError(
                 f"{name}: shape {tuple(value.shape)} is not one row for each of {count} items"
             )
-        plain = _plain(value, name)
+        plain = _to_dense(value, name)
         if plain[0].numel() == 0:
-            raise SerializationError(
-                f"{name}: its rows, of shape {tuple(plain.shape[1:])}, hold nothing to keep"
-            )
-        return "tensor", plain.dtype, Part(plain, None)
+            raise SerializationError(f"{name}: its rows, of shape {tuple(plain.shape[1:])}, have no elements")
+        return "tensor", plain.dtype, LeafRows(plain, None)
     if not isinstance(value, list) or len(value) != count:
         length = f" of {len(value)}" if isinstance(value, list) else ""
         raise SerializationError(
-            f"{name}: {type(value).__name__}{length} is no tensor or array, and no list of one for each "
-            f"of {count} items; tuples and dicts of these are kept too"
+            f"{name}: {type(value).__name__}{length} is neither a tensor or array nor a list with one "
+            f"element for each of {count} items; return one of these, or a tuple or dict of them"
         )
     kinds = {type(item) for item in value}
     if all(isinstance(item, torch.Tensor) for item in value):
-        part = _ragged([_plain(item, name) for item in value], name)
+        part = _join_ragged([_to_dense(item, name) for item in value], name)
         return "ragged", part.values.dtype, part
     if kinds in ({str}, {bytes}):
-        return "str" if str in kinds else "bytes", torch.uint8, _text(value)
+        return "str" if str in kinds else "bytes", torch.uint8, _join_text(value)
     if len(kinds) == 1 and (known := _NUMBERS.get(*kinds)):
-        return known[0], known[1], Part(_numbers(value, known[1], name), None)
+        return known[0], known[1], LeafRows(_to_tensor(value, known[1], name), None)
     raise SerializationError(
-        f"{name}: a list of {', '.join(sorted(kind.__name__ for kind in kinds))} cannot be "
-        "kept; lists of tensors can, and of text, bytes and numbers, each alone; of arrays, "
-        "make tensors with torch.from_numpy(...), or stack them"
+        f"{name}: a list of {', '.join(sorted(kind.__name__ for kind in kinds))} cannot be kept; return a "
+        "list of tensors, of text, of bytes or of numbers, and convert arrays with torch.from_numpy(...), "
+        "or stack them"
     )
 
 
@@ -295,7 +297,7 @@ def _from_numpy(value: np.ndarray[Any, Any], name: str) -> torch.Tensor:
         ) from error
 
 
-def _plain(value: torch.Tensor, name: str) -> torch.Tensor:
+def _to_dense(value: torch.Tensor, name: str) -> torch.Tensor:
     """A dense tensor on the CPU, without the graph."""
     if value.is_nested or value.layout is not torch.strided or value.is_quantized:
         raise SerializationError(
@@ -305,7 +307,7 @@ def _plain(value: torch.Tensor, name: str) -> torch.Tensor:
     return value.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
-def _is_of(values: torch.Tensor, output: Any) -> bool:
+def _shares_memory(values: torch.Tensor, output: Any) -> bool:
     """Whether the values lie in memory that the encoder returned."""
     return (
         isinstance(output, torch.Tensor)
@@ -313,7 +315,7 @@ def _is_of(values: torch.Tensor, output: Any) -> bool:
     )
 
 
-def _ragged(items: list[torch.Tensor], name: str) -> Part:
+def _join_ragged(items: list[torch.Tensor], name: str) -> LeafRows:
     if any(item.ndim == 0 for item in items):
         raise SerializationError(f"{name}: a list of tensors without dimensions; stack them")
     first = items[0]
@@ -324,50 +326,48 @@ def _ragged(items: list[torch.Tensor], name: str) -> Part:
                 f"{tuple(first.shape)}; the tensors may differ in their first dimension only"
             )
     if first.shape[1:].numel() == 0:
-        raise SerializationError(
-            f"{name}: its elements, of shape {tuple(first.shape[1:])}, hold nothing to keep"
-        )
-    return Part(torch.cat(items), torch.tensor([len(item) for item in items]))
+        raise SerializationError(f"{name}: its elements, of shape {tuple(first.shape[1:])}, have no elements")
+    return LeafRows(torch.cat(items), torch.tensor([len(item) for item in items]))
 
 
-def _text(items: list[Any]) -> Part:
+def _join_text(items: list[Any]) -> LeafRows:
     encode: Callable[[Any], bytes] = lambda item: (  # noqa: E731 - one of two ways, said once
         item if isinstance(item, bytes) else item.encode("utf-8", "surrogatepass")
     )
     encoded = [encode(item) for item in items]
     joined = bytearray(b"".join(encoded))
     values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
-    return Part(values, torch.tensor([len(item) for item in encoded]))
+    return LeafRows(values, torch.tensor([len(item) for item in encoded]))
 
 
-def _numbers(items: list[Any], dtype: torch.dtype, name: str) -> torch.Tensor:
+def _to_tensor(items: list[Any], dtype: torch.dtype, name: str) -> torch.Tensor:
     try:
         return torch.tensor(items, dtype=dtype)
     except (RuntimeError, OverflowError, ValueError) as error:
         raise SerializationError(f"{name}: a number does not fit into 64 bits ({error})") from error
 
 
-def _narrowed(values: torch.Tensor, stored: torch.dtype, name: str) -> torch.Tensor:
+def _narrow(values: torch.Tensor, stored: torch.dtype, name: str) -> torch.Tensor:
     if values.dtype == stored:
         return values
     narrow = values.to(stored)
     if not torch.equal(narrow.isfinite(), values.isfinite()):
         raise SerializationError(
-            f"{name}: a value does not fit into {stored}; keep bfloat16, "
+            f"{name}: a value does not fit into {stored}; use bfloat16, "
             "or the encoder's own dtype (dtype=None)"
         )
     return narrow
 
 
-def _folder(name: str, taken: set[str]) -> str:
+def _free_folder(name: str, taken: set[str]) -> str:
     plain = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in name)[:60]
-    for folder in _variants(plain):
+    for folder in _candidate_names(plain):
         if folder not in taken:
             return folder
-    raise AssertionError  # `_variants` has no end
+    raise AssertionError  # `_candidate_names` has no end
 
 
-def _variants(name: str) -> Iterator[str]:
+def _candidate_names(name: str) -> Iterator[str]:
     yield name
     number = 2
     while True:
@@ -375,10 +375,10 @@ def _variants(name: str) -> Iterator[str]:
         number += 1
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _say(leaf: Leaf) -> str:
+def _describe(leaf: Leaf) -> str:
     stored = f", stored as {leaf.stored}" if leaf.stored != leaf.dtype else ""
     return f"{leaf.kind} of {leaf.dtype} {leaf.shape}{stored}"

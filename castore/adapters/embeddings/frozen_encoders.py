@@ -3,7 +3,7 @@
 A trainable or random encoder is refused, by name.
 
 The check reads parameters, and modules that behave differently in training. It cannot see dropout that is
-called as a function: `no_random_numbers` notices that when it draws random numbers.
+called as a function: `refuse_random_numbers` notices that when it draws random numbers.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from castore.errors import InvalidValueError
 from castore.keys.bytecode import steps
 
 
-def trainable(encoder: Any) -> str | None:
+def why_not_frozen(encoder: Any) -> str | None:
     """Why a module, or one that a function uses, is trainable or random, in words; None if it is frozen.
 
-    >>> trainable(nn.Linear(2, 2))
+    >>> why_not_frozen(nn.Linear(2, 2))
     "its parameter 'weight' requires grad; freeze it with requires_grad_(False)"
-    >>> trainable(nn.Sequential(nn.Dropout(0.1)))
-    "its module '0' (Dropout) is in train mode, and gives another answer every time; call eval() on the
+    >>> why_not_frozen(nn.Sequential(nn.Dropout(0.1)))
+    "its module '0' (Dropout) is in train mode, and gives another result every time; call eval() on the
     encoder"
-    >>> trainable(nn.Sequential(nn.Dropout(0.1)).eval())
-    >>> trainable(nn.Linear(2, 2).forward)
+    >>> why_not_frozen(nn.Sequential(nn.Dropout(0.1)).eval())
+    >>> why_not_frozen(nn.Linear(2, 2).forward)
     "its parameter 'self.weight' requires grad; freeze it with requires_grad_(False)"
     """
-    modules = list(_modules(encoder))
+    modules = list(_used_modules(encoder))
     for prefix, held in modules:
         for name, parameter in held.named_parameters(prefix):
             if parameter.requires_grad:
@@ -46,7 +46,7 @@ def trainable(encoder: Any) -> str | None:
             if module.training and _differs_in_training(module):
                 return (
                     f"its module {name or 'itself'!r} ({type(module).__name__}) is in train mode, and gives "
-                    "another answer every time; call eval() on the encoder"
+                    "another result every time; call eval() on the encoder"
                 )
     return None
 
@@ -57,12 +57,12 @@ def check_frozen(encoder: Any, name: str) -> None:
     Raises:
         InvalidValueError: it may change; the message names the parameter or module.
     """
-    problem = trainable(encoder)
+    problem = why_not_frozen(encoder)
     if problem:
         raise InvalidValueError(f"the encoder {name!r} cannot be cached: {problem}")
 
 
-def _modules(encoder: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _used_modules(encoder: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The modules that an encoder is or uses.
 
     It uses a method's object, a function's globals and enclosing names, a partial's arguments.
@@ -71,17 +71,17 @@ def _modules(encoder: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
         yield name, encoder
     elif isinstance(encoder, functools.partial):
         for number, value in enumerate((encoder.func, *encoder.args)):
-            yield from _modules(value, f"{name or 'partial'}.{number}")
+            yield from _used_modules(value, f"{name or 'partial'}.{number}")
         for keyword, value in encoder.keywords.items():
-            yield from _modules(value, keyword)
+            yield from _used_modules(value, keyword)
     elif inspect.ismethod(encoder):
-        yield from _modules(encoder.__self__, "self")
+        yield from _used_modules(encoder.__self__, "self")
     else:
-        named = _outside(encoder) if inspect.isfunction(encoder) else getattr(encoder, "__dict__", {})
+        named = _outer_values(encoder) if inspect.isfunction(encoder) else getattr(encoder, "__dict__", {})
         yield from ((name, value) for name, value in named.items() if isinstance(value, nn.Module))
 
 
-def _outside(function: types.FunctionType) -> dict[str, Any]:
+def _outer_values(function: types.FunctionType) -> dict[str, Any]:
     """The values of a function's global and enclosing names."""
     code, cells = function.__code__, function.__closure__ or ()
     names = [argument for opname, argument in steps(code) if opname == "LOAD_GLOBAL"]
@@ -92,7 +92,7 @@ def _outside(function: types.FunctionType) -> dict[str, Any]:
     return found
 
 
-class Noted:
+class ChangeDetector:
     """Cheap signs of a changed encoder: its weights' addresses and versions, a function's outer names.
 
     Settings of its modules are not noticed, nor objects that a function reaches through other objects.
@@ -104,38 +104,38 @@ class Noted:
 
     def note(self) -> None:
         """Take the present state as the one to compare with."""
-        self._outside = _referred(self._encoder)
+        self._outside = _function_values(self._encoder)
         self._weights = _weights(self._encoder)
-        self._told = [*map(_written, self._weights)]
+        self._write_states = [*map(_write_state, self._weights)]
 
-    def may_have_changed(self, *, all_of_it: bool = False) -> bool:
+    def may_have_changed(self, *, thorough: bool = False) -> bool:
         """Whether the encoder looks different from the noted state.
 
         Args:
-            all_of_it: also notice other weights in the place of these, and take an encoder without weights as
+            thorough: also notice other weights in the place of these, and take an encoder without weights as
                 changed.
         """
-        outside = _referred(self._encoder)
+        outside = _function_values(self._encoder)
         if any(outside.get(name) is not value for name, value in self._outside.items()):
             return True
-        weights = _weights(self._encoder) if all_of_it else self._weights
-        return (all_of_it and not weights) or [*map(_written, weights)] != self._told
+        weights = _weights(self._encoder) if thorough else self._weights
+        return (thorough and not weights) or [*map(_write_state, weights)] != self._write_states
 
     def __getstate__(self) -> dict[str, Any]:
         # In another process everything has another address.
-        return {"_encoder": self._encoder, "_outside": {}, "_weights": [], "_told": []}
+        return {"_encoder": self._encoder, "_outside": {}, "_weights": [], "_write_states": []}
 
 
-def _referred(encoder: Any) -> dict[str, Any]:
-    return _outside(encoder) if inspect.isfunction(encoder) else {}
+def _function_values(encoder: Any) -> dict[str, Any]:
+    return _outer_values(encoder) if inspect.isfunction(encoder) else {}
 
 
 def _weights(encoder: Any) -> list[torch.Tensor]:
-    modules = [module for _, module in _modules(encoder)]
+    modules = [module for _, module in _used_modules(encoder)]
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
-def _written(tensor: torch.Tensor) -> tuple[int, int]:
+def _write_state(tensor: torch.Tensor) -> tuple[int, int]:
     """A tensor's address, and the number of writes to it, as far as torch counts them."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
     return tensor.data_ptr() if plain else id(tensor), 0 if tensor.is_inference() else tensor._version
@@ -151,7 +151,7 @@ def _differs_in_training(module: nn.Module) -> bool:
 
 
 @contextmanager
-def same_random_numbers() -> Iterator[None]:
+def preserve_random_state() -> Iterator[None]:
     """Restore the states of the random number generators, so that training draws what it would have drawn."""
     states = _random_states()
     devices = (
@@ -168,7 +168,7 @@ def same_random_numbers() -> Iterator[None]:
 
 
 @contextmanager
-def no_random_numbers(what: str, advice: str) -> Iterator[None]:
+def refuse_random_numbers(what: str, advice: str) -> Iterator[None]:
     """Check that nothing draws from a global random number generator inside the block.
 
     Raises:
@@ -184,7 +184,7 @@ def no_random_numbers(what: str, advice: str) -> Iterator[None]:
         and all(map(torch.equal, before[3], after[3]))
     ):
         raise InvalidValueError(
-            f"{what} draws random numbers, so that one answer is as good as another; {advice}"
+            f"{what} draws random numbers, so its result is another one each time; {advice}"
         )
 
 

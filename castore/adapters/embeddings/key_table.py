@@ -19,17 +19,17 @@ from castore.errors import UnhashableError
 from castore.keys.encoder import Encoder
 
 #: Second half of an int's key.
-_INT = int.from_bytes(blake3(b"castore embeddings: an integer key").digest(8), "little")
+_INTEGER_MARK = int.from_bytes(blake3(b"castore embeddings: an integer key").digest(8), "little")
 #: Key of a row without an item.
 NO_KEY = np.zeros(2, np.uint64)
 _MASK = (1 << 64) - 1
 _WORD = range(-(1 << 63), 1 << 63)
 
 Digests = np.ndarray[Any, np.dtype[np.uint64]]
-Rows = np.ndarray[Any, np.dtype[np.int64]]
+RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def digests(keys: Iterable[Any]) -> Digests:
+def key_digests(keys: Iterable[Any]) -> Digests:
     """The 128 bits of each key.
 
     Args:
@@ -47,26 +47,26 @@ def digests(keys: Iterable[Any]) -> Digests:
         keys = np.arange(keys.start, keys.stop, keys.step)
     if isinstance(keys, np.ndarray) and keys.ndim == 1 and keys.dtype.kind in "iu":
         if keys.dtype != np.uint64:
-            return _of_integers(keys.astype(np.int64))
+            return _integer_digests(keys.astype(np.int64))
         keys = keys.tolist()
     found = list(keys)
     if all(type(key) is int and key in _WORD for key in found):
-        return _of_integers(np.array(found, np.int64))
-    return np.frombuffer(b"".join(map(_digest, found)), np.uint64).reshape(-1, 2)
+        return _integer_digests(np.array(found, np.int64))
+    return np.frombuffer(b"".join(map(_key_digest, found)), np.uint64).reshape(-1, 2)
 
 
-def _of_integers(keys: Rows) -> Digests:
+def _integer_digests(keys: RowNumbers) -> Digests:
     table = np.empty((len(keys), 2), np.uint64)
     table[:, 0] = keys.view(np.uint64)
-    table[:, 1] = _INT
+    table[:, 1] = _INTEGER_MARK
     return table
 
 
-def _digest(key: Any) -> bytes:
+def _key_digest(key: Any) -> bytes:
     if isinstance(key, np.integer):
         key = int(key)
     if type(key) is int and key in _WORD:
-        return (key & _MASK).to_bytes(8, "little") + _INT.to_bytes(8, "little")
+        return (key & _MASK).to_bytes(8, "little") + _INTEGER_MARK.to_bytes(8, "little")
     _check_kind(key, "the key")
     return blake3(Encoder().encode(key, "the key")).digest(16)
 
@@ -79,26 +79,26 @@ def _check_kind(key: Any, what: str) -> None:
         raise UnhashableError(f"{what} is {type(key).__name__}; keys are int, str, bytes, or tuples of those")
 
 
-class Sorted(NamedTuple):
+class KeyIndex(NamedTuple):
     """Keys in the order of their first half, and the row of each."""
 
     first: Digests
     second: Digests
-    rows: Rows
+    rows: RowNumbers
 
     @classmethod
-    def of(cls, keys: Digests, rows: Rows) -> Sorted:
+    def of(cls, keys: Digests, rows: RowNumbers) -> KeyIndex:
         """Sort keys; of equal keys the first one stays first."""
         order = np.argsort(keys[:, 0], kind="stable")
         return cls(keys[order, 0], keys[order, 1], rows[order])
 
-    def with_more(self, keys: Digests, rows: Rows) -> Sorted:
+    def with_more(self, keys: Digests, rows: RowNumbers) -> KeyIndex:
         """A copy of this table with a few more keys."""
-        more = Sorted.of(keys, rows)
+        more = KeyIndex.of(keys, rows)
         places = np.searchsorted(self.first, more.first, side="right")
-        return Sorted(*(np.insert(old, places, new) for old, new in zip(self, more, strict=True)))
+        return KeyIndex(*(np.insert(old, places, new) for old, new in zip(self, more, strict=True)))
 
-    def find(self, keys: Digests) -> Rows:
+    def find(self, keys: Digests) -> RowNumbers:
         """The row of each key, or -1."""
         found = np.full(len(keys), -1, np.int64)
         size = len(self.first)
@@ -119,4 +119,4 @@ class Sorted(NamedTuple):
         return found
 
 
-EMPTY = Sorted(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64))
+EMPTY_INDEX = KeyIndex(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.int64))

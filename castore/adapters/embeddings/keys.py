@@ -26,7 +26,7 @@ _MOVES = {
     "index_select",
     "narrow", "split", "chunk", "unbind", "cat", "concat", "concatenate", "__iter__",
 }  # fmt: skip
-_TELLS = {
+_DESCRIBES = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr",
     "get_device",
     "is_pinned", "is_shared", "is_contiguous", "is_floating_point", "is_complex", "is_neg", "is_conj",
@@ -85,11 +85,11 @@ class Keys(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _TELLS:
+            if name in _DESCRIBES:
                 return func(*args, **kwargs)
             if name in _MOVES:
                 return _as_keys(func(*args, **kwargs), name)
-        raise _refusal(name)
+        raise _refusal_error(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Keys:
         return self.clone()  # type: ignore[return-value]
@@ -102,14 +102,14 @@ class Keys(torch.Tensor):
 def _as_keys(result: Any, name: str) -> Any:
     if isinstance(result, torch.Tensor):
         if result.dtype is not torch.int64:
-            raise _refusal(f"{name}({result.dtype})")
+            raise _refusal_error(f"{name}({result.dtype})")
         return result if isinstance(result, Keys) else result.as_subclass(Keys)
     if isinstance(result, tuple | list):
         return type(result)(_as_keys(item, name) for item in result)
     return result
 
 
-def _refusal(what: str) -> InvalidValueError:
+def _refusal_error(what: str) -> InvalidValueError:
     return InvalidValueError(
         f"{what} of Keys: this batch holds keys of cached embeddings in the place of features, and "
         "only a CachedEncoder takes them; name whatever else reads these features in "

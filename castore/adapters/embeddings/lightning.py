@@ -74,25 +74,28 @@ class EmbeddingCacheCallback(Callback):
             _flatten(role, loaders, flat)
         cached = cache_loaders(pl_module, flat, config, self._encoders, self._store, progress=self._progress)
         for role, loaders in given.items():
-            sources[role].instance = _replaced(role, loaders, cached)
+            sources[role].instance = _replace_loaders(role, loaders, cached)
 
 
 def _flatten(role: str, loaders: Any, flat: dict[str, DataLoader[Any]]) -> None:
     if isinstance(loaders, DataLoader):
         flat[role] = loaders
         return
-    for name, inner in _inner(role, loaders):
+    for name, inner in _inner_loaders(role, loaders):
         _flatten(f"{role}.{name}", inner, flat)
 
 
-def _replaced(role: str, loaders: Any, cached: Mapping[str, DataLoader[Any]]) -> Any:
+def _replace_loaders(role: str, loaders: Any, cached: Mapping[str, DataLoader[Any]]) -> Any:
     if isinstance(loaders, DataLoader):
         return cached[role]
-    replaced = {name: _replaced(f"{role}.{name}", inner, cached) for name, inner in _inner(role, loaders)}
+    replaced = {
+        name: _replace_loaders(f"{role}.{name}", inner, cached)
+        for name, inner in _inner_loaders(role, loaders)
+    }
     return replaced if isinstance(loaders, dict) else list(replaced.values())
 
 
-def _inner(role: str, loaders: Any) -> list[tuple[Any, Any]]:
+def _inner_loaders(role: str, loaders: Any) -> list[tuple[Any, Any]]:
     if isinstance(loaders, dict):
         return list(loaders.items())
     if isinstance(loaders, list | tuple):

@@ -2,8 +2,8 @@
 
 There are three kinds. `joined_loader` does not read the raw data at all, because labels are cached too.
 `replaced_loader` reads it, and replaces features by Keys, by index. `streaming_loader` is for streams: keys
-are looked up by the key extractor's result. `first_batches` reads the first samples, from which the layout of
-a batch is learnt. Knows no models.
+are looked up by the key extractor's result. `collate_first_samples` reads the first samples, from which the
+layout of a batch is learnt. Knows no models.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from castore.adapters.embeddings.batch_places import Path, Rest, put, same
+from castore.adapters.embeddings.batch_places import Place, RestOfBatch, is_same, replace_at
 from castore.adapters.embeddings.cache import EmbeddingCache
-from castore.adapters.embeddings.dataset_pass import Gather, Numbered, Sample
-from castore.adapters.embeddings.frozen_encoders import no_random_numbers
+from castore.adapters.embeddings.dataset_pass import KeyedCollate, NumberedDataset, NumberedSample
+from castore.adapters.embeddings.frozen_encoders import refuse_random_numbers
 from castore.adapters.embeddings.keys import ABSENT, Keys
 from castore.errors import InvalidValueError, NotFoundError
 
 # Number of samples that are read and collated twice, to learn the layout of a batch.
-_SAMPLES = 3
+_FIRST_SAMPLES = 3
 
 
 @dataclass(frozen=True)
-class Column:
+class KeyColumn:
     """One column of one place's Keys.
 
     Attributes:
@@ -46,12 +46,12 @@ class Column:
     first_key: int
 
 
-def _width(columns: Sequence[Column]) -> int:
+def _width(columns: Sequence[KeyColumn]) -> int:
     """The number of columns of Keys."""
     return 1 + max(column.encoder for column in columns)
 
 
-class KeyTable:
+class SampleKeys:
     """The Keys of every sample, for each place.
 
     Args:
@@ -60,7 +60,7 @@ class KeyTable:
         places: the number of places.
     """
 
-    def __init__(self, rows: torch.Tensor, columns: Sequence[Column], places: int) -> None:
+    def __init__(self, rows: torch.Tensor, columns: Sequence[KeyColumn], places: int) -> None:
         keys = torch.full((len(rows), places, _width(columns)), ABSENT)
         for column in columns:
             keys[:, column.place, column.encoder] = rows[:, column.source] + column.first_key
@@ -84,7 +84,7 @@ class JoinedDataset(Dataset[Any]):
         index: the table of labels; None if there are none.
     """
 
-    def __init__(self, keys: KeyTable, rest: Rest, index: EmbeddingCache | None) -> None:
+    def __init__(self, keys: SampleKeys, rest: RestOfBatch, index: EmbeddingCache | None) -> None:
         self._keys = keys
         self._rest = rest
         self._index = index
@@ -107,12 +107,14 @@ class JoinedDataset(Dataset[Any]):
 class ReplacedCollate:
     """Collates raw samples, and puts Keys in the place of the cached features."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any], keys: KeyTable, places: Sequence[Path]) -> None:
+    def __init__(
+        self, collate: Callable[[list[Any]], Any], keys: SampleKeys, places: Sequence[Place]
+    ) -> None:
         self._collate = collate
         self._keys = keys
         self._places = places
 
-    def __call__(self, samples: list[Sample]) -> Any:
+    def __call__(self, samples: list[NumberedSample]) -> Any:
         """The batch."""
         batch = self._collate([sample.value for sample in samples])
         numbers = torch.tensor([sample.number for sample in samples])
@@ -125,10 +127,10 @@ class StreamingCollate:
     def __init__(
         self,
         collate: Callable[[list[Any]], Any],
-        gather: Gather,
+        gather: KeyedCollate,
         tables: Sequence[EmbeddingCache],
-        columns: Sequence[Column],
-        places: Sequence[Path],
+        columns: Sequence[KeyColumn],
+        places: Sequence[Place],
     ) -> None:
         self._collate = collate
         self._gather = gather
@@ -153,13 +155,13 @@ class StreamingCollate:
         rows = self._tables[encoder].find(extracted)
         if bool((rows < 0).any()):
             raise NotFoundError(
-                "the stream gave an item that was not in it when the cache was filled; call "
-                "cache_embeddings again, which encodes what is new"
+                "the stream has an item that it did not have when the cache was filled; call "
+                "cache_embeddings again to encode it"
             )
         return rows
 
 
-def first_batches(loader: DataLoader[Any], role: str) -> tuple[Any, list[Any], tuple[int, int]]:
+def collate_first_samples(loader: DataLoader[Any], role: str) -> tuple[Any, list[Any], tuple[int, int]]:
     """The batches that the loader's collate function makes of the first samples.
 
     Returns:
@@ -180,16 +182,16 @@ def first_batches(loader: DataLoader[Any], role: str) -> tuple[Any, list[Any], t
     )
     # A stream may draw the order of its items; their keys make up for that.
     is_stream = isinstance(dataset, IterableDataset)
-    with nullcontext() if is_stream else no_random_numbers(f"the {role} loader's dataset", advice):
-        first = _read(dataset)
-        again = first if is_stream else _read(dataset)
+    with nullcontext() if is_stream else refuse_random_numbers(f"the {role} loader's dataset", advice):
+        first = _read_first(dataset)
+        again = first if is_stream else _read_first(dataset)
         if not first:
             raise InvalidValueError(f"the {role} loader's dataset is empty")
         if len(first) == 1:
             first, again = first * 2, again * 2
         collate = loader.collate_fn
         one = collate(first)
-    if not same(one, collate(again)):
+    if not is_same(one, collate(again)):
         raise InvalidValueError(
             f"the {role} loader's dataset gives another sample for the same index; {advice}"
         )
@@ -197,29 +199,29 @@ def first_batches(loader: DataLoader[Any], role: str) -> tuple[Any, list[Any], t
     return one, others, (len(first), len(first) - 1)
 
 
-def _read(dataset: Any) -> list[Any]:
+def _read_first(dataset: Any) -> list[Any]:
     if isinstance(dataset, IterableDataset):
-        return list(islice(dataset, _SAMPLES))
-    return [dataset[index] for index in range(min(_SAMPLES, len(dataset)))]
+        return list(islice(dataset, _FIRST_SAMPLES))
+    return [dataset[index] for index in range(min(_FIRST_SAMPLES, len(dataset)))]
 
 
 def joined_loader(loader: DataLoader[Any], dataset: JoinedDataset) -> DataLoader[Any]:
     """A loader that reads no raw data."""
-    return _changed(loader, dataset=dataset, collate_fn=_as_it_is)
+    return _copy_loader(loader, dataset=dataset, collate_fn=_return_batch)
 
 
-def replaced_loader(loader: DataLoader[Any], keys: KeyTable, places: Sequence[Path]) -> DataLoader[Any]:
+def replaced_loader(loader: DataLoader[Any], keys: SampleKeys, places: Sequence[Place]) -> DataLoader[Any]:
     """A loader that reads raw data, without the features that are cached."""
     collate = ReplacedCollate(loader.collate_fn, keys, places)
-    return _changed(loader, dataset=Numbered(loader.dataset), collate_fn=collate)
+    return _copy_loader(loader, dataset=NumberedDataset(loader.dataset), collate_fn=collate)
 
 
 def streaming_loader(loader: DataLoader[Any], collate: StreamingCollate) -> DataLoader[Any]:
     """A loader of an iterable dataset, without the features that are cached."""
-    return _changed(loader, collate_fn=collate)
+    return _copy_loader(loader, collate_fn=collate)
 
 
-def _changed(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+def _copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """A copy of a loader, of any class, that draws the same random numbers in the same order."""
     changed = copy.copy(loader)
     # A loader refuses another dataset, for reasons that do not hold before the first epoch.
@@ -227,11 +229,11 @@ def _changed(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     return changed
 
 
-def _with_keys(batch: Any, places: Sequence[Path], keys: Sequence[Keys]) -> Any:
+def _with_keys(batch: Any, places: Sequence[Place], keys: Sequence[Keys]) -> Any:
     for place, own in zip(places, keys, strict=True):
-        batch = put(batch, place, own)
+        batch = replace_at(batch, place, own)
     return batch
 
 
-def _as_it_is(batch: Any) -> Any:
+def _return_batch(batch: Any) -> Any:
     return batch

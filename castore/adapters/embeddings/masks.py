@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from castore.adapters.embeddings.batch_places import like, over
+from castore.adapters.embeddings.batch_places import map_leaves, rebuild_sequence
 from castore.errors import InvalidValueError
 
 
-def mask_in(kwargs: Mapping[str, Any], keyword: str, name: str) -> torch.Tensor:
+def get_mask(kwargs: Mapping[str, Any], keyword: str, name: str) -> torch.Tensor:
     """The mask (B, L), as bool, among the arguments of an encoder.
 
     Raises:
@@ -26,21 +26,21 @@ def mask_in(kwargs: Mapping[str, Any], keyword: str, name: str) -> torch.Tensor:
     if type(mask) is not torch.Tensor or mask.ndim != 2:
         got = "nothing" if mask is None else f"a {type(mask).__name__} of {tuple(getattr(mask, 'shape', ()))}"
         raise InvalidValueError(
-            f"masks says that the encoder {name!r} is fed a mask as {keyword}=..., a "
-            f"tensor (B, L), and it got {got}; call it with {keyword}=..., and name its "
-            f"place with encoders={{{name!r}: {{{keyword!r}: ...}}}}"
+            f"the encoder {name!r} needs its mask (see CacheConfig.masks) as {keyword}=..., a tensor (B, "
+            f"L), and got {got}; call it with {keyword}=..., and name the place of the mask with "
+            f"encoders={{{name!r}: {{{keyword!r}: ...}}}}"
         )
     marked = mask.bool()
     if not bool(marked.any(1).all()):
         raise InvalidValueError(
-            f"masks names {keyword!r} for the encoder {name!r}, and it marks nothing of "
-            "an item: it must be true where the item is and false where padding is; give "
-            "the encoder its opposite, and let it turn it over"
+            f"the mask {keyword!r} of the encoder {name!r} is false everywhere for an item; it must be true "
+            "where the item is and false where padding is: pass the inverted mask, and invert it in the "
+            "encoder"
         )
     return marked
 
 
-def unpadded(outputs: Any, mask: torch.Tensor) -> Any:
+def remove_padding(outputs: Any, mask: torch.Tensor) -> Any:
     """Outputs with a list of tensors (length, D) in the place of each tensor (B, L, D).
 
     Raises:
@@ -54,16 +54,16 @@ def unpadded(outputs: Any, mask: torch.Tensor) -> Any:
         found.append(leaf)
         return [states[own] for states, own in zip(leaf, mask.to(leaf.device), strict=True)]
 
-    cut_outputs = over(outputs, cut)
+    cut_outputs = map_leaves(outputs, cut)
     if not found:
         raise InvalidValueError(
-            "masks says that outputs are padded, and none is (B, L, D) with the mask's "
-            f"{tuple(mask.shape)}; leave the encoder out of masks"
+            f"no output has the shape (B, L, D) with the (B, L) of the mask, {tuple(mask.shape)}; leave the "
+            "encoder out of CacheConfig.masks"
         )
     return cut_outputs
 
 
-def padded(outputs: Any, mask: torch.Tensor) -> Any:
+def add_padding(outputs: Any, mask: torch.Tensor) -> Any:
     """Outputs with a tensor (B, L, D), zeros where the mask is false, in the place of each list of tensors.
 
     Raises:
@@ -72,17 +72,17 @@ def padded(outputs: Any, mask: torch.Tensor) -> Any:
     if isinstance(outputs, dict):
         changed = copy.copy(outputs)
         for name, value in outputs.items():
-            changed[name] = padded(value, mask)
+            changed[name] = add_padding(value, mask)
         return changed
     if isinstance(outputs, tuple):
-        return like(outputs, [padded(value, mask) for value in outputs])
+        return rebuild_sequence(outputs, [add_padding(value, mask) for value in outputs])
     if not isinstance(outputs, list) or not isinstance(outputs[0], torch.Tensor):
         return outputs
     lengths, marked = [len(states) for states in outputs], mask.sum(1).tolist()
     if lengths != marked:
         raise InvalidValueError(
             f"the mask marks {marked} elements of these items, and {lengths} were kept; "
-            "feed the encoder the mask that belongs to its keys"
+            "pass the mask that belongs to the keys"
         )
     values = torch.cat(outputs)
     whole = values.new_zeros((*mask.shape, *values.shape[1:]))

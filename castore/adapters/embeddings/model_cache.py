@@ -16,26 +16,32 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from castore import Store
-from castore.adapters.embeddings.batch_places import Path, Rest, is_covered, learn
+from castore.adapters.embeddings.batch_places import Place, RestOfBatch, is_covered, learn_layout
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.config import CacheConfig, CacheType
-from castore.adapters.embeddings.dataset_pass import Extractors, Gather, Pass
-from castore.adapters.embeddings.devices import Mapped, OnDevice, Placed, SplitOverRanks, fits
-from castore.adapters.embeddings.encoder import CachedEncoder, opened
+from castore.adapters.embeddings.dataset_pass import DatasetPass, Extractors, KeyedCollate
+from castore.adapters.embeddings.devices import (
+    DeviceLookup,
+    Lookup,
+    MappedLookup,
+    SplitLookup,
+    fits_on_device,
+)
+from castore.adapters.embeddings.encoder import CachedEncoder, open_store
 from castore.adapters.embeddings.encoder_inputs import (
-    Source,
+    EncoderCalls,
     encoder_names,
+    find_calls,
     get_encoder,
     set_encoder,
-    sources,
 )
-from castore.adapters.embeddings.frozen_encoders import same_random_numbers
+from castore.adapters.embeddings.frozen_encoders import preserve_random_state
 from castore.adapters.embeddings.loaders import (
-    Column,
     JoinedDataset,
-    KeyTable,
+    KeyColumn,
+    SampleKeys,
     StreamingCollate,
-    first_batches,
+    collate_first_samples,
     joined_loader,
     replaced_loader,
     streaming_loader,
@@ -110,16 +116,17 @@ def cache_loaders(
     config.check_names(names)
     if all(config.type_of(name) is CacheType.NONE for name in names):
         raise InvalidValueError("every encoder is CacheType.NONE: there is nothing to cache")
-    _check_named_apart(loaders, config)
-    with same_random_numbers():
-        place = opened(store, config)
-        stand_ins = _stand_ins(model, names, config, place)
+    _check_names_differ(loaders, config)
+    with preserve_random_state():
+        place = open_store(store, config)
+        stand_ins = _make_stand_ins(model, names, config, place)
         plans = [
-            _Plan.of(stand_ins, encoders, config, place, role, loader) for role, loader in loaders.items()
+            _LoaderPlan.make(stand_ins, encoders, config, place, role, loader)
+            for role, loader in loaders.items()
         ]
         for plan in plans:
             plan.fill(stand_ins, config, progress)
-        changed = {plan.role: plan.loader(stand_ins, config) for plan in plans}
+        changed = {plan.role: plan.make_loader(stand_ins, config) for plan in plans}
     for name, stand_in in stand_ins.items():
         set_encoder(model, name, stand_in)
     return changed
@@ -133,7 +140,7 @@ def _check_kinds(loaders: Mapping[str, object], config: object) -> None:
         raise InvalidValueError(f"config is a {type(config).__name__}; give a CacheConfig")
 
 
-def _check_named_apart(loaders: Mapping[str, DataLoader[Any]], config: CacheConfig) -> None:
+def _check_names_differ(loaders: Mapping[str, DataLoader[Any]], config: CacheConfig) -> None:
     """Check that no two datasets have one given name while their items are known by index alone."""
     named: dict[str, Any] = {}
     for role, loader in loaders.items():
@@ -142,12 +149,12 @@ def _check_named_apart(loaders: Mapping[str, DataLoader[Any]], config: CacheConf
         name = repr(config.fingerprints[role])
         if named.setdefault(name, loader.dataset) is not loader.dataset:
             raise InvalidValueError(
-                f"fingerprints gives two datasets the name {name}, so that items of one index would be "
-                "one item; name them apart, or give a key extractor"
+                f"fingerprints gives two datasets the name {name}, so items of the same index would share an "
+                "embedding; give the datasets different names, or give a key extractor"
             )
 
 
-def _stand_ins(
+def _make_stand_ins(
     model: nn.Module, names: list[str], config: CacheConfig, store: Store
 ) -> dict[str, CachedEncoder]:
     """The CachedEncoder for each encoder; an existing one keeps its tables, and its column of Keys."""
@@ -172,7 +179,7 @@ def _without_folder(config: CacheConfig) -> CacheConfig:
 
 
 @dataclass
-class _Plan:
+class _LoaderPlan:
     """The work for one loader.
 
     Attributes:
@@ -182,22 +189,22 @@ class _Plan:
         places: of inputs that Keys replace.
         columns: for each column of Keys: number of its place, number of its encoder, number of its call among
             all.
-        work: the pass that fills.
+        dataset_pass: the pass that fills the tables.
         has_labels: whether labels are kept.
         seen: for a stream, the keys of each encoder's items.
     """
 
     role: str
     raw: DataLoader[Any]
-    encoders: list[Source]
-    places: list[Path]
+    encoders: list[EncoderCalls]
+    places: list[Place]
     columns: list[tuple[int, int, int]]
-    work: Pass
+    dataset_pass: DatasetPass
     has_labels: bool
     seen: list[list[Any]]
 
     @classmethod
-    def of(
+    def make(
         cls,
         stand_ins: Mapping[str, CachedEncoder],
         encoders: Any,
@@ -205,11 +212,11 @@ class _Plan:
         store: Store,
         role: str,
         loader: DataLoader[Any],
-    ) -> _Plan:
+    ) -> _LoaderPlan:
         """Read the first samples, and name the tables."""
-        one, others, sizes = first_batches(loader, role)
-        found, left_alone = sources(stand_ins, encoders, one)
-        layout = learn(one, others, sizes)
+        one, others, sizes = collate_first_samples(loader, role)
+        found, left_alone = find_calls(stand_ins, encoders, one)
+        layout = learn_layout(one, others, sizes)
         extractors: Extractors = {
             source.number: extractor for source in found if (extractor := config.extractor_of(source.name))
         }
@@ -220,66 +227,72 @@ class _Plan:
                     f"the {role} loader's dataset is iterable, so its items have no index: give a key "
                     f"extractor for the encoder {source.name!r} with CacheConfig(key_extractors=...)"
                 )
-        places, columns = _columns(found, config)
-        has_labels = not is_stream and _keep_labels(config, one, places, left_alone)
+        places, columns = _key_columns(found, config)
+        has_labels = not is_stream and _keeps_labels(config, one, places, left_alone)
         rest = None
         if has_labels:
-            rest = Rest(layout, places)
+            rest = RestOfBatch(layout, places)
             rest.check(one, others)
         identity = _identity(config, role, loader, extractors, store)
-        tables = [_table(source, stand_ins[source.name].digest, identity, config, store) for source in found]
+        tables = [
+            _open_table(source, stand_ins[source.name].digest, identity, config, store) for source in found
+        ]
         index = None
         if not is_stream and (extractors or (rest is not None and rest.leaves)):
             parts = {**identity, "labels": has_labels, "places": places}
             parts |= {"calls": [source.calls for source in found if source.number in extractors]}
             index = EmbeddingCache(table_name("labels", parts), store, resident=True)
-        work = Pass(loader, found, extractors, tables, index, rest, layout)
-        return cls(role, loader, found, places, columns, work, has_labels, [])
+        dataset_pass = DatasetPass(loader, found, extractors, tables, index, rest, layout)
+        return cls(role, loader, found, places, columns, dataset_pass, has_labels, [])
 
     def fill(
         self, stand_ins: Mapping[str, CachedEncoder], config: CacheConfig, progress: bool | None
     ) -> None:
         """Encode what is missing."""
-        self.seen = self.work.fill(
+        self.seen = self.dataset_pass.fill(
             [stand_ins[source.name].encode for source in self.encoders],
             batch_size=config.batch_size,
             num_workers=config.num_workers or 0,
-            start=_start(),
+            start=_start_part(),
             label=self.role,
             progress=progress,
         )
 
-    def loader(self, stand_ins: Mapping[str, CachedEncoder], config: CacheConfig) -> DataLoader[Any]:
+    def make_loader(self, stand_ins: Mapping[str, CachedEncoder], config: CacheConfig) -> DataLoader[Any]:
         """The loader to train with."""
         is_stream = isinstance(self.raw.dataset, IterableDataset)
         if is_stream:
-            pairs = zip(self.work.tables, self.seen, strict=True)
+            pairs = zip(self.dataset_pass.tables, self.seen, strict=True)
             by_encoder = [table.rows(keys) for table, keys in pairs]
         else:
-            rows = self.work.rows()
+            rows = self.dataset_pass.rows()
             if bool((rows < 0).any()):
                 raise StoreError(
-                    "embeddings are gone again right after they were stored: the store is too small "
-                    "for them (max_size), or somebody deletes from it"
+                    "embeddings were removed right after they were stored; the store is too small for them "
+                    "(raise max_size), or another program deletes from it"
                 )
-            by_encoder = [rows[:, numbers].flatten() for numbers in _numbers(self.encoders)]
+            by_encoder = [rows[:, numbers].flatten() for numbers in _call_numbers(self.encoders)]
         first_keys = [
             stand_ins[source.name].add_table(
-                _placed(self.work.tables[source.number], own, stand_ins[source.name], config)
+                _place_table(self.dataset_pass.tables[source.number], own, stand_ins[source.name], config)
             )
             for source, own in zip(self.encoders, by_encoder, strict=True)
         ]
         columns = [
-            Column(place, stand_ins[self.encoders[number].name].column, call, first_keys[number])
+            KeyColumn(place, stand_ins[self.encoders[number].name].column, call, first_keys[number])
             for place, number, call in self.columns
         ]
         if is_stream:
-            gather = Gather(self.raw.collate_fn, self.encoders, self.work.extractors)
-            collate = StreamingCollate(self.raw.collate_fn, gather, self.work.tables, columns, self.places)
+            gather = KeyedCollate(self.raw.collate_fn, self.encoders, self.dataset_pass.extractors)
+            collate = StreamingCollate(
+                self.raw.collate_fn, gather, self.dataset_pass.tables, columns, self.places
+            )
             return streaming_loader(self.raw, collate)
-        keys = KeyTable(rows, columns, len(self.places))
-        if self.work.rest is not None:
-            return joined_loader(self.raw, JoinedDataset(keys, self.work.rest, self.work.index))
+        keys = SampleKeys(rows, columns, len(self.places))
+        if self.dataset_pass.rest is not None:
+            return joined_loader(
+                self.raw, JoinedDataset(keys, self.dataset_pass.rest, self.dataset_pass.index)
+            )
         return replaced_loader(self.raw, keys, self.places)
 
 
@@ -299,8 +312,8 @@ def _identity(
     }
 
 
-def _table(
-    source: Source, digest: str, identity: Mapping[str, object], config: CacheConfig, store: Store
+def _open_table(
+    source: EncoderCalls, digest: str, identity: Mapping[str, object], config: CacheConfig, store: Store
 ) -> EmbeddingCache:
     named = identity["key_extractors"]
     assert isinstance(named, dict)
@@ -321,7 +334,7 @@ def _table(
     )
 
 
-def _keep_labels(config: CacheConfig, batch: Any, places: list[Path], left_alone: list[Path]) -> bool:
+def _keeps_labels(config: CacheConfig, batch: Any, places: list[Place], left_alone: list[Place]) -> bool:
     if config.labels is not None:
         return config.labels
     if left_alone:
@@ -330,19 +343,21 @@ def _keep_labels(config: CacheConfig, batch: Any, places: list[Path], left_alone
     return isinstance(batch, Mapping) or () in places or is_covered(batch[0], (0,), places)
 
 
-def _columns(encoders: list[Source], config: CacheConfig) -> tuple[list[Path], list[tuple[int, int, int]]]:
+def _key_columns(
+    encoders: list[EncoderCalls], config: CacheConfig
+) -> tuple[list[Place], list[tuple[int, int, int]]]:
     """All places that Keys replace, and a column for each of an encoder's places.
 
     A column is the number of the place, the number of the encoder, and the number of the call among all.
     Masks are not replaced: they are needed to pad the encoder's outputs.
     """
-    places: list[Path] = []
+    places: list[Place] = []
     columns = []
     calls = 0
     for source in encoders:
         for call in source.calls:
             mask = config.masks.get(source.name)
-            for place in call.places_but(mask):
+            for place in call.places_without(mask):
                 if place not in places:
                     places.append(place)
                 columns.append((places.index(place), source.number, calls))
@@ -350,7 +365,7 @@ def _columns(encoders: list[Source], config: CacheConfig) -> tuple[list[Path], l
     return places, columns
 
 
-def _numbers(encoders: list[Source]) -> list[list[int]]:
+def _call_numbers(encoders: list[EncoderCalls]) -> list[list[int]]:
     """The numbers of each encoder's calls among all calls."""
     numbers, calls = [], 0
     for source in encoders:
@@ -359,19 +374,19 @@ def _numbers(encoders: list[Source]) -> list[list[int]]:
     return numbers
 
 
-def _placed(
+def _place_table(
     table: EmbeddingCache, rows: torch.Tensor, stand_in: CachedEncoder, config: CacheConfig
-) -> Placed:
+) -> Lookup:
     kind = config.type_of(stand_in.name)
     rows = torch.unique(rows)  # sorted
-    if kind is CacheType.AUTO and fits(table, rows, stand_in._device(torch.device("cpu"))):
+    if kind is CacheType.AUTO and fits_on_device(table, rows, stand_in._device(torch.device("cpu"))):
         kind = CacheType.GPU
     if kind is not CacheType.GPU:
-        return Mapped(table)
-    return SplitOverRanks(table, rows) if config.split else OnDevice(table, rows)
+        return MappedLookup(table)
+    return SplitLookup(table, rows) if config.split else DeviceLookup(table, rows)
 
 
-def _start() -> float:
+def _start_part() -> float:
     """The part of the samples, from 0 to 1, at which this rank begins.
 
     Each rank of a node has another one.

@@ -18,24 +18,24 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from castore.adapters.embeddings.claims import locks_of
-from castore.adapters.embeddings.encoder_outputs import Part, Schema, check_alike
+from castore.adapters.embeddings.claims import embedding_locks
+from castore.adapters.embeddings.encoder_outputs import LeafRows, Schema, check_alike
 from castore.adapters.embeddings.key_table import Digests
 from castore.adapters.embeddings.table import Table
 from castore.adapters.embeddings.table_layout import (
     MANIFEST,
     SORTED_KEYS,
-    Column,
     Manifest,
     Shard,
     SortedKeys,
+    TableColumn,
     alignments,
     columns_of,
     npy_file,
     numpy_name,
     numpy_view,
 )  # fmt: skip
-from castore.adapters.mapped_check import forget, note_new
+from castore.adapters.mapped_check import forget_notes, note_new
 from castore.errors import FullError, StoreError
 from castore.objects.codecs import Buffer
 from castore.store import Store
@@ -44,13 +44,13 @@ from castore.units import format_size
 #: Bytes at which a shard is put: large enough for few files, small enough to lose little.
 SHARD_BYTES = 32 * 1024 * 1024
 # The next shard absorbs shards up to this size, whatever its own size: each costs a gap of rows.
-_SMALL = 256 * 1024
+_SMALL_SHARD_BYTES = 256 * 1024
 #: The sorted keys are written anew when this many keys, and this part of all keys, are missing from the file.
 _UNSORTED, _UNSORTED_PART = 4096, 8
 _ATTEMPTS = 100
 
 
-class Current(NamedTuple):
+class TableState(NamedTuple):
     """The state from which a shard is planned.
 
     Attributes:
@@ -64,12 +64,12 @@ class Current(NamedTuple):
     table: Table | None
 
 
-class Rows(NamedTuple):
+class NewRows(NamedTuple):
     """Items to be put: keys (n, 2), and the rows of each leaf."""
 
     keys: Digests
     schema: Schema
-    parts: list[Part]
+    parts: list[LeafRows]
 
     @property
     def size(self) -> int:
@@ -77,15 +77,15 @@ class Rows(NamedTuple):
         return sum(part.values.nbytes for part in self.parts)
 
 
-def joined(batches: Sequence[Rows]) -> Rows:
+def join_rows(batches: Sequence[NewRows]) -> NewRows:
     """Several batches as one."""
     parts = []
     for pieces in zip(*(batch.parts for batch in batches), strict=True):
         lengths = [piece.lengths for piece in pieces if piece.lengths is not None]
         parts.append(
-            Part(torch.cat([piece.values for piece in pieces]), torch.cat(lengths) if lengths else None)
+            LeafRows(torch.cat([piece.values for piece in pieces]), torch.cat(lengths) if lengths else None)
         )
-    return Rows(np.concatenate([batch.keys for batch in batches]), batches[0].schema, parts)
+    return NewRows(np.concatenate([batch.keys for batch in batches]), batches[0].schema, parts)
 
 
 class Publisher:
@@ -96,26 +96,26 @@ class Publisher:
         current: reads the table's present state.
     """
 
-    def __init__(self, store: Store, prefix: str, current: Callable[[], Current]) -> None:
+    def __init__(self, store: Store, prefix: str, current: Callable[[], TableState]) -> None:
         self._store = store
         self._prefix = prefix
         self._current = current
 
-    def publish(self, rows: Rows) -> None:
+    def publish(self, rows: NewRows) -> None:
         """Put a shard.
 
         Raises:
             FullError, TooLargeError: it does not fit into the budget, or onto the disk.
         """
-        with locks_of(self._store).hold(f"shards of {self._prefix}"):
+        with embedding_locks(self._store).hold(f"shards of {self._prefix}"):
             self._publish(rows)
 
-    def _publish(self, rows: Rows) -> None:
+    def _publish(self, rows: NewRows) -> None:
         for _ in range(_ATTEMPTS):
             expected, is_there, table = self._current()
             manifest = Manifest.new(rows.schema) if table is None else table.manifest
             check_alike(manifest.schema, rows.schema, self._prefix)
-            shard, files, absorbed = _plan(rows, manifest, table)
+            shard, files, absorbed = _plan_shard(rows, manifest, table)
             gone = set(absorbed) | {old for old in manifest.shards if table is None or not table.is_here(old)}
             kept = tuple(old for old in manifest.shards if old not in gone)
             self._check_room(shard, kept, manifest.schema)
@@ -132,7 +132,8 @@ class Publisher:
             if self._put(expected, new, files, drop):
                 return
         raise StoreError(
-            f"{self._prefix} changes faster than a shard can be put; are its files' locks granted to all?"
+            f"other processes changed {self._prefix} during each of {_ATTEMPTS} attempts to add a shard; "
+            f"check that the file system of {self._store.path} grants a lock to one process at a time"
         )
 
     def _check_room(self, shard: Shard, kept: tuple[Shard, ...], schema: Schema) -> None:
@@ -141,11 +142,12 @@ class Publisher:
         A put over it evicts least recently used entries, perhaps this table's own rows.
         """
         budget, columns = self._store.settings.max_size, columns_of(schema)
-        need = sum(_bytes(each, columns) for each in (*kept, shard))
+        need = sum(_shard_bytes(each, columns) for each in (*kept, shard))
         if budget is not None and need > budget:
             raise FullError(
-                f"{self._prefix} takes {format_size(need)} by now, more than its store may hold "
-                f"({format_size(budget)}); raise it with `castore init --max-size`, or store a narrower dtype"
+                f"{self._prefix} needs {format_size(need)}, more than its store may hold "
+                f"({format_size(budget)}); raise the limit with `castore init --max-size`, or store a "
+                "narrower dtype"
             )
 
     def sort_keys(self) -> None:
@@ -181,13 +183,13 @@ class Publisher:
         # Removed at once and not by the next gc: a table filled in small steps would leave many times its
         # size.
         gone = {found.blob for found in before.values()} - after
-        forget(store, gone)
+        forget_notes(store, gone)
         store.remove_blobs([blob.digest for blob in gone])
         return True
 
 
-def _plan(
-    rows: Rows, manifest: Manifest, table: Table | None
+def _plan_shard(
+    rows: NewRows, manifest: Manifest, table: Table | None
 ) -> tuple[Shard, list[tuple[str, bytearray, dict[str, Any] | None]], list[Shard]]:
     """The shard, its files with their metadata, and the shards that it absorbs."""
     if table is None:
@@ -195,12 +197,12 @@ def _plan(
         steps = alignments(columns)
         absorbed: list[Shard] = []
     else:
-        columns, steps, absorbed = table.columns, table.alignments, _absorbed(rows, table)
+        columns, steps, absorbed = table.columns, table.alignments, _find_absorbable(rows, table)
     if absorbed:
         starts, firsts = [start for start, _ in absorbed[0].extents], list(manifest.ends)
     else:
         starts = firsts = [-(-end // step) * step for end, step in zip(manifest.ends, steps, strict=True)]
-    data = _data(rows, columns, firsts)
+    data = _new_column_rows(rows, columns, firsts)
     extents, written = _extents(columns, data, starts, firsts), []
     files: list[tuple[str, bytearray, dict[str, Any] | None]] = []
     shard = Shard(extents, (), len(rows.keys) + sum(old.keys for old in absorbed))
@@ -212,36 +214,41 @@ def _plan(
             new = torch.cat([old, new])
         array = numpy_view(new)
         file = npy_file(array.view(np.uint64) if column.leaf < 0 else array)
-        files.append((shard.file(column), file, _about(column, rows.schema, extents)))
+        files.append((shard.file(column), file, _file_metadata(column, rows.schema, extents)))
         written.append(file)
     return shard._replace(digests=tuple(blake3(file).hexdigest() for file in written)), files, absorbed
 
 
-def _absorbed(rows: Rows, table: Table) -> list[Shard]:
+def _find_absorbable(rows: NewRows, table: Table) -> list[Shard]:
     """The last shards to absorb: each small, or no larger than the rows after it; at most one full shard."""
     shards, taken = table.manifest.shards, len(table.manifest.shards)
     after, count, room = table.manifest.ends, len(rows.keys), SHARD_BYTES - rows.size
     while taken:
         last = shards[taken - 1]
-        size = _bytes(last, table.columns)
+        size = _shard_bytes(last, table.columns)
         # Row numbers of a lost shard in between must not become those of rows that are here.
         gaps = [start - end for start, (_, end) in zip(after, last.extents, strict=True)]
         adjacent = all(gap < step for gap, step in zip(gaps, table.alignments, strict=True))
-        if not adjacent or not table.is_here(last) or size > room or (last.keys > count and size > _SMALL):
+        if (
+            not adjacent
+            or not table.is_here(last)
+            or size > room
+            or (last.keys > count and size > _SMALL_SHARD_BYTES)
+        ):
             break
         after = tuple(start for start, _ in last.extents)
         count, room, taken = count + last.keys, room - size, taken - 1
     return list(shards[taken:])
 
 
-def _bytes(shard: Shard, columns: list[Column]) -> int:
+def _shard_bytes(shard: Shard, columns: list[TableColumn]) -> int:
     return sum(
         (shard.extents[column.space][1] - shard.extents[column.space][0]) * column.row_bytes
         for column in columns
     )
 
 
-def _data(rows: Rows, columns: list[Column], firsts: list[int]) -> list[torch.Tensor]:
+def _new_column_rows(rows: NewRows, columns: list[TableColumn], firsts: list[int]) -> list[torch.Tensor]:
     """The new rows of each column; a row of a ragged leaf is the place and the number of its elements."""
     data = []
     for column in columns:
@@ -259,7 +266,7 @@ def _data(rows: Rows, columns: list[Column], firsts: list[int]) -> list[torch.Te
 
 
 def _extents(
-    columns: list[Column], data: list[torch.Tensor], starts: list[int], firsts: list[int]
+    columns: list[TableColumn], data: list[torch.Tensor], starts: list[int], firsts: list[int]
 ) -> tuple[tuple[int, int], ...]:
     counts = {column.space: len(rows) for column, rows in zip(columns, data, strict=True)}
     return tuple(
@@ -268,7 +275,9 @@ def _extents(
     )
 
 
-def _about(column: Column, schema: Schema, extents: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+def _file_metadata(
+    column: TableColumn, schema: Schema, extents: tuple[tuple[int, int], ...]
+) -> dict[str, Any]:
     """A file's metadata, which `castore stat` shows."""
     start, end = extents[column.space]
     about: dict[str, Any] = {"rows": f"{start}-{end}"}

@@ -18,17 +18,17 @@ import numpy as np
 import torch
 
 from castore.adapters.embeddings.encoder_outputs import dtype_of
-from castore.adapters.embeddings.key_table import EMPTY, NO_KEY, Digests, Rows, Sorted
+from castore.adapters.embeddings.key_table import EMPTY_INDEX, NO_KEY, Digests, KeyIndex, RowNumbers
 from castore.adapters.embeddings.mapped_region import PAGE, Region
 from castore.adapters.embeddings.table_layout import (
     SORTED_KEYS,
-    Column,
     Manifest,
     Shard,
+    TableColumn,
     alignments,
     columns_of,
 )
-from castore.adapters.mapped_check import read_whole, unchecked
+from castore.adapters.mapped_check import check_now, find_unchecked
 from castore.errors import CorruptError, NotFoundError
 from castore.records import LOOSE, LOST, Blob, Found
 from castore.store import Store
@@ -39,7 +39,7 @@ from castore.system.temporary import open_regular
 _RANDOM_PART = 0.5
 # Factor by which more addresses are reserved than are needed, because a table grows; and the least number.
 _SPARE = 16
-_LEAST = 1 << 30
+_MIN_BYTES = 1 << 30
 _NEVER = torch.iinfo(torch.int64).max
 
 
@@ -47,7 +47,7 @@ class CacheWarning(UserWarning):
     """A part of an embedding cache is gone or damaged, and will be computed again."""
 
 
-class View(NamedTuple):
+class TableView(NamedTuple):
     """The state that look-ups use; replaced as a whole when the table grows.
 
     Attributes:
@@ -86,14 +86,14 @@ class Table:
         self.alignments = alignments(self.columns)
         #: The leaves, and for each the column that rows index, and the column of its elements if it is
         #: ragged, or -1.
-        self.places = (manifest.schema.leaves, _places(self.columns, len(manifest.schema.leaves)))
+        self.places = (manifest.schema.leaves, _leaf_places(self.columns, len(manifest.schema.leaves)))
         self._regions: list[Region | None] = [None] * len(self.columns)
         self._mapped: dict[tuple[int, int], Shard] = {}
         self._missing: set[Shard] = set()
-        self._sorted = self._recent = EMPTY
+        self._sorted = self._recent = EMPTY_INDEX
         self._sorted_digest = ""
         self._sorted_until = 0
-        self.view = self._view(manifest.ends)
+        self.view = self._make_view(manifest.ends)
         self.update(manifest)
 
     # Rows
@@ -106,9 +106,9 @@ class Table:
             for shard in manifest.shards
             if self._mapped.get(shard.extents[0]) != shard and shard not in self._missing
         ]
-        names = [self._name(shard, column) for shard in fresh for column in self.columns]
-        found = self._store.find_many([*names, self._below(SORTED_KEYS)])
-        good = self._good(fresh, found)
+        names = [self._file_name(shard, column) for shard in fresh for column in self.columns]
+        found = self._store.find_many([*names, self._entry_name(SORTED_KEYS)])
+        good = self._find_sound_files(fresh, found)
         self._reserve(manifest.ends)
         self._missing.update(
             shard for shard in fresh if not (good.issuperset(shard.digests) and self._map(shard, found))
@@ -120,8 +120,8 @@ class Table:
                 del self._mapped[old]
             self._mapped[start, end] = shard
         # Rows of absorbed shards are still mapped, and still true, also if the absorbing shard is missing.
-        before, self.view = self.view, self._view(manifest.ends)
-        self._update_keys(found.get(self._below(SORTED_KEYS)), fresh, before)
+        before, self.view = self.view, self._make_view(manifest.ends)
+        self._update_keys(found.get(self._entry_name(SORTED_KEYS)), fresh, before)
         for name in found:
             self._store.count_use(name)
         if self._resident:
@@ -143,19 +143,19 @@ class Table:
     def __len__(self) -> int:
         return sum(shard.keys for shard in self._mapped.values())
 
-    def _name(self, shard: Shard, column: Column) -> str:
-        return self._below(shard.file(column))
+    def _file_name(self, shard: Shard, column: TableColumn) -> str:
+        return self._entry_name(shard.file(column))
 
-    def _below(self, name: str) -> str:
+    def _entry_name(self, name: str) -> str:
         return f"{self._prefix}/{name}"
 
-    def _good(self, shards: list[Shard], found: dict[str, Found]) -> set[str]:
+    def _find_sound_files(self, shards: list[Shard], found: dict[str, Found]) -> set[str]:
         """The digests, in hex, of the files of some shards that are there and sound."""
         wanted: dict[str, Blob] = {}
         now = time.time()
         for shard in shards:
             for column, digest in zip(self.columns, shard.digests, strict=True):
-                entry = found.get(self._name(shard, column))
+                entry = found.get(self._file_name(shard, column))
                 if entry is None or (entry.expires is not None and entry.expires <= now):
                     continue
                 start, end = shard.extents[column.space]
@@ -164,15 +164,15 @@ class Table:
                     and entry.blob.size == PAGE + (end - start) * column.row_bytes
                 ):
                     wanted[digest] = entry.blob
-        return self._sound(wanted)
+        return self._check_blobs(wanted)
 
-    def _sound(self, wanted: dict[str, Blob]) -> set[str]:
+    def _check_blobs(self, wanted: dict[str, Blob]) -> set[str]:
         """The digests, in hex, of the blobs whose bytes are right."""
         good = set(wanted)
         # Packed and compressed blobs are copied, and checked when they are read.
-        for blob in unchecked(self._store, [blob for blob in wanted.values() if _can_be_mapped(blob)]):
+        for blob in find_unchecked(self._store, [blob for blob in wanted.values() if _can_be_mapped(blob)]):
             try:
-                read_whole(self._store, blob)
+                check_now(self._store, blob)
             except NotFoundError:  # gc was faster
                 good.discard(blob.digest.hex())
             except CorruptError as error:
@@ -189,7 +189,7 @@ class Table:
             need, region = ends[column.space] * column.row_bytes + PAGE, self._regions[number]
             if region is not None and region.size >= need:
                 continue
-            grown = self._regions[number] = Region(max(_LEAST, _SPARE * need), random=random)
+            grown = self._regions[number] = Region(max(_MIN_BYTES, _SPARE * need), random=random)
             if region is not None:
                 self._move(number, region, grown)
 
@@ -205,7 +205,7 @@ class Table:
             start, end = shard.extents[column.space]
             if start == end:
                 continue
-            region, blob = self._regions[number], found[self._name(shard, column)].blob
+            region, blob = self._regions[number], found[self._file_name(shard, column)].blob
             assert region is not None
             try:
                 if _can_be_mapped(blob):
@@ -217,7 +217,7 @@ class Table:
             if data is None:
                 now = self._store.blob(blob.digest)
                 if now is not None and now.pack == LOST:  # otherwise gc was faster
-                    name = self._name(shard, column)
+                    name = self._file_name(shard, column)
                     _warn(f"{self._prefix}: {name} is damaged; its rows will be computed again")
                 return False
             region.copy(start * column.row_bytes, memoryview(data)[PAGE:])
@@ -232,7 +232,7 @@ class Table:
         finally:
             os.close(fd)
 
-    def _view(self, ends: Sequence[int]) -> View:
+    def _make_view(self, ends: Sequence[int]) -> TableView:
         runs: list[list[int]] = []
         for start, end in sorted(self._mapped):
             if runs and start <= runs[-1][1]:
@@ -249,7 +249,9 @@ class Table:
             )
         starts = torch.tensor([*(run[0] for run in runs), _NEVER])
         whole = len(runs) == 1 and runs[0] == [0, ends[0]]
-        return View(tuple(tensors), starts, torch.tensor([run[1] for run in runs], dtype=torch.int64), whole)
+        return TableView(
+            tuple(tensors), starts, torch.tensor([run[1] for run in runs], dtype=torch.int64), whole
+        )
 
     def _populate(self, shards: list[Shard]) -> None:
         places = [
@@ -259,11 +261,13 @@ class Table:
             if column.leaf >= 0 and region is not None
         ]
         if places:
-            threading.Thread(target=_populate, args=(places,), name="castore-populate", daemon=True).start()
+            threading.Thread(
+                target=_populate_regions, args=(places,), name="castore-populate", daemon=True
+            ).start()
 
     # Keys
 
-    def find(self, keys: Digests) -> Rows:
+    def find(self, keys: Digests) -> RowNumbers:
         """The row of each key that is here, or -1."""
         found = self._recent.find(keys)
         missing = np.flatnonzero(found < 0)
@@ -274,15 +278,15 @@ class Table:
             found[missing] = rows
         return found
 
-    def live_keys(self) -> Sorted:
+    def live_keys(self) -> KeyIndex:
         """All keys that are here, sorted."""
         rows = [np.arange(*shard.extents[0]) for shard in self._in_order()]
         keys = [self._keys_at(*shard.extents[0]) for shard in self._in_order()]
         if not rows:
-            return EMPTY
+            return EMPTY_INDEX
         all_rows, all_keys = np.concatenate(rows), np.concatenate(keys)
         real = (all_keys != NO_KEY).any(1)
-        return Sorted.of(all_keys[real], all_rows[real])
+        return KeyIndex.of(all_keys[real], all_rows[real])
 
     @property
     def unsorted(self) -> int:
@@ -295,14 +299,14 @@ class Table:
     def _keys_at(self, start: int, end: int) -> Digests:
         return self.view.columns[0][start:end].numpy().view(np.uint64)
 
-    def _update_keys(self, found: Found | None, fresh: list[Shard], before: View | None) -> None:
+    def _update_keys(self, found: Found | None, fresh: list[Shard], before: TableView | None) -> None:
         """Add the keys of rows that were not here before."""
         kept = self.manifest.sorted_keys
         if kept is not None and kept.digest != self._sorted_digest:
             table = self._load_sorted(kept.digest, found)
             if table is not None:
                 self._sorted, self._sorted_digest, self._sorted_until = table, kept.digest, kept.until
-                self._recent, fresh, before = EMPTY, self._in_order(), None
+                self._recent, fresh, before = EMPTY_INDEX, self._in_order(), None
         rows = [
             np.arange(max(start, self._sorted_until), end)
             for (start, end), *_ in (shard.extents for shard in fresh)
@@ -315,12 +319,12 @@ class Table:
         if real.any():
             self._recent = self._recent.with_more(keys[real], new[real])
 
-    def _load_sorted(self, digest: str, found: Found | None) -> Sorted | None:
+    def _load_sorted(self, digest: str, found: Found | None) -> KeyIndex | None:
         """The file of sorted keys, mapped. None if it is gone; the keys are then sorted here."""
         if (
             found is None
             or found.blob.digest.hex() != digest
-            or digest not in self._sound({digest: found.blob})
+            or digest not in self._check_blobs({digest: found.blob})
         ):
             return None
         size = found.blob.size - PAGE
@@ -337,15 +341,15 @@ class Table:
                 return None
             data = torch.frombuffer(bytearray(read), dtype=torch.int64, offset=PAGE).view(3, -1)
         first, second, rows = data.numpy()
-        return Sorted(first.view(np.uint64), second.view(np.uint64), rows)
+        return KeyIndex(first.view(np.uint64), second.view(np.uint64), rows)
 
 
-def _populate(places: list[tuple[Region, int, int]]) -> None:
+def _populate_regions(places: list[tuple[Region, int, int]]) -> None:
     for region, start, end in places:
         region.populate(start, end)
 
 
-def _places(columns: list[Column], leaves: int) -> list[tuple[int, int]]:
+def _leaf_places(columns: list[TableColumn], leaves: int) -> list[tuple[int, int]]:
     places = [(-1, -1)] * leaves
     for number, column in enumerate(columns):
         if column.space > 0:

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 
 from castore.adapters.embeddings.claims import Claims
-from castore.adapters.embeddings.encoder_outputs import Schema, check_alike, split
-from castore.adapters.embeddings.key_table import Digests, digests
-from castore.adapters.embeddings.key_table import Rows as RowNumbers
-from castore.adapters.embeddings.shard_commit import SHARD_BYTES, Publisher, Rows, joined
+from castore.adapters.embeddings.encoder_outputs import Schema, check_alike, split_outputs
+from castore.adapters.embeddings.key_table import Digests, RowNumbers, key_digests
+from castore.adapters.embeddings.shard_commit import SHARD_BYTES, NewRows, Publisher, join_rows
 from castore.errors import InvalidValueError
 
 #: Batches that are looked up and claimed together.
@@ -31,10 +30,10 @@ PUT_SECONDS = 30.0
 # Seconds between checks of the keys that others have claimed: the first pause, and the longest.
 _WAIT, _LONGEST_WAIT = 0.01, 0.5
 
-Encode = Callable[[list[Any]], Any]
+EncodeItems = Callable[[list[Any]], Any]
 
 
-class Known(Protocol):
+class KnownKeys(Protocol):
     """The part of the cache that a fill uses."""
 
     def refresh(self) -> int:
@@ -66,10 +65,10 @@ class Filling:
 
     def __init__(
         self,
-        cache: Known,
+        cache: KnownKeys,
         publisher: Publisher,
         claims: Claims,
-        encode: Encode,
+        encode: EncodeItems,
         *,
         batch_size: int,
         dtype: torch.dtype | None,
@@ -84,9 +83,9 @@ class Filling:
         self._where = where
         self._schema = cache.schema
         self._queue: list[tuple[bytes, Any]] = []
-        self._put_off: dict[bytes, Any] = {}
-        self._encoded: list[Rows] = []
-        self._ours: set[bytes] = set()
+        self._deferred: dict[bytes, Any] = {}
+        self._encoded: list[NewRows] = []
+        self._claimed: set[bytes] = set()
         self._last_put = time.monotonic()
         self.count = 0
 
@@ -108,7 +107,7 @@ class Filling:
 
     def add(self, keys: Sequence[Any], items: Sequence[Any]) -> None:
         """Add items to the fill. Whole batches are encoded at once, the rest together with later items."""
-        self._window(digests(keys), items)
+        self._queue_window(key_digests(keys), items)
         self._encode_queue(self._batch_size)
 
     def __enter__(self) -> Filling:
@@ -125,40 +124,40 @@ class Filling:
         finally:
             self.put()  # encoded items are right, even if a later one failed
 
-    def _window(self, keys: Digests, items: Sequence[Any]) -> None:
+    def _queue_window(self, keys: Digests, items: Sequence[Any]) -> None:
         """Queue the items that are neither known nor claimed; defer those that others have claimed."""
-        wanted: dict[bytes, Any] = dict(self._put_off)
+        wanted: dict[bytes, Any] = dict(self._deferred)
         for number in np.flatnonzero(self._cache.find_digests(keys) < 0).tolist():
             key = keys[number].tobytes()
-            if key not in self._ours:
+            if key not in self._claimed:
                 wanted.setdefault(key, items[number])
-        self._put_off = {}
+        self._deferred = {}
         if not wanted:
             return
         asked = np.frombuffer(b"".join(wanted), np.uint64).reshape(-1, 2)
-        free = self._claims.take(asked)
-        # Keys released before `take` were put before that, so after this refresh they are known.
+        free = self._claims.claim(asked)
+        # Keys released before `claim` were put before that, so after this refresh they are known.
         self._cache.refresh()
         known = self._cache.find_digests(asked) >= 0
         for (key, item), is_free, is_known in zip(wanted.items(), free, known, strict=True):
             if is_known:
                 continue
             if is_free:
-                self._ours.add(key)
+                self._claimed.add(key)
                 self._queue.append((key, item))
             else:
-                self._put_off[key] = item
+                self._deferred[key] = item
 
     def _encode_queue(self, at_least: int) -> None:
         while len(self._queue) >= at_least:
             batch, self._queue = self._queue[: self._batch_size], self._queue[self._batch_size :]
             outputs = self._encode([item for _, item in batch])
-            schema, parts = split(outputs, len(batch), self._dtype)
+            schema, parts = split_outputs(outputs, len(batch), self._dtype)
             if self._schema is None:
                 self._schema = schema
             check_alike(self._schema, schema, self._where)
             keys = np.frombuffer(b"".join(key for key, _ in batch), np.uint64).reshape(-1, 2)
-            self._encoded.append(Rows(keys, self._schema, parts))
+            self._encoded.append(NewRows(keys, self._schema, parts))
             self.count += len(batch)
             full = sum(rows.size for rows in self._encoded) >= SHARD_BYTES
             if full or time.monotonic() - self._last_put > PUT_SECONDS:
@@ -169,21 +168,21 @@ class Filling:
         encoded, self._encoded = self._encoded, []
         if not encoded:
             return
-        rows = joined(encoded)
+        rows = join_rows(encoded)
         self._publisher.publish(rows)
         self._cache.refresh()
         self._last_put = time.monotonic()
         self._claims.release(keep=[key for key, _ in self._queue])
-        self._ours = {key for key, _ in self._queue}
+        self._claimed = {key for key, _ in self._queue}
 
     def _wait_for_others(self) -> None:
         pause = _WAIT
-        while self._put_off:
-            before = len(self._put_off)
-            self._window(np.empty((0, 2), np.uint64), [])
+        while self._deferred:
+            before = len(self._deferred)
+            self._queue_window(np.empty((0, 2), np.uint64), [])
             self._encode_queue(1)
             self.put()
-            if len(self._put_off) == before:
+            if len(self._deferred) == before:
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_WAIT)
             else:

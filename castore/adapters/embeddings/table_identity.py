@@ -101,7 +101,7 @@ def data_digest(dataset: Any, role: str, given: object = None, store: Store | No
         digits, doubts = key_and_doubts(dataset)
     except UnhashableError as error:
         problem = str(error).partition("; or say what identifies the data")[0]
-        raise UnhashableError(f"the {role} loader's {problem}; {_way_out(role)}") from None
+        raise UnhashableError(f"the {role} loader's {problem}; {_remedy(role)}") from None
     if doubts is not None and store is not None:
         doubts.tell(store, f"the {role} loader's dataset", _random_advice(role))
     return digits
@@ -129,19 +129,19 @@ def _digest(value: Any, what: str, option: str, given: object, store: Store | No
     try:
         code = encoder.encode(value, what)
     except UnhashableError as error:
-        raise UnhashableError(f"{error}; {_way_out(option)}") from None
+        raise UnhashableError(f"{error}; {_remedy(option)}") from None
     doubts = encoder.doubts(value) if store is not None else None
     if doubts is not None and store is not None:
         doubts.tell(store, what, _random_advice(option))
     return str(blake3(_VERSION + code).hexdigest()[:_DIGITS])
 
 
-def _way_out(option: str) -> str:
-    return f"or say what identifies it with CacheConfig(fingerprints={{{option!r}: ...}})"
+def _remedy(option: str) -> str:
+    return f"or identify it with CacheConfig(fingerprints={{{option!r}: ...}})"
 
 
 def _random_advice(option: str) -> str:
-    return f"if it does not count, leave it out in __getstate__, {_way_out(option)}"
+    return f"if it does not count, leave it out in __getstate__, {_remedy(option)}"
 
 
 class ModelEncoder(InstanceEncoder):
@@ -164,7 +164,7 @@ class ModelEncoder(InstanceEncoder):
 def _module(encoder: ModelEncoder, value: nn.Module) -> Iterator[Any]:
     encoder._met[id(value)] = (len(encoder._met), value)
     yield from ("module", encoder.part(type(value), f" -> {type(value).__name__}"))
-    noise = _MODULE_NOISE | {*_HOOKS} | _assigned(type(value).forward)
+    noise = _MODULE_NOISE | {*_HOOKS} | _assigned_attributes(type(value).forward)
     state = {name: item for name, item in vars(value).items() if name not in noise}
     yield from encoder.state(encoder.lasting(value, state))
     yield [encoder.part([*vars(value).get(hooks, {}).values()], f".{hooks}") for hooks in _HOOKS]
@@ -177,7 +177,7 @@ def _scripted(encoder: ModelEncoder, value: Any) -> Iterator[Any]:
     yield from scripted_module(encoder, value, frozenset({"training"}))
 
 
-def _word(encoder: ModelEncoder, value: Any) -> Iterator[Any]:
+def _named_value(encoder: ModelEncoder, value: Any) -> Iterator[Any]:
     yield from ("torch", type(value).__name__, str(value))
 
 
@@ -190,7 +190,7 @@ _KINDS = Kinds(
         ("torch", ("Tensor",), tensor_values),
         ("torch.jit", ("ScriptModule",), _scripted),
         ("torch.nn", ("Module",), _module),
-        ("torch", ("dtype", "layout", "memory_format"), _word),
+        ("torch", ("dtype", "layout", "memory_format"), _named_value),
         # The device does not affect the result.
         ("torch", ("device",), lambda encoder, value: iter(("device",))),
         *random_rows(_random),
@@ -198,7 +198,7 @@ _KINDS = Kinds(
 )
 
 
-def _assigned(function: Any) -> set[str]:
+def _assigned_attributes(function: Any) -> set[str]:
     """Attributes of ``self`` that a method assigns."""
     code = getattr(function, "__code__", None)
     if not isinstance(code, types.CodeType):

@@ -33,7 +33,7 @@ _FORMAT = 1
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """One array of a table.
 
     Attributes:
@@ -69,7 +69,7 @@ class Shard(NamedTuple):
     digests: tuple[str, ...]
     keys: int
 
-    def file(self, column: Column) -> str:
+    def file(self, column: TableColumn) -> str:
         """The name of a column's file, below the table's."""
         start, end = self.extents[column.space]
         return f"{column.name}/{start:012}-{end:012}.npy"
@@ -107,7 +107,7 @@ class Manifest(NamedTuple):
 
     def dump(self) -> bytes:
         """As JSON."""
-        told = {
+        fields = {
             "format": _FORMAT,
             "generation": self.generation,
             "structure": self.schema.structure,
@@ -116,7 +116,7 @@ class Manifest(NamedTuple):
             "ends": self.ends,
             "sorted_keys": self.sorted_keys,
         }
-        return json.dumps(told, separators=(",", ":")).encode()
+        return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
     def load(cls, data: bytes, where: str) -> Manifest:
@@ -126,20 +126,20 @@ class Manifest(NamedTuple):
             CorruptError: it is something else, or of a newer castore.
         """
         try:
-            told = json.loads(data)
-            if told["format"] != _FORMAT:
-                raise ValueError(f"it is of format {told['format']}, and this castore knows {_FORMAT}")
-            leaves = tuple(Leaf(**{**leaf, "shape": _shape(leaf["shape"])}) for leaf in told["leaves"])
+            fields = json.loads(data)
+            if fields["format"] != _FORMAT:
+                raise ValueError(f"it is of format {fields['format']}, and this castore knows {_FORMAT}")
+            leaves = tuple(Leaf(**{**leaf, "shape": _shape(leaf["shape"])}) for leaf in fields["leaves"])
             shards = tuple(
                 Shard(_extents(shard["extents"]), tuple(map(str, shard["digests"])), int(shard["keys"]))
-                for shard in told["shards"]
+                for shard in fields["shards"]
             )
-            kept = told["sorted_keys"]
+            kept = fields["sorted_keys"]
             manifest = cls(
-                str(told["generation"]),
-                Schema(told["structure"], leaves),
+                str(fields["generation"]),
+                Schema(fields["structure"], leaves),
                 shards,
-                _shape(told["ends"]),
+                _shape(fields["ends"]),
                 None if kept is None else SortedKeys(str(kept[0]), int(kept[1])),
             )
             _check(manifest)
@@ -182,21 +182,21 @@ def _check(manifest: Manifest) -> None:
                 raise ValueError(f"a shard has the rows {start} to {end}, of {most}, in steps of {step}")
 
 
-def columns_of(schema: Schema) -> list[Column]:
+def columns_of(schema: Schema) -> list[TableColumn]:
     """The arrays of a table: its keys, then those of each leaf."""
-    columns = [Column("keys", "int64", (2,), 0, -1)]
+    columns = [TableColumn("keys", "int64", (2,), 0, -1)]
     space = 0
     for number, leaf in enumerate(schema.leaves):
         if leaf.is_ragged:
             space += 1
-            columns.append(Column(f"{leaf.name}/spans", "int64", (2,), 0, number))
-            columns.append(Column(f"{leaf.name}/values", leaf.stored, leaf.shape, space, number))
+            columns.append(TableColumn(f"{leaf.name}/spans", "int64", (2,), 0, number))
+            columns.append(TableColumn(f"{leaf.name}/values", leaf.stored, leaf.shape, space, number))
         else:
-            columns.append(Column(leaf.name, leaf.stored, leaf.shape, 0, number))
+            columns.append(TableColumn(leaf.name, leaf.stored, leaf.shape, 0, number))
     return columns
 
 
-def alignments(columns: list[Column]) -> list[int]:
+def alignments(columns: list[TableColumn]) -> list[int]:
     """For each space, the multiple at which a shard's first row must be for all bytes to begin at a page."""
     spaces = 1 + max(column.space for column in columns)
     steps = [1] * spaces
@@ -209,9 +209,9 @@ def npy_file(array: np.ndarray[Any, Any]) -> bytearray:
     """A ``.npy`` file whose elements begin at the second page. Format version 1.0 allows a padded header."""
     header = io.BytesIO()
     npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(array))
-    told = header.getvalue()[10:].rstrip()
+    described = header.getvalue()[10:].rstrip()
     size = PAGE - 10
-    start = b"\x93NUMPY\x01\x00" + size.to_bytes(2, "little") + told.ljust(size - 1) + b"\n"
+    start = b"\x93NUMPY\x01\x00" + size.to_bytes(2, "little") + described.ljust(size - 1) + b"\n"
     file = bytearray(PAGE + array.nbytes)
     file[:PAGE] = start
     if array.nbytes:

@@ -1,8 +1,8 @@
-"""A store as an fsspec file system, protocol ``castore``: for pandas, pyarrow, DuckDB, zarr, Dask, `datasets`
+"""A store as an fsspec file system, protocol ``castore``, for pandas, pyarrow, DuckDB, zarr, Dask, `datasets`
 and others.
 
-`filesystem` maps fsspec's calls to the store's. `files` are what it opens; `unfinished` ends those that
-nobody closes, and `unwinding` sees the exceptions that end a block. `stores` opens each store once a
+`filesystem` maps fsspec's calls to those of the store. `files` has the open files. `unfinished` ends files
+that are never closed, and `unwinding` finds the exceptions that end a block. `stores` opens each store once a
 process. `paths` is for universal_pathlib.
 """
 

@@ -1,4 +1,4 @@
-"""castore's errors as those that callers of a file system expect: `FileNotFoundError` and its kin."""
+"""castore's errors as the errors that callers of a file system expect: `FileNotFoundError` and its kin."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ class DamagedFileError(CorruptError, OSError):
         self.errno = errno.EIO
 
 
-def damaged(path: str, error: CorruptError) -> DamagedFileError:
+def damage_error(path: str, error: CorruptError) -> DamagedFileError:
     """The error for a file whose bytes are damaged."""
     return DamagedFileError(f"castore://{path}: {error}", digest=error.digest, where=error.where)
 
 
-def not_found(path: str) -> FileNotFoundError:
-    """The error for a path where nothing is."""
+def not_found_error(path: str) -> FileNotFoundError:
+    """The error for a path without a file or folder."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"castore://{path}")
 
 
-def is_folder(path: str) -> IsADirectoryError:
+def is_folder_error(path: str) -> IsADirectoryError:
     """The error for a path that is a folder of names."""
     return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), f"castore://{path}")
 
 
-def exists(path: str) -> FileExistsError:
-    """The error for a path where something is already."""
+def exists_error(path: str) -> FileExistsError:
+    """The error for a path that exists already."""
     return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), f"castore://{path}")
 
 
 @contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Have what is missing, and what can be no name, be a `FileNotFoundError`, and damage an `OSError`."""
+def raising_read_errors(path: str) -> Iterator[None]:
+    """Turn missing files and invalid names into `FileNotFoundError`, and damage into `DamagedFileError`."""
     try:
         yield
     except (NotFoundError, InvalidNameError) as error:
-        raise not_found(path) from error
+        raise not_found_error(path) from error
     except CorruptError as error:
         if isinstance(error, DamagedFileError):
             raise
-        raise damaged(path, error) from error
+        raise damage_error(path, error) from error
 
 
 @contextmanager
-def writing(path: str) -> Iterator[None]:
-    """Have a name that is a folder, or lies inside a file, be an `OSError` that says so."""
+def raising_write_errors(path: str) -> Iterator[None]:
+    """Turn a conflict with a folder, or with a file above the path, into `NotADirectoryError`."""
     try:
         yield
     except NameConflictError as error:

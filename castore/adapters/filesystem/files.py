@@ -1,9 +1,9 @@
-"""Open files: a reader decodes only the frames that are read, and a written file is seen whole at its end.
+"""Open files: a reader decodes only the frames that are read, and a written file appears whole at its end.
 
-The end of a written file is its close, by whomever: its own `with` block, a layer above it, or the garbage
-collector. An exception that unwinds a `with` block around the file discards it.
-Layers of text and compression close the file below them without a word of that exception, so `unwinding`
-looks for it in the stack.
+A written file ends when it is closed: by its own `with` block, by a layer above it, or by the garbage
+collector. An exception that unwinds a `with` block around the file discards the file. Layers of text and
+compression close the file below them without passing on that exception, so `unwinding` looks for the
+exception in the stack.
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from castore import Entry, NameConflictError, Store
 from castore.adapters.filesystem import unfinished
-from castore.adapters.filesystem.errors import damaged, exists, reading, writing
-from castore.adapters.filesystem.unwinding import unwinding
+from castore.adapters.filesystem.errors import (
+    damage_error,
+    exists_error,
+    raising_read_errors,
+    raising_write_errors,
+)
+from castore.adapters.filesystem.unwinding import unwinding_blocks
 from castore.errors import CorruptError, InvalidValueError
 from castore.write.batch import Changed, create_over
 
@@ -30,13 +35,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("castore")
 
 #: Bytes that are copied at a time when a file is appended to.
-_PIECE = 1 << 20
-#: Bytes of what is appended that are held in memory; more of them go to a nameless file in the store.
-_HELD = 8 << 20
+_COPY_BYTES = 1 << 20
+#: Appended bytes that are held in memory; more bytes go to a nameless file in the store.
+_MEMORY_BYTES = 8 << 20
 
 
-class _Raw(io.RawIOBase):
-    """The raw file of `Store.open`, whose damage is an `OSError` too."""
+class _RawFile(io.RawIOBase):
+    """The raw file of `Store.open`; damage raises a `DamagedFileError`."""
 
     def __init__(self, file: io.RawIOBase, path: str) -> None:
         super().__init__()
@@ -60,13 +65,13 @@ class _Raw(io.RawIOBase):
         try:
             return self._file.readinto(buffer)
         except CorruptError as error:
-            raise damaged(self._path, error) from error
+            raise damage_error(self._path, error) from error
 
     def readall(self) -> bytes:
         try:
             return self._file.readall() or b""
         except CorruptError as error:
-            raise damaged(self._path, error) from error
+            raise damage_error(self._path, error) from error
 
     def close(self) -> None:
         self._file.close()
@@ -74,15 +79,13 @@ class _Raw(io.RawIOBase):
 
 
 class ReadFile(io.BufferedReader):
-    """A seekable file over the bytes that a name had when it was opened. Pickles as its path and its
-    position.
-    """
+    """A seekable file over the bytes that a name had when it was opened. Pickles as its path and position."""
 
     def __init__(self, fs: CastoreFileSystem, path: str) -> None:
-        with reading(path):
+        with raising_read_errors(path):
             opened = fs.store.open(path)
-        # Small pieces are buffered a frame at a time, as by `Store.open`, whose raw file this takes over.
-        super().__init__(_Raw(opened.detach(), path), 256 * 1024)
+        # Takes over the raw file of `Store.open`, and buffers a frame at a time, as `Store.open` does.
+        super().__init__(_RawFile(opened.detach(), path), 256 * 1024)
         self.fs = fs
         self.path = path
         self.full_name = fs.unstrip_protocol(path)
@@ -99,10 +102,10 @@ class ReadFile(io.BufferedReader):
         return dict(self.fs.info(self.path))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (self.fs, self.path, None if self.closed else self.tell())
+        return _reopen, (self.fs, self.path, None if self.closed else self.tell())
 
 
-def _reopened(fs: CastoreFileSystem, path: str, position: int | None) -> ReadFile:
+def _reopen(fs: CastoreFileSystem, path: str, position: int | None) -> ReadFile:
     file = ReadFile(fs, path)
     if position is None:
         file.close()
@@ -116,12 +119,12 @@ class _Discarded(Exception):
 
 
 class WriteFile(io.BufferedIOBase):
-    """A file whose bytes are kept, all together, when it is closed; nothing of them after an error.
+    """A file whose bytes are stored, all together, when it is closed; after an error nothing is stored.
 
     Args:
         fs: the file system.
-        path: what the bytes are going to be named.
-        mode: ``wb``, or ``xb`` (which is an error if the path is there by the end).
+        path: the path of the bytes.
+        mode: ``wb``, or ``xb`` (an error if the path exists by the end).
         autocommit: False waits for `commit`, which fsspec's transactions call.
         options: as for `Store.create`.
     """
@@ -137,18 +140,18 @@ class WriteFile(io.BufferedIOBase):
         self.autocommit = autocommit
         self.entry: Entry | None = None
         self._process = os.getpid()
-        # `with` blocks that are being unwound already, around this file, are no business of this file's.
-        self._outer = unwinding()
+        # `with` blocks around this file that are being unwound already do not discard it.
+        self._outer_blocks = unwinding_blocks()
         self._unwound_by: int | None = None  # the id of the exception during which the last bytes came
         self._start(options)
         self._is_open = True
-        unfinished.add(self, self._held())
+        unfinished.add(self, self._resource())
 
     def _start(self, options: dict[str, Any]) -> None:
         self._block = self.fs.store.create(self.path, replace=self.mode != "xb", **options)
         self._file: Any = self._block.__enter__()
 
-    def _held(self) -> object:
+    def _resource(self) -> object:
         return self._block
 
     def writable(self) -> bool:
@@ -156,81 +159,79 @@ class WriteFile(io.BufferedIOBase):
         return True
 
     def tell(self) -> int:
-        """How many bytes were written, with those that were there before."""
+        """The number of bytes so far, with those that were there before."""
         return int(self._file.tell())
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Always an `io.UnsupportedOperation`, which archives and others take as a word that they must write
-        on.
-        """
+        """Always raises `io.UnsupportedOperation`: archives and others then write sequentially."""
         raise io.UnsupportedOperation(
-            f"castore://{self.path} is written from its start to its end; write a local file where a library"
-            " has to seek, and put that"
+            f"castore://{self.path} is written from its start to its end; where a library has to seek, "
+            "write a local file, and put that file"
         )
 
     def write(self, data: Any) -> int:
         """Take all of ``data``; see `castore.Store.create`."""
-        # A layer that is closed by an exception still writes its last bytes.
+        # A layer that an exception closes still writes its last bytes.
         if not unfinished.is_collecting():
-            self._unwound_by = self._unwinding()
+            self._unwound_by = self._find_unwinding()
         return self._write(data)
 
     def _write(self, data: Any) -> int:
         return int(self._file.write(data))
 
-    def _unwinding(self) -> int | None:
+    def _find_unwinding(self) -> int | None:
         """The id of the exception that unwinds a `with` block begun after this file was opened, or None.
 
-        The exception itself would keep this file alive, and this file the exception.
+        Returns an id, since the exception and this file would otherwise keep each other alive.
         """
         error = sys.exc_info()[1]
-        return None if error is None or unwinding() <= self._outer else id(error)
+        return None if error is None or unwinding_blocks() <= self._outer_blocks else id(error)
 
     def close(self) -> None:
-        """Keep the bytes, unless an exception unwinds the block that writes them.
+        """Store the bytes, unless an exception unwinds the block that writes them.
 
-        In a block that handles an exception (``except``, ``finally``) the bytes are kept, too: unless the
+        In a block that handles an exception (``except``, ``finally``) the bytes are stored, too, unless the
         same exception has unwound the `with` block of a layer that wrote them.
         """
         if self.closed or not self._is_open:
             super().close()
             return
-        if unfinished.is_collecting():  # a layer's finaliser closes this
+        if unfinished.is_collecting():  # a layer's finaliser closes this file
             super().close()
             unfinished.finish(self)
             return
         error = sys.exc_info()[1]
-        if error is not None and (self._unwinding() or self._unwound_by == id(error)):
-            self.lose(f"it was closed since {error!r} ended the block that wrote it")
+        if error is not None and (self._find_unwinding() or self._unwound_by == id(error)):
+            self.discard_with_warning(f"{error!r} ended the block that wrote it")
         else:
             super().close()
             if self.autocommit:
                 self.commit()
 
-    def lose(self, why: str) -> None:
-        """Keep nothing, and say so where no error does."""
+    def discard_with_warning(self, why: str) -> None:
+        """Store nothing, and log a warning, since no error reports it."""
         if not self._is_open:
             return
         self.discard()
-        log.warning("nothing of castore://%s is kept: %s", self.path, why)
+        log.warning("castore://%s was discarded: %s", self.path, why)
 
     def commit(self) -> None:
-        """Keep the bytes: of a closed file of a transaction.
+        """Store the bytes of a closed file of a transaction.
 
         Raises:
-            FileExistsError: the mode is ``xb`` and the path is there by now.
+            FileExistsError: the mode is ``xb``, and the path exists by now.
             NotADirectoryError: the path is a folder, or lies inside a file.
         """
         if not self._is_open:
             return
         self._is_open = False
-        unfinished.ended(self, self._held())
-        with writing(self.path):
+        unfinished.forget(self, self._resource())
+        with raising_write_errors(self.path):
             try:
                 self.entry = self._keep()
             except NameConflictError as error:
                 if self.mode == "xb" and self.path in self.fs.store:
-                    raise exists(self.path) from error
+                    raise exists_error(self.path) from error
                 raise
 
     def _keep(self) -> Entry | None:
@@ -239,10 +240,10 @@ class WriteFile(io.BufferedIOBase):
         return entry
 
     def discard(self) -> None:
-        """Keep nothing."""
+        """Store nothing."""
         if self._is_open:
             self._is_open = False
-            unfinished.ended(self, self._held())
+            unfinished.forget(self, self._resource())
             self._drop()
         super().close()
 
@@ -252,19 +253,21 @@ class WriteFile(io.BufferedIOBase):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is GeneratorExit:  # nobody else sees this exception
-            self.lose("the generator that writes it was closed inside the file's `with` block")
+        if kind is GeneratorExit:  # Python shows this exception to no caller
+            self.discard_with_warning(
+                "the generator that writes it was closed inside the file's `with` block"
+            )
         elif kind is not None:
             self.discard()
         else:
             self.close()
 
     def finish(self) -> None:
-        """End an unreferenced file: keep it as its close does, unless an exception has ended its layers."""
+        """End an unreferenced file: store it as `close` does, unless an exception has ended its layers."""
         if not self._is_open or not self.autocommit or self._process != os.getpid():
-            self.discard()  # as the copy in a forked child: the file is its parent's
+            self.discard()  # a forked child has only a copy of the parent's file
         elif self._unwound_by is not None:
-            self.lose("nobody has closed it, and an exception ended the block that wrote it")
+            self.discard_with_warning("it was never closed, and an exception ended the block that wrote it")
         else:
             super().close()
             self.commit()
@@ -288,47 +291,49 @@ class AppendFile(WriteFile):
 
     def _start(self, options: dict[str, Any]) -> None:
         store: Store = self.fs.store
-        self._given = options
-        self._before = 0
+        self._options = options
+        self._size_before = 0
         if store.entry(self.path) is not None:
             with ReadFile(self.fs, self.path) as old:  # an error if the bytes are gone
-                self._before = old.size
-        self._file = tempfile.SpooledTemporaryFile(_HELD, dir=str(store.path / "tmp"))  # noqa: SIM115
+                self._size_before = old.size
+        self._file = tempfile.SpooledTemporaryFile(_MEMORY_BYTES, dir=str(store.path / "tmp"))  # noqa: SIM115
 
-    def _held(self) -> object:
+    def _resource(self) -> object:
         return self._file
 
     def tell(self) -> int:
-        """How many bytes were written, with those that were there when the file was opened."""
-        return self._before + int(self._file.tell())
+        """The number of bytes so far, with those that were there when the file was opened."""
+        return self._size_before + int(self._file.tell())
 
     def _write(self, data: Any) -> int:
         if self.closed:
             raise ValueError(f"write to castore://{self.path}, which is closed")
-        self._see_own()
+        self._check_process()
         return super()._write(data)
 
-    def _see_own(self) -> None:
+    def _check_process(self) -> None:
         if self._process != os.getpid():
             raise InvalidValueError(
-                f"process {self._process} has begun to append to castore://{self.path}, and a forked child"
-                " cannot go on with it; open it anew there"
+                f"process {self._process} opened castore://{self.path} for appending, and a forked child "
+                "cannot write to it; open it again in the child"
             )
 
     def _keep(self) -> Entry:
-        self._see_own()
+        self._check_process()
         with self._file:
             while True:
                 try:
                     return self._append()
                 except Changed:
-                    continue  # somebody else was faster, so theirs comes first
+                    continue  # another writer was faster: append after its bytes
 
     def _append(self) -> Entry:
         store: Store = self.fs.store
         entry = store.entry(self.path)
         self._file.seek(0)
-        with create_over(store._putter, self.path, entry, self.fs.append_options(entry, self._given)) as new:
+        with create_over(
+            store._putter, self.path, entry, self.fs.append_options(entry, self._options)
+        ) as new:
             if entry is not None:
                 with ReadFile(self.fs, self.path) as old:
                     _copy(old, new)
@@ -341,7 +346,7 @@ class AppendFile(WriteFile):
 
 
 def _copy(source: Any, target: Any) -> None:
-    while piece := source.read(_PIECE):
+    while piece := source.read(_COPY_BYTES):
         target.write(piece)
 
 
@@ -349,8 +354,8 @@ class CompressedFile(io.BufferedIOBase):
     """A layer of compression that ends the file below it.
 
     Args:
-        layer: what compresses into ``file``.
-        file: what is written below.
+        layer: compresses into ``file``.
+        file: the file below, which gets the compressed bytes.
     """
 
     def __init__(self, layer: Any, file: WriteFile) -> None:
@@ -364,7 +369,7 @@ class CompressedFile(io.BufferedIOBase):
         return True
 
     def tell(self) -> int:
-        """How many bytes were written, before compression."""
+        """The number of bytes written, before compression."""
         return self._size
 
     def write(self, data: Any) -> int:
@@ -377,14 +382,14 @@ class CompressedFile(io.BufferedIOBase):
         return size
 
     def close(self) -> None:
-        """Keep the bytes; see `WriteFile.close`."""
+        """Store the bytes; see `WriteFile.close`."""
         if not self.closed:
             super().close()
             self._layer.close()
             self._below.close()
 
     def discard(self) -> None:
-        """Keep nothing."""
+        """Store nothing."""
         super().close()
         self._below.discard()
 
@@ -403,11 +408,11 @@ class CompressedFile(io.BufferedIOBase):
 
 
 class TextFile(io.TextIOWrapper):
-    """A layer of text that discards the file below it after an exception, and writes the byte order mark."""
+    """A text layer that discards the file below it after an exception, and writes the byte order mark."""
 
     def __init__(self, file: WriteFile | CompressedFile, **options: Any) -> None:
         super().__init__(file, **options)  # type: ignore[arg-type]  # typeshed asks for more than is used
-        # A mark at the start is left out by `io.TextIOWrapper` where a file cannot seek.
+        # `io.TextIOWrapper` leaves out the mark where a file cannot seek.
         if self.encoding.lower().replace("_", "-") in ("utf-16", "utf-32") and file.tell() == 0:
             file.write("".encode(self.encoding))
 

@@ -1,4 +1,4 @@
-"""`CastoreFileSystem`: names are paths, their parts are folders, and a folder is there as long as a name lies
+"""`CastoreFileSystem`: names are paths, their parts are folders, and a folder exists as long as a name lies
 in it.
 """
 
@@ -20,45 +20,51 @@ from fsspec.utils import other_paths, stringify_path
 
 from castore import Entry, InvalidNameError, Store
 from castore.adapters.filesystem import unfinished
-from castore.adapters.filesystem.errors import exists, is_folder, not_found, reading, writing
+from castore.adapters.filesystem.errors import (
+    exists_error,
+    is_folder_error,
+    not_found_error,
+    raising_read_errors,
+    raising_write_errors,
+)
 from castore.adapters.filesystem.files import AppendFile, CompressedFile, ReadFile, TextFile, WriteFile
 from castore.adapters.filesystem.stores import shared_store
 from castore.settings import default_path
 
-#: What a put can be told, for all files of a file system or for one.
+#: Options of a put, for all files of a file system or for one.
 _PUT_OPTIONS = ("codec", "level", "ttl", "metadata", "pin")
-#: Those that say how bytes are compressed.
-_HOW = ("codec", "level")
-#: What a layer of text is told.
+#: The options that decide how bytes are compressed.
+_COMPRESSION_OPTIONS = ("codec", "level")
+#: Options of a text layer.
 _TEXT_OPTIONS = ("encoding", "errors", "newline")
 
 
-class _Resolved(type(AbstractFileSystem)):  # type: ignore[misc]  # fsspec has no types
-    """Instances are kept by the store that they are of, wherever its path came from."""
+class _StoreResolver(type(AbstractFileSystem)):  # type: ignore[misc]  # fsspec has no types
+    """Caches instances by their store, wherever the store's path came from."""
 
     def __call__(cls, store: Any = None, **options: Any) -> Any:
         options = apply_config(cls, options)
         store = options.pop("store", None) if store is None else store
         if isinstance(store, Store):
-            # Two stores of one folder may have other options, and one may be closed: none stands for another.
+            # Two `Store` objects of one folder may differ in their options, and one may be closed.
             options["skip_instance_cache"] = True
             return super().__call__(store=store, **options)
         path = os.path.abspath(default_path() if store is None else store)
         return super().__call__(store=path, **options)
 
 
-class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignore[misc]  # fsspec has no types
+class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: ignore[misc]  # fsspec has no types
     """A store as a file system of fsspec: ``castore://NAME``.
 
-    Files are read in any order, decoding only what is read; what is written is seen whole when it is closed,
-    or not at all. A path that expires or is removed while it is read keeps its bytes until it is closed.
+    Files are read in any order, and only the frames that are read are decoded. A written file appears whole
+    when it is closed, or not at all. A file whose path expires or is removed can be read until it is closed.
 
     Args:
         store: the store's folder, or a `castore.Store`; default ``$CASTORE_DIR``, then ``~/.cache/castore``.
-        codec, level, ttl, metadata, pin: of what is written, as for `castore.Store.put`; `open`, `pipe_file`
-            and `put_file` take them, too.
-        options: what fsspec's base class takes. Others are ignored, as by fsspec's own file systems:
-            libraries pass what another file system takes.
+        codec, level, ttl, metadata, pin: options of written files, as for `castore.Store.put`; `open`,
+            `pipe_file` and `put_file` take them, too.
+        options: options of fsspec's base class. Others are ignored, as in fsspec's own file systems, since
+            libraries pass options of other file systems.
 
     Threads may share an instance, a forked child may go on with it, and it pickles as the path of its store
     (or as the `castore.Store` that it was given).
@@ -76,12 +82,12 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
 
     def __init__(self, store: str | os.PathLike[str] | Store | None = None, **options: Any) -> None:
         if self._cached:
-            return  # fsspec's base class runs this again for an instance that it has kept
+            return  # fsspec's base class runs this again for a cached instance
         self._put_options = {name: options.pop(name) for name in _PUT_OPTIONS if name in options}
         super().__init__(**options)
         assert store is not None  # the metaclass has resolved it
         self.store = store if isinstance(store, Store) else shared_store(store)
-        self._made: set[str] = set()  # folders of `mkdir`, which may be empty
+        self._made_folders: set[str] = set()  # folders of `mkdir`, which may be empty
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.store.path)!r})"
@@ -96,13 +102,13 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
 
     @property
     def fsid(self) -> str:
-        """Tells this store from others on this machine."""
+        """Identifies this store among those of this machine."""
         return f"castore-{self.store.path}"
 
-    # Looking
+    # Finding
 
     def _entry(self, path: str) -> Entry | None:
-        unfinished.finish_left()
+        unfinished.finish_unreferenced()
         try:
             return self.store.entry(path) if path in self.store else None
         except InvalidNameError:
@@ -114,15 +120,15 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         except InvalidNameError:
             return False
 
-    def _is_made(self, path: str) -> bool:
-        return path in self._made or self._is_folder(path)
+    def _folder_exists(self, path: str) -> bool:
+        return path in self._made_folders or self._is_folder(path)
 
-    def _made_below(self, path: str) -> list[str]:
+    def _made_folders_below(self, path: str) -> list[str]:
         start = path + "/" if path else ""
-        return [folder for folder in tuple(self._made) if folder.startswith(start)]
+        return [folder for folder in tuple(self._made_folders) if folder.startswith(start)]
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        """``name``, ``size``, ``type``; of a file also ``mtime``, ``digest`` (and ``ETag``, the same),
+        """``name``, ``size`` and ``type``; for a file also ``mtime``, ``digest`` (and the same as ``ETag``),
         ``codec``, ``stored``, ``expires``, ``metadata``.
 
         Raises:
@@ -130,15 +136,15 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         """
         path = self._strip_protocol(path)
         if (entry := self._entry(path)) is not None:
-            return _file(entry)
-        if self._is_made(path):
-            return _folder(path)
-        raise not_found(path)
+            return _file_info(entry)
+        if self._folder_exists(path):
+            return _folder_info(path)
+        raise not_found_error(path)
 
     def exists(self, path: str, **kwargs: Any) -> bool:
         """Whether there is a file or a folder."""
         path = self._strip_protocol(path)
-        return self._entry(path) is not None or self._is_made(path)
+        return self._entry(path) is not None or self._folder_exists(path)
 
     def isfile(self, path: str) -> bool:
         """Whether there is a file."""
@@ -147,31 +153,34 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
     def isdir(self, path: str) -> bool:
         """Whether a name lies below the path, or this instance has made a folder there."""
         path = self._strip_protocol(path)
-        return self._is_folder(path) or (path in self._made and self._entry(path) is None)
+        return self._is_folder(path) or (path in self._made_folders and self._entry(path) is None)
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
-        """The direct contents of a folder, in the order of names; of a file, that file.
+        """The direct contents of a folder, sorted by name; for a file, that file.
 
         Raises:
-            FileNotFoundError: there is neither.
+            FileNotFoundError: there is neither a file nor a folder.
         """
         path = self._strip_protocol(path)
         found: dict[str, Entry | str]
         if (entry := self._entry(path)) is not None:
             found = {entry.name: entry}
         else:
-            with reading(path):
+            with raising_read_errors(path):
                 children = self.store.children(path)
                 found = {one if isinstance(one, str) else one.name: one for one in children}
-            for folder in self._made_below(path):
+            for folder in self._made_folders_below(path):
                 if self._parent(folder) == path:
                     found.setdefault(folder, folder)
-            if not found and path and path not in self._made:
-                raise not_found(path)
+            if not found and path and path not in self._made_folders:
+                raise not_found_error(path)
         names = sorted(found)
         if not detail:
             return names
-        return [_folder(one) if isinstance(one, str) else _file(one) for one in map(found.__getitem__, names)]
+        return [
+            _folder_info(one) if isinstance(one, str) else _file_info(one)
+            for one in map(found.__getitem__, names)
+        ]
 
     def find(
         self,
@@ -181,11 +190,11 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         detail: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """All files below a folder, in one go through the index; see fsspec's `find`."""
+        """All files below a folder, in one pass over the index; see fsspec's `find`."""
         if maxdepth is not None and maxdepth < 1:
             raise ValueError(f"maxdepth must be at least 1, not {maxdepth!r}")
         path = self._strip_protocol(path)
-        unfinished.finish_left()
+        unfinished.finish_unreferenced()
         try:
             entries = list(self.store.entries(path, damaged=False))
         except InvalidNameError:
@@ -194,39 +203,39 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         found: dict[str, dict[str, Any]] = {}
         for entry in entries:
             if withdirs:
-                for folder in _folders(entry.name, start, maxdepth):
-                    found.setdefault(folder, _folder(folder))
+                for folder in _parent_folders(entry.name, start, maxdepth):
+                    found.setdefault(folder, _folder_info(folder))
             if maxdepth is None or entry.name.count("/", start) < maxdepth:
-                found[entry.name] = _file(entry)
+                found[entry.name] = _file_info(entry)
         if withdirs:
-            for folder in self._made_below(path):
+            for folder in self._made_folders_below(path):
                 if maxdepth is None or folder.count("/", start) < maxdepth:
-                    found.setdefault(folder, _folder(folder))
+                    found.setdefault(folder, _folder_info(folder))
             if path and self.isdir(path):
-                found[path] = _folder(path)
+                found[path] = _folder_info(path)
         names = sorted(found)
         return {name: found[name] for name in names} if detail else names
 
     def created(self, path: str) -> datetime:
-        """When the path was last pointed at other bytes."""
+        """The time at which the path was last given other bytes."""
         info = self.info(path)
         if info["type"] != "file":
-            raise is_folder(info["name"])
+            raise is_folder_error(info["name"])
         return datetime.fromtimestamp(info["created"], tz=timezone.utc)
 
     def modified(self, path: str) -> datetime:
-        """The same: bytes never change, the path does."""
+        """The same as `created`: bytes never change, only the path does."""
         return self.created(path)
 
     def checksum(self, path: str) -> int:
-        """The digest of a file's bytes as a number; it tells whether they are the same."""
+        """The digest of a file's bytes as a number."""
         return int(self.ukey(path), 16)
 
     def ukey(self, path: str) -> str:
         """The digest of a file's bytes: 64 hex digits."""
         info = self.info(path)
         if info["type"] != "file":
-            raise is_folder(info["name"])
+            raise is_folder_error(info["name"])
         return str(info["digest"])
 
     # Opening
@@ -244,9 +253,9 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
 
         Args:
             mode: ``rb``, ``wb``, ``xb`` or ``ab``, or ``r``, ``w``, ``x`` or ``a`` for text.
-            compression: ``gzip`` or another name of fsspec's, or ``infer`` to tell it by the path.
-            kwargs: ``encoding``, ``errors``, ``newline``; and of what is written ``codec``, ``level``,
-                ``ttl``, ``metadata``, ``pin``. Others are ignored, as by fsspec's own file systems.
+            compression: ``gzip`` or another name of fsspec's, or ``infer`` to choose by the path.
+            kwargs: ``encoding``, ``errors``, ``newline``; for written files ``codec``, ``level``, ``ttl``,
+                ``metadata``, ``pin``. Others are ignored, as in fsspec's own file systems.
         """
         if "r" in mode:
             return super().open(path, mode, block_size, cache_options, compression, **kwargs)
@@ -274,50 +283,52 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
     ) -> ReadFile | WriteFile:
         path = self._strip_protocol(path)
         if mode == "rb":
-            self._see_file(path)
+            self._check_is_file(path)
             return ReadFile(self, path)
         if mode not in ("wb", "xb", "ab"):
             raise ValueError(f"castore:// opens files as rb, wb, xb or ab (and as text), not as {mode!r}")
         if mode == "xb" and self.exists(path):
-            raise exists(path)
-        self._see_no_folder(path)
+            raise exists_error(path)
+        self._check_is_no_folder(path)
         if mode == "ab":
             return AppendFile(self, path, mode, autocommit, _put_options(kwargs))
-        return WriteFile(self, path, mode, autocommit, self._options(kwargs))
+        return WriteFile(self, path, mode, autocommit, self._write_options(kwargs))
 
     def append_options(self, entry: Entry | None, given: dict[str, Any]) -> dict[str, Any]:
-        """What is put when a file is appended to: an entry that is there stays as it is but for what is
-        given with the file, and for how its bytes are compressed.
+        """The options of the put that ends an append.
+
+        An existing entry keeps its options, except for those given with the file and those that decide the
+        compression.
         """
         if entry is None:
             return self._put_options | given
-        return {name: self._put_options[name] for name in _HOW if name in self._put_options} | given
+        return {
+            name: self._put_options[name] for name in _COMPRESSION_OPTIONS if name in self._put_options
+        } | given
 
-    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _write_options(self, given: dict[str, Any]) -> dict[str, Any]:
         return self._put_options | _put_options(given)
 
-    def _see_file(self, path: str) -> None:
+    def _check_is_file(self, path: str) -> None:
         if self._entry(path) is None:
-            raise is_folder(path) if self._is_folder(path) else not_found(path)
+            raise is_folder_error(path) if self._is_folder(path) else not_found_error(path)
 
-    def _see_no_folder(self, path: str) -> None:
+    def _check_is_no_folder(self, path: str) -> None:
         if self._is_folder(path):
-            raise is_folder(path)
+            raise is_folder_error(path)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
-        """The bytes of a file, or those from ``start`` to ``end``, which count from its end if they are
-        negative.
-        """
+        """The bytes of a file, or those from ``start`` to ``end``; negative numbers count from its end."""
         path = self._strip_protocol(path)
         if start is None and end is None:
-            with reading(path):
+            with raising_read_errors(path):
                 data = self.store.get(path)
             if data is None:
-                raise is_folder(path) if self._is_folder(path) else not_found(path)
+                raise is_folder_error(path) if self._is_folder(path) else not_found_error(path)
             return data
-        self._see_file(path)
+        self._check_is_file(path)
         with ReadFile(self, path) as file:
-            return _range(file, start, end)
+            return _read_range(file, start, end)
 
     def cat_ranges(
         self,
@@ -328,7 +339,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         on_error: str = "return",
         **kwargs: Any,
     ) -> list[bytes | Exception]:
-        """Ranges of files, in their order; each file is opened once, and its ranges read from first to last.
+        """Ranges of files, in order. Each file is opened once, and its ranges are read from first to last.
 
         Args:
             on_error: ``"return"`` gives an exception in the place of the bytes, ``"raise"`` raises the first.
@@ -346,10 +357,10 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         for path, places in wanted.items():
             places.sort(key=lambda place: all_starts[place] or 0)
             try:
-                self._see_file(path)
+                self._check_is_file(path)
                 with ReadFile(self, path) as file:
                     for place in places:
-                        results[place] = _range(file, all_starts[place], all_ends[place])
+                        results[place] = _read_range(file, all_starts[place], all_ends[place])
             except Exception as error:
                 if on_error != "return":
                     raise
@@ -368,15 +379,15 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         """Put bytes under a path.
 
         Raises:
-            FileExistsError: ``mode`` is ``"create"`` and the path is there.
+            FileExistsError: ``mode`` is ``"create"``, and the path exists.
         """
         path = self._strip_protocol(path)
-        options = self._options(kwargs)
-        self._see_no_folder(path)
-        with writing(path):
+        options = self._write_options(kwargs)
+        self._check_is_no_folder(path)
+        with raising_write_errors(path):
             if mode == "create":
                 if path in self.store:
-                    raise exists(path)
+                    raise exists_error(path)
                 with WriteFile(self, path, "xb", True, options) as file:
                     file.write(value)
             else:
@@ -385,20 +396,20 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
     def put_file(
         self, lpath: str, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **kwargs: Any
     ) -> None:
-        """Put a local file, in constant memory; a local folder gives nothing, since folders are made by
+        """Put a local file, in constant memory. A local folder puts nothing, since folders exist by their
         names.
         """
         path = self._strip_protocol(rpath)
         if mode == "create" and self.exists(path):
-            raise exists(path)
+            raise exists_error(path)
         if os.path.isdir(lpath):
             return
-        self._see_no_folder(path)
+        self._check_is_no_folder(path)
         size = os.path.getsize(lpath)
         callback.set_size(size)
-        with writing(path):
-            self.store.put_file(path, lpath, progress=callback.relative_update, **self._options(kwargs))
-        callback.absolute_update(size)  # bytes that were known already are not counted one by one
+        with raising_write_errors(path):
+            self.store.put_file(path, lpath, progress=callback.relative_update, **self._write_options(kwargs))
+        callback.absolute_update(size)  # the callback gets no steps for bytes that the store had
 
     def copy(
         self,
@@ -436,9 +447,9 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
     def _pairs(
         self, source: str | list[str], target: str, is_into: bool, recursive: bool, maxdepth: int | None
     ) -> tuple[list[str], list[str]]:
-        """All sources, and where each of them goes.
+        """All sources, and the target of each.
 
-        fsspec works that out with paths whose first part has something before it, so they get a slash here.
+        fsspec computes the targets from paths that begin with a slash, so the paths get one here.
 
         Args:
             is_into: whether ``target`` is a folder.
@@ -454,23 +465,27 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         return found, other_paths(["/" + path for path in found], target, exists=inside)
 
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
-        """Have a second path for the same bytes, in no time whatever their size; of a folder, nothing."""
+        """Give the same bytes a second path, in a time that does not depend on their size; a folder gets
+        none.
+        """
         path1, path2 = self._strip_protocol(path1), self._strip_protocol(path2)
         if self._entry(path1) is None:
-            if self._is_made(path1):
+            if self._folder_exists(path1):
                 return
-            raise not_found(path1)
-        with reading(path1), writing(path2):
+            raise not_found_error(path1)
+        with raising_read_errors(path1), raising_write_errors(path2):
             self.store.copy(path1, path2)
 
     def mv(
         self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any
     ) -> None:
-        """Move: a single file in one step, seen under one path or the other; else copy, then remove."""
+        """Move: a single file in one step, visible under exactly one path; anything else is copied, then
+        removed.
+        """
         if isinstance(path1, str) and isinstance(path2, str) and not path2.endswith("/"):
             source, target = self._strip_protocol(path1), self._strip_protocol(path2)
             if self._entry(source) is not None and not self._is_folder(target):
-                with reading(source), writing(target):
+                with raising_read_errors(source), raising_write_errors(target):
                     self.store.rename(source, target)
                 return
         super().mv(path1, path2, recursive=recursive, maxdepth=maxdepth, **kwargs)
@@ -478,7 +493,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
     def _rm(self, path: str) -> None:
         path = self._strip_protocol(path)
         if self._entry(path) is None:
-            raise is_folder(path) if self._is_folder(path) else not_found(path)
+            raise is_folder_error(path) if self._is_folder(path) else not_found_error(path)
         self.store.delete(path)
 
     def rm_file(self, path: str) -> None:
@@ -497,30 +512,29 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         for one in found:
             if self._entry(one) is not None:
                 files.append(one)
-            elif not self._is_made(one):
-                raise not_found(one)
+            elif not self._folder_exists(one):
+                raise not_found_error(one)
             elif not recursive:
-                raise is_folder(one)
+                raise is_folder_error(one)
             else:
                 folders.append(one)
         self.store.delete_many(files)
-        self._made.difference_update(folders)
+        self._made_folders.difference_update(folders)
 
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
-        """Note an empty folder, which this instance shows; for others it is there as soon as a name lies in
-        it.
+        """Remember an empty folder, which this instance shows. Others see the folder once a name lies in it.
 
         Raises:
             FileExistsError: there is a file, or a folder.
         """
         path = self._strip_protocol(path)
         if path and self.exists(path):
-            raise exists(path)
+            raise exists_error(path)
         try:
             self.store.entry(path)
         except InvalidNameError:  # nothing can lie there
             return
-        self._made.update((path, *_folders(path, 0, None)))
+        self._made_folders.update((path, *_parent_folders(path, 0, None)))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """The same as `mkdir`.
@@ -540,16 +554,16 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_Resolved):  # type: ignor
         path = self._strip_protocol(path)
         if self._entry(path) is not None:
             raise NotADirectoryError(f"castore://{path} is a file")
-        if path and (self._is_folder(path) or self._made_below(path)):
+        if path and (self._is_folder(path) or self._made_folders_below(path)):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), f"castore://{path}")
-        self._made.discard(path)
+        self._made_folders.discard(path)
 
 
 def _put_options(given: dict[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in _PUT_OPTIONS if name in given}
 
 
-def _file(entry: Entry) -> dict[str, Any]:
+def _file_info(entry: Entry) -> dict[str, Any]:
     return {
         "name": entry.name,
         "size": entry.size,
@@ -557,7 +571,7 @@ def _file(entry: Entry) -> dict[str, Any]:
         "created": entry.created,
         "mtime": entry.created,
         "digest": entry.digest,
-        "ETag": entry.digest,  # other caches tell by it that a file has changed
+        "ETag": entry.digest,  # other caches detect changed files by it
         "codec": entry.codec,
         "stored": entry.stored,
         "expires": entry.expires,
@@ -565,19 +579,19 @@ def _file(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _folder(path: str) -> dict[str, Any]:
+def _folder_info(path: str) -> dict[str, Any]:
     return {"name": path, "size": 0, "type": "directory"}
 
 
-def _folders(name: str, start: int, maxdepth: int | None) -> Iterable[str]:
-    """The folders that a name lies in, below the one whose path ends before ``start``."""
+def _parent_folders(name: str, start: int, maxdepth: int | None) -> Iterable[str]:
+    """The folders that a name lies in, below the folder whose path ends before ``start``."""
     end, depth = name.find("/", start), 0
     while end >= 0 and (maxdepth is None or depth < maxdepth):
         yield name[:end]
         end, depth = name.find("/", end + 1), depth + 1
 
 
-def _range(file: ReadFile, start: int | None, end: int | None) -> bytes:
+def _read_range(file: ReadFile, start: int | None, end: int | None) -> bytes:
     first, last, _ = slice(start, end).indices(file.size)
     file.seek(first)
     return file.read(max(0, last - first))

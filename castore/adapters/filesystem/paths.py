@@ -1,6 +1,4 @@
-"""`castore://` for universal_pathlib, which finds this class by its entry point: all that it needs is the
-file system.
-"""
+"""`castore://` for universal_pathlib, which finds this class by its entry point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each store is opened once a process, however many threads and file systems ask for it, and closed after the
+"""Opens each store once a process, however many threads and file systems use it, and closes it after the
 last.
 """
 
@@ -12,24 +12,24 @@ from castore import Store
 from castore.system.forks import Guard, finalise
 
 _guard = Guard()
-_opened: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
+_stores: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
 
 
 def shared_store(path: str | os.PathLike[str]) -> Store:
-    """The store at ``path``, made if it does not exist, for as long as somebody holds it."""
+    """The store at ``path``, made if it does not exist, for as long as it is referenced."""
     place = os.path.abspath(path)
     with _guard.lock:
-        store = _opened.get(place)
+        store = _stores.get(place)
         if store is None:
-            store = _opened[place] = Store(place)
-            # The collector may strike in any thread: it closes files, and waits for nobody to write the last
-            # counts.
+            store = _stores[place] = Store(place)
+            # The collector may run in any thread: the finaliser closes files, and does not wait for locks in
+            # order to write the last counts.
             weakref.finalize(store, finalise, store.parts.release).atexit = False
     return store
 
 
 @atexit.register
 def _close_all() -> None:
-    """Write the last hit counts. fsspec holds its instances, and their stores, until the process ends."""
-    for store in list(_opened.values()):
+    """Write the last hit counts: fsspec references its instances, and so their stores, until the end."""
+    for store in list(_stores.values()):
         store.close()

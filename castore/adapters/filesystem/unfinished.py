@@ -1,7 +1,7 @@
-"""Written files that are never closed: kept once unreferenced, as in other file systems of fsspec.
+"""Written files that are never closed: stored once they are unreferenced, as in other file systems of fsspec.
 
 Compression layers and archives rely on that: they never close the file that they write into. A file that is
-held to the end of the program is not kept, since the layers above it may hold some of its bytes.
+referenced until the end of the program is discarded, since the layers above it may hold some of its bytes.
 """
 
 from __future__ import annotations
@@ -25,87 +25,89 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("castore")
 
-_open: weakref.WeakSet[WriteFile] = weakref.WeakSet()
-_held: dict[int, object] = {}
-#: Files that nobody holds any more. `append` and `popleft` are atomic.
-_left: deque[WriteFile] = deque()
-#: Held while such a file is ended.
-_ending = Guard()
-#: The thread that the collector runs in.
-_collecting: list[int] = []
-#: Finalisers of this room are no sign of being inside the store.
-_HERE = "castore.adapters.filesystem.files", "castore.adapters.filesystem.unfinished"
+_open_files: weakref.WeakSet[WriteFile] = weakref.WeakSet()
+_resources: dict[int, object] = {}
+#: Files without a reference. `append` and `popleft` are atomic.
+_unreferenced: deque[WriteFile] = deque()
+#: Held while an unreferenced file is ended.
+_ending_guard = Guard()
+#: The thread in which the collector runs.
+_collector_thread: list[int] = []
+#: Frames of these modules do not mean that the thread is inside the store.
+_OWN_MODULES = "castore.adapters.filesystem.files", "castore.adapters.filesystem.unfinished"
 
 
-def add(file: WriteFile, held: object) -> None:
-    """Have it said at the end of the program if nobody ends a file before.
+def add(file: WriteFile, resource: object) -> None:
+    """Register an open file: a warning is logged at the end of the program if the file is not ended before.
 
     Args:
-        file: held weakly.
-        held: what the file needs to be kept. The collector would end it together with the file, or before.
+        file: the file, referenced weakly.
+        resource: an object that the file needs in order to be stored. Without this reference, the collector
+            could end it before the file.
     """
-    _open.add(file)
-    _held[id(held)] = held
+    _open_files.add(file)
+    _resources[id(resource)] = resource
 
 
-def ended(file: WriteFile, held: object) -> None:
-    """Forget a file that was kept or discarded."""
-    _open.discard(file)
-    _held.pop(id(held), None)
+def forget(file: WriteFile, resource: object) -> None:
+    """Forget a file that was stored or discarded."""
+    _open_files.discard(file)
+    _resources.pop(id(resource), None)
 
 
 def finish(file: WriteFile) -> None:
-    """End a file that nobody holds any more.
+    """End a file that is not referenced any more.
 
-    The collector ends files and the layers above them in any order: they wait for its end, so that all layers
-    have written what they held. It may also run inside the store, where this thread holds locks or is in the
-    middle of a transaction: the file waits for the next look into a file system, or the end of the program.
+    The collector ends files and the layers above them in any order. Files therefore wait for the end of the
+    collection, when all layers have written their bytes. The collector may also run inside the store, where
+    this thread holds locks or is in a transaction. Then the file waits for the next call of the file system,
+    or for the end of the program.
     """
-    _left.append(file)
+    _unreferenced.append(file)
     if not is_collecting():
         _finish_soon()
 
 
 def is_collecting() -> bool:
-    """Whether the collector runs in this thread, and so this code in a finaliser of it."""
-    return _thread.get_ident() in _collecting
+    """Whether the collector runs in this thread, so that this code runs in a finaliser."""
+    return _thread.get_ident() in _collector_thread
 
 
 def _finish_soon() -> None:
     if not _is_inside_store():
-        finish_left()
+        finish_unreferenced()
 
 
 def _is_inside_store() -> bool:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        if module.startswith("castore.") and not module.startswith(_HERE):
+        if module.startswith("castore.") and not module.startswith(_OWN_MODULES):
             return True
         frame = frame.f_back
     return False
 
 
-def finish_left() -> None:
-    """End the files that had to wait. Called by the file system before it looks for names."""
-    while _left:
+def finish_unreferenced() -> None:
+    """End the files that had to wait. The file system calls this before it looks up names."""
+    while _unreferenced:
         try:
-            file = _left.popleft()
+            file = _unreferenced.popleft()
         except IndexError:  # another thread was faster
             return
-        with _ending.lock:
+        with _ending_guard.lock:
             try:
                 file.finish()
             except Exception:
-                log.exception("nothing of castore://%s is kept", file.path)
+                log.exception("castore://%s was discarded", file.path)
 
 
 def _on_collector(phase: str, _: dict[str, int]) -> None:
     if phase == "start":
-        _collecting.append(_thread.get_ident())
+        _collector_thread.append(_thread.get_ident())
     else:
-        _collecting.clear()
-        if _left:
+        _collector_thread.clear()
+        if _unreferenced:
             _finish_soon()
 
 
@@ -114,7 +116,7 @@ gc.callbacks.append(_on_collector)
 
 @atexit.register
 def _end_all() -> None:
-    finish_left()
-    with _ending.lock:  # another thread may still keep one
-        for file in list(_open):
-            file.lose("the program has ended, and nobody has closed it")
+    finish_unreferenced()
+    with _ending_guard.lock:  # another thread may still be ending a file
+        for file in list(_open_files):
+            file.discard_with_warning("the program ended before it was closed")

@@ -13,8 +13,11 @@ from types import FrameType
 _INSTRUCTION = dis.opmap["WITH_EXCEPT_START"]
 
 
-def unwinding() -> frozenset[tuple[int, int]]:
-    """The blocks, each told by its frame and its place there. A frame's id holds while the frame runs."""
+def unwinding_blocks() -> frozenset[tuple[int, int]]:
+    """The blocks that are being unwound: pairs of a frame's id and a place in its code.
+
+    An id is valid while its frame runs.
+    """
     if sys.exc_info()[1] is None:
         return frozenset()
     found = set()

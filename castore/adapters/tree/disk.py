@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any
 
 from castore.adapters.tree.entry_names import name_of
-from castore.adapters.tree.level import DiskLevel, OverDisk
+from castore.adapters.tree.level import DiskBacked, DiskLevel
 from castore.adapters.tree.metadata import CacheMetadata
 from castore.adapters.tree.packed_value import pack, unpack
 from castore.adapters.tree.tally import Tally
 from castore.errors import CorruptError
 
 
-class DiskCache(OverDisk):
+class DiskCache(DiskBacked):
     """Values in the store of a folder.
 
     Args:
@@ -52,7 +52,7 @@ class DiskCache(OverDisk):
         self._disk = DiskLevel(cache_dir, compression, expiry_seconds, max_size)
         self._allow_pickle = allow_pickle
         self._tally = Tally()
-        self._again = partial(
+        self._rebuild = partial(
             DiskCache,
             self.store.path,
             compression,
@@ -92,7 +92,7 @@ class DiskCache(OverDisk):
 
     def contains(self, key: str) -> bool:
         """Whether there is a value that has not expired. Does not count as a read."""
-        return self._disk.holds(name_of(key))
+        return self._disk.has_value(name_of(key))
 
     def invalidate(self, key: str | None = None) -> None:
         """Remove one value, or without a key all of them, with their bytes."""

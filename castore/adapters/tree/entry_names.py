@@ -38,7 +38,7 @@ def name_of(key: str) -> str:
     """
     if type(key) is str and _PLAIN(key):
         return f"{FOLDER}/{key}"
-    return f"{FOLDER}/{_escaped(check_key(key))}"
+    return f"{FOLDER}/{_escape_key(check_key(key))}"
 
 
 def check_key(key: str) -> str:
@@ -49,13 +49,14 @@ def check_key(key: str) -> str:
     """
     if not isinstance(key, str):
         raise InvalidValueError(
-            f"a key is a str, not {type(key).__name__}; TreeCacheManager.compute_key makes one of a config"
+            f"a key must be a str, not {type(key).__name__}; make one of a config with "
+            "TreeCacheManager.compute_key"
         )
     return str.__str__(key)
 
 
-def _escaped(key: str) -> str:
-    text = _UNSAFE.sub(_escape, key) or _EMPTY
+def _escape_key(key: str) -> str:
+    text = _UNSAFE.sub(_escape_match, key) or _EMPTY
     if text in (".", ".."):
         text = "%2E" + text[1:]
     if len(text.encode()) <= PART_BYTES:
@@ -65,7 +66,7 @@ def _escaped(key: str) -> str:
     return text.encode()[:room].decode("utf-8", "ignore") + _CUT + digits
 
 
-def _escape(match: re.Match[str]) -> str:
+def _escape_match(match: re.Match[str]) -> str:
     return "".join(f"%{byte:02X}" for byte in match[0].encode("utf-8", "surrogatepass"))
 
 

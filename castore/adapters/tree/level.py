@@ -31,7 +31,7 @@ COMPRESSIONS = ("none", "gzip", "lz4", "zstd")
 SWEEP_SECONDS = 300.0
 _ATTEMPTS = 5
 
-Self = TypeVar("Self", bound="OverDisk")
+Self = TypeVar("Self", bound="DiskBacked")
 
 
 class DiskLevel:
@@ -99,7 +99,7 @@ class DiskLevel:
         now = time.time()
         left = float("inf") if entry.expires is None else entry.expires - now
         if self._expiry is not None:
-            left = min(left, _put_at(entry) + self._expiry - now)
+            left = min(left, _put_time(entry) + self._expiry - now)
         return left
 
     def read(self, name: str) -> tuple[Entry, Packed] | None:
@@ -126,7 +126,7 @@ class DiskLevel:
         usage.counts["memory_hits"] += 1
         usage.flush_if_due()
 
-    def holds(self, name: str) -> bool:
+    def has_value(self, name: str) -> bool:
         """Whether `read` would find a value, if its bytes have no undiscovered damage."""
         entry = self.entry(name)
         blob = None if entry is None else self.store.blob(entry.digest)
@@ -165,21 +165,21 @@ class DiskLevel:
             self.store.gc(grace=collect.GRACE_SECONDS)
 
 
-class OverDisk:
+class DiskBacked:
     """The common part of caches over a `DiskLevel`: a context manager that pickles as its arguments.
 
     Open files are never pickled.
 
     Attributes:
         _disk: the level, made by the subclass.
-        _again: makes an equal cache, in the process that loads the pickle.
+        _rebuild: makes an equal cache, in the process that loads the pickle.
     """
 
     _disk: DiskLevel
-    _again: partial[Any]
+    _rebuild: partial[Any]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._again, ()
+        return self._rebuild, ()
 
     def __enter__(self: Self) -> Self:
         return self
@@ -197,6 +197,6 @@ class OverDisk:
         self._disk.close()
 
 
-def _put_at(entry: Entry) -> float:
+def _put_time(entry: Entry) -> float:
     at = entry.metadata.get("created_at")
     return at if isinstance(at, int | float) else entry.created

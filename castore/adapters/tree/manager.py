@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any
 
 from castore.adapters.tree.entry_names import compute_key, name_of
-from castore.adapters.tree.level import DiskLevel, OverDisk
+from castore.adapters.tree.level import DiskBacked, DiskLevel
 from castore.adapters.tree.memory import parse_bounds
 from castore.adapters.tree.metadata import CacheMetadata, to_text
-from castore.adapters.tree.packed_value import Packed, held, pack, unpack
+from castore.adapters.tree.packed_value import Packed, pack, ram_size, unpack
 from castore.adapters.tree.tally import Tally
 from castore.errors import CorruptError
 from castore.index.beacon import CHANGED
@@ -32,7 +32,7 @@ from castore.system.single_flight import ComputeLocks
 # names.
 TRUST_SECONDS = 1.0
 
-Found = tuple[Any, CacheMetadata]
+ValueAndMetadata = tuple[Any, CacheMetadata]
 Accept = Callable[[CacheMetadata], bool]
 
 
@@ -54,7 +54,7 @@ class _Slot:
 _SLOT_BYTES = 270
 
 
-class TreeCacheManager(OverDisk):
+class TreeCacheManager(DiskBacked):
     """A cache of Python objects in RAM and on disk.
 
     Args:
@@ -96,14 +96,16 @@ class TreeCacheManager(OverDisk):
         bounds = parse_bounds(memory_size, "memory_size", memory_bytes, "memory_bytes")
         self._bounds = bounds if bounds.bytes is not None else bounds._replace(bytes=DEFAULT_MEMORY)
         self._disk = DiskLevel(cache_dir, compression, disk_expiry, max_size)
-        self._slots: MemoryLRU[_Slot] = self._bounds.lru(lambda slot: held(slot.packed) + _SLOT_BYTES)
+        self._slots: MemoryLRU[_Slot] = self._bounds.make_lru(
+            lambda slot: ram_size(slot.packed) + _SLOT_BYTES
+        )
         self._beacon = self.store.index.beacon
         # The lock files of the store itself: callers of `Store` and of this cache that compute one name share
         # one lock.
         self._locks = ComputeLocks(self.store.path / "locks" / "compute", self.store.settings.file_mode)
         self._allow_pickle = allow_pickle
         self._memory_tally, self._disk_tally = Tally(), Tally()
-        self._again = partial(
+        self._rebuild = partial(
             TreeCacheManager,
             self.store.path,
             memory_size,
@@ -159,7 +161,7 @@ class TreeCacheManager(OverDisk):
         changed = self._beacon.settled()
         self._keep(name, self._disk.put(name, packed), packed, changed)
 
-    def get(self, key: str) -> Found | None:
+    def get(self, key: str) -> ValueAndMetadata | None:
         """The value and its metadata; None if it is missing, expired or damaged.
 
         The caller gets an object of its own.
@@ -168,7 +170,7 @@ class TreeCacheManager(OverDisk):
             SerializationError: the value is a pickle, and ``allow_pickle`` is not set.
         """
         tally, found = self._find(name_of(key), None)
-        self._count(tally)
+        self._count_read(tally)
         return found
 
     def get_or_compute(
@@ -198,19 +200,19 @@ class TreeCacheManager(OverDisk):
         if found is None:
             with self._locks.hold(name):
                 tally, found = self._find(name, validate_fn)
-                self._count(tally)
+                self._count_read(tally)
                 if found is None:
                     data = compute_fn()
                     self.put(key, data, metadata)
                     return data
         else:
-            self._count(tally)
+            self._count_read(tally)
         return found[0]
 
     def contains(self, key: str) -> bool:
         """Whether there is a value that has not expired. Does not count as a read."""
         name = name_of(key)
-        return self._disk.holds(name) or self._from_memory(name) is not None
+        return self._disk.has_value(name) or self._get_trusted(name) is not None
 
     def invalidate(self, key: str | None = None) -> None:
         """Remove one value, or without a key all of them, with their bytes.
@@ -239,25 +241,25 @@ class TreeCacheManager(OverDisk):
             "disk": {**self._disk_tally.figures(), **self._disk.figures()},
         }
 
-    def _find(self, name: str, accept: Accept | None) -> tuple[Tally | None, Found | None]:
+    def _find(self, name: str, accept: Accept | None) -> tuple[Tally | None, ValueAndMetadata | None]:
         """The value of ``name``, if ``accept`` takes its metadata, and the tally of the level that had it."""
-        packed = self._from_memory(name)
+        packed = self._get_trusted(name)
         if packed is not None:
             # The disk has the same metadata, so a value refused here is refused there.
-            found = self._decoded(packed, accept)
+            found = self._decode(packed, accept)
             if found is None:
                 return None, None
             self._disk.count_memory_hit(name)
             return self._memory_tally, found
         changed = self._beacon.settled()
         read = self._disk.read(name)
-        found = None if read is None else self._decoded(read[1], accept)
+        found = None if read is None else self._decode(read[1], accept)
         if read is None or found is None:
             return None, None
         self._keep(name, *read, changed)
         return self._disk_tally, found
 
-    def _count(self, hit: Tally | None) -> None:
+    def _count_read(self, hit: Tally | None) -> None:
         """Count one read for the level that answered it, if one did."""
         if hit is self._memory_tally:
             hit.hits += 1
@@ -268,14 +270,14 @@ class TreeCacheManager(OverDisk):
         else:
             hit.hits += 1
 
-    def _decoded(self, packed: Packed, accept: Accept | None) -> Found | None:
+    def _decode(self, packed: Packed, accept: Accept | None) -> ValueAndMetadata | None:
         try:
             found = unpack(packed, allow_pickle=self._allow_pickle)
         except CorruptError:
             return None  # bytes that were put past this cache and are no object: a miss, like all damage
         return found if accept is None or accept(found[1]) else None
 
-    def _from_memory(self, name: str) -> Packed | None:
+    def _get_trusted(self, name: str) -> Packed | None:
         """The value of ``name`` in RAM, as long as it is the one on disk."""
         slot = self._slots.get(name)
         if slot is None:
@@ -285,8 +287,8 @@ class TreeCacheManager(OverDisk):
             return slot.packed
         changed = self._beacon.settled()
         entry = self._disk.entry(name)
-        said = None if entry is None else (entry.digest, entry.serializer, to_text(entry.metadata))
-        if entry is None or said != (slot.digest, slot.packed.serializer, slot.packed.about):
+        on_disk = None if entry is None else (entry.digest, entry.serializer, to_text(entry.metadata))
+        if entry is None or on_disk != (slot.digest, slot.packed.serializer, slot.packed.about):
             self._slots.discard(name)
             return None
         slot.trust = self._trust(entry, changed)

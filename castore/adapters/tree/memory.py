@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from castore.adapters.tree.entry_names import check_key
 from castore.adapters.tree.metadata import CacheMetadata
-from castore.adapters.tree.packed_value import Packed, held, pack, unpack
+from castore.adapters.tree.packed_value import Packed, pack, ram_size, unpack
 from castore.adapters.tree.tally import Tally
 from castore.errors import InvalidValueError
 from castore.system.ram_cache import MemoryLRU
@@ -29,7 +29,7 @@ class Bounds(NamedTuple):
     items: int | None
     bytes: int | None
 
-    def lru(self, measure: Callable[[V], int]) -> MemoryLRU[V]:
+    def make_lru(self, measure: Callable[[V], int]) -> MemoryLRU[V]:
         """An empty level within these bounds; ``measure`` returns a value's size in bytes."""
         most = sys.maxsize if self.bytes is None else self.bytes
         return MemoryLRU(most, measure, max_items=sys.maxsize if self.items is None else self.items)
@@ -65,12 +65,12 @@ def parse_bounds(size: int | str, size_name: str, most: int | str | None, most_n
         items = -1
     if items < 0:
         raise InvalidValueError(
-            f"{size_name} is a number of items, or a text of bytes like '1GB', not {size!r}"
+            f"{size_name} must be a number of items, or a text of bytes like '1GB', not {size!r}"
         )
     return Bounds(items, None if most is None else parse_size(most))
 
 
-class _Timed(NamedTuple):
+class _TimedValue(NamedTuple):
     """A value and the monotonic time at which it expires."""
 
     packed: Packed
@@ -78,7 +78,7 @@ class _Timed(NamedTuple):
 
 
 # The tuple, its float, and `Packed` without its two texts, measured with tracemalloc.
-_TIMED_BYTES = 100
+_VALUE_BYTES = 100
 
 
 class MemoryCache:
@@ -113,7 +113,9 @@ class MemoryCache:
         self._expiry = NEVER if seconds is None else seconds
         self._allow_pickle = allow_pickle
         self._bounds = parse_bounds(max_size, "max_size", max_bytes, "max_bytes")
-        self._values: MemoryLRU[_Timed] = self._bounds.lru(lambda timed: held(timed.packed) + _TIMED_BYTES)
+        self._values: MemoryLRU[_TimedValue] = self._bounds.make_lru(
+            lambda timed: ram_size(timed.packed) + _VALUE_BYTES
+        )
         self._tally = Tally()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -127,11 +129,11 @@ class MemoryCache:
         """
         key = check_key(key)
         packed = pack(data, metadata, allow_pickle=self._allow_pickle)
-        self._values.put(key, _Timed(packed, time.monotonic() + self._expiry))
+        self._values.put(key, _TimedValue(packed, time.monotonic() + self._expiry))
 
     def get(self, key: str) -> tuple[Any, CacheMetadata] | None:
         """The value and its metadata, or None. The caller gets an object of its own."""
-        timed = self._alive(check_key(key))
+        timed = self._get_unexpired(check_key(key))
         if timed is None:
             self._tally.misses += 1
             return None
@@ -140,7 +142,7 @@ class MemoryCache:
 
     def contains(self, key: str) -> bool:
         """Whether there is a value that has not expired. Does not count as a read."""
-        return self._alive(check_key(key)) is not None
+        return self._get_unexpired(check_key(key)) is not None
 
     def invalidate(self, key: str | None = None) -> None:
         """Remove one value, or without a key all of them."""
@@ -149,7 +151,7 @@ class MemoryCache:
         else:
             self._values.discard(check_key(key))
 
-    def _alive(self, key: str) -> _Timed | None:
+    def _get_unexpired(self, key: str) -> _TimedValue | None:
         timed = self._values.get(key)
         if timed is not None and timed.deadline <= time.monotonic():
             self._values.discard(key)

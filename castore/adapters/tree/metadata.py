@@ -57,11 +57,11 @@ class CacheMetadata:
         False
         """
         wanted = (version, source_hash, tokenizer_hash, transform_hash, config_hash)
-        said = (self.version, self.source_hash, self.tokenizer_hash, self.transform_hash, self.config_hash)
-        return all(want is None or want == have for want, have in zip(wanted, said, strict=True))
+        present = (self.version, self.source_hash, self.tokenizer_hash, self.transform_hash, self.config_hash)
+        return all(want is None or want == have for want, have in zip(wanted, present, strict=True))
 
 
-_FIELDS = tuple(entry.name for entry in dataclasses.fields(CacheMetadata))
+_FIELD_NAMES = tuple(entry.name for entry in dataclasses.fields(CacheMetadata))
 
 
 def to_fields(metadata: CacheMetadata | None) -> dict[str, Any]:
@@ -75,25 +75,24 @@ def to_fields(metadata: CacheMetadata | None) -> dict[str, Any]:
         metadata = CacheMetadata()
     elif not isinstance(metadata, CacheMetadata):
         raise InvalidValueError(
-            f"metadata is a CacheMetadata, not {type(metadata).__name__}; pass CacheMetadata(extra=...)"
+            f"metadata must be a CacheMetadata, not {type(metadata).__name__}; pass CacheMetadata(extra=...)"
         )
-    given = {name: getattr(metadata, name) for name in _FIELDS}
+    given = {name: getattr(metadata, name) for name in _FIELD_NAMES}
     fields = {name: value for name, value in given.items() if value is not None and value != {}}
     fields["created_at"] = time.time()
     for name, value in fields.items():
-        _check(name, value)
+        _check_json(name, value)
     return fields
 
 
-def _check(name: str, value: Any) -> None:
+def _check_json(name: str, value: Any) -> None:
     try:
         same = json.loads(json.dumps(value, allow_nan=False)) == value
     except (TypeError, ValueError, RecursionError) as error:
-        raise SerializationError(f"metadata.{name} is kept as JSON, which cannot hold it: {error}") from error
+        raise SerializationError(f"metadata.{name} cannot be stored as JSON: {error}") from error
     if not same:
         raise SerializationError(
-            f"metadata.{name} is kept as JSON and would come back changed; "
-            f"use lists, and text as keys: {value!r}"
+            f"metadata.{name} would come back from JSON changed; use lists, and text as keys: {value!r}"
         )
 
 
@@ -108,7 +107,7 @@ def from_text(text: str) -> CacheMetadata:
     An entry that was put without this cache may have such fields.
     """
     fields: dict[str, Any] = json.loads(text)
-    known = {name: fields.pop(name) for name in _FIELDS if name in fields}
+    known = {name: fields.pop(name) for name in _FIELD_NAMES if name in fields}
     extra: Any = known.pop("extra", {})
     return CacheMetadata(
         **known, extra={**fields, **(extra if isinstance(extra, dict) else {"extra": extra})}

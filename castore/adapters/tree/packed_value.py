@@ -49,6 +49,6 @@ def unpack(packed: Packed, *, allow_pickle: bool) -> tuple[Any, CacheMetadata]:
     return value, from_text(packed.about)
 
 
-def held(packed: Packed) -> int:
+def ram_size(packed: Packed) -> int:
     """Bytes of RAM that a packed value takes."""
     return sys.getsizeof(packed.data) + sys.getsizeof(packed.about)

@@ -1,8 +1,9 @@
-"""Operators that clean, choose and deduplicate texts in any language, without models and word lists.
+"""Operators that clean, select and deduplicate texts in any language, without models and downloads.
 
-They have Data-Juicer's names, parameters, statistics and methods (`process`, `compute_stats`,
-`compute_hash`), in own code, so its recipes run here and these run there. One file a family.
-`castore.recipes.registry` finds them by name and imports a family only when it is asked for.
+They have the names, parameters, statistics and methods (`process`, `compute_stats`, `compute_hash`) of
+Data-Juicer's operators, in castore's own code. So Data-Juicer's recipes run here, and these operators run
+there. Each module is one family. `castore.recipes.registry` finds operators by name, and imports a family at
+its first use.
 """
 
 from __future__ import annotations

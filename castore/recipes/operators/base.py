@@ -184,7 +184,7 @@ class Deduplicator(Operator):
         return dataset.select_columns([self.column]).with_format("arrow").iter(batch_size=10_000)
 
 
-def at_least(least: int, value: int, what: str) -> int:
+def check_at_least(least: int, value: int, what: str) -> int:
     """``value``, if it is not below ``least``.
 
     Raises:
@@ -196,7 +196,7 @@ def at_least(least: int, value: int, what: str) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def compiled(pattern: str, what: str) -> re.Pattern[str]:
+def compile_pattern(pattern: str, what: str) -> re.Pattern[str]:
     """A regular expression, with ``.`` for any character, line breaks too.
 
     With properties of Unicode, as in ``\\p{P}`` for punctuation, it is one of the package regex. Operators
@@ -205,7 +205,7 @@ def compiled(pattern: str, what: str) -> re.Pattern[str]:
     Raises:
         InvalidValueError: the pattern is no regular expression.
 
-    >>> compiled(r"\\p{P}+", "pattern").sub("", "a, b.")
+    >>> compile_pattern(r"\\p{P}+", "pattern").sub("", "a, b.")
     'a b'
     """
     # Data-Juicer's recipes may write a pattern with the quotes of a Python raw string.
@@ -217,11 +217,11 @@ def compiled(pattern: str, what: str) -> re.Pattern[str]:
             engine = import_module("regex")
         except ImportError:
             raise NeedsMoreError(
-                f"{what}={pattern!r} has a property of Unicode, which takes the package regex; pip install "
+                f"{what}={pattern!r} uses a Unicode property, which needs the package regex; pip install "
                 "regex"
             ) from None
     try:
         found: re.Pattern[str] = engine.compile(pattern, engine.DOTALL)
     except engine.error as error:
-        raise InvalidValueError(f"{what}={pattern!r} is no regular expression: {error}") from None
+        raise InvalidValueError(f"{what}={pattern!r} is not a regular expression: {error}") from None
     return found

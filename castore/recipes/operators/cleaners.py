@@ -1,26 +1,26 @@
-"""Mappers that take out or replace parts of a text: links, e-mail addresses, odd spaces, any pattern.
+"""Mappers that remove or replace parts of a text: links, e-mail addresses, odd spaces, any pattern.
 
-The patterns here take time in proportion to the text, whatever is in it: no run of characters is scanned from
-each of its places.
+The patterns of this module take time in proportion to the text: no run of characters is scanned from each of
+its places.
 """
 
 from __future__ import annotations
 
 from castore.errors import InvalidValueError
-from castore.recipes.operators.base import Mapper, compiled
+from castore.recipes.operators.base import Mapper, compile_pattern
 
-# Up to what cannot be in a link, and without the punctuation of the sentence around it.
+# Ends before a character that no link contains, and before the punctuation of the sentence.
 LINK = r"(?i:\b(?:https?|ftp)://|\bwww\.)[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}]"
-# No letter of the word may stand before it: else a long word would be tried from each of its letters.
+# No letter of a word may precede the match: otherwise every letter of a long word would be tried.
 EMAIL = r"(?<![\w.+%-])[\w.+%-]{1,64}@(?:[\w-]{1,63}\.){1,8}[^\W\d_]{2,63}"
 
 
 class ReplaceContentMapper(Mapper):
-    """Replaces all that a regular expression finds, or several one after the other.
+    """Replaces all matches of a regular expression, or of several, one after the other.
 
     Args:
-        pattern: the expression, or a list of them; ``.`` means line breaks too. None replaces nothing.
-        repl: what to put there, with ``\\1`` for the first group; or a list, one for each pattern.
+        pattern: the expression, or a list of them; ``.`` matches line breaks too. None replaces nothing.
+        repl: the replacement, with ``\\1`` for the first group; or a list, one for each pattern.
         text_key: the column of the text.
 
     >>> ReplaceContentMapper([r"\\d+", "kitten"], ["#", "cat"]).process({"text": "3 kittens"})
@@ -35,34 +35,34 @@ class ReplaceContentMapper(Mapper):
         replacements = [repl] * len(patterns) if isinstance(repl, str) else list(repl)
         if pattern is not None and len(replacements) != len(patterns):
             raise InvalidValueError(
-                f"{len(patterns)} patterns and {len(replacements)} replacements (repl): give one for all, or "
-                "one for each"
+                f"{len(patterns)} patterns and {len(replacements)} replacements (repl): give one replacement "
+                "for all patterns, or one for each"
             )
         self.pattern = patterns
         self.repl = replacements[: len(patterns)]
         for expression, replacement in zip(self.pattern, self.repl, strict=True):
-            compiled(expression, "pattern")
+            compile_pattern(expression, "pattern")
             _check_replacement(expression, replacement)
 
     def clean(self, text: str) -> str:
-        """The text with everything replaced."""
+        """The text with all matches replaced."""
         for pattern, repl in zip(self.pattern, self.repl, strict=True):
-            text = compiled(pattern, "pattern").sub(repl, text)
+            text = compile_pattern(pattern, "pattern").sub(repl, text)
         return text
 
 
 def _check_replacement(pattern: str, repl: str) -> None:
-    """Raise InvalidValueError for a reference to a group that is not there, before a sample does."""
-    # An empty alternative matches the empty text whatever the pattern is; the line break ends its comment.
-    empty = compiled(f"{compiled(pattern, 'pattern').pattern}\n|", "pattern")
+    """Raise InvalidValueError if a replacement refers to a group that its pattern lacks."""
+    # With an empty alternative, any pattern matches the empty text; the line break ends a comment in it.
+    empty = compile_pattern(f"{compile_pattern(pattern, 'pattern').pattern}\n|", "pattern")
     try:
         empty.sub(repl, "")
-    except Exception as error:  # of re or of regex, which have no common kind
+    except Exception as error:  # errors of re and of regex have no common base class
         raise InvalidValueError(f"repl={repl!r} does not fit the pattern {pattern!r}: {error}") from error
 
 
 class CleanLinksMapper(ReplaceContentMapper):
-    """Takes out links: what begins with ``http://``, ``https://``, ``ftp://`` or ``www.``.
+    """Removes links, which begin with ``http://``, ``https://``, ``ftp://`` or ``www.``.
 
     >>> CleanLinksMapper().process({"text": "see https://example.org/a?b=c."})
     {'text': 'see .'}
@@ -75,7 +75,7 @@ class CleanLinksMapper(ReplaceContentMapper):
 
 
 class CleanEmailMapper(ReplaceContentMapper):
-    """Takes out e-mail addresses.
+    """Removes e-mail addresses.
 
     >>> CleanEmailMapper(repl="<mail>").process({"text": "ask ada@example.org, please"})
     {'text': 'ask <mail>, please'}
@@ -88,17 +88,17 @@ class CleanEmailMapper(ReplaceContentMapper):
 
 
 class CleanCopyrightMapper(Mapper):
-    """Takes the copyright notice out of source code.
+    """Removes the copyright notice of source code.
 
-    Where there is a comment between ``/*`` and ``*/``, the first one goes if it names a copyright. Where
-    there is none, all lines at the beginning go that are empty or begin with ``//``, ``#`` or ``--``.
+    The first comment between ``/*`` and ``*/`` is removed if it contains "copyright". In a text without such
+    a comment, the lines at the beginning that are empty or begin with ``//``, ``#`` or ``--`` are removed.
 
     >>> CleanCopyrightMapper().process({"text": "# Copyright 2026 by us\\n\\nimport os"})
     {'text': 'import os'}
     """
 
     def clean(self, text: str) -> str:
-        """The text without its notice."""
+        """The text without its copyright notice."""
         start = text.find("/*")
         end = text.find("*/", start + 2) if start >= 0 else -1
         if end >= 0:
@@ -110,10 +110,10 @@ class CleanCopyrightMapper(Mapper):
 
 
 class WhitespaceNormalizationMapper(Mapper):
-    """Makes every kind of space one plain space, every kind of line break ``\\n``, and strips the ends.
+    """Turns every kind of space into a plain space and every line break into ``\\n``, and strips the ends.
 
-    Spaces without a width go where they mean nothing, but for the zero-width space, which parts words in Thai
-    and Khmer; joiners stay.
+    Word joiners and byte order marks are removed. The zero-width space, which separates words in Thai and
+    Khmer, becomes a plain space. Other joiners stay.
 
     >>> WhitespaceNormalizationMapper().process({"text": "\\ufeffa\\u00a0b\\tc\\r\\nd\\u2028e "})
     {'text': 'a b c\\nd\\ne'}
@@ -124,7 +124,7 @@ class WhitespaceNormalizationMapper(Mapper):
         return text.replace("\r\n", "\n").translate(_SPACES).strip()
 
 
-# Unicode's category Zs, and what is not in it but serves as a space.
+# Unicode's category Zs, and other characters that serve as spaces.
 _SPACES = dict.fromkeys(map(ord, "\xa0\u1680\u202f\u205f\u3000\t\v\f\u200b"), " ")
 _SPACES |= dict.fromkeys(range(0x2000, 0x200B), " ")
 _SPACES |= dict.fromkeys(map(ord, "\r\x85\u2028\u2029"), "\n")

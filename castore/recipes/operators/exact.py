@@ -14,11 +14,11 @@ _NO_CHARACTER = re.compile(rf"[\s\d{re.escape(string.punctuation)}]+")
 
 
 class DocumentDeduplicator(Deduplicator):
-    """Keeps the first of the samples whose texts are equal but for spaces at their ends.
+    """Keeps the first of the samples whose texts are equal, apart from spaces at their ends.
 
     Args:
-        lowercase: take upper and lower case for equal.
-        ignore_non_character: have spaces, digits and the punctuation of ASCII not count.
+        lowercase: ignore case.
+        ignore_non_character: ignore spaces, digits and the punctuation of ASCII.
         text_key: the column of the text.
     """
 
@@ -33,9 +33,9 @@ class DocumentDeduplicator(Deduplicator):
         self.ignore_non_character = ignore_non_character
 
     def compute_hash(self, sample: Sample) -> Sample:
-        """The sample with 128 bits of BLAKE3 of what is compared.
+        """The sample with 128 bits of BLAKE3 of the compared text.
 
-        A chance meeting of two of a billion texts has odds of one in 10**21.
+        The odds that any two of a billion different texts share a hash are one in 10**21.
         """
         text = self.text_of(sample)
         if self.lowercase:
@@ -47,7 +47,7 @@ class DocumentDeduplicator(Deduplicator):
         return sample
 
     def process(self, dataset: Any) -> Any:
-        """The dataset without duplicates, in its order; takes about 100 bytes of RAM for each sample kept."""
+        """The dataset without duplicates, in order; takes about 100 bytes of RAM for each kept sample."""
         seen: set[bytes] = set()
         first, row = [], 0
         for table in self.hashes(dataset):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from castore.recipes.operators.base import UNBOUNDED, CountFilter, Filter
-from castore.recipes.operators.words import no_model, words_of
+from castore.recipes.operators.words import refuse_model, words_of
 
 
 class TextLengthFilter(CountFilter):
@@ -17,24 +17,26 @@ class TextLengthFilter(CountFilter):
     stat = "text_len"
 
     def measure(self, text: str) -> int:
-        """Characters."""
+        """The number of characters."""
         return len(text)
 
 
 class AverageLineLengthFilter(CountFilter):
-    """Keeps texts whose lines have ``min_len`` to ``max_len`` characters on average; tables have few."""
+    """Keeps texts whose lines have ``min_len`` to ``max_len`` characters on average; lines of tables are
+    short.
+    """
 
     stat = "avg_line_length"
     _castore_revision = 2
 
     def measure(self, text: str) -> float:
-        """Characters of the text, line breaks counted, for each line."""
+        """Characters for each line, line breaks included."""
         lines = text.splitlines()
         return len(text) / len(lines) if lines else 0.0
 
 
 class MaximumLineLengthFilter(CountFilter):
-    """Keeps texts whose longest line has ``min_len`` to ``max_len`` characters; dumps have more."""
+    """Keeps texts whose longest line has ``min_len`` to ``max_len`` characters; lines of dumps are longer."""
 
     stat = "max_line_length"
 
@@ -46,8 +48,8 @@ class MaximumLineLengthFilter(CountFilter):
 class AverageWordLengthFilter(CountFilter):
     """Keeps texts whose words have ``min_len`` to ``max_len`` characters on average.
 
-    For languages that put spaces between words; prose has 3 to 10, symbols have fewer and encoded data more
-    (Gopher's rule).
+    For languages that put spaces between words. Words of prose have 3 to 10 characters, symbols have fewer,
+    and encoded data has more (Gopher's rule).
     """
 
     stat = "avg_word_length"
@@ -62,12 +64,12 @@ class AverageWordLengthFilter(CountFilter):
 
 
 class WordsNumFilter(Filter):
-    """Keeps texts of ``min_num`` to ``max_num`` words: what stands between spaces and has a letter.
+    """Keeps texts of ``min_num`` to ``max_num`` words; a word is text between spaces with a letter in it.
 
     Args:
-        min_num, max_num: how many are kept.
-        lang: nothing: words are told alike in all languages.
-        tokenization: Data-Juicer's tokens of a model, which castore has not: false only.
+        min_num, max_num: the numbers of words that are kept.
+        lang: ignored: words are found in the same way in all languages.
+        tokenization: Data-Juicer's tokens of a model; castore has no models: false only.
         text_key: the column of the text.
     """
 
@@ -85,13 +87,13 @@ class WordsNumFilter(Filter):
         tokenization: bool = False,
         text_key: str = "text",
     ) -> None:
-        no_model(tokenization, self._name)
+        refuse_model(tokenization, self._name)
         super().__init__(min_num, max_num, names=("min_num", "max_num"), text_key=text_key)
 
     def measure(self, text: str) -> int:
-        """Words."""
+        """The number of words."""
         return len(words_of(text))
 
     def bounds(self) -> tuple[float, float]:
-        """The least and the most that is kept."""
+        """The smallest and the largest number that is kept."""
         return self.min_num, self.max_num

@@ -1,33 +1,25 @@
-"""The deduplicator of texts that are nearly equal: MinHash signatures, found by locality-sensitive hashing.
+"""The deduplicator of nearly equal texts by MinHash signatures and locality-sensitive hashing.
 
 After Broder (1997), with the bands of Leskovec, Rajaraman and Ullman's "Mining of Massive Datasets". A pair
-that shares a band is looked at again by its whole signatures, so no pair is dropped for one band's sake.
-Everything follows from the seed: the same texts give the same signatures on every machine.
+that shares a band is compared by its whole signatures, so one equal band alone makes no duplicate. The seed
+decides everything: the same texts give the same signatures on every machine.
 
 datasketch was tried in the place of the signatures and the bands, on 2,000 pieces of source code. It takes
 1.06 s of CPU where this module takes 0.51 s (0.84 s with xxHash for SHA-1), and 0.28 s to import with SciPy,
-which is 143 MB that castore needs for nothing else. It keeps 25 other rows: other hashes decide otherwise
-close to the threshold, so results that stores hold would no longer be those of their operator. The second
-look and the clusters would still be castore's.
+which is 143 MB that castore needs for nothing else. It keeps 25 other rows: other hashes decide differently
+close to the threshold, so stored results would no longer be those of their operator. The comparison of whole
+signatures and the clusters would still be castore's own code.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from castore.errors import InvalidValueError
-from castore.recipes.operators.base import (
-    HASHES,
-    Deduplicator,
-    NeedsMoreError,
-    Sample,
-    at_least,
-    compiled,
-)
-from castore.recipes.operators.clusters import Forest, equal_rows
+from castore.recipes.operators.base import HASHES, NeedsMoreError, Sample, check_at_least
+from castore.recipes.operators.clusters import DisjointSets, NearDeduplicator, group_equal_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,33 +27,27 @@ if TYPE_CHECKING:
 
     Words = npt.NDArray[np.uint32]
 
-TOKENIZATIONS: dict[str, Callable[[str], list[str]]] = {
-    "space": str.split,
-    "punctuation": re.compile(r"\w+").findall,
-    "character": list,
-}  # fmt: skip
-
-# Shingles hashed at once: a long text must not take memory for all of its shingles times all permutations.
+# Shingles that are hashed together: memory for all shingles times all permutations would be too much.
 _SHINGLES = 2048
 _EMPTY = 0xFFFF_FFFF
 
 
-class DocumentMinhashDeduplicator(Deduplicator):
+class DocumentMinhashDeduplicator(NearDeduplicator):
     """Keeps the first of the samples whose texts share most of their shingles (runs of tokens).
 
     Args:
-        tokenization: what a token is: ``"space"`` (what stands between spaces), ``"punctuation"`` (words
-            without punctuation) or ``"character"`` (for scripts without spaces).
-        window_size: tokens of a shingle.
-        lowercase: take upper and lower case for equal.
-        ignore_pattern: a regular expression of what does not count.
-        num_permutations: numbers of a signature; the similarity is known to about ``1 /
+        tokenization: tokens are the text between spaces (``"space"``), words without punctuation
+            (``"punctuation"``), or characters (``"character"``, for scripts without spaces).
+        window_size: the number of tokens of a shingle.
+        lowercase: ignore case.
+        ignore_pattern: a regular expression; its matches are ignored.
+        num_permutations: the length of a signature; the error of the similarity is about ``1 /
             sqrt(num_permutations)``.
-        jaccard_threshold: from which part of common shingles (of all of both) two texts are duplicates.
-        num_bands, num_rows_per_band: how signatures are cut up to find pairs; default what the threshold asks
-            for.
-        tokenizer_model: of Data-Juicer's tokenization ``"sentencepiece"``, which castore has not.
-        seed: of the permutations.
+        jaccard_threshold: the least ratio of shared shingles to all shingles of two duplicates.
+        num_bands, num_rows_per_band: the division of signatures in the search for pairs; default: the best
+            for the threshold.
+        tokenizer_model: the model of Data-Juicer's tokenization ``"sentencepiece"``, which castore lacks.
+        seed: the seed of the permutations.
         text_key: the column of the text.
 
     Raises:
@@ -69,6 +55,11 @@ class DocumentMinhashDeduplicator(Deduplicator):
     """
 
     column = f"{HASHES}_minhash"
+    tokenizers: ClassVar = {
+        "space": (str.split, " "),
+        "punctuation": (re.compile(r"\w+").findall, " "),
+        "character": (list, " "),
+    }
 
     def __init__(
         self,
@@ -85,26 +76,17 @@ class DocumentMinhashDeduplicator(Deduplicator):
         seed: int = 42,
         text_key: str = "text",
     ) -> None:
-        super().__init__(text_key=text_key)
         if tokenization == "sentencepiece":
             raise NeedsMoreError(
-                "tokenization='sentencepiece' needs a model, and castore's operators have none; "
-                f"{', '.join(TOKENIZATIONS)} do"
-                " without"
+                "tokenization='sentencepiece' needs a model, and castore's operators have none; use "
+                f"{', '.join(self.tokenizers)}"
             )
         if tokenizer_model is not None:
-            raise InvalidValueError("tokenizer_model is for tokenization='sentencepiece' alone")
-        if tokenization not in TOKENIZATIONS:
-            raise InvalidValueError(f"tokenization={tokenization!r} is not one of {', '.join(TOKENIZATIONS)}")
+            raise InvalidValueError("tokenizer_model is for tokenization='sentencepiece' only")
+        super().__init__(tokenization, window_size, lowercase, ignore_pattern, text_key=text_key)
         if not 0 < jaccard_threshold <= 1:
             raise InvalidValueError(f"jaccard_threshold={jaccard_threshold!r} must be above 0 and at most 1")
-        self.tokenization = tokenization
-        self.window_size = at_least(1, window_size, "window_size")
-        self.lowercase = lowercase
-        self.ignore_pattern = ignore_pattern
-        if ignore_pattern is not None:
-            compiled(ignore_pattern, "ignore_pattern")
-        self.num_permutations = at_least(8, num_permutations, "num_permutations")
+        self.num_permutations = check_at_least(8, num_permutations, "num_permutations")
         self.jaccard_threshold = jaccard_threshold
         self.seed = seed
         if num_bands is None or num_rows_per_band is None:
@@ -119,16 +101,16 @@ class DocumentMinhashDeduplicator(Deduplicator):
         self.num_bands, self.num_rows_per_band = num_bands, num_rows_per_band
 
     def compute_hash(self, sample: Sample) -> Sample:
-        """The sample with its signature: ``num_permutations`` numbers of 32 bits, as bytes."""
+        """The sample with its signature, ``num_permutations`` numbers of 32 bits, as bytes."""
         sample[self.column] = self.signature(self.text_of(sample)).tobytes()
         return sample
 
     def signature(self, text: str) -> Words:
-        """The signature of a text; all ones for one without tokens."""
+        """The signature of a text; all bits are set for a text without tokens."""
         import numpy as np
         from xxhash import xxh3_64_intdigest
 
-        shingles = {xxh3_64_intdigest(shingle) for shingle in self._shingles(text)}
+        shingles = {xxh3_64_intdigest(shingle) for shingle in self.shingles(text)}
         hashes = np.fromiter(shingles, np.uint64, len(shingles))
         factors, offsets = _permutations(self.seed, self.num_permutations)
         least = np.full(self.num_permutations, _EMPTY, np.uint64)
@@ -138,18 +120,8 @@ class DocumentMinhashDeduplicator(Deduplicator):
             np.minimum(least, permuted.min(axis=0), out=least)
         return least.astype("<u4")
 
-    def _shingles(self, text: str) -> Iterator[bytes]:
-        if self.lowercase:
-            text = text.lower()
-        if self.ignore_pattern is not None:
-            text = compiled(self.ignore_pattern, "ignore_pattern").sub("", text)
-        tokens = TOKENIZATIONS[self.tokenization](text)
-        # A text shorter than a window is a shingle of its own.
-        for at in range(max(1, len(tokens) - self.window_size + 1) if tokens else 0):
-            yield " ".join(tokens[at : at + self.window_size]).encode("utf-8", "surrogatepass")
-
     def process(self, dataset: Any) -> Any:
-        """The dataset without near duplicates, in its order. Takes 4 bytes a sample and permutation."""
+        """The dataset without near duplicates, in order; takes 4 bytes for each sample and permutation."""
         import numpy as np
 
         signatures = np.empty((len(dataset), self.num_permutations), "<u4")
@@ -164,19 +136,19 @@ class DocumentMinhashDeduplicator(Deduplicator):
         return dataset if len(first) == len(dataset) else dataset.select(first)
 
     def clusters(self, signatures: Words) -> npt.NDArray[np.int64]:
-        """For each signature the first one of its cluster; a chain of pairs that are alike is one cluster."""
+        """For each signature, the first one of its cluster; a chain of similar pairs is one cluster."""
         import numpy as np
 
-        forest = Forest(len(signatures))
+        forest = DisjointSets(len(signatures))
         for band in range(self.num_bands):
             start = band * self.num_rows_per_band
             rows = np.ascontiguousarray(signatures[:, start : start + self.num_rows_per_band])
-            for members in equal_rows(rows):
+            for members in group_equal_rows(rows):
                 self._join_alike(signatures, members, forest)
         return forest.leaders()
 
-    def _join_alike(self, signatures: Words, members: npt.NDArray[np.int64], forest: Forest) -> None:
-        """Join those members of a bucket that are as alike as the threshold asks."""
+    def _join_alike(self, signatures: Words, members: npt.NDArray[np.int64], forest: DisjointSets) -> None:
+        """Join the members of a bucket whose similarity reaches the threshold."""
         import numpy as np
 
         while len(members) > 1:
@@ -192,20 +164,20 @@ class DocumentMinhashDeduplicator(Deduplicator):
 
 @lru_cache(maxsize=8)
 def _permutations(seed: int, count: int) -> tuple[Any, Any]:
-    """Odd factors, and offsets, of 64 bits each."""
+    """Odd factors and offsets, of 64 bits each."""
     import numpy as np
 
-    # Raw output of a generator that NumPy promises not to change, unlike its distributions.
+    # NumPy promises not to change this generator's raw output, unlike its distributions.
     raw = np.random.PCG64(seed).random_raw(2 * count).astype(np.uint64)
     return raw[:count] | np.uint64(1), raw[count:]
 
 
 @lru_cache(maxsize=64)
 def best_bands(permutations: int, threshold: float) -> tuple[int, int]:
-    """The number of bands and the rows of each that miss few pairs above a threshold and find few below it.
+    """The number of bands, and of rows in each, that miss few pairs above a threshold and find few below it.
 
-    The chance that two texts of similarity s share one of b bands of r rows is ``1 - (1 - s**r)**b``. Since
-    what is found is looked at again, a missed pair costs more than one too many: it counts nine times.
+    The chance that two texts of similarity s share one of b bands of r rows is ``1 - (1 - s**r)**b``. A found
+    pair is compared again, so a missed pair costs more than a needless one: it counts nine times.
 
     >>> best_bands(256, 0.7)
     (32, 8)

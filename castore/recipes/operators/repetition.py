@@ -1,4 +1,4 @@
-"""Filters on the repetition in a text: of characters, words and lines, and by the ratio of compression."""
+"""Filters on repetition: of characters, words and lines, and by the ratio of compression."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import zlib
 from collections import Counter
 from typing import Any
 
-from castore.recipes.operators.base import RatioFilter, at_least
-from castore.recipes.operators.words import no_model, words_of
+from castore.recipes.operators.base import RatioFilter, check_at_least
+from castore.recipes.operators.words import refuse_model, words_of
 
 
 class CharacterRepetitionFilter(RatioFilter):
-    """Keeps texts by their part of repeated runs of ``rep_len`` characters: ``min_ratio`` to ``max_ratio``.
+    """Keeps texts by their ratio of repeated runs of ``rep_len`` characters: ``min_ratio`` to ``max_ratio``.
 
-    Of n different runs the most frequent sqrt(n) count, if they occur more than once: the measure of
+    Of n different runs, the sqrt(n) most frequent ones count if they occur more than once: the measure of
     BigScience's ROOTS.
 
     >>> op = CharacterRepetitionFilter(rep_len=3)
@@ -28,11 +28,13 @@ class CharacterRepetitionFilter(RatioFilter):
         self, rep_len: int = 10, min_ratio: float = 0.0, max_ratio: float = 0.5, *, text_key: str = "text"
     ) -> None:
         super().__init__(min_ratio, max_ratio, text_key=text_key)
-        self.rep_len = at_least(1, rep_len, "rep_len")
+        self.rep_len = check_at_least(1, rep_len, "rep_len")
 
     def measure(self, text: str) -> float:
-        """The part of the most frequent runs."""
-        length = self.rep_len  # a closure over `self` would make the thresholds count for the statistics, too
+        """The ratio of the most frequent runs."""
+        length = (
+            self.rep_len
+        )  # with `self` in a closure, the thresholds would count in the key of the statistics
         runs = Counter(text[at : at + length] for at in range(len(text) - length + 1))
         repeated = sorted((count for count in runs.values() if count > 1), reverse=True)
         frequent = repeated[: math.isqrt(len(runs))]
@@ -40,13 +42,13 @@ class CharacterRepetitionFilter(RatioFilter):
 
 
 class WordRepetitionFilter(RatioFilter):
-    """Keeps texts of whose runs of ``rep_len`` words ``min_ratio`` to ``max_ratio`` occur more than once.
+    """Keeps texts by the ratio of their runs of ``rep_len`` words that occur more than once.
 
     Args:
         rep_len: words of a run.
-        min_ratio, max_ratio: the part that is kept.
-        lang: nothing: words are told alike in all languages.
-        tokenization: Data-Juicer's tokens of a model, which castore has not: false only.
+        min_ratio, max_ratio: the ratios that are kept.
+        lang: ignored: words are found in the same way in all languages.
+        tokenization: Data-Juicer's tokens of a model; castore has no models: false only.
         text_key: the column of the text.
     """
 
@@ -63,18 +65,18 @@ class WordRepetitionFilter(RatioFilter):
         tokenization: bool = False,
         text_key: str = "text",
     ) -> None:
-        no_model(tokenization, self._name)
+        refuse_model(tokenization, self._name)
         super().__init__(min_ratio, max_ratio, text_key=text_key)
-        self.rep_len = at_least(1, rep_len, "rep_len")
+        self.rep_len = check_at_least(1, rep_len, "rep_len")
 
     def measure(self, text: str) -> float:
-        """The part of runs that occur more than once."""
+        """The ratio of runs that occur more than once."""
         words = words_of(text, lowercase=True)
-        return _repeated(Counter(zip(*(words[at:] for at in range(self.rep_len)), strict=False)))
+        return _repeated_ratio(Counter(zip(*(words[at:] for at in range(self.rep_len)), strict=False)))
 
 
 class LineRepetitionFilter(RatioFilter):
-    """Keeps texts by the part of their lines, empty ones aside, that occur again (Gopher's rule)."""
+    """Keeps texts by the ratio of their lines, without empty ones, that occur again (Gopher's rule)."""
 
     stat = "line_rep_ratio"
 
@@ -82,15 +84,15 @@ class LineRepetitionFilter(RatioFilter):
         super().__init__(min_ratio, max_ratio, text_key=text_key)
 
     def measure(self, text: str) -> float:
-        """The part of lines that occur more than once."""
-        return _repeated(Counter(line for line in map(str.strip, text.splitlines()) if line))
+        """The ratio of lines that occur more than once."""
+        return _repeated_ratio(Counter(line for line in map(str.strip, text.splitlines()) if line))
 
 
 class CompressionRatioFilter(RatioFilter):
-    """Keeps texts that zlib makes ``min_ratio`` to ``max_ratio`` of their size.
+    """Keeps texts that zlib compresses to ``min_ratio`` to ``max_ratio`` of their size.
 
-    Prose of every language comes to 0.3 to 0.6; boilerplate shrinks to less, random and encoded data hardly
-    at all. Texts below some hundred bytes hardly shrink either, so let a length filter go first.
+    Prose of every language comes to 0.3 to 0.6. Boilerplate comes to less, random and encoded data to almost
+    1. Texts below some hundred bytes compress badly too, so a length filter should run first.
     """
 
     stat = "compression_ratio"
@@ -99,11 +101,11 @@ class CompressionRatioFilter(RatioFilter):
         super().__init__(min_ratio, max_ratio, text_key=text_key)
 
     def measure(self, text: str) -> float:
-        """Compressed bytes for each byte; 1 where nothing is gained."""
+        """Compressed bytes for each byte; at most 1."""
         data = text.encode("utf-8", "surrogatepass")
         return min(1.0, len(zlib.compress(data, 6)) / len(data)) if data else 1.0
 
 
-def _repeated(counts: Counter[Any]) -> float:
+def _repeated_ratio(counts: Counter[Any]) -> float:
     total = sum(counts.values())
     return sum(count for count in counts.values() if count > 1) / total if total else 0.0

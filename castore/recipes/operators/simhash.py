@@ -1,7 +1,8 @@
-"""The deduplicator of texts that are nearly equal: SimHash, 64 bits a text, near in few bits.
+"""The deduplicator of nearly equal texts by SimHash: similar texts have 64-bit hashes that differ in few
+bits.
 
-After Charikar (2002) and Manku, Jain and Das Sarma (2007): of two hashes that differ in k bits at most, one
-of k + 1 blocks is equal, so only those that share a block are compared. Hashes are Data-Juicer's, bit for
+After Charikar (2002) and Manku, Jain and Das Sarma (2007). Two hashes that differ in at most k bits agree in
+one of k + 1 blocks, so only hashes that share a block are compared. The hashes equal Data-Juicer's, bit for
 bit.
 """
 
@@ -10,13 +11,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from castore.errors import InvalidValueError
-from castore.recipes.operators.base import HASHES, Deduplicator, Sample, at_least, compiled
-from castore.recipes.operators.clusters import Forest, equal_rows
+from castore.recipes.operators.base import HASHES, Sample, compile_pattern
+from castore.recipes.operators.clusters import DisjointSets, NearDeduplicator, group_equal_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,33 +28,24 @@ _BITS = 64
 _SPACES = re.compile(" +")
 
 
-def _between_spaces(text: str) -> list[str]:
+def _split_at_spaces(text: str) -> list[str]:
     return [token for token in _SPACES.split(text) if token]
 
 
-def _between_punctuation(text: str) -> list[str]:
-    return compiled(r"\p{P}", "tokenization").split(text)
+def _split_at_punctuation(text: str) -> list[str]:
+    return compile_pattern(r"\p{P}", "tokenization").split(text)
 
 
-#: How a text is cut up, and what stands between the tokens of a shingle: Data-Juicer's ways.
-_TOKENS: dict[str, tuple[Callable[[str], list[str]], str]] = {
-    "space": (_between_spaces, " "),
-    "punctuation": (_between_punctuation, " "),
-    "character": (list, ""),
-}
-
-
-class DocumentSimhashDeduplicator(Deduplicator):
+class DocumentSimhashDeduplicator(NearDeduplicator):
     """Keeps the first of the samples whose hashes differ in few bits; a chain of such pairs is one cluster.
 
     Args:
-        tokenization: what a token is: ``"space"`` (what stands between plain spaces), ``"punctuation"`` (what
-            stands between punctuation) or ``"character"`` (for scripts without spaces).
-        window_size: tokens of a shingle.
-        lowercase: take upper and lower case for equal.
-        ignore_pattern: a regular expression of what does not count.
-        num_blocks: into how many blocks a hash is cut up to find pairs; changes the time that takes, and
-            nothing else.
+        tokenization: tokens are the text between plain spaces (``"space"``), the text between punctuation
+            (``"punctuation"``), or characters (``"character"``, for scripts without spaces).
+        window_size: the number of tokens of a shingle.
+        lowercase: ignore case.
+        ignore_pattern: a regular expression; its matches are ignored.
+        num_blocks: the number of blocks of a hash in the search for pairs; changes only the time.
         hamming_distance: bits in which two duplicates may differ; less than ``num_blocks``.
         text_key: the column of the text.
 
@@ -68,6 +59,12 @@ class DocumentSimhashDeduplicator(Deduplicator):
     """
 
     column = f"{HASHES}_simhash"
+    # As in Data-Juicer.
+    tokenizers: ClassVar = {
+        "space": (_split_at_spaces, " "),
+        "punctuation": (_split_at_punctuation, " "),
+        "character": (list, ""),
+    }
 
     def __init__(
         self,
@@ -80,21 +77,13 @@ class DocumentSimhashDeduplicator(Deduplicator):
         *,
         text_key: str = "text",
     ) -> None:
-        super().__init__(text_key=text_key)
-        if tokenization not in _TOKENS:
-            raise InvalidValueError(f"tokenization={tokenization!r} is not one of {', '.join(_TOKENS)}")
+        super().__init__(tokenization, window_size, lowercase, ignore_pattern, text_key=text_key)
         if not 0 < hamming_distance < num_blocks <= _BITS:
             raise InvalidValueError(
                 f"hamming_distance={hamming_distance!r} must be at least 1 and less than "
                 f"num_blocks={num_blocks!r}, which is at"
                 f" most {_BITS}"
             )
-        if ignore_pattern is not None:
-            compiled(ignore_pattern, "ignore_pattern")
-        self.tokenization = tokenization
-        self.window_size = at_least(1, window_size, "window_size")
-        self.lowercase = lowercase
-        self.ignore_pattern = ignore_pattern
         self.num_blocks = num_blocks
         self.hamming_distance = hamming_distance
 
@@ -104,11 +93,11 @@ class DocumentSimhashDeduplicator(Deduplicator):
         return sample
 
     def hash_of(self, text: str) -> int:
-        """The hash of a text: each bit is what most of its shingles' hashes have there; 0 without tokens."""
+        """The hash of a text: the majority of its shingles' hashes, bit for bit; 0 without tokens."""
         import numpy as np
 
         digests = b"".join(
-            hashlib.md5(shingle, usedforsecurity=False).digest()[:8] for shingle in self._shingles(text)
+            hashlib.md5(shingle, usedforsecurity=False).digest()[:8] for shingle in self.shingles(text)
         )
         if not digests:
             return 0
@@ -116,63 +105,52 @@ class DocumentSimhashDeduplicator(Deduplicator):
         most = 2 * bits.sum(axis=0, dtype=np.int64) > len(bits)
         return int.from_bytes(np.packbits(most).tobytes(), "big")
 
-    def _shingles(self, text: str) -> Iterator[bytes]:
-        if self.lowercase:
-            text = text.lower()
-        if self.ignore_pattern is not None:
-            text = compiled(self.ignore_pattern, "ignore_pattern").sub("", text)
-        split, between = _TOKENS[self.tokenization]
-        tokens = split(text)
-        # A text shorter than a window is a shingle of its own.
-        for at in range(max(1, len(tokens) - self.window_size + 1) if tokens else 0):
-            yield between.join(tokens[at : at + self.window_size]).encode("utf-8", "surrogatepass")
-
     def process(self, dataset: Any) -> Any:
-        """The dataset without near duplicates, in its order; takes about 50 bytes of RAM a sample."""
+        """The dataset without near duplicates, in order; takes about 50 bytes of RAM for each sample."""
         import numpy as np
 
         blocks = [b"".join(table.column(0).to_pylist()) for table in self.hashes(dataset)]
         hashes = np.frombuffer(b"".join(blocks), "<u8").astype(np.uint64)
         kinds, first, kind_of = np.unique(hashes, return_index=True, return_inverse=True)
         leaders = self.clusters(kinds)
-        # Of each cluster the sample that comes first, whatever its hash is.
+        # The first sample of each cluster, whatever its hash is.
         earliest = np.full(len(kinds), len(hashes))
         np.minimum.at(earliest, leaders, first)
         kept = np.flatnonzero(earliest[leaders[kind_of.reshape(-1)]] == np.arange(len(hashes)))
         return dataset if len(kept) == len(dataset) else dataset.select(kept)
 
     def clusters(self, hashes: Words) -> npt.NDArray[np.int64]:
-        """For each of some different hashes the place of the first one of its cluster."""
+        """For each of several distinct hashes, the place of the first hash of its cluster."""
         import numpy as np
 
-        forest = Forest(len(hashes))
+        forest = DisjointSets(len(hashes))
         edges = [_BITS * block // self.num_blocks for block in range(self.num_blocks + 1)]
         masks = [(1 << high) - (1 << low) for low, high in pairwise(edges)]
-        # Of two hashes that are near, at least so many blocks are equal.
+        # Two near hashes share at least this many blocks.
         for equal in combinations(masks, self.num_blocks - self.hamming_distance):
             shared = (hashes & np.uint64(sum(equal))).reshape(-1, 1)
-            for members in equal_rows(shared):
+            for members in group_equal_rows(shared):
                 self._join_near(hashes[members], members, forest)
         return forest.leaders()
 
-    def _join_near(self, hashes: Words, members: npt.NDArray[np.int64], forest: Forest) -> None:
+    def _join_near(self, hashes: Words, members: npt.NDArray[np.int64], forest: DisjointSets) -> None:
         for at in range(len(members) - 1):
-            near = _bits(hashes[at + 1 :] ^ hashes[at]) <= self.hamming_distance
+            near = _count_bits(hashes[at + 1 :] ^ hashes[at]) <= self.hamming_distance
             for other in members[at + 1 :][near]:
                 forest.join(int(members[at]), int(other))
 
 
-def _bits(words: Words) -> npt.NDArray[np.int64]:
-    """How many bits of each number are set."""
+def _count_bits(words: Words) -> npt.NDArray[np.int64]:
+    """The number of set bits of each number."""
     import numpy as np
 
     quarters = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 4)
-    counts: npt.NDArray[np.int64] = _bits_of_16()[quarters].sum(axis=1, dtype=np.int64)
+    counts: npt.NDArray[np.int64] = _bit_counts_of_16()[quarters].sum(axis=1, dtype=np.int64)
     return counts
 
 
 @functools.lru_cache(maxsize=1)
-def _bits_of_16() -> npt.NDArray[np.uint8]:
+def _bit_counts_of_16() -> npt.NDArray[np.uint8]:
     import numpy as np
 
     numbers = np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2)

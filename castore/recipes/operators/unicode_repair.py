@@ -1,4 +1,4 @@
-"""Mappers that repair characters: text that was decoded wrongly, and punctuation of other scripts."""
+"""Mappers that repair characters: wrongly decoded text, and punctuation of other scripts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FORMS = ("NFC", "NFKC", "NFD", "NFKD")
 
 
 class FixUnicodeMapper(Mapper):
-    """Repairs text that was decoded wrongly, and gives it one Unicode form, by the package ftfy.
+    """Repairs wrongly decoded text, and gives it one Unicode form, with the package ftfy.
 
     Args:
         normalization: ``"NFC"`` (also null), ``"NFKC"``, ``"NFD"`` or ``"NFKD"``.
@@ -33,18 +33,18 @@ class FixUnicodeMapper(Mapper):
             raise NeedsMoreError(
                 "fix_unicode_mapper needs the package ftfy, which is not installed; pip install ftfy"
             ) from None
-        # Releases of ftfy repair differently, so the key holds the release.
+        # Releases of ftfy repair differently, so the release counts in the key.
         self.ftfy = str(ftfy.__version__)
 
     def clean(self, text: str) -> str:
-        """The text, repaired."""
+        """The repaired text."""
         import ftfy
 
         return ftfy.fix_text(text, normalization=self.normalization)
 
 
 class PunctuationNormalizationMapper(Mapper):
-    """Writes punctuation of other scripts, and of typographers, as ASCII has it.
+    """Replaces punctuation of other scripts, and of typographers, by that of ASCII.
 
     >>> PunctuationNormalizationMapper().process({"text": "「你好」，世界！ “yes” — no…"})
     {'text': '"你好",世界! "yes"  -  no...'}

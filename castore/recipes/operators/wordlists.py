@@ -1,6 +1,6 @@
-"""Filters on the part of a text's words that are on a user's list: stop words, or flagged words.
+"""Filters on the ratio of a text's words that are on a user's list: stop words, or flagged words.
 
-A list is a JSON file of words by language, as Data-Juicer has them. Must never download one.
+A list is a JSON file of words by language, in Data-Juicer's form. Must never download a list.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from castore.errors import InvalidValueError
-from castore.recipes.operators.base import NeedsMoreError, RatioFilter, at_least
-from castore.recipes.operators.words import no_model, runs, words_of
+from castore.recipes.operators.base import NeedsMoreError, RatioFilter, check_at_least
+from castore.recipes.operators.words import join_runs, refuse_model, words_of
 
 
-class _ListFilter(RatioFilter):
-    """A filter on the part of words that are on a list."""
+class _WordListFilter(RatioFilter):
+    """A filter on the ratio of words that are on a list."""
 
     def __init__(
         self,
@@ -30,31 +30,30 @@ class _ListFilter(RatioFilter):
         text_key: str,
     ) -> None:
         super().__init__(*ratios, text_key=text_key)
-        no_model(tokenization, self._name)
+        refuse_model(tokenization, self._name)
         self.words = read_words(folder, lists, lang)
         for size in augmented[0] if augmented else []:
-            at_least(1, size, "words_aug_group_sizes")
+            check_at_least(1, size, "words_aug_group_sizes")
         self.augmented = augmented
 
     def measure(self, text: str) -> float:
-        """The part of words that are on the list."""
+        """The ratio of words that are on the list."""
         words = words_of(text, lowercase=True)
         if self.augmented:
-            words += runs(words, *self.augmented)
+            words += join_runs(words, *self.augmented)
         return sum(word in self.words for word in words) / len(words) if words else 0.0
 
 
-class StopwordsFilter(_ListFilter):
-    """Keeps texts of whose words ``min_ratio`` to ``max_ratio`` are stop words: prose has many, lists have
-    few.
+class StopwordsFilter(_WordListFilter):
+    """Keeps texts by their ratio of stop words: prose has many, lists have few.
 
     Args:
-        lang: whose words count; ``"all"`` for those of all languages of the list.
-        tokenization: Data-Juicer's tokens of a model, which castore has not: false only.
-        min_ratio, max_ratio: the part that is kept.
+        lang: the language of the list; ``"all"`` for all languages.
+        tokenization: Data-Juicer's tokens of a model; castore has no models: false only.
+        min_ratio, max_ratio: the ratios that are kept.
         stopwords_dir: a folder with files ``*stopwords*.json``, each a map of languages to lists of words.
-        use_words_aug, words_aug_group_sizes, words_aug_join_char: look up runs of so many words, too, joined
-            so.
+        use_words_aug, words_aug_group_sizes, words_aug_join_char: whether runs of words are looked up, too;
+            the lengths of the runs; and the text that joins their words.
         text_key: the column of the text.
 
     Raises:
@@ -83,17 +82,17 @@ class StopwordsFilter(_ListFilter):
         )  # fmt: skip
 
 
-class FlaggedWordsFilter(_ListFilter):
-    """Keeps texts of whose words ``min_ratio`` to ``max_ratio`` are flagged, as by a list of swear words.
+class FlaggedWordsFilter(_WordListFilter):
+    """Keeps texts by their ratio of flagged words, such as swear words.
 
     Args:
-        lang: whose words count; ``"all"`` for those of all languages of the list.
-        tokenization: Data-Juicer's tokens of a model, which castore has not: false only.
-        min_ratio, max_ratio: the part that is kept.
+        lang: the language of the list; ``"all"`` for all languages.
+        tokenization: Data-Juicer's tokens of a model; castore has no models: false only.
+        min_ratio, max_ratio: the ratios that are kept.
         flagged_words_dir: a folder with files ``*flagged_words*.json``, each a map of languages to lists of
             words.
-        use_words_aug, words_aug_group_sizes, words_aug_join_char: look up runs of so many words, too, joined
-            so.
+        use_words_aug, words_aug_group_sizes, words_aug_join_char: whether runs of words are looked up, too;
+            the lengths of the runs; and the text that joins their words.
         text_key: the column of the text.
 
     Raises:
@@ -135,13 +134,13 @@ def read_words(folder: str | None, lists: str, lang: str) -> frozenset[str]:
         InvalidValueError: a file is no list, or none has that language.
     """
     parameter = f"{lists}_dir"
-    place = Path(folder) if folder is not None else _where_data_juicer_keeps_them()
+    place = Path(folder) if folder is not None else _data_juicer_folder()
     files = sorted(place.glob(f"*{lists}*.json")) if place.is_dir() else []
     if not files:
         raise NeedsMoreError(
-            f"there is no *{lists}*.json in {os.fspath(place)!r}; name a folder of your own with "
-            f"{parameter}, with a file such as "
-            f'{lists}.json that holds words by language: {{"{lang}": ["word", ...]}}'
+            f"there is no *{lists}*.json in {os.fspath(place)!r}; set {parameter} to a folder "
+            f"with a file such as {lists}.json "
+            f'that holds words by language: {{"{lang}": ["word", ...]}}'
         )
     by_language: dict[str, list[str]] = {}
     for file in files:
@@ -167,12 +166,12 @@ def _read_list(file: Path) -> dict[str, list[str]]:
     )
     if not good:
         raise InvalidValueError(
-            f"{os.fspath(file)!r} is no word list: it must be a map of languages to lists of words"
+            f"{os.fspath(file)!r} is not a word list: it must be a map of languages to lists of words"
         )
     return dict(found)
 
 
-def _where_data_juicer_keeps_them() -> Path:
+def _data_juicer_folder() -> Path:
     assets = os.environ.get("DATA_JUICER_ASSETS_CACHE")
     home = os.environ.get("DATA_JUICER_CACHE_HOME") or os.path.join(
         os.environ.get("CACHE_HOME") or os.path.expanduser("~/.cache"), "data_juicer"

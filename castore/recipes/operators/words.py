@@ -16,29 +16,29 @@ _GAP = re.compile(r"[ \n\t]+")
 
 
 def words_of(text: str, *, lowercase: bool = False) -> list[str]:
-    """The words of a text; numbers and punctuation by themselves are none.
+    """The words of a text; numbers and punctuation alone are not words.
 
     >>> words_of("It's 5 o'clock, (nearly)!")
     ["It's", "o'clock", 'nearly']
     """
     if lowercase:
         text = text.lower()
-    return [word for word in map(stripped, _GAP.split(text)) if word]
+    return [word for word in map(strip_word, _GAP.split(text)) if word]
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def stripped(word: str) -> str:
-    """A word without the characters at its ends that are neither letters nor marks of letters."""
+def strip_word(word: str) -> str:
+    """A word without the characters at its ends that are neither letters nor marks."""
     if word.isalpha():
         return word
     letters = [at for at, character in enumerate(word) if unicodedata.category(character)[0] in "LM"]
     return word[letters[0] : letters[-1] + 1] if letters else ""
 
 
-def runs(words: list[str], lengths: Iterable[int], between: str) -> list[str]:
-    """All runs of so many words, joined: what is a word in languages that write no spaces, or too many.
+def join_runs(words: list[str], lengths: Iterable[int], between: str) -> list[str]:
+    """All runs of words of the given lengths, joined: words of languages that write no spaces, or too many.
 
-    >>> runs(["a", "b", "c"], [2], "")
+    >>> join_runs(["a", "b", "c"], [2], "")
     ['ab', 'bc']
     """
     return [
@@ -48,7 +48,7 @@ def runs(words: list[str], lengths: Iterable[int], between: str) -> list[str]:
     ]  # fmt: skip
 
 
-def no_model(tokenization: bool, what: str) -> None:
+def refuse_model(tokenization: bool, what: str) -> None:
     """Check that words are separated at spaces only.
 
     Raises:
@@ -57,5 +57,5 @@ def no_model(tokenization: bool, what: str) -> None:
     if tokenization:
         raise NeedsMoreError(
             f"tokenization: true in {what} needs a tokenizer, and castore's operators have no models; "
-            "tokenization: false parts words at spaces"
+            "tokenization: false splits words at spaces"
         )

@@ -1,4 +1,4 @@
-"""Fixtures of the tests on datasets: a cache of the library's own that nobody else uses, and real text."""
+"""Fixtures of the tests on datasets: real text, and a private folder for the library's own cache."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def _own_hugging_face_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     was = datasets.utils.is_progress_bar_enabled()
     datasets.utils.disable_progress_bars()
     yield
-    wait()  # what a test left on its way belongs to it
+    wait()  # results that a test left pending belong to that test
     if was:
         datasets.utils.enable_progress_bars()
 
 
 @pytest.fixture(scope="session")
 def sources() -> dict[str, list[object]]:
-    """Some hundred files of the standard library, as columns."""
+    """About a hundred files of the standard library, as columns."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     return {
         "text": [path.read_text(encoding="utf-8", errors="replace") for path in files],

@@ -1,13 +1,13 @@
-"""An operator that tells which of its kind ran, on how many rows."""
+"""An operator that notes each run of itself, with the number of rows."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-#: What ran, a word a row; to be cleared before each test.
+#: One word for each row that ran; to be cleared before each test.
 calls: list[str] = []
-# A list that an operator writes to is a part of it, and changes it; a logger is not.
+# A list that an operator writes to counts in its key; a logger does not.
 log = logging.getLogger("tests.adapters.datasets.noting")
 
 

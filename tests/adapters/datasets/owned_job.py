@@ -1,5 +1,5 @@
-"""Cached steps over a few texts, and a program that says what a new process gets of them and how many rows
-it ran.
+"""Cached steps over a few texts, and a program that prints the result in a new process and the number of rows
+that ran.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from castore.adapters.datasets import cached_filter, cached_map
 
 
 class Ran:
-    """Counts the rows that ran, without counting for what is computed."""
+    """Counts the rows that ran; the counter does not count in keys."""
 
     count = 0
 
@@ -37,7 +37,7 @@ def tokens(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def first(sample: dict[str, Any]) -> dict[str, Any]:
-    """A mapper over the columns of `tokens`, which fails where one of them is missing."""
+    """A mapper over the columns of `tokens`; fails if one of them is missing."""
     ran()
     return {"first": [sample["ids"][0], len(sample["text"])]}
 
@@ -49,7 +49,7 @@ def is_even(sample: dict[str, Any]) -> bool:
 
 
 def nothing(sample: dict[str, Any]) -> None:
-    """A mapper that changes nothing, whose result is its input."""
+    """A mapper that changes nothing: its result is its input."""
     ran()
 
 
@@ -82,7 +82,7 @@ PLAIN: dict[str, Any] = {
 
 
 def told(result: Any) -> Any:
-    """All that can be seen of a result."""
+    """All visible properties of a result."""
     if isinstance(result, dict):
         return {name: told(part) for name, part in result.items()}
     seen = [
@@ -95,7 +95,7 @@ def told(result: Any) -> Any:
 
 
 def main() -> None:
-    """Print what a way gives in this process, and how many rows ran for it."""
+    """Print the result of one of the ways in this process, and how many rows ran for it."""
     folder, way = sys.argv[1:]
     with Store(folder) as store:
         result = told(WAYS[way](texts(), store))

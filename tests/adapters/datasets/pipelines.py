@@ -1,9 +1,9 @@
 """The five steps of the tests on pipelines, and a program that runs them: two mappers, two filters, a
 deduplicator.
 
-Every operator appends a letter to the file that ``CASTORE_TEST_RUNS`` names when it begins, so that runs can
-be counted whatever process does them. Run as a program, with a store, a mode and a pause for each sample,
-prints the result.
+Every operator appends a letter to the file that ``CASTORE_TEST_RUNS`` names when it begins. So runs can be
+counted, whatever process does them. Run as a program, with a store, a mode and a pause for each sample, the
+module prints the result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STATS = "__dj__stats__"
 
 
 class Noted:
-    """Notes which step runs; counts for nothing."""
+    """Notes which step runs; does not count in keys."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
@@ -66,13 +66,13 @@ class LengthFilter:
         self.least = least
 
     def compute_stats(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """How long the text is."""
+        """Measure the length of the text."""
         noted("s")
         sample[STATS]["length"] = len(sample["text"])
         return sample
 
     def process(self, sample: dict[str, Any]) -> bool:
-        """Whether it is long enough."""
+        """Whether the text is long enough."""
         noted("3")
         return bool(sample[STATS]["length"] >= self.least)
 
@@ -81,7 +81,7 @@ class LettersFilter:
     """Step 4, with its statistics."""
 
     def compute_stats(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """How much of the text is letters."""
+        """Measure the share of letters in the text."""
         noted("t")
         sample[STATS]["letters"] = sum(map(str.isalpha, sample["text"][:2000])) / max(
             1, len(sample["text"][:2000])
@@ -89,7 +89,7 @@ class LettersFilter:
         return sample
 
     def process(self, sample: dict[str, Any]) -> bool:
-        """Whether enough of it is."""
+        """Whether the share of letters is large enough."""
         noted("4")
         return bool(sample[STATS]["letters"] > 0.4)
 
@@ -98,12 +98,12 @@ class Deduplicator:
     """Step 5."""
 
     def compute_hash(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """Of the first words."""
+        """Hash the first words."""
         noted("5")
         return {**sample, "hash": hashlib.sha256(sample["text"][:40].encode()).hexdigest()}
 
     def process(self, data: datasets.Dataset) -> datasets.Dataset:
-        """The first of each."""
+        """Keep the first sample of each hash."""
         seen: set[str] = set()
         keep = [
             at
@@ -114,12 +114,12 @@ class Deduplicator:
 
 
 def operators(least: int = 3000) -> list[Any]:
-    """All five."""
+    """All five steps."""
     return [strip_comments, lower, LengthFilter(least), LettersFilter(), Deduplicator()]
 
 
 def plainly(data: datasets.Dataset, least: int = 3000) -> datasets.Dataset:
-    """What the five steps make of a dataset, by datasets alone."""
+    """The result of the five steps, computed by datasets alone."""
     data = data.map(strip_comments).map(lower)
     first, second, third = LengthFilter(least), LettersFilter(), Deduplicator()
     data = data.map(lambda sample: first.compute_stats({**sample, STATS: {}})).filter(first.process)
@@ -141,8 +141,8 @@ def main(store: str, mode: str, pause: str) -> None:
     os.environ["CASTORE_TEST_PAUSE"] = pause
     pipeline = Pipeline(operators(), store=Store(store), use_checkpoint=mode == "checkpoint")
     result = pipeline.run(texts())
-    told = {"hits": [step.hit for step in result.steps], "rows": result.dataset["name"][:]}
-    print(json.dumps({**told, "digest": hashlib.sha256(repr(result.dataset[:]).encode()).hexdigest()}))
+    report = {"hits": [step.hit for step in result.steps], "rows": result.dataset["name"][:]}
+    print(json.dumps({**report, "digest": hashlib.sha256(repr(result.dataset[:]).encode()).hexdigest()}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""DatasetCache: what comes back is what was put, mapped, from whatever place it is mapped."""
+"""A DatasetCache returns what was put, mapped, whether the object, a mount or a copy serves the mapping."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from PIL import Image
 
 from castore import Store
 from castore.adapters.datasets import CacheWarning, DatasetCache
-from castore.adapters.datasets.mapped_files import MAPS
-from castore.adapters.datasets.stored_table import SMALL
+from castore.adapters.datasets.mapped_files import COPIES_FOLDER
+from castore.adapters.datasets.stored_table import SMALL_BYTES
 from castore.errors import InvalidValueError, NameConflictError, SerializationError
 from castore_fuse import mounted
 from tests.clocks import pass_time
@@ -29,7 +29,7 @@ Make = Callable[[datasets.Dataset], Any]
 def large(sources: dict[str, list[object]]) -> datasets.Dataset:
     """Large enough to be mapped."""
     data = datasets.Dataset.from_dict(sources)
-    assert data._data.nbytes > 2 * SMALL
+    assert data._data.nbytes > 2 * SMALL_BYTES
     return data
 
 
@@ -86,7 +86,7 @@ def test_features_survive(cache: DatasetCache, tmp_path: Path) -> None:
     put = datasets.Dataset.from_list([row, row], features=features)
     put.info.description = "two rows"
     cache.put("features", put)
-    picture.unlink()  # the bytes are in the cache
+    picture.unlink()  # the store still has the bytes
     got = cache.get("features")
     assert got.features == features
     assert got.info.description == "two rows"
@@ -130,7 +130,7 @@ def test_a_stream_decompresses_only_what_is_read(cache: DatasetCache, large: dat
     stream = cache.stream("many")
     assert next(iter(stream)) == many[0]
     assert [sample["number"] for sample in stream] == many["number"][:]
-    assert not list(cache.store.entries(MAPS))
+    assert not list(cache.store.entries(COPIES_FOLDER))
 
 
 def test_a_stream_is_shared_among_the_workers_of_a_loader(
@@ -164,7 +164,7 @@ def test_a_damaged_dataset_is_a_miss_and_says_so(
 def test_damage_is_found_before_it_is_mapped_through_a_mount(
     cache: DatasetCache, large: datasets.Dataset, tmp_path: Path
 ) -> None:
-    """A page that fails its check would end the process."""
+    """A mapped page that fails its check would end the process."""
     cache.put("large", large)
     path, offset, length = payload(cache.store, "large/data-00000-of-00001.arrow")
     flip(path, offset + length // 2)

@@ -1,4 +1,4 @@
-"""Checkpoints: constant space, the right step to go on from, and the operator that differs by name."""
+"""Checkpoints: constant space, resuming at the right step, and messages that name the changed operator."""
 
 from __future__ import annotations
 
@@ -82,13 +82,19 @@ def test_steps_behind_the_checkpoint_may_change(store: Store, few: datasets.Data
 @pytest.mark.parametrize(
     ("operators", "words"),
     [
-        (lambda: (Adds("x"), Adds("b")), r"step 1 'Adds' differs: the parameter 'what' was 'a' and is 'x'"),
-        (lambda: (Adds("a"), Adds("y")), r"step 2 'Adds' differs: the parameter 'what' was 'b' and is 'y'"),
-        (lambda: (Adds("a"),), r"step 2 'Adds', which it has behind it, is not there any more"),
-        (lambda: (Adds("a"), Copies()), r"step 2 was 'Adds' and is 'Copies'"),
+        (
+            lambda: (Adds("x"), Adds("b")),
+            r"step 1 'Adds' differs: the parameter 'what' was 'a' and is now 'x'",
+        ),
+        (
+            lambda: (Adds("a"), Adds("y")),
+            r"step 2 'Adds' differs: the parameter 'what' was 'b' and is now 'y'",
+        ),
+        (lambda: (Adds("a"),), r"step 2 'Adds', which it includes, is not among the steps any more"),
+        (lambda: (Adds("a"), Copies()), r"step 2 was 'Adds' and is now 'Copies'"),
         (
             lambda: (registry.make("clean_links_mapper"), Adds("b")),
-            r"step 1 was 'Adds' and is 'clean_links_mapper'",
+            r"step 1 was 'Adds' and is now 'clean_links_mapper'",
         ),
     ],
 )
@@ -97,7 +103,7 @@ def test_what_differs_is_said_and_the_run_starts_over(
 ) -> None:
     pipeline(store, Adds("a"), Adds("b")).run(few)
     made = operators()
-    with pytest.warns(CacheWarning, match=f"the checkpoint of 'demo' does not serve: {words}; starting over"):
+    with pytest.warns(CacheWarning, match=f"the checkpoint of 'demo' cannot be used: {words}; starting over"):
         result = pipeline(store, *made).run(few)
     assert [step.hit for step in result.steps] == [False] * len(made)
     plain = Pipeline(made, store=store, use_cache=False).run(few)
@@ -106,7 +112,7 @@ def test_what_differs_is_said_and_the_run_starts_over(
 
 def test_another_input_starts_over(store: Store, few: datasets.Dataset) -> None:
     pipeline(store, Adds("a")).run(few)
-    with pytest.warns(CacheWarning, match="the input is another one; starting over"):
+    with pytest.warns(CacheWarning, match="the input has changed; starting over"):
         result = pipeline(store, Adds("a")).run(few.select([3, 1]))
     assert len(result.dataset) == 2
 
@@ -121,7 +127,7 @@ def test_projects_have_their_own(store: Store, few: datasets.Dataset) -> None:
 
 def test_a_failure_goes_on_at_the_step_that_failed(store: Store, few: datasets.Dataset) -> None:
     class Stops:
-        """Fails the first time; looks the same each time."""
+        """Fails the first time, with the same fingerprint each time."""
 
         def process(self, sample: dict[str, Any]) -> dict[str, Any]:
             if (store.path / "stop").exists():

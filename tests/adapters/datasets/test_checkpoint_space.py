@@ -1,4 +1,4 @@
-"""Checkpoints take 3 x S by construction: they are links to the files that steps read, and compressed at
+"""Checkpoints take 3 x S by construction: they are links to the files that steps read, and are compressed at
 the end.
 """
 
@@ -23,7 +23,7 @@ from tests.adapters.datasets.noting import Adds
 
 
 class DropsLast:
-    """A deduplicator that finds one."""
+    """A deduplicator that drops one row."""
 
     def compute_hash(self, sample: dict[str, Any]) -> dict[str, Any]:
         return {**sample, "hash": sample["number"]}
@@ -33,7 +33,7 @@ class DropsLast:
 
 
 class KeepsMost:
-    """A filter without statistics to speak of."""
+    """A filter with small statistics."""
 
     def compute_stats(self, sample: dict[str, Any]) -> dict[str, Any]:
         return sample
@@ -42,11 +42,11 @@ class KeepsMost:
         return len(sample["text"]) > 2
 
 
-FALLS = {"os.remove", "os.rename", "os.truncate", "shutil.rmtree"}  # each is announced before it is done
+FALLS = {"os.remove", "os.rename", "os.truncate", "shutil.rmtree"}  # the events arrive before their actions
 _looking: list[Callable[[], None]] = []
 
 
-@cache  # what listens to these events cannot be taken away again
+@cache  # an audit hook cannot be removed
 def _listen() -> None:
     def listen(event: str, _: tuple[Any, ...]) -> None:
         if _looking and event in FALLS:
@@ -57,14 +57,14 @@ def _listen() -> None:
 
 @contextmanager
 def peak_of(*folders: Path) -> Iterator[Callable[[], int]]:
-    """What folders take on disk at the worst moment: just before something goes. A file of many names
+    """The disk space of folders at the worst moment, just before a file is removed. A file of many names
     counts once.
     """
     worst = 0
 
     def taken() -> int:
         found = {}
-        # Not `Path.rglob`, which ends with an error when a folder goes meanwhile.
+        # Not `Path.rglob`, which raises an error when a folder is removed meanwhile.
         for place, below, files in chain.from_iterable(map(os.walk, folders)):
             for name in (*below, *files):
                 with suppress(FileNotFoundError):
@@ -102,16 +102,16 @@ def test_the_peak_on_disk_stays_within_three_copies(
     folders = [tmp_path / "input", *(store.path / name for name in ("objects", "work", "tmp"))]
     with peak_of(*folders) as peak:
         result = run()
-    # Input, what goes into a step, what comes out of it; a hundredth for the column of statistics and blocks
+    # The run's input, a step's input and its output; a hundredth for the column of statistics and blocks
     # half full.
     assert 2.5 * size < peak() < 3.03 * size
     plain = Pipeline(operators, store=store, use_cache=False).run(source).dataset
     assert result[:] == plain[:]
     del result, plain
-    # A checkpoint of a run that is over is compressed: what a longer run reads takes its place.
-    scratch.drop_unused(
+    # The checkpoint of a finished run is compressed: the copy that a longer run reads replaces it.
+    scratch.remove_unused(
         set(store.path.glob("work/*/*/*.arrow")), set()
-    )  # the first run's process is over, too
+    )  # the first run's process has ended
     with peak_of(*folders) as peak:
         longer = run(Adds("d"))
     assert 2.5 * size < peak() < 3.03 * size
@@ -119,7 +119,7 @@ def test_the_peak_on_disk_stays_within_three_copies(
 
 
 class Fails:
-    """Keeps the run from being finished."""
+    """Keeps the run from finishing."""
 
     def process(self, sample: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError("not today")
@@ -127,7 +127,7 @@ class Fails:
 
 @pytest.fixture
 def source(texts: datasets.Dataset, tmp_path: Path) -> datasets.Dataset:
-    """A dataset in files of the user's."""
+    """A dataset in files of the user."""
     texts.save_to_disk(tmp_path / "mine")
     loaded = datasets.load_from_disk(tmp_path / "mine")
     assert isinstance(loaded, datasets.Dataset)
@@ -135,7 +135,7 @@ def source(texts: datasets.Dataset, tmp_path: Path) -> datasets.Dataset:
 
 
 def stopped(store: Store, source: datasets.Dataset, *operators: Any, **options: Any) -> None:
-    """A run that ends behind those operators."""
+    """A run that ends after those operators."""
     with pytest.raises(RuntimeError, match="not today"):
         Pipeline([*operators, Fails()], store=store, name="demo", use_checkpoint=True, **options).run(source)
 
@@ -192,7 +192,7 @@ def test_no_other_program_takes_the_files_of_a_selection_for_the_dataset(
 
 
 class Brings:
-    """A deduplicator that answers with another dataset."""
+    """A deduplicator that returns another dataset."""
 
     def __init__(self, other: datasets.Dataset) -> None:
         self.other = other
@@ -233,9 +233,9 @@ def test_resumed_steps_tell_their_rows(store: Store, source: datasets.Dataset) -
     first = Pipeline(operators, store=store, name="demo", use_checkpoint=True).run(source)
     again = Pipeline(operators, store=store, name="demo", use_checkpoint=True).run(source)
     rows = len(source)
-    told = [(rows, rows), (rows, rows - 1), (rows - 1, rows - 1)]
-    assert [(step.rows_in, step.rows_out) for step in first.steps] == told
-    assert [(step.rows_in, step.rows_out) for step in again.steps] == told
+    report = [(rows, rows), (rows, rows - 1), (rows - 1, rows - 1)]
+    assert [(step.rows_in, step.rows_out) for step in first.steps] == report
+    assert [(step.rows_in, step.rows_out) for step in again.steps] == report
 
 
 def test_a_project_below_another_keeps_its_checkpoint(store: Store, source: datasets.Dataset) -> None:

@@ -1,4 +1,4 @@
-"""How much disk a run takes: the seed's formula, measured sizes, and warnings before it starts."""
+"""The disk space of a run: the seed's formula, measured sizes, and warnings before the run starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from castore import Store
 from castore.adapters.datasets import CacheWarning, Pipeline, disk_space
-from castore.adapters.datasets.disk_space import Known
+from castore.adapters.datasets.disk_space import KnownSize
 from castore.recipes import registry
 from castore.settings import Settings
 from tests.clocks import pass_time
@@ -19,13 +19,15 @@ from tests.clocks import pass_time
 GB = 10**9
 
 
-def estimate(steps: list[Known], tmp_path: Path, **given: Any) -> disk_space.Estimate:
+def estimate(steps: list[KnownSize], tmp_path: Path, **given: Any) -> disk_space.Estimate:
     options: dict[str, Any] = {"ratio": 0.2, "mode": "cache", "store": tmp_path, "settings": Settings()}
-    return disk_space.estimate(given.pop("size", 10 * GB), steps, **(options | given))
+    return disk_space.estimate_space(given.pop("size", 10 * GB), steps, **(options | given))
 
 
 def test_the_seeds_example_needs_what_the_seed_says(tmp_path: Path) -> None:
-    steps = [Known("map")] * 3 + [Known("stats"), Known("filter")] * 4 + [Known("deduplicate")]
+    steps = (
+        [KnownSize("map")] * 3 + [KnownSize("stats"), KnownSize("filter")] * 4 + [KnownSize("deduplicate")]
+    )
     found = estimate(steps, tmp_path)
     assert found.formula == 100 * GB
     assert (found.mappers, found.filters, found.deduplicators) == (3, 4, 1)
@@ -39,13 +41,13 @@ def test_the_seeds_example_needs_what_the_seed_says(tmp_path: Path) -> None:
 def test_the_first_filter_costs_a_copy_more(
     mappers: int, filters: int, deduplicators: int, times: int
 ) -> None:
-    assert disk_space.formula(7, mappers, filters, deduplicators) == 7 * times
+    assert disk_space.estimate_by_formula(7, mappers, filters, deduplicators) == 7 * times
 
 
 def test_measured_sizes_take_the_place_of_guesses(tmp_path: Path) -> None:
-    steps = [Known("map", 4 * GB, GB, kept=True), Known("map"), Known("map")]
+    steps = [KnownSize("map", 4 * GB, GB, kept=True), KnownSize("map"), KnownSize("map")]
     found = estimate(steps, tmp_path)
-    # The second and the third are taken to leave the 4 GB that they get.
+    # The second and the third step are assumed to return as much as they get: 4 GB.
     assert found.store_needs == round(2 * 4 * GB * 0.2)
     assert found.work_needs == 8 * GB
     assert found.measured == 1
@@ -53,30 +55,32 @@ def test_measured_sizes_take_the_place_of_guesses(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_needs_no_more_than_three_copies_on_one_disk(tmp_path: Path) -> None:
-    found = estimate([Known("map"), Known("filter")], tmp_path, mode="checkpoint")
+    found = estimate([KnownSize("map"), KnownSize("filter")], tmp_path, mode="checkpoint")
     assert found.size + found.peak == found.formula == 30 * GB
-    shrinks = estimate([Known("map", GB), Known("map", GB)], tmp_path, mode="checkpoint")
+    shrinks = estimate([KnownSize("map", GB), KnownSize("map", GB)], tmp_path, mode="checkpoint")
     assert shrinks.peak == 11 * GB
 
 
 def test_what_is_all_kept_needs_nothing(tmp_path: Path) -> None:
-    found = estimate([Known("map", GB, GB, kept=True)] * 3, tmp_path)
+    found = estimate([KnownSize("map", GB, GB, kept=True)] * 3, tmp_path)
     assert (found.store_needs, found.work_needs, found.problems) == (0, 0, [])
 
 
 def test_what_does_not_fit_is_told_with_what_to_do(tmp_path: Path) -> None:
     large = 10**16
-    (problem,) = estimate([Known("map")], tmp_path, size=large).problems
+    (problem,) = estimate([KnownSize("map")], tmp_path, size=large).problems
     assert "needs about" in problem
     assert "use_checkpoint: true" in problem
     shm = Path("/dev/shm")
     if shm.exists() and os.stat(shm).st_dev != os.stat(tmp_path).st_dev:
-        problems = estimate([Known("map")], tmp_path, size=large, work=shm).problems
+        problems = estimate([KnownSize("map")], tmp_path, size=large, temp_dir=shm).problems
         assert [problem.split(" needs")[0] for problem in problems] == [
             "the store",
             "the folder of temporary files",
         ]
-    (problem,) = estimate([Known("map")] * 3, tmp_path, size=1000, settings=Settings(max_size=500)).problems
+    (problem,) = estimate(
+        [KnownSize("map")] * 3, tmp_path, size=1000, settings=Settings(max_size=500)
+    ).problems
     assert "in a store that may hold 500 B" in problem
 
 

@@ -1,4 +1,4 @@
-"""What comes from a store is decoded when somebody looks at it, and is a dataset like any other."""
+"""Rows from a store are decoded at first use, and a lazy table behaves like any other table."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from castore.adapters.datasets import (
     cached_map,
     wait,
 )
-from castore.adapters.datasets.lazy_table import LateTable
-from castore.adapters.datasets.mapped_files import MAPS
+from castore.adapters.datasets.lazy_table import LazyTable
+from castore.adapters.datasets.mapped_files import COPIES_FOLDER
 from castore.errors import CorruptError
 from castore.recipes import export
 from tests.helpers import flip, payload
@@ -34,7 +34,7 @@ ROWS, WIDTH = 1500, 8000
 
 @pytest.fixture(scope="module")
 def plain() -> datasets.Dataset:
-    """12 MB that shrink."""
+    """12 MB that compress well."""
     rng = np.random.default_rng(1)
     text = [bytes(rng.integers(97, 105, WIDTH, dtype=np.uint8)).decode() for _ in range(ROWS)]
     return datasets.Dataset.from_dict({"text": text, "number": range(ROWS)})
@@ -48,52 +48,52 @@ def cache(store: Store, plain: datasets.Dataset) -> DatasetCache:
 
 
 @pytest.fixture
-def late(cache: DatasetCache) -> datasets.Dataset:
+def lazy(cache: DatasetCache) -> datasets.Dataset:
     got = cache.get("plain")
-    assert isinstance(got._data, LateTable)
+    assert isinstance(got._data, LazyTable)
     return got
 
 
 def copies(store: Store) -> int:
-    """How many blobs are materialised in a store."""
-    return len(list(store.entries(MAPS)))
+    """The number of materialised blobs in a store."""
+    return len(list(store.entries(COPIES_FOLDER)))
 
 
 def is_mapped(dataset: datasets.Dataset) -> bool:
     table = dataset._data
-    assert isinstance(table, LateTable)
+    assert isinstance(table, LazyTable)
     return table.is_mapped
 
 
 def test_what_nobody_looks_at_is_not_decoded(
-    late: datasets.Dataset, plain: datasets.Dataset, store: Store
+    lazy: datasets.Dataset, plain: datasets.Dataset, store: Store
 ) -> None:
-    assert (len(late), late.features, late.column_names, late.shape) == (
+    assert (len(lazy), lazy.features, lazy.column_names, lazy.shape) == (
         ROWS,
         plain.features,
         ["text", "number"],
         (ROWS, 2),
     )
-    assert repr(late) == repr(plain)
-    assert Path(late.cache_files[0]["filename"]).is_relative_to(datasets.config.HF_DATASETS_CACHE)
-    assert not is_mapped(late)
+    assert repr(lazy) == repr(plain)
+    assert Path(lazy.cache_files[0]["filename"]).is_relative_to(datasets.config.HF_DATASETS_CACHE)
+    assert not is_mapped(lazy)
     assert copies(store) == 0
 
 
 @pytest.mark.parametrize(
     "key", [0, 5, slice(0, 32), slice(3, 700), slice(0, 0), [4, 0, 4], range(2, 20, 3)], ids=str
 )
-def test_rows_near_the_start_need_no_copy(key: Any, late: datasets.Dataset, plain: datasets.Dataset) -> None:
-    assert late[key] == plain[key]
-    assert not is_mapped(late)
+def test_rows_near_the_start_need_no_copy(key: Any, lazy: datasets.Dataset, plain: datasets.Dataset) -> None:
+    assert lazy[key] == plain[key]
+    assert not is_mapped(lazy)
 
 
 @pytest.mark.parametrize("key", [-1, ROWS - 1, slice(10, 1400), slice(None), [0, ROWS - 1], []], ids=str)
-def test_rows_anywhere_else_are_mapped(key: Any, late: datasets.Dataset, plain: datasets.Dataset) -> None:
-    assert late[0] == plain[0]
-    assert late[key] == plain[key]
-    assert is_mapped(late)
-    assert late[0] == plain[0]
+def test_rows_anywhere_else_are_mapped(key: Any, lazy: datasets.Dataset, plain: datasets.Dataset) -> None:
+    assert lazy[0] == plain[0]
+    assert lazy[key] == plain[key]
+    assert is_mapped(lazy)
+    assert lazy[0] == plain[0]
 
 
 @pytest.mark.parametrize(
@@ -111,41 +111,41 @@ def test_rows_anywhere_else_are_mapped(key: Any, late: datasets.Dataset, plain: 
         lambda d: d.remove_columns("text").select(range(3, 9)).take(2).to_list(),
     ],
 )  # fmt: skip
-def test_columns_and_the_first_rows_of_what_is_late_need_no_copy(
-    use: Callable[[Any], Any], late: datasets.Dataset, plain: datasets.Dataset, store: Store
+def test_columns_and_the_first_rows_of_a_lazy_table_need_no_copy(
+    use: Callable[[Any], Any], lazy: datasets.Dataset, plain: datasets.Dataset, store: Store
 ) -> None:
-    assert use(late) == use(plain)
+    assert use(lazy) == use(plain)
     assert copies(store) == 0
 
 
-def test_the_second_pass_over_a_column_maps_it(late: datasets.Dataset, store: Store) -> None:
-    assert list(late["number"]) == list(range(ROWS))
+def test_the_second_pass_over_a_column_maps_it(lazy: datasets.Dataset, store: Store) -> None:
+    assert list(lazy["number"]) == list(range(ROWS))
     assert copies(store) == 0
-    assert list(late["number"]) == list(range(ROWS))
+    assert list(lazy["number"]) == list(range(ROWS))
     assert copies(store) == 1
 
 
-def test_a_row_that_is_not_there_is_an_error(late: datasets.Dataset) -> None:
+def test_a_row_that_is_not_there_is_an_error(lazy: datasets.Dataset) -> None:
     with pytest.raises(IndexError):
-        late[ROWS]
+        lazy[ROWS]
 
 
 @pytest.mark.parametrize("batch", [1, 32, 1000, 5000])
 def test_one_pass_over_all_rows_needs_no_copy_and_the_next_one_maps(
-    batch: int, late: datasets.Dataset, plain: datasets.Dataset, store: Store
+    batch: int, lazy: datasets.Dataset, plain: datasets.Dataset, store: Store
 ) -> None:
-    assert list(late.iter(batch)) == list(plain.iter(batch))
+    assert list(lazy.iter(batch)) == list(plain.iter(batch))
     assert copies(store) == 0
-    assert list(late.iter(batch)) == list(plain.iter(batch))
+    assert list(lazy.iter(batch)) == list(plain.iter(batch))
     assert copies(store) == 1
 
 
 def test_looking_at_the_first_rows_again_and_again_maps_nothing(
-    late: datasets.Dataset, plain: datasets.Dataset
+    lazy: datasets.Dataset, plain: datasets.Dataset
 ) -> None:
     for _ in range(5):
-        assert next(iter(late)) == plain[0]
-    assert not is_mapped(late)
+        assert next(iter(lazy)) == plain[0]
+    assert not is_mapped(lazy)
 
 
 def test_a_chain_that_hits_decodes_only_what_is_looked_at(store: Store, plain: datasets.Dataset) -> None:
@@ -225,27 +225,27 @@ def test_a_step_behind_a_hit_and_the_export_of_a_hit_need_no_copy(
     ],
 )  # fmt: skip
 def test_it_is_used_like_any_other(
-    use: Callable[[Any], Any], late: datasets.Dataset, plain: datasets.Dataset
+    use: Callable[[Any], Any], lazy: datasets.Dataset, plain: datasets.Dataset
 ) -> None:
-    used, expected = use(late), use(plain)
+    used, expected = use(lazy), use(plain)
     assert used.features == expected.features
     assert used.to_list()[:50] == expected.to_list()[:50]
     assert len(used) == len(expected)
 
 
 def test_it_is_saved_and_put_again(
-    late: datasets.Dataset, plain: datasets.Dataset, cache: DatasetCache, tmp_path: Path
+    lazy: datasets.Dataset, plain: datasets.Dataset, cache: DatasetCache, tmp_path: Path
 ) -> None:
-    late.save_to_disk(tmp_path / "saved")
+    lazy.save_to_disk(tmp_path / "saved")
     assert datasets.load_from_disk(tmp_path / "saved").to_dict() == plain.to_dict()
     cache.put("again", cache.get("plain"))
     assert cache.get("again").to_dict() == plain.to_dict()
-    cache.put("twice", datasets.concatenate_datasets([late, cache.get("again")]))
+    cache.put("twice", datasets.concatenate_datasets([lazy, cache.get("again")]))
     assert cache.get("twice")["number"][:] == [*range(ROWS)] * 2
 
 
-def test_datasets_of_several_files_are_late_too(store: Store) -> None:
-    """A file is begun after 128 MiB."""
+def test_datasets_of_several_files_are_lazy_too(store: Store) -> None:
+    """A new file begins after 128 MiB."""
     block = datasets.Dataset.from_dict({"text": ["a" * 1_000_000] * 70, "number": range(70)})
     large = datasets.concatenate_datasets([block, block])
     cache = DatasetCache(store)
@@ -290,20 +290,20 @@ def test_a_copy_that_is_there_is_mapped_at_once(cache: DatasetCache, plain: data
 def test_a_copy_that_gc_took_meanwhile_is_not_missed(cache: DatasetCache, plain: datasets.Dataset) -> None:
     assert cache.get("plain")[ROWS - 1] == plain[ROWS - 1]
     again = cache.get("plain")
-    cache.store.delete_many(entry.name for entry in list(cache.store.entries(MAPS)))
+    cache.store.delete_many(entry.name for entry in list(cache.store.entries(COPIES_FOLDER)))
     cache.store.gc(grace=0)
     assert again[:3] == plain[:3]
     assert again[ROWS - 1] == plain[ROWS - 1]
 
 
-def test_a_forked_child_goes_on_where_its_parent_was(late: datasets.Dataset) -> None:
-    """The threads that decode ahead are not there any more."""
-    passing: Iterator[dict[str, Any]] = iter(late)
+def test_a_forked_child_goes_on_where_its_parent_was(lazy: datasets.Dataset) -> None:
+    """The threads that decode ahead do not exist in the child."""
+    passing: Iterator[dict[str, Any]] = iter(lazy)
     assert [next(passing)["number"] for _ in range(900)] == [*range(900)]
     if (child := os.fork()) == 0:
         good = False
         try:
-            good = [sample["number"] for sample in passing] == [*range(900, ROWS)] and late[ROWS - 1][
+            good = [sample["number"] for sample in passing] == [*range(900, ROWS)] and lazy[ROWS - 1][
                 "number"
             ] == ROWS - 1
         finally:
@@ -313,33 +313,33 @@ def test_a_forked_child_goes_on_where_its_parent_was(late: datasets.Dataset) -> 
 
 
 def test_damage_that_comes_after_it_was_opened_is_an_error_and_the_next_look_a_miss(
-    late: datasets.Dataset, cache: DatasetCache
+    lazy: datasets.Dataset, cache: DatasetCache
 ) -> None:
     path, offset, length = payload(cache.store, "plain/data-00000-of-00001.arrow")
     flip(path, offset + length // 2)
     with pytest.raises(CorruptError, match="is damaged"):
-        list(late)
+        list(lazy)
     with pytest.warns(CacheWarning, match="'plain'.* is damaged"):
         assert cache.get("plain") is None
 
 
 def test_a_pickled_one_opens_though_gc_took_the_copy_since(
-    cache: DatasetCache, late: datasets.Dataset, plain: datasets.Dataset, store: Store
+    cache: DatasetCache, lazy: datasets.Dataset, plain: datasets.Dataset, store: Store
 ) -> None:
-    part = late.select(range(3, ROWS)).remove_columns("text")
-    cast = late.cast_column("number", datasets.Value("float64"))
+    part = lazy.select(range(3, ROWS)).remove_columns("text")
+    cast = lazy.cast_column("number", datasets.Value("float64"))
     sent = pickle.dumps(
         [
-            late,
-            late.select(range(3, ROWS, 2)),
-            late.with_format("numpy"),
+            lazy,
+            lazy.select(range(3, ROWS, 2)),
+            lazy.with_format("numpy"),
             part,
             cast.add_column("more", range(ROWS)),
         ]
     )
     assert copies(store) == 1
     assert len(sent) < 200_000
-    store.delete_many([entry.name for entry in store.entries(MAPS)])
+    store.delete_many([entry.name for entry in store.entries(COPIES_FOLDER)])
     store.gc(grace=0)
     whole, some, formatted, part, cast = pickle.loads(sent)
     assert part["number"][:] == plain["number"][3:]
@@ -351,25 +351,25 @@ def test_a_pickled_one_opens_though_gc_took_the_copy_since(
 
 
 def test_a_pickled_one_opens_though_its_entry_was_dropped_since(
-    cache: DatasetCache, late: datasets.Dataset, plain: datasets.Dataset, store: Store
+    cache: DatasetCache, lazy: datasets.Dataset, plain: datasets.Dataset, store: Store
 ) -> None:
-    sent = pickle.dumps(late)
+    sent = pickle.dumps(lazy)
     store.delete_many([entry.name for entry in store.entries("plain")])
     store.gc(grace=0)
     assert pickle.loads(sent)[:] == plain[:]
 
 
-def test_columns_of_extension_types_in_lists_are_late_too(cache: DatasetCache) -> None:
-    # pyarrow makes no empty table of these.
+def test_columns_of_extension_types_in_lists_are_lazy_too(cache: DatasetCache) -> None:
+    # pyarrow cannot make an empty table of these types.
     features = datasets.Features(
         {"grids": datasets.List(datasets.Array2D((64, 64), "int32")), "n": datasets.Value("int32")}
     )
     grids = np.zeros((100, 1, 64, 64), dtype=np.int32)
     plain = datasets.Dataset.from_dict({"grids": grids, "n": range(100)}, features=features)
     cache.put("grids", plain)
-    late = cache.get("grids")
-    assert isinstance(late._data, LateTable)
-    assert late.remove_columns("n")[:2] == plain.remove_columns("n")[:2]
-    assert late[1] == plain[1]
+    lazy = cache.get("grids")
+    assert isinstance(lazy._data, LazyTable)
+    assert lazy.remove_columns("n")[:2] == plain.remove_columns("n")[:2]
+    assert lazy[1] == plain[1]
     cache.put("none", plain.select([]))
     assert cache.get("none").features == features

@@ -1,5 +1,5 @@
-"""The long run of the benchmarks, over little text: what `make bench` shows over 200 MB holds here each
-time.
+"""The long run of the benchmarks over little text: the promises that `make bench` shows over 200 MB hold in
+each test run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""cached_map and cached_filter: results as those of datasets, run once for what they depend on."""
+"""cached_map and cached_filter return the results of datasets, and run once for each state of their input."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ import pytest
 
 from castore import Store
 from castore.adapters.datasets import CacheWarning, cached_filter, cached_map, wait
-from castore.adapters.datasets.background import background
+from castore.adapters.datasets.background import pending_puts
 from castore.errors import InvalidValueError, UnhashableError
 from tests.helpers import flip, payload
 
-#: What the functions below have done, in this process.
+#: The calls of the functions below, in this process.
 runs: list[str] = []
 
 
 class Ran:
-    """Notes that a function ran, without counting for what it computes."""
+    """Notes that a function ran; the note does not count in keys."""
 
     def __castore_key__(self) -> str:
         return "Ran"
@@ -59,7 +59,7 @@ def _count_anew() -> None:
 
 
 def again(make: Callable[[], datasets.Dataset]) -> bool:
-    """Whether a call has to run anything."""
+    """Whether a call runs anything."""
     wait()
     before = len(runs)
     make()
@@ -231,9 +231,9 @@ def test_an_image_that_changes_before_it_is_stored_is_not_stored_as_the_old_one(
 ) -> None:
     cached_map(pictures(tmp_path, (0, 0, 0)), corner, store=store, remove_columns="image")
     wait()
-    pool, go_on = background._pool, threading.Event()
+    pool, go_on = pending_puts._pool, threading.Event()
     assert pool is not None
-    pool.submit(go_on.wait)  # ahead of what comes now
+    pool.submit(go_on.wait)  # before the calls below
     source = pictures(tmp_path, (255, 0, 0))
     old = (tmp_path / "one.png").stat()
     cached_map(source, numbered, store=store)
@@ -261,7 +261,7 @@ def test_chains_over_images_are_hits_whether_their_files_or_their_bytes_are_at_h
         )
 
     chain()
-    assert not again(chain)  # the files' bytes, from the store, as a later process finds them
+    assert not again(chain)  # the bytes of the files come from the store, as in a later process
     (tmp_path / "one.png").touch()
     assert again(chain)
 
@@ -291,7 +291,8 @@ from castore import Store
 from castore.adapters.datasets import cached_map, wait
 datasets.disable_progress_bars()
 texts = datasets.Dataset.from_dict({"text": ["a", "bb", "ccc"]})
-result = cached_map(cached_map(texts, steps.first, store=Store(sys.argv[1])), steps.second, store=Store(sys.argv[1]))
+first = cached_map(texts, steps.first, store=Store(sys.argv[1]))
+result = cached_map(first, steps.second, store=Store(sys.argv[1]))
 print(len(steps.runs), result["n"][:], result._fingerprint)
 """
 _STEPS = """
@@ -323,13 +324,13 @@ def _run(store: Store, folder: Path, seed: str) -> list[str]:
 
 
 def test_editing_an_imported_function_is_noticed_in_another_process(store: Store, tmp_path: Path) -> None:
-    """datasets' issue 3297: dill pickles what a module holds by its name alone."""
+    """datasets' issue 3297: dill pickles an imported function by its name alone."""
     (tmp_path / "steps.py").write_text(_STEPS)
     (tmp_path / "inner.py").write_text("def measure(text): return len(text)\n")
-    runs, told = _run(store, tmp_path, "1")
+    runs, report = _run(store, tmp_path, "1")
     assert runs == "6"
-    assert told.startswith("[2, 3, 4]")
-    assert _run(store, tmp_path, "77") == ["0", told]
+    assert report.startswith("[2, 3, 4]")
+    assert _run(store, tmp_path, "77") == ["0", report]
     (tmp_path / "inner.py").write_text("def measure(text): return len(text) * 10\n")
     runs, other = _run(store, tmp_path, "1")
     assert runs == "6"
@@ -347,8 +348,8 @@ def test_a_program_that_ends_at_once_has_stored_its_results(store: Store, tmp_pa
 def test_storing_does_not_delay_whoever_goes_on(
     store: Store, texts: datasets.Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store is blocked; the next step has its input all the same."""
-    with store.index.write():  # nobody else can commit
+    """The store is blocked, and the next step still gets its input."""
+    with store.index.write():  # no other connection can commit
         first = cached_map(texts, size, store=store)
         assert first[:3]["size"] == [len(text) for text in texts[:3]["text"]]
         second = first.map(lambda sample: {"twice": 2 * sample["size"]})
@@ -411,12 +412,12 @@ def test_what_cannot_be_stored_is_said_and_the_result_is_good(
 ) -> None:
     store = Store(tmp_path / "small", max_size=50_000)
     result = cached_map(texts, size, store=store)
-    with pytest.warns(CacheWarning, match="was not kept"):
+    with pytest.warns(CacheWarning, match="was not stored"):
         wait()
     assert result[:] == texts.map(size)[:]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        wait()  # said once
+        wait()  # one warning
 
 
 def test_an_empty_dataset_is_as_datasets_has_it(store: Store, texts: datasets.Dataset) -> None:

@@ -1,4 +1,4 @@
-"""Datasets that are more than their first rows: mapped, from whatever place, and shared between processes."""
+"""Mapping of stored datasets, from an object, a mount or a copy, shared between processes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from castore import Store
 from castore.adapters.datasets import CacheWarning, DatasetCache
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
 from castore.adapters.datasets.file_digests import file_digest
-from castore.adapters.datasets.lazy_table import NEAR
-from castore.adapters.datasets.mapped_files import MAPS, TAIL
+from castore.adapters.datasets.lazy_table import HEAD_BYTES
+from castore.adapters.datasets.mapped_files import COPIES_FOLDER, TAIL
 from castore_fuse import mounted
 from tests.helpers import flip, in_processes, payload
 
 
 @pytest.fixture
 def large(sources: dict[str, list[object]]) -> datasets.Dataset:
-    """Large enough to be mapped by who looks at its last rows."""
+    """Large enough to be mapped when the last rows are read."""
     data = datasets.Dataset.from_dict(sources)
-    data = datasets.concatenate_datasets([data] * (NEAR // data._data.nbytes + 2))
-    assert data._data.nbytes > 1.2 * NEAR
+    data = datasets.concatenate_datasets([data] * (HEAD_BYTES // data._data.nbytes + 2))
+    assert data._data.nbytes > 1.2 * HEAD_BYTES
     return data
 
 
 def copies(store: Store) -> list[str]:
-    """What is materialised in a store."""
-    return [entry.name for entry in store.entries(MAPS)]
+    """The materialised copies in a store."""
+    return [entry.name for entry in store.entries(COPIES_FOLDER)]
 
 
 def test_rows_are_mapped_from_one_file_that_all_processes_share(
@@ -151,7 +151,7 @@ def test_a_damaged_copy_is_made_again_from_the_compressed_bytes(
 def test_the_same_rows_have_one_key_wherever_they_are_mapped_from(
     cache: DatasetCache, large: datasets.Dataset, tmp_path: Path
 ) -> None:
-    """A key that differs for nothing computes all behind it anew."""
+    """A key that differed needlessly would make all later steps run again."""
     cache.put("large", large)
 
     def key(dataset: datasets.Dataset) -> str:
@@ -172,7 +172,7 @@ def test_the_same_rows_have_one_key_wherever_they_are_mapped_from(
 
 
 def test_what_does_not_count_at_the_end_of_a_file_counts_elsewhere(tmp_path: Path, store: Store) -> None:
-    """Also for large files, whose digests are remembered."""
+    """Holds for large files too, whose digests are remembered."""
     size = 5 * 1024 * 1024
     files = {"plain": b"x" * size, "longer": b"x" * size + TAIL, "inside": b"x" + TAIL + b"x" * size}
     for name, data in files.items():

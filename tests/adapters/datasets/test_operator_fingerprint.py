@@ -1,4 +1,4 @@
-"""What counts for the fingerprint of an operator, and what does not; what has none says so."""
+"""The parts of an operator that count in its fingerprint, and errors for parts without a stable hash."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from castore.errors import UnhashableError
 
 
 class Operator:
-    """Whatever it is given, it holds."""
+    """Holds any value."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -29,7 +29,7 @@ class Operator:
 
 
 class Tokenizer:
-    """As those of `transformers` behave: each call leaves its truncation in the rules."""
+    """Behaves as the tokenizers of `transformers`: each call leaves its truncation in the rules."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -128,7 +128,9 @@ def test_a_tokenizer_is_told_by_its_rules() -> None:
 
 
 def test_a_tokenizer_of_transformers_that_was_used_is_the_same() -> None:
-    """datasets' issues 3638, 3847 and 6179: truncation and padding of the last call stay in its rules."""
+    """datasets' issues 3638, 3847 and 6179: truncation and padding of the last call stay in the tokenizer's
+    rules.
+    """
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     rules = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
@@ -149,12 +151,12 @@ def test_a_tokenizer_of_transformers_that_was_used_is_the_same() -> None:
     ids=["dict", "list", "objects", "class"],
 )
 def test_what_is_said_of_a_parameter_does_not_depend_on_what_is_around_it(held: Any) -> None:
-    """Else explain() would name a parameter where only the code has changed."""
+    """Otherwise explain() would name a parameter where only the code has changed."""
 
     class Other(Operator):
         first = Tokenizer
         more = property(lambda self: {"held": self.held})
 
-    told = [describe(kind(held), "operator").parts["the parameter 'held'"] for kind in (Operator, Other)]
-    assert told[0] == told[1]
-    assert told[0][0]
+    report = [describe(kind(held), "operator").parts["the parameter 'held'"] for kind in (Operator, Other)]
+    assert report[0] == report[1]
+    assert report[0][0]

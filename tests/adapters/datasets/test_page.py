@@ -1,6 +1,4 @@
-"""The examples of EasyData's page on caching that are about whole datasets run as they stand, but for the
-import.
-"""
+"""The examples on whole datasets in EasyData's page on caching run unchanged, except for the import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines over real text: what did not change comes from the cache, and the result is that of plain
+"""Pipelines over real text: unchanged steps come from the cache, and the result equals that of plain
 datasets.
 """
 
@@ -32,7 +32,7 @@ ALL = "12s3t45"
 
 @pytest.fixture(autouse=True)
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What has run since the last time this was called, a letter each."""
+    """The steps that ran since the last call, a letter each."""
     path = tmp_path / "runs"
     monkeypatch.setenv("CASTORE_TEST_RUNS", str(path))
     monkeypatch.setattr(pipelines, "noted", pipelines.Noted())
@@ -65,11 +65,11 @@ def test_a_run_is_what_datasets_makes_and_a_rerun_runs_nothing(
     assert ran() == ""
     assert second.dataset[:] == plain[:]
     assert second.hits == len(second.steps) == 7
-    told = [
+    report = [
         (step.name, step.kind, step.rows_in, step.rows_out, step.logical, step.stored, step.key)
         for step in first.steps
     ]
-    assert told == [
+    assert report == [
         (step.name, step.kind, step.rows_in, step.rows_out, step.logical, step.stored,
          step.key) for step in second.steps
     ]  # fmt: skip
@@ -82,16 +82,16 @@ def test_changing_the_third_step_runs_it_and_those_behind_it(
     Pipeline(operators(), store=store).run(data)
     ran()
     changed = Pipeline(operators(5000), store=store)
-    told = changed.explain(data)
+    report = changed.explain(data)
     assert ran() == ""
     result = changed.run(data)
-    # How long a text is does not depend on how long it must be.
+    # The length of a text does not depend on the threshold.
     assert ran() == "3t45"
-    assert [step.hit for step in result.steps] == [step.hit for step in told] == [True] * 3 + [False] * 4
+    assert [step.hit for step in result.steps] == [step.hit for step in report] == [True] * 3 + [False] * 4
     plain = plainly(data, 5000)
     assert result.dataset[:] == plain[:]
-    assert told[3].changes == ["the parameter 'least' was 3000 and is 5000"]
-    assert "runs again" in told[4].changes[-1]
+    assert report[3].changes == ["the parameter 'least' was 3000 and is now 5000"]
+    assert "runs again" in report[4].changes[-1]
     assert all(explanation.hit for explanation in changed.explain(data))
 
 
@@ -104,15 +104,15 @@ def test_explain_tells_what_of_the_code_changed(
         return {"text": sample["text"].lower().strip()}
 
     lower.__qualname__, lower.__module__ = pipelines.lower.__qualname__, pipelines.lower.__module__
-    (told,) = Pipeline([lower], store=store).explain(data)
-    assert "the code of tests.adapters.datasets.pipelines.lower has changed" in told.changes
-    (told,) = Pipeline([pipelines.lower], store=store).explain(data.select(range(10)))
-    assert told.changes == ["the dataset is another one"]
-    (told,) = Pipeline([pipelines.strip_comments], store=store).explain(data)
-    assert told.changes == ["nothing of this operator is kept"]
+    (report,) = Pipeline([lower], store=store).explain(data)
+    assert "the code of tests.adapters.datasets.pipelines.lower has changed" in report.changes
+    (report,) = Pipeline([pipelines.lower], store=store).explain(data.select(range(10)))
+    assert report.changes == ["the input dataset has changed"]
+    (report,) = Pipeline([pipelines.strip_comments], store=store).explain(data)
+    assert report.changes == ["the store has no result of this operator"]
     monkeypatch.setattr(pipelines, "re", "something else")
-    told = Pipeline([pipelines.strip_comments, pipelines.lower], store=store).explain(data)[1]
-    assert told.changes == ["its input is new, since 'strip_comments' runs again"]
+    report = Pipeline([pipelines.strip_comments, pipelines.lower], store=store).explain(data)[1]
+    assert report.changes == ["its input changes, since 'strip_comments' runs again"]
 
 
 def test_two_processes_at_once_run_each_step_once(store: Store, tmp_path: Path, ran: Any) -> None:
@@ -259,15 +259,15 @@ def test_processes_share_the_rows_and_change_nothing(store: Store, data: dataset
 
 
 def test_progress_tells_of_each_step_and_of_rows(store: Store, data: datasets.Dataset, ran: Any) -> None:
-    told: list[Progress] = []
-    result = Pipeline(operators(), store=store).run(data, progress=told.append)
-    assert [event.report for event in told if event.report is not None] != []
-    ends = [event for event in told if event.report is not None]
+    report: list[Progress] = []
+    result = Pipeline(operators(), store=store).run(data, progress=report.append)
+    assert [event.report for event in report if event.report is not None] != []
+    ends = [event for event in report if event.report is not None]
     assert [event.step for event in ends] == list(range(7))
     assert [event.report.rows_out for event in ends if event.report] == [
         step.rows_out for step in result.steps
     ]
-    assert all(0 <= event.done <= event.total for event in told)
+    assert all(0 <= event.done <= event.total for event in report)
     again: list[Progress] = []
     Pipeline(operators(), store=store).run(data, progress=again.append)
     assert [event.report.hit for event in again if event.report] == [True] * 7
@@ -324,11 +324,11 @@ def test_no_rows_go_through_all_steps(store: Store, data: datasets.Dataset) -> N
 
 
 def test_bad_arguments_say_what_to_do(store: Store, data: datasets.Dataset) -> None:
-    with pytest.raises(InvalidValueError, match="is no operator"):
+    with pytest.raises(InvalidValueError, match="not an operator"):
         Pipeline([3], store=store)
-    with pytest.raises(InvalidValueError, match=r"has no method process$"):
+    with pytest.raises(InvalidValueError, match=r"has no method process; add it$"):
         Pipeline([type("Half", (), {"compute_stats": lambda self, s: s})()], store=store)
-    with pytest.raises(InvalidValueError, match="is no operator"):
+    with pytest.raises(InvalidValueError, match="not an operator"):
         Pipeline([LengthFilter], store=store)
     with pytest.raises(InvalidValueError, match=r"castore\.recipes\.make\('text_length_filter'\)"):
         Pipeline(["text_length_filter"], store=store)
@@ -342,7 +342,7 @@ def test_bad_arguments_say_what_to_do(store: Store, data: datasets.Dataset) -> N
         ):
             Pipeline([], store=store, num_proc=wrong)  # type: ignore[arg-type]
     listing = type("Listing", (), {"compute_hash": lambda self, s: s, "process": lambda self, d: [1]})
-    with pytest.raises(InvalidValueError, match="'Listing' must return the dataset that stays, not list"):
+    with pytest.raises(InvalidValueError, match="'Listing' must return the remaining dataset, not list"):
         Pipeline([listing()], store=store).run(data)
     with pytest.raises(InvalidValueError, match="each split"):
         Pipeline([], store=store).run(datasets.DatasetDict({"train": data}))

@@ -1,6 +1,4 @@
-"""What a caller does to a result, or to its input, changes neither what is kept nor what another caller
-gets.
-"""
+"""A caller that changes a result or an input changes neither the stored result nor that of another caller."""
 
 from __future__ import annotations
 
@@ -76,7 +74,7 @@ def in_a_new_process(store: Store, way: str) -> Any:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_new_process_gets_what_the_step_made_not_what_its_caller_made_of_it(way: str, store: Store) -> None:
-    with store.index.write():  # nothing can be committed before the caller is done
+    with store.index.write():  # no commit is possible before the caller has finished
         for part in parts_of(WAYS[way](texts(), store)):
             part.set_format("numpy", columns=["number"])
             part.info.description = "mine"
@@ -147,11 +145,11 @@ def test_an_array_that_is_written_to_after_the_call_is_kept_as_it_was(
     with store.index.write():
         result = make(array)
         array[:] = -1
-        assert make(np.arange(50))["number"][:] == expected  # pending
+        assert make(np.arange(50))["number"][:] == expected  # the put is pending
     next_step = cached_map(result, tenfold, batched=True, store=store)
     wait()
     assert make(np.arange(50))["number"][:] == result["number"][:] == expected
-    # The next step is kept under a key of rows that nobody has changed.
+    # The next step is stored under the key of the unchanged rows.
     assert next_step["number"][:] == [10 * number for number in expected]
     again = cached_map(make(np.arange(50)), tenfold, batched=True, store=store)
     assert again["number"][:] == next_step["number"][:]
@@ -219,7 +217,7 @@ def tenfold(batch: dict[str, list[int]]) -> dict[str, list[int]]:
 def test_a_file_that_was_replaced_after_it_was_loaded_is_not_taken_for_its_rows(
     step: Any, store: Store, tmp_path: Path
 ) -> None:
-    """What is loaded shows the rows of the old file, and the path leads to the new one."""
+    """The loaded dataset shows the rows of the old file, and the path leads to the new one."""
     path, cache = tmp_path / "rows.arrow", DatasetCache(store)
     factor = 1 if step is None else 10
     write(path, 1)

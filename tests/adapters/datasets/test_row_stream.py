@@ -1,4 +1,4 @@
-"""Iterable datasets in a DatasetCache: kept as `Dataset.from_generator` keeps them, and given back as a
+"""Iterable datasets in a DatasetCache: stored as `Dataset.from_generator` stores them, and returned as a
 Dataset.
 """
 
@@ -108,7 +108,7 @@ def test_a_dataset_without_columns_is_kept(cache: DatasetCache) -> None:
     assert cache.get("none").column_names == []
     bare = cached_map(datasets.Dataset.from_dict({"a": []}), dict, store=cache.store, remove_columns="a")
     assert bare.column_names == []
-    wait()  # which warns of what could not be kept
+    wait()  # warns of puts that failed
     assert cached_map(none, dict, store=cache.store).column_names == []
     wait()
 
@@ -117,7 +117,7 @@ _TROUBLE: dict[str, tuple[Rows, str]] = {
     "a type that changes too late": ([{"a": 1}] * 1500 + [{"a": "x"}], r"up to number 1501 .*features="),
     "a column of nulls that gets a value too late": ([{"a": None}] * 1500 + [{"a": 1}], r"'a'.*features="),
     "a column that is missing": ([*ONES, {"a": 1}], r"row 10 .* no column 'b'"),
-    "rows without columns": ([{}, {}], r"row 0 .* no columns.*yield rows with columns"),
+    "rows without columns": ([{}, {}], r"row 0 .* no columns.*yield rows with at least one column"),
     "a column that is new": ([*ONES, {"a": 1, "b": "x", "c": 1}], r"row 10 .* a column 'c'"),
 }
 
@@ -170,7 +170,7 @@ def test_the_way_that_an_error_names_ends_in_cached_steps(store: Store) -> None:
         return {"half": row["n"] / 2}
 
     for _ in range(2):
-        cache.put("rows", stream(rows))  # the same rows are the same input
+        cache.put("rows", stream(rows))  # equal rows are the same input
         halves = cached_map(cache.dataset("rows"), half, store=store, fingerprint="half")
         assert halves["half"][:4] == [0.0, 0.5, 1.0, 1.5]
         wait()

@@ -1,4 +1,6 @@
-"""Folders of uncompressed files: whose process is gone goes with the next gc, or the next of their kind."""
+"""Folders of uncompressed files: the next gc, or the next process with such a folder, removes the folder of a
+dead process.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def test_files_are_told_from_those_of_others(store: Store, tmp_path: Path) -> No
 
 
 def test_what_could_not_be_removed_is_not_told_as_removed(store: Store, start: Start) -> None:
-    """In a shared store another member's folder is his to remove; here something is mounted on it."""
+    """In a shared store only its owner may remove a folder; here something is mounted on the folder."""
     killed, left = start()
     killed.kill()
     killed.wait()

@@ -1,4 +1,6 @@
-"""Statistics hit under another threshold, and never where a parameter that they may depend on has changed."""
+"""Statistics are a hit under another threshold, and a miss if a parameter that they may depend on has
+changed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ STATS = "__dj__stats__"
 
 
 class Base:
-    """Reads ``column`` to measure; ``least`` only decides."""
+    """Reads ``column`` to measure the text; ``least`` only decides."""
 
     def __init__(self, column: str = "text", least: int = 1) -> None:
         self.column = column
@@ -122,7 +124,7 @@ class HoldsItsMethod(Base):
 
 class Intercepts(Base):
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # before Python 3.11 pickle asks every object for __getstate__
+        if name.startswith("__"):  # before Python 3.11 pickle looks up __getstate__ on every object
             raise AttributeError(name)
         return vars(self)["least"]
 
@@ -160,7 +162,7 @@ def stats_key(operator: Any, store: Store) -> str:
 def test_a_parameter_that_may_be_read_counts(kind: type[Base], store: Store) -> None:
     used = kind(least=2)
     if kind is HasCached:
-        assert used.measure("") == 2  # what is remembered must not hide what it was made of
+        assert used.measure("") == 2  # a remembered value must not hide the value that it was computed from
     assert stats_key(kind(least=1), store) != stats_key(used, store)
 
 

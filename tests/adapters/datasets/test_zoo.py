@@ -1,5 +1,5 @@
-"""Whatever an operator is made of, its fingerprint is the same elsewhere, and another one once something
-changed.
+"""An operator has the same fingerprint in every process, and another one after a change, whatever the
+operator consists of.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Fingerprints of all kinds, as three fresh processes find them: two of the same text, one of the
-    changed.
+    """Fingerprints of all kinds, as three new processes compute them: two of the same text, one of the
+    changed text.
     """
     folder = tmp_path_factory.mktemp("zoo")
     zoo.write(folder / "here", "1")
@@ -42,7 +42,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]
     answers = {name: run.communicate(timeout=300)[0] for name, run in runs.items()}
     assert {name: run.returncode for name, run in runs.items()} == dict.fromkeys(runs, 0)
     return {
-        name: {kind: told[0] for kind, told in json.loads(text).items()} for name, text in answers.items()
+        name: {kind: answer[0] for kind, answer in json.loads(text).items()} for name, text in answers.items()
     }
 
 

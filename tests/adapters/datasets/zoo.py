@@ -1,9 +1,9 @@
-"""The zoo of operators: each kind a module that makes ``operator``, with one thing in it, ``$X``, that may be
-changed.
+"""The zoo of operators: each kind is a module that makes ``operator``, and contains one part, ``$X``, that
+tests change.
 
-The modules are written to a folder and imported by fresh processes, so nothing but their text can make a
-difference: not names, not places, not what ran before. Run as a program, prints the fingerprint of each kind
-in the folder.
+Fresh processes import the modules from a folder, so nothing but the text of the modules can make a
+difference: no names, no places, no earlier run. Run as a program, the module prints the fingerprint of each
+kind in the folder.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ _BASE = "def step(n): return n + $X\n"
 
 
 def write(folder: Path, change: str) -> None:
-    """Write every kind as a module, with that in place of ``$X``; the helper's helper is changed too."""
+    """Write every kind as a module, with that text in place of ``$X``; the helper's helper is changed too."""
     folder.mkdir()
     for name, source in {**KINDS, "../helper": _HELPER, "../base": _BASE}.items():
         path = folder / (f"kind_{name}.py" if not name.startswith("../") else f"{name[3:]}.py")

@@ -1,5 +1,5 @@
-"""A training run for the tests of ranks and kills: python job.py FOLDER [SECONDS_AN_ITEM]. Notes what it
-encodes, by item.
+"""A training run for the tests of ranks and kills: python job.py FOLDER [SECONDS_AN_ITEM]. The run logs each
+item that it encodes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from castore.adapters.embeddings import CacheConfig, cache_embeddings, table_fill
 
 ITEMS = 120
-# A kill then loses little of so short a run.
+# A kill then loses only a small part of a short run.
 table_fill.PUT_SECONDS = 0.2
 
 
@@ -32,7 +32,7 @@ def wait_for_all(folder: Path) -> None:
 
 
 class Slow(nn.Module):
-    """Encodes a number by its square, at its leisure."""
+    """Encodes a number by its square, slowly."""
 
     def __init__(self, folder: str, seconds: float) -> None:
         super().__init__()

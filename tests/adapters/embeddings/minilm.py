@@ -33,7 +33,7 @@ class TextEncoder(nn.Module):
     def __init__(self, length: int = LENGTH) -> None:
         super().__init__()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # transformers on its own affairs
+            warnings.simplefilter("ignore")  # a warning of transformers about itself
             self.tokenizer = AutoTokenizer.from_pretrained(get_model_path())
             self.bert = AutoModel.from_pretrained(get_model_path())
         self.length = length
@@ -73,7 +73,7 @@ class ImageEncoder(nn.Module):
 
 
 class Digits(Dataset[Any]):
-    """Scans of handwritten digits with a sentence about a digit; the label says whether both are the same."""
+    """Scans of handwritten digits, each with a sentence about a digit; the label is whether the two agree."""
 
     def __init__(self, count: int, start: int = 0) -> None:
         scans = load_digits()
@@ -83,9 +83,9 @@ class Digits(Dataset[Any]):
         chance = random.Random(start)
         self.texts, self.labels = [], []
         for digit in scans.target[start : start + count]:
-            told = int(digit) if chance.random() < 0.5 else chance.randrange(10)
-            self.texts.append(chance.choice(_PHRASES).format(_SPELLED[told]))
-            self.labels.append(int(told == digit))
+            named = int(digit) if chance.random() < 0.5 else chance.randrange(10)
+            self.texts.append(chance.choice(_PHRASES).format(_SPELLED[named]))
+            self.labels.append(int(named == digit))
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -108,7 +108,7 @@ class Agreement(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
 
     def train(self, mode: bool = True) -> Agreement:
-        """Frozen encoders stay as they are, as they should in any training."""
+        """Frozen encoders keep their mode, as in any training."""
         super().train(mode)
         self.text_encoder.eval()
         self.image_encoder.eval()

@@ -1,6 +1,4 @@
-"""Small models and data that the tests of the front share: an encoder that counts, a head, a training
-loop.
-"""
+"""Small models and data for several tests: an encoder that counts, a head, a training loop."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ ITEMS, WIDTH, BATCH = 60, 8, 10
 
 
 class Encoder(nn.Module):
-    """Encodes vectors, and counts how many."""
+    """Encodes vectors, and counts them."""
 
     def __init__(self, width: int = 4, seed: int = 0) -> None:
         super().__init__()
@@ -69,14 +67,14 @@ def loader(dataset: Any = None, **options: Any) -> DataLoader[Any]:
 
 
 def in_batches(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """What a model gives for inputs in batches of `BATCH`: the last bit of a row may depend on the size of
-    its batch.
+    """A model's outputs for inputs in batches of `BATCH`: the last bit of a row may depend on the size of the
+    batch.
     """
     return torch.cat([model(batch) for batch in torch.split(inputs, BATCH)])
 
 
 def losses(model: nn.Module, batches: Iterable[Any], epochs: int = 2) -> list[float]:
-    """Train, from a seed; the loss of each step."""
+    """Train from a seed; return the loss of each step."""
     torch.manual_seed(7)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, 0.1)
@@ -95,7 +93,7 @@ def losses(model: nn.Module, batches: Iterable[Any], epochs: int = 2) -> list[fl
 def fill(
     dataset: Any, store: Any, config: CacheConfig | None = None, encoder: nn.Module | None = None
 ) -> int:
-    """How many items a new model's encoder encoded for a dataset."""
+    """The number of items that a new model's encoder encoded for a dataset."""
     model = Model(encoder)
     before = model.encoder.encoded
     cache_embeddings(model, loader(dataset), config=config or CacheConfig(batch_size=BATCH), store=store)
@@ -104,7 +102,7 @@ def fill(
 
 
 class Made(Dataset[Any]):
-    """Samples as a function makes them."""
+    """Samples that a function makes."""
 
     def __init__(self, make: Callable[[int], Any], count: int = 20) -> None:
         self.make = make

@@ -19,7 +19,7 @@ def main(folder: str) -> None:
     sampler: Any = DistributedSampler(data(), shuffle=True)
     model = Model()
     config = CacheConfig(cache_type=CacheType.GPU, split=True, save_dir=Path(folder) / "store")
-    # Ranks look up batches of different sizes, and as many of them.
+    # Ranks look up equal numbers of batches, of different sizes.
     batches = DataLoader(data(), batch_size=5 + dist.get_rank(), sampler=sampler)
     loader, _ = cache_embeddings(model, batches, config=config)
     expected = Encoder()(features())

@@ -1,4 +1,4 @@
-"""CacheConfig takes what Quaterion's does, and says what is wrong with the rest."""
+"""CacheConfig takes the options of Quaterion, and refuses invalid values with a reason."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ def test_unknown_encoders_are_answered_with_the_nearest_name(option: str) -> Non
             "text_encodr": {"mapping": "cpu", "key_extractors": len, "fingerprints": 1, "masks": "m"}[option]
         }
     }
-    with pytest.raises(InvalidValueError, match=f"{option} names 'text_encodr'.*do you mean 'text_encoder'"):
+    with pytest.raises(InvalidValueError, match=f"{option} names 'text_encodr'.*did you mean 'text_encoder'"):
         CacheConfig(**options).check_names(["text_encoder", "image_encoder"])

@@ -1,7 +1,6 @@
-"""CacheType.GPU: a copy of the table on the encoder's device, or a part of it on each rank's.
+"""CacheType.GPU: a copy of the table on the encoder's device, or a part of the table on each rank's device.
 
-The code is the same on every kind of device, so here the encoder's is mostly the CPU; with CUDA it is tried
-there too.
+The code is the same for every kind of device. So most tests use the CPU, and some repeat the check with CUDA.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 
 from castore import Store
 from castore.adapters.embeddings import CacheConfig, CacheType, EmbeddingCache, cache_embeddings
-from castore.adapters.embeddings.devices import OnDevice
+from castore.adapters.embeddings.devices import DeviceLookup
 from castore.errors import InvalidValueError
 from tests.adapters.embeddings.models import (
     Encoder,
@@ -32,7 +31,7 @@ WHOLE = CacheConfig(cache_type=CacheType.GPU)
 def test_a_copy_on_the_device_gives_the_same_as_the_table(store: Store) -> None:
     model = Model()
     kept, _ = cache_embeddings(model, loader(shuffle=False), config=WHOLE, store=store)
-    assert isinstance(model.encoder._tables[0], OnDevice)
+    assert isinstance(model.encoder._tables[0], DeviceLookup)
     assert torch.allclose(torch.cat([model(x) for x, _ in kept]), Model()(features()), atol=1e-6)
 
 
@@ -43,7 +42,7 @@ def test_rows_with_gaps_are_found_in_a_copy(store: Store) -> None:
         range(10),
         lambda items: {"square": torch.tensor(items) ** 2, "half": (torch.ones(len(items)),)},
     )
-    copied = OnDevice(cache, torch.tensor([1, 4, 5, 9]))
+    copied = DeviceLookup(cache, torch.tensor([1, 4, 5, 9]))
     assert copied.take(torch.tensor([9, 4, 4]), CPU)["square"].tolist() == [81, 16, 16]
 
 
@@ -51,7 +50,7 @@ def test_embeddings_of_different_lengths_stay_off_the_device(store: Store) -> No
     model = Model(Tokens())
     kept, _ = cache_embeddings(model, loader(), config=WHOLE, store=store)
     with pytest.raises(
-        InvalidValueError, match=r"differ in length cannot be kept on a device; take CacheType.CPU"
+        InvalidValueError, match=r"differ in length cannot be kept on a device; use CacheType.CPU"
     ):
         model.encoder(next(iter(kept))[0])
 
@@ -76,7 +75,7 @@ def test_embeddings_come_out_on_the_encoder_s_cuda_device(store: Store, kind: Ca
     model = Model().to("cuda")
     raw = loader(data(), shuffle=False, pin_memory=moved)
     kept, _ = cache_embeddings(model, raw, config=CacheConfig(cache_type=kind), store=store)
-    assert isinstance(model.encoder._tables[0], OnDevice) == (kind in (CacheType.GPU, CacheType.AUTO))
+    assert isinstance(model.encoder._tables[0], DeviceLookup) == (kind in (CacheType.GPU, CacheType.AUTO))
     found = torch.cat([model.encoder(x.to("cuda", non_blocking=True) if moved else x) for x, _ in kept])
     assert found.device.type == "cuda"
     assert torch.allclose(found.cpu(), Encoder()(features()), atol=1e-5)

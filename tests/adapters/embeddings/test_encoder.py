@@ -1,4 +1,4 @@
-"""CachedEncoder alone: stands where an encoder stood, and encodes no item twice."""
+"""CachedEncoder alone: replaces an encoder, and encodes no item twice."""
 
 from __future__ import annotations
 
@@ -117,14 +117,14 @@ def test_a_batch_that_is_not_cached_is_told_of_once(store: Store) -> None:
         return torch.zeros(1)
 
     cached = CachedEncoder(encode, store=store, name="texts")
-    with pytest.warns(CacheWarning, match=r"'texts' is fed a str, and encodes it each time.*CacheType\.NONE"):
+    with pytest.warns(CacheWarning, match=r"'texts' got a str, which is encoded each time.*CacheType\.NONE"):
         cached("banana")
     cached("banana")
     uneven = CachedEncoder(lambda x, y: torch.zeros(1), store=store)
     with pytest.warns(CacheWarning, match=r"a Tensor of shape \(2, 3\), a list of 3"):
         uneven(torch.ones(2, 3), ["a", "b", "c"])
     assert list(store.entries()) == []
-    assert CachedEncoder(Encoder(), store=store)(features(3)[:0]).shape == (0, 4)  # and no warning
+    assert CachedEncoder(Encoder(), store=store)(features(3)[:0]).shape == (0, 4)  # without a warning
 
 
 def test_a_key_extractor_says_which_items_are_the_same(store: Store) -> None:
@@ -156,7 +156,7 @@ def test_inputs_without_items_go_through_the_encoder(store: Store) -> None:
 
     cached = CachedEncoder(encode, store=store)
     assert cached(torch.zeros(0, 8)).shape == (0, 8)
-    with pytest.warns(CacheWarning, match="is fed a str"):
+    with pytest.warns(CacheWarning, match="got a str"):
         assert cached("a text alone") == "a text alone"
     assert list(cached({"a": torch.zeros(2), "b": torch.zeros(3)})) == ["a", "b"]
     assert list(store.entries()) == []

@@ -38,7 +38,7 @@ def config(
 
 
 def run(config: CacheConfig | None, length: int = 16) -> tuple[list[float], int, int]:
-    """Train two epochs; losses, and how many texts and images were encoded."""
+    """Train two epochs; return the losses and the numbers of encoded texts and images."""
     model = Agreement(length)
     train = DataLoader(Digits(COUNT), batch_size=BATCH, shuffle=True)
     val: DataLoader[Any] | None = DataLoader(Digits(BATCH, start=COUNT), batch_size=BATCH)
@@ -62,7 +62,7 @@ def test_the_second_run_encodes_nothing_and_losses_are_those_without_a_cache_to_
     assert again == [0, 0]
     assert plain == first == second
     extracted, texts, images = run(config(tmp_path, key_extractors=custom_key_extractor))
-    # Some sentences come more than once: they are encoded once.
+    # Some sentences occur more than once, and are encoded once.
     distinct = [len({*Digits(COUNT).texts}), len({*Digits(BATCH, start=COUNT).texts})]
     assert (texts, images) == (sum(distinct), COUNT + BATCH)
     assert extracted == pytest.approx(plain, rel=1e-4)
@@ -71,7 +71,7 @@ def test_the_second_run_encodes_nothing_and_losses_are_those_without_a_cache_to_
 
 def test_another_tokenizer_misses_and_a_used_one_does_not(tmp_path: Path) -> None:
     assert run(config(tmp_path))[1] == COUNT + BATCH
-    # Half the length: other embeddings of the same texts; the images are the same.
+    # Half the length gives the texts other embeddings; the images are unchanged.
     assert run(config(tmp_path), length=8)[1:] == (COUNT + BATCH, 0)
     model = Agreement()
     model.text_encoder.tokenizer.add_tokens(["envelope!"])
@@ -89,7 +89,7 @@ def fills(model: Agreement, folder: Path) -> tuple[int, int]:
 
 
 class Tokenised(Digits):
-    """Texts are tokenised by the dataset."""
+    """A dataset that tokenises its texts."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(COUNT)
@@ -128,7 +128,7 @@ def test_a_tokenizer_in_the_dataset_or_in_the_collate_function_counts(tmp_path: 
 
 
 class Counting(torch.nn.Module):
-    """Means of embeddings; counts items."""
+    """Means of embeddings; counts the encoded items."""
 
     def __init__(self, embedding: torch.nn.Embedding) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The embedding cache and several processes: sharing a fill, being killed in one, reading what others map."""
+"""The embedding cache with several processes: a shared fill, kills during a fill, and readers of mapped
+files.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def until(path: Path, lines: int) -> None:
 
 
 class Logged:
-    """An encoder that writes down, in a file that processes share, what it encodes, and takes its time."""
+    """A slow encoder that logs each item in a file that all processes share."""
 
     def __init__(self, log: Path, seconds: float = 0.002) -> None:
         self.log = log
@@ -51,7 +53,7 @@ class Logged:
 
 
 class Stuck(Logged):
-    """One that never gets beyond some 300 items."""
+    """An encoder that never gets beyond about 300 items."""
 
     def __call__(self, items: list[int]) -> torch.Tensor:
         outputs = super().__call__(items)
@@ -66,7 +68,7 @@ def test_processes_that_fill_at_once_encode_each_key_once(store: Store, tmp_path
 
     def encode_beside_another(items: list[int]) -> torch.Tensor:
         outputs = encode(items)
-        until(encode.log, 8)  # the first four are one process's, which comes no further alone
+        until(encode.log, 8)  # one process encodes the first four, and cannot continue alone
         return outputs
 
     def task(number: int) -> int:
@@ -200,7 +202,7 @@ def test_a_cache_that_was_made_anew_is_not_taken_for_the_pickled_one(store: Stor
     assert torch.equal(pickle.loads(data).get([3]), vectors([3]))
     store.delete_many([entry.name for entry in store.entries("embeddings/demo")])
     EmbeddingCache("demo", store).fill(range(10), range(10), vectors)
-    with pytest.raises(StoreError, match="made anew"):
+    with pytest.raises(StoreError, match="created again"):
         pickle.loads(data)
 
 
@@ -235,7 +237,7 @@ def test_rows_are_in_memory_once_for_all_processes(store: Store) -> None:
         for batch in torch.split(rows[torch.randperm(len(rows))], 256):
             cache.take(batch)
         after = psutil.Process().memory_info()
-        # What is mapped of files counts as shared, whoever else has it mapped at the moment.
+        # Mapped pages of files count as shared, even while no other process maps them.
         return (after.rss - after.shared) - (before.rss - before.shared), after.rss - before.rss
 
     for own, all_of_it in in_processes(3, task):
@@ -261,7 +263,9 @@ def test_gc_beside_fills_and_reads_gives_right_vectors_or_misses(tmp_path: Path)
                     known = [key for key in keys if key in cache]
                     assert torch.equal(cache.get(known), vectors(known))
                 except StoreError as error:
-                    if "made anew" not in str(error):  # gc took the manifest, and another was quicker
+                    if "created again" not in str(
+                        error
+                    ):  # gc removed the manifest, and another process was faster
                         raise
 
         in_processes(4, task)
@@ -275,7 +279,7 @@ def test_a_put_that_the_budget_refuses_leaves_no_claims(store: Store) -> None:
 
 
 def test_the_files_of_one_table_are_seen_together(store: Store) -> None:
-    """A reader that looks while a writer appends finds every shard whole."""
+    """A reader that runs while a writer appends finds every shard whole."""
     stop = _FORK.Event()
 
     def write() -> None:

@@ -1,4 +1,4 @@
-"""Keys move like tensors, and do nothing else."""
+"""Keys move like tensors, and refuse every other operation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a batch holds besides features: kept and given back as it was collated, or refused where that
-cannot be.
-"""
+"""The parts of a batch besides features: cached and returned as they were collated, or refused."""
 
 from __future__ import annotations
 
@@ -95,7 +93,7 @@ def padded(samples: list[Any]) -> Any:
     return torch.stack([x for x, _ in samples]), nn.utils.rnn.pad_sequence([y for _, y in samples], True)
 
 
-# Which of the first items is the longest, or a later one.
+# The longest item is one of the first, or a later one.
 @pytest.mark.parametrize("lengths", [[9, 1, 1], [1, 9, 1], [1, 1, 9], [2, 2, 2, 2, 2, 5]], ids=str)
 def test_labels_that_depend_on_their_batch_are_refused_and_can_be_read_raw(
     store: Store, lengths: list[int]
@@ -103,7 +101,7 @@ def test_labels_that_depend_on_their_batch_are_refused_and_can_be_read_raw(
     dataset = Made(lambda i: (features()[i], torch.arange((lengths * 4)[i])), 12)
     raw = loader(dataset, shuffle=False, batch_size=4, collate_fn=padded)
     with pytest.raises(
-        InvalidValueError, match=r"the same item has another one in another batch.*labels=False"
+        InvalidValueError, match=r"the label of an item differs between batches.*labels=False"
     ):
         cached(Model(), raw, store, CacheConfig(batch_size=4))
     model = Model()
@@ -124,13 +122,15 @@ def longest(samples: list[Any]) -> Any:
 def test_a_number_that_tells_of_its_batch_is_no_label(store: Store, place: int) -> None:
     dataset = Made(lambda i: (features()[i], 9 if i == place else 1))
     with pytest.raises(
-        InvalidValueError, match=r"labels cannot be kept: batch\[1\] is a int that has no element"
+        InvalidValueError, match=r"labels cannot be cached: batch\[1\] is a int that has no element"
     ):
         cached(Model(), loader(dataset, collate_fn=longest), store)
 
 
 def test_labels_that_no_table_holds_are_named(store: Store) -> None:
-    with pytest.raises(InvalidValueError, match=r"the labels cannot be kept: a list of <class 'dict'>"):
+    with pytest.raises(
+        InvalidValueError, match=r"the labels cannot be cached: they contain a list of <class 'dict'>"
+    ):
         cached(Model(), loader(Made(lambda i: (features()[i], {"a": i})), collate_fn=objects), store)
 
 

@@ -1,5 +1,5 @@
-"""The callback for Lightning: encoders and loaders are exchanged before a fit, and training goes as
-without.
+"""The callback for Lightning: encoders and loaders are replaced before a fit, and training gives the same
+results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.adapters.embeddings.models import (
 )
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Lightning on its own affairs
+    warnings.simplefilter("ignore")  # warnings of Lightning about itself
     import lightning.pytorch as pl
 
     from castore.adapters.embeddings.lightning import EmbeddingCacheCallback
@@ -59,14 +59,14 @@ class Plain(pl.LightningModule):
 
 
 class Caching(Plain):
-    """With the method of Quaterion's page."""
+    """Has the method of Quaterion's page."""
 
     def configure_caches(self) -> CacheConfig | None:
         return CacheConfig(batch_size=BATCH)
 
 
 class WithLoaders(Caching):
-    """Brings its own data."""
+    """Has data of its own."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         return loader()
@@ -79,7 +79,7 @@ class WithLoaders(Caching):
 
 
 class Off(Caching):
-    """Wants no cache."""
+    """Returns no config, so nothing is cached."""
 
     def configure_caches(self) -> None:
         return None

@@ -1,5 +1,5 @@
-"""Each limitation on Quaterion's page on its cache: lifted, or where it lies in the nature of things,
-refused clearly.
+"""Each limitation on Quaterion's page on its cache is lifted, or refused with a clear error where it cannot
+be.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def symbols(feature: torch.Tensor) -> float:
 
 
 class Counted(Made):
-    """A dataset that knows how often it was read; the count is no part of what it is."""
+    """A dataset that counts its reads; the count does not count in keys."""
 
     def __init__(self, count: int = 20, copies: int = 1) -> None:
         super().__init__(lambda i: (features()[i // copies], i % 3), count)
@@ -87,7 +87,7 @@ def test_labels_are_cached_though_several_processes_fill_and_train(store: Store)
     kept = cached(model, loader(dataset, shuffle=False, num_workers=2), store, num_workers=2)
     check(model, loader(Counted(), shuffle=False), kept)
     assert model.encoder.encoded == 20
-    # Here only the first samples were looked at; workers read the rest, and in training nobody reads any.
+    # This process reads only the first samples; workers read the rest, and training reads none.
     assert set(dataset.reads) <= {0, 1, 2}
     again = Counted()
     kept = cached(Model(), loader(again, shuffle=False), store)
@@ -122,7 +122,7 @@ def test_another_key_extractor_misses(store: Store) -> None:
 
 
 class Pair(Model):
-    """Two encoders, of which the other may be trained."""
+    """Two encoders; the second one may be trainable."""
 
     def __init__(self, is_trained: bool) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Pairs(Counted):
 
 
 def test_labels_are_not_cached_while_a_feature_is_read_raw(store: Store) -> None:
-    # An encoder that is trained needs its features: the raw data is read, and cached encoders still get Keys.
+    # A trainable encoder needs its features, so the raw data is read; cached encoders still get Keys.
     raw = loader(Pairs(), shuffle=False)
     model = Pair(is_trained=True)
     expected = [model(x) for x, _ in raw]
@@ -165,7 +165,7 @@ def test_the_raw_data_is_not_read_where_every_feature_of_a_sample_is_cached(stor
 
 
 class Stream(IterableDataset[Any]):
-    """Items one after the other; workers take turns."""
+    """Items one after the other, shared out among workers."""
 
     def __init__(self, count: int = 30, start: int = 0) -> None:
         self.items = features(60)[start : start + count]
@@ -198,7 +198,7 @@ def test_a_stream_that_gives_something_new_says_so(store: Store) -> None:
     stream = Stream()
     kept = cached(Model(), DataLoader(stream, batch_size=4), store, key_extractors=symbols)
     stream.items = features(60)
-    with pytest.raises(NotFoundError, match="an item that was not in it when the cache was filled"):
+    with pytest.raises(NotFoundError, match="an item that it did not have when the cache was filled"):
         list(kept)
 
 

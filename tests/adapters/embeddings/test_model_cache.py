@@ -1,4 +1,4 @@
-"""cache_embeddings: each item is encoded once, training goes as without it, and what changed is noticed."""
+"""cache_embeddings encodes each item once, leaves the results of training the same, and notices changes."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_an_error_leaves_the_model_as_it_was(store: Store) -> None:
     assert isinstance(model.encoder, Encoder)
 
 
-# What changes a key, and what does not
+# Changes that do and do not change a key
 
 
 def test_another_checkpoint_misses_and_the_same_one_hits(store: Store) -> None:

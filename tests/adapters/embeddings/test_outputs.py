@@ -1,4 +1,4 @@
-"""Outputs of every structure, where they are kept, and what workers, errors and later weights do to them."""
+"""Outputs of every structure, their places in the store, and the effects of workers, errors and weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.adapters.embeddings.models import (
 
 
 class Tokens(Encoder):
-    """A list of states for each item, as many as its first number says, and a summary."""
+    """A list of states for each item, as long as its first number, and a summary."""
 
     def forward(self, x: torch.Tensor) -> Any:
         states = super().forward(x)
@@ -63,7 +63,7 @@ def test_embeddings_are_kept_narrower_if_asked(store: Store, dtype: torch.dtype)
     found = torch.cat([model.encoder(x) for x, _ in kept])
     assert found.dtype is torch.float32
     assert torch.equal(found, Encoder()(features()).to(dtype).float())
-    assert fill(data(), store) == ITEMS  # the full ones are others
+    assert fill(data(), store) == ITEMS  # the full batches have other items
 
 
 @pytest.mark.parametrize("kind", [CacheType.CPU, CacheType.DISK, CacheType.AUTO, "cpu"])
@@ -123,7 +123,7 @@ def test_train_mode_does_not_reach_a_cached_encoder(store: Store) -> None:
 
 
 class Loud(Dataset[Any]):
-    """Fails at one sample."""
+    """Raises an error at one sample."""
 
     def __len__(self) -> int:
         return 30

@@ -1,4 +1,4 @@
-"""Which encoders of a model are cached, which are refused, and what of a batch each is fed."""
+"""The encoders of a model that are cached or refused, and the part of a batch that is the input of each."""
 
 from __future__ import annotations
 
@@ -64,12 +64,14 @@ def test_each_encoder_takes_its_own_place_of_a_batch_with_names(store: Store) ->
 
 
 def test_a_batch_with_names_needs_to_be_told_the_places(store: Store) -> None:
-    with pytest.raises(InvalidValueError, match=r"say which feeds the encoder: encoders={'text': \.\.\.}"):
+    with pytest.raises(
+        InvalidValueError, match=r"choose the input of the encoder with encoders={'text': \.\.\.}"
+    ):
         cached(Two(), loader(Made(named_sample)), store)
 
 
 def test_a_place_that_is_made_from_the_batch_is_refused(store: Store) -> None:
-    with pytest.raises(InvalidValueError, match="is no part of the batch, but made from it"):
+    with pytest.raises(InvalidValueError, match="is not a part of the batch but computed from it"):
         cached(Two(), loader(Made(named_sample)), store, encoders={"text": lambda batch: batch["text"] * 2})
 
 
@@ -91,7 +93,7 @@ def test_a_feature_that_feeds_a_cached_and_a_trainable_encoder_is_refused(store:
     config = CacheConfig(mapping={"image": CacheType.NONE})
     with pytest.raises(
         InvalidValueError,
-        match=r"batch\['text'\] feeds the encoder 'text', which is cached, and one that is not",
+        match=r"batch\['text'\] is the input of the encoder 'text', which is cached, and of one that is not",
     ):
         cached(Two(), loader(Made(named_sample)), store, config, encoders={"text": "text", "image": "text"})
 
@@ -161,9 +163,9 @@ def test_an_encoder_deep_in_the_model_is_named_with_dots(store: Store) -> None:
 
 
 def test_names_that_do_not_exist_are_answered_with_the_nearest(store: Store) -> None:
-    with pytest.raises(InvalidValueError, match="do you mean 'encoder'"):
+    with pytest.raises(InvalidValueError, match="did you mean 'encoder'"):
         cached(Model(), loader(), store, encoders="encodr")
-    with pytest.raises(InvalidValueError, match=r"mapping names 'encodr'.*do you mean 'encoder'"):
+    with pytest.raises(InvalidValueError, match=r"mapping names 'encodr'.*did you mean 'encoder'"):
         cached(Model(), loader(), store, CacheConfig(mapping={"encodr": CacheType.CPU}))
 
 

@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts share a fill, and a killed fill goes on where it was."""
+"""Ranks that torchrun starts share a fill, and a killed fill resumes where it ended."""
 
 from __future__ import annotations
 
@@ -64,4 +64,4 @@ def test_a_killed_fill_leaves_what_it_put_and_the_next_run_does_the_rest(tmp_pat
     assert sorted(seen(tmp_path)) == list(range(ITEMS))
     everything = [item for part in encoded(tmp_path) for item in part]
     assert set(everything) == set(range(ITEMS))
-    assert len(everything) - ITEMS <= 16  # what was encoded and not yet put
+    assert len(everything) - ITEMS <= 16  # items that were encoded and not yet put

@@ -1,6 +1,4 @@
-"""The embedding cache on disk: what its files are, how they merge, and what happens when they are damaged
-or gone.
-"""
+"""The embedding cache on disk: its files, their merges, and reads after damage or loss of files."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def shards(store: Store, column: str = "output") -> list[str]:
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of 64 KiB, which stay apart."""
+    """Shards of 64 KiB, which are not merged."""
     monkeypatch.setattr(shard_commit, "SHARD_BYTES", 1 << 16)
     monkeypatch.setattr("castore.adapters.embeddings.table_fill.SHARD_BYTES", 1 << 16)
 
@@ -98,7 +96,7 @@ def test_a_large_fill_is_put_shard_by_shard(store: Store) -> None:
 @pytest.mark.usefixtures("small_shards")
 def test_a_table_that_outgrows_its_addresses_moves(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that gc has unlinked move too, and so do rows that are copies of packed blobs."""
-    monkeypatch.setattr(table, "_LEAST", 4096)
+    monkeypatch.setattr(table, "_MIN_BYTES", 4096)
     monkeypatch.setattr(table, "_SPARE", 1)
     reader = fill(store, 0, 8)  # packed
     old = reader.take(reader.rows(range(8)))
@@ -145,12 +143,12 @@ def test_rows_that_gc_evicted_are_encoded_again_and_nothing_else(store: Store) -
     cache, encode = EmbeddingCache("demo", store), Encoder()
     lost = [key for key in range(300) if key not in cache]
     assert len(lost) == end - start
-    with pytest.raises(OutOfRangeError, match="gone with its shard"):
+    with pytest.raises(OutOfRangeError, match="its shard is gone"):
         cache.take(kept_rows)
     assert cache.fill(range(300), range(300), encode) == len(lost)
     assert encode.seen == lost
     assert torch.equal(cache.get(range(300)), vectors(list(range(300))))
-    # Who had it mapped goes on with what it has.
+    # A process that had mapped the table continues with its rows.
     assert torch.equal(holder.take(kept_rows), vectors(list(range(300))))
     assert all((end <= a or b <= start) for a, b in _extents(store))
     recount(store)
@@ -237,7 +235,7 @@ def test_rows_never_mean_others_in_a_table_that_was_made_anew(store: Store) -> N
     other = EmbeddingCache("demo", store)
     other.fill(range(100, 130), range(100, 130), vectors)
     assert torch.equal(old.get(range(30)), vectors(list(range(30))))
-    with pytest.raises(StoreError, match="made anew"):
+    with pytest.raises(StoreError, match="created again"):
         old.refresh()
 
 
@@ -281,17 +279,17 @@ def test_a_manifest_that_does_not_add_up_is_refused_before_anything_is_mapped(
     store: Store, old: str, new: str
 ) -> None:
     fill(store, 0, 30)
-    told = (store.get("embeddings/demo/table.json") or b"").decode()
-    assert old in told
-    store.put("embeddings/demo/table.json", told.replace(old, new).encode())
+    manifest = (store.get("embeddings/demo/table.json") or b"").decode()
+    assert old in manifest
+    store.put("embeddings/demo/table.json", manifest.replace(old, new).encode())
     with pytest.raises(CorruptError, match="is no manifest of embeddings"):
         EmbeddingCache("demo", store)
 
 
 def test_a_table_of_more_rows_than_addresses_is_a_clear_error(store: Store) -> None:
     fill(store, 0, 30)
-    told = (store.get("embeddings/demo/table.json") or b"").decode()
-    store.put("embeddings/demo/table.json", told.replace('"ends":[30]', f'"ends":[{2**60}]').encode())
+    manifest = (store.get("embeddings/demo/table.json") or b"").decode()
+    store.put("embeddings/demo/table.json", manifest.replace('"ends":[30]', f'"ends":[{2**60}]').encode())
     with pytest.raises(StoreError, match="cannot map the shards"):
         EmbeddingCache("demo", store)
 
@@ -302,8 +300,8 @@ def test_a_resident_cache_brings_its_rows_into_memory(store: Store) -> None:
     file = payload(store, shards(store)[0])[0]
 
     def mapped() -> int:
-        """The most bytes of the file that one mapping has in this process's page table: who filled it may
-        have one as well.
+        """The most bytes of the file that one mapping has in this process's page table: the process that
+        filled the file may have a mapping, too.
         """
         maps = psutil.Process().memory_maps(grouped=False)
         return max((place.rss for place in maps if place.path == str(file)), default=0)
@@ -322,12 +320,12 @@ def test_a_resident_cache_brings_its_rows_into_memory(store: Store) -> None:
 def test_whatever_happens_every_known_key_has_its_own_outputs(
     store: Store, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fills of all sizes by two writers, files that go one by one, merges, readers of any age: against a
-    function.
+    """Fills of all sizes by two writers, files removed one by one, merges, readers of any age, compared with
+    a function.
     """
-    monkeypatch.setattr(shard_commit, "_SMALL", 1 << 12)
+    monkeypatch.setattr(shard_commit, "_SMALL_SHARD_BYTES", 1 << 12)
     monkeypatch.setattr(shard_commit, "_UNSORTED", 64)
-    monkeypatch.setattr(table, "_LEAST", 4096)
+    monkeypatch.setattr(table, "_MIN_BYTES", 4096)
     monkeypatch.setattr(table, "_SPARE", 2)
     chance = random.Random(seed)
 
@@ -368,7 +366,7 @@ def test_whatever_happens_every_known_key_has_its_own_outputs(
 
 @pytest.mark.usefixtures("small_shards")
 def test_shards_whose_ragged_outputs_are_all_empty_keep_their_files(store: Store) -> None:
-    """They share one name; the first merge used to take it from all of them."""
+    """The files share one name; the first merge once removed it from all of them."""
 
     def encode(items: list[int]) -> tuple[torch.Tensor, list[str]]:
         return vectors(items), ["" if item < 490 else "full" for item in items]

@@ -1,5 +1,5 @@
-"""The embedding cache as one process sees it: what goes in comes out, for every kind of key and output,
-and errors say why.
+"""The embedding cache in one process: every kind of key and output comes back equal, and errors give the
+reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from castore import Store
 from castore.adapters.embeddings.cache import EmbeddingCache
-from castore.adapters.embeddings.key_table import Sorted, digests
+from castore.adapters.embeddings.key_table import KeyIndex, key_digests
 from castore.errors import (
     FullError,
     InvalidValueError,
@@ -26,7 +26,7 @@ from tests.adapters.torch.conftest import same_batch
 
 
 class Encoder:
-    """Vectors that tell what they are of, and a list of all that was encoded."""
+    """Vectors that identify their items, and a list of all items that were encoded."""
 
     def __init__(self, width: int = 384) -> None:
         self.width = width
@@ -46,7 +46,7 @@ def numbers(keys: str) -> list[int]:
 
 
 def test_two_fills_that_share_a_key_give_each_key_its_own_vector(store: Store) -> None:
-    """The seed gave a and c one row: it numbered the keys of each fill from the size of the cache before."""
+    """The seed gave a and c one row: it numbered the keys of each fill from the earlier size of the cache."""
     cache, encode = EmbeddingCache("demo", store), Encoder()
     assert cache.fill("ab", numbers("ab"), encode) == 2
     assert cache.fill("ac", numbers("ac"), encode) == 1
@@ -112,12 +112,12 @@ def test_integers_are_the_same_key_in_every_form(store: Store, form: Callable[[i
 
 def test_keys_that_share_their_first_half_are_told_apart() -> None:
     keys = np.array([[7, 1], [7, 2], [7, 3], [8, 1], [9, 9]], np.uint64)
-    table = Sorted.of(keys, np.arange(5))
+    table = KeyIndex.of(keys, np.arange(5))
     asked = np.array([[7, 3], [7, 4], [8, 1], [7, 1], [9, 8], [10, 0]], np.uint64)
     assert table.find(asked).tolist() == [2, -1, 3, 0, -1, -1]
     more = table.with_more(np.array([[7, 4], [1, 1]], np.uint64), np.array([5, 6]))
     assert more.find(np.concatenate([keys, asked[1:2]])).tolist() == [0, 1, 2, 3, 4, 5]
-    assert digests([5, "5"]).shape == (2, 2)
+    assert key_digests([5, "5"]).shape == (2, 2)
 
 
 # --- outputs ------------------------------------------------------------------------------------------------
@@ -172,12 +172,12 @@ def test_floats_can_be_stored_narrower_and_stat_says_so(store: Store, dtype: tor
     assert got[2][0].dtype == torch.float32
     (entry,) = store.entries("embeddings/demo/output.0")
     assert entry.size == 4096 + 50 * 384 * 2
-    told = {
+    expected = {
         "dtype": "float32",
         "stored": str(dtype)[6:],
         "npy": "float16" if dtype == torch.float16 else "uint16",
     }
-    assert told.items() <= entry.metadata.items()
+    assert expected.items() <= entry.metadata.items()
     with pytest.raises(InvalidValueError, match=r"stores output\.0 as"):
         EmbeddingCache("demo", store)
 
@@ -194,8 +194,8 @@ def test_a_value_too_large_for_the_storage_is_an_error_and_no_infinity(store: St
     [
         (torch.zeros(3, 4), "not one row for each of 2"),
         (torch.zeros(()), "not one row for each of 2"),
-        (torch.zeros(2, 0), "hold nothing to keep"),
-        ([torch.zeros(2)], "list of 1 is no tensor"),
+        (torch.zeros(2, 0), "have no elements"),
+        ([torch.zeros(2)], "list of 1 is neither a tensor"),
         ([torch.zeros(2, 3), torch.zeros(2, 4)], "differ in their first dimension only"),
         ([torch.zeros(()), torch.zeros(())], "stack them"),
         (["a", b"a"], "a list of bytes, str cannot be kept"),
@@ -203,7 +203,7 @@ def test_a_value_too_large_for_the_storage_is_an_error_and_no_infinity(store: St
         ({1: torch.zeros(2)}, "must be text"),
         ((), "nothing to keep"),
         (None, "nothing to keep"),
-        (object(), "object is no tensor"),
+        (object(), "object is neither a tensor"),
         (torch.eye(2).to_sparse(), "nested, sparse or quantised"),
         ([torch.eye(2).to_sparse()] * 2, "nested, sparse or quantised"),
         (
@@ -258,10 +258,10 @@ def test_keys_without_items_and_items_without_keys_are_errors(store: Store) -> N
 
 def test_a_missing_key_is_a_key_error_that_names_it(store: Store) -> None:
     cache = EmbeddingCache("demo", store)
-    with pytest.raises(NotFoundError, match="has nothing for the key 'a'"):
+    with pytest.raises(NotFoundError, match="has no embedding for the key 'a'"):
         cache.rows(["a"])
     cache.fill(["a"], [1], vectors)
-    with pytest.raises(KeyError, match="has nothing for the key 'b'"):
+    with pytest.raises(KeyError, match="has no embedding for the key 'b'"):
         cache.get(["a", "b", "c"])
     assert cache.find(["b", "a"]).tolist() == [-1, 0]
     assert "b" not in cache
@@ -271,7 +271,7 @@ def test_a_missing_key_is_a_key_error_that_names_it(store: Store) -> None:
 def test_rows_that_were_never_given_out_are_errors(store: Store, row: int) -> None:
     cache = EmbeddingCache("demo", store)
     cache.fill(range(3), range(3), vectors)
-    with pytest.raises(OutOfRangeError, match=f"row {row} of the embedding cache 'demo' is not here"):
+    with pytest.raises(OutOfRangeError, match=f"row {row} of the embedding cache 'demo' does not exist"):
         cache.take(torch.tensor([0, row]))
 
 

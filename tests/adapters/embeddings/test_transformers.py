@@ -1,5 +1,5 @@
-"""Encoders of transformers as they are: outputs with attributes, and batches that are padded to their
-longest text.
+"""Encoders of transformers, unchanged: outputs with attributes, and batches that are padded to their longest
+text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding
 
 from castore import Store
 from castore.adapters.embeddings import CacheConfig, CachedEncoder, CacheType, cache_embeddings
-from castore.adapters.embeddings.masks import padded, unpadded
+from castore.adapters.embeddings.masks import add_padding, remove_padding
 from castore.errors import InvalidValueError, SerializationError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -53,7 +53,7 @@ class Classifier(nn.Module):
 
 
 class Mean(Classifier):
-    """Takes the mean of the tokens."""
+    """Takes the mean of the token states."""
 
     def pooled(self, states: torch.Tensor, batch: Any) -> torch.Tensor:
         mask = batch["attention_mask"].unsqueeze(-1)
@@ -93,9 +93,9 @@ def test_states_of_padded_batches_are_kept_without_their_padding(
     tokens = sum(int(batch["attention_mask"].sum()) for batch in raw)
     shards = [
         *store.entries(f"embeddings/{model.bert._tables[0].cache.name}/output.last_hidden_state/values")
-    ]  # one, and one more for each half minute that the encoder takes
+    ]  # one shard, and one more for each half minute that the encoder takes
     assert sum(shard.size - 4096 for shard in shards) == tokens * 384 * 4
-    monkeypatch.setattr(CachedEncoder, "encode", None)  # a second run has no use for it
+    monkeypatch.setattr(CachedEncoder, "encode", None)  # a second run does not need it
     again = Mean()
     kept, _ = cache_embeddings(again, raw, config=config, encoders=PLACES, store=store)
     assert torch.allclose(torch.cat([again(batch) for batch in kept]), torch.cat(expected), atol=1e-5)
@@ -103,7 +103,7 @@ def test_states_of_padded_batches_are_kept_without_their_padding(
 
 def test_states_of_padded_batches_without_masks_are_refused_and_it_is_said_what_to_do(store: Store) -> None:
     config = CacheConfig(batch_size=5, labels=False)
-    for _ in range(2):  # in the second attempt, what is missing begins in the middle of a batch
+    for _ in range(2):  # in the second attempt, the missing items begin in the middle of a batch
         with pytest.raises(
             SerializationError, match=r"padded to their longest item, CacheConfig\(masks=\.\.\.\)"
         ):
@@ -115,16 +115,16 @@ def test_a_mask_that_is_not_there_or_of_another_batch_is_refused(store: Store) -
     config = CacheConfig(masks=MASKS, labels=False)
     places = {"bert": "input_ids"}
     with pytest.raises(
-        InvalidValueError, match=r"is fed a mask as attention_mask=\.\.\..*and it got nothing"
+        InvalidValueError, match=r"needs its mask .* as attention_mask=\.\.\..*and got nothing"
     ):
         cache_embeddings(model, raw, config=config, encoders=places, store=store)
     kept, _ = cache_embeddings(model, raw, config=config, encoders=PLACES, store=store)
     first, second = islice(kept, 2)
     with pytest.raises(
-        InvalidValueError, match="marks nothing of an item: it must be true where the item is"
+        InvalidValueError, match="is false everywhere for an item; it must be true where the item is"
     ):
         model.bert(first["input_ids"], attention_mask=first["attention_mask"] == 0)
-    with pytest.raises(InvalidValueError, match="feed the encoder the mask that belongs to its keys"):
+    with pytest.raises(InvalidValueError, match="pass the mask that belongs to the keys"):
         model.bert(first["input_ids"], attention_mask=second["attention_mask"])
 
 
@@ -138,7 +138,10 @@ def test_an_encoder_alone_pads_as_its_mask_says(store: Store) -> None:
             assert torch.allclose(encode(**inputs).last_hidden_state, expected, atol=1e-5)
     assert len(encode.memo) == 2 * BATCH
     wrong = CachedEncoder(lambda x, attention_mask: x, encode.config, store=store)
-    with pytest.raises(InvalidValueError, match=r"none is \(B, L, D\) with the mask's \(\d, 3\)"):
+    with pytest.raises(
+        InvalidValueError,
+        match=r"no output has the shape \(B, L, D\) with the \(B, L\) of the mask, \(\d, 3\)",
+    ):
         wrong(torch.ones(6, 5), attention_mask=torch.ones(6, 3))
 
 
@@ -146,8 +149,8 @@ def test_an_encoder_alone_pads_as_its_mask_says(store: Store) -> None:
 def test_states_go_back_to_where_the_mask_says(mask: list[list[int]]) -> None:
     states, pooled, marked = torch.rand(2, 3, 4), torch.rand(2, 3), torch.tensor(mask).bool()
     outputs = {"all": (states, pooled), "none": None}
-    cut = unpadded(outputs, marked)
+    cut = remove_padding(outputs, marked)
     assert [len(own) for own in cut["all"][0]] == marked.sum(1).tolist()
-    back = padded(cut, marked)
+    back = add_padding(cut, marked)
     assert torch.equal(back["all"][0], states * marked.unsqueeze(-1))
     assert back["all"][1] is pooled

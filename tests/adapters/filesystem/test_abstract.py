@@ -26,7 +26,7 @@ class Fixtures(abstract.AbstractFixtures):  # type: ignore[misc]  # fsspec has n
 
     @pytest.fixture
     def supports_empty_directories(self) -> bool:
-        return True  # of `mkdir`, for the instance that made them
+        return True  # folders of `mkdir`, for the instance that made them
 
 
 class TestCopy(abstract.AbstractCopyTests, Fixtures):  # type: ignore[misc]
@@ -34,7 +34,7 @@ class TestCopy(abstract.AbstractCopyTests, Fixtures):  # type: ignore[misc]
 
 
 class TestFoldersThatWereNotMade(Fixtures):
-    """A folder that files have brought goes with the last of them."""
+    """A folder that exists only by its files vanishes with the last of them."""
 
     @pytest.fixture
     def supports_empty_directories(self) -> bool:
@@ -61,7 +61,7 @@ class TestPipe(abstract.AbstractPipeTests, Fixtures):  # type: ignore[misc]
 
 
 def test_every_suite_of_fsspec_is_run() -> None:
-    """A suite that a newer fsspec brings has to be taken up here."""
+    """A new suite of a newer fsspec has to be added here."""
     suites = {name for name in vars(abstract) if name.startswith("Abstract") and name.endswith("Tests")}
     run = {
         base.__name__ for test in (TestCopy, TestGet, TestPut, TestOpen, TestPipe) for base in test.__mro__

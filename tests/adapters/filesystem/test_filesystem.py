@@ -116,7 +116,7 @@ def test_a_store_that_is_given_is_used_with_its_options(tmp_path: Path) -> None:
 
 
 def test_options_of_other_file_systems_are_ignored_as_by_those_of_fsspec(tmp_path: Path) -> None:
-    """Libraries pass them: `datasets` passes ``client_kwargs`` for what it streams."""
+    """Libraries pass such options: `datasets` passes ``client_kwargs`` for streams."""
     foreign: dict[str, Any] = {"client_kwargs": {"trust_env": True}, "auto_mkdir": True, "errors": "strict"}
     fs = fsspec.filesystem("castore", store=tmp_path / "s", encoding="utf-8", **foreign)
     with fs.open("a", "wb", client_kwargs={}, block_size=5) as file:
@@ -375,7 +375,7 @@ def test_a_file_that_is_closed_where_an_error_is_handled_is_kept(
 
 
 class _Wrapper:
-    """As libraries have them: closes the file that it writes, whatever ends its block."""
+    """Like a library's file: closes the file that it writes, whatever ends its block."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -394,11 +394,11 @@ def test_a_wrapper_that_an_exception_closes_keeps_nothing_and_says_so(
     with pytest.raises(KeyError), _Wrapper(fs.open("a", "wb")):
         raise KeyError("k")
     assert not fs.exists("a")
-    assert "nothing of castore://a is kept: it was closed since KeyError('k') ended" in caplog.text
+    assert "castore://a was discarded: KeyError('k') ended" in caplog.text
 
 
 def test_a_layer_that_an_exception_ends_is_not_kept_by_a_close_on_the_way_out(fs: CastoreFileSystem) -> None:
-    """pandas closes a Parquet file in ``finally``, after pyarrow has written a footer for what it had."""
+    """pandas closes a Parquet file in ``finally``, after pyarrow has written a footer for the rows so far."""
 
     def write(file: Any) -> None:
         try:
@@ -495,7 +495,7 @@ def _tar(file: Any, error: Exception | None) -> None:
 def test_a_file_that_its_layer_leaves_open_is_kept_and_nothing_after_an_error(
     fs: CastoreFileSystem, writer: Any
 ) -> None:
-    """Compressors and archives never close the file that they are handed."""
+    """Compressors and archives never close a file that they were given."""
 
     def write(name: str, fails: bool) -> None:
         with contextlib.suppress(KeyError):
@@ -512,7 +512,7 @@ def test_a_file_that_its_layer_leaves_open_is_kept_and_nothing_after_an_error(
 
 
 def test_a_file_that_is_collected_inside_the_store_is_kept(fs: CastoreFileSystem) -> None:
-    """The collector runs at any time, also where this thread holds a lock of the store."""
+    """The collector may run at any time, also while this thread holds a lock of the store."""
     files = [fs.open("a", "wb")]
     files[0].write(noise(20_000_000))
 
@@ -548,7 +548,7 @@ def test_a_file_that_a_forked_child_collects_stays_its_parents(fs: CastoreFileSy
 def test_a_file_that_is_open_when_the_program_ends_is_not_kept_and_that_is_said(
     tmp_path: Path, end: str
 ) -> None:
-    """The layers above it may hold some of its bytes."""
+    """The layers above the file may hold some of its bytes."""
     script = "import fsspec; file = fsspec.open('castore://a', 'w').open(); file.write('x' * 10)" + end
     environment = os.environ | {
         "CASTORE_DIR": str(tmp_path / "s"),
@@ -557,11 +557,11 @@ def test_a_file_that_is_open_when_the_program_ends_is_not_kept_and_that_is_said(
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     with Store(tmp_path / "s") as store:
         assert store.get("a") is None
-    assert "nothing of castore://a is kept: the program has ended" in done.stderr
+    assert "castore://a was discarded: the program ended" in done.stderr
 
 
 def test_files_that_are_collected_in_the_middle_of_other_writes_harm_neither(fs: CastoreFileSystem) -> None:
-    """The finaliser of a layer closes its file wherever the collector strikes: inside a transaction, too."""
+    """The finaliser of a layer closes its file wherever the collector runs, also inside a transaction."""
     problems: list[BaseException] = []
 
     def work(number: int) -> None:
@@ -947,7 +947,7 @@ def test_a_forked_child_goes_on_with_the_instance_and_with_open_files(fs: Castor
     fs.store.put("a", BIG)
     with fs.open("a") as file:
         for _ in range(6):
-            file.read(FRAME_SIZE)  # so that frames are being read ahead at the fork
+            file.read(FRAME_SIZE)  # frames are then being read ahead at the fork
 
         def work(number: int) -> bool:
             with fs.open(f"child/{number}", "wb") as mine:

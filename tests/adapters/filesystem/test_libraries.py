@@ -1,4 +1,4 @@
-"""Libraries that speak fsspec read and write a store by ``castore://``, none of them knowing castore."""
+"""Libraries that use fsspec read and write a store by ``castore://``, without knowing castore."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_datasets_loads_files_of_a_store(
     streaming: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Offline, `datasets` takes every file system but the local one for out of reach.
+    # Offline, `datasets` takes every file system except the local one to be out of reach.
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     for part in range(3):
         frame.assign(part=part).to_parquet(f"castore://parts/{part}.parquet")
@@ -197,7 +197,7 @@ def test_datasets_loads_files_of_a_store(
     assert load("csv", "castore://a.csv") == list(range(10_000))
     assert load("parquet", "castore://parts/*.parquet") == 3 * list(range(10_000))
     frame.head(7).to_csv("castore://a.csv", index=False)
-    # `datasets` keeps what it has downloaded by its URL alone, whatever the file system says of the file.
+    # `datasets` caches a download by its URL alone, whatever the file system reports about the file.
     again = {} if streaming else {"download_mode": "force_redownload"}
     options = {"store": str(fs.store.path)}
     assert load("csv", "castore://a.csv", storage_options=options, **again) == list(range(7))
@@ -207,8 +207,10 @@ def test_datasets_loads_files_of_a_store(
 def test_datasets_reads_lines_and_compressed_files(
     fs: CastoreFileSystem, tmp_path: Path, streaming: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For these kinds `datasets` hands on options of other file systems."""
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)  # it takes every protocol for a hub's
+    """For these kinds `datasets` passes on options of other file systems."""
+    monkeypatch.setattr(
+        datasets.config, "HF_HUB_OFFLINE", False
+    )  # `datasets` takes every protocol for that of a hub
     with fs.open("a.jsonl.gz", "wt", compression="gzip") as file:
         file.write('{"a": 1}\n{"a": 2}\n')
     fs.pipe("a.txt", b"one\ntwo\n")
@@ -235,7 +237,7 @@ def test_datasets_saves_to_a_store_and_loads_from_it(fs: CastoreFileSystem, fram
 
 
 def test_loader_workers_read_a_streamed_dataset(fs: CastoreFileSystem, frame: pd.DataFrame) -> None:
-    """Under fork and spawn: the file system goes to each worker with the dataset."""
+    """Under fork and spawn, the file system goes to each worker with the dataset."""
     for part in range(2):
         frame.head(50).assign(part=part).to_parquet(f"castore://parts/{part}.parquet")
     script = textwrap.dedent(

@@ -1,6 +1,4 @@
-"""Any text is a key: it gets a valid name of its own, and keys of configs say exactly what they were made
-of.
-"""
+"""Any text is a key with a valid name of its own, and the key of a config identifies exactly that config."""
 
 from __future__ import annotations
 
@@ -93,7 +91,7 @@ def test_a_numpy_text_is_the_same_key_as_a_plain_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", [1, None, b"key", ("a", 1)])
 def test_a_key_that_is_no_text_is_an_error_that_says_so(key: object, tmp_path: Path) -> None:
     for cache in (MemoryCache(), DiskCache(tmp_path / "cache"), TreeCacheManager(tmp_path / "cache")):
-        with pytest.raises(InvalidValueError, match="a key is a str"):
+        with pytest.raises(InvalidValueError, match="a key must be a str"):
             cache.put(key, 1)  # type: ignore[arg-type]
 
 

@@ -1,5 +1,5 @@
-"""RAM over disk: the disk has the last word, damage is a miss, figures add up, and the disk does not fill
-by itself.
+"""RAM over disk: the disk decides, damage is a miss, the figures are right, and the disk does not fill by
+itself.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def test_what_ram_answers_counts_as_used_for_the_budget(tmp_path: Path) -> None:
 def test_a_value_expires_in_ram_with_its_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with TreeCacheManager(tmp_path / "cache", disk_expiry=1000) as writer:
         writer.put("key", 1)
-    # What RAM holds is looked up on disk every second; this is to be a matter of the expiry alone.
+    # A value in RAM is looked up on disk every second; this test is about the expiry alone.
     monkeypatch.setattr("castore.adapters.tree.manager.TRUST_SECONDS", 10_000.0)
     cache = TreeCacheManager(tmp_path / "cache")
     assert cache.get("key") is not None
@@ -277,7 +277,7 @@ def test_validation_is_told_the_metadata_that_belongs_to_the_value(cache: TreeCa
 
 
 def test_the_cache_survives_the_loss_of_its_insides(tmp_path: Path) -> None:
-    """The page's clean-up, pointed at the cache itself, removes old folders of it."""
+    """The page's clean-up, run on the cache itself, removes old folders of the cache."""
     import shutil
 
     with TreeCacheManager(tmp_path / "cache") as cache:

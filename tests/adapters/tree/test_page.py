@@ -1,8 +1,7 @@
-"""The examples of EasyData's page on caching that are about these classes run as they stand, but for the
-import.
+"""The examples on these classes in EasyData's page on caching run unchanged, except for the import.
 
-Names of the page are kept, also where they are odd. What the page leaves undefined (a tokenizer to download,
-a function of the user's) is a stub; folders are the test's own.
+Names of the page are kept, odd ones too. A stub replaces what the page leaves undefined: a tokenizer to
+download, a function of the user. The folders are the test's own.
 """
 
 from __future__ import annotations
@@ -323,7 +322,7 @@ def test_stale_cache(given: bool) -> None:
         return cache.get_or_compute(
             key="key",
             compute_fn=compute,
-            metadata=metadata if given else None,  # the page makes it, and does not pass it
+            metadata=metadata if given else None,  # the page makes this value, and does not pass it
             validate_fn=lambda m: m.config_hash == current_hash,
         )
 

@@ -1,4 +1,4 @@
-"""Threads and processes on one folder: one computation, one truth."""
+"""Threads and processes on one folder: one computation, and the same value for all."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_crowd_on_one_folder_never_sees_a_wrong_value(tmp_path: Path) -> None:
             if found is not None:
                 data, metadata = found
                 assert data["key"] == key
-                # Value and metadata are of one put.
+                # The value and the metadata belong to one put.
                 assert metadata.extra == {"by": data["by"]}
                 hits += 1
             if n % 17 == 0:

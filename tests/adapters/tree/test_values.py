@@ -1,4 +1,4 @@
-"""What goes in comes out: exactly, as an object of the caller's own, with its metadata; and what cannot is
+"""Values come back equal, each as an object of the caller's own, with their metadata; other values are
 refused.
 """
 
@@ -146,7 +146,7 @@ def test_a_put_replaces_value_and_metadata(make: Make) -> None:
     cache.put("key", 1, CacheMetadata(config_hash="one"))
     cache.put("key", 2, CacheMetadata(config_hash="two"))
     assert got(cache, "key") == (2, CacheMetadata(config_hash="two"))
-    cache.put("key", 2, CacheMetadata(config_hash="three"))  # the same bytes
+    cache.put("key", 2, CacheMetadata(config_hash="three"))  # both puts have the same bytes
     assert got(cache, "key") == (2, CacheMetadata(config_hash="three"))
     cache.put("key", 2)
     assert got(cache, "key") == (2, CacheMetadata())
@@ -186,8 +186,8 @@ def test_metadata_of_another_kind_is_refused(make: Make) -> None:
     "field", ["version", "source_hash", "tokenizer_hash", "transform_hash", "config_hash"]
 )
 def test_every_given_hash_counts_for_validity(field: str) -> None:
-    said: dict[str, Any] = {field: "a"}
-    metadata = CacheMetadata(**said)
+    message: dict[str, Any] = {field: "a"}
+    metadata = CacheMetadata(**message)
     assert metadata.is_valid_for(**{field: "a"})
     assert not metadata.is_valid_for(**{field: "b"})
     assert metadata.is_valid_for()

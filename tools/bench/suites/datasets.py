@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 
 from castore.adapters.datasets import DatasetCache, cached_map, operator_fingerprint, wait
-from castore.adapters.datasets.mapped_files import MAPS
+from castore.adapters.datasets.mapped_files import COPIES_FOLDER
 from castore.gc.collect import remove_blobs
 from castore.store import Store
 from tools.bench import recipe, textrun, texts
@@ -213,7 +213,7 @@ def _sizes(ours: int, theirs: int) -> list[str]:
 def _forget_maps(folder: Path) -> None:
     """Remove the steps that were decompressed for mapping from a store, as gc does."""
     with Store(folder) as store:
-        maps = list(store.entries(MAPS))
+        maps = list(store.entries(COPIES_FOLDER))
         store.delete_many(entry.name for entry in maps)
         remove_blobs(store.parts, [bytes.fromhex(entry.digest) for entry in maps])
 
@@ -312,8 +312,10 @@ def _hashing(size: int) -> Iterator[Row]:
             f"hashing an operator with {size // 10**6} MB of array, {name}",
             seconds(),
             [
-                Contestant(_THEIRS, lambda: _done(Hasher.hash(operator[0])), prepare),
-                Contestant(_OURS, lambda: _done(operator_fingerprint(operator[0])), prepare, ours=True),
+                Contestant(_THEIRS, lambda: _ignore_result(Hasher.hash(operator[0])), prepare),
+                Contestant(
+                    _OURS, lambda: _ignore_result(operator_fingerprint(operator[0])), prepare, ours=True
+                ),
             ],
             reference=_THEIRS,
             goals=[Goal(_OURS, 1, _THEIRS)],
@@ -327,5 +329,5 @@ def _closing_over(array: np.ndarray[Any, Any]) -> Callable[..., Any]:
     return operator
 
 
-def _done(_: object) -> None:
+def _ignore_result(_: object) -> None:
     """Drop a call's result: a work function that returns a number would replace its own time."""

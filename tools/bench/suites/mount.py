@@ -84,8 +84,8 @@ def _name_rows(bench: Bench) -> Iterator[Row]:
     with ExitStack() as stack:
         places = _set_up_names(bench, stack, count)
         chosen, goals = [FUSED, "castore", KERNEL, "plain files"], [Goal("castore", 1, FUSED)]
-        find = partial(_look_through, ["find"], count)
-        ls = partial(_look_through, ["ls", "-lR"], count)
+        find = partial(_run_scan, ["find"], count)
+        ls = partial(_run_scan, ["ls", "-lR"], count)
         unit = per_second(count, "names/s")
         yield _row(f"cold, find over {count} names", unit, find, places, chosen, goals, cold=True)
         yield _row(f"cold, ls -lR over {count} names", unit, ls, places, chosen, goals, cold=True)
@@ -236,7 +236,7 @@ def _read_pieces(path: Path, offsets: list[int]) -> None:
                 raise RuntimeError(f"{path} came short at {offset}")
 
 
-def _look_through(command: list[str], count: int, root: Path) -> None:
+def _run_scan(command: list[str], count: int, root: Path) -> None:
     done = subprocess.run(
         [*command, root], stdout=subprocess.PIPE, env=os.environ | {"LC_ALL": "C"}, check=True
     )

@@ -49,9 +49,9 @@ def rows(bench: Bench) -> Iterator[Row | Study]:
         yield from _beside_a_small_one(small, big, mountpoint)
         yield _limits(
             {
-                **_memory(big),
-                **_memory_of_mount(big, mountpoint, bench.size(10**6, 10**4)),
-                **_collecting(big, bench.size(10**6, 10**4)),
+                **_measure_memory(big),
+                **_measure_memory_of_mount(big, mountpoint, bench.size(10**6, 10**4)),
+                **_measure_gc(big, bench.size(10**6, 10**4)),
             }
         )
     finally:
@@ -170,15 +170,15 @@ def _limits(measured: Measured) -> Study:
     )
 
 
-def _memory(store: Growing) -> Measured:
-    found = _chore("look", store)
+def _measure_memory(store: Growing) -> Measured:
+    found = _chore("scan", store)
     what = (
         f"memory of a process that read, asked for figures and listed {found['entries']:,} entries (most RSS)"
     )
     return {what: _at_most(found["memory"], 300e6, format_size)}
 
 
-def _memory_of_mount(store: Growing, mountpoint: Path, files: int) -> Measured:
+def _measure_memory_of_mount(store: Growing, mountpoint: Path, files: int) -> Measured:
     files = min(files, store.entries)
     with Mount.of_store(store.path, mountpoint):
         started = time.perf_counter()
@@ -196,11 +196,11 @@ def _memory_of_mount(store: Growing, mountpoint: Path, files: int) -> Measured:
     }
 
 
-def _collecting(store: Growing, count: int) -> Measured:
-    calm = _waits(store, lambda: time.sleep(3))
+def _measure_gc(store: Growing, count: int) -> Measured:
+    calm = _measure_waits(store, lambda: time.sleep(3))
     store.add_expired(count)
     found: dict[str, Any] = {}
-    waits = _waits(store, lambda: found.update(_chore("collect", store)))
+    waits = _measure_waits(store, lambda: found.update(_chore("collect", store)))
     if found["expired"] != count:
         raise RuntimeError(f"gc removed {found['expired']} entries, not {count}")
     return {
@@ -210,22 +210,22 @@ def _collecting(store: Growing, count: int) -> Measured:
             waits["read"]["blocked"], 0.1, _in_milliseconds
         ),
         **{
-            f"a {who}'s longest wait {when}": ("", _both(found), None)
+            f"a {who}'s longest wait {when}": ("", _format_waits(found), None)
             for when, one in (("meanwhile", waits), ("without a gc", calm))
             for who, found in (("reader", one["read"]), ("writer", one["write"]))
         },
     }
 
 
-def _both(waits: dict[str, float]) -> str:
+def _format_waits(waits: dict[str, float]) -> str:
     return (
         f"{_in_milliseconds(waits['longest'])} "
         f"({_in_milliseconds(waits['blocked'])} without waiting for a processor)"
     )
 
 
-def _at_most(figure: float, limit: float, say: Any) -> tuple[str, str, bool]:
-    return f"at most {say(limit)}", say(figure), figure <= limit
+def _at_most(figure: float, limit: float, format_figure: Any) -> tuple[str, str, bool]:
+    return f"at most {format_figure(limit)}", format_figure(figure), figure <= limit
 
 
 def _in_seconds(value: float) -> str:
@@ -236,15 +236,15 @@ def _in_milliseconds(value: float) -> str:
     return f"{value * 1e3:.0f} ms"
 
 
-def _waits(store: Growing, work: Any) -> dict[str, dict[str, float]]:
+def _measure_waits(store: Growing, work: Any) -> dict[str, dict[str, float]]:
     """The longest waits of a reader and of a writer, in processes of their own, during ``work``."""
-    with _witness("read", store) as reader, _witness("write", store) as writer:
+    with _running_chore("read", store) as reader, _running_chore("write", store) as writer:
         work()
-        return {"read": _told(reader, "\n"), "write": _told(writer, "\n")}
+        return {"read": _read_figures(reader, "\n"), "write": _read_figures(writer, "\n")}
 
 
 @contextmanager
-def _witness(chore: str, store: Growing) -> Iterator[subprocess.Popen[str]]:
+def _running_chore(chore: str, store: Growing) -> Iterator[subprocess.Popen[str]]:
     process = _start(chore, store)
     try:
         if _stream(process.stdout).readline() != "ready\n":
@@ -255,17 +255,17 @@ def _witness(chore: str, store: Growing) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def _told(process: subprocess.Popen[str], end: str | None = None) -> dict[str, Any]:
+def _read_figures(process: subprocess.Popen[str], end: str | None = None) -> dict[str, Any]:
     """The JSON that a chore prints at its end. ``end`` on its standard input may cause that end."""
-    said, wrong = process.communicate(end)
+    output, errors = process.communicate(end)
     if process.returncode:
-        raise RuntimeError(f"a chore failed: {wrong}")
-    figures: dict[str, Any] = json.loads(said)
+        raise RuntimeError(f"a chore failed: {errors}")
+    figures: dict[str, Any] = json.loads(output)
     return figures
 
 
 def _chore(chore: str, store: Growing) -> dict[str, Any]:
-    return _told(_start(chore, store))
+    return _read_figures(_start(chore, store))
 
 
 def _start(chore: str, store: Growing) -> subprocess.Popen[str]:

@@ -56,10 +56,10 @@ def rows(bench: Bench) -> Iterator[Row | Study]:
     with ExitStack() as stack:
         stack.enter_context(Mount.of_store(folder, root))
         ways: dict[str, Callable[[], Any]] = {
-            _ANEW: partial(_anew, folder, None),
-            _OWN: partial(_own, folder, tier),
-            _SHARED: partial(_anew, folder, tier),
-            _MOUNT: partial(_mounted, root),
+            _ANEW: partial(_open_new_store, folder, None),
+            _OWN: partial(_open_own, folder, tier),
+            _SHARED: partial(_open_new_store, folder, tier),
+            _MOUNT: partial(_open_mounted, root),
         }
         crews = {
             name: stack.enter_context(Crew(partial(_random_reads, way, hot, reads)))
@@ -168,15 +168,15 @@ def _whole_gets(folder: Path, shared: int | None, gets: int) -> Callable[[], Non
     return work
 
 
-def _anew(folder: Path, shared: int | None) -> Any:
+def _open_new_store(folder: Path, shared: int | None) -> Any:
     return castore.Store(folder, memory=0, shared_memory=shared).open(_NAME)
 
 
-def _mounted(root: Path) -> Any:
+def _open_mounted(root: Path) -> Any:
     return (root / _NAME).open("rb", buffering=0)
 
 
-class _Own:
+class _OwnFrames:
     """A file that keeps decoded frames in this process."""
 
     def __init__(self, reader: BlobReader) -> None:
@@ -190,11 +190,11 @@ class _Own:
         return self._reader.read(self._place, size)
 
 
-def _own(folder: Path, size: int) -> _Own:
+def _open_own(folder: Path, size: int) -> _OwnFrames:
     store = castore.Store(folder, memory=0)
     found = store.index.find(_NAME)
     assert found is not None
-    return _Own(store.source.open(found.blob, cache=MemoryLRU(size)))
+    return _OwnFrames(store.source.open(found.blob, cache=MemoryLRU(size)))
 
 
 def _memory(crews: dict[str, Crew]) -> Study:

@@ -39,7 +39,7 @@ def rows(bench: Bench) -> Iterator[Row]:
         memory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
         for codec in TOOLS:
             yield _put(source, scratch, codec, size, f"put_file, {codec}, {label}")
-        yield _again(source, scratch, size, f"put_file of a known file, {label}")
+        yield _put_known(source, scratch, size, f"put_file of a known file, {label}")
         for codec in TOOLS:
             yield _read(source, scratch, memory, codec, size, f"whole read, {codec}, {label}")
 
@@ -92,7 +92,7 @@ def _put(source: Path, scratch: Path, codec: str, size: int, name: str) -> Row:
     )
 
 
-def _again(source: Path, scratch: Path, size: int, name: str) -> Row:
+def _put_known(source: Path, scratch: Path, size: int, name: str) -> Row:
     store = castore.Store(scratch / "again")
     store.put_file("archive.tar", source)
     numbers, copy = count(), scratch / "copy"
