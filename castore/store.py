@@ -36,8 +36,10 @@ from castore.settings import default_path
 from castore.system.ballast import Ballast, is_short
 from castore.system.single_flight import ComputeLocks
 from castore.units import parse_budget, parse_duration, parse_size
-from castore.write.batch import Batch, Putter, SupportsRead, parse_expected, parse_item, unchanging
+from castore.write.arguments import parse_expected, parse_item, unchanging
+from castore.write.batch import Batch
 from castore.write.incoming import NewFile
+from castore.write.putter import Putter, SupportsRead
 
 if TYPE_CHECKING:
     from castore.shm.shared_frames import SharedFrames

@@ -21,8 +21,8 @@ from castore.objects.codecs import check_codec
 from castore.objects.workers import cores
 from castore.records import Pointing
 from castore.watch import entry_sources
-from castore.write import batch
-from castore.write.batch import SupportsRead
+from castore.write import putter
+from castore.write.putter import SupportsRead
 
 #: Files up to this many bytes are read whole and put in batches.
 SMALL = 1 << 20
@@ -78,7 +78,7 @@ class Putter:
         self, store: Store, options: Options, failures: Failures, done: Callable[[int], object]
     ) -> None:
         self._store = store
-        self._batches = batch.Putter(store.writer, store.settings, store.path, store.prefixes)
+        self._batches = putter.Putter(store.writer, store.settings, store.path, store.prefixes)
         self._options = options
         self._failures = failures
         self._done = done

@@ -22,7 +22,7 @@ from castore.adapters.filesystem import unfinished
 from castore.adapters.filesystem.errors import damaged, exists, reading, writing
 from castore.adapters.filesystem.unwinding import unwinding
 from castore.errors import CorruptError, InvalidValueError
-from castore.write.batch import Changed, create_over
+from castore.write.putter import Changed
 
 if TYPE_CHECKING:
     from castore.adapters.filesystem.filesystem import CastoreFileSystem
@@ -328,7 +328,7 @@ class AppendFile(WriteFile):
         store: Store = self.fs.store
         entry = store.entry(self.path)
         self._file.seek(0)
-        with create_over(store._putter, self.path, entry, self.fs.append_options(entry, self._given)) as new:
+        with store._putter.create_over(self.path, entry, self.fs.append_options(entry, self._given)) as new:
             if entry is not None:
                 with ReadFile(self.fs, self.path) as old:
                     _copy(old, new)
