@@ -74,7 +74,7 @@ class Parts:
 
         For work that frees space, or takes little.
         """
-        return self.ballast.relieve(work, self.index.shrink_log)
+        return self.ballast.relieve(work, self.index.truncate_wal)
 
     def close(self) -> None:
         """Flush usage counters if there is room for them, then close files and connections."""

@@ -105,7 +105,7 @@ class Totals(NamedTuple):
     packed: int
 
 
-class Pointing(NamedTuple):
+class EntrySpec(NamedTuple):
     """The specification of an entry: its name and attributes, without its bytes.
 
     Attributes:

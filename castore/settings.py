@@ -125,7 +125,7 @@ def is_read_only(path: Path) -> bool:
     return not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
-def see_writable(path: Path) -> None:
+def require_writable(path: Path) -> None:
     """Check that the store at ``path`` can be changed.
 
     Raises:

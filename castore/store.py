@@ -36,7 +36,7 @@ from castore.settings import default_path
 from castore.system.ballast import Ballast, is_short
 from castore.system.single_flight import ComputeLocks
 from castore.units import parse_budget, parse_duration, parse_size
-from castore.write.arguments import parse_expected, parse_item, unchanging
+from castore.write.arguments import copy_if_writable, parse_expected, parse_item
 from castore.write.batch import Batch
 from castore.write.incoming import NewFile
 from castore.write.putter import Putter, SupportsRead
@@ -196,8 +196,8 @@ class Store:
             InvalidNameError, NameConflictError: the name cannot be used.
             TooLargeError, FullError: it does not fit into the budget or onto the disk.
         """
-        pointing = self._putter.pointing(name, ttl, metadata, pin, serializer)
-        return self._putter.put(pointing, data, *self._putter.codec(codec, level))
+        spec = self._putter.make_spec(name, ttl, metadata, pin, serializer)
+        return self._putter.put(spec, data, *self._putter.resolve_codec(codec, level))
 
     def put_file(
         self,
@@ -221,8 +221,8 @@ class Store:
             OSError: the file cannot be read.
             InvalidValueError: it is not a regular file, or changed while it was read.
         """
-        pointing = self._putter.pointing(name, ttl, metadata, pin, "bytes")
-        return self._putter.put_file(pointing, path, *self._putter.codec(codec, level), progress)
+        spec = self._putter.make_spec(name, ttl, metadata, pin, "bytes")
+        return self._putter.put_file(spec, path, *self._putter.resolve_codec(codec, level), progress)
 
     def put_stream(
         self,
@@ -256,8 +256,8 @@ class Store:
         >>> store.put_stream("numbers", io.BytesIO(b"1 2 3")).size
         5
         """
-        pointing = self._putter.pointing(name, ttl, metadata, pin, "bytes")
-        return self._putter.put_stream(pointing, file, *self._putter.codec(codec, level), progress)
+        spec = self._putter.make_spec(name, ttl, metadata, pin, "bytes")
+        return self._putter.put_stream(spec, file, *self._putter.resolve_codec(codec, level), progress)
 
     def create(
         self,
@@ -295,8 +295,8 @@ class Store:
         >>> file.entry.size, store.get("digits")
         (3, b'012')
         """
-        pointing = self._putter.pointing(name, ttl, metadata, pin, "bytes")
-        return self._putter.create(pointing, *self._putter.codec(codec, level), replace=replace)
+        spec = self._putter.make_spec(name, ttl, metadata, pin, "bytes")
+        return self._putter.create(spec, *self._putter.resolve_codec(codec, level), replace=replace)
 
     def put_many(
         self,
@@ -320,8 +320,8 @@ class Store:
             InvalidNameError, NameConflictError, SerializationError, TooLargeError, FullError: as for `put`;
                 earlier batches are kept.
         """
-        pointed = self._putter.plain_pointings(items, ttl)
-        return self._putter.put_many(pointed, *self._putter.codec(codec, level))
+        specified = self._putter.make_specs(items, ttl)
+        return self._putter.put_many(specified, *self._putter.resolve_codec(codec, level))
 
     def put_if(
         self,
@@ -358,13 +358,15 @@ class Store:
             (name, digest),
             [
                 (
-                    self._putter.pointing(name, ttl, metadata, False, serializer),
-                    self._dumped(data, serializer) if is_list else unchanging(self._dumped(data, serializer)),
+                    self._putter.make_spec(name, ttl, metadata, False, serializer),
+                    self._dumped(data, serializer)
+                    if is_list
+                    else copy_if_writable(self._dumped(data, serializer)),
                 )
                 for name, data, metadata in map(parse_item, items)
             ],
             [check_name(name) for name in drop],
-            *self._putter.codec(codec, level),
+            *self._putter.resolve_codec(codec, level),
         )
 
     def _dumped(self, value: Any, serializer: str) -> Buffer:
@@ -609,7 +611,7 @@ class Store:
         hit, value = self._load_valid(key, validate)
         if hit:
             return value
-        self.index.see_writable()
+        self.index.require_writable()
         with self._locks.hold(key):
             hit, value = self._load_valid(key, validate)
             if not hit:
@@ -845,7 +847,7 @@ class Store:
         >>> Store(tempfile.mkdtemp() + "/cache").mounts()
         []
         """
-        return mounts.alive(self.index)
+        return mounts.list_live(self.index)
 
     # Upkeep
 
@@ -907,7 +909,7 @@ class Store:
         seconds = parse_duration(grace)
         if dry_run:
             return collect.plan(self.parts, budget, seconds)
-        self.index.see_writable()
+        self.index.require_writable()
         try:
             return self.parts.relieve(lambda: collect.run(self.parts, budget, seconds))
         finally:
@@ -930,5 +932,5 @@ class Store:
         if not 0 < sample <= 1:
             raise InvalidValueError(f"sample must be above 0 and at most 1 (all), not {sample!r}")
         if repair:
-            self.index.see_writable()
+            self.index.require_writable()
         return verify.run(self.parts, repair=repair, sample=sample, progress=progress)

@@ -219,10 +219,10 @@ def _rewrite(
     try:
         with parts.index.write() as txn:
             for dictionary in used.values():
-                parts.writer.pack.see_dictionary(dictionary)
+                parts.writer.pack.require_dictionary(dictionary)
             for blob, payload in ready.items():
                 if txn.blob(blob.digest) == blob:  # else gc or a put has changed it meanwhile
-                    parts.writer.pack.write_anew(
+                    parts.writer.pack.rewrite(
                         txn, blob._replace(codec=AUTO_CODEC, stored=len(payload)), payload
                     )
                     blobs, before, after = blobs + 1, before + blob.stored, after + len(payload)

@@ -19,7 +19,7 @@ from castore.cli.walk import Source
 from castore.errors import CastoreError, FullError, StoreError, naming
 from castore.objects.codecs import check_codec
 from castore.objects.workers import cores
-from castore.records import Pointing
+from castore.records import EntrySpec
 from castore.watch import entry_sources
 from castore.write import putter
 from castore.write.putter import SupportsRead
@@ -140,30 +140,30 @@ class Putter:
 
     def _put_batch(self, batch: list[Source]) -> _Outcome:
         problems: list[str] = []
-        items: list[tuple[str, Pointing, bytes]] = []
+        items: list[tuple[str, EntrySpec, bytes]] = []
         for source in batch:
             try:
                 with open(source.path, "rb") as file, naming(source.path):
                     status = os.fstat(file.fileno())
-                    items.append((source.path, self._pointing(source, status), file.read()))
+                    items.append((source.path, self._make_spec(source, status), file.read()))
             except OSError as error:
                 problems.append(f"{describe(error)}; skipped")
         outcome = self._put_items(items)
         return outcome._replace(problems=problems + outcome.problems)
 
-    def _pointing(self, source: Source, status: os.stat_result) -> Pointing:
+    def _make_spec(self, source: Source, status: os.stat_result) -> EntrySpec:
         _, ttl, _, pin = self._options
-        return self._batches.pointing(source.name, ttl, self._metadata(source.path, status), pin, "bytes")
+        return self._batches.make_spec(source.name, ttl, self._metadata(source.path, status), pin, "bytes")
 
     def _metadata(self, path: str, status: os.stat_result) -> dict[str, Any]:
         """The user's metadata, with the file that the entry is made from."""
         source = entry_sources.own(os.path.abspath(path), status)
         return ({} if source is None else {"source": source}) | (self._options.metadata or {})
 
-    def _put_items(self, items: list[tuple[str, Pointing, bytes]]) -> _Outcome:
-        codec = self._batches.codec(self._options.codec, None)
+    def _put_items(self, items: list[tuple[str, EntrySpec, bytes]]) -> _Outcome:
+        codec = self._batches.resolve_codec(self._options.codec, None)
         try:
-            self._batches.put_many(((pointing, data) for _, pointing, data in items), *codec)
+            self._batches.put_many(((spec, data) for _, spec, data in items), *codec)
         except (FullError, StoreError):
             raise
         except CastoreError:
@@ -172,9 +172,9 @@ class Putter:
             return _Outcome(len(items), sum(len(data) for _, _, data in items), [])
         files, size = 0, 0
         problems: list[str] = []
-        for path, pointing, data in items:
+        for path, spec, data in items:
             try:
-                self._batches.put(pointing, data, *codec)
+                self._batches.put(spec, data, *codec)
             except (FullError, StoreError) as error:
                 return _Outcome(files, size, problems, error)
             except CastoreError as error:

@@ -62,7 +62,7 @@ def init(
     if old is None:
         settings.create(path, new)
     elif new != old:
-        settings.see_writable(path)
+        settings.require_writable(path)
         if new.shared is not None and new.shared != old.shared:
             settings.create(path, new)
             _share(path, new.shared)

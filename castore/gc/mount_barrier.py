@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import socket
 
 #: Seconds that a mount may take to answer.
-PATIENCE = 30.0
+ANSWER_SECONDS = 30.0
 _HELD = b"held"
 _NAME = re.compile(r"mount-([0-9]{1,20})-([0-9]{1,20})\.sock", re.ASCII)
 _BACKLOG = 128
@@ -75,7 +75,7 @@ class Listener:
         """For `select`: readable when gc asks."""
         return self._socket.fileno()
 
-    def asked(self) -> list[socket.socket]:
+    def accept(self) -> list[socket.socket]:
         """Connections that wait for an answer."""
         waiting = []
         with suppress(BlockingIOError):
@@ -96,7 +96,7 @@ class Listener:
         self._path.unlink(missing_ok=True)
 
 
-class Clearance:
+class MountBarrier:
     """Blobs safe to remove: every mount has opened those it still uses.
 
     Args:
@@ -162,7 +162,7 @@ def _ask(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking, _address(path) as address:
-        asking.settimeout(PATIENCE)
+        asking.settimeout(ANSWER_SECONDS)
         try:
             asking.connect(address)
             answer = asking.recv(1000)

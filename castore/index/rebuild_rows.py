@@ -60,7 +60,7 @@ _WRONG = (
 )
 
 
-def empty(index: Index, txn: Write) -> None:
+def clear(index: Index, txn: Write) -> None:
     """Remove every row of names, blobs and packs, and make the tables if the file has none."""
     apply_migrations(index.connection())
     for table in _TABLES:
@@ -117,7 +117,7 @@ def recount(txn: Write) -> None:
     txn.execute(_RECOUNT_TOTALS)
 
 
-def is_counted_right(index: Index) -> bool:
+def has_right_counts(index: Index) -> bool:
     """Whether the derived values equal those that `recount` would compute. Reads every row."""
     db = index.connection()
     with unforked():

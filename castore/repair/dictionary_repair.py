@@ -52,7 +52,7 @@ def set_right(parts: Parts) -> list[str]:
         if damage is not None:
             path = parts.prefixes.path
             path.rename(parts.objects.quarantine_folder / f"{path.name}-{time.time_ns()}")
-            parts.prefixes.tell()
+            parts.prefixes.announce_change()
             return [f"{damage}; it has been moved to quarantine, and new blobs are put without a dictionary"]
         gone = {
             prefix: number for prefix, number in numbers.items() if not parts.objects.dictionaries.has(number)
@@ -76,7 +76,7 @@ def remove_unneeded(index: Index, objects: ObjectDirectory, prefixes: Prefixes) 
     with index.write():
         idle &= _idle(objects, prefixes)
         gone = idle - needed - _needed(objects, ends)
-        prefixes.tell()  # a writer that compressed with one, and waits for the lock, checks again
+        prefixes.announce_change()  # a writer that compressed with one, and waits for the lock, checks again
         return len(gone), sum(map(objects.dictionaries.remove, gone))
 
 

@@ -149,10 +149,10 @@ def _existing(path: str | os.PathLike[str]) -> tuple[Path, settings.Settings, li
     if kept is None:
         if not settings.is_lost(folder):
             raise StoreError(settings.nothing_at(folder))
-        settings.see_writable(folder)
+        settings.require_writable(folder)
         kept = settings.write_anew(folder)
         found.append(Finding(settings.lost(folder, kept), True))
-    settings.see_writable(folder)
+    settings.require_writable(folder)
     return folder, kept, found + _access(folder, kept)
 
 
@@ -202,11 +202,11 @@ def _foreign(folder: Path) -> list[Finding]:
 
 
 def _index_damage(file: Path) -> str | None:
-    return soundness.damage(file, FRAME_SIZE, SERIALIZERS)
+    return soundness.find_damage(file, FRAME_SIZE, SERIALIZERS)
 
 
 def _counts(parts: Parts) -> list[Finding]:
-    if rebuild_rows.is_counted_right(parts.index):
+    if rebuild_rows.has_right_counts(parts.index):
         return []
     # Transactions never leave wrong counts. If the names differ from the journal's too, the rows were
     # damaged, and a recount would only hide it.
@@ -252,7 +252,7 @@ def _dictionaries(parts: Parts) -> list[Finding]:
 
 
 def _mounts(parts: Parts) -> list[Finding]:
-    gone = mounts.forget_dead(parts.index)
+    gone = mounts.remove_dead(parts.index)
     return [
         Finding(
             f"the mount at {mountpoint} is gone without saying so; forgotten."

@@ -112,7 +112,7 @@ def rebuild(
     # is taken.
     read = _read_raw(objects, progress)
     with index.write() as txn:
-        rebuild_rows.empty(index, txn)
+        rebuild_rows.clear(index, txn)
         for blob, checksums in _blobs(objects, txn, read, damaged, progress):
             rebuild_rows.add_blob(txn, blob, checksums)
         rebuild_rows.skip_pack_ids(txn)

@@ -127,7 +127,7 @@ def _check_placement(parts: Parts, reader: BlobReader) -> str | None:
             return f"{error}; the bytes are right"
         with parts.index.write() as txn:
             if txn.blob(blob.digest) == blob:
-                parts.writer.pack.write_anew(txn, blob, os.pread(reader.fileno(), blob.stored, blob.offset))
+                parts.writer.pack.rewrite(txn, blob, os.pread(reader.fileno(), blob.stored, blob.offset))
         return f"{error}; the bytes are right, and have been written anew"
     return None
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from castore import Store
 from castore.errors import CastoreError, FullError, StoreError
 from castore.objects.packs import PACK_LIMIT
-from castore.records import LOST, Entry, Pointing
+from castore.records import LOST, Entry, EntrySpec
 from castore.watch import entry_sources
 from castore.watch.file_lease import BusyError, Snapshot
 from castore.write.batch import Batch, add_staged, staged_file
@@ -111,19 +111,19 @@ class Adder:
         if is_large or len(self._wanted) >= _BATCH_FILES or self._batch.stored > _BATCH_BYTES:
             self.flush()
 
-    def _stage(self, batch: Batch, wanted: _Wanted, known: bool) -> tuple[Pointing, Staged]:
+    def _stage(self, batch: Batch, wanted: _Wanted, reuse: bool) -> tuple[EntrySpec, Staged]:
         try:
-            return self._staged(batch, wanted, known)
+            return self._staged(batch, wanted, reuse)
         except FullError:
             raise
         except (OSError, BusyError) as error:
-            if known:
+            if reuse:
                 raise
             raise _SpoiltError(
                 error
             ) from error  # during a commit: keeps the file's error apart from those of the store
 
-    def _staged(self, batch: Batch, wanted: _Wanted, known: bool) -> tuple[Pointing, Staged]:
+    def _staged(self, batch: Batch, wanted: _Wanted, reuse: bool) -> tuple[EntrySpec, Staged]:
         name, path, _, through = wanted
         with Snapshot(path) as file:
             if not file.is_regular:
@@ -134,7 +134,7 @@ class Adder:
                 source["through"] = through
             metadata = {} if source is None else {"source": source}
             staged = staged_file(
-                batch, name, file.fd, path, metadata=metadata, progress=self._progress, known=known
+                batch, name, file.fd, path, metadata=metadata, progress=self._progress, reuse=reuse
             )
             try:
                 file.check()

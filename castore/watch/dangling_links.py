@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from castore import Store
 from castore.index.database import Index
-from castore.index.noted import noted
+from castore.index.metadata_keys import entries_with_key
 from castore.parts import Parts
 from castore.records import Entry
 from castore.repair.doctor import Finding
@@ -77,7 +77,7 @@ class Link(NamedTuple):
 def bound_links(index: Index, prefix: str = "") -> Iterator[Link]:
     """The links that stand for files whose entries lie below a prefix."""
     live: set[Mounted] = set()
-    for entry in noted(index, "link", prefix):
+    for entry in entries_with_key(index, "link", prefix):
         source = entry.metadata.get("source")
         if not isinstance(source, dict) or "link" not in source:
             continue

@@ -19,7 +19,7 @@ import blake3
 
 from castore import Store
 from castore.errors import InvalidValueError
-from castore.index.noted import Noted, noted
+from castore.index.metadata_keys import KeyedEntry, entries_with_key
 from castore.records import Entry
 
 #: A file written less than this ago may be written again within the same tick of the file system's clock.
@@ -95,7 +95,7 @@ def digest_of(path: str) -> str:
     return hasher.hexdigest()
 
 
-def changed(entry: Entry | Noted) -> list[str]:
+def changed(entry: Entry | KeyedEntry) -> list[str]:
     """Why an entry no longer stands for the files it was made from: a sentence each; empty if it does.
 
     Size is compared first, then mtime, and where that differs the content.
@@ -103,7 +103,7 @@ def changed(entry: Entry | Noted) -> list[str]:
     return [reason for reason in map(_difference, of(entry)) if reason is not None]
 
 
-def of(entry: Entry | Noted) -> list[dict[str, Any]]:
+def of(entry: Entry | KeyedEntry) -> list[dict[str, Any]]:
     """All files that an entry remembers, each with its digest."""
     source = entry.metadata.get("source")
     listed = entry.metadata.get("sources")
@@ -159,12 +159,12 @@ def drop_stale(store: Store, concerns: Callable[[str], bool]) -> Iterator[Stale]
         store: has the entries.
         concerns: whether to check a file, by its path.
     """
-    for entry in noted(store.index, "sources"):
+    for entry in entries_with_key(store.index, "sources"):
         if any(concerns(source["path"]) for source in of(entry)) and (reasons := changed(entry)):
             yield Stale(entry.name, reasons, not entry.pinned and drop(store, entry))
 
 
-def drop(store: Store, entry: Entry | Noted) -> bool:
+def drop(store: Store, entry: Entry | KeyedEntry) -> bool:
     """Delete an entry, unless it was put again since it was read; returns whether it was deleted."""
     with store.index.write() as txn:
         return txn.delete_unchanged(entry.name, bytes.fromhex(entry.digest), entry.metadata)

@@ -17,9 +17,9 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from castore import Store
-from castore.index.noted import noted
+from castore.index.metadata_keys import entries_with_key
 from castore.index.transaction import Write
-from castore.records import LOST, Entry, Pointing
+from castore.records import LOST, Entry, EntrySpec
 
 _OWN = {"link", "was", "mode", "pinned"}
 
@@ -65,13 +65,13 @@ def bind(store: Store, bindings: Sequence[Binding]) -> list[Entry | None]:
 def _bind(store: Store, txn: Write, binding: Binding) -> bool:
     entry, source, link, mode, was = binding
     before = store.entry(entry.name, expired=True)
-    noted = source | {"link": link, "mode": mode}
+    recorded = source | {"link": link, "mode": mode}
     if before is not None and before.pinned and (target_of(before) is None or was_pinned(before)):
-        noted["pinned"] = True
+        recorded["pinned"] = True
     if was is not None:
-        noted["was"] = was
+        recorded["was"] = was
     modified = source["mtime_ns"] / 1e9 if source["mtime_ns"] is not None else time.time()
-    return _point(txn, entry, entry.metadata | {"source": noted}, modified, pinned=True)
+    return _point(txn, entry, entry.metadata | {"source": recorded}, modified, pinned=True)
 
 
 def unbind(store: Store, entries: Iterable[Entry]) -> None:
@@ -89,13 +89,13 @@ def was_pinned(entry: Entry) -> bool:
 
 def _point(txn: Write, entry: Entry, metadata: dict[str, Any], created: float, *, pinned: bool) -> bool:
     text = json.dumps(metadata, sort_keys=True, ensure_ascii=False)
-    pointing = Pointing(entry.name, entry.serializer, text, None if pinned else entry.expires, pinned)
+    spec = EntrySpec(entry.name, entry.serializer, text, None if pinned else entry.expires, pinned)
     blob = txn.blob(bytes.fromhex(entry.digest))
     if blob is None or blob.pack == LOST:
         return False
     # Delete the entry first: re-pointing a name would keep its pin, and its mtime if the bytes are the same.
     txn.delete_entry(entry.name)
-    txn.set_entry(pointing, blob, created, added=False)
+    txn.set_entry(spec, blob, created, added=False)
     txn.touch(entry.name, time.time())
     return True
 
@@ -125,7 +125,7 @@ def bound(store: Store, prefix: str, name: str, link: str) -> Entry | None:
 
 def through(store: Store, prefix: str, targets: Container[str]) -> Iterator[str]:
     """Paths of links inside a folder whose entries are copies of a file among ``targets``."""
-    for entry in noted(store.index, "through", prefix):
+    for entry in entries_with_key(store.index, "through", prefix):
         source = entry.metadata.get("source")
         if isinstance(source, dict) and "through" in source and source.get("path") in targets:
             yield source["through"]

@@ -50,16 +50,16 @@ def parse_item(item: Any) -> tuple[str, Any, dict[str, Any] | None]:
     return name, data, metadata[0] if metadata else None
 
 
-def unchanging(data: Buffer) -> bytes:
+def copy_if_writable(data: Buffer) -> bytes:
     """``data``, or a copy of it if it is writable, since callers may reuse one buffer for each item.
 
     Raises:
         SerializationError: it is no run of bytes.
     """
-    return bytes(flatten(data))
+    return bytes(as_bytes(data))
 
 
-def flatten(data: Buffer) -> Buffer:
+def as_bytes(data: Buffer) -> Buffer:
     """``data`` as a run of bytes, whose length is its size.
 
     Raises:
@@ -74,7 +74,7 @@ def flatten(data: Buffer) -> Buffer:
     return data
 
 
-def metadata_text(metadata: dict[str, Any] | None) -> str | None:
+def dump_metadata(metadata: dict[str, Any] | None) -> str | None:
     """``metadata`` as JSON text, or None if there is none.
 
     Raises:

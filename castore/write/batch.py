@@ -16,22 +16,22 @@ from castore.errors import InvalidValueError
 from castore.index.transaction import Write
 from castore.names import check_name
 from castore.objects.codecs import Buffer
-from castore.records import Entry, Pointing
-from castore.write.arguments import flatten, unchanging
+from castore.records import Entry, EntrySpec
+from castore.write.arguments import as_bytes, copy_if_writable
 from castore.write.putter import Putter
 from castore.write.staging import Staged
 from castore.write.writer import open_source
 
 #: Stages bytes and returns them with their entry's specification. With False it must not rely on known blobs.
-Make = Callable[[bool], tuple[Pointing, Staged]]
+StageItem = Callable[[bool], tuple[EntrySpec, Staged]]
 
 
-class _Item(NamedTuple):
+class _StagedPut(NamedTuple):
     """A put of a batch, and the function that stages it again if a known blob has vanished."""
 
-    pointing: Pointing
+    spec: EntrySpec
     staged: Staged
-    make: Make | None
+    stage: StageItem | None
 
 
 class Batch:
@@ -50,12 +50,12 @@ class Batch:
 
     def __init__(self, putter: Putter, codec: str | None, level: int | None, ttl: float | str | None) -> None:
         self._putter = putter
-        self._codec = putter.codec(codec, level)
+        self._codec = putter.resolve_codec(codec, level)
         self._ttl = ttl
-        self._items: list[_Item] = []
+        self._items: list[_StagedPut] = []
         self._dropped: dict[str, None] = {}
-        self._lives: dict[str, float] = {}  # lifetimes of names in seconds, from the commit on
-        self._known, self._is_run = True, False
+        self._lifetimes: dict[str, float] = {}  # lifetimes of names in seconds, from the commit on
+        self._reuse, self._is_run = True, False
         self.stored = 0
         self.entries: list[Entry] = []
 
@@ -80,13 +80,13 @@ class Batch:
             InvalidNameError, SerializationError: the name or the metadata cannot be used.
             FullError: the disk is full.
         """
-        pointing = self._pointing(name, ttl, metadata, pin, serializer)
-        plain = flatten(data)
+        spec = self._make_spec(name, ttl, metadata, pin, serializer)
+        plain = as_bytes(data)
         # Kept until the end of the block. Data that cannot change, such as a mapped file, needs no copy.
         is_fixed = self._is_run or (isinstance(plain, memoryview) and plain.readonly)
-        kept = plain if is_fixed else unchanging(plain)
-        used = self._used(codec, level)
-        return add_staged(self, lambda known: (pointing, self._putter.stage(pointing, kept, *used, known)))
+        kept = plain if is_fixed else copy_if_writable(plain)
+        used = self._choose_codec(codec, level)
+        return add_staged(self, lambda reuse: (spec, self._putter.stage(spec, kept, *used, reuse)))
 
     def put_file(
         self,
@@ -111,17 +111,17 @@ class Batch:
             OSError: the file cannot be read.
             InvalidValueError: it is not a regular file, or changed while it was read.
         """
-        pointing = self._pointing(name, ttl, metadata, pin, "bytes")
-        used = self._used(codec, level)
+        spec = self._make_spec(name, ttl, metadata, pin, "bytes")
+        used = self._choose_codec(codec, level)
 
-        def make(known: bool) -> tuple[Pointing, Staged]:
+        def stage(reuse: bool) -> tuple[EntrySpec, Staged]:
             fd = open_source(path)
             try:
-                return pointing, self._putter.stage_file(pointing, fd, path, *used, progress, known)
+                return spec, self._putter.stage_file(spec, fd, path, *used, progress, reuse)
             finally:
                 os.close(fd)
 
-        return add_staged(self, make)
+        return add_staged(self, stage)
 
     def delete(self, name: str) -> None:
         """Remove a name, and any put under it in this block. A missing name is no error.
@@ -131,10 +131,10 @@ class Batch:
         """
         self._dropped[check_name(name)] = None
         for item in self._items:
-            if item.pointing.name == name:
+            if item.spec.name == name:
                 item.staged.discard()
                 self.stored -= item.staged.stored
-        self._items = [item for item in self._items if item.pointing.name != name]
+        self._items = [item for item in self._items if item.spec.name != name]
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Rename entries that this block has put, for example to names that contain their number.
@@ -144,12 +144,10 @@ class Batch:
         """
         for name, new in names.items():
             check_name(new)
-            if name in self._lives:
-                self._lives[new] = self._lives.pop(name)
+            if name in self._lifetimes:
+                self._lifetimes[new] = self._lifetimes.pop(name)
         self._items = [
-            item._replace(
-                pointing=item.pointing._replace(name=names.get(item.pointing.name, item.pointing.name))
-            )
+            item._replace(spec=item.spec._replace(name=names.get(item.spec.name, item.spec.name)))
             for item in self._items
         ]
 
@@ -166,38 +164,38 @@ class Batch:
         """
         self._is_run = True
 
-        def stage(known: bool) -> list[tuple[Pointing, Staged]]:
+        def stage(reuse: bool) -> list[tuple[EntrySpec, Staged]]:
             self.discard()
-            self._known = known
+            self._reuse = reuse
             try:
                 work()
             except BaseException:
                 self.discard()
                 raise
-            staged = [(item.pointing, item.staged) for item in self._items]
+            staged = [(item.spec, item.staged) for item in self._items]
             self._items, self.stored = [], 0
-            return self._from_now(staged)
+            return self._start_lifetimes(staged)
 
         try:
-            entries = self._putter.commit(stage, self._delete)
+            entries = self._putter.commit(stage, self._delete_names)
         finally:
-            self._known, self._is_run = True, False
+            self._reuse, self._is_run = True, False
             self.discard()
         self.entries += entries
         return entries
 
-    def _from_now(self, staged: list[tuple[Pointing, Staged]]) -> list[tuple[Pointing, Staged]]:
+    def _start_lifetimes(self, staged: list[tuple[EntrySpec, Staged]]) -> list[tuple[EntrySpec, Staged]]:
         """Start all lifetimes now, however long staging took: entries of one batch expire together."""
-        now, lives = time.time(), self._lives
+        now, lifetimes = time.time(), self._lifetimes
         return [
             (
-                pointing._replace(expires=now + lives[pointing.name]) if pointing.name in lives else pointing,
+                spec._replace(expires=now + lifetimes[spec.name]) if spec.name in lifetimes else spec,
                 item,
             )
-            for pointing, item in staged
+            for spec, item in staged
         ]
 
-    def _delete(self, txn: Write) -> None:
+    def _delete_names(self, txn: Write) -> None:
         for name in self._dropped:
             txn.delete_entry(name)
 
@@ -216,27 +214,27 @@ class Batch:
         if not items and not self._dropped:
             return []
 
-        def stage(known: bool) -> list[tuple[Pointing, Staged]]:
-            if known:
-                return self._from_now([(item.pointing, item.staged) for item in items])
-            again: list[tuple[Pointing, Staged]] = []
+        def stage(reuse: bool) -> list[tuple[EntrySpec, Staged]]:
+            if reuse:
+                return self._start_lifetimes([(item.spec, item.staged) for item in items])
+            again: list[tuple[EntrySpec, Staged]] = []
             try:
                 for item in items:
-                    assert item.make is not None  # `run` commits by itself
-                    again.append(item.make(False))  # on the list before the next one can fail
+                    assert item.stage is not None  # `run` commits by itself
+                    again.append(item.stage(False))  # on the list before the next one can fail
                     if again[-1][1].digest != item.staged.digest:
                         raise InvalidValueError(
-                            f"what {item.pointing.name!r} is put from changed since it was first read;"
+                            f"what {item.spec.name!r} is put from changed since it was first read;"
                             " put it again when nobody writes to it"
                         )
             except BaseException:
                 for _, staged in again:
                     staged.discard()
                 raise
-            return self._from_now(again)
+            return self._start_lifetimes(again)
 
         try:
-            entries = self._putter.commit(stage, self._delete)
+            entries = self._putter.commit(stage, self._delete_names)
         finally:
             self.discard()
         self.entries += entries
@@ -245,7 +243,7 @@ class Batch:
     def discard(self) -> None:
         """Forget all staged puts and deletes."""
         items, self._items, self.stored = self._items, [], 0
-        self._dropped, self._lives = {}, {}
+        self._dropped, self._lifetimes = {}, {}
         for item in items:
             item.staged.discard()
 
@@ -260,20 +258,20 @@ class Batch:
         else:
             self.discard()
 
-    def _pointing(
+    def _make_spec(
         self, name: str, ttl: float | str | None, metadata: dict[str, Any] | None, pin: bool, serializer: str
-    ) -> Pointing:
-        pointing = self._putter.pointing(name, None, metadata, pin, serializer)._replace(expires=None)
+    ) -> EntrySpec:
+        spec = self._putter.make_spec(name, None, metadata, pin, serializer)._replace(expires=None)
         given = self._ttl if ttl is None else ttl
-        life = None if given == math.inf else self._putter.seconds(given)
-        if life is None:
-            self._lives.pop(name, None)
+        lifetime = None if given == math.inf else self._putter.seconds(given)
+        if lifetime is None:
+            self._lifetimes.pop(name, None)
         else:
-            self._lives[name] = life
-        return pointing
+            self._lifetimes[name] = lifetime
+        return spec
 
-    def _used(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
-        return self._codec if codec is None and level is None else self._putter.codec(codec, level)
+    def _choose_codec(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
+        return self._codec if codec is None and level is None else self._putter.resolve_codec(codec, level)
 
 
 def staged_file(
@@ -284,8 +282,8 @@ def staged_file(
     *,
     metadata: dict[str, Any] | None = None,
     progress: Callable[[int], object] | None = None,
-    known: bool = True,
-) -> tuple[Pointing, Staged]:
+    reuse: bool = True,
+) -> tuple[EntrySpec, Staged]:
     """Stage an open file, for `add_staged`.
 
     Args:
@@ -293,13 +291,13 @@ def staged_file(
         name, metadata, progress: as for `Batch.put_file`.
         fd: of the file; it stays open.
         path: of the file, for messages.
-        known: the argument that `add_staged` gives.
+        reuse: the argument that `add_staged` gives.
     """
-    pointing = batch._pointing(name, None, metadata, False, "bytes")
-    return pointing, batch._putter.stage_file(pointing, fd, path, *batch._codec, progress, known)
+    spec = batch._make_spec(name, None, metadata, False, "bytes")
+    return spec, batch._putter.stage_file(spec, fd, path, *batch._codec, progress, reuse)
 
 
-def add_staged(batch: Batch, make: Make) -> str:
+def add_staged(batch: Batch, stage: StageItem) -> str:
     """`Batch.put` for a room of castore that stages bytes in a way of its own.
 
     Args:
@@ -310,8 +308,8 @@ def add_staged(batch: Batch, make: Make) -> str:
     Returns:
         The digest of the bytes, 64 hex characters.
     """
-    with batch._putter.telling_full():
-        pointing, staged = make(batch._known)
-    batch._items.append(_Item(pointing, staged, None if batch._is_run else make))
+    with batch._putter.explain_full_disk():
+        spec, staged = stage(batch._reuse)
+    batch._items.append(_StagedPut(spec, staged, None if batch._is_run else stage))
     batch.stored += staged.stored
     return staged.digest.hex()

@@ -17,12 +17,12 @@ from castore.errors import FullError, InvalidValueError, NameConflictError, nami
 from castore.index.transaction import Write
 from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE, Buffer, check_codec
-from castore.records import Entry, Pointing
+from castore.records import Entry, EntrySpec
 from castore.serialize.serializers import check_serializer
 from castore.settings import Settings
 from castore.system.sql_errors import is_full
 from castore.units import parse_ttl
-from castore.write.arguments import flatten, metadata_text, parse_item, unchanging
+from castore.write.arguments import as_bytes, copy_if_writable, dump_metadata, parse_item
 from castore.write.incoming import Creation, NewFile
 from castore.write.open_pack import Vanished
 from castore.write.prefixes import Prefixes
@@ -34,7 +34,7 @@ _BATCH_BYTES = 32 * 1024 * 1024
 _BATCH_BLOBS = 2000
 
 
-class Changed(Exception):
+class NameChanged(Exception):
     """The name that a put depends on has another digest by now."""
 
 
@@ -62,51 +62,51 @@ class Putter:
         self._path = path
         self._dictionary = prefixes.dictionary
 
-    def pointing(
+    def make_spec(
         self, name: str, ttl: float | str | None, metadata: dict[str, Any] | None, pin: bool, serializer: str
-    ) -> Pointing:
+    ) -> EntrySpec:
         """The specification of an entry, checked."""
         check_name(name)
         check_serializer(serializer)
         seconds = self.seconds(ttl)
         expires = None if seconds is None else time.time() + seconds
-        return Pointing(name, serializer, metadata_text(metadata), expires, pin)
+        return EntrySpec(name, serializer, dump_metadata(metadata), expires, pin)
 
-    def plain_pointings(
+    def make_specs(
         self,
         items: Iterable[tuple[str, Buffer] | tuple[str, Buffer, dict[str, Any] | None]],
         ttl: float | str | None,
-    ) -> Iterator[tuple[Pointing, Buffer]]:
-        """`pointing` for many names, each with its bytes and perhaps metadata; all else has its default."""
+    ) -> Iterator[tuple[EntrySpec, Buffer]]:
+        """`make_spec` for many names, each with its bytes and perhaps metadata; all else has its default."""
         seconds = self.seconds(ttl)
         for item in items:
             name, data, metadata = parse_item(item)
             expires = None if seconds is None else time.time() + seconds
-            yield Pointing(check_name(name), "bytes", metadata_text(metadata), expires, False), data
+            yield EntrySpec(check_name(name), "bytes", dump_metadata(metadata), expires, False), data
 
     def seconds(self, ttl: float | str | None) -> float | None:
         """The lifetime that ``ttl`` means, None for no end; ``ttl=None`` is the store's default."""
         return self._settings.ttl if ttl is None else parse_ttl(ttl)
 
-    def codec(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
+    def resolve_codec(self, codec: str | None, level: int | None) -> tuple[str, int | None]:
         """Codec and level of a put, checked."""
         if codec is None and level is None:
             return self._settings.codec, self._settings.level
         return check_codec(self._settings.codec if codec is None else codec, level)
 
-    def put(self, pointing: Pointing, data: Buffer, codec: str, level: int | None) -> Entry:
+    def put(self, spec: EntrySpec, data: Buffer, codec: str, level: int | None) -> Entry:
         """See `Store.put`."""
-        plain = flatten(data)
-        return self.commit(lambda known: [(pointing, self.stage(pointing, plain, codec, level, known))])[0]
+        plain = as_bytes(data)
+        return self.commit(lambda reuse: [(spec, self.stage(spec, plain, codec, level, reuse))])[0]
 
-    def stage(self, pointing: Pointing, data: Buffer, codec: str, level: int | None, known: bool) -> Staged:
+    def stage(self, spec: EntrySpec, data: Buffer, codec: str, level: int | None, reuse: bool) -> Staged:
         """See `BlobWriter.stage`; with the dictionary of the name."""
-        dictionary = self._dictionary(pointing.name)
-        return self._writer.stage(data, codec, level, known=known, dictionary=dictionary)
+        dictionary = self._dictionary(spec.name)
+        return self._writer.stage(data, codec, level, reuse=reuse, dictionary=dictionary)
 
     def put_file(
         self,
-        pointing: Pointing,
+        spec: EntrySpec,
         path: str | os.PathLike[str],
         codec: str,
         level: int | None,
@@ -115,47 +115,45 @@ class Putter:
         """See `Store.put_file`."""
         fd = open_source(path)
 
-        def stage(known: bool) -> list[tuple[Pointing, Staged]]:
-            return [(pointing, self.stage_file(pointing, fd, path, codec, level, progress, known))]
+        def stage(reuse: bool) -> list[tuple[EntrySpec, Staged]]:
+            return [(spec, self.stage_file(spec, fd, path, codec, level, progress, reuse))]
 
         try:
             return self.commit(stage)[0]
         finally:
             os.close(fd)
 
-    def create(self, pointing: Pointing, codec: str, level: int | None, *, replace: bool) -> Creation:
+    def create(self, spec: EntrySpec, codec: str, level: int | None, *, replace: bool) -> Creation:
         """See `Store.create`."""
 
-        def see_new(txn: Write) -> None:
-            if not replace and txn.current(pointing.name, time.time()) is not None:
-                raise NameConflictError(
-                    f"{pointing.name!r} is there already; choose another name or delete it"
-                )
+        def require_new(txn: Write) -> None:
+            if not replace and txn.current(spec.name, time.time()) is not None:
+                raise NameConflictError(f"{spec.name!r} is there already; choose another name or delete it")
 
-        return self._create(pointing, codec, level, see_new)
+        return self._create(spec, codec, level, require_new)
 
     def _create(
-        self, pointing: Pointing, codec: str, level: int | None, first: Callable[[Write], object]
+        self, spec: EntrySpec, codec: str, level: int | None, on_begin: Callable[[Write], object]
     ) -> Creation:
-        blob = self._writer.incoming(codec, level, self._dictionary(pointing.name))
-        file = NewFile(pointing.name, blob, self.telling_full)
+        blob = self._writer.incoming(codec, level, self._dictionary(spec.name))
+        file = NewFile(spec.name, blob, self.explain_full_disk)
         return Creation(
-            file, lambda: self.commit(lambda known: [(pointing, blob.stage(known))], first)[0], blob
+            file, lambda: self.commit(lambda reuse: [(spec, blob.stage(reuse))], on_begin)[0], blob
         )
 
-    def create_over(self, name: str, entry: Entry | None, options: Mapping[str, Any]) -> Creation:
+    def create_if_unchanged(self, name: str, entry: Entry | None, options: Mapping[str, Any]) -> Creation:
         """A block like that of `Store.create`, for new bytes that were worked out from an entry.
 
         What ``options`` does not say is taken from the entry: its expiry, its metadata, its pin and its
-        serializer. The end of the block raises `Changed` if ``name`` points elsewhere by then.
+        serializer. The end of the block raises `NameChanged` if ``name`` points elsewhere by then.
 
         Args:
             name: what the bytes are going to be named.
             entry: what ``name`` points to, or None if it is not there.
             options: as for `Store.create`.
         """
-        codec, level = self.codec(options.get("codec"), options.get("level"))
-        pointing = self.pointing(
+        codec, level = self.resolve_codec(options.get("codec"), options.get("level"))
+        spec = self.make_spec(
             name,
             options.get("ttl"),
             options.get("metadata", entry and entry.metadata),
@@ -163,14 +161,14 @@ class Putter:
             "bytes" if entry is None else entry.serializer,
         )
         if entry is not None and options.get("ttl") is None:
-            pointing = pointing._replace(expires=entry.expires)
+            spec = spec._replace(expires=entry.expires)
         digest = None if entry is None else bytes.fromhex(entry.digest)
 
-        def see_same(txn: Write) -> None:
+        def require_same(txn: Write) -> None:
             if txn.current(name, time.time()) != digest:
-                raise Changed
+                raise NameChanged
 
-        return self._create(pointing, codec, level, see_same)
+        return self._create(spec, codec, level, require_same)
 
     def copy(self, entry: Entry, name: str, *, move: bool) -> Entry | None:
         """Point ``name`` to the blob of an entry, with its attributes; None if the entry has changed since.
@@ -179,32 +177,32 @@ class Putter:
             move: remove the entry's own name, and take its pin along.
         """
         digest = bytes.fromhex(entry.digest)
-        pointing = Pointing(
+        spec = EntrySpec(
             check_name(name),
             entry.serializer,
-            metadata_text(entry.metadata),
+            dump_metadata(entry.metadata),
             entry.expires,
             move and entry.pinned,
         )
 
-        def first(txn: Write) -> None:
+        def on_begin(txn: Write) -> None:
             if txn.current(entry.name, time.time()) != digest:
-                raise Changed
+                raise NameChanged
             if move and name != entry.name:
                 txn.delete_entry(entry.name)
 
         staged = self._writer.stage_known(digest)
         if staged is None:
             return None
-        with self.telling_full():
+        with self.explain_full_disk():
             try:
-                return self._writer.commit([(pointing, staged)], first)[0]
-            except (Changed, Vanished):
+                return self._writer.commit([(spec, staged)], on_begin)[0]
+            except (NameChanged, Vanished):
                 return None
 
     def put_stream(
         self,
-        pointing: Pointing,
+        spec: EntrySpec,
         source: SupportsRead,
         codec: str,
         level: int | None,
@@ -216,84 +214,81 @@ class Putter:
                 f"put_stream takes a file that can be read, not {type(source).__name__};"
                 " `put` keeps bytes, `put_file` the file of a path"
             )
-        with self.create(pointing, codec, level, replace=True) as file:
+        with self.create(spec, codec, level, replace=True) as file:
             while piece := source.read(FRAME_SIZE):
                 file.write(piece)
                 if progress is not None:
                     progress(len(piece))
             if piece is None:
                 raise InvalidValueError(
-                    f"the stream for {pointing.name!r} does not wait for its bytes;"
+                    f"the stream for {spec.name!r} does not wait for its bytes;"
                     " make it blocking: os.set_blocking(fd, True)"
                 )
         assert file.entry is not None  # the block has ended without an error
         return file.entry
 
     def put_many(
-        self, items: Iterable[tuple[Pointing, Buffer]], codec: str, level: int | None
+        self, items: Iterable[tuple[EntrySpec, Buffer]], codec: str, level: int | None
     ) -> list[Entry]:
         """See `Store.put_many`."""
         entries: list[Entry] = []
-        batch: list[tuple[Pointing, Buffer]] = []
+        batch: list[tuple[EntrySpec, Buffer]] = []
         size = 0
         # A batch takes at most half the budget: a larger one might evict everything and still fail.
         limit = min(_BATCH_BYTES, (self._settings.max_size or _BATCH_BYTES) // 2)
-        for pointing, data in items:
-            plain = flatten(data)
+        for spec, data in items:
+            plain = as_bytes(data)
             if batch and (size + len(plain) > limit or len(batch) >= _BATCH_BLOBS):
                 entries += self._put_batch(batch, codec, level)
                 batch, size = [], 0
             if len(plain) > limit:
-                entries += self._put_batch([(pointing, plain)], codec, level)
+                entries += self._put_batch([(spec, plain)], codec, level)
                 continue
-            batch.append((pointing, unchanging(plain)))
+            batch.append((spec, copy_if_writable(plain)))
             size += len(plain)
         return entries + self._put_batch(batch, codec, level) if batch else entries
 
-    def _put_batch(self, batch: list[tuple[Pointing, Buffer]], codec: str, level: int | None) -> list[Entry]:
-        def stage(known: bool) -> list[tuple[Pointing, Staged]]:
+    def _put_batch(self, batch: list[tuple[EntrySpec, Buffer]], codec: str, level: int | None) -> list[Entry]:
+        def stage(reuse: bool) -> list[tuple[EntrySpec, Staged]]:
             staged = self._writer.stage_many(
-                [(data, self._dictionary(pointing.name)) for pointing, data in batch],
+                [(data, self._dictionary(spec.name)) for spec, data in batch],
                 codec,
                 level,
-                known=known,
+                reuse=reuse,
             )
-            return list(zip((pointing for pointing, _ in batch), staged, strict=True))
+            return list(zip((spec for spec, _ in batch), staged, strict=True))
 
         return self.commit(stage)
 
     def put_if(
         self,
         expected: tuple[str, bytes | None],
-        items: Sequence[tuple[Pointing, Buffer]],
+        items: Sequence[tuple[EntrySpec, Buffer]],
         drop: Iterable[str],
         codec: str,
         level: int | None,
     ) -> list[Entry] | None:
         """See `Store.put_if`."""
 
-        def stage(known: bool) -> list[tuple[Pointing, Staged]]:
-            return [
-                (pointing, self.stage(pointing, flatten(data), codec, level, known))
-                for pointing, data in items
-            ]
+        def stage(reuse: bool) -> list[tuple[EntrySpec, Staged]]:
+            return [(spec, self.stage(spec, as_bytes(data), codec, level, reuse)) for spec, data in items]
 
-        def first(txn: Write) -> None:
+        def on_begin(txn: Write) -> None:
             name, digest = expected
             if txn.current(name, time.time()) != digest:
-                raise Changed
+                raise NameChanged
             for name in drop:
                 txn.delete_entry(name)
 
         try:
-            return self.commit(stage, first)
-        except Changed:
+            return self.commit(stage, on_begin)
+        except NameChanged:
             return None
 
     def commit(
         self,
-        stage: Callable[[bool], list[tuple[Pointing, Staged]]],
-        first: Callable[[Write], object] | None = None,
+        stage: Callable[[bool], list[tuple[EntrySpec, Staged]]],
+        on_begin: Callable[[Write], object] | None = None,
     ) -> list[Entry]:
         """Place and name what ``stage`` returns.
 
@@ -304,28 +299,28 @@ class Putter:
         Raises:
             TooLargeError, FullError: as for `BlobWriter.commit`; a full disk gives a FullError too.
         """
-        # Not `telling_full`: a context takes a fortieth of a put's time.
+        # Not `explain_full_disk`: a context takes a fortieth of a put's time.
         try:
             try:
-                return self._writer.commit(stage(True), first)
+                return self._writer.commit(stage(True), on_begin)
             except Vanished:
-                return self._writer.commit(stage(False), first)
+                return self._writer.commit(stage(False), on_begin)
         except OSError as error:
             if not is_full(error):
                 raise
-            raise self._full() from error
+            raise self._full_disk_error() from error
 
     @contextmanager
-    def telling_full(self) -> Iterator[None]:
+    def explain_full_disk(self) -> Iterator[None]:
         """Turn the error of a full disk into one that advises what to do."""
         try:
             yield
         except OSError as error:
             if not is_full(error):
                 raise
-            raise self._full() from error
+            raise self._full_disk_error() from error
 
-    def _full(self) -> FullError:
+    def _full_disk_error(self) -> FullError:
         return FullError(
             f"the disk of {self._path} is full; free some space, or lower the budget:"
             " `castore gc --max-size SIZE`"
@@ -333,17 +328,17 @@ class Putter:
 
     def stage_file(
         self,
-        pointing: Pointing,
+        spec: EntrySpec,
         fd: int,
         path: str | os.PathLike[str],
         codec: str,
         level: int | None,
         progress: Callable[[int], object] | None,
-        known: bool,
+        reuse: bool,
     ) -> Staged:
         """See `BlobWriter.stage_file`; with the dictionary of the name, and errors that name the file."""
-        dictionary = self._dictionary(pointing.name)
+        dictionary = self._dictionary(spec.name)
         with naming(path):
             return self._writer.stage_file(
-                fd, codec, level, known=known, progress=progress, dictionary=dictionary
+                fd, codec, level, reuse=reuse, progress=progress, dictionary=dictionary
             )

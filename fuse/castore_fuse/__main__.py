@@ -52,7 +52,7 @@ class Mount:
     def _registered(self, session: Session) -> tuple[Listener, Callable[[], object]]:
         """Register the mount with the store. Returns the listener for gc's questions and the heartbeat."""
         given = self._options
-        mounts.forget_dead(self.store.index)  # may remove the row of a killed daemon on this same mountpoint
+        mounts.remove_dead(self.store.index)  # may remove the row of a killed daemon on this same mountpoint
         # The row exists before the mount answers: gc must know of the pin from that moment on.
         self._registration = registration = self.store.parts.relieve(
             lambda: mounts.Registration(
@@ -60,7 +60,7 @@ class Mount:
             )
         )
         listener = Listener(self.store.path / "locks", self.store.settings.file_mode)
-        return listener, registration.still_here
+        return listener, registration.refresh
 
     def started(self) -> None:
         """Start the threads. Called once the mount answers."""

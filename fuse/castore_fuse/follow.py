@@ -121,7 +121,7 @@ class Follower:
             self._beat()
 
     def _answer(self, listener: Listener) -> None:
-        waiting = listener.asked()
+        waiting = listener.accept()
         failure = "it failed; its log says why"
         try:
             self.look()

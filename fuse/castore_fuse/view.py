@@ -190,7 +190,7 @@ class View:
         if folder == RESERVED or folder.startswith(RESERVED + "/"):
             return
         base = self._full(folder)
-        low, high = below(base) if base else ("", name_ranges.BEHIND_TEXT)
+        low, high = below(base) if base else ("", name_ranges.AFTER_TEXT)
         skip, limit = len(low), _MANY
         now = time.time()
         while True:
@@ -199,7 +199,7 @@ class View:
             yield page
             if page.folder is None and len(rows) < limit:
                 return
-            low = name_ranges.behind(self.store.index, low, more)
+            low = name_ranges.require_order(self.store.index, low, more)
             limit = _FEW if page.folder is not None else _MANY
 
     def _reserved(self, path: str) -> File | Folder | None:

@@ -60,8 +60,8 @@ def test_a_killed_mount_is_alive_to_nobody_from_then_on(store: Store) -> None:
         daemon.send_signal(signal.SIGKILL)
     assert store.mounts() == []
     assert store.stat().mounts == []
-    assert mounts.forget_dead(store.index) == ["/mnt"]
-    assert mounts.forget_dead(store.index) == []
+    assert mounts.remove_dead(store.index) == ["/mnt"]
+    assert mounts.remove_dead(store.index) == []
 
 
 def test_asking_changes_nothing_so_it_works_where_nothing_can_be_written(store: Store) -> None:

@@ -28,11 +28,11 @@ from castore.adapters.mapped_check import check, note_new
 from castore.errors import CorruptError, NotFoundError
 from castore.objects.encode import encode
 from castore.read.open_blob import OpenBlob
-from castore.records import LOOSE, Blob, Pointing
+from castore.records import LOOSE, Blob, EntrySpec
 from castore.store import Store
 from castore.system.single_flight import ComputeLocks
 from castore.write.batch import add_staged
-from castore.write.staging import Large
+from castore.write.staging import LargeBlob
 
 #: The folder of materialised copies, each named by the digest of its blob.
 MAPS = ".datasets/maps"
@@ -174,10 +174,10 @@ def _materialise(store: Store, blob: Blob, name: str, opened: OpenBlob) -> Blob:
     raw = Blob(frames.digest(), frames.size, encoded.stored, "none", LOOSE, 0)
     metadata = f'{{"of": "{blob.digest.hex()}"}}'
     store.flush()  # gc must not take entries in use for forgotten ones when it makes room
-    staged = Large(store.objects, raw, temporary, encoded.checksums)
+    staged = LargeBlob(store.objects, raw, temporary, encoded.checksums)
     expires = time.time() + MAPS_SECONDS
     with store.batch() as batch:
-        add_staged(batch, lambda _: (Pointing(name, "bytes", metadata, expires, False), staged))
+        add_staged(batch, lambda _: (EntrySpec(name, "bytes", metadata, expires, False), staged))
     note_new(store, [raw], started)
     return raw
 

@@ -22,7 +22,7 @@ from castore.adapters.filesystem import unfinished
 from castore.adapters.filesystem.errors import damaged, exists, reading, writing
 from castore.adapters.filesystem.unwinding import unwinding
 from castore.errors import CorruptError, InvalidValueError
-from castore.write.putter import Changed
+from castore.write.putter import NameChanged
 
 if TYPE_CHECKING:
     from castore.adapters.filesystem.filesystem import CastoreFileSystem
@@ -305,10 +305,10 @@ class AppendFile(WriteFile):
     def _write(self, data: Any) -> int:
         if self.closed:
             raise ValueError(f"write to castore://{self.path}, which is closed")
-        self._see_own()
+        self._require_own_process()
         return super()._write(data)
 
-    def _see_own(self) -> None:
+    def _require_own_process(self) -> None:
         if self._process != os.getpid():
             raise InvalidValueError(
                 f"process {self._process} has begun to append to castore://{self.path}, and a forked child"
@@ -316,19 +316,20 @@ class AppendFile(WriteFile):
             )
 
     def _keep(self) -> Entry:
-        self._see_own()
+        self._require_own_process()
         with self._file:
             while True:
                 try:
                     return self._append()
-                except Changed:
+                except NameChanged:
                     continue  # somebody else was faster, so theirs comes first
 
     def _append(self) -> Entry:
         store: Store = self.fs.store
         entry = store.entry(self.path)
         self._file.seek(0)
-        with store._putter.create_over(self.path, entry, self.fs.append_options(entry, self._given)) as new:
+        options = self.fs.append_options(entry, self._given)
+        with store._putter.create_if_unchanged(self.path, entry, options) as new:
             if entry is not None:
                 with ReadFile(self.fs, self.path) as old:
                     _copy(old, new)

@@ -101,7 +101,7 @@ def test_what_was_staged_with_a_dictionary_that_goes_meanwhile_is_compressed_wit
     noises = [store.writer.stage(noise(500, n), "auto", None, dictionary=dictionary) for n in (1, 2)]
     commit = store.writer.commit
 
-    def late(staged: Any, first: Any = None) -> Any:
+    def late(staged: Any, on_begin: Any = None) -> Any:
         # These do not need the dictionary, but their commit checks that it is there.
         commit([(staged[0][0]._replace(name="rec/noise"), noises.pop())])
         if by_hand:
@@ -114,7 +114,7 @@ def test_what_was_staged_with_a_dictionary_that_goes_meanwhile_is_compressed_wit
             doctor.examine(store.path)
         store.writer.commit = commit  # type: ignore[method-assign]
         assert files(store) == []
-        return commit(staged, first)
+        return commit(staged, on_begin)
 
     store.writer.commit = late  # type: ignore[method-assign]
     told = pytest.warns(RuntimeWarning, match="'rec' are compressed without their dictionary")

@@ -14,13 +14,13 @@ from castore.index.name_ranges import LAST
 from castore.names import below
 
 _PAGE = 1000
-_NOTED = (
+_WITH_KEY = (
     "SELECT name, coalesce(CAST(digest AS BLOB), x''), pinned, metadata FROM entries"
     " WHERE name > ? AND name < ? AND metadata LIKE ? ORDER BY name LIMIT ?"
 )
 
 
-class Noted(NamedTuple):
+class KeyedEntry(NamedTuple):
     """An entry's name and metadata. ``digest`` is in hex, as in an `Entry`."""
 
     name: str
@@ -29,12 +29,12 @@ class Noted(NamedTuple):
     metadata: dict[str, Any]
 
 
-def noted(index: Index, key: str, prefix: str = "") -> Iterator[Noted]:
+def entries_with_key(index: Index, key: str, prefix: str = "") -> Iterator[KeyedEntry]:
     """Entries below a prefix, expired or not, whose metadata has a key of that name, at the top or deeper.
 
     Reads pages in the order of names. Text inside a value may look like the key: callers check the metadata.
     """
     low, high = below(prefix) if prefix else ("", LAST)
-    for page in index.file.pages(_NOTED, low, high, f'%"{key}": %', _PAGE):
+    for page in index.file.pages(_WITH_KEY, low, high, f'%"{key}": %', _PAGE):
         for name, digest, pinned, metadata in page:
-            yield Noted(name, digest.hex(), bool(pinned), parse_metadata(metadata))
+            yield KeyedEntry(name, digest.hex(), bool(pinned), parse_metadata(metadata))
