@@ -109,11 +109,11 @@ def open_folder(
     kept = settings.load(path)
     is_new = kept is None
     if kept is None:
-        is_lost, base = settings.is_lost(path), settings.recovered(path)
+        is_lost, base = settings.has_lost_settings(path), settings.recover(path)
         kept = settings.merge(base, codec=codec, level=level, max_size=max_size, ttl=ttl)
         settings.create(path, kept)
         if is_lost:
-            warnings.warn(settings.lost(path, kept), LostSettingsWarning, stacklevel=3)
+            warnings.warn(settings.describe_rewritten(path, kept), LostSettingsWarning, stacklevel=3)
     merged = settings.merge(kept, codec=codec, level=level, max_size=max_size, ttl=ttl)
     settings.refuse_network(path)
     read_only = not is_new and settings.is_read_only(path)

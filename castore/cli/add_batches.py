@@ -16,10 +16,10 @@ from castore import Store
 from castore.cli.output import Failures, describe, printable
 from castore.cli.store_access import check_ttl
 from castore.cli.walk import Source
-from castore.errors import CastoreError, FullError, StoreError, naming
+from castore.errors import CastoreError, FullError, StoreError, add_filename
 from castore.objects.codecs import check_codec
-from castore.objects.workers import cores
 from castore.records import EntrySpec
+from castore.system.cpus import usable_cores
 from castore.watch import entry_sources
 from castore.write import putter
 from castore.write.putter import SupportsRead
@@ -91,7 +91,7 @@ class Putter:
         Raises:
             CastoreError, OSError: the store itself cannot go on.
         """
-        pool = ThreadPoolExecutor(min(cores(), _THREADS), thread_name_prefix="castore-add")
+        pool = ThreadPoolExecutor(min(usable_cores(), _THREADS), thread_name_prefix="castore-add")
         running: deque[tuple[list[Source], Future[_Outcome]]] = deque()
         try:
             for batch in _batches(sources):
@@ -101,7 +101,7 @@ class Putter:
                     continue
                 running.append((batch, pool.submit(self._put_batch, batch)))
                 # Few batches wait, so that memory stays bounded however fast the disk is.
-                if len(running) > 2 * cores():
+                if len(running) > 2 * usable_cores():
                     self._collect(*running.popleft())
             while running:
                 self._collect(*running.popleft())
@@ -143,7 +143,7 @@ class Putter:
         items: list[tuple[str, EntrySpec, bytes]] = []
         for source in batch:
             try:
-                with open(source.path, "rb") as file, naming(source.path):
+                with open(source.path, "rb") as file, add_filename(source.path):
                     status = os.fstat(file.fileno())
                     items.append((source.path, self._make_spec(source, status), file.read()))
             except OSError as error:

@@ -131,7 +131,9 @@ def _more(error: Exception) -> str:
     """Advice for a file of a store that this user may not use: `castore doctor` explains it."""
     if not isinstance(error, PermissionError) or not isinstance(error.filename, str):
         return ""
-    return "; `castore doctor` tells more" if settings.store_around(Path(error.filename)) is not None else ""
+    return (
+        "; `castore doctor` tells more" if settings.enclosing_store(Path(error.filename)) is not None else ""
+    )
 
 
 def _usage(error: Any) -> int:

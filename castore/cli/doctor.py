@@ -13,7 +13,7 @@ from castore.cli.output import AsJson, listed, plural, print_json, progress, spi
 from castore.cli.store_access import store_path
 
 if TYPE_CHECKING:
-    from castore.repair.doctor import Finding
+    from castore.repair.doctor import Diagnosis
     from castore.repair.rebuild import Rebuilt
 
 
@@ -41,7 +41,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _examine(path: Path) -> list[Finding]:
+def _examine(path: Path) -> list[Diagnosis]:
     from castore.repair.doctor import examine
     from castore.watch import dangling_links
 
@@ -49,7 +49,7 @@ def _examine(path: Path) -> list[Finding]:
         return examine(path, [dangling_links.examine])
 
 
-def _rebuild(path: Path) -> tuple[list[Finding], Rebuilt]:
+def _rebuild(path: Path) -> tuple[list[Diagnosis], Rebuilt]:
     from castore.repair.doctor import rebuild_index
 
     total = _bytes_below(path / "objects") if sys.stderr.isatty() else None
@@ -63,7 +63,7 @@ def _bytes_below(folder: Path) -> int:
     )
 
 
-def _print(findings: list[Finding], rebuilt: Rebuilt | None, path: Path) -> None:
+def _print(findings: list[Diagnosis], rebuilt: Rebuilt | None, path: Path) -> None:
     for finding in findings:
         kind = "mended" if finding.mended else "to do" if finding.left_to_do else "noted"
         typer.echo(f"{kind}: {finding.what}")

@@ -70,7 +70,7 @@ def see_store(path: Path) -> None:
         StoreError: there is none.
     """
     if settings.load(path) is None:
-        raise StoreError(settings.nothing_at(path))
+        raise StoreError(settings.no_store_message(path))
 
 
 def check_ttl(ttl: str) -> None:

@@ -65,8 +65,8 @@ def _dead_bytes(index: Index, sizes: dict[int, int]) -> dict[int, int]:
     """The dead bytes of each pack: the recorded ones, or counted ones if the records must be incomplete.
 
     Records of a writer that died before it committed are recorded nowhere. So the sizes of all packs
-    are compared with the bytes that are live or recorded. Counted numbers are saved for the next gc, in a dry run
-    too.
+    are compared with the bytes that are live or recorded. Counted numbers are saved for the next gc, in a dry
+    run too.
     """
     recorded = pack_rows.recorded_dead_bytes(index)
     dead = {pack: recorded.get(pack, 0) for pack in sizes}

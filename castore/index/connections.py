@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from castore.system.forks import finalise, reset_after_fork, unforked
+from castore.system.forks import block_forks, finalise, reset_after_fork
 from castore.system.sql_errors import SQL_ERRORS, is_locked
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ _connected: set[sqlite3.Connection] = set()
 
 def checkpoint_at(db: sqlite3.Connection, pages: int) -> None:
     """Have the commits of a connection run a checkpoint once the WAL has that many pages."""
-    with unforked():
+    with block_forks():
         db.execute(f"PRAGMA wal_autocheckpoint = {pages}")
 
 
@@ -111,7 +111,7 @@ class Connections:
             sqlite3.DatabaseError: the file cannot be used.
         """
         # The list holds a connection before that connection takes its first lock, so a fork finds them all.
-        with self._lock, unforked():
+        with self._lock, block_forks():
             # Threads come and go: connections of ended threads would use up the process's descriptors.
             for thread, left in self._open:
                 if not thread.is_alive():
@@ -131,7 +131,7 @@ class Connections:
         try:
             self._set_up(db)
         except BaseException:
-            with self._lock, unforked():
+            with self._lock, block_forks():
                 self._open = [(thread, kept) for thread, kept in self._open if kept is not db]
                 _disconnect(db)
             raise
@@ -182,7 +182,7 @@ class Connections:
             leave_wal: leave a small WAL to the next process that opens the index, even if no other has it
                 open now.
         """
-        with self._lock, unforked():
+        with self._lock, block_forks():
             connections, self._open = self._open, []
             last = self._open_reader() if leave_wal and connections else None
             for _, db in connections:
@@ -236,5 +236,5 @@ def _hold_shared_lock(path: str | os.PathLike[str], first: int, size: int) -> No
 
 
 def _run_pragma(db: sqlite3.Connection, pragma: str) -> None:
-    with unforked():
+    with block_forks():
         db.execute(f"PRAGMA {pragma}")

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from castore.errors import unchangeable
+from castore.errors import read_only_error
 from castore.index.beacon import CHANGED, Beacon
 from castore.index.connections import BUSY_SECONDS, CHECKPOINT_PAGES, PAUSE_SECONDS, checkpoint_at
 from castore.index.index_file import IndexFile
@@ -167,7 +167,7 @@ class Index:
             StoreError: it is read-only.
         """
         if self.read_only:
-            raise unchangeable(self.path.parent)
+            raise read_only_error(self.path.parent)
 
     def close(self) -> None:
         """Close every thread's connection."""

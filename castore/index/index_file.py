@@ -20,14 +20,14 @@ from castore.errors import StoreError
 from castore.index.beacon import EPOCH, Beacon
 from castore.index.connections import BUSY_SECONDS, PAUSE_SECONDS, Connections, retry_while_locked
 from castore.index.schema import SCHEMA_VERSION, find_mismatch, migrate
-from castore.system.ballast import full
-from castore.system.forks import fork_gate, reset_after_fork, unforked
+from castore.system.ballast import full_disk_error
+from castore.system.forks import block_forks, fork_gate, reset_after_fork
 from castore.system.sql_errors import SQL_ERRORS, is_damage, is_locked
 from castore.system.temporary import check_regular, open_with_mode
 
 
 def _read_version(db: sqlite3.Connection) -> int:
-    with unforked():
+    with block_forks():
         return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
@@ -37,7 +37,7 @@ def _migrate(db: sqlite3.Connection) -> None:
 
 
 def _schema_mismatch(db: sqlite3.Connection) -> str | None:
-    with unforked():
+    with block_forks():
         return find_mismatch(db)
 
 
@@ -184,7 +184,7 @@ class IndexFile:
                 f"{self.path} has a log, which cannot be read without {self.path.name}-shm where"
                 " nothing can be written; open the store once where it can be written to (`castore stat`)"
             ) from error
-        if (no_room := full(self.path.parent, error)) is not None:
+        if (no_room := full_disk_error(self.path.parent, error)) is not None:
             raise no_room from error
         if is_damage(error):
             raise self.damaged(error) from error
@@ -210,7 +210,7 @@ class IndexFile:
         while True:
             try:
                 db = self.connection()
-                with unforked():
+                with block_forks():
                     return db.execute(sql, parameters).fetchall()
             except SQL_ERRORS as error:
                 now = time.monotonic()
@@ -231,7 +231,7 @@ class IndexFile:
     def stream(self, sql: str, parameters: Sequence[Any] = ()) -> Generator[Any]:
         """`rows` for results larger than memory. No fork happens until the stream ends: close it soon."""
         db = self.connection()
-        with unforked(), closing(db.cursor()) as cursor:
+        with block_forks(), closing(db.cursor()) as cursor:
             try:
                 yield from cursor.execute(sql, parameters)
             except SQL_ERRORS as error:

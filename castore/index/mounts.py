@@ -14,7 +14,7 @@ from typing import NamedTuple
 from castore.index.database import Index
 from castore.index.transaction import Write
 from castore.records import Mount
-from castore.system.temporary import FOREIGN_AGE, is_running, pid_namespace, process_started
+from castore.system.temporary import OTHER_NAMESPACE_SECONDS, is_running, pid_namespace, process_started
 
 _ADD = (
     "INSERT INTO mounts (mountpoint, prefix, pinned, namespace, pid, started, since, seen)"
@@ -97,7 +97,7 @@ class _Row(NamedTuple):
     def is_alive(self) -> bool:
         if self.namespace == pid_namespace():
             return is_running(self.pid, self.started)
-        return abs(time.time() - self.seen) <= FOREIGN_AGE
+        return abs(time.time() - self.seen) <= OTHER_NAMESPACE_SECONDS
 
 
 def _rows(index: Index) -> list[_Row]:

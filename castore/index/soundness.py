@@ -15,8 +15,8 @@ from castore.errors import StoreError
 from castore.index import schema
 from castore.names import check_name
 from castore.records import entry_check
-from castore.system.ballast import full
-from castore.system.forks import unforked
+from castore.system.ballast import full_disk_error
+from castore.system.forks import block_forks
 from castore.system.sql_errors import SQL_ERRORS, is_locked
 
 #: Seconds to wait for others who hold the file.
@@ -64,7 +64,7 @@ def find_damage(file: Path, frame_size: int, serializers: Container[str]) -> str
     if not file.exists():
         return f"there is no {file}"
     try:
-        with unforked(), closing(sqlite3.connect(file, timeout=_BUSY_SECONDS, isolation_level=None)) as db:
+        with block_forks(), closing(sqlite3.connect(file, timeout=_BUSY_SECONDS, isolation_level=None)) as db:
             if 0 < db.execute("PRAGMA user_version").fetchone()[0] < schema.SCHEMA_VERSION:
                 schema.migrate(db)
             (row,) = db.execute("PRAGMA integrity_check(1)").fetchone()
@@ -72,7 +72,7 @@ def find_damage(file: Path, frame_size: int, serializers: Container[str]) -> str
                 return str(row)
             return schema.find_mismatch(db) or _find_impossible_row(db, frame_size, serializers)
     except SQL_ERRORS as error:
-        if (no_room := full(file.parent, error)) is not None:
+        if (no_room := full_disk_error(file.parent, error)) is not None:
             raise no_room from error
         if is_locked(error) or "unable to open" in str(error) or "readonly" in str(error):
             raise StoreError(

@@ -40,15 +40,15 @@ _FILE = re.compile(r"([0-9a-f]{8})\.(?:zdict|spare)")
 _LOADED = 32
 
 
-def number_of(data: bytes) -> int:
+def derive_number(data: bytes) -> int:
     """The number derived from a dictionary's bytes, whatever number they contain."""
     drawn = int.from_bytes(blake3(data[8:]).digest(length=8), "little")
     return _FIRST + drawn % (_END - _FIRST)
 
 
-def numbered(data: bytes) -> bytes:
+def with_number(data: bytes) -> bytes:
     """A dictionary's bytes with the derived number in zstd's Dictionary_ID field."""
-    return _MAGIC + number_of(data).to_bytes(4, "little") + data[8:]
+    return _MAGIC + derive_number(data).to_bytes(4, "little") + data[8:]
 
 
 class BadCopy(NamedTuple):
@@ -214,7 +214,7 @@ class Dictionaries:
         Raises:
             StoreError: another dictionary has its number.
         """
-        number = number_of(data)
+        number = derive_number(data)
         for path in self.paths(number):
             problem, there = _read(path, number)
             if problem is None and there != data:
@@ -229,7 +229,7 @@ class Dictionaries:
         """Whether both copies of the dictionary are intact."""
         return all(_read(path, number)[0] is None for path in self.paths(number))
 
-    def mend(self, number: int, *, read_only: bool = False) -> list[BadCopy]:
+    def repair(self, number: int, *, read_only: bool = False) -> list[BadCopy]:
         """Write bad copies of a dictionary again from a good one; with ``read_only``, only check.
 
         Returns:
@@ -290,5 +290,5 @@ def _read(path: Path, number: int) -> tuple[str | None, bytes]:
         if error.errno not in AT_FAULT:
             raise
         return f"{path} cannot be read ({error.strerror})", b""
-    whole = SMALLEST <= len(data) <= LARGEST and data == numbered(data) and number_of(data) == number
+    whole = SMALLEST <= len(data) <= LARGEST and data == with_number(data) and derive_number(data) == number
     return (None if whole else f"{path} is damaged"), data

@@ -321,7 +321,7 @@ class BlobSource:
     def _record_loss(self, blob: Blob, is_in_place: Callable[[], bool]) -> Fault:
         # A damaged index must not cost intact objects. `intact` reads the whole object, so it runs before the
         # lock.
-        found = self._objects.intact(blob.digest)
+        found = self._objects.find_intact(blob.digest)
         try:
             with self._index.write() as txn:
                 if txn.blob(blob.digest) != blob or is_in_place():

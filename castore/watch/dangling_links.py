@@ -18,7 +18,7 @@ from castore.index.database import Index
 from castore.index.metadata_keys import entries_with_key
 from castore.parts import Parts
 from castore.records import Entry
-from castore.repair.doctor import Finding
+from castore.repair.doctor import Diagnosis
 from castore.watch.link_registry import target_of
 from castore.watch.reports import Event
 
@@ -169,9 +169,11 @@ def lost(found: Iterable[Link]) -> list[Lost]:
     return [Lost(mount, count, examples[mount]) for mount, count in sorted(counts.items())]
 
 
-def examine(parts: Parts) -> list[Finding]:
+def examine(parts: Parts) -> list[Diagnosis]:
     """Report links that lead to nothing: a further check for `castore.repair.doctor.examine`."""
-    return [Finding(one.sentence(), False, one.advice(parts.path)) for one in lost(bound_links(parts.index))]
+    return [
+        Diagnosis(one.sentence(), False, one.advice(parts.path)) for one in lost(bound_links(parts.index))
+    ]
 
 
 class Lookout:

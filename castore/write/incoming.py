@@ -18,7 +18,7 @@ from typing import NoReturn, Protocol
 
 import blake3
 
-from castore.errors import InvalidValueError, SerializationError, naming
+from castore.errors import InvalidValueError, SerializationError, add_filename
 from castore.objects.codecs import FRAME_SIZE, Buffer
 from castore.objects.directory import ObjectDirectory
 from castore.objects.encode import FrameEncoder, choose_codec
@@ -33,7 +33,7 @@ BUFFERED_BYTES = 32 * FRAME_SIZE
 def write_all(fd: int, data: Buffer, path: Path) -> None:
     """Write all of ``data``; an error names the file."""
     view = memoryview(data)
-    with naming(path):
+    with add_filename(path):
         while view:
             view = view[os.write(fd, view) :]
 

@@ -13,7 +13,7 @@ from castore.index.database import Index
 from castore.index.transaction import Write
 from castore.objects.dictionaries import Dictionary
 from castore.objects.directory import ObjectDirectory
-from castore.objects.packs import PACK_SIZE, PackWriter, record
+from castore.objects.packs import PACK_SIZE, PackWriter, build_record
 from castore.records import HEAD_SIZE, Blob
 from castore.system.forks import reset_after_fork
 
@@ -120,7 +120,7 @@ class OpenPack:
 
     def rewrite(self, txn: Write, blob: Blob, payload: bytes) -> None:
         """Write the record of a packed blob again, into this process's pack, and update its row."""
-        data = record(blob.digest, blob.size, blob.codec, payload)
+        data = build_record(blob.digest, blob.size, blob.codec, payload)
         while True:
             target, position = self.append(txn, data)
             if txn.move_blob(blob._replace(pack=target, offset=position + HEAD_SIZE)):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from castore.errors import FullError, InvalidValueError, NameConflictError, naming
+from castore.errors import FullError, InvalidValueError, NameConflictError, add_filename
 from castore.index.transaction import Write
 from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE, Buffer, check_codec
@@ -338,7 +338,7 @@ class Putter:
     ) -> Staged:
         """See `BlobWriter.stage_file`; with the dictionary of the name, and errors that name the file."""
         dictionary = self._dictionary(spec.name)
-        with naming(path):
+        with add_filename(path):
             return self._writer.stage_file(
                 fd, codec, level, reuse=reuse, progress=progress, dictionary=dictionary
             )

@@ -13,7 +13,7 @@ from castore.index.transaction import Write
 from castore.objects.codecs import Buffer
 from castore.objects.dictionaries import Dictionary
 from castore.objects.directory import ObjectDirectory
-from castore.objects.packs import record
+from castore.objects.packs import build_record
 from castore.records import HEAD_SIZE, LOST, Blob
 from castore.write.open_pack import OpenPack, Vanished
 
@@ -84,7 +84,7 @@ class SmallBlob:
         self._dictionary = dictionary
         self._size = size
         self._codec = codec
-        self._record = record(digest, size, codec, payload)
+        self._record = build_record(digest, size, codec, payload)
         self.digest = digest
         self.stored = len(payload)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from castore import Store
 from castore.errors import InvalidValueError
 from castore.names import check_prefix
-from castore.settings import is_read_only, load, nothing_at
+from castore.settings import is_read_only, load, no_store_message
 from castore.units import parse_size
 from castore_fuse import lifecycle, mountpoints
 from castore_fuse.errors import MountError
@@ -133,7 +133,7 @@ def _prepare(mountpoint: str | os.PathLike[str], folder: Path) -> Path:
 def _folder(store: Store | str | os.PathLike[str]) -> Path:
     folder = store.path if isinstance(store, Store) else Path(os.path.abspath(store))
     if load(folder) is None:
-        raise MountError(nothing_at(folder))
+        raise MountError(no_store_message(folder))
     return folder
 
 

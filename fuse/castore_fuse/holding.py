@@ -11,7 +11,7 @@ from collections import OrderedDict
 
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
-from castore.objects.workers import cores
+from castore.system.cpus import usable_cores
 from castore_fuse.view import File, View
 
 #: Most objects kept open because they were read.
@@ -72,7 +72,7 @@ class Handles:
         self._kept: OrderedDict[bytes, Handle] = OrderedDict()
         # Frames decoded ahead must still be in the cache when they are read, also while several files are
         # read.
-        self._ahead = min(4 * cores(), view.cache.max_bytes // (4 * FRAME_SIZE))
+        self._ahead = min(4 * usable_cores(), view.cache.max_bytes // (4 * FRAME_SIZE))
 
     def open(self, file: File) -> Handle:
         """A new handle, which the caller closes.

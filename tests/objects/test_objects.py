@@ -28,8 +28,8 @@ from castore.objects.packs import (
     Damage,
     PackFolder,
     PackRecord,
+    build_record,
     read_record,
-    record,
     scan,
 )
 from castore.records import HEAD_SIZE, LOOSE, Blob
@@ -272,7 +272,7 @@ def write_pack(path: Path, payloads: list[bytes]) -> list[Blob]:
         file.write(FILE_HEAD)
         for data in payloads:
             digest = blake3.blake3(data).digest()
-            file.write(record(digest, len(data), "none", data))
+            file.write(build_record(digest, len(data), "none", data))
             blobs.append(Blob(digest, len(data), len(data), "none", 7, position + HEAD_SIZE))
             position += HEAD_SIZE + len(data)
     return blobs
@@ -317,9 +317,9 @@ def test_a_scan_steps_over_garbage_of_any_length(tmp_path: Path) -> None:
     path = tmp_path / "pack"
     first = write_pack(path, [noise(10)])
     start = path.stat().st_size
-    for garbage in (b"x", record(bytes(32), 5, "none", b"12345")[: HEAD_SIZE - 3], noise(1_100_000)):
+    for garbage in (b"x", build_record(bytes(32), 5, "none", b"12345")[: HEAD_SIZE - 3], noise(1_100_000)):
         with path.open("ab") as file:
-            file.write(garbage + record(blake3.blake3(b"after").digest(), 5, "none", b"after"))
+            file.write(garbage + build_record(blake3.blake3(b"after").digest(), 5, "none", b"after"))
         found = list(scan(path, 7, start=start))
         assert isinstance(found[0], Damage)
         assert isinstance(found[-1], PackRecord)

@@ -57,7 +57,7 @@ def test_each_path_of_the_page_is_known_by_its_own_line() -> None:
 def test_what_is_made_with_a_store_is_what_the_list_says(tmp_path: Path) -> None:
     Store(tmp_path / "store").close()
     folders = {str(path.relative_to(tmp_path / "store")) for path in tmp_path.glob("store/**/")}
-    assert folders - {"."} == set(layout.MADE)
+    assert folders - {"."} == set(layout.CREATED)
     assert {path.name for path in (tmp_path / "store").iterdir()} <= layout.TOP
 
 

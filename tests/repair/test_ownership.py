@@ -93,7 +93,7 @@ def test_what_root_makes_in_anothers_store_is_the_owners(theirs: Path) -> None:
     settings.save(theirs, settings.Settings(codec="zstd"))
     assert roots(theirs) == []
 
-    def use() -> tuple[list[doctor.Finding], bytes | None]:
+    def use() -> tuple[list[doctor.Diagnosis], bytes | None]:
         found = [finding for finding in doctor.examine(theirs) if finding.left_to_do]
         with Store(theirs, memory=0) as store:
             store.put("mine", b"again")
@@ -130,7 +130,7 @@ def test_nothing_that_was_there_before_is_given_away(theirs: Path) -> None:
 def test_doctor_tells_of_what_the_owner_may_not_use(theirs: Path, which: str) -> None:
     os.chown(theirs / which, 0, 0)
 
-    def look() -> tuple[list[doctor.Finding], str]:
+    def look() -> tuple[list[doctor.Diagnosis], str]:
         found = doctor.examine(theirs)
         with pytest.raises(StoreError) as told:
             doctor.rebuild_index(theirs)
@@ -166,7 +166,7 @@ def test_an_index_that_its_owner_may_not_write_is_mended(theirs: Path) -> None:
     (theirs / "index.sqlite").chmod(0o400)
     (theirs / "objects/names/00000001.names").chmod(0o400)
 
-    def look() -> tuple[list[doctor.Finding], list[doctor.Finding]]:
+    def look() -> tuple[list[doctor.Diagnosis], list[doctor.Diagnosis]]:
         found = doctor.examine(theirs), doctor.examine(theirs)
         with Store(theirs, memory=0) as store:
             store.put("mine", b"again")

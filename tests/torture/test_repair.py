@@ -124,7 +124,7 @@ def planted(patient: Patient) -> None:
     (patient.path / "objects" / "packs" / "000000aa.pack").symlink_to("/etc/hostname")
 
 
-def left_behind(patient: Patient) -> None:
+def leftover_files(patient: Patient) -> None:
     (patient.path / "tmp" / "1-999999-1-abc.part").write_bytes(b"x" * 5000)
     old = patient.path / "tmp" / "whatever"
     old.write_bytes(b"x")
@@ -135,7 +135,7 @@ def left_behind(patient: Patient) -> None:
 INDEX_LAST = [index_gone, index_page, rows_off, counts_off]
 HURTS = [
     flipped_bit, truncated_object, missing_object, zeroed_page, journal_bytes, beacon_bytes, planted,
-    left_behind
+    leftover_files
 ]  # fmt: skip
 
 

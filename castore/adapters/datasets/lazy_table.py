@@ -21,7 +21,7 @@ import pyarrow as pa
 from datasets.table import InMemoryTable, MemoryMappedTable, Table, table_cast
 
 from castore.records import Blob
-from castore.system.forks import Guard
+from castore.system.forks import ForkSafeLock
 
 #: Bytes from the start of a table that are decoded without mapping the rest.
 NEAR = 8 * 1024 * 1024
@@ -80,7 +80,7 @@ class LateTable(MemoryMappedTable):  # type: ignore[misc]
         self._whole: Table | None = None
         self._first: list[pa.RecordBatch] = []
         self._passed = False
-        self._guard = Guard()  # the table itself has no hash
+        self._guard = ForkSafeLock()  # the table itself has no hash
 
     # Known without reading
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 # The stores' own exit handler runs after this module's since it is registered before.
 from castore.adapters.filesystem import stores as _stores  # noqa: F401
-from castore.system.forks import Guard
+from castore.system.forks import ForkSafeLock
 
 if TYPE_CHECKING:
     from castore.adapters.filesystem.files import WriteFile
@@ -30,7 +30,7 @@ _held: dict[int, object] = {}
 #: Files that nobody holds any more. `append` and `popleft` are atomic.
 _left: deque[WriteFile] = deque()
 #: Held while such a file is ended.
-_ending = Guard()
+_ending = ForkSafeLock()
 #: The thread that the collector runs in.
 _collecting: list[int] = []
 #: Finalisers of this room are no sign of being inside the store.

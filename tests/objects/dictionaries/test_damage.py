@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from castore import CorruptError, Store, StoreError
-from castore.objects.dictionaries import LARGEST, Dictionary, number_of, numbered
+from castore.objects.dictionaries import LARGEST, Dictionary, derive_number, with_number
 from castore.records import LOST
 from castore.repair import doctor
 from castore.repair.verify import Finding
@@ -52,7 +52,7 @@ def test_one_bad_copy_costs_nothing_and_is_made_anew(trained: Store, suffix: str
 def test_without_any_whole_copy_its_blobs_are_misses_and_heal(
     trained: Store, tmp_path: Path, damage: str
 ) -> None:
-    other = numbered(b"\0" * 8 + noise(3000))
+    other = with_number(b"\0" * 8 + noise(3000))
     for path in files(trained):
         if damage == "missing":
             path.unlink()
@@ -185,11 +185,11 @@ def test_hostile_dictionaries_are_errors_in_bounded_memory(trained: Store) -> No
     """Every user who may write to a shared store can plant files whose numbers fit their bytes."""
     path, offset, _ = payload(trained, "rec/5")
     for body in (b"\xff" * 4000, noise(5000), b"\0" * 300, noise(LARGEST)):
-        planted = numbered(b"\x37\xa4\x30\xec" + b"\0" * 4 + body)
+        planted = with_number(b"\x37\xa4\x30\xec" + b"\0" * 4 + body)
         if len(planted) <= LARGEST:
             with pytest.raises(CorruptError, match="none that zstd can use"):
                 Dictionary(planted)
-        number = number_of(planted)
+        number = derive_number(planted)
         for file in trained.objects.dictionaries.paths(number):
             file.write_bytes(planted)
         with pytest.raises(CorruptError):
