@@ -61,7 +61,7 @@ class _Outcome(NamedTuple):
     end: Exception | None = None
 
 
-class Putter:
+class FileAdder:
     """Puts files into a store.
 
     Args:
@@ -157,7 +157,7 @@ class Putter:
 
     def _metadata(self, path: str, status: os.stat_result) -> dict[str, Any]:
         """The user's metadata, with the file that the entry is made from."""
-        source = entry_sources.own(os.path.abspath(path), status)
+        source = entry_sources.source_of(os.path.abspath(path), status)
         return ({} if source is None else {"source": source}) | (self._options.metadata or {})
 
     def _put_items(self, items: list[tuple[str, EntrySpec, bytes]]) -> _Outcome:

@@ -15,7 +15,7 @@ from castore.errors import DictionaryError, InvalidValueError
 from castore.objects.dictionaries import DICTIONARY_LIMIT
 
 
-def learn(
+def train_dictionaries(
     store: Store, named: dict[str, str], search: Callable[[str, str], Iterator[Source]]
 ) -> list[dict[str, Any]]:
     """Train a dictionary for each folder whose names have none yet; returns a report on each.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from castore.cli.output import AsJson, listed, plural, print_json, progress, spinner
+from castore.cli.output import AsJson, abbreviate, plural, print_json, progress, spinner
 from castore.cli.store_access import store_path
 
 if TYPE_CHECKING:
@@ -81,5 +81,5 @@ def _print(findings: list[Diagnosis], rebuilt: Rebuilt | None, path: Path) -> No
 def _list(what: str, items: list[str]) -> None:
     if items:
         typer.echo(f"{what}: {len(items):,}")
-        for item in listed(items):
+        for item in abbreviate(items):
             typer.echo(f"  {item}")

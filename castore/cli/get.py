@@ -16,7 +16,7 @@ from castore import Store
 from castore.cli.completion import names
 from castore.cli.output import printable, progress
 from castore.cli.std_streams import need_output
-from castore.cli.store_access import find_blob, open_store, see_path
+from castore.cli.store_access import find_blob, open_store, require_path
 from castore.errors import CastoreError, add_filename
 from castore.records import Blob
 
@@ -36,7 +36,7 @@ def get(
     \b
     castore get imagenet/train-00001.tar -o train.tar
     """
-    see_path(output, "-o", "file")
+    require_path(output, "-o", "file")
     if output == "-":
         need_output()
     with open_store(context) as store:

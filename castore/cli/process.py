@@ -15,7 +15,7 @@ import typer
 
 from castore import Store
 from castore.cli.exit_codes import TERMINATED
-from castore.cli.output import AsJson, complain, console, plural, print_json
+from castore.cli.output import AsJson, console, plural, print_error, print_json
 from castore.cli.store_access import store_path
 from castore.errors import CastoreError, InvalidValueError
 from castore.units import format_duration, format_size
@@ -121,7 +121,7 @@ def process(
         use_checkpoint=use_checkpoint if use_checkpoint_text is None else _truth(use_checkpoint_text),
     )
     for told in recipe.notes:
-        complain(f"{config}: {told}")
+        print_error(f"{config}: {told}")
     with _terminable(), Store(_store_of(context, recipe, ds_cache_dir), memory=0) as store:
         if explain:
             _explain(recipe, store, as_json)
@@ -148,7 +148,7 @@ def _terminable() -> Iterator[None]:
     except KeyboardInterrupt:
         if not is_told:
             raise
-        complain("terminated")
+        print_error("terminated")
         raise typer.Exit(TERMINATED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -301,7 +301,7 @@ def _estimate(recipe: Recipe, store: Store, as_json: bool) -> None:
     for line in _told(found):
         typer.echo(line)
     for problem in found.problems:
-        complain(problem)
+        print_error(problem)
 
 
 def _told(found: Estimate) -> Iterator[str]:

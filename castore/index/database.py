@@ -342,7 +342,7 @@ class Index:
         """A write transaction: commits at the end of the block, rolls back on an error.
 
         Args:
-            patience: seconds to wait for other writers before entering raises sqlite3.OperationalError.
+            timeout: seconds to wait for other writers before entering raises sqlite3.OperationalError.
 
         Raises:
             FullError: the disk is full.

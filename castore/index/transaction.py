@@ -174,7 +174,7 @@ class Write:
         """Point a name at a blob; returns when it was created and whether it is pinned.
 
         Args:
-            pointing: the entry's specification: its name and attributes.
+            spec: the entry's specification: its name and attributes.
             blob: the name's blob from now on.
             now: the current time, recorded as the last access.
             added: whether `add_blob` has just added the blob, and so counted this name already.

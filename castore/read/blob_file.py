@@ -34,7 +34,7 @@ class BlobFile(io.RawIOBase):
     Args:
         reader: reader of the blob; closed with this file.
         name: the file's `name`, for messages.
-        damaged: called with the blob and the error when bytes fail their check; the error is then raised.
+        on_damage: called with the blob and the error when bytes fail their check; the error is then raised.
     """
 
     def __init__(self, reader: BlobReader, name: str, on_damage: OnDamage) -> None:

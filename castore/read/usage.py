@@ -94,8 +94,8 @@ class Usage:
         """Write the counts, and the last reads of at most ``limit`` names.
 
         Args:
-            patience: seconds to wait for other writers.
-            most: number of names.
+            timeout: seconds to wait for other writers.
+            limit: number of names.
 
         Raises:
             FullError, StoreError, sqlite3.OperationalError: the index could not be written. The counts are

@@ -23,7 +23,7 @@ from castore.index.metadata_keys import KeyedEntry, entries_with_key
 from castore.records import Entry
 
 #: A file written less than this ago may be written again within the same tick of the file system's clock.
-_TICK_NS = 50_000_000
+_CLOCK_TICK_NS = 50_000_000
 
 
 def remember(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
@@ -56,7 +56,7 @@ def remember(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
 
 def _remember(path: str) -> dict[str, Any]:
     before = os.stat(path)
-    source = own(path, before)
+    source = source_of(path, before)
     if source is None:
         raise InvalidValueError(f"{path!r} is not UTF-8, so it cannot be remembered; rename it")
     if not stat.S_ISREG(before.st_mode):
@@ -70,7 +70,7 @@ def _remember(path: str) -> dict[str, Any]:
     return source | {"digest": digest}
 
 
-def own(path: str, status: os.stat_result) -> dict[str, Any] | None:
+def source_of(path: str, status: os.stat_result) -> dict[str, Any] | None:
     """The value for ``source`` in the metadata of an entry that copies a file; None if the path is not UTF-8.
 
     Args:
@@ -82,7 +82,7 @@ def own(path: str, status: os.stat_result) -> dict[str, Any] | None:
     except UnicodeEncodeError:
         return None
     # None is never equal to an mtime: the next check compares the content.
-    trusted = status.st_mtime_ns + _TICK_NS < time.time_ns()
+    trusted = status.st_mtime_ns + _CLOCK_TICK_NS < time.time_ns()
     return {"path": path, "size": status.st_size, "mtime_ns": status.st_mtime_ns if trusted else None}
 
 
@@ -95,15 +95,15 @@ def digest_of(path: str) -> str:
     return hasher.hexdigest()
 
 
-def changed(entry: Entry | KeyedEntry) -> list[str]:
+def find_changes(entry: Entry | KeyedEntry) -> list[str]:
     """Why an entry no longer stands for the files it was made from: a sentence each; empty if it does.
 
     Size is compared first, then mtime, and where that differs the content.
     """
-    return [reason for reason in map(_difference, of(entry)) if reason is not None]
+    return [reason for reason in map(_difference, sources_of(entry)) if reason is not None]
 
 
-def of(entry: Entry | KeyedEntry) -> list[dict[str, Any]]:
+def sources_of(entry: Entry | KeyedEntry) -> list[dict[str, Any]]:
     """All files that an entry remembers, each with its digest."""
     source = entry.metadata.get("source")
     listed = entry.metadata.get("sources")
@@ -141,7 +141,7 @@ def _difference(source: dict[str, Any]) -> str | None:
 def fresh(store: Store, name: str) -> bool:
     """Whether there is an entry of that name and the files it was made from are as they were."""
     entry = store.entry(name)
-    return entry is not None and not changed(entry)
+    return entry is not None and not find_changes(entry)
 
 
 class Stale(NamedTuple):
@@ -160,7 +160,7 @@ def drop_stale(store: Store, concerns: Callable[[str], bool]) -> Iterator[Stale]
         concerns: whether to check a file, by its path.
     """
     for entry in entries_with_key(store.index, "sources"):
-        if any(concerns(source["path"]) for source in of(entry)) and (reasons := changed(entry)):
+        if any(concerns(source["path"]) for source in sources_of(entry)) and (reasons := find_changes(entry)):
             yield Stale(entry.name, reasons, not entry.pinned and drop(store, entry))
 
 

@@ -63,14 +63,14 @@ class Snapshot:
             there = os.lstat(self.path)
         except OSError as error:
             raise BusyError(self.path) from error
-        if not same(there, self.status) or not same(os.fstat(self.fd), self.status):
+        if not is_same(there, self.status) or not is_same(os.fstat(self.fd), self.status):
             raise BusyError(self.path)
         # Without leases, it must do that the file is unchanged since the settling time began.
         with suppress(NoLeaseError), lease(self.fd):
             pass
 
 
-def same(one: os.stat_result, other: os.stat_result) -> bool:
+def is_same(one: os.stat_result, other: os.stat_result) -> bool:
     """Whether two stats show the same file with the same content and permissions: `restore` sets both."""
     return _identity(one) == _identity(other)
 
@@ -107,6 +107,6 @@ def _refused(fd: int) -> bool:
     return os.geteuid() not in (0, os.fstat(fd).st_uid)
 
 
-def is_wanted(fd: int) -> bool:
+def is_writer_waiting(fd: int) -> bool:
     """Whether somebody waits to open a leased file for writing."""
     return fcntl.fcntl(fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK

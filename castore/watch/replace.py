@@ -34,11 +34,11 @@ from castore.watch.file_lease import (
     BusyError,
     NoLeaseError,
     Snapshot,
-    is_wanted,
+    is_same,
+    is_writer_waiting,
     lease,
-    same,
 )
-from castore.watch.folder import PART, SWAP, Folder
+from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, Folder
 
 #: Seconds for which a mount may go on showing the old bytes of a name.
 _MOUNT_SECONDS = 5.0
@@ -68,7 +68,7 @@ def replace(
         done: called for each file with None, or with the reason why it stays: `BusyError` (it was touched),
             `KeptError` (it cannot be replaced), or another error.
     """
-    ready = deque(_bind(store, mount, [pair for pair in files if _is_free(pair, done)], done))
+    ready = deque(_bind(store, mount, [pair for pair in files if _is_replaceable(pair, done)], done))
     synced: set[Path] = set()
     stay: list[Entry] = []
     try:
@@ -82,19 +82,19 @@ def replace(
             done(file, entry, error)
     finally:
         if stay or ready:
-            link_registry.unbind(store, stay + [entry for _, entry in ready])
+            link_registry.unbind_links(store, stay + [entry for _, entry in ready])
 
 
 def _bind(store: Store, mount: Mount, files: list[Pair], done: Done) -> list[Pair]:
     bindings = []
     for file, entry in files:
-        source = entry_sources.own(file.path, file.status)
+        source = entry_sources.source_of(file.path, file.status)
         assert source is not None, "an entry's name is UTF-8, and so is its file's"
         bindings.append(
             link_registry.Binding(entry, source, mount.path(entry.name), stat.S_IMODE(file.status.st_mode))
         )
     bound = []
-    for (file, entry), linked in zip(files, link_registry.bind(store, bindings), strict=True):
+    for (file, entry), linked in zip(files, link_registry.bind_links(store, bindings), strict=True):
         if linked is None:
             done(file, entry, BusyError(file.path))  # gc removed it before it was pinned: put it again
         else:
@@ -120,16 +120,16 @@ def _replace_one(
     return None
 
 
-def _is_free(pair: Pair, done: Done) -> bool:
+def _is_replaceable(pair: Pair, done: Done) -> bool:
     try:
-        _refuse(pair[0])
+        _require_replaceable(pair[0])
     except (BusyError, KeptError) as error:
         done(*pair, error)
         return False
     return True
 
 
-def _refuse(file: Snapshot) -> None:
+def _require_replaceable(file: Snapshot) -> None:
     if file.status.st_nlink > 1:
         raise KeptError("it has other hard links, which would go on taking its space")
     try:
@@ -182,7 +182,7 @@ def _digest(path: str, check: Callable[[int], object]) -> str:
 
 
 def _swap(file: Snapshot, link: str) -> None:
-    temporary = temporary_beside(file.path, SWAP)
+    temporary = temporary_beside(file.path, SWAP_PREFIX)
     os.symlink(link, temporary)
     try:
         # Tools read the mtime of the link or of its target: both are the file's.
@@ -196,7 +196,7 @@ def _swap(file: Snapshot, link: str) -> None:
             # the lookup and the open, for longer than these lines take. That process writes to an unlinked
             # file, as it would had `rm` been a moment faster.
             with lease(file.fd):
-                if not same(os.lstat(temporary), file.status) or is_wanted(file.fd):
+                if not is_same(os.lstat(temporary), file.status) or is_writer_waiting(file.fd):
                     raise BusyError(file.path)
         except BaseException:
             exchange(temporary, file.path)
@@ -235,7 +235,7 @@ def relink(path: str, old: str, new: str) -> None:
     Raises:
         BusyError: the path is no longer that link.
     """
-    temporary = temporary_beside(path, SWAP)
+    temporary = temporary_beside(path, SWAP_PREFIX)
     before = os.lstat(path)
     os.symlink(new, temporary)
     try:
@@ -267,10 +267,10 @@ def clean(store: Store, folder: Folder, leftover: str) -> None:
     are exchanged back.
     """
     place, name = os.path.split(leftover)
-    namespace, pid, started, mark = name.removeprefix(SWAP).removeprefix(PART).split("-")
+    namespace, pid, started, mark = name.removeprefix(SWAP_PREFIX).removeprefix(PART_PREFIX).split("-")
     if int(namespace) == pid_namespace() and is_running(int(pid), int(started)):
         return
-    if not name.startswith(PART) and not os.path.islink(leftover):
+    if not name.startswith(PART_PREFIX) and not os.path.islink(leftover):
         digest = entry_sources.digest_of(leftover)
         owner = next((one for one in os.listdir(place) if _mark(one) == mark), None)
         if owner is not None and not _is_kept(store, folder.name(os.path.join(place, owner)), digest):

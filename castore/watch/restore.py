@@ -17,7 +17,7 @@ from castore.records import Entry
 from castore.system.temporary import give_to_owner
 from castore.watch import link_registry, replace
 from castore.watch.file_lease import BusyError
-from castore.watch.folder import PART, Folder
+from castore.watch.folder import PART_PREFIX, Folder
 from castore.watch.reports import Event, reason_of
 
 
@@ -38,7 +38,7 @@ def restore_all(
             continue
         name = folder.name(path)
         try:
-            entry = link_registry.bound(store, folder.prefix, name, os.readlink(path))
+            entry = link_registry.find_bound(store, folder.prefix, name, os.readlink(path))
             if entry is None:
                 continue
             restore(store, path, entry, progress)
@@ -66,7 +66,7 @@ def restore(store: Store, path: str, entry: Entry, check: Callable[[int], object
     """
     link = os.readlink(path)
     source = entry.metadata["source"]
-    temporary = replace.temporary_beside(path, PART)
+    temporary = replace.temporary_beside(path, PART_PREFIX)
     try:
         _write(store, entry, temporary, check)
         os.chmod(temporary, source["mode"])
@@ -82,7 +82,7 @@ def restore(store: Store, path: str, entry: Entry, check: Callable[[int], object
     if (
         entry.metadata["source"]["path"] == path
     ):  # else the link was renamed, and its old name may have one again
-        link_registry.unbind(store, [entry])
+        link_registry.unbind_links(store, [entry])
 
 
 def _write(store: Store, entry: Entry, path: str, check: Callable[[int], object]) -> None:

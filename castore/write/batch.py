@@ -302,7 +302,7 @@ def add_staged(batch: Batch, stage: StageItem) -> str:
 
     Args:
         batch: to add to.
-        make: stages the bytes, and returns them with their entry's specification. It is called again, with
+        stage: stages the bytes, and returns them with their entry's specification. It is called again, with
             False, if a known blob has vanished before the end of the block.
 
     Returns:

@@ -294,7 +294,7 @@ class Putter:
 
         Args:
             stage: stages the bytes. Called with True, and once more with False if a known blob has vanished.
-            first: called in the transaction before anything else; its exceptions roll everything back.
+            on_begin: called in the transaction before anything else; its exceptions roll everything back.
 
         Raises:
             TooLargeError, FullError: as for `BlobWriter.commit`; a full disk gives a FullError too.

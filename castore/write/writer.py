@@ -248,7 +248,7 @@ class BlobWriter:
         """Place and name everything in one transaction.
 
         Args:
-            first: called in the transaction before anything else; its exceptions roll everything back.
+            on_begin: called in the transaction before anything else; its exceptions roll everything back.
 
         Raises:
             TooLargeError: one blob alone passes the budget.

@@ -16,7 +16,7 @@ from castore import Store
 from castore.repair import doctor
 from castore.system.temporary import is_running
 from castore.watch import dangling_links
-from castore.watch.dangling_links import Mounted, mount_of
+from castore.watch.dangling_links import LinkedMount, mount_of
 from tests.watch.conftest import Watch, run, settled
 
 
@@ -133,13 +133,13 @@ def test_links_that_are_gone_themselves_are_nobodys_worry(
 @pytest.mark.parametrize(
     ("link", "mount"),
     [
-        ("/mnt/in/a/b", Mounted("/mnt", "")),
-        ("/mnt/a/b", Mounted("/mnt", "in")),
-        ("/mnt/b", Mounted("/mnt", "in/a")),
-        ("/in/a/b", Mounted("/", "")),
+        ("/mnt/in/a/b", LinkedMount("/mnt", "")),
+        ("/mnt/a/b", LinkedMount("/mnt", "in")),
+        ("/mnt/b", LinkedMount("/mnt", "in/a")),
+        ("/in/a/b", LinkedMount("/", "")),
     ],
 )
-def test_the_mount_of_a_link_is_what_comes_before_the_name(link: str, mount: Mounted) -> None:
+def test_the_mount_of_a_link_is_what_comes_before_the_name(link: str, mount: LinkedMount) -> None:
     assert mount_of("in/a/b", link) == mount
 
 

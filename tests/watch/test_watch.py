@@ -266,7 +266,7 @@ def test_a_mount_below_the_folder_and_the_store_in_it_are_left_out(tmp_path: Pat
     (root / "a").write_text("a")
     folder = Folder(str(root), "in", str(store))
     assert list(folder.files(str(root), print, print)) == [str(root / "a")]
-    assert not folder.counts(str(store / "castore.json"))
+    assert not folder.is_relevant(str(store / "castore.json"))
 
 
 def test_people_are_told_in_plain_lines(store: Store, folder: Path) -> None:
