@@ -18,7 +18,7 @@ from castore.gc.mount_barrier import Listener
 from castore.index import mounts
 from castore_fuse.daemon import serve
 from castore_fuse.errors import MountError
-from castore_fuse.follow import Follower
+from castore_fuse.follower import Follower
 from castore_fuse.lifecycle import mount_options
 from castore_fuse.operations import Operations
 from castore_fuse.session import Session
@@ -27,7 +27,7 @@ from castore_fuse.view import View
 log = logging.getLogger("castore.fuse")
 
 
-class Mount:
+class MountDaemon:
     """The store, view and registration of one daemon, and how to close them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -45,8 +45,8 @@ class Mount:
         operations = Operations(self.view)
         options = mount_options(f"castore:{self.store.path}", allow_other=given.allow_other)
         session = Session(operations, given.mountpoint, options, given.threads)
-        listener, beat = self._registered(session) if not self.store.read_only else (None, None)
-        self.follower = Follower(operations, session, listener, beat)
+        listener, heartbeat = self._registered(session) if not self.store.read_only else (None, None)
+        self.follower = Follower(operations, session, listener, heartbeat)
         return session
 
     def _registered(self, session: Session) -> tuple[Listener, Callable[[], object]]:
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ready-fd", type=int)
     parser.add_argument("--lifeline-fd", type=int)
     given = parser.parse_args(arguments)
-    mount = Mount(given)
+    mount = MountDaemon(given)
     try:
         return serve(
             mount.open,

@@ -97,7 +97,7 @@ def umount(mountpoint: str | os.PathLike[str]) -> None:
         BusyError: processes use files in it; the message names them.
         MountError: there is no castore mount.
     """
-    path = mountpoints.real(mountpoint)
+    path = mountpoints.real_path(mountpoint)
     found = mountpoints.mount_at(path)
     record = None
     if found is not None and found.source.startswith("castore:"):
@@ -126,7 +126,7 @@ def foreground(
 
 
 def _prepare(mountpoint: str | os.PathLike[str], folder: Path) -> Path:
-    record_path = _record_path(folder, mountpoints.real(mountpoint))
+    record_path = _record_path(folder, mountpoints.real_path(mountpoint))
     return lifecycle.prepare_mountpoint(mountpoint, folder, record_path=record_path)
 
 

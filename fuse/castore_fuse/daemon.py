@@ -90,7 +90,7 @@ def serve(
     level = logging.INFO if lifeline_fd is None else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s")
     for handler in logging.getLogger().handlers:
-        handler.addFilter(_Repeated())
+        handler.addFilter(_RepeatFilter())
     _raise_file_limit()
     _keep_freed_memory()
     try:
@@ -98,13 +98,13 @@ def serve(
         session.mount()
     except CastoreError as error:
         log.error("%s", error)  # noqa: TRY400 (the message is enough; a traceback is for defects)
-        _say(ready_fd, str(error))
+        _write_line(ready_fd, str(error))
         return 1
     except BaseException as error:
-        _say(ready_fd, f"unexpected {type(error).__name__} while mounting: {error}")
+        _write_line(ready_fd, f"unexpected {type(error).__name__} while mounting: {error}")
         raise
 
-    def answering() -> None:
+    def on_ready() -> None:
         if record_path is not None:
             try:
                 Record.of_this_process(session.mountpoint).write(record_path)
@@ -114,12 +114,12 @@ def serve(
         if started is not None:
             started()
         if lifeline_fd is not None:
-            threading.Thread(target=_hold, args=(lifeline_fd, session), daemon=True).start()
+            threading.Thread(target=_await_lifeline, args=(lifeline_fd, session), daemon=True).start()
         log.info("mounted at %s", session.mountpoint)
-        _say(ready_fd, READY)
+        _write_line(ready_fd, READY)
 
     try:
-        session.run(answering)
+        session.run(on_ready)
     finally:
         if record_path is not None:
             record_path.unlink(missing_ok=True)
@@ -127,7 +127,7 @@ def serve(
     return 0
 
 
-class _Repeated(logging.Filter):
+class _RepeatFilter(logging.Filter):
     """Passes each error once a minute: while an index is broken, every request of a mount fails alike."""
 
     def __init__(self) -> None:
@@ -147,13 +147,13 @@ class _Repeated(logging.Filter):
         return True
 
 
-def _say(descriptor: int | None, sentence: str) -> None:
+def _write_line(descriptor: int | None, sentence: str) -> None:
     if descriptor is not None:
         with contextlib.suppress(BrokenPipeError), open(descriptor, "wb") as pipe:
             pipe.write(" ".join(sentence.split()).encode() + b"\n")
 
 
-def _hold(lifeline: int, session: Session) -> None:
+def _await_lifeline(lifeline: int, session: Session) -> None:
     """Wait until the last process that holds the other end is gone, then end the session."""
     os.read(lifeline, 1)
     session.exit()

@@ -38,14 +38,14 @@ _LOG_LIMIT = 1 << 20
 _started: list[subprocess.Popen[bytes]] = []
 
 
-def _reap() -> None:
+def _reap_daemons() -> None:
     _started[:] = [daemon for daemon in _started if daemon.poll() is None]
 
 
 @atexit.register
-def _leave_daemons() -> None:
+def _disown_daemons() -> None:
     """Let daemons outlive this process; without a return code, Python would warn of running children."""
-    _reap()
+    _reap_daemons()
     for daemon in _started:
         daemon.returncode = 0
 
@@ -74,7 +74,7 @@ def mount_background(
     path = Path(os.path.realpath(mountpoint))
     with _open_log(log_path) as log:
         process = _start(command, path, log.fileno(), (), timeout, f"see {log_path}")
-    _reap()
+    _reap_daemons()
     _started.append(process)
     return process.pid
 
@@ -158,8 +158,8 @@ def _start(
 
 
 def _await_ready(process: subprocess.Popen[bytes], pipe: int, deadline: float, hint: str) -> None:
-    said = b""
-    while not said.endswith(b"\n"):
+    received = b""
+    while not received.endswith(b"\n"):
         readable, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
         if not readable:
             raise MountError(f"the mount's daemon did not get ready in time; {hint}")
@@ -167,8 +167,8 @@ def _await_ready(process: subprocess.Popen[bytes], pipe: int, deadline: float, h
         if not piece:
             code = process.wait()
             raise MountError(f"the mount's daemon ended with exit code {code} before it was ready; {hint}")
-        said += piece
-    sentence = said.decode(errors="replace").strip()
+        received += piece
+    sentence = received.decode(errors="replace").strip()
     if sentence != READY:
         raise MountError(sentence)
 
@@ -243,7 +243,7 @@ def prepare_mountpoint(
     Raises:
         MountError: the mountpoint is in use, not a folder, not empty, or overlaps the store.
     """
-    path, home = mountpoints.real(mountpoint), Path(os.path.realpath(store))
+    path, home = mountpoints.real_path(mountpoint), Path(os.path.realpath(store))
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:
@@ -304,7 +304,7 @@ def umount(mountpoint: str | os.PathLike[str], *, record_path: Path | None = Non
         BusyError: processes use files in it; the message names them.
         MountError: there is no castore mount, or it may not be ended.
     """
-    path = mountpoints.real(mountpoint)
+    path = mountpoints.real_path(mountpoint)
     found = mountpoints.mount_at(path)
     if found is None:
         raise MountError(f"nothing is mounted at {path}")
@@ -317,7 +317,7 @@ def umount(mountpoint: str | os.PathLike[str], *, record_path: Path | None = Non
         if time.monotonic() > deadline:
             raise MountError(f"{path} is unmounted, but its daemon (pid {record.pid}) still runs")
         time.sleep(0.01)
-    _reap()
+    _reap_daemons()
     if record_path is not None and record_path.exists():  # a read-only store has no record
         record_path.unlink(missing_ok=True)
 

@@ -147,7 +147,7 @@ class View:
         self.cache: MemoryLRU[bytes] = MemoryLRU(cache_bytes)
         self.since = (store.path / "castore.json").stat().st_mtime
 
-    def _full(self, path: str) -> str:
+    def _full_name(self, path: str) -> str:
         return f"{self.prefix}/{path}" if self.prefix and path else self.prefix or path
 
     # The tree
@@ -165,7 +165,7 @@ class View:
         path = f"{folder}/{part}" if folder else part
         if path == RESERVED or path.startswith(RESERVED + "/"):
             return self._reserved(path)
-        name, now = self._full(path), time.time()
+        name, now = self._full_name(path), time.time()
         row = name_ranges.file(self.store.index, name, now)
         if row is not None:
             file = _file(*row)
@@ -178,7 +178,7 @@ class View:
 
     def folder_exists(self, path: str) -> bool:
         """Whether a name lies below that path."""
-        return name_ranges.is_folder(self.store.index, self._full(path), time.time())
+        return name_ranges.is_folder(self.store.index, self._full_name(path), time.time())
 
     def listing(self, folder: str) -> Iterator[tuple[str, File | Folder]]:
         """The parts of names directly inside a folder, in the order of bytes."""
@@ -189,7 +189,7 @@ class View:
         """The listing in pages, one for each query of the index. A page may be empty."""
         if folder == RESERVED or folder.startswith(RESERVED + "/"):
             return
-        base = self._full(folder)
+        base = self._full_name(folder)
         low, high = below(base) if base else ("", name_ranges.AFTER_TEXT)
         skip, limit = len(low), _MANY
         now = time.time()
@@ -255,7 +255,7 @@ class View:
         if file.name:
             self.store.count_use(file.name)
 
-    def damaged(self, reader: BlobReader, error: CorruptError) -> None:
+    def quarantine(self, reader: BlobReader, error: CorruptError) -> None:
         """Quarantine an object that failed its check while it was read."""
         self.store.source.quarantine(reader.blob, error)
 

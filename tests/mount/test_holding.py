@@ -287,10 +287,10 @@ def test_lines_read_before_a_change_count_as_no_lookups(store: Store) -> None:
 def test_lookups_under_way_are_waited_for() -> None:
     lookups = Lookups()
     lookups.begin()
-    assert not lookups.settle(patience=0.05)
+    assert not lookups.settle(timeout=0.05)
     ending = threading.Timer(0.1, lookups._running.clear)
     ending.start()
-    assert lookups.settle(patience=5.0)
+    assert lookups.settle(timeout=5.0)
 
 
 def test_file_in_use_is_known_to_gc_by_its_lookups(store: Store) -> None:

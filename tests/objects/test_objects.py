@@ -231,14 +231,14 @@ def test_a_bomb_is_corrupt_in_bounded_memory(codec: str, frame: object, tmp_path
 import os
 from castore import CorruptError
 from castore.objects.decode import BlobReader
-from castore.objects.workers import workers
+from castore.objects.codec_threads import codec_threads
 from castore.records import Blob
 
 def peak():
     return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) // 1024
 
 blob = Blob(bytes(32), {FRAME_SIZE}, {len(body) + len(trailer)}, {codec!r}, 0, 0)
-workers.pool().submit(int).result()
+codec_threads.pool().submit(int).result()
 before = peak()
 for read in (BlobReader.read_all, lambda reader: reader.read(0, 100)):
     reader = BlobReader(blob, os.open({str(tmp_path / "bomb")!r}, os.O_RDONLY))

@@ -18,7 +18,7 @@ from castore_fuse.view import File, View
 READERS = 256
 
 
-class Sequence:
+class ReadAhead:
     """Distinguishes sequential from random reading, and chooses the frames to decode ahead.
 
     Args:
@@ -32,7 +32,7 @@ class Sequence:
         self._next = self._asked = 0
         self._window = 1
 
-    def after(self, first: int, last: int) -> range:
+    def next_frames(self, first: int, last: int) -> range:
         """The frames to start decoding, now that ``first`` to ``last`` were read; each is returned once."""
         if first > self._next or last < self._next - 1:
             # after a jump, decode nothing until the next read is sequential
@@ -52,11 +52,11 @@ class Sequence:
 class Handle:
     """An open object: its reader, and how far a sequential reader has come."""
 
-    __slots__ = ("ahead", "reader")
+    __slots__ = ("read_ahead", "reader")
 
-    def __init__(self, reader: BlobReader, ahead: int) -> None:
+    def __init__(self, reader: BlobReader, read_ahead: int) -> None:
         self.reader = reader
-        self.ahead = Sequence(ahead)
+        self.read_ahead = ReadAhead(read_ahead)
 
     def close(self) -> None:
         """Close the object, once no read of it is under way."""
