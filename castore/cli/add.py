@@ -96,7 +96,7 @@ def add(
     started = time.monotonic()
     with Store(store_path(context), memory=0) as store:
         folder = str(store.path)
-        before, evictions = store.totals(), store.index.counters().get("evictions", 0)
+        before, evictions = store.totals(), store.counters().get("evictions", 0)
         empty = _EmptyFolders()
         search = partial(find, store=folder, skip=failures.add, empty=empty.add, cross_mounts=cross_mounts)
         quietly = partial(search, skip=str, empty=str)
@@ -118,7 +118,7 @@ def add(
             "bytes": adder.size,
             "new_blobs": max(0, after.blobs - before.blobs),
             "stored_bytes": max(0, after.stored - before.stored),
-            "evicted": store.index.counters().get("evictions", 0) - evictions,
+            "evicted": store.counters().get("evictions", 0) - evictions,
             "dictionaries": trained,
             "failed": failures.count,
             "problems": failures.sentences,

@@ -18,10 +18,8 @@ from castore.cli.store_access import check_ttl
 from castore.cli.walk import Source
 from castore.errors import CastoreError, FullError, StoreError, add_filename
 from castore.objects.codecs import check_codec
-from castore.records import EntrySpec
 from castore.system.cpus import usable_cores
 from castore.watch import entry_sources
-from castore.write import putter
 from castore.write.putter import SupportsRead
 
 #: Files up to this many bytes are read whole and put in batches.
@@ -61,13 +59,22 @@ class _Outcome(NamedTuple):
     end: Exception | None = None
 
 
+class _Item(NamedTuple):
+    """A small file that was read; all but its path are an item of `Store.put_many`."""
+
+    path: str
+    name: str
+    data: bytes
+    metadata: dict[str, Any]
+
+
 class FileAdder:
     """Puts files into a store.
 
     Args:
         store: where to.
         options: for all of them.
-        failures: told of each file that cannot be put.
+        failures: takes a sentence for each file that cannot be put.
         done: called with the bytes of files that are dealt with.
 
     Attributes:
@@ -78,7 +85,6 @@ class FileAdder:
         self, store: Store, options: Options, failures: Failures, done: Callable[[int], object]
     ) -> None:
         self._store = store
-        self._batches = putter.Putter(store.writer, store.settings, store.path, store.prefixes)
         self._options = options
         self._failures = failures
         self._done = done
@@ -140,41 +146,38 @@ class FileAdder:
 
     def _put_batch(self, batch: list[Source]) -> _Outcome:
         problems: list[str] = []
-        items: list[tuple[str, EntrySpec, bytes]] = []
+        items: list[_Item] = []
         for source in batch:
             try:
                 with open(source.path, "rb") as file, add_filename(source.path):
                     status = os.fstat(file.fileno())
-                    items.append((source.path, self._make_spec(source, status), file.read()))
+                    metadata = self._metadata(source.path, status)
+                    items.append(_Item(source.path, source.name, file.read(), metadata))
             except OSError as error:
                 problems.append(f"{describe(error)}; skipped")
         outcome = self._put_items(items)
         return outcome._replace(problems=problems + outcome.problems)
-
-    def _make_spec(self, source: Source, status: os.stat_result) -> EntrySpec:
-        _, ttl, _, pin = self._options
-        return self._batches.make_spec(source.name, ttl, self._metadata(source.path, status), pin, "bytes")
 
     def _metadata(self, path: str, status: os.stat_result) -> dict[str, Any]:
         """The user's metadata, with the file that the entry is made from."""
         source = entry_sources.source_of(os.path.abspath(path), status)
         return ({} if source is None else {"source": source}) | (self._options.metadata or {})
 
-    def _put_items(self, items: list[tuple[str, EntrySpec, bytes]]) -> _Outcome:
-        codec = self._batches.resolve_codec(self._options.codec, None)
+    def _put_items(self, items: list[_Item]) -> _Outcome:
+        codec, ttl, _, pin = self._options
         try:
-            self._batches.put_many(((spec, data) for _, spec, data in items), *codec)
+            self._store.put_many((item[1:] for item in items), codec=codec, ttl=ttl, pin=pin)
         except (FullError, StoreError):
             raise
         except CastoreError:
             pass  # one file made the whole batch fail: put each alone, to find it
         else:
-            return _Outcome(len(items), sum(len(data) for _, _, data in items), [])
+            return _Outcome(len(items), sum(len(item.data) for item in items), [])
         files, size = 0, 0
         problems: list[str] = []
-        for path, spec, data in items:
+        for path, name, data, metadata in items:
             try:
-                self._batches.put(spec, data, *codec)
+                self._store.put(name, data, codec=codec, ttl=ttl, metadata=metadata, pin=pin)
             except (FullError, StoreError) as error:
                 return _Outcome(files, size, problems, error)
             except CastoreError as error:

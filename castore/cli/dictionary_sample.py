@@ -32,7 +32,7 @@ def train_dictionaries(
         raise InvalidValueError("--dict learns from folders of small files, and none of these is a folder")
     reports: list[dict[str, Any]] = []
     for path, name in folders.items():
-        if store.prefixes.dictionary(name) is not None:
+        if store.has_dictionary(name):
             continue
         try:
             trained = store.train_dictionary(name, _samples(search(path, name)))

@@ -76,7 +76,7 @@ def _print_one(store: Store, name: str, as_json: bool) -> None:
             "size": blob.size,
             "stored": blob.stored,
             "codec": blob.codec,
-            "names": store.index.names_of(blob.digest),
+            "names": store.names_of(blob.digest),
         }
     else:
         facts = entry._asdict()

@@ -116,7 +116,7 @@ def find_blob(store: Store, name: str) -> Blob:
                 " add it again, or `castore verify --repair`"
             )
         return blob
-    found = _blobs_beginning(store, name) if _HEX(name) else []
+    found = store.blobs_starting_with(name) if _HEX(name) else []
     if len(found) > 1:
         raise CastoreError(f"several digests begin with {name}; give more of it")
     if not found:
@@ -134,8 +134,3 @@ def not_found(store: Store, name: str, *, hint: str) -> NotFoundError:
 def list_hint(folder: str) -> str:
     """The advice for a name that is a folder."""
     return f"`castore ls {quote_word(folder)}` lists them"
-
-
-def _blobs_beginning(store: Store, digits: str) -> list[Blob]:
-    low, high = (bytes.fromhex(digits.ljust(64, fill)) for fill in "0f")
-    return store.index.blobs_between(low, high, 2)

@@ -87,7 +87,7 @@ def watch(
     # The target of a link is the only copy of the file: it has to survive a power cut.
     with Store(path, memory=0, durable=replace) as store:
         if not restore:
-            store.index.require_writable()
+            store.require_writable()
         if restore:
             with progress("restoring", None) as done:
                 restore_all(store, Folder(root, names, str(path)), printer.print_event, done)

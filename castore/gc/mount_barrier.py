@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from castore.errors import StoreError
+from castore.index import mounts
 from castore.index.database import Index
 from castore.index.journal import JournalTail
 from castore.system.temporary import give_to_owner, is_running, pid_namespace
@@ -28,6 +29,8 @@ from castore.system.temporary import give_to_owner, is_running, pid_namespace
 # Imported where it is used: it takes a twentieth of the time of `import castore`, and few stores have mounts.
 if TYPE_CHECKING:
     import socket
+
+    from castore.parts import Parts
 
 #: Seconds that a mount may take to answer.
 ANSWER_SECONDS = 30.0
@@ -94,6 +97,42 @@ class Listener:
         """Stop listening."""
         self._socket.close()
         self._path.unlink(missing_ok=True)
+
+
+class RegisteredMount:
+    """A mount as gc knows it: its row in the index, and the socket on which gc asks it. Until `remove`.
+
+    The row exists before the mount answers its first request: gc must know of a pin from that moment on.
+
+    Args:
+        parts: of the store.
+        mountpoint: the path of the mount.
+        prefix: the prefix of names that the mount shows.
+        pinned: keep everything under the prefix from gc.
+
+    Attributes:
+        listener: the socket; its user closes it.
+    """
+
+    def __init__(self, parts: Parts, mountpoint: str, prefix: str, *, pinned: bool) -> None:
+        self._parts = parts
+        mounts.remove_dead(parts.index)  # may remove the row of a killed daemon on this same mountpoint
+        self._registration = parts.relieve(
+            lambda: mounts.Registration(parts.index, mountpoint, prefix, pinned=pinned)
+        )
+        try:
+            self.listener = Listener(parts.path / "locks", parts.settings.file_mode)
+        except BaseException:
+            self.remove()
+            raise
+
+    def refresh(self) -> None:
+        """Record that the mount is alive. Call it every few minutes."""
+        self._registration.refresh()
+
+    def remove(self) -> None:
+        """Take the mount off the list."""
+        self._parts.relieve(self._registration.remove)
 
 
 class MountBarrier:

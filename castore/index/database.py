@@ -48,6 +48,8 @@ _ENTRY = f"SELECT {_ENTRY_COLUMNS} FROM entries e LEFT JOIN blobs b ON b.digest 
 _CHECKED_ENTRY = _ENTRY.replace(" FROM ", ", e.checked FROM ")
 # Bytes that are not recorded as lost.
 _NOT_LOST = f"AND b.pack != {LOST}"
+# Sorts behind every name: no part of a name is this long.
+_LAST = "\U0010ffff" * 64
 #: Names of one query: few behind a folder, since its other names are skipped; many among files.
 _FEW, _MANY = 8, 1000
 _FIND = (
@@ -247,8 +249,7 @@ class Index:
         Args:
             damaged: also yield entries whose bytes are recorded as lost.
         """
-        # This upper bound sorts behind every name: no part of a name is this long.
-        low, high = (prefix, prefix + "0") if prefix else ("", "\U0010ffff" * 64)
+        low, high = (prefix, prefix + "0") if prefix else ("", _LAST)
         sql = (
             f"{_ENTRY} WHERE e.name > ? AND e.name < ? AND (e.expires IS NULL OR e.expires > ?)"
             f" {'' if damaged else _NOT_LOST} ORDER BY e.name LIMIT 1000"
@@ -289,6 +290,18 @@ class Index:
                 low = row[0] + "\0"
             if is_last:
                 return
+
+    def entries_with_key(self, key: str, prefix: str = "") -> Iterator[Entry]:
+        """Entries below a prefix ("" for all), expired or not, whose metadata has a key of that name.
+
+        The key may lie at the top or deeper, and text inside a value may look like it: callers check the
+        metadata. Metadata is JSON text to SQLite, so this reads the row of every entry, in pages. It parses
+        the metadata of matching rows only.
+        """
+        low, high = below(prefix) if prefix else ("", _LAST)
+        sql = f"{_ENTRY} WHERE e.name > ? AND e.name < ? AND e.metadata LIKE ? ORDER BY e.name LIMIT 1000"
+        for page in self.file.pages(sql, low, high, f'%"{key}": %'):
+            yield from map(_to_entry, page)
 
     def names(self, now: float) -> Iterator[str]:
         """Names that are not expired and whose bytes are not recorded as lost, in their order.

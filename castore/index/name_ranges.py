@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from castore.index.database import Index
 from castore.names import below
+from castore.records import FileRow
 
 _FILE = "SELECT {} FROM entries WHERE name = ? AND (expires IS NULL OR expires > ?)".format(
     "name, digest, size, created, expires, checked"
@@ -28,10 +29,6 @@ _SIZED_ONE = "SELECT name, digest, size FROM entries WHERE name = ?"
 LAST = "\U0010ffff" * 64
 #: Sorts behind all text: SQLite sorts every BLOB, even the empty one, behind all text.
 AFTER_TEXT = b""
-
-#: Name, digest, size, creation, expiry and check of an entry. A plain tuple, since a listing has millions of
-#: them.
-FileRow = tuple[str, bytes, int, float, float | None, int]
 
 
 class Sized(NamedTuple):

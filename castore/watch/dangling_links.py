@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from castore import Store
-from castore.index.database import Index
-from castore.index.metadata_keys import entries_with_key
 from castore.parts import Parts
 from castore.records import Entry
 from castore.repair.doctor import Diagnosis
@@ -24,6 +22,10 @@ from castore.watch.reports import Event
 
 #: Seconds between two checks whether links still lead somewhere.
 _CHECK_SECONDS = 2.0
+
+
+#: The key under which an entry's metadata has the link that stands for its file.
+LINK = "link"
 
 
 class LinkedMount(NamedTuple):
@@ -74,10 +76,10 @@ class Link(NamedTuple):
     resolves: bool
 
 
-def bound_links(index: Index, prefix: str = "") -> Iterator[Link]:
-    """The links that stand for files whose entries lie below a prefix."""
+def bound_links(entries: Iterable[Entry]) -> Iterator[Link]:
+    """The links that stand for the files of entries; others are passed over."""
     live: set[LinkedMount] = set()
-    for entry in entries_with_key(index, "link", prefix):
+    for entry in entries:
         source = entry.metadata.get("source")
         if not isinstance(source, dict) or "link" not in source:
             continue
@@ -102,7 +104,7 @@ def link_of(entry: Entry) -> str | None:
 def prefixes_of(store: Store, root: str) -> dict[str, int]:
     """The prefixes of the names that a folder's links stand for, with the number of links of each."""
     found: Counter[str] = Counter()
-    for link in bound_links(store.index):
+    for link in bound_links(store.entries_with_key(LINK)):
         below = os.path.relpath(link.path, root)
         if link.path.startswith(f"{root}/") and f"/{link.name}".endswith(f"/{below}"):
             found[link.name.removesuffix(below).rstrip("/")] += 1
@@ -173,7 +175,7 @@ def examine(parts: Parts) -> list[Diagnosis]:
     """Report links that lead to nothing: a further check for `castore.repair.doctor.examine`."""
     return [
         Diagnosis(one.sentence(), False, one.advice(parts.path))
-        for one in group_lost(bound_links(parts.index))
+        for one in group_lost(bound_links(parts.index.entries_with_key(LINK)))
     ]
 
 
@@ -199,7 +201,7 @@ class LinkMonitor:
         self._check_at = time.monotonic() + _CHECK_SECONDS
         found: list[Link] = []
         self._witnesses = {}
-        for link in bound_links(self._store.index, self._prefix):
+        for link in bound_links(self._store.entries_with_key(LINK, self._prefix)):
             known = self._witnesses.get(link.mount)
             if known is None or (known[1] and not link.resolves):
                 self._witnesses[link.mount] = link.path, link.resolves

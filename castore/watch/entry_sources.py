@@ -19,7 +19,6 @@ import blake3
 
 from castore import Store
 from castore.errors import InvalidValueError
-from castore.index.metadata_keys import KeyedEntry, entries_with_key
 from castore.records import Entry
 
 #: A file written less than this ago may be written again within the same tick of the file system's clock.
@@ -95,7 +94,7 @@ def digest_of(path: str) -> str:
     return hasher.hexdigest()
 
 
-def find_changes(entry: Entry | KeyedEntry) -> list[str]:
+def find_changes(entry: Entry) -> list[str]:
     """Why an entry no longer stands for the files it was made from: a sentence each; empty if it does.
 
     Size is compared first, then mtime, and where that differs the content.
@@ -103,7 +102,7 @@ def find_changes(entry: Entry | KeyedEntry) -> list[str]:
     return [reason for reason in map(_difference, sources_of(entry)) if reason is not None]
 
 
-def sources_of(entry: Entry | KeyedEntry) -> list[dict[str, Any]]:
+def sources_of(entry: Entry) -> list[dict[str, Any]]:
     """All files that an entry remembers, each with its digest."""
     source = entry.metadata.get("source")
     listed = entry.metadata.get("sources")
@@ -159,12 +158,6 @@ def drop_stale(store: Store, concerns: Callable[[str], bool]) -> Iterator[Stale]
         store: has the entries.
         concerns: whether to check a file, by its path.
     """
-    for entry in entries_with_key(store.index, "sources"):
+    for entry in store.entries_with_key("sources"):
         if any(concerns(source["path"]) for source in sources_of(entry)) and (reasons := find_changes(entry)):
-            yield Stale(entry.name, reasons, not entry.pinned and drop(store, entry))
-
-
-def drop(store: Store, entry: Entry | KeyedEntry) -> bool:
-    """Delete an entry, unless it was put again since it was read; returns whether it was deleted."""
-    with store.index.write() as txn:
-        return txn.delete_unchanged(entry.name, bytes.fromhex(entry.digest), entry.metadata)
+            yield Stale(entry.name, reasons, not entry.pinned and store.delete_unchanged(entry))

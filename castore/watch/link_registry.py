@@ -17,7 +17,6 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from castore import Store
-from castore.index.metadata_keys import entries_with_key
 from castore.index.transaction import Write
 from castore.records import LOST, Entry, EntrySpec
 
@@ -127,7 +126,7 @@ def find_bound(store: Store, prefix: str, name: str, link: str) -> Entry | None:
 
 def copied_links(store: Store, prefix: str, targets: Container[str]) -> Iterator[str]:
     """Paths of links inside a folder whose entries are copies of a file among ``targets``."""
-    for entry in entries_with_key(store.index, "through", prefix):
+    for entry in store.entries_with_key("through", prefix):
         source = entry.metadata.get("source")
         if isinstance(source, dict) and "through" in source and source.get("path") in targets:
             yield source["through"]

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 
 from castore.errors import CastoreError, FullError, NameConflictError, StoreError
 from castore.records import Entry, Mount
-from castore.watch import entry_sources, link_registry, replace
+from castore.watch import link_registry, replace
 from castore.watch.add import Added, Adder, is_current
 from castore.watch.file_lease import BusyError, Snapshot
 from castore.watch.find_mount import NoMountError, answers, find_mount
@@ -227,7 +227,7 @@ class Scanner:
                 continue
             self.touched.add(path)
             if self._options.mirror:
-                if entry_sources.drop(self._store, entry):
+                if self._store.delete_unchanged(entry):
                     self._report(Event("dropped", path, entry.name, entry.size))
             elif link_registry.target_of(entry) is not None:
                 link_registry.unbind_links(self._store, [entry])

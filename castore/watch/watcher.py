@@ -29,6 +29,8 @@ from castore.watch.task import Task
 _TICK = 0.1
 #: Seconds until the next full scan after the store was full.
 _RETRY = 60.0
+#: Seconds that writing usage counts may take between two checks.
+_FLUSH_SECONDS = 0.03
 #: Seconds between searches for a mount while there is none.
 _MOUNT_SECONDS = 5.0
 #: Seconds between full scans in any case: events get lost, and writes on another machine cause none.
@@ -104,7 +106,7 @@ class Watcher:
         elif due := self._events.take():
             self._scan_paths(due)
         self._link_monitor.check_if_due()
-        self._store.parts.usage.flush_if_due()
+        self._store.flush(seconds=_FLUSH_SECONDS)
 
     def _refuse_empty(self) -> None:
         known = next(self._own_entries(), None) if self._options.mirror else None

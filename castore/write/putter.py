@@ -76,13 +76,14 @@ class Putter:
         self,
         items: Iterable[tuple[str, Buffer] | tuple[str, Buffer, dict[str, Any] | None]],
         ttl: float | str | None,
+        pin: bool,
     ) -> Iterator[tuple[EntrySpec, Buffer]]:
         """`make_spec` for many names, each with its bytes and perhaps metadata; all else has its default."""
         seconds = self.seconds(ttl)
         for item in items:
             name, data, metadata = parse_item(item)
             expires = None if seconds is None else time.time() + seconds
-            yield EntrySpec(check_name(name), "bytes", dump_metadata(metadata), expires, False), data
+            yield EntrySpec(check_name(name), "bytes", dump_metadata(metadata), expires, pin), data
 
     def seconds(self, ttl: float | str | None) -> float | None:
         """The lifetime that ``ttl`` means, None for no end; ``ttl=None`` is the store's default."""

@@ -20,7 +20,6 @@ from typing import Protocol
 
 from castore.errors import CastoreError
 from castore.gc.mount_barrier import Listener
-from castore.index.journal import JournalTail, NameRecord
 from castore_fuse.lowlevel import ROOT
 from castore_fuse.nodes import Node
 from castore_fuse.operations import Operations
@@ -77,8 +76,9 @@ class Follower:
         self._heartbeat = heartbeat
         self._next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC)
-        self._waiting: dict[str, tuple[NameRecord, float]] = {}
-        self._tail = JournalTail(self._view.store.index.journal, self._view.store.index.beacon)
+        self._waiting: dict[str, tuple[bytes | None, float]] = {}
+        self._tree = self._view.store.tree
+        self._tail = self._tree.follow()
         self._thread = threading.Thread(target=self._run, name="castore-follow", daemon=True)
 
     def start(self) -> None:
@@ -114,8 +114,7 @@ class Follower:
 
     def _tick(self) -> None:
         self.poll()
-        self._view.store.parts.usage.flush_for(_FLUSH_SECONDS)
-        self._view.store.objects.packs.drop_unlinked()
+        self._tree.maintain(_FLUSH_SECONDS)
         self._operations.handles.drop_unlinked()
         if self._heartbeat is not None and time.monotonic() > self._next_heartbeat:
             self._next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
@@ -147,15 +146,15 @@ class Follower:
             return
         deadline = time.monotonic() + _COMMIT_SECONDS
         for record in records:
-            self._waiting[record.name] = record, deadline
+            self._waiting[record.name] = record.digest, deadline
         # A record is in the journal before its transaction commits. If the kernel were invalidated before the
         # commit, it would ask again, get the old answer and keep it. So each record waits until the index
         # has its digest. Of several records of a name, the index may already show an earlier one: a node is
         # outdated as soon as the index differs from it.
         stale: set[int] = set()
-        for name, (record, until) in list(self._waiting.items()):
-            found = self._view.store.index.find_digest(name)
-            if found == record.digest or time.monotonic() > until:
+        for name, (digest, until) in list(self._waiting.items()):
+            found = self._tree.find_digest(name)
+            if found == digest or time.monotonic() > until:
                 del self._waiting[name]
             self._apply_change(name, found, stale)
         # Each node is invalidated once, however many names changed below it.
@@ -203,10 +202,9 @@ class Follower:
         return name[len(prefix) + 1 :] if name.startswith(prefix + "/") else None
 
     def _forget_everything(self) -> None:
-        index = self._view.store.index
         for node in self._nodes.all():
             item = node.item
-            if isinstance(item, File) and item.name and index.find_digest(item.name) != item.digest:
+            if isinstance(item, File) and item.name and self._tree.find_digest(item.name) != item.digest:
                 self._nodes.outdate(node)
             self._invalidate_name(node)
         self._session.invalidate_inode(ROOT)

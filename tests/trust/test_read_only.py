@@ -121,6 +121,8 @@ def in_a_batch(store: Store, change: Callable[[Batch], object]) -> None:
         lambda store: store.pin("data/a.txt"),
         lambda store: store.drop_dictionary("data"),
         lambda store: store.gc(),
+        lambda store: store.require_writable(),
+        lambda store: store.delete_unchanged(store.entry("data/a.txt")),
         lambda store: store.verify(repair=True),
     ],
 )

@@ -122,7 +122,7 @@ def test_an_entry_that_was_put_again_since_is_not_dropped(store: Store, raw: Pat
     assert seen is not None
     raw.write_text("changed")
     derive(store, raw)
-    assert not entry_sources.drop(store, seen)
+    assert not store.delete_unchanged(seen)
     assert fresh(store, "derived")
 
 

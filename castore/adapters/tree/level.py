@@ -149,7 +149,7 @@ class DiskLevel:
             "max_size": None,
             "bytes": self.store.totals().stored,
             "max_bytes": self.store.settings.max_size,
-            "evictions": self.store.index.counters().get("evictions", 0),
+            "evictions": self.store.counters().get("evictions", 0),
         }
 
     def _sweep_if_due(self) -> None:
