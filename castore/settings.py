@@ -194,7 +194,7 @@ def has_lost_settings(path: Path) -> bool:
 def no_store_message(path: Path) -> str:
     """The message for a folder without settings."""
     if has_lost_settings(path):
-        return f"the store {path} has lost its {FILE}; `castore doctor` writes it anew, with the defaults"
+        return f"the store {path} has lost its {FILE}; `castore doctor` writes it again, with the defaults"
     return f"there is no store at {path}; `castore init` or `castore add` makes one"
 
 
@@ -211,7 +211,7 @@ def describe_rewritten(path: Path, settings: Settings) -> str:
     budget = "no budget" if settings.max_size is None else f"a budget of {format_size(settings.max_size)}"
     ttl = "that never expire" if settings.ttl is None else f"for {format_duration(settings.ttl)}"
     return (
-        f"{path / FILE} was missing and is written anew:"
+        f"{path / FILE} was missing and has been written again:"
         f" {shared}codec {settings.codec}, {budget}, entries {ttl};"
         " `castore init` sets others"
     )
@@ -261,9 +261,7 @@ def create(path: Path, settings: Settings) -> None:
         refuse_network(path)
         is_used = (path / FILE).exists() or has_lost_settings(path)
         if not is_used and any(entry.name not in layout.TOP for entry in path.iterdir()):
-            raise StoreError(
-                f"{path} is not empty and no castore; choose an empty or new folder for the store"
-            )
+            raise StoreError(f"{path} is not empty and no store; choose an empty or new folder for the store")
         make_folders(path, settings)
         for name, text in ((".gitignore", "*\n"), ("CACHEDIR.TAG", _CACHEDIR_TAG)):
             with open(open_with_mode(path / name, os.O_WRONLY | os.O_TRUNC, 0o644), "w") as file:

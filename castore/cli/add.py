@@ -89,7 +89,7 @@ def add(
     options = Options(codec, ttl, _metadata(meta or []), pin)
     options.check()
     if dictionary and codec not in (None, "auto", "zstd"):
-        raise InvalidValueError(f"--dict is for zstd, not for {codec}")
+        raise InvalidValueError(f"--dict needs the codec zstd, not {codec}")
     if dictionary and is_input:
         raise InvalidValueError("--dict is for folders of small files, not for standard input")
     failures = Failures()
@@ -142,12 +142,11 @@ def _input_name(paths: list[str], name: str | None) -> str:
     """
     if len(paths) > 1:
         raise InvalidValueError(
-            f"{INPUT} is standard input and goes alone (a file of that name is ./{INPUT}); add the rest apart"
+            f"{INPUT} is standard input, which goes alone; add the other paths with another command"
+            f" (a file of that name is ./{INPUT})"
         )
     if not name or name.endswith("/"):
-        raise InvalidValueError(
-            f"standard input has no name to go by; say one: castore add {INPUT} --as NAME"
-        )
+        raise InvalidValueError(f"standard input has no name; give one: castore add {INPUT} --as NAME")
     return check_name(name)
 
 
@@ -169,7 +168,7 @@ class _EmptyFolders:
         if self.count:
             rest = f" and {self.count - LISTED:,} more" if self.count > LISTED else ""
             print_error(
-                f"a store keeps files, so {plural(self.count, 'empty folder')} left no trace:"
+                f"{plural(self.count, 'empty folder')} left out, since a store keeps only files:"
                 f" {', '.join(self._first)}{rest}"
             )
 
@@ -189,7 +188,7 @@ def _put_all(
         except (CastoreError, OSError, sqlite3.Error, KeyboardInterrupt) as error:
             if not adder.files:
                 raise
-            so_far = f"{plural(adder.files, 'file')} got in; the same command goes on from there"
+            so_far = f"{plural(adder.files, 'file')} added; the same command goes on from there"
             if isinstance(error, KeyboardInterrupt):
                 print_error(so_far)
                 raise
@@ -238,7 +237,7 @@ def _print(report: dict[str, Any], names: list[str]) -> None:
     if report["evicted"]:
         # After evictions, the totals do not show how many blobs were new.
         typer.echo(
-            f"{more} after {plural(report['evicted'], 'entry', 'entries')} left it to stay under the budget"
+            f"{more} after {plural(report['evicted'], 'entry', 'entries')} evicted to stay under the budget"
         )
     else:
         known = max(0, report["files"] - report["new_blobs"])

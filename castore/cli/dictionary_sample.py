@@ -29,7 +29,7 @@ def train_dictionaries(
     """
     folders = {path: name for path, name in named.items() if os.path.isdir(path)}
     if not folders:
-        raise InvalidValueError("--dict learns from folders of small files, and none of these is a folder")
+        raise InvalidValueError("--dict trains on folders of small files, and none of these is a folder")
     reports: list[dict[str, Any]] = []
     for path, name in folders.items():
         if store.has_dictionary(name):

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 def doctor(
     context: typer.Context,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild-index", help="Make the index anew from the object directory.")
+        bool, typer.Option("--rebuild-index", help="Make a new index from the object directory.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Look a store over and mend what can be mended. Exit code 1 means that something is left to do.
+    """Check a store, and mend what can be mended. Exit code 1 means that something is left to do.
 
     \b
     castore doctor
@@ -45,7 +45,7 @@ def _examine(path: Path) -> list[Diagnosis]:
     from castore.repair.doctor import examine
     from castore.watch import dangling_links
 
-    with spinner("looking"):
+    with spinner("checking"):
         return examine(path, [dangling_links.examine])
 
 

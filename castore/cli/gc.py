@@ -21,7 +21,7 @@ def gc(
             metavar="SIZE", help='Budget in stored bytes, like 200GB, or "unlimited"; default the store\'s.'
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     grace: Annotated[
         str,
         typer.Option(
@@ -62,7 +62,7 @@ def _lines(plan: Plan | Collected) -> Iterator[str]:
 
 def _sum(plan: Plan | Collected) -> str:
     return (
-        f"{'would go' if isinstance(plan, Plan) else 'gone'}:"
+        f"{'would remove' if isinstance(plan, Plan) else 'removed'}:"
         f" {plural(len(plan.expired) + len(plan.evicted), 'entry', 'entries')},"
         f" {plural(plan.blobs, 'blob')}, {format_size(plan.freed)} of {format_size(plan.stored)};"
         f" {format_size(plan.remaining)} {'would stay' if isinstance(plan, Plan) else 'stay'}"

@@ -71,7 +71,7 @@ def _warn_if_empty(context: typer.Context, prefix: str) -> None:
     with open_store(context) as store:
         found = [entry.name for entry in islice(store.entries(folder), 2)]
     if found == [folder]:
-        print_error(f"{folder!r} is a file, and the mount shows what is below it: nothing")
+        print_error(f"{folder!r} is a file with no name below it, so the mount is empty")
     elif folder and not found:
         print_error(
             f"no name is below {folder!r} yet, so the mount is empty; `castore ls` lists what there is"

@@ -51,7 +51,7 @@ def _warn_of_link(store: Store, name: str) -> None:
     if path is not None:
         print_error(
             f"{printable(path)} is a link that stands for {name!r},"
-            " and leads to nothing once gc has taken that;"
+            " and leads to nothing once gc has removed the entry;"
             f" `castore pin {quote_word(name)}` keeps it"
         )
 

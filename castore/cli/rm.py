@@ -28,7 +28,7 @@ def rm(
     castore rm -r imagenet
     """
     if "" in name:  # "" is the folder of all names
-        raise InvalidValueError("a NAME is empty; say which names are to go (is a variable unset?)")
+        raise InvalidValueError("a NAME is empty; give the names to remove (is a variable unset?)")
     check_names(name)
     failures = Failures()
     removed = 0

@@ -48,7 +48,7 @@ def require_path(path: str, what: str, kind: str = "folder") -> str:
         InvalidValueError: it is.
     """
     if not path:
-        raise InvalidValueError(f"{what} is empty; say which {kind} is meant (is a variable unset?)")
+        raise InvalidValueError(f"{what} is empty; give a {kind} (is a variable unset?)")
     return path
 
 
@@ -94,7 +94,7 @@ def find_entry(store: Store, name: str) -> Entry | None:
     """
     if (folder := name.removesuffix("/")) != name and folder:
         if find_entry(store, check_prefix(folder)) is not None:
-            raise NotFoundError(f"{folder!r} is a file; leave out the '/' behind it")
+            raise NotFoundError(f"{folder!r} is a file; leave out the '/' at its end")
         raise not_found(store, folder, hint=list_hint(folder))
     entry = store.entry(name, expired=True)
     return None if entry is None or (entry.expires is not None and entry.expires <= time.time()) else entry
@@ -118,7 +118,7 @@ def find_blob(store: Store, name: str) -> Blob:
         return blob
     found = store.blobs_starting_with(name) if _HEX(name) else []
     if len(found) > 1:
-        raise CastoreError(f"several digests begin with {name}; give more of it")
+        raise CastoreError(f"several digests begin with {name}; give more digits")
     if not found:
         raise not_found(store, name, hint=list_hint(name))
     return found[0]

@@ -19,7 +19,7 @@ def verify(
         str, typer.Option(metavar="PART", help="Read this part of the blobs only, chosen at random.")
     ] = "100%",
     repair: Annotated[
-        bool, typer.Option("--repair", help="Drop the entries of bad blobs, so that they are computed anew.")
+        bool, typer.Option("--repair", help="Drop the entries of bad blobs, so that they are computed again.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -48,11 +48,11 @@ def destinations(paths: Sequence[str], prefix: str | None) -> dict[str, str]:
     named: dict[str, str] = {}
     for path in dict.fromkeys(paths):
         if not path:
-            raise InvalidValueError("a PATH is empty; say what is to be added (is a variable unset?)")
+            raise InvalidValueError("a PATH is empty; give a file or a folder (is a variable unset?)")
         if prefix is not None and len(paths) == 1 and (os.path.isdir(path) or not prefix.endswith("/")):
             name = into
             if not name and not os.path.isdir(path):
-                raise InvalidValueError(f"--as is empty, and {printable(path)} is no folder; say its name")
+                raise InvalidValueError(f"--as is empty, and {printable(path)} is no folder; give it a name")
         else:
             name = f"{into}/{_own_name(path)}" if into else _own_name(path)
         if name in named:
@@ -67,7 +67,7 @@ def destinations(paths: Sequence[str], prefix: str | None) -> dict[str, str]:
 def _own_name(path: str) -> str:
     name = os.path.basename(os.path.abspath(path))
     if not name:
-        raise InvalidValueError(f"{printable(path)} has no name to go by; say one with --as")
+        raise InvalidValueError(f"{printable(path)} has no name; give one with --as")
     return name
 
 
@@ -136,7 +136,7 @@ def _reason_to_skip(path: str, store: str, cross_mounts: bool) -> str | None:
         shown.removeprefix(_CASTORE_DEVICE)
     ) == os.path.realpath(store):
         return "is a mount of the store itself"
-    return None if cross_mounts else "is on another file system, which --cross-mounts takes, too"
+    return None if cross_mounts else "is on another file system, which --cross-mounts enters"
 
 
 def _identity(path: str) -> tuple[int, int] | None:

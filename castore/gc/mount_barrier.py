@@ -214,7 +214,10 @@ def _ask(path: Path) -> None:
             raise StoreError(
                 f"a mount of this store does not answer ({path}: {error}),"
                 " so nothing that it may need can be removed;"
-                f" end it: its process is the second number of that name"
+                " end its process, whose id is the second number of that name"
             ) from error
     if answer not in (_HELD, b""):  # empty: the mount ended meanwhile
-        raise StoreError(f"a mount of this store cannot let go of bytes: {answer.decode(errors='replace')}")
+        raise StoreError(
+            "a mount of this store cannot open the blobs that it still uses:"
+            f" {answer.decode(errors='replace')}"
+        )

@@ -93,9 +93,7 @@ def _is_row_intact(name: str, digest: bytes, checked: int) -> bool:
     """Whether a row's name and digest belong together. A row that fails this check counts as no row."""
     if checked == entry_check(name, digest):
         return True
-    log.warning(
-        "the index's row of %r has been damaged: it counts as none; `castore doctor` tells more", name
-    )
+    log.warning("the index row of %r is damaged and ignored; `castore doctor` tells more", name)
     return False
 
 

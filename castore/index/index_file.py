@@ -116,7 +116,7 @@ class IndexFile:
             raise StoreError(
                 f"{self.path} was written by an older castore"
                 f" (schema {version}, this one knows {SCHEMA_VERSION});"
-                " open the store once where it can be written to, which brings it up to date"
+                " open the store once where it can be written to, which migrates it"
             )
         try:
             if version < SCHEMA_VERSION:
@@ -129,8 +129,8 @@ class IndexFile:
 
     def _missing_index_error(self) -> StoreError:
         return StoreError(
-            f"the index {self.path} is missing or being rebuilt, and to an empty one all objects would be"
-            " garbage; `castore doctor --rebuild-index` makes a new one from them"
+            f"the index {self.path} is missing or being rebuilt, and an empty one would make garbage of all"
+            " objects; `castore doctor --rebuild-index` makes a new one from them"
         )
 
     def connection(self) -> sqlite3.Connection:
@@ -181,7 +181,7 @@ class IndexFile:
         """Raise the error that the user should see in place of ``error``."""
         if self.read_only and "unable to open" in str(error):
             raise StoreError(
-                f"{self.path} has a log, which cannot be read without {self.path.name}-shm where"
+                f"{self.path} has a WAL, which cannot be read without {self.path.name}-shm where"
                 " nothing can be written; open the store once where it can be written to (`castore stat`)"
             ) from error
         if (no_room := full_disk_error(self.path.parent, error)) is not None:
@@ -260,5 +260,5 @@ class IndexFile:
             StoreError: it does not.
         """
         if type(key) is not type(last) or not last < key:
-            self.raise_for(sqlite3.DatabaseError(f"the row of {key!r} comes behind that of {last!r}"))
+            self.raise_for(sqlite3.DatabaseError(f"the row of {key!r} does not sort behind that of {last!r}"))
         return key

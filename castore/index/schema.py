@@ -73,7 +73,7 @@ def find_mismatch(connection: sqlite3.Connection) -> str | None:
     if missing := known.keys() - found.keys():
         return f"it lacks {', '.join(sorted(missing))}"
     if others := [name for name, text in found.items() if known.get(name) != text]:
-        return f"{', '.join(sorted(map(repr, others)))} in it is not of castore's making"
+        return f"{', '.join(sorted(map(repr, others)))} in it was not made by castore"
     (totals,) = connection.execute("SELECT count(*) FROM totals").fetchone()
     return None if totals == 1 else f"it has {totals} rows of totals instead of one"
 

@@ -76,7 +76,7 @@ def find_damage(file: Path, frame_size: int, serializers: Container[str]) -> str
             raise no_room from error
         if is_locked(error) or "unable to open" in str(error) or "readonly" in str(error):
             raise StoreError(
-                f"the index {file} cannot be looked at ({error});"
+                f"the index {file} cannot be checked ({error});"
                 " run this as the store's owner, while nobody holds it"
             ) from error
         return str(error)
@@ -85,7 +85,7 @@ def find_damage(file: Path, frame_size: int, serializers: Container[str]) -> str
 def _find_impossible_row(db: sqlite3.Connection, frame_size: int, serializers: Container[str]) -> str | None:
     queries = [(sql, ()) for sql in _IMPOSSIBLE] + [(_IMPOSSIBLE_CHECKSUMS, (frame_size,))]
     if any(db.execute(sql, parameters).fetchone() for sql, parameters in queries):
-        return "it has rows that cannot be"
+        return "it has rows with impossible values"
     for name, digest, serializer, metadata, checked in db.execute(_ENTRIES):
         try:
             check_name(name)
@@ -94,5 +94,5 @@ def _find_impossible_row(db: sqlite3.Connection, frame_size: int, serializers: C
         except ValueError:
             sound = False
         if not sound:
-            return f"what it says of the name {name!r} cannot be"
+            return f"its row of the name {name!r} has impossible values"
     return None

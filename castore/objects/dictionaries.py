@@ -100,7 +100,7 @@ class Dictionary:
         return zstandard.ZstdCompressionDict(self._data, dict_type=zstandard.DICT_TYPE_FULLDICT)
 
     def _unusable(self, error: zstandard.ZstdError) -> CorruptError:
-        return CorruptError(f"dictionary {self.number:08x} is none that zstd can use: {error}")
+        return CorruptError(f"zstd cannot use dictionary {self.number:08x}: {error}")
 
     def decompressor(self) -> zstandard.ZstdDecompressor:
         """The calling thread's decompressor."""
@@ -195,8 +195,7 @@ class Dictionaries:
                 return found
             problems.append(problem)
         raise CorruptError(
-            f"of dictionary {number:08x}, with which it was compressed or would be, no whole copy is left: "
-            f"{'; '.join(problems)}"
+            f"dictionary {number:08x}, which it needs, has no intact copy left: {'; '.join(problems)}"
         )
 
     def has(self, number: int) -> bool:

@@ -289,7 +289,7 @@ class BlobSource:
                 check_row(blob)
                 checksums = self._index.checksums(blob.digest) if _needs_checksums(blob) else None
                 if checksums is None and _needs_checksums(blob):
-                    raise FileNotFoundError("the row went between two questions")
+                    raise FileNotFoundError("the row was removed between two queries")
                 return self._objects.open(blob, checksums=checksums, cache=cache)
             except CorruptError as error:  # the row itself is not sound
                 if not self.quarantine(blob, error):
@@ -304,7 +304,9 @@ class BlobSource:
                         raise
                     current = self._index.blob(blob.digest) or blob
                 blob = current
-        raise FileNotFoundError(f"blob {blob.digest.hex()} kept moving")
+        raise FileNotFoundError(
+            f"blob {blob.digest.hex()} was moved during each of {ATTEMPTS} attempts to open it"
+        )
 
     def quarantine(self, blob: Blob, error: CorruptError) -> bool:
         """Move a damaged object to the quarantine and record its blob as lost.
@@ -332,7 +334,7 @@ class BlobSource:
                 self._objects.quarantine(blob)
                 txn.mark_lost(blob)
         except (StoreError, OSError) as error:
-            log.warning("blob %s is damaged, and that cannot be put on record: %s", blob.digest.hex(), error)
+            log.warning("blob %s is damaged, and the index could not record it: %s", blob.digest.hex(), error)
             return Fault.OBJECT
         self._usage.counts["corrupt"] += 1
         return Fault.OBJECT

@@ -85,7 +85,7 @@ class Usage:
         except FullError:
             pass
         except StoreError as error:
-            log.warning("what was read last is not on record yet: %s", error)
+            log.warning("usage counts could not be written yet: %s", error)
         except sqlite3.OperationalError as error:
             if "locked" not in str(error) and "busy" not in str(error):
                 raise

@@ -163,13 +163,11 @@ def _access(folder: Path, kept: settings.Settings) -> list[Diagnosis]:
     found = []
     if seen.mended:
         found.append(
-            Diagnosis(
-                f"{_first_of(seen.mended)} could not be used as castore does; permission bits set", True
-            )
+            Diagnosis(f"{_first_of(seen.mended)} had too few permission bits; they have been set", True)
         )
     if seen.barred:
         found.append(Diagnosis(
-            f"{seen.user} may not use {_first_of(seen.barred)} of the store {folder}:"
+            f"the user {seen.user} may not use {_first_of(seen.barred)} of the store {folder}:"
             f" owned by {' and '.join(seen.owners)}",
             False,
             f"run `{ownership.chown_command(folder)}` as root, then `castore doctor` again",
@@ -189,18 +187,20 @@ def _make_folders(folder: Path, kept: settings.Settings) -> None:
 def _misplaced(folder: Path) -> list[Diagnosis]:
     moved, stores, left = misplaced_files.set_aside(folder)
     findings = [
-        Diagnosis(f"{path} is not what belongs there, and has been moved to quarantine", True)
+        Diagnosis(f"{path} is not what castore puts there, and has been moved to quarantine", True)
         for path in moved
     ]
     findings += [
         Diagnosis(
-            f"{path} is, or has, a store of its own; it is left alone,"
+            f"{path} is another store, or contains one; it is left alone,"
             " and this store's budget does not count it",
             False,
         )
         for path in stores
     ]
-    findings += [Diagnosis(f"{path} is not castore's, and is left where it is", False) for path in left]
+    findings += [
+        Diagnosis(f"{path} was not made by castore, and is left where it is", False) for path in left
+    ]
     return findings
 
 
@@ -216,10 +216,10 @@ def _counts(parts: Parts) -> list[Diagnosis]:
     comparison = journal_check.compare(parts.index)
     if comparison.differing and not comparison.damaged:
         rebuild.rebuild(parts.index, parts.objects)
-        return [Diagnosis("the index contradicted itself and the names journal; it has been made anew", True)]
+        return [Diagnosis("the index contradicted itself and the names journal; it has been rebuilt", True)]
     with parts.index.write() as txn:
         rebuild_rows.recount(txn)
-    return [Diagnosis("totals or reference counts were off; they have been counted again", True)]
+    return [Diagnosis("totals or reference counts were wrong; they have been counted again", True)]
 
 
 def _lost(parts: Parts) -> list[Diagnosis]:
@@ -236,17 +236,17 @@ def _leftovers(parts: Parts) -> list[Diagnosis]:
     if not removed:
         return []
     freed = sum(leftover.size for leftover in removed)
-    return [Diagnosis(f"files that belong to nothing: {len(removed)} ({freed} bytes); removed", True)]
+    return [Diagnosis(f"leftover files of dead processes: {len(removed)} ({freed} bytes); removed", True)]
 
 
 def _dictionaries(parts: Parts) -> list[Diagnosis]:
     findings = []
     for _, problem, _, mended in dictionary_repair.repair_copies(parts.index, parts.objects):
         if mended:
-            findings.append(Diagnosis(f"{problem}; that copy of a dictionary has been made anew", True))
+            findings.append(Diagnosis(f"{problem}; that copy of a dictionary has been written again", True))
         else:
             advice = "blobs that need it are misses; `castore verify --repair` drops their entries"
-            findings.append(Diagnosis(f"{problem}, and no copy of that dictionary is whole", False, advice))
+            findings.append(Diagnosis(f"{problem}, and no copy of that dictionary is intact", False, advice))
     findings += [Diagnosis(what, True) for what in dictionary_repair.repair_prefixes(parts)]
     count, freed = dictionary_repair.remove_unneeded(parts.index, parts.objects, parts.prefixes)
     if count:
@@ -258,7 +258,7 @@ def _mounts(parts: Parts) -> list[Diagnosis]:
     gone = mounts.remove_dead(parts.index)
     return [
         Diagnosis(
-            f"the mount at {mountpoint} is gone without saying so; forgotten."
+            f"the daemon of the mount at {mountpoint} has died; its record has been removed."
             " If the folder cannot be entered,"
             f" `castore umount {shlex.quote(str(mountpoint))}` clears it",
             True,
@@ -275,9 +275,7 @@ def _restore_forgotten(parts: Parts) -> list[Diagnosis]:
     if not count:
         return []
     rebuild.rebuild(parts.index, parts.objects)
-    return [
-        Diagnosis(f"the index had lost {count} names that the journal knows; it has been made anew", True)
-    ]
+    return [Diagnosis(f"the index had lost {count} names that the journal has; it has been rebuilt", True)]
 
 
 def _journal(index: Index) -> list[Diagnosis]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from castore.parts import Parts
 
 
-_ROW_CORRECTED = "the object is whole, and what the index said of it has been corrected"
+_ROW_CORRECTED = "the object is intact, and its index row has been corrected"
 
 
 class Finding(NamedTuple):
@@ -60,7 +60,7 @@ class Report(NamedTuple):
 def run(parts: Parts, *, repair: bool, sample: float, progress: Callable[[int], object] | None) -> Report:
     """Verify. See `Store.verify`."""
     copies_found = [
-        Finding(path.stem, str(path), f"{why}; it has been made anew" if mended else why, [])
+        Finding(path.stem, str(path), f"{why}; it has been written again" if mended else why, [])
         for path, why, missing, mended in dictionary_repair.repair_copies(parts.index, parts.objects)
         if not (missing and mended)  # a killed process leaves a missing copy: no damage
     ]
@@ -128,7 +128,7 @@ def _check_placement(parts: Parts, reader: BlobReader) -> str | None:
         with parts.index.write() as txn:
             if txn.blob(blob.digest) == blob:
                 parts.writer.pack.rewrite(txn, blob, os.pread(reader.fileno(), blob.stored, blob.offset))
-        return f"{error}; the bytes are right, and have been written anew"
+        return f"{error}; the bytes are right, and have been written again"
     return None
 
 

@@ -57,15 +57,15 @@ def _remember(path: str) -> dict[str, Any]:
     before = os.stat(path)
     source = source_of(path, before)
     if source is None:
-        raise InvalidValueError(f"{path!r} is not UTF-8, so it cannot be remembered; rename it")
+        raise InvalidValueError(f"{path!r} is not UTF-8, so it cannot be recorded as a source; rename it")
     if not stat.S_ISREG(before.st_mode):
         raise InvalidValueError(
-            f"{path} is not a regular file, so it cannot be remembered; list the files in it"
+            f"{path} is not a regular file, so it cannot be recorded as a source; list the files in it"
         )
     digest = digest_of(path)
     after = os.stat(path)
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise InvalidValueError(f"{path} changed while it was read; remember it when nobody writes to it")
+        raise InvalidValueError(f"{path} changed while it was read; record it when nobody writes to it")
     return source | {"digest": digest}
 
 
@@ -94,7 +94,7 @@ def digest_of(path: str) -> str:
     return hasher.hexdigest()
 
 
-def find_changes(entry: Entry) -> list[str]:
+def changed(entry: Entry) -> list[str]:
     """Why an entry no longer stands for the files it was made from: a sentence each; empty if it does.
 
     Size is compared first, then mtime, and where that differs the content.
@@ -134,13 +134,13 @@ def _difference(source: dict[str, Any]) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return f"{path} is gone"
     except OSError as error:
-        return f"{path} cannot be looked at: {error.strerror}"
+        return f"{path} cannot be checked: {error.strerror}"
 
 
 def fresh(store: Store, name: str) -> bool:
     """Whether there is an entry of that name and the files it was made from are as they were."""
     entry = store.entry(name)
-    return entry is not None and not find_changes(entry)
+    return entry is not None and not changed(entry)
 
 
 class Stale(NamedTuple):
@@ -159,5 +159,5 @@ def drop_stale(store: Store, concerns: Callable[[str], bool]) -> Iterator[Stale]
         concerns: whether to check a file, by its path.
     """
     for entry in store.entries_with_key("sources"):
-        if any(concerns(source["path"]) for source in sources_of(entry)) and (reasons := find_changes(entry)):
+        if any(concerns(source["path"]) for source in sources_of(entry)) and (reasons := changed(entry)):
             yield Stale(entry.name, reasons, not entry.pinned and store.delete_unchanged(entry))

@@ -33,7 +33,7 @@ def find_mount(store: Store, prefix: str) -> Mount:
     covering = [mount for mount in store.mounts() if mount.shows(prefix) and answers(mount)]
     if not covering:
         raise NoMountError(
-            f"no live mount of {store.path} shows {prefix!r}, so there is nothing that links could lead into;"
+            f"no live mount of {store.path} shows {prefix!r}, so links have nothing to lead into;"
             f" make one first: castore --store {shlex.quote(str(store.path))} mount MOUNTPOINT"
         )
     in_background = _background_mountpoints(store)

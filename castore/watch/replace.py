@@ -136,7 +136,9 @@ def _require_replaceable(file: Snapshot) -> None:
         with lease(file.fd):
             pass
     except NoLeaseError as error:
-        raise KeptError(f"nobody can tell here whether it is being written (no leases: {error})") from error
+        raise KeptError(
+            f"without leases castore cannot tell whether it is being written ({error})"
+        ) from error
 
 
 def _sync(store: Store, entry: Entry, synced: set[Path]) -> None:

@@ -45,7 +45,7 @@ def restore_all(
         except FullError:
             raise
         except BusyError:
-            report(Event("failed", path, name, reason="it changed meanwhile"))
+            report(Event("failed", path, name, reason="it changed while it was restored"))
         except (CastoreError, OSError) as error:
             report(Event("failed", path, name, reason=reason_of(error)))
         else:

@@ -93,7 +93,7 @@ class Watcher:
         if not self._folder.exists():
             raise WatchError(f"{self._folder.root} is gone; nothing was dropped")
         if self._events.overflowed:
-            self._report(Event("rescan", reason="too much happened at once"))
+            self._report(Event("rescan", reason="the queue of events overflowed"))
             self._scan_all()
             # One more scan later: watchdog adds its watches again, and misses events meanwhile.
             self._rescan_at = time.monotonic() + _RETRY

@@ -224,7 +224,7 @@ class Batch:
                     again.append(item.stage(False))  # on the list before the next one can fail
                     if again[-1][1].digest != item.staged.digest:
                         raise InvalidValueError(
-                            f"what {item.spec.name!r} is put from changed since it was first read;"
+                            f"the source of {item.spec.name!r} changed between two reads of it;"
                             " put it again when nobody writes to it"
                         )
             except BaseException:

@@ -122,8 +122,8 @@ class IncomingBlob:
     def _require_own_process(self) -> None:
         if os.getpid() != self._process:
             raise InvalidValueError(
-                f"process {self._process} has begun to write this, and a forked child cannot go on with it;"
-                " begin anew there"
+                f"process {self._process} began to write this file, and a forked child cannot continue it;"
+                " create it again in the child"
             )
 
     def abandon(self) -> None:
@@ -175,8 +175,8 @@ class NewFile(io.BufferedIOBase):
         on.
         """
         raise io.UnsupportedOperation(
-            f"{self.name!r} is written from its start to its end; write a local file where a library has to"
-            " seek, and put that"
+            f"{self.name!r} cannot seek: it is written from its start to its end;"
+            " where a library has to seek, write a local file and put that"
         )
 
     def write(self, data: Buffer) -> int:  # type: ignore[override]  # typeshed's type of buffers is private
@@ -218,7 +218,8 @@ class Creation:
     def __getattr__(self, name: str) -> NoReturn:
         if hasattr(NewFile, name) and not name.startswith("_"):
             raise InvalidValueError(
-                f"Store.create gives a block, not a file: `with store.create({self._file.name!r}) as file:"
+                "Store.create returns a context manager, not a file:"
+                f" use `with store.create({self._file.name!r}) as file:"
                 f" file.{name}(...)`"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

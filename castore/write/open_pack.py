@@ -96,7 +96,7 @@ class OpenPack:
         if self._pending:
             if self._pack is None:
                 # Rows of this transaction refer to bytes that were never written: it must not commit.
-                raise StoreError("the store was closed by another thread while this put was under way")
+                raise StoreError("another thread closed the store while this put was under way; put again")
             self._pack.add(b"".join(self._pending))
             if self._objects.durable:
                 self._pack.sync()

@@ -129,7 +129,9 @@ class Putter:
 
         def require_new(txn: Write) -> None:
             if not replace and txn.current(spec.name, time.time()) is not None:
-                raise NameConflictError(f"{spec.name!r} is there already; choose another name or delete it")
+                raise NameConflictError(
+                    f"there is an entry {spec.name!r} already; choose another name or delete it"
+                )
 
         return self._create(spec, codec, level, require_new)
 
@@ -222,7 +224,7 @@ class Putter:
                     progress(len(piece))
             if piece is None:
                 raise InvalidValueError(
-                    f"the stream for {spec.name!r} does not wait for its bytes;"
+                    f"the stream for {spec.name!r} is non-blocking and had nothing to read;"
                     " make it blocking: os.set_blocking(fd, True)"
                 )
         assert file.entry is not None  # the block has ended without an error

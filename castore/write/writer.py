@@ -268,7 +268,7 @@ class BlobWriter:
             if item.stored > max_size:
                 raise TooLargeError(
                     f"{spec.name!r} takes {format_size(item.stored)}, more than the whole store may hold"
-                    f" ({format_size(max_size)}); raise it with `castore init --max-size`"
+                    f" ({format_size(max_size)}); raise the budget with `castore init --max-size`"
                 )
         need = sum(item.stored for _, item in staged)
         if need and self._index.totals().stored + need > max_size:

@@ -68,7 +68,7 @@ class MountDaemon:
             self.store.close()
         except (sqlite3.Error, CastoreError) as error:
             # The next process that opens the store sees that this one is gone.
-            log.warning("could not take the mount off the store's list: %s", error)
+            log.warning("could not remove the mount's row from the index: %s", error)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -122,13 +122,13 @@ class Follower:
 
     def _answer(self, listener: Listener) -> None:
         waiting = listener.accept()
-        failure = "it failed; its log says why"
+        failure = "it failed; see its log"
         try:
             self.poll()
             self._hold_removable()
             failure = ""
         except OSError as error:
-            failure = f"it cannot hold what is open ({error})"
+            failure = f"a file in use cannot be opened ({error})"
             raise
         finally:
             listener.answer(waiting, failure)

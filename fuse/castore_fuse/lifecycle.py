@@ -309,7 +309,10 @@ def umount(mountpoint: str | os.PathLike[str], *, record_path: Path | None = Non
     if found is None:
         raise MountError(f"nothing is mounted at {path}")
     if found.fstype != mountpoints.FSTYPE:
-        raise MountError(f"what is mounted at {path} is no castore but {found.fstype}")
+        raise MountError(
+            f"the mount at {path} is of type {found.fstype}, not a castore;"
+            " unmount it with the tool that made it"
+        )
     record = Record.read(record_path) if record_path else None
     mountpoints.detach(path, dead=_is_dead(path, record_path))
     deadline = time.monotonic() + END_TIMEOUT

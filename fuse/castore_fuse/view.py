@@ -167,7 +167,7 @@ class View:
             file = _file(*row)
             if not file.is_sound:
                 raise CorruptError(
-                    f"the index has a row for {name!r} that cannot be; `castore doctor` tells more"
+                    f"the index row of {name!r} has impossible values; `castore doctor` tells more"
                 )
             return file
         return Folder(path) if self.folder_exists(path) else None

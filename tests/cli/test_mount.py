@@ -76,7 +76,7 @@ def test_doctor_says_what_to_do_about_a_mountpoint_whose_daemon_was_killed(
     daemon.kill()
     daemon.communicate(timeout=300)
     ran = shell("doctor")
-    assert f"the mount at {place} is gone without saying so; forgotten." in ran.out
+    assert f"the daemon of the mount at {place} has died; its record has been removed." in ran.out
     assert f"`castore umount {place}` clears it" in ran.out
     assert shell("umount", place) == (0, b"", "")
     assert list(place.iterdir()) == []

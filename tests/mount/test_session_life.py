@@ -254,7 +254,7 @@ def test_second_mount_at_the_same_place_is_refused(mountpoint: Path, tmp_path: P
 def test_umount_touches_no_mount_but_ours(tmp_path: Path) -> None:
     with pytest.raises(MountError, match="nothing is mounted at"):
         umount(tmp_path)
-    with pytest.raises(MountError, match="is no castore but proc"):
+    with pytest.raises(MountError, match="is of type proc, not a castore"):
         umount("/proc")
 
 

@@ -245,7 +245,7 @@ def test_what_killed_jobs_left_is_removed_told_and_not_missed(tmp_path: Path) ->
         assert list((jobs.store / layout.WORK).iterdir())
         first = jobs.command("doctor")
         assert first.returncode == 0, first.stdout
-        assert "files that belong to nothing" in first.stdout
+        assert "leftover files of dead processes" in first.stdout
         assert "quarantine" not in first.stdout
         assert list((jobs.store / layout.WORK).iterdir()) == []
         assert list((jobs.store / "tmp").iterdir()) == []

@@ -113,8 +113,8 @@ def test_what_is_in_nobodys_way_is_left_and_told_of(tmp_path: Path) -> None:
     for _ in range(2):
         found = doctor.examine(path)
         assert sorted(finding.what for finding in found) == [
-            "my pictures is not castore's, and is left where it is",
-            "shortcut is not castore's, and is left where it is",
+            "my pictures was not made by castore, and is left where it is",
+            "shortcut was not made by castore, and is left where it is",
         ]
         assert not any(finding.mended or finding.left_to_do for finding in found)
     assert (path / "my pictures").is_dir()
@@ -219,7 +219,7 @@ def test_the_command_line_says_it_once_too(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == ""
     assert main(["--store", str(tmp_path / "outer"), "doctor"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("noted: inner is, or has, a store of its own; it is left alone")
+    assert out.startswith("noted: inner is another store, or contains one; it is left alone")
     assert out.endswith("all in order\n")
 
 

@@ -140,7 +140,7 @@ def test_doctor_tells_of_what_the_owner_may_not_use(theirs: Path, which: str) ->
     command = f"chown -R {user}:{group} {theirs}"
     (finding,), refused = as_owner(look)
     assert finding.left_to_do
-    assert finding.what == f"{user} may not use {which} of the store {theirs}: owned by root"
+    assert finding.what == f"the user {user} may not use {which} of the store {theirs}: owned by root"
     assert command in finding.advice
     assert command in refused
     assert doctor.examine(theirs) == [finding], "root hears the same"
@@ -174,5 +174,5 @@ def test_an_index_that_its_owner_may_not_write_is_mended(theirs: Path) -> None:
 
     (finding,), again = as_owner(look)
     assert finding.mended
-    assert "and 1 more could not be used as castore does" in finding.what
+    assert "and 1 more had too few permission bits" in finding.what
     assert again == []

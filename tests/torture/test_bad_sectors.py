@@ -220,8 +220,8 @@ def test_who_reads_goes_on_when_the_disk_turns_read_only(
                     assert (root / name).read_bytes() == data
             assert missing(store) == {"small/007"}
             assert store.stat().disk_hits >= hits, turn
-        assert "not on record yet" in caplog.text
-        assert "cannot be put on record" in caplog.text
+        assert "could not be written yet" in caplog.text
+        assert "the index could not record it" in caplog.text
         with pytest.raises((StoreError, OSError)):
             store.put("new", b"new")
         disk.heal()

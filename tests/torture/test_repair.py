@@ -214,7 +214,7 @@ def test_a_bad_head_of_a_record_is_written_anew_and_its_bytes_are_kept(store: St
         flip(store.objects.packs.path(1), stored(store, name).start + 20)
     report = store.verify()
     assert sorted(name for finding in report.bad for name in finding.names) == sorted(packed[:5])
-    assert all("have been written anew" in finding.why for finding in report.bad)
+    assert all("have been written again" in finding.why for finding in report.bad)
     assert {name: store.get(name) for name in values} == values
     assert store.verify().bad == []
     recount(store)

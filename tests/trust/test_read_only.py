@@ -166,7 +166,7 @@ def test_a_log_without_its_index_of_pages_is_told(tmp_path: Path, freeze: Freeze
         log = (folder / "index.sqlite-wal").read_bytes()
     (folder / "index.sqlite-wal").write_bytes(log)
     shown = freeze()
-    with pytest.raises(StoreError, match="has a log, which cannot be read"):
+    with pytest.raises(StoreError, match="has a WAL, which cannot be read"):
         Store(shown)
 
 

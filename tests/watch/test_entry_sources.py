@@ -10,7 +10,7 @@ import pytest
 from castore import Store
 from castore.errors import InvalidValueError
 from castore.watch import entry_sources
-from castore.watch.entry_sources import Stale, find_changes, fresh, remember
+from castore.watch.entry_sources import Stale, changed, fresh, remember
 from tests.watch.conftest import age, run
 
 
@@ -37,7 +37,7 @@ def test_another_size_is_told_without_reading(store: Store, raw: Path) -> None:
     raw.write_text("goodbye")
     entry = store.entry("derived")
     assert entry is not None
-    assert find_changes(entry) == [f"{raw} has 7 bytes, and had 5"]
+    assert changed(entry) == [f"{raw} has 7 bytes, and had 5"]
 
 
 def test_another_mtime_with_the_same_content_is_no_change(store: Store, raw: Path) -> None:
@@ -51,7 +51,7 @@ def test_other_content_of_equal_size_is_a_change(store: Store, raw: Path) -> Non
     raw.write_text("HELLO")
     entry = store.entry("derived")
     assert entry is not None
-    assert find_changes(entry) == [f"{raw} has other content"]
+    assert changed(entry) == [f"{raw} has other content"]
 
 
 def test_content_written_within_the_same_tick_of_the_clock_is_a_change(store: Store, folder: Path) -> None:
@@ -84,7 +84,7 @@ def test_each_source_that_is_gone_or_no_file_any_more_has_a_reason(store: Store,
     paths[1].mkdir()
     entry = store.entry("derived")
     assert entry is not None
-    assert find_changes(entry) == [f"{paths[0]} is gone", f"{paths[1]} is not a file any more"]
+    assert changed(entry) == [f"{paths[0]} is gone", f"{paths[1]} is not a file any more"]
 
 
 def test_what_cannot_be_remembered_is_refused(folder: Path) -> None:
