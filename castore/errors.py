@@ -127,7 +127,7 @@ def add_filename(path: str | os.PathLike[str]) -> Iterator[None]:
     """Add the file's name to an `OSError` of the block: Python adds it only when it opens a file.
 
     >>> import errno
-    >>> with naming("shards/0.tar"):
+    >>> with add_filename("shards/0.tar"):
     ...     raise OSError(errno.EINVAL, "Invalid argument")
     Traceback (most recent call last):
     OSError: [Errno 22] Invalid argument: 'shards/0.tar'

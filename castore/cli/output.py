@@ -63,7 +63,7 @@ def printable(path: str) -> str:
 def quote_word(word: str) -> str:
     """A name or a path as the last word of a command, as a shell takes it.
 
-    >>> typed("imagenet"), typed("my data"), typed("-x")
+    >>> quote_word("imagenet"), quote_word("my data"), quote_word("-x")
     ('imagenet', "'my data'", '-- -x')
     """
     return f"-- {shlex.quote(word)}" if word.startswith("-") else shlex.quote(word)
