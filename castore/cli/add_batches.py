@@ -187,15 +187,15 @@ class FileAdder:
         return _Outcome(files, size, problems)
 
     def _put_file(self, source: Source) -> None:
-        seen = 0
+        reported = 0
 
         def progress(size: int) -> None:
-            nonlocal seen
-            seen += size
+            nonlocal reported
+            reported += size
             self._done(size)
 
         outcome = self._put_large(source, progress)
-        self._count([source._replace(size=max(0, source.size - seen))], outcome)
+        self._count([source._replace(size=max(0, source.size - reported))], outcome)
 
     def _put_large(self, source: Source, progress: Callable[[int], object]) -> _Outcome:
         codec, ttl, _, pin = self._options

@@ -46,11 +46,11 @@ def train_dictionaries(
 def _samples(found: Iterator[Source]) -> Iterator[bytes]:
     """The small files whose names have the lowest digests: from all over the folder, always the same."""
 
-    def drawn(source: Source) -> bytes:
+    def hashed(source: Source) -> bytes:
         return blake3(source.name.encode()).digest()
 
     small = (source for source in found if 0 < source.size <= DICTIONARY_LIMIT)
-    for source in heapq.nsmallest(training.SAMPLES, small, key=drawn):
+    for source in heapq.nsmallest(training.SAMPLES, small, key=hashed):
         try:
             with open(source.path, "rb") as file:
                 yield file.read(DICTIONARY_LIMIT + 1)

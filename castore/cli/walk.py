@@ -90,7 +90,7 @@ def find(
         empty: called with the path of each empty folder.
         cross_mounts: enter file systems that are mounted below ``path``, too.
     """
-    own = _identity(store)
+    store_identity = _identity(store)
     # Folders on the current path: a link to one of them is a loop.
     inside: list[tuple[int, int]] = []
     waiting: list[Iterator[tuple[str, str]]] = [iter([(path, name)])]
@@ -109,7 +109,7 @@ def find(
                 yield Source(item[1], item[0], found.st_size)
             continue
         identity = found.st_dev, found.st_ino
-        if identity == own:
+        if identity == store_identity:
             skip(f"{printable(item[0])} is the store itself; skipped")
         elif identity in inside:
             skip(f"{printable(item[0])} links to a folder that it lies in; skipped")

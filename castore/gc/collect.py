@@ -295,9 +295,9 @@ def _remove(parts: Parts, chosen: Selection, now: float) -> _Removed:
     removed = _Removed()
     # Blobs that are already orphaned go first, since they free room: on a full disk, the WAL of all removed
     # entries would not fit before the first object is unlinked.
-    going = {digest for digest, _, _ in chosen.blobs}
+    chosen_digests = {digest for digest, _, _ in chosen.blobs}
     named = {entry.digest for entry in (*chosen.expired, *chosen.evicted)}
-    for digests in _batches(parts, sorted(going - named)):
+    for digests in _batches(parts, sorted(chosen_digests - named)):
         removed.add(remove_blobs(parts, digests))
     evicted = 0
     entries: list[tuple[str, bytes, float | None]] = [
@@ -310,19 +310,19 @@ def _remove(parts: Parts, chosen: Selection, now: float) -> _Removed:
     for part in _batches(parts, entries, _PART_ENTRIES):
         for batch in _batches(parts, sorted(part, key=lambda entry: str(entry[0]))):  # bytes in a damaged row
             with parts.index.write() as txn:
-                leaving = txn.evict_entries(batch, now)
-                deferred_refs.add(txn, [digest for _, digest in leaving])
-            evicted += len(leaving)
-            removed.names.update(name for name, _ in leaving)
+                evicted_rows = txn.evict_entries(batch, now)
+                deferred_refs.add(txn, [digest for _, digest in evicted_rows])
+            evicted += len(evicted_rows)
+            removed.names.update(name for name, _ in evicted_rows)
         deferred_refs.sort(parts.index)
-        _uncount(parts, going, removed)
+        _uncount(parts, chosen_digests, removed)
     with parts.index.write() as txn:
         txn.count({"evictions": evicted})
     return removed
 
 
-def _uncount(parts: Parts, going: Container[bytes], removed: _Removed) -> None:
-    """Uncount the removed entries, and remove the blobs of ``going`` whose count reaches 0."""
+def _uncount(parts: Parts, chosen_digests: Container[bytes], removed: _Removed) -> None:
+    """Uncount the removed entries, and remove the blobs of ``chosen_digests`` whose count reaches 0."""
     lock_yield = LockYield()
     while deferred_refs.exist(parts.index):
         with parts.index.write() as txn:
@@ -330,10 +330,10 @@ def _uncount(parts: Parts, going: Container[bytes], removed: _Removed) -> None:
             # A mount adds itself to the list, under this lock, before it answers requests. An empty list
             # means that no mount knew these names.
             alone = not mounts.any_listed(txn)
-            gone = txn.uncount(Counter(digests), going if alone else ())
+            gone = txn.uncount(Counter(digests), chosen_digests if alone else ())
         _unlink(parts, gone)
         removed.add(gone)
-        if not alone and (unnamed := [digest for digest in digests if digest in going]):
+        if not alone and (unnamed := [digest for digest in digests if digest in chosen_digests]):
             removed.add(remove_blobs(parts, unnamed))
         lock_yield.pause_if_due()
 

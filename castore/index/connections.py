@@ -113,10 +113,10 @@ class Connections:
         # The list holds a connection before that connection takes its first lock, so a fork finds them all.
         with self._lock, block_forks():
             # Threads come and go: connections of ended threads would use up the process's descriptors.
-            for thread, left in self._open:
+            for thread, connection in self._open:
                 if not thread.is_alive():
-                    _disconnect(left)
-            self._open = [(thread, kept) for thread, kept in self._open if thread.is_alive()]
+                    _disconnect(connection)
+            self._open = [(thread, connection) for thread, connection in self._open if thread.is_alive()]
             # check_same_thread is off only so that this object can close every thread's connection.
             db = sqlite3.connect(
                 self._address(),
@@ -132,7 +132,9 @@ class Connections:
             self._set_up(db)
         except BaseException:
             with self._lock, block_forks():
-                self._open = [(thread, kept) for thread, kept in self._open if kept is not db]
+                self._open = [
+                    (thread, connection) for thread, connection in self._open if connection is not db
+                ]
                 _disconnect(db)
             raise
         return db

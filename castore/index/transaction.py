@@ -335,17 +335,17 @@ class Write:
             " WHERE pinned = 0 AND name"
         )
         rows = {row[0]: row[1:] for row in self._select_among(free, [name for name, _, _ in chosen])}
-        leaving = []
+        removed = []
         for name, digest, used in chosen:
             now_digest, size, accessed, expires = rows.get(name, _NO_ENTRY)
             # As in SQL: a value that is not a number sorts behind every number, so it has not expired.
             over = isinstance(expires, float) and expires <= now
             if now_digest == digest and (over if used is None else accessed == used):
-                leaving.append((name, digest, size))
-        self.db.executemany("DELETE FROM entries WHERE name = ?", [(name,) for name, _, _ in leaving])
-        if leaving:
-            self._record_removals([name for name, _, _ in leaving], sum(size for _, _, size in leaving))
-        return [(name, digest) for name, digest, _ in leaving]
+                removed.append((name, digest, size))
+        self.db.executemany("DELETE FROM entries WHERE name = ?", [(name,) for name, _, _ in removed])
+        if removed:
+            self._record_removals([name for name, _, _ in removed], sum(size for _, _, size in removed))
+        return [(name, digest) for name, digest, _ in removed]
 
     def _record_removals(self, names: list[str], size: int) -> None:
         self._index.forget_folders()
@@ -469,14 +469,14 @@ class Write:
             for row in self._select_among("SELECT digest FROM blobs WHERE refs = 0 AND digest", digests)
         ]
 
-    def uncount(self, names: Counter[bytes], going: Container[bytes]) -> list[Blob]:
-        """Lower the reference counts by the names that gc removed, and drop blobs of ``going`` that reach 0.
+    def uncount(self, names: Counter[bytes], chosen: Container[bytes]) -> list[Blob]:
+        """Lower the reference counts by the names that gc removed, and drop blobs of ``chosen`` that reach 0.
 
         Returns:
             The blobs that were dropped.
         """
         rows = self._select_among(
-            f"SELECT {BLOB_COLUMNS}, refs FROM blobs WHERE digest", [one for one in names if one in going]
+            f"SELECT {BLOB_COLUMNS}, refs FROM blobs WHERE digest", [one for one in names if one in chosen]
         )
         last = [Blob._make(row[:-1]) for row in rows if row[-1] == names[row[0]]]
         self.db.executemany("DELETE FROM blobs WHERE digest = ?", [(blob.digest,) for blob in last])

@@ -42,8 +42,8 @@ _LOADED = 32
 
 def derive_number(data: bytes) -> int:
     """The number derived from a dictionary's bytes, whatever number they contain."""
-    drawn = int.from_bytes(blake3(data[8:]).digest(length=8), "little")
-    return _FIRST + drawn % (_END - _FIRST)
+    hashed = int.from_bytes(blake3(data[8:]).digest(length=8), "little")
+    return _FIRST + hashed % (_END - _FIRST)
 
 
 def with_number(data: bytes) -> bytes:

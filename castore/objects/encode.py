@@ -130,9 +130,9 @@ def _with_dictionaries(
         if dictionary is not None and len(data) <= DICTIONARY_LIMIT:
             places.setdefault(dictionary, []).append(at)
     encoded: dict[int, tuple[str, Buffer]] = {}
-    for dictionary, theirs in places.items():
-        frames = dictionary.compress_many([values[at][0] for at in theirs], level)
-        for at, frame in zip(theirs, frames, strict=True):
+    for dictionary, positions in places.items():
+        frames = dictionary.compress_many([values[at][0] for at in positions], level)
+        for at, frame in zip(positions, frames, strict=True):
             if len(frame) <= len(values[at][0]) * (1 - AUTO_SAVING):
                 encoded[at] = AUTO_CODEC, frame
     return encoded

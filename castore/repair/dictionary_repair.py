@@ -54,14 +54,14 @@ def repair_prefixes(parts: Parts) -> list[str]:
             path.rename(parts.objects.quarantine_folder / f"{path.name}-{time.time_ns()}")
             parts.prefixes.announce_change()
             return [f"{damage}; it has been moved to quarantine, and new blobs are put without a dictionary"]
-        gone = {
+        missing = {
             prefix: number for prefix, number in numbers.items() if not parts.objects.dictionaries.has(number)
         }
-        for prefix in gone:
+        for prefix in missing:
             parts.prefixes.set(prefix, None)
         return [
             f"dictionary {number:08x} of {prefix or '/'} is gone; new blobs there are put without one"
-            for prefix, number in gone.items()
+            for prefix, number in missing.items()
         ]
 
 
@@ -75,9 +75,9 @@ def remove_unneeded(index: Index, objects: ObjectDirectory, prefixes: Prefixes) 
     needed = _needed(objects, ends)
     with index.write():
         unassigned &= _unassigned(objects, prefixes)
-        gone = unassigned - needed - _needed(objects, ends)
+        missing = unassigned - needed - _needed(objects, ends)
         prefixes.announce_change()  # a writer that compressed with one, and waits for the lock, checks again
-        return len(gone), sum(map(objects.dictionaries.remove, gone))
+        return len(missing), sum(map(objects.dictionaries.remove, missing))
 
 
 def _unassigned(objects: ObjectDirectory, prefixes: Prefixes) -> set[int]:

@@ -66,12 +66,12 @@ def examine(path: str | os.PathLike[str], further: Iterable[Check] = ()) -> list
         StoreError: there is no store at ``path``, or it is read-only.
         FullError: the disk is full.
     """
-    folder, kept, found = _existing(path)
+    folder, store_settings, found = _existing(path)
     if any(finding.left_to_do for finding in found):
         return found  # the other checks would fail halfway
-    _make_folders(folder, kept)
+    _make_folders(folder, store_settings)
     found += _misplaced(folder)
-    wrong = Ballast(folder / "ballast", kept.file_mode).relieve(
+    wrong = Ballast(folder / "ballast", store_settings.file_mode).relieve(
         partial(_index_damage, folder / "index.sqlite")
     )
     if wrong:
@@ -88,9 +88,11 @@ def examine(path: str | os.PathLike[str], further: Iterable[Check] = ()) -> list
 
 
 def _open(folder: Path) -> Parts:
-    kept, read_only = open_folder(folder)
-    ballast = Ballast(folder / "ballast", kept.file_mode)
-    return open_parts(folder, kept, ballast, collect.make_room, read_only=read_only, memory=0, durable=False)
+    store_settings, read_only = open_folder(folder)
+    ballast = Ballast(folder / "ballast", store_settings.file_mode)
+    return open_parts(
+        folder, store_settings, ballast, collect.make_room, read_only=read_only, memory=0, durable=False
+    )
 
 
 def rebuild_index(
@@ -103,32 +105,32 @@ def rebuild_index(
             accessed: a rebuild would take unreadable objects for lost.
         FullError: the disk is full; the index is unchanged.
     """
-    folder, kept, found = _existing(path)
+    folder, store_settings, found = _existing(path)
     for finding in found:
         if finding.left_to_do:
             raise StoreError(f"{finding.what}; {finding.advice}")
-    _make_folders(folder, kept)
+    _make_folders(folder, store_settings)
     found += _misplaced(folder)
-    ballast = Ballast(folder / "ballast", kept.file_mode)
-    damage, rebuilt = ballast.relieve(partial(_rebuild, folder, kept, progress))
+    ballast = Ballast(folder / "ballast", store_settings.file_mode)
+    damage, rebuilt = ballast.relieve(partial(_rebuild, folder, store_settings, progress))
     return [*found, *damage], rebuilt
 
 
 def _rebuild(
-    folder: Path, kept: settings.Settings, progress: Callable[[int], object] | None
+    folder: Path, store_settings: settings.Settings, progress: Callable[[int], object] | None
 ) -> tuple[list[Diagnosis], rebuild.Rebuilt]:
-    file, mode = folder / "index.sqlite", kept.file_mode
+    file, mode = folder / "index.sqlite", store_settings.file_mode
     try:
         with ExitStack() as stack:
             beacon = stack.enter_context(closing(Beacon(folder / "locks" / "beacon", mode)))
             found, aside = [], rebuild.SetAside(None)
             if wrong := _index_damage(file):
                 aside = stack.enter_context(rebuild.set_index_aside(file, folder / "quarantine", beacon))
-                state = f"damaged: {wrong}; it is kept as {aside.kept}" if aside.kept else "missing"
+                state = f"damaged: {wrong}; it is kept as {aside.moved_to}" if aside.moved_to else "missing"
                 found = [Diagnosis(f"the index was {state}", True)]
             journal = Journal(folder / "objects" / "names", folder / "tmp", beacon, mode)
             stack.callback(journal.close)
-            objects = object_directory(folder, kept, durable=True)
+            objects = object_directory(folder, store_settings, durable=True)
             index = Index(file, beacon, journal, mode=mode, is_empty=objects.is_empty, rebuilding=True)
             stack.callback(index.close)
             try:
@@ -145,30 +147,33 @@ def _rebuild(
 def _existing(path: str | os.PathLike[str]) -> tuple[Path, settings.Settings, list[Diagnosis]]:
     folder = Path(os.path.abspath(path))
     found = []
-    kept = settings.load(folder)
-    if kept is None:
+    store_settings = settings.load(folder)
+    if store_settings is None:
         if not settings.has_lost_settings(folder):
             raise StoreError(settings.no_store_message(folder))
         settings.require_writable(folder)
-        kept = settings.rewrite(folder)
-        found.append(Diagnosis(settings.describe_rewritten(folder, kept), True))
+        store_settings = settings.rewrite(folder)
+        found.append(Diagnosis(settings.describe_rewritten(folder, store_settings), True))
     settings.require_writable(folder)
-    return folder, kept, found + _access(folder, kept)
+    return folder, store_settings, found + _access(folder, store_settings)
 
 
-def _access(folder: Path, kept: settings.Settings) -> list[Diagnosis]:
-    seen = ownership.repair_access(
-        folder, folder_mode=kept.folder_mode, file_mode=kept.file_mode, object_mode=kept.object_mode
+def _access(folder: Path, store_settings: settings.Settings) -> list[Diagnosis]:
+    access = ownership.repair_access(
+        folder,
+        folder_mode=store_settings.folder_mode,
+        file_mode=store_settings.file_mode,
+        object_mode=store_settings.object_mode,
     )
     found = []
-    if seen.mended:
+    if access.mended:
         found.append(
-            Diagnosis(f"{_first_of(seen.mended)} had too few permission bits; they have been set", True)
+            Diagnosis(f"{_first_of(access.mended)} had too few permission bits; they have been set", True)
         )
-    if seen.barred:
+    if access.barred:
         found.append(Diagnosis(
-            f"the user {seen.user} may not use {_first_of(seen.barred)} of the store {folder}:"
-            f" owned by {' and '.join(seen.owners)}",
+            f"the user {access.user} may not use {_first_of(access.barred)} of the store {folder}:"
+            f" owned by {' and '.join(access.owners)}",
             False,
             f"run `{ownership.chown_command(folder)}` as root, then `castore doctor` again",
         ))  # fmt: skip
@@ -179,9 +184,9 @@ def _first_of(paths: list[str]) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1:,} more"
 
 
-def _make_folders(folder: Path, kept: settings.Settings) -> None:
-    settings.check_folders(folder, kept)
-    settings.make_folders(folder, kept)
+def _make_folders(folder: Path, store_settings: settings.Settings) -> None:
+    settings.check_folders(folder, store_settings)
+    settings.make_folders(folder, store_settings)
 
 
 def _misplaced(folder: Path) -> list[Diagnosis]:
@@ -255,7 +260,7 @@ def _dictionaries(parts: Parts) -> list[Diagnosis]:
 
 
 def _mounts(parts: Parts) -> list[Diagnosis]:
-    gone = mounts.remove_dead(parts.index)
+    dead = mounts.remove_dead(parts.index)
     return [
         Diagnosis(
             f"the daemon of the mount at {mountpoint} has died; its record has been removed."
@@ -263,15 +268,15 @@ def _mounts(parts: Parts) -> list[Diagnosis]:
             f" `castore umount {shlex.quote(str(mountpoint))}` clears it",
             True,
         )
-        for mountpoint in gone
+        for mountpoint in dead
     ]
 
 
 def _restore_forgotten(parts: Parts) -> list[Diagnosis]:
     """Restore names that only the journal has, if their bytes exist: the index lost its last transactions."""
     forgotten = journal_check.compare(parts.index).forgotten
-    there = parts.objects.digests() if forgotten else set()
-    count = sum(digest in there for digest in forgotten.values())
+    existing = parts.objects.digests() if forgotten else set()
+    count = sum(digest in existing for digest in forgotten.values())
     if not count:
         return []
     rebuild.rebuild(parts.index, parts.objects)

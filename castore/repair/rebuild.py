@@ -46,11 +46,11 @@ class SetAside:
     """A damaged index while a new one is made.
 
     Attributes:
-        kept: the path of the damaged index now; None if there was none.
+        moved_to: the path of the damaged index now; None if there was none.
         is_replaced: whether the new index is whole; if not, the damaged one is put back after an error.
     """
 
-    kept: Path | None
+    moved_to: Path | None
     is_replaced: bool = False
 
 
@@ -71,7 +71,7 @@ def set_index_aside(path: Path, quarantine: Path, beacon: Beacon) -> Iterator[Se
             if file.exists():
                 moved[file] = place
                 file.rename(place)
-        aside.kept = moved.get(path)
+        aside.moved_to = moved.get(path)
         _announce_replacement(beacon)
         yield aside
     except BaseException:

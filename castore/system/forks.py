@@ -168,8 +168,8 @@ def _hold_all_locks() -> Generator[None]:
     # A finaliser in a thread that is inside SQLite may wait for the gate in order to write: let it through.
     _forks_under_way.append(None)
     try:
-        for turn in range(_ATTEMPTS):
-            time.sleep(_PAUSE_SECONDS * 4**turn)
+        for attempt in range(_ATTEMPTS):
+            time.sleep(_PAUSE_SECONDS * 4**attempt)
             with _ImportLock():
                 if (yield from _take_locks()):
                     return

@@ -207,14 +207,14 @@ class LinkMonitor:
                 self._witnesses[link.mount] = link.path, link.resolves
             if not link.resolves:
                 found.append(link)
-        gone = {one.mount: one for one in group_lost(found)}
-        for mount in self._reported - gone.keys():
+        lost = {one.mount: one for one in group_lost(found)}
+        for mount in self._reported - lost.keys():
             self._report(Event("mounted", path=mount.mountpoint, reason="links lead there again"))
-        for mount in gone.keys() - self._reported:
-            one = gone[mount]
+        for mount in lost.keys() - self._reported:
+            one = lost[mount]
             reason = f"{one.sentence()}; {one.advice(self._store.path)}"
             self._report(Event("unmounted", path=mount.mountpoint, reason=reason))
-        self._reported = set(gone)
+        self._reported = set(lost)
 
     def check_if_due(self) -> None:
         """Check one link of each mount, every few seconds, and all links if one has changed."""

@@ -253,8 +253,8 @@ def relink(path: str, old: str, new: str) -> None:
 def temporary_beside(path: str, kind: str) -> str:
     """A temporary name in the same folder; it has the process's identity and a mark of the file's name."""
     folder, name = os.path.split(path)
-    who = f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}"
-    return os.path.join(folder, f"{kind}{who}-{_mark(name)}")
+    process = f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}"
+    return os.path.join(folder, f"{kind}{process}-{_mark(name)}")
 
 
 def _mark(name: str) -> str:

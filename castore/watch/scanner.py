@@ -72,7 +72,7 @@ class Scanner:
         self._store, self._folder, self._options, self._report, self._progress = task
         self._schedule = schedule
         self._stop = stop
-        self._seen = 0
+        self._progressed = 0
         self._conflicts: list[str] | None = []
         self._to_replace: list[tuple[str, Entry]] = []
         self.touched: set[str] = set()
@@ -103,14 +103,14 @@ class Scanner:
         """Scan a path: bring the entry of a file or a link up to date. The next `flush` names the entry."""
         if self._stop.is_set():
             raise Stopped
-        self._seen = 0
+        self._progressed = 0
         try:
             found = os.lstat(path)
             if stat.S_ISLNK(found.st_mode):
                 self._scan_link(path)
             elif stat.S_ISREG(found.st_mode):
                 self._scan_file(path, found)
-            self._progress(max(0, found.st_size - self._seen))
+            self._progress(max(0, found.st_size - self._progressed))
         except (FullError, StoreError):
             raise
         except (CastoreError, OSError, BusyError) as error:
@@ -135,10 +135,10 @@ class Scanner:
     def _is_unsettled(self, path: str, found: os.stat_result) -> bool:
         """Whether a file was changed a moment ago; if so, it is scheduled for a later scan."""
         # The ctime counts too: a tool may set permissions after a rename, and is not done before that.
-        quiet = time.time() - max(found.st_mtime, found.st_ctime)
-        if not 0 <= quiet < self._options.settle:
+        unchanged_for = time.time() - max(found.st_mtime, found.st_ctime)
+        if not 0 <= unchanged_for < self._options.settle:
             return False
-        self._schedule(path, self._options.settle - quiet)
+        self._schedule(path, self._options.settle - unchanged_for)
         return True
 
     def _scan_link(self, path: str) -> None:
@@ -320,7 +320,7 @@ class Scanner:
 
     def _on_piece(self, size: int) -> None:
         self._check_stop(size)
-        self._seen += size
+        self._progressed += size
         self._progress(size)
 
 

@@ -37,7 +37,7 @@ class Node:
         read: whether the file was read through this node.
     """
 
-    __slots__ = ("_kept", "above", "held", "inside", "number", "part", "read", "references")
+    __slots__ = ("_packed", "above", "held", "inside", "number", "part", "read", "references")
 
     def __init__(self, number: int, above: Node | None, part: str, item: File | Folder) -> None:
         self.number = number
@@ -57,16 +57,16 @@ class Node:
     @property
     def item(self) -> File | Folder:
         """The file or folder that the node stands for."""
-        kept = self._kept
-        if not isinstance(kept, bytes):
-            return kept
-        digest, size, modified, expires = _FACTS.unpack(kept)
+        packed = self._packed
+        if not isinstance(packed, bytes):
+            return packed
+        digest, size, modified, expires = _FACTS.unpack(packed)
         name = _inside(self.above).base + self.part
         return File(name, digest, size, modified, None if math.isnan(expires) else expires)
 
     @item.setter
     def item(self, item: File | Folder) -> None:
-        self._kept: bytes | File | Folder = item
+        self._packed: bytes | File | Folder = item
         if isinstance(item, File) and item.content is None and item.name.endswith(self.part):
             inside, base = _inside(self.above), item.name[: len(item.name) - len(self.part)]
             inside.base = inside.base or base
@@ -74,7 +74,7 @@ class Node:
             with suppress(struct.error, TypeError):
                 if inside.base == base and len(item.digest) == _DIGEST_BYTES:
                     expires = math.nan if item.expires is None else item.expires
-                    self._kept = _FACTS.pack(item.digest, item.size, item.modified, expires)
+                    self._packed = _FACTS.pack(item.digest, item.size, item.modified, expires)
 
 
 class _Children:
