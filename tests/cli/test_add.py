@@ -74,7 +74,7 @@ def test_bytes_are_those_of_the_files(cli: Cli, data: Path, folder: Path) -> Non
             assert store.get(f"data/{name}") == (data / name).read_bytes()
 
 
-def test_report_tells_new_from_known(cli: Cli, data: Path) -> None:
+def test_report_distinguishes_new_from_known(cli: Cli, data: Path) -> None:
     size = sum(path.stat().st_size for path in data.rglob("*") if path.is_file())
     first = cli("add", "data", "--json").json
     assert (first["files"], first["bytes"], first["new_blobs"], first["failed"]) == (4, size, 4, 0)
@@ -242,7 +242,7 @@ def test_a_file_that_opens_and_cannot_be_read_is_named(cli: Cli, folder: Path) -
         store.put_file("mem", "/proc/self/mem")
 
 
-def test_empty_folders_are_told_of_and_are_no_failure(cli: Cli, data: Path) -> None:
+def test_empty_folders_are_reported_and_are_no_failure(cli: Cli, data: Path) -> None:
     for name in ("hollow/inner", "none"):
         (data / name).mkdir(parents=True)
     ran = cli("add", "data")

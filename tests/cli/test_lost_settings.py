@@ -21,7 +21,7 @@ def _without_settings(path: Path, **options: Any) -> Path:
     return path
 
 
-def test_doctor_writes_lost_settings_anew(cli: Cli, folder: Path) -> None:
+def test_doctor_writes_lost_settings_again(cli: Cli, folder: Path) -> None:
     _without_settings(folder, max_size="1GB")
     (folder / "of a user").touch()
     ran = cli("ls")
@@ -35,7 +35,7 @@ def test_doctor_writes_lost_settings_anew(cli: Cli, folder: Path) -> None:
     assert cli("cat", "a").out == "kept"
 
 
-def test_init_writes_lost_settings_anew_whatever_else_lies_there(cli: Cli, folder: Path) -> None:
+def test_init_writes_lost_settings_again_whatever_else_lies_there(cli: Cli, folder: Path) -> None:
     _without_settings(folder)
     (folder / "of a user").touch()
     assert cli("init", "--codec", "lz4").code == 0

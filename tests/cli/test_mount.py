@@ -92,7 +92,7 @@ def test_options_reach_the_mount(shell: Shell, store: Store, place: Path) -> Non
     assert shell("umount", place).code == 0
 
 
-def test_foreground_serves_until_it_is_told_to_end(castore: Start, store: Store, place: Path) -> None:
+def test_foreground_serves_until_it_is_asked_to_end(castore: Start, store: Store, place: Path) -> None:
     process = castore("mount", place, "--foreground")
     deadline = time.monotonic() + 60
     while not (place / "data" / "a.txt").exists():

@@ -18,7 +18,7 @@ def test_rm_removes_names_and_goes_on_after_a_missing_one(cli: Cli, store: Store
     assert names(store) == ["data/b.txt"]
 
 
-def test_rm_takes_folders_only_when_told(cli: Cli, store: Store) -> None:
+def test_rm_takes_folders_only_with_recursive(cli: Cli, store: Store) -> None:
     ran = cli("rm", "data")
     assert ran.code == 1
     assert "`castore rm -r data`" in ran.err

@@ -70,7 +70,7 @@ def test_what_is_not_there_is_a_failure(cli: Cli, store: Store, command: str, na
     assert ran.err.startswith("castore: there ")
 
 
-def test_names_with_a_slash_behind_are_told_what_they_are(cli: Cli, store: Store) -> None:
+def test_a_name_with_a_slash_at_its_end_gets_an_error_that_names_the_problem(cli: Cli, store: Store) -> None:
     store.put("a/b", b"1")
     for command in ("pin", "unpin", "rm", "cat"):
         assert cli(command, "a/b/").err == "castore: 'a/b' is a file; leave out the '/' at its end\n"

@@ -46,7 +46,7 @@ def test_gc_in_words(cli: Cli, store: Store) -> None:
     assert cli("gc").out.startswith("nothing to remove: ")
 
 
-def test_gc_tells_what_waits_and_how_to_free_it_now(cli: Cli, store: Store) -> None:
+def test_gc_reports_what_waits_and_how_to_free_it_now(cli: Cli, store: Store) -> None:
     store.put("noise", os.urandom(300_000))
     cli("rm", "noise")
     out = cli("gc").out
@@ -95,7 +95,7 @@ def test_doctor_finds_a_sound_store_in_order(cli: Cli, store: Store, folder: Pat
     assert cli("doctor", "--json").json == {"findings": []}
 
 
-def test_doctor_tells_what_is_lost_and_what_to_do(cli: Cli, store: Store, folder: Path) -> None:
+def test_doctor_reports_what_is_lost_and_what_to_do(cli: Cli, store: Store, folder: Path) -> None:
     store.put("noise", os.urandom(300_000))
     damage(folder)
     assert store.get("noise") is None

@@ -432,7 +432,7 @@ def test_several_gcs_at_once_are_no_error(store: Store) -> None:
     assert os.listdir(store.path / "tmp") == []
 
 
-def test_a_gc_tells_what_has_gone_and_not_what_it_had_chosen(
+def test_a_gc_reports_what_it_removed_and_not_what_it_had_chosen(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of the chosen is read, and one put again, before the entries are removed."""

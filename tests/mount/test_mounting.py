@@ -278,7 +278,7 @@ def test_readers_get_the_right_bytes_from_a_tiny_cache(store: Store, cache: int)
 # --- other users -----------------------------------------------------------------------------------
 
 
-def test_other_users_are_let_in_only_when_told(anybody: tuple[Path, str], store: Store) -> None:
+def test_other_users_are_let_in_only_with_allow_other(anybody: tuple[Path, str], store: Store) -> None:
     folder, user = anybody
     store.put("x", b"for you")
     (folder / "mnt").mkdir()

@@ -303,7 +303,7 @@ def test_doctor_finds_nothing_wrong_with_a_sound_store_that_is_in_use(tmp_path: 
     assert doctor.examine(path) == []
 
 
-def test_doctor_tells_only_of_what_it_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_only_what_it_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path / "store").close()
     (tmp_path / "store/objects/packs/00000063.pack").write_bytes(b"nobody registered it")
     find = leftovers.find

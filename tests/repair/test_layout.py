@@ -104,7 +104,7 @@ def test_what_stands_in_the_place_of_a_file_or_among_files_goes_to_quarantine(tm
     assert doctor.examine(path) == []
 
 
-def test_what_is_in_nobodys_way_is_left_and_told_of(tmp_path: Path) -> None:
+def test_what_is_in_nobodys_way_is_left_and_reported(tmp_path: Path) -> None:
     Store(tmp_path / "store").close()
     path = tmp_path / "store"
     (path / "my pictures").mkdir()
@@ -162,7 +162,7 @@ def inner_paths() -> list[str]:
 
 
 @pytest.mark.parametrize("place", inner_paths())
-def test_a_store_inside_a_store_is_left_alone_and_told_of(tmp_path: Path, place: str) -> None:
+def test_a_store_inside_a_store_is_left_alone_and_reported(tmp_path: Path, place: str) -> None:
     outer = tmp_path / "outer"
     with Store(outer) as store:
         store.put("outside", b"outer bytes")
@@ -195,7 +195,7 @@ def test_no_store_is_made_of_a_folder_of_another(tmp_path: Path, place: str) -> 
     assert doctor.examine(tmp_path / "outer") == []
 
 
-def test_it_is_told_once_when_it_is_made(tmp_path: Path) -> None:
+def test_it_is_reported_once_when_it_is_made(tmp_path: Path) -> None:
     outer = TreeCacheManager(tmp_path / "cache")
     with pytest.warns(NestedStoreWarning) as told:
         DiskCache(tmp_path / "cache/disk").put("key", 1)

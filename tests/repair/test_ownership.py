@@ -127,7 +127,7 @@ def test_nothing_that_was_there_before_is_given_away(theirs: Path) -> None:
         "objects",
     ],
 )
-def test_doctor_tells_of_what_the_owner_may_not_use(theirs: Path, which: str) -> None:
+def test_doctor_reports_what_the_owner_may_not_use(theirs: Path, which: str) -> None:
     os.chown(theirs / which, 0, 0)
 
     def look() -> tuple[list[doctor.Diagnosis], str]:

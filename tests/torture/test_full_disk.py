@@ -248,7 +248,7 @@ def test_doctor_takes_a_full_disk_for_no_damage(disk: Path, ballast: bool) -> No
     assert doctor.examine(path) == []
 
 
-def test_a_damaged_index_is_made_anew_on_a_full_disk_with_the_ballast(disk: Path) -> None:
+def test_a_damaged_index_is_rebuilt_on_a_full_disk_with_the_ballast(disk: Path) -> None:
     path, kept = disk / "store", {f"n/{n}": noise(3_000, n) for n in range(50)}
     with Store(path, memory=0) as store:
         store.put_many(kept.items())

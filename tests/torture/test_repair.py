@@ -207,7 +207,7 @@ def test_repair_of_any_damage_leaves_nothing_to_be_found_and_costs_nothing_else(
     )
 
 
-def test_a_bad_head_of_a_record_is_written_anew_and_its_bytes_are_kept(store: Store) -> None:
+def test_a_bad_head_of_a_record_is_written_again_and_its_bytes_are_kept(store: Store) -> None:
     values = fill(store, 24)
     packed = [name for name in values if stored(store, name).path.suffix == ".pack"]
     for name in packed[:5]:

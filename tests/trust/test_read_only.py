@@ -158,7 +158,7 @@ def test_a_writer_that_comes_later_is_seen(tmp_path: Path, shown: Path) -> None:
         assert store.get("new") == b"new"
 
 
-def test_a_log_without_its_index_of_pages_is_told(tmp_path: Path, freeze: Freeze) -> None:
+def test_a_wal_without_its_shared_memory_file_is_reported(tmp_path: Path, freeze: Freeze) -> None:
     folder = tmp_path / "store"
     _fill(folder)
     with Store(folder) as writer:
@@ -170,7 +170,7 @@ def test_a_log_without_its_index_of_pages_is_told(tmp_path: Path, freeze: Freeze
         Store(shown)
 
 
-def test_damage_is_found_and_told_though_nothing_is_set_aside(tmp_path: Path, freeze: Freeze) -> None:
+def test_damage_is_found_and_reported_though_nothing_is_set_aside(tmp_path: Path, freeze: Freeze) -> None:
     folder = tmp_path / "store"
     _fill(folder)
     [loose] = [path for path in folder.glob("objects/??/*") if path.stat().st_size == 400_000]

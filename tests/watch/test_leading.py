@@ -28,7 +28,7 @@ def kill_mount(store: Store) -> None:
         time.sleep(0.001)
 
 
-def test_a_watcher_tells_that_its_links_lead_to_nothing_and_when_they_do_again(
+def test_a_watcher_reports_that_its_links_lead_to_nothing_and_when_they_do_again(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
     """Nothing happens in the folder meanwhile: the watcher must not need a new file to find out."""
@@ -55,7 +55,7 @@ def test_a_watcher_tells_that_its_links_lead_to_nothing_and_when_they_do_again(
     assert (watching.told("unmounted"), watching.told("mounted")) == (["", ""], [""])
 
 
-def test_it_is_told_at_the_start_whatever_the_watcher_is_to_do(
+def test_it_is_reported_at_the_start_whatever_the_watcher_is_to_do(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
     settled(folder, "a", b"a")
@@ -75,7 +75,9 @@ def test_it_is_told_at_the_start_whatever_the_watcher_is_to_do(
     assert second.startswith(f"castore: no live mount of {store.path} shows 'in'")
 
 
-def test_doctor_tells_it_with_what_to_do(store: Store, folder: Path, mountpoint: Path, watch: Watch) -> None:
+def test_doctor_reports_it_with_what_to_do(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
     settled(folder, "a", b"a")
     watch("--replace").end_after("replaced")
     store.put("another/file", b"that no link stands for", metadata={"link": "my own"})

@@ -71,7 +71,7 @@ def test_a_file_may_be_written_in_pieces_of_any_size(store: Store, step: int) ->
     assert store.get("a") == data
 
 
-def test_what_a_blob_is_stored_as_is_told_by_its_first_bytes(store: Store) -> None:
+def test_what_a_blob_is_stored_as_shows_in_its_first_bytes(store: Store) -> None:
     with store.create("text") as file:
         file.write(text(BUFFERED_BYTES + FRAME_SIZE))
     with store.create("noise") as file:

@@ -30,7 +30,7 @@ from tests.objects.dictionaries.samples import (
 
 
 @pytest.mark.parametrize("suffix", ["zdict", "spare"])
-def test_one_bad_copy_costs_nothing_and_is_made_anew(trained: Store, suffix: str) -> None:
+def test_one_bad_copy_costs_nothing_and_is_written_again(trained: Store, suffix: str) -> None:
     (path,) = (trained.path / "objects" / "dicts").glob(f"*.{suffix}")
     whole = path.read_bytes()
     flip(path, 2000)
