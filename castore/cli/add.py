@@ -82,11 +82,11 @@ def add(
     tar c photos | castore add - --as photos.tar
     """
     from castore import Store
-    from castore.cli.add_batches import FileAdder, Options
+    from castore.cli.add_batches import AddOptions, FileAdder
 
     is_input = INPUT in path
     named = {INPUT: _input_name(path, prefix)} if is_input else destinations(path, prefix)
-    options = Options(codec, ttl, _metadata(meta or []), pin)
+    options = AddOptions(codec, ttl, _metadata(meta or []), pin)
     options.check()
     if dictionary and codec not in (None, "auto", "zstd"):
         raise InvalidValueError(f"--dict needs the codec zstd, not {codec}")

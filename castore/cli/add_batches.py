@@ -30,7 +30,7 @@ _BATCH_FILES = 500
 _THREADS = 4
 
 
-class Options(NamedTuple):
+class AddOptions(NamedTuple):
     """The user's options for every entry; None is the store's default."""
 
     codec: str | None = None
@@ -82,7 +82,7 @@ class FileAdder:
     """
 
     def __init__(
-        self, store: Store, options: Options, failures: Failures, done: Callable[[int], object]
+        self, store: Store, options: AddOptions, failures: Failures, done: Callable[[int], object]
     ) -> None:
         self._store = store
         self._options = options

@@ -24,9 +24,9 @@ from castore.watch.reports import Event
 
 if TYPE_CHECKING:
     from castore import Store
-    from castore.watch.folder import Folder
+    from castore.watch.folder import WatchedFolder
     from castore.watch.scanner import Stop
-    from castore.watch.task import Options
+    from castore.watch.task import WatchOptions
 
 #: Seconds between checks for a folder that does not exist yet.
 _POLL_SECONDS = 0.2
@@ -65,17 +65,17 @@ def watch(
     castore watch ~/.cache/huggingface/datasets --as hf --restore
     """
     from castore import Store
-    from castore.watch.folder import Folder
+    from castore.watch.folder import WatchedFolder
     from castore.watch.restore import restore_all
     from castore.watch.scanner import Stop
-    from castore.watch.task import Options
+    from castore.watch.task import WatchOptions
 
     if restore and (mirror or replace):
         raise typer.BadParameter("--restore goes with neither --mirror nor --replace")
     if codec is not None:
         check_codec(codec, None)
     names = check_prefix(prefix)
-    options = Options(mirror, replace, codec, parse_duration(settle))
+    options = WatchOptions(mirror, replace, codec, parse_duration(settle))
     path = store_path(context)
     if restore:
         require_store(path)
@@ -90,11 +90,11 @@ def watch(
             store.require_writable()
         if restore:
             with progress("restoring", None) as done:
-                restore_all(store, Folder(root, names, str(path)), printer.print_event, done)
+                restore_all(store, WatchedFolder(root, names, str(path)), printer.print_event, done)
             if not printer.has_events:
                 _require_prefix(store, root, names)
         elif _is_there(root, printer, stop):
-            _watch(store, Folder(root, names, str(path)), options, printer, stop)
+            _watch(store, WatchedFolder(root, names, str(path)), options, printer, stop)
     printer.finish()
     if restore and printer.failed:
         raise typer.Exit(1)
@@ -143,7 +143,9 @@ def _is_there(root: str, printer: _EventPrinter, stop: Stop) -> bool:
     return not stop.is_set()
 
 
-def _watch(store: Store, folder: Folder, options: Options, printer: _EventPrinter, stop: Stop) -> None:
+def _watch(
+    store: Store, folder: WatchedFolder, options: WatchOptions, printer: _EventPrinter, stop: Stop
+) -> None:
     from castore.watch.task import Task
     from castore.watch.watcher import Watcher
 
@@ -157,7 +159,7 @@ def _watch(store: Store, folder: Folder, options: Options, printer: _EventPrinte
         watcher.run(until_caught_up.close)
 
 
-def _bytes_below(folder: Folder) -> int:
+def _bytes_below(folder: WatchedFolder) -> int:
     """Bytes of all files, for the time left that the bar shows: a separate walk that reports no problems."""
     found = folder.files(folder.root, lambda error: None, lambda path: None)
     total = 0

@@ -33,7 +33,7 @@ def is_temporary(basename: str) -> bool:
     return _TEMPORARY(basename) is not None
 
 
-class Folder:
+class WatchedFolder:
     """A folder and the prefix that its files are named under.
 
     Args:

@@ -31,14 +31,14 @@ from castore.records import LOOSE, LOST, Entry, Mount
 from castore.system.temporary import is_running, pid_namespace, process_started
 from castore.watch import entry_sources, link_registry
 from castore.watch.file_lease import (
-    BusyError,
+    FileBusyError,
     NoLeaseError,
     Snapshot,
     is_same,
     is_writer_waiting,
     lease,
 )
-from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, Folder
+from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, WatchedFolder
 
 #: Seconds for which a mount may go on showing the old bytes of a name.
 _MOUNT_SECONDS = 5.0
@@ -65,7 +65,7 @@ def replace(
         mount: the links lead into it.
         files: snapshots of the files, and their entries; the caller closes the snapshots.
         check: called with the bytes of each piece that is read back. Its exceptions end everything.
-        done: called for each file with None, or with the reason why it stays: `BusyError` (it was touched),
+        done: called for each file with None, or with the reason why it stays: `FileBusyError`,
             `KeptError` (it cannot be replaced), or another error.
     """
     ready = deque(_bind(store, mount, [pair for pair in files if _is_replaceable(pair, done)], done))
@@ -96,7 +96,7 @@ def _bind(store: Store, mount: Mount, files: list[Pair], done: Done) -> list[Pai
     bound = []
     for (file, entry), linked in zip(files, link_registry.bind_links(store, bindings), strict=True):
         if linked is None:
-            done(file, entry, BusyError(file.path))  # gc removed it before it was pinned: put it again
+            done(file, entry, FileBusyError(file.path))  # gc removed it before it was pinned: put it again
         else:
             bound.append((file, linked))
     return bound
@@ -115,7 +115,7 @@ def _replace_one(
         _sync(store, entry, synced)
         _verify(link, entry, check)
         _swap(file, link)
-    except (BusyError, CastoreError, OSError) as error:
+    except (FileBusyError, CastoreError, OSError) as error:
         return error
     return None
 
@@ -123,7 +123,7 @@ def _replace_one(
 def _is_replaceable(pair: Pair, done: Done) -> bool:
     try:
         _require_replaceable(pair[0])
-    except (BusyError, KeptError) as error:
+    except (FileBusyError, KeptError) as error:
         done(*pair, error)
         return False
     return True
@@ -145,13 +145,13 @@ def _sync(store: Store, entry: Entry, synced: set[Path]) -> None:
     """Sync the object to the disk: another process may have put it. The index is durable already."""
     blob = store.blob(entry.digest)
     if blob is None or blob.pack == LOST:
-        raise BusyError(entry.name)
+        raise FileBusyError(entry.name)
     path = Path(store.path_of(blob))
     for one in {path, path.parent} - synced:
         try:
             fd = os.open(one, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
-            raise BusyError(entry.name) from error  # it was moved to another pack just now
+            raise FileBusyError(entry.name) from error  # it was moved to another pack just now
         try:
             os.fsync(fd)
         finally:
@@ -199,12 +199,12 @@ def _swap(file: Snapshot, link: str) -> None:
             # file, as it would had `rm` been a moment faster.
             with lease(file.fd):
                 if not is_same(os.lstat(temporary), file.status) or is_writer_waiting(file.fd):
-                    raise BusyError(file.path)
+                    raise FileBusyError(file.path)
         except BaseException:
             exchange(temporary, file.path)
             raise
     except NoLeaseError as error:
-        raise BusyError(file.path) from error
+        raise FileBusyError(file.path) from error
     finally:
         # Unlinks the link that was not needed, or the file whose bytes are in the store.
         with suppress(FileNotFoundError):
@@ -225,7 +225,7 @@ def exchange(one: str, other: str) -> None:
         return
     error = errno.ENOSYS if call is None else ctypes.get_errno()
     if error == errno.ENOENT:
-        raise BusyError(other)
+        raise FileBusyError(other)
     if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         raise KeptError("this file system cannot exchange two files in one step")
     raise OSError(error, os.strerror(error), other)
@@ -245,7 +245,7 @@ def relink(path: str, old: str, new: str) -> None:
         exchange(temporary, path)
         if not os.path.islink(temporary) or os.readlink(temporary) != old:
             exchange(temporary, path)
-            raise BusyError(path)
+            raise FileBusyError(path)
     finally:
         os.unlink(temporary)
 
@@ -261,7 +261,7 @@ def _mark(name: str) -> str:
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
 
 
-def clean(store: Store, folder: Folder, leftover: str) -> None:
+def clean(store: Store, folder: WatchedFolder, leftover: str) -> None:
     """Clean up a temporary file of a killed process. Leaves files of live processes alone.
 
     A process killed right after the exchange left the file under the temporary name, and the link under the

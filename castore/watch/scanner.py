@@ -17,8 +17,8 @@ from contextlib import ExitStack, suppress
 from castore.errors import CastoreError, FullError, NameConflictError, StoreError
 from castore.records import Entry, Mount
 from castore.watch import link_registry, replace
-from castore.watch.add import Added, Adder, is_current
-from castore.watch.file_lease import BusyError, Snapshot
+from castore.watch.adder import Added, Adder, is_current
+from castore.watch.file_lease import FileBusyError, Snapshot
 from castore.watch.find_mount import NoMountError, answers, find_mount
 from castore.watch.reports import Event, reason_of
 from castore.watch.task import Task
@@ -92,7 +92,7 @@ class Scanner:
             self._on_failed(str(error.filename), error)
 
         def leftover(path: str) -> None:
-            with suppress(BusyError, ValueError):  # ValueError: not one of this package's names
+            with suppress(FileBusyError, ValueError):  # ValueError: not one of this package's names
                 replace.clean(self._store, self._folder, path)
 
         for path in self._folder.files(folder, skip, leftover):
@@ -113,7 +113,7 @@ class Scanner:
             self._progress(max(0, found.st_size - self._progressed))
         except (FullError, StoreError):
             raise
-        except (CastoreError, OSError, BusyError) as error:
+        except (CastoreError, OSError, FileBusyError) as error:
             if _is_gone(path):
                 self._schedule(path, 0)  # removed during the scan
             else:
@@ -264,7 +264,7 @@ class Scanner:
             for path, entry in wanted:
                 try:
                     file = opened.enter_context(Snapshot(path))
-                except (BusyError, OSError) as error:
+                except (FileBusyError, OSError) as error:
                     self._on_failed(path, error)
                     continue
                 if is_current(self._store, entry, path, file.status.st_size, file.status.st_mtime_ns):
@@ -307,7 +307,7 @@ class Scanner:
         self._conflicts = []
 
     def _on_failed(self, path: str, error: Exception) -> None:
-        if isinstance(error, BusyError):
+        if isinstance(error, FileBusyError):
             self._schedule(path, self._busy_seconds)
         elif isinstance(error, NameConflictError) and self._options.mirror and self._conflicts is not None:
             self._conflicts.append(path)

@@ -32,7 +32,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
-class Record:
+class DaemonRecord:
     """The process that serves a mount: its process id, and its start time, because process ids are reused."""
 
     mountpoint: str
@@ -40,12 +40,12 @@ class Record:
     started: int
 
     @classmethod
-    def of_this_process(cls, mountpoint: Path) -> Record:
+    def of_this_process(cls, mountpoint: Path) -> DaemonRecord:
         """The record of the calling process."""
         return cls(os.fspath(mountpoint), os.getpid(), process_started(os.getpid()) or 0)
 
     @classmethod
-    def read(cls, path: Path) -> Record | None:
+    def read(cls, path: Path) -> DaemonRecord | None:
         """The record in a file; None when the file is missing or cannot be parsed."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
@@ -81,7 +81,7 @@ def serve(
         started: called when the mount answers and threads may start.
         ready_fd: a pipe that gets the line `ready`, or an error message.
         lifeline_fd: a pipe to which nothing is written. The mount ends when the pipe's other end is closed.
-        record_path: where the `Record` lies while the mount lives.
+        record_path: where the `DaemonRecord` lies while the mount lives.
 
     Returns:
         The exit code: 0, or 1 when the mount could not be made.
@@ -107,7 +107,7 @@ def serve(
     def on_ready() -> None:
         if record_path is not None:
             try:
-                Record.of_this_process(session.mountpoint).write(record_path)
+                DaemonRecord.of_this_process(session.mountpoint).write(record_path)
             # the disk is full, say: without a record, `umount` does not wait for this process
             except OSError as error:
                 log.warning("cannot write %s: %s", record_path, error.strerror)

@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from castore.errors import MissingDependencyError
 from castore_fuse import libfuse, mountpoints
-from castore_fuse.daemon import READY, Record
+from castore_fuse.daemon import READY, DaemonRecord
 from castore_fuse.errors import MountError
 
 START_TIMEOUT = 60.0
@@ -238,7 +238,7 @@ def prepare_mountpoint(
     Args:
         mountpoint: the folder.
         store: the folder of the store, which must lie apart from the mountpoint.
-        record_path: where an earlier daemon of this mountpoint left its `Record`, if there was one.
+        record_path: where an earlier daemon of this mountpoint left its `DaemonRecord`, if there was one.
 
     Raises:
         MountError: the mountpoint is in use, not a folder, not empty, or overlaps the store.
@@ -288,7 +288,7 @@ def _clear_dead(path: Path, record_path: Path | None) -> None:
 
 
 def _is_dead(path: Path, record_path: Path | None) -> bool:
-    record = Record.read(record_path) if record_path else None
+    record = DaemonRecord.read(record_path) if record_path else None
     return mountpoints.is_dead(path, orphaned=record is not None and not record.alive())
 
 
@@ -297,7 +297,7 @@ def umount(mountpoint: str | os.PathLike[str], *, record_path: Path | None = Non
 
     Args:
         mountpoint: the folder.
-        record_path: where its daemon left its `Record`; without it, this function does not wait for the
+        record_path: where its daemon left its `DaemonRecord`; without it, this function does not wait for the
             daemon.
 
     Raises:
@@ -313,7 +313,7 @@ def umount(mountpoint: str | os.PathLike[str], *, record_path: Path | None = Non
             f"the mount at {path} is of type {found.fstype}, not a castore;"
             " unmount it with the tool that made it"
         )
-    record = Record.read(record_path) if record_path else None
+    record = DaemonRecord.read(record_path) if record_path else None
     mountpoints.detach(path, dead=_is_dead(path, record_path))
     deadline = time.monotonic() + END_TIMEOUT
     while record is not None and record.alive():

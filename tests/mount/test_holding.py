@@ -20,7 +20,7 @@ from castore.gc.mount_barrier import Listener, MountBarrier
 from castore.objects.codecs import FRAME_SIZE
 from castore.system.temporary import process_started
 from castore_fuse import mountpoints
-from castore_fuse.daemon import Record
+from castore_fuse.daemon import DaemonRecord
 from castore_fuse.nodes import Lookups
 from castore_fuse.operations import Operations
 from castore_fuse.view import View
@@ -43,7 +43,7 @@ def put_kinds(store: Store) -> None:
 def daemon(request: pytest.FixtureRequest, store: Store, mountpoint: Path) -> Iterator[int]:
     """The process that serves ``mountpoint``."""
     castore_fuse.mount(store, mountpoint, pin=request.param == "pinned")
-    record = Record.read(next((store.path / "locks").glob("mount-*.json")))
+    record = DaemonRecord.read(next((store.path / "locks").glob("mount-*.json")))
     assert record is not None
     yield record.pid
     with contextlib.suppress(ProcessLookupError):

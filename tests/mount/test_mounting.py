@@ -20,14 +20,14 @@ from castore import Store
 from castore.errors import InvalidNameError, InvalidValueError
 from castore.objects.codecs import FRAME_SIZE
 from castore_fuse import BusyError, MountError, mountpoints
-from castore_fuse.daemon import Record
+from castore_fuse.daemon import DaemonRecord
 from tests.helpers import mixed, noise, text
 from tests.mount.conftest import forget_pages, until
 
 
-def daemon(store: Store) -> Record:
+def daemon(store: Store) -> DaemonRecord:
     """The record of the process that serves the one background mount of a store."""
-    record = Record.read(next((store.path / "locks").glob("mount-*.json")))
+    record = DaemonRecord.read(next((store.path / "locks").glob("mount-*.json")))
     assert record is not None
     return record
 

@@ -18,7 +18,7 @@ import pytest
 from castore import Store, StoreError, settings
 from castore.gc.mount_barrier import Listener
 from castore.repair import doctor
-from castore_fuse.daemon import Record
+from castore_fuse.daemon import DaemonRecord
 from tests.helpers import flip, in_processes, noise, payload, records, text
 
 OTHER = 65534
@@ -78,7 +78,9 @@ def test_what_root_makes_in_anothers_store_is_the_owners(theirs: Path) -> None:
         assert store.get(NAMES[0]) is None
         assert list((theirs / "quarantine").iterdir())
         listener = Listener(theirs / "locks", 0o600)
-        Record(str(theirs.parent / "mnt"), os.getpid(), 1).write(theirs / "locks" / f"mount-{'a' * 16}.json")
+        DaemonRecord(str(theirs.parent / "mnt"), os.getpid(), 1).write(
+            theirs / "locks" / f"mount-{'a' * 16}.json"
+        )
         from castore.adapters.datasets import scratch
 
         file = scratch.new_file(store)

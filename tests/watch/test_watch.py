@@ -14,7 +14,7 @@ import pytest
 
 from castore import Store
 from castore.watch.entry_sources import remember
-from castore.watch.folder import Folder, is_temporary
+from castore.watch.folder import WatchedFolder, is_temporary
 from tests.watch.conftest import (
     ENVIRONMENT,
     Watch,
@@ -264,7 +264,7 @@ def test_a_mount_below_the_folder_and_the_store_in_it_are_left_out(tmp_path: Pat
     store.mkdir(parents=True)
     (store / "castore.json").write_text("{}")
     (root / "a").write_text("a")
-    folder = Folder(str(root), "in", str(store))
+    folder = WatchedFolder(str(root), "in", str(store))
     assert list(folder.files(str(root), print, print)) == [str(root / "a")]
     assert not folder.is_relevant(str(store / "castore.json"))
 

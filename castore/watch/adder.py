@@ -15,7 +15,7 @@ from castore.errors import CastoreError, FullError, StoreError
 from castore.objects.packs import PACK_LIMIT
 from castore.records import LOST, Entry, EntrySpec
 from castore.watch import entry_sources
-from castore.watch.file_lease import BusyError, Snapshot
+from castore.watch.file_lease import FileBusyError, Snapshot
 from castore.write.batch import Batch, add_staged, staged_file
 from castore.write.staging import Staged
 
@@ -40,7 +40,7 @@ class _RestageError(Exception):
         error: of the file.
     """
 
-    def __init__(self, error: OSError | BusyError) -> None:
+    def __init__(self, error: OSError | FileBusyError) -> None:
         super().__init__(str(error))
         self.error = error
 
@@ -116,7 +116,7 @@ class Adder:
             return self._stage_file(batch, pending, reuse)
         except FullError:
             raise
-        except (OSError, BusyError) as error:
+        except (OSError, FileBusyError) as error:
             if reuse:
                 raise
             raise _RestageError(
@@ -167,7 +167,7 @@ class Adder:
             raise
         except _RestageError as unstageable:
             self._fail(pending.path, unstageable.error)
-        except (CastoreError, OSError, BusyError) as error:
+        except (CastoreError, OSError, FileBusyError) as error:
             self._fail(pending.path, error)
 
     def _commit(self, batch: Batch, pending: list[_PendingFile]) -> None:
