@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from castore.store import Store
     from castore.training import Rewritten, Trained
     from castore.units import NEVER, UNLIMITED
-    from castore.write.batch import Batch, SupportsRead
+    from castore.write.batch import Batch
     from castore.write.incoming import NewFile
+    from castore.write.putter import SupportsRead
 
 __version__ = "0.1.0"
 
@@ -115,7 +116,7 @@ _MODULES = {
     "SharedFrames": "shm.shared_frames",
     "Stat": "stats",
     "Store": "store",
-    "SupportsRead": "write.batch",
+    "SupportsRead": "write.putter",
     "Totals": "records",
     "Trained": "training",
     "UNLIMITED": "units",

@@ -114,7 +114,7 @@ class FullError(CastoreError, OSError):
         self.errno = errno.ENOSPC
 
 
-def unchangeable(folder: object) -> StoreError:
+def read_only_error(folder: object) -> StoreError:
     """The error for a change to a store in whose folder nothing can be written."""
     return StoreError(
         f"the store {folder} can be read and not changed:"
@@ -123,11 +123,11 @@ def unchangeable(folder: object) -> StoreError:
 
 
 @contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+def add_filename(path: str | os.PathLike[str]) -> Iterator[None]:
     """Add the file's name to an `OSError` of the block: Python adds it only when it opens a file.
 
     >>> import errno
-    >>> with naming("shards/0.tar"):
+    >>> with add_filename("shards/0.tar"):
     ...     raise OSError(errno.EINVAL, "Invalid argument")
     Traceback (most recent call last):
     OSError: [Errno 22] Invalid argument: 'shards/0.tar'

@@ -105,7 +105,7 @@ FOLDERS = tuple(
     place.path.rstrip("/") for place in PLACES if place.kind in (Kind.FOLDER, Kind.TREE) and place.is_fixed
 )
 #: The folders that are made with the store.
-MADE = tuple(folder for folder in FOLDERS if folder != WORK)
+CREATED = tuple(folder for folder in FOLDERS if folder != WORK)
 #: Names that the top folder may have.
 TOP = frozenset(place.path.split("/")[0] for place in PLACES)
 

@@ -74,7 +74,7 @@ class Parts:
 
         For work that frees space, or takes little.
         """
-        return self.ballast.relieve(work, self.index.shrink_log)
+        return self.ballast.relieve(work, self.index.truncate_wal)
 
     def close(self) -> None:
         """Flush usage counters if there is room for them, then close files and connections."""
@@ -106,15 +106,17 @@ def open_folder(
     Raises:
         StoreError: the folder is no store, of another format, not accessible, or on a network file system.
     """
-    kept = settings.load(path)
-    is_new = kept is None
-    if kept is None:
-        is_lost, base = settings.is_lost(path), settings.recovered(path)
-        kept = settings.merge(base, codec=codec, level=level, max_size=max_size, ttl=ttl)
-        settings.create(path, kept)
+    store_settings = settings.load(path)
+    is_new = store_settings is None
+    if store_settings is None:
+        is_lost, base = settings.has_lost_settings(path), settings.recover(path)
+        store_settings = settings.merge(base, codec=codec, level=level, max_size=max_size, ttl=ttl)
+        settings.create(path, store_settings)
         if is_lost:
-            warnings.warn(settings.lost(path, kept), LostSettingsWarning, stacklevel=3)
-    merged = settings.merge(kept, codec=codec, level=level, max_size=max_size, ttl=ttl)
+            warnings.warn(
+                settings.describe_rewritten(path, store_settings), LostSettingsWarning, stacklevel=3
+            )
+    merged = settings.merge(store_settings, codec=codec, level=level, max_size=max_size, ttl=ttl)
     settings.refuse_network(path)
     read_only = not is_new and settings.is_read_only(path)
     settings.check_folders(path, merged, read_only=read_only)
@@ -123,7 +125,7 @@ def open_folder(
 
 def open_parts(
     path: Path,
-    kept: Settings,
+    store_settings: Settings,
     ballast: Ballast,
     make_room: Callable[[Parts, int], None],
     *,
@@ -135,7 +137,7 @@ def open_parts(
 
     Args:
         path: of the store's folder, absolute.
-        kept: from `open_folder`.
+        store_settings: from `open_folder`.
         ballast: of the store.
         make_room: called with the bytes that a put needs, when the put would pass the budget.
         read_only: from `open_folder`.
@@ -145,19 +147,21 @@ def open_parts(
     Raises:
         StoreError: the store is damaged or not accessible.
     """
-    return ballast.relieve(partial(_connect, path, kept, ballast, make_room, read_only, memory, durable))
+    return ballast.relieve(
+        partial(_connect, path, store_settings, ballast, make_room, read_only, memory, durable)
+    )
 
 
 def _connect(
     path: Path,
-    kept: Settings,
+    store_settings: Settings,
     ballast: Ballast,
     make_room: Callable[[Parts, int], None],
     read_only: bool,
     memory: int,
     durable: bool,
 ) -> Parts:
-    mode = kept.file_mode
+    mode = store_settings.file_mode
     try:
         beacon = Beacon(path / "locks" / "beacon", mode, read_only=read_only)
     except OSError as error:
@@ -165,7 +169,7 @@ def _connect(
             f"cannot use the store {path}: {error.strerror}: {error.filename}; `castore doctor` tells more"
         ) from error
     journal = Journal(path / "objects" / "names", path / "tmp", beacon, mode, read_only=read_only)
-    objects = object_directory(path, kept, durable=durable)
+    objects = object_directory(path, store_settings, durable=durable)
     index = Index(
         path / "index.sqlite",
         beacon,
@@ -180,26 +184,26 @@ def _connect(
     usage = Usage(index)
     parts: Parts = Parts(
         path,
-        kept,
+        store_settings,
         read_only,
         index,
         objects,
         usage,
         BlobSource(index, objects, beacon, usage, memory),
-        BlobWriter(index, objects, kept.max_size, lambda need: make_room(parts, need)),
+        BlobWriter(index, objects, store_settings.max_size, lambda need: make_room(parts, need)),
         Prefixes(objects.dictionaries, path / "tmp", beacon, mode),
         ballast,
     )
     return parts
 
 
-def object_directory(path: Path, kept: Settings, *, durable: bool) -> ObjectDirectory:
+def object_directory(path: Path, store_settings: Settings, *, durable: bool) -> ObjectDirectory:
     """The object directory of the store at ``path``, with the permission bits of its settings."""
     return ObjectDirectory(
         path,
-        object_mode=kept.object_mode,
-        file_mode=kept.file_mode,
-        folder_mode=kept.folder_mode,
+        object_mode=store_settings.object_mode,
+        file_mode=store_settings.file_mode,
+        folder_mode=store_settings.folder_mode,
         durable=durable,
     )
 

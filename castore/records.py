@@ -90,6 +90,11 @@ class Found(NamedTuple):
     serializer: str
 
 
+#: Name, digest, size, creation, expiry and check of an entry. A plain tuple, since a listing has millions of
+#: them.
+FileRow = tuple[str, bytes, int, float, float | None, int]
+
+
 class Totals(NamedTuple):
     """Sums over all rows, in bytes except the counts ``entries`` and ``blobs``.
 
@@ -105,7 +110,7 @@ class Totals(NamedTuple):
     packed: int
 
 
-class Pointing(NamedTuple):
+class EntrySpec(NamedTuple):
     """The specification of an entry: its name and attributes, without its bytes.
 
     Attributes:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from castore import layout
-from castore.errors import NestedStoreWarning, StoreError, unchangeable
+from castore.errors import NestedStoreWarning, StoreError, read_only_error
 from castore.objects.codecs import check_codec
 from castore.system import ownership
 from castore.system.ballast import Ballast
@@ -32,7 +32,7 @@ from castore.units import format_duration, format_size, parse_budget, parse_ttl
 FORMAT = 1
 FILE = layout.SETTINGS
 # Bytes, far more than the settings take. A longer file is cut, and then is not valid JSON.
-_MOST = 65_536
+_MAX_BYTES = 65_536
 # Backup tools skip a folder with this signature: https://bford.info/cachedir/
 _CACHEDIR_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This folder is a cache made by castore.\n"
 _NETWORK = {
@@ -125,14 +125,14 @@ def is_read_only(path: Path) -> bool:
     return not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
-def see_writable(path: Path) -> None:
+def require_writable(path: Path) -> None:
     """Check that the store at ``path`` can be changed.
 
     Raises:
         StoreError: it is read-only.
     """
     if is_read_only(path):
-        raise unchangeable(path)
+        raise read_only_error(path)
 
 
 def load(path: Path) -> Settings | None:
@@ -144,13 +144,13 @@ def load(path: Path) -> Settings | None:
     file = path / FILE
     try:
         with open(open_regular(file), "rb") as opened:
-            raw = json.loads(opened.read(_MOST))
+            raw = json.loads(opened.read(_MAX_BYTES))
     except FileNotFoundError as error:
         if error.errno != errno.ENOENT and path.is_dir():
             raise StoreError(f"{file} is not a file; remove it and run `castore init` there") from error
         return None
     except PermissionError as error:
-        raise StoreError(_closed(path)) from error
+        raise StoreError(_access_message(path)) from error
     except OSError as error:
         if error.errno not in AT_FAULT:
             raise
@@ -172,18 +172,18 @@ def load(path: Path) -> Settings | None:
         raise StoreError(f"{file} holds a bad setting: {error}") from error
 
 
-def _closed(path: Path) -> str:
+def _access_message(path: Path) -> str:
     closed = f"{path / FILE} may not be read by this user"
     try:
         is_own = path.stat().st_uid == os.geteuid()
     except PermissionError:
         is_own = False
     if is_own:
-        return f"{closed}, to whom the store belongs; run `{ownership.gives_back(path)}` as root"
+        return f"{closed}, to whom the store belongs; run `{ownership.chown_command(path)}` as root"
     return f"{closed}; ask its owner to share it with `init --shared`"
 
 
-def is_lost(path: Path) -> bool:
+def has_lost_settings(path: Path) -> bool:
     """Whether the folder is a store that has lost its settings: it has an index or a journal, made later."""
     if not path.is_dir():
         return False
@@ -191,35 +191,35 @@ def is_lost(path: Path) -> bool:
     return is_used and not os.path.lexists(path / FILE)
 
 
-def nothing_at(path: Path) -> str:
+def no_store_message(path: Path) -> str:
     """The message for a folder without settings."""
-    if is_lost(path):
-        return f"the store {path} has lost its {FILE}; `castore doctor` writes it anew, with the defaults"
+    if has_lost_settings(path):
+        return f"the store {path} has lost its {FILE}; `castore doctor` writes it again, with the defaults"
     return f"there is no store at {path}; `castore init` or `castore add` makes one"
 
 
-def recovered(path: Path) -> Settings:
+def recover(path: Path) -> Settings:
     """The defaults; for a store that has lost its settings, with the group that its folder is shared with."""
-    if not is_lost(path) or not path.stat().st_mode & 0o070:
+    if not has_lost_settings(path) or not path.stat().st_mode & 0o070:
         return Settings()
     return Settings(shared=path.group())
 
 
-def lost(path: Path, settings: Settings) -> str:
+def describe_rewritten(path: Path, settings: Settings) -> str:
     """The message for a store whose settings are written again."""
     shared = f"shared with the group {settings.shared}, as its folders are, " if settings.shared else ""
     budget = "no budget" if settings.max_size is None else f"a budget of {format_size(settings.max_size)}"
     ttl = "that never expire" if settings.ttl is None else f"for {format_duration(settings.ttl)}"
     return (
-        f"{path / FILE} was missing and is written anew:"
+        f"{path / FILE} was missing and has been written again:"
         f" {shared}codec {settings.codec}, {budget}, entries {ttl};"
         " `castore init` sets others"
     )
 
 
-def write_anew(path: Path) -> Settings:
-    """Write the settings of a store that has lost them: the result of `recovered`."""
-    settings = recovered(path)
+def rewrite(path: Path) -> Settings:
+    """Write the settings of a store that has lost them: the result of `recover`."""
+    settings = recover(path)
     make_folders(path, settings)
     save(path, settings)
     return settings
@@ -249,7 +249,7 @@ def create(path: Path, settings: Settings) -> None:
     Raises:
         StoreError: the folder has other files, cannot be made, or lies on a network file system.
     """
-    outer = store_around(path)
+    outer = enclosing_store(path)
     if outer is not None and layout.place_of(os.path.relpath(os.path.realpath(path), outer)) is not None:
         raise StoreError(
             f"{path} is a folder of the store {outer}, for its own files; choose another for the new store"
@@ -259,11 +259,9 @@ def create(path: Path, settings: Settings) -> None:
             raise StoreError(f"{path} is a file, and a store is a folder; choose another for the store")
         path.mkdir(parents=True, exist_ok=True)
         refuse_network(path)
-        is_used = (path / FILE).exists() or is_lost(path)
+        is_used = (path / FILE).exists() or has_lost_settings(path)
         if not is_used and any(entry.name not in layout.TOP for entry in path.iterdir()):
-            raise StoreError(
-                f"{path} is not empty and no castore; choose an empty or new folder for the store"
-            )
+            raise StoreError(f"{path} is not empty and no store; choose an empty or new folder for the store")
         make_folders(path, settings)
         for name, text in ((".gitignore", "*\n"), ("CACHEDIR.TAG", _CACHEDIR_TAG)):
             with open(open_with_mode(path / name, os.O_WRONLY | os.O_TRUNC, 0o644), "w") as file:
@@ -285,7 +283,7 @@ def create(path: Path, settings: Settings) -> None:
         )
 
 
-def store_around(path: Path) -> Path | None:
+def enclosing_store(path: Path) -> Path | None:
     """The nearest store whose folder contains a path, or None."""
     above = Path(os.path.realpath(path)).parents
     return next((folder for folder in above if os.path.isfile(folder / FILE)), None)
@@ -302,7 +300,7 @@ def check_folders(path: Path, settings: Settings, *, read_only: bool = False) ->
         try:
             is_folder = stat.S_ISDIR(os.lstat(f"{path}/{name}").st_mode)
         except FileNotFoundError:
-            missing |= name in layout.MADE
+            missing |= name in layout.CREATED
         else:
             if not is_folder:
                 raise StoreError(
@@ -315,7 +313,7 @@ def check_folders(path: Path, settings: Settings, *, read_only: bool = False) ->
 
 def make_folders(path: Path, settings: Settings) -> None:
     """Make the store's missing folders, with the permission bits of its settings."""
-    for folder in (path, *(path / name for name in layout.MADE)):
+    for folder in (path, *(path / name for name in layout.CREATED)):
         make_folder(folder, settings.folder_mode)
     if settings.shared:
         _give_to_group(path, settings.shared)
@@ -331,7 +329,7 @@ def _give_to_group(path: Path, group: str) -> None:
     import shutil
 
     try:
-        for folder in (path, *(path / name for name in layout.MADE)):
+        for folder in (path, *(path / name for name in layout.CREATED)):
             if folder.group() != group:
                 shutil.chown(folder, group=group)
                 folder.chmod(0o2770)  # chown clears the set-group-id bit

@@ -112,7 +112,7 @@ def measure(parts: Parts) -> Stat:
         prefixes=figures.largest_prefixes(index) if totals.entries <= PREFIX_ENTRIES else None,
         memory_bytes=parts.source.memory.bytes,
         memory_max=parts.source.memory.max_bytes,
-        mounts=[mount.mountpoint for mount in mounts.alive(index)],
+        mounts=[mount.mountpoint for mount in mounts.list_live(index)],
         dictionaries=_dictionaries(parts),
     )
 

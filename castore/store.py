@@ -29,6 +29,7 @@ from castore.parts import open_folder, open_parts, share_frames
 from castore.read.blob_file import open_blob
 from castore.read.open_blob import OpenBlob
 from castore.read.source import ATTEMPTS
+from castore.read.tree_reader import TreeReader
 from castore.records import LOST, Blob, Entry, Found, Mount, Totals
 from castore.repair import verify
 from castore.serialize import serializers
@@ -36,8 +37,10 @@ from castore.settings import default_path
 from castore.system.ballast import Ballast, is_short
 from castore.system.single_flight import ComputeLocks
 from castore.units import parse_budget, parse_duration, parse_size
-from castore.write.batch import Batch, Putter, SupportsRead, parse_expected, parse_item, unchanging
+from castore.write.arguments import copy_if_writable, parse_expected, parse_item
+from castore.write.batch import Batch
 from castore.write.incoming import NewFile
+from castore.write.putter import Putter, SupportsRead
 
 if TYPE_CHECKING:
     from castore.shm.shared_frames import SharedFrames
@@ -132,6 +135,8 @@ class Store:
         )
         self.index, self.objects, self.source = parts.index, parts.objects, parts.source
         self.writer, self.prefixes, self._usage = parts.writer, parts.prefixes, parts.usage
+        #: What a mount reads: names as a tree of files.
+        self.tree = TreeReader(parts.index, parts.objects, parts.source, parts.usage)
         self._putter = Putter(self.writer, self.settings, self.path, self.prefixes)
         self._locks = ComputeLocks(self.path / "locks" / "compute", self.settings.file_mode)
         if shared_memory is not None and (size := parse_size(shared_memory)):
@@ -194,8 +199,8 @@ class Store:
             InvalidNameError, NameConflictError: the name cannot be used.
             TooLargeError, FullError: it does not fit into the budget or onto the disk.
         """
-        pointing = self._putter.pointing(name, ttl, metadata, pin, serializer)
-        return self._putter.put(pointing, data, *self._putter.codec(codec, level))
+        spec = self._putter.make_spec(name, ttl, metadata, pin, serializer)
+        return self._putter.put(spec, data, *self._putter.resolve_codec(codec, level))
 
     def put_file(
         self,
@@ -219,8 +224,8 @@ class Store:
             OSError: the file cannot be read.
             InvalidValueError: it is not a regular file, or changed while it was read.
         """
-        pointing = self._putter.pointing(name, ttl, metadata, pin, "bytes")
-        return self._putter.put_file(pointing, path, *self._putter.codec(codec, level), progress)
+        spec = self._putter.make_spec(name, ttl, metadata, pin, "bytes")
+        return self._putter.put_file(spec, path, *self._putter.resolve_codec(codec, level), progress)
 
     def put_stream(
         self,
@@ -254,8 +259,8 @@ class Store:
         >>> store.put_stream("numbers", io.BytesIO(b"1 2 3")).size
         5
         """
-        pointing = self._putter.pointing(name, ttl, metadata, pin, "bytes")
-        return self._putter.put_stream(pointing, file, *self._putter.codec(codec, level), progress)
+        spec = self._putter.make_spec(name, ttl, metadata, pin, "bytes")
+        return self._putter.put_stream(spec, file, *self._putter.resolve_codec(codec, level), progress)
 
     def create(
         self,
@@ -293,8 +298,8 @@ class Store:
         >>> file.entry.size, store.get("digits")
         (3, b'012')
         """
-        pointing = self._putter.pointing(name, ttl, metadata, pin, "bytes")
-        return self._putter.create(pointing, *self._putter.codec(codec, level), replace=replace)
+        spec = self._putter.make_spec(name, ttl, metadata, pin, "bytes")
+        return self._putter.create(spec, *self._putter.resolve_codec(codec, level), replace=replace)
 
     def put_many(
         self,
@@ -303,6 +308,7 @@ class Store:
         codec: str | None = None,
         level: int | None = None,
         ttl: float | str | None = None,
+        pin: bool = False,
     ) -> list[Entry]:
         """Keep many small blobs, with one commit for up to 2,000 of them (or 32 MiB).
 
@@ -311,15 +317,15 @@ class Store:
 
         Args:
             items: ``(name, data)``, or ``(name, data, metadata)``.
-            codec, level, ttl: as for `put`, for all of them.
+            codec, level, ttl, pin: as for `put`, for all of them.
 
         Raises:
             InvalidValueError: an item has another shape.
             InvalidNameError, NameConflictError, SerializationError, TooLargeError, FullError: as for `put`;
                 earlier batches are kept.
         """
-        pointed = self._putter.plain_pointings(items, ttl)
-        return self._putter.put_many(pointed, *self._putter.codec(codec, level))
+        specified = self._putter.make_specs(items, ttl, pin)
+        return self._putter.put_many(specified, *self._putter.resolve_codec(codec, level))
 
     def put_if(
         self,
@@ -356,13 +362,15 @@ class Store:
             (name, digest),
             [
                 (
-                    self._putter.pointing(name, ttl, metadata, False, serializer),
-                    self._dumped(data, serializer) if is_list else unchanging(self._dumped(data, serializer)),
+                    self._putter.make_spec(name, ttl, metadata, False, serializer),
+                    self._dumped(data, serializer)
+                    if is_list
+                    else copy_if_writable(self._dumped(data, serializer)),
                 )
                 for name, data, metadata in map(parse_item, items)
             ],
             [check_name(name) for name in drop],
-            *self._putter.codec(codec, level),
+            *self._putter.resolve_codec(codec, level),
         )
 
     def _dumped(self, value: Any, serializer: str) -> Buffer:
@@ -527,6 +535,30 @@ class Store:
         shown = digest if isinstance(digest, str) else digest.hex()
         raise NotFoundError(f"the bytes of blob {shown} are not in {self.path}, or were damaged") from gone
 
+    def blobs_starting_with(self, digits: str, limit: int = 2) -> list[Blob]:
+        """The first blobs whose digests begin with some hex digits; those without bytes are left out.
+
+        Args:
+            digits: lowercase hex digits, at most 64.
+            limit: number of blobs; two show whether ``digits`` are ambiguous.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> entry = store.put("greeting", b"hello")
+        >>> [blob.size for blob in store.blobs_starting_with(entry.digest[:12])]
+        [5]
+        """
+        low, high = (bytes.fromhex(digits.ljust(64, fill)) for fill in "0f")
+        return self.index.blobs_between(low, high, limit)
+
+    def names_of(self, digest: bytes | str) -> list[str]:
+        """The names that point to a blob, expired or not. Reads every entry's row.
+
+        Args:
+            digest: 64 hex characters as in `Entry.digest`, or 32 raw bytes.
+        """
+        return self.index.names_of(bytes.fromhex(digest) if isinstance(digest, str) else digest)
+
     def remove_blobs(self, digests: Iterable[bytes]) -> None:
         """Remove those of some blobs that no entry names, without the grace period of gc.
 
@@ -607,7 +639,7 @@ class Store:
         hit, value = self._load_valid(key, validate)
         if hit:
             return value
-        self.index.see_writable()
+        self.index.require_writable()
         with self._locks.hold(key):
             hit, value = self._load_valid(key, validate)
             if not hit:
@@ -710,6 +742,25 @@ class Store:
         """
         return self.index.children(check_prefix(folder), time.time())
 
+    def entries_with_key(self, key: str, prefix: str = "") -> Iterator[Entry]:
+        """Entries below a prefix, expired or not, whose metadata has a key of that name.
+
+        The key may lie at the top or deeper. Text inside a value may look like the key, so check the
+        metadata. Reads every entry's row.
+
+        Args:
+            key: as the metadata has it.
+            prefix: whole parts of names; "" for all.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> _ = store.put("a", b"1", metadata={"run": 7})
+        >>> _ = store.put("b", b"2")
+        >>> [entry.name for entry in store.entries_with_key("run")]
+        ['a']
+        """
+        return self.index.entries_with_key(key, check_prefix(prefix))
+
     def copy(self, name: str, to: str) -> Entry:
         """Give the same bytes a second name. No bytes are read or written.
 
@@ -750,6 +801,15 @@ class Store:
         """
         check_name(name)
         return self._delete([name]) == 1
+
+    def delete_unchanged(self, entry: Entry) -> bool:
+        """Remove an entry, unless its bytes or its metadata have changed since it was read.
+
+        Returns:
+            Whether it was removed.
+        """
+        with self.index.write() as txn:
+            return txn.delete_unchanged(entry.name, bytes.fromhex(entry.digest), entry.metadata)
 
     def delete_many(self, names: Iterable[str]) -> int:
         """Remove many names, 2,000 to a commit; returns how many there were."""
@@ -819,6 +879,10 @@ class Store:
         with self.index.write():
             return self.prefixes.set(check_prefix(prefix), None)
 
+    def has_dictionary(self, name: str) -> bool:
+        """Whether new small blobs of that name are compressed with a dictionary."""
+        return self.prefixes.dictionary(check_prefix(name)) is not None
+
     def recompress(
         self, prefix: str = "", *, progress: Callable[[int], object] | None = None
     ) -> training.Rewritten:
@@ -843,13 +907,37 @@ class Store:
         >>> Store(tempfile.mkdtemp() + "/cache").mounts()
         []
         """
-        return mounts.alive(self.index)
+        return mounts.list_live(self.index)
 
     # Upkeep
 
-    def flush(self) -> None:
-        """Write hit counts and last accesses to the index now instead of within seconds."""
-        self._usage.flush()
+    def flush(self, *, seconds: float | None = None) -> None:
+        """Write hit counts and last accesses to the index now instead of within seconds.
+
+        Args:
+            seconds: write only what is due, for at most about so long, and skip what other writers hold up:
+                for a thread that calls this every few moments. Default: write everything, however long it
+                takes.
+        """
+        if seconds is None:
+            self._usage.flush()
+        else:
+            self._usage.flush_for(seconds)
+
+    def counters(self) -> dict[str, int]:
+        """Hits, misses, damaged blobs and evictions by name, over all processes and runs.
+
+        Counts that are still in memory are not in it; `stat` has them.
+        """
+        return self.index.counters()
+
+    def require_writable(self) -> None:
+        """Check that this user can change the store.
+
+        Raises:
+            StoreError: the store is read-only.
+        """
+        self.index.require_writable()
 
     def totals(self) -> Totals:
         """The numbers of entries and blobs, and their bytes. As quick at ten million as at ten."""
@@ -905,7 +993,7 @@ class Store:
         seconds = parse_duration(grace)
         if dry_run:
             return collect.plan(self.parts, budget, seconds)
-        self.index.see_writable()
+        self.index.require_writable()
         try:
             return self.parts.relieve(lambda: collect.run(self.parts, budget, seconds))
         finally:
@@ -928,5 +1016,5 @@ class Store:
         if not 0 < sample <= 1:
             raise InvalidValueError(f"sample must be above 0 and at most 1 (all), not {sample!r}")
         if repair:
-            self.index.see_writable()
+            self.index.require_writable()
         return verify.run(self.parts, repair=repair, sample=sample, progress=progress)

@@ -16,7 +16,7 @@ from castore.errors import CorruptError, DictionaryError, InvalidValueError
 from castore.index.name_ranges import sized_pages, small_digests
 from castore.names import check_prefix
 from castore.objects.codecs import AUTO_CODEC, CODECS, Buffer, check_codec
-from castore.objects.dictionaries import DICTIONARY_LIMIT, LARGEST, SMALLEST, Dictionary, numbered
+from castore.objects.dictionaries import DICTIONARY_LIMIT, LARGEST, SMALLEST, Dictionary, with_number
 from castore.objects.encode import AUTO_SAVING, encode_small
 from castore.records import Blob
 from castore.units import format_size, parse_size
@@ -154,7 +154,7 @@ def _make(prefix: str, samples: list[bytes], most: int, level: int) -> tuple[Tra
     seen: list[Buffer] = [sample for place, sample in enumerate(samples) if place % _HELD_OUT]
     size = max(SMALLEST, min(most, sum(map(len, seen)) // _PART))
     try:
-        data = numbered(zstandard.train_dictionary(size, seen, level=level).as_bytes())
+        data = with_number(zstandard.train_dictionary(size, seen, level=level).as_bytes())
         dictionary = Dictionary(data)
     except (zstandard.ZstdError, CorruptError) as error:
         raise DictionaryError(
@@ -219,10 +219,10 @@ def _rewrite(
     try:
         with parts.index.write() as txn:
             for dictionary in used.values():
-                parts.writer.pack.see_dictionary(dictionary)
+                parts.writer.pack.require_dictionary(dictionary)
             for blob, payload in ready.items():
                 if txn.blob(blob.digest) == blob:  # else gc or a put has changed it meanwhile
-                    parts.writer.pack.write_anew(
+                    parts.writer.pack.rewrite(
                         txn, blob._replace(codec=AUTO_CODEC, stored=len(payload)), payload
                     )
                     blobs, before, after = blobs + 1, before + blob.stored, after + len(payload)

@@ -130,7 +130,7 @@ def test_what_is_created_as_new_is_new_at_its_end(store: Store) -> None:
     with store.create("a", replace=False) as file:
         file.write(b"first")
     with (
-        pytest.raises(NameConflictError, match="'a' is there already"),
+        pytest.raises(NameConflictError, match="there is an entry 'a' already"),
         store.create("a", replace=False) as file,
     ):
         file.write(b"second")

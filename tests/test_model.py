@@ -58,7 +58,7 @@ class Model(RuleBasedStateMachine):
         standing = set(self.kept) | (self.expired & self.pinned)
         return any(other.startswith(name + "/") or name.startswith(other + "/") for other in standing)
 
-    def pointed(self, name: str, data: bytes, pin: bool = False) -> None:
+    def specified(self, name: str, data: bytes, pin: bool = False) -> None:
         gone = {
             other for other in self.expired if other.startswith(name + "/") or name.startswith(other + "/")
         }
@@ -75,7 +75,7 @@ class Model(RuleBasedStateMachine):
             assert self.in_the_way(name)
             return
         assert not self.in_the_way(name)
-        self.pointed(name, data, pin)
+        self.specified(name, data, pin)
         assert entry == self.store.entry(name)
 
     @rule(name=NAMES, data=BLOBS)
@@ -84,14 +84,14 @@ class Model(RuleBasedStateMachine):
         source.write_bytes(data)
         if not self.in_the_way(name):
             self.store.put_file(name, source)
-            self.pointed(name, data)
+            self.specified(name, data)
 
     @rule(blobs=st.lists(BLOBS, max_size=5), codec=CODECS)
     def put_many(self, blobs: list[bytes], codec: str) -> None:
         items = [(f"many/{number}", data) for number, data in enumerate(blobs)]
         self.store.put_many(items, codec=codec)
         for name, data in items:
-            self.pointed(name, data)
+            self.specified(name, data)
 
     @rule(name=NAMES, data=BLOBS)
     def put_what_expires(self, name: str, data: bytes) -> None:
@@ -99,7 +99,7 @@ class Model(RuleBasedStateMachine):
             return
         self.store.put(name, data, ttl=0.001)
         time.sleep(0.002)
-        self.pointed(name, data)
+        self.specified(name, data)
         del self.kept[name]
         self.expired.add(name)
 

@@ -32,7 +32,7 @@ def test_an_interpreter_that_is_chosen_has_an_environment_of_its_own() -> None:
     )
 
 
-def test_an_interpreter_that_does_not_run_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_an_interpreter_that_does_not_run_is_reported_in_a_sentence(tmp_path: Path) -> None:
     shim = tmp_path / "python3.99"  # as pyenv leaves one for each version, whether it is chosen or not
     shim.write_text("#!/bin/sh\necho 'pyenv: python3.99: command not found' >&2\nexit 127\n")
     shim.chmod(0o755)
@@ -43,7 +43,7 @@ def test_an_interpreter_that_does_not_run_is_told_in_a_sentence(tmp_path: Path) 
     assert (done.returncode, done.stderr) == (1, "setup: there is no 'no-such-python' on this machine.\n")
 
 
-def test_a_build_of_torch_that_is_unknown_is_told_in_a_sentence() -> None:
+def test_a_build_of_torch_that_is_unknown_is_reported_in_a_sentence() -> None:
     done = run("tools/setup.sh", "demo", TORCH="gpu")
     assert done.returncode == 1
     assert done.stderr.startswith("setup: TORCH=gpu is unknown")

@@ -19,7 +19,7 @@ sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"]))
 """
 
 
-def test_without_torch_all_else_is_collected_and_what_is_left_out_is_told() -> None:
+def test_without_torch_all_else_is_collected_and_what_is_left_out_is_reported() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT], cwd=ROOT, env={**os.environ, "COLUMNS": "200"}, capture_output=True,
         text=True

@@ -20,9 +20,9 @@ from castore.cli.output import (
     LISTED,
     AsJson,
     Failures,
-    complain,
     describe,
     plural,
+    print_error,
     print_json,
     printable,
     progress,
@@ -37,7 +37,7 @@ from castore.units import format_size
 
 if TYPE_CHECKING:
     from castore import Store
-    from castore.cli.add_batches import Putter
+    from castore.cli.add_batches import FileAdder
 
 #: The PATH that means standard input.
 INPUT = "-"
@@ -82,54 +82,54 @@ def add(
     tar c photos | castore add - --as photos.tar
     """
     from castore import Store
-    from castore.cli.add_batches import Options, Putter
+    from castore.cli.add_batches import AddOptions, FileAdder
 
     is_input = INPUT in path
     named = {INPUT: _input_name(path, prefix)} if is_input else destinations(path, prefix)
-    options = Options(codec, ttl, _metadata(meta or []), pin)
+    options = AddOptions(codec, ttl, _metadata(meta or []), pin)
     options.check()
     if dictionary and codec not in (None, "auto", "zstd"):
-        raise InvalidValueError(f"--dict is for zstd, not for {codec}")
+        raise InvalidValueError(f"--dict needs the codec zstd, not {codec}")
     if dictionary and is_input:
         raise InvalidValueError("--dict is for folders of small files, not for standard input")
     failures = Failures()
     started = time.monotonic()
     with Store(store_path(context), memory=0) as store:
         folder = str(store.path)
-        before, evictions = store.totals(), store.index.counters().get("evictions", 0)
-        empty = _Empty()
+        before, evictions = store.totals(), store.counters().get("evictions", 0)
+        empty = _EmptyFolders()
         search = partial(find, store=folder, skip=failures.add, empty=empty.add, cross_mounts=cross_mounts)
         quietly = partial(search, skip=str, empty=str)
         total = _total(named, quietly) if sys.stderr.isatty() and not is_input else None
-        learnt = _learn(store, named, quietly) if dictionary else []
+        trained = _train(store, named, quietly) if dictionary else []
         into: list[str] = []
         with progress("adding", total) as done:
-            putter = Putter(store, options, failures, done)
+            adder = FileAdder(store, options, failures, done)
             if is_input:
                 end = None
-                putter.put_input(named[INPUT], standard_input())
+                adder.put_input(named[INPUT], standard_input())
                 into.append(named[INPUT])
             else:
-                end = _put_all(putter, named, search, failures, into)
+                end = _put_all(adder, named, search, failures, into)
         after = store.totals()
         report = {
             "store": folder,
-            "files": putter.files,
-            "bytes": putter.size,
+            "files": adder.files,
+            "bytes": adder.size,
             "new_blobs": max(0, after.blobs - before.blobs),
             "stored_bytes": max(0, after.stored - before.stored),
-            "evicted": store.index.counters().get("evictions", 0) - evictions,
-            "dictionaries": learnt,
+            "evicted": store.counters().get("evictions", 0) - evictions,
+            "dictionaries": trained,
             "failed": failures.count,
             "problems": failures.sentences,
             "empty_folders": empty.count,
             "error": end,
             "seconds": round(time.monotonic() - started, 3),
         }
-    empty.tell()
+    empty.report_omitted()
     if as_json:
         print_json(report)
-    elif putter.files or not failures.count:
+    elif adder.files or not failures.count:
         _print(report, into)
     failures.finish()
 
@@ -142,16 +142,15 @@ def _input_name(paths: list[str], name: str | None) -> str:
     """
     if len(paths) > 1:
         raise InvalidValueError(
-            f"{INPUT} is standard input and goes alone (a file of that name is ./{INPUT}); add the rest apart"
+            f"{INPUT} is standard input, which goes alone; add the other paths with another command"
+            f" (a file of that name is ./{INPUT})"
         )
     if not name or name.endswith("/"):
-        raise InvalidValueError(
-            f"standard input has no name to go by; say one: castore add {INPUT} --as NAME"
-        )
+        raise InvalidValueError(f"standard input has no name; give one: castore add {INPUT} --as NAME")
     return check_name(name)
 
 
-class _Empty:
+class _EmptyFolders:
     """Empty folders: a store keeps nothing of them."""
 
     def __init__(self) -> None:
@@ -164,18 +163,18 @@ class _Empty:
         if self.count <= LISTED:
             self._first.append(printable(path))
 
-    def tell(self) -> None:
+    def report_omitted(self) -> None:
         """Report the folders that were left out. This is no failure: none of them has a byte."""
         if self.count:
             rest = f" and {self.count - LISTED:,} more" if self.count > LISTED else ""
-            complain(
-                f"a store keeps files, so {plural(self.count, 'empty folder')} left no trace:"
+            print_error(
+                f"{plural(self.count, 'empty folder')} left out, since a store keeps only files:"
                 f" {', '.join(self._first)}{rest}"
             )
 
 
 def _put_all(
-    putter: Putter, named: dict[str, str], search: Search, failures: Failures, into: list[str]
+    adder: FileAdder, named: dict[str, str], search: Search, failures: Failures, into: list[str]
 ) -> str | None:
     """Put the files at each path; fills ``into`` with the names of the paths that gave any.
 
@@ -183,29 +182,29 @@ def _put_all(
         The error that ended everything after some files had been put; else None.
     """
     for path, name in named.items():
-        before = putter.files
+        before = adder.files
         try:
-            putter.put_all(search(path, name))
+            adder.put_all(search(path, name))
         except (CastoreError, OSError, sqlite3.Error, KeyboardInterrupt) as error:
-            if not putter.files:
+            if not adder.files:
                 raise
-            so_far = f"{plural(putter.files, 'file')} got in; the same command goes on from there"
+            so_far = f"{plural(adder.files, 'file')} added; the same command goes on from there"
             if isinstance(error, KeyboardInterrupt):
-                complain(so_far)
+                print_error(so_far)
                 raise
             failures.add(f"{describe(error)}; {so_far}")
             return describe(error)
         finally:
-            if putter.files > before:
+            if adder.files > before:
                 into.append(name)
     return None
 
 
-def _learn(store: Store, named: dict[str, str], search: Search) -> list[dict[str, Any]]:
-    from castore.cli.dictionary_sample import learn
+def _train(store: Store, named: dict[str, str], search: Search) -> list[dict[str, Any]]:
+    from castore.cli.dictionary_sample import train_dictionaries
 
     with spinner("training a dictionary"):
-        return learn(store, named, search)
+        return train_dictionaries(store, named, search)
 
 
 def _metadata(pairs: list[str]) -> dict[str, str]:
@@ -238,16 +237,16 @@ def _print(report: dict[str, Any], names: list[str]) -> None:
     if report["evicted"]:
         # After evictions, the totals do not show how many blobs were new.
         typer.echo(
-            f"{more} after {plural(report['evicted'], 'entry', 'entries')} left it to stay under the budget"
+            f"{more} after {plural(report['evicted'], 'entry', 'entries')} evicted to stay under the budget"
         )
     else:
         known = max(0, report["files"] - report["new_blobs"])
         typer.echo(f"{more}: {plural(report['new_blobs'], 'new blob')}, {known:,} known already")
-    for learnt in report["dictionaries"]:
-        if "error" in learnt:
-            typer.echo(f"no dictionary: {learnt['error']}")
+    for trained in report["dictionaries"]:
+        if "error" in trained:
+            typer.echo(f"no dictionary: {trained['error']}")
         else:
             typer.echo(
-                f"dictionary {learnt['id']} of {learnt['prefix'] or '/'}:"
-                f" {learnt['saving']:.0%} fewer bytes on samples that it has not seen"
+                f"dictionary {trained['id']} of {trained['prefix'] or '/'}:"
+                f" {trained['saving']:.0%} fewer bytes on samples that it has not seen"
             )

@@ -16,13 +16,11 @@ from castore import Store
 from castore.cli.output import Failures, describe, printable
 from castore.cli.store_access import check_ttl
 from castore.cli.walk import Source
-from castore.errors import CastoreError, FullError, StoreError, naming
+from castore.errors import CastoreError, FullError, StoreError, add_filename
 from castore.objects.codecs import check_codec
-from castore.objects.workers import cores
-from castore.records import Pointing
+from castore.system.cpus import usable_cores
 from castore.watch import entry_sources
-from castore.write import batch
-from castore.write.batch import SupportsRead
+from castore.write.putter import SupportsRead
 
 #: Files up to this many bytes are read whole and put in batches.
 SMALL = 1 << 20
@@ -32,7 +30,7 @@ _BATCH_FILES = 500
 _THREADS = 4
 
 
-class Options(NamedTuple):
+class AddOptions(NamedTuple):
     """The user's options for every entry; None is the store's default."""
 
     codec: str | None = None
@@ -61,13 +59,22 @@ class _Outcome(NamedTuple):
     end: Exception | None = None
 
 
-class Putter:
+class _Item(NamedTuple):
+    """A small file that was read; all but its path are an item of `Store.put_many`."""
+
+    path: str
+    name: str
+    data: bytes
+    metadata: dict[str, Any]
+
+
+class FileAdder:
     """Puts files into a store.
 
     Args:
         store: where to.
         options: for all of them.
-        failures: told of each file that cannot be put.
+        failures: takes a sentence for each file that cannot be put.
         done: called with the bytes of files that are dealt with.
 
     Attributes:
@@ -75,10 +82,9 @@ class Putter:
     """
 
     def __init__(
-        self, store: Store, options: Options, failures: Failures, done: Callable[[int], object]
+        self, store: Store, options: AddOptions, failures: Failures, done: Callable[[int], object]
     ) -> None:
         self._store = store
-        self._batches = batch.Putter(store.writer, store.settings, store.path, store.prefixes)
         self._options = options
         self._failures = failures
         self._done = done
@@ -91,7 +97,7 @@ class Putter:
         Raises:
             CastoreError, OSError: the store itself cannot go on.
         """
-        pool = ThreadPoolExecutor(min(cores(), _THREADS), thread_name_prefix="castore-add")
+        pool = ThreadPoolExecutor(min(usable_cores(), _THREADS), thread_name_prefix="castore-add")
         running: deque[tuple[list[Source], Future[_Outcome]]] = deque()
         try:
             for batch in _batches(sources):
@@ -101,7 +107,7 @@ class Putter:
                     continue
                 running.append((batch, pool.submit(self._put_batch, batch)))
                 # Few batches wait, so that memory stays bounded however fast the disk is.
-                if len(running) > 2 * cores():
+                if len(running) > 2 * usable_cores():
                     self._collect(*running.popleft())
             while running:
                 self._collect(*running.popleft())
@@ -140,41 +146,38 @@ class Putter:
 
     def _put_batch(self, batch: list[Source]) -> _Outcome:
         problems: list[str] = []
-        items: list[tuple[str, Pointing, bytes]] = []
+        items: list[_Item] = []
         for source in batch:
             try:
-                with open(source.path, "rb") as file, naming(source.path):
+                with open(source.path, "rb") as file, add_filename(source.path):
                     status = os.fstat(file.fileno())
-                    items.append((source.path, self._pointing(source, status), file.read()))
+                    metadata = self._metadata(source.path, status)
+                    items.append(_Item(source.path, source.name, file.read(), metadata))
             except OSError as error:
                 problems.append(f"{describe(error)}; skipped")
         outcome = self._put_items(items)
         return outcome._replace(problems=problems + outcome.problems)
 
-    def _pointing(self, source: Source, status: os.stat_result) -> Pointing:
-        _, ttl, _, pin = self._options
-        return self._batches.pointing(source.name, ttl, self._metadata(source.path, status), pin, "bytes")
-
     def _metadata(self, path: str, status: os.stat_result) -> dict[str, Any]:
         """The user's metadata, with the file that the entry is made from."""
-        source = entry_sources.own(os.path.abspath(path), status)
+        source = entry_sources.source_of(os.path.abspath(path), status)
         return ({} if source is None else {"source": source}) | (self._options.metadata or {})
 
-    def _put_items(self, items: list[tuple[str, Pointing, bytes]]) -> _Outcome:
-        codec = self._batches.codec(self._options.codec, None)
+    def _put_items(self, items: list[_Item]) -> _Outcome:
+        codec, ttl, _, pin = self._options
         try:
-            self._batches.put_many(((pointing, data) for _, pointing, data in items), *codec)
+            self._store.put_many((item[1:] for item in items), codec=codec, ttl=ttl, pin=pin)
         except (FullError, StoreError):
             raise
         except CastoreError:
             pass  # one file made the whole batch fail: put each alone, to find it
         else:
-            return _Outcome(len(items), sum(len(data) for _, _, data in items), [])
+            return _Outcome(len(items), sum(len(item.data) for item in items), [])
         files, size = 0, 0
         problems: list[str] = []
-        for path, pointing, data in items:
+        for path, name, data, metadata in items:
             try:
-                self._batches.put(pointing, data, *codec)
+                self._store.put(name, data, codec=codec, ttl=ttl, metadata=metadata, pin=pin)
             except (FullError, StoreError) as error:
                 return _Outcome(files, size, problems, error)
             except CastoreError as error:
@@ -184,15 +187,15 @@ class Putter:
         return _Outcome(files, size, problems)
 
     def _put_file(self, source: Source) -> None:
-        seen = 0
+        reported = 0
 
         def progress(size: int) -> None:
-            nonlocal seen
-            seen += size
+            nonlocal reported
+            reported += size
             self._done(size)
 
         outcome = self._put_large(source, progress)
-        self._count([source._replace(size=max(0, source.size - seen))], outcome)
+        self._count([source._replace(size=max(0, source.size - reported))], outcome)
 
     def _put_large(self, source: Source, progress: Callable[[int], object]) -> _Outcome:
         codec, ttl, _, pin = self._options

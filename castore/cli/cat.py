@@ -10,7 +10,7 @@ import typer
 from castore.cli.completion import names
 from castore.cli.output import Failures, describe
 from castore.cli.std_streams import need_output
-from castore.cli.store_access import find_blob, open_store, see_names
+from castore.cli.store_access import check_names, find_blob, open_store
 from castore.errors import CastoreError
 
 
@@ -28,7 +28,7 @@ def cat(
     from castore.cli.blob_stream import copy
 
     need_output()
-    see_names(name)
+    check_names(name)
     failures = Failures()
     with open_store(context) as store:
         for one in name:

@@ -18,7 +18,7 @@ import typer.main
 import castore
 from castore import settings
 from castore.cli.exit_codes import FAILED, INTERRUPTED, USAGE
-from castore.cli.output import complain, complaining, describe
+from castore.cli.output import describe, print_error, print_warnings
 from castore.errors import CastoreError, InvalidNameError, InvalidValueError
 
 #: The commands in the order of `castore --help`, and the module of each.
@@ -38,25 +38,25 @@ class _Commands(MutableMapping[str, Any]):
     """The commands by name, each imported when it is looked up."""
 
     def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
+        self._imported: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._made:
+        if name not in self._imported:
             module = import_module(f"castore.cli.{COMMANDS[name]}")
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
             alone.command(name, context_settings=_SETTINGS)(getattr(module, name.replace("-", "_")))
-            self._made[name] = made = typer.main.get_command(alone)
+            self._imported[name] = made = typer.main.get_command(alone)
             for parameter in made.params:
                 if parameter.param_type_name == "argument":
                     # Newer versions of typer print Python's type, `<list[str]>`, behind each argument.
                     parameter.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
-        return self._made[name]
+        return self._imported[name]
 
     def __setitem__(self, name: str, command: Any) -> None:
-        self._made[name] = command
+        self._imported[name] = command
 
     def __delitem__(self, name: str) -> None:
-        del self._made[name]
+        del self._imported[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(COMMANDS)
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """See `castore.cli.main.main`."""
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        with complaining():
+        with print_warnings():
             code = command().main(args=words, prog_name="castore", standalone_mode=False) or 0
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
@@ -112,34 +112,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         code = FAILED  # the reader of our output has closed the pipe
     except _ClickError as error:
-        return _usage(error)
+        return _print_usage_error(error)
     except (InvalidNameError, InvalidValueError) as error:
-        complain(describe(error))
+        print_error(describe(error))
         return USAGE
     except (CastoreError, OSError, sqlite3.Error) as error:
-        complain(describe(error) + _more(error))
+        print_error(describe(error) + _permission_advice(error))
         return FAILED
     except UnicodeEncodeError as error:
-        complain(f"{error.object!r} is not UTF-8")
+        print_error(f"{error.object!r} is not UTF-8")
         return USAGE
     if code == INTERRUPTED:
-        complain("interrupted")
+        print_error("interrupted")
     return int(code)
 
 
-def _more(error: Exception) -> str:
+def _permission_advice(error: Exception) -> str:
     """Advice for a file of a store that this user may not use: `castore doctor` explains it."""
     if not isinstance(error, PermissionError) or not isinstance(error.filename, str):
         return ""
-    return "; `castore doctor` tells more" if settings.store_around(Path(error.filename)) is not None else ""
+    return (
+        "; `castore doctor` tells more" if settings.enclosing_store(Path(error.filename)) is not None else ""
+    )
 
 
-def _usage(error: Any) -> int:
+def _print_usage_error(error: Any) -> int:
     context: Any = getattr(error, "ctx", None)
     line = error.format_message().rstrip(".")
     if getattr(error, "option_name", None) == "--store" and context is not None:
         line = f"--store goes before the command: castore --store DIR {context.info_name}"
     elif context is not None:
         line += f"{' See' if line.endswith('?') else '; see'} `{context.command_path} --help`"
-    complain(line)
+    print_error(line)
     return int(error.exit_code)

@@ -15,7 +15,7 @@ from castore.errors import DictionaryError, InvalidValueError
 from castore.objects.dictionaries import DICTIONARY_LIMIT
 
 
-def learn(
+def train_dictionaries(
     store: Store, named: dict[str, str], search: Callable[[str, str], Iterator[Source]]
 ) -> list[dict[str, Any]]:
     """Train a dictionary for each folder whose names have none yet; returns a report on each.
@@ -29,10 +29,10 @@ def learn(
     """
     folders = {path: name for path, name in named.items() if os.path.isdir(path)}
     if not folders:
-        raise InvalidValueError("--dict learns from folders of small files, and none of these is a folder")
+        raise InvalidValueError("--dict trains on folders of small files, and none of these is a folder")
     reports: list[dict[str, Any]] = []
     for path, name in folders.items():
-        if store.prefixes.dictionary(name) is not None:
+        if store.has_dictionary(name):
             continue
         try:
             trained = store.train_dictionary(name, _samples(search(path, name)))
@@ -46,11 +46,11 @@ def learn(
 def _samples(found: Iterator[Source]) -> Iterator[bytes]:
     """The small files whose names have the lowest digests: from all over the folder, always the same."""
 
-    def drawn(source: Source) -> bytes:
+    def hashed(source: Source) -> bytes:
         return blake3(source.name.encode()).digest()
 
     small = (source for source in found if 0 < source.size <= DICTIONARY_LIMIT)
-    for source in heapq.nsmallest(training.SAMPLES, small, key=drawn):
+    for source in heapq.nsmallest(training.SAMPLES, small, key=hashed):
         try:
             with open(source.path, "rb") as file:
                 yield file.read(DICTIONARY_LIMIT + 1)

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from castore.cli.output import AsJson, listed, plural, print_json, progress, spinner
+from castore.cli.output import AsJson, abbreviate, plural, print_json, progress, spinner
 from castore.cli.store_access import store_path
 
 if TYPE_CHECKING:
-    from castore.repair.doctor import Finding
+    from castore.repair.doctor import Diagnosis
     from castore.repair.rebuild import Rebuilt
 
 
 def doctor(
     context: typer.Context,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild-index", help="Make the index anew from the object directory.")
+        bool, typer.Option("--rebuild-index", help="Make a new index from the object directory.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Look a store over and mend what can be mended. Exit code 1 means that something is left to do.
+    """Check a store, and mend what can be mended. Exit code 1 means that something is left to do.
 
     \b
     castore doctor
@@ -41,15 +41,15 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _examine(path: Path) -> list[Finding]:
+def _examine(path: Path) -> list[Diagnosis]:
     from castore.repair.doctor import examine
     from castore.watch import dangling_links
 
-    with spinner("looking"):
+    with spinner("checking"):
         return examine(path, [dangling_links.examine])
 
 
-def _rebuild(path: Path) -> tuple[list[Finding], Rebuilt]:
+def _rebuild(path: Path) -> tuple[list[Diagnosis], Rebuilt]:
     from castore.repair.doctor import rebuild_index
 
     total = _bytes_below(path / "objects") if sys.stderr.isatty() else None
@@ -63,7 +63,7 @@ def _bytes_below(folder: Path) -> int:
     )
 
 
-def _print(findings: list[Finding], rebuilt: Rebuilt | None, path: Path) -> None:
+def _print(findings: list[Diagnosis], rebuilt: Rebuilt | None, path: Path) -> None:
     for finding in findings:
         kind = "mended" if finding.mended else "to do" if finding.left_to_do else "noted"
         typer.echo(f"{kind}: {finding.what}")
@@ -81,5 +81,5 @@ def _print(findings: list[Finding], rebuilt: Rebuilt | None, path: Path) -> None
 def _list(what: str, items: list[str]) -> None:
     if items:
         typer.echo(f"{what}: {len(items):,}")
-        for item in listed(items):
+        for item in abbreviate(items):
             typer.echo(f"  {item}")

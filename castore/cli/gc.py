@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from castore.cli.output import AsJson, complain, listed, plural, print_json, spinner
+from castore.cli.output import AsJson, abbreviate, plural, print_error, print_json, spinner
 from castore.cli.store_access import open_store
 from castore.gc.collect import GRACE_SECONDS, Collected, Plan
 from castore.units import format_duration, format_size, parse_budget
@@ -21,7 +21,7 @@ def gc(
             metavar="SIZE", help='Budget in stored bytes, like 200GB, or "unlimited"; default the store\'s.'
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     grace: Annotated[
         str,
         typer.Option(
@@ -45,7 +45,7 @@ def gc(
         for line in _lines(plan):
             typer.echo(line)
     if plan.pinned and budget is not None:
-        complain(
+        print_error(
             f"pins hold {format_size(plan.pinned)}, more than the budget of {format_size(budget)}:"
             " `castore unpin` entries, or end mounts that were made with --pin"
         )
@@ -62,7 +62,7 @@ def _lines(plan: Plan | Collected) -> Iterator[str]:
 
 def _sum(plan: Plan | Collected) -> str:
     return (
-        f"{'would go' if isinstance(plan, Plan) else 'gone'}:"
+        f"{'would remove' if isinstance(plan, Plan) else 'removed'}:"
         f" {plural(len(plan.expired) + len(plan.evicted), 'entry', 'entries')},"
         f" {plural(plan.blobs, 'blob')}, {format_size(plan.freed)} of {format_size(plan.stored)};"
         f" {format_size(plan.remaining)} {'would stay' if isinstance(plan, Plan) else 'stay'}"
@@ -78,7 +78,7 @@ def _details(plan: Plan | Collected) -> Iterator[str]:
     for what, items in groups:
         if items:
             yield f"{what}: {len(items):,}"
-            yield from (f"  {item}" for item in listed(items))
+            yield from (f"  {item}" for item in abbreviate(items))
     if plan.packs:
         yield f"packs {'to compact' if isinstance(plan, Plan) else 'compacted'}: {len(plan.packs):,}"
     if plan.waiting:

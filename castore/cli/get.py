@@ -16,8 +16,8 @@ from castore import Store
 from castore.cli.completion import names
 from castore.cli.output import printable, progress
 from castore.cli.std_streams import need_output
-from castore.cli.store_access import find_blob, open_store, see_path
-from castore.errors import CastoreError, naming
+from castore.cli.store_access import find_blob, open_store, require_path
+from castore.errors import CastoreError, add_filename
 from castore.records import Blob
 
 #: Below this size a bar would be gone before it is seen.
@@ -36,7 +36,7 @@ def get(
     \b
     castore get imagenet/train-00001.tar -o train.tar
     """
-    see_path(output, "-o", "file")
+    require_path(output, "-o", "file")
     if output == "-":
         need_output()
     with open_store(context) as store:
@@ -55,7 +55,7 @@ def _write_file(store: Store, blob: Blob, output: str, name: str) -> None:
         raise CastoreError(f"{printable(output)} is a folder; give the name of a file in it with -o")
     if os.path.exists(target) and not os.path.isfile(target):
         # A device or a pipe is written to: renaming a file over /dev/null would not do.
-        with naming(output), open(target, "wb") as file:
+        with add_filename(output), open(target, "wb") as file:
             _write(store, blob, file, name)
         return
     folder = os.path.dirname(target)
@@ -65,7 +65,7 @@ def _write_file(store: Store, blob: Blob, output: str, name: str) -> None:
         )
     temporary = os.path.join(folder, f".castore-{secrets.token_hex(8)}.part")
     try:
-        with naming(output), open(temporary, "xb") as file:
+        with add_filename(output), open(temporary, "xb") as file:
             _write(store, blob, file, name)
         os.rename(temporary, target)
     except BaseException as error:

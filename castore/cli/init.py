@@ -57,12 +57,12 @@ def init(
         check_ttl(ttl)
     path = store_path(context)
     old = settings.load(path)
-    base = old or settings.recovered(path)
+    base = old or settings.recover(path)
     new = settings.merge(base, codec=codec, level=level, max_size=max_size, ttl=ttl, shared=shared)
     if old is None:
         settings.create(path, new)
     elif new != old:
-        settings.see_writable(path)
+        settings.require_writable(path)
         if new.shared is not None and new.shared != old.shared:
             settings.create(path, new)
             _share(path, new.shared)

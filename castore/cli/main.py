@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """The entry point of the `castore` command."""
     # A shell has background jobs ignore it.
-    is_heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-    if is_heard:
+    takes_interrupts = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    if takes_interrupts:
         # Loading the commands takes a tenth of a second, and leaves nothing that needs cleaning up.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from castore.cli import commands, std_streams
@@ -44,11 +44,11 @@ def run() -> NoReturn:
     std_streams.secure()
     code = INTERRUPTED
     try:
-        if is_heard:
-            sys.unraisablehook = _raise_again
+        if takes_interrupts:
+            sys.unraisablehook = _resend_interrupt
             signal.signal(signal.SIGINT, _interrupt)
         code = commands.main()
-        if is_heard:
+        if takes_interrupts:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     except KeyboardInterrupt:
         pass  # Ctrl-C came when the command had just ended
@@ -67,7 +67,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _raise_again(unraisable: Any) -> None:
+def _resend_interrupt(unraisable: Any) -> None:
     """Raise a Ctrl-C again that came inside a finaliser: Python only prints such exceptions."""
     if unraisable.exc_type is KeyboardInterrupt:
         import threading

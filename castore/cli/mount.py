@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from castore.cli.completion import names
-from castore.cli.output import complain
-from castore.cli.store_access import open_store, see_path, store_path
+from castore.cli.output import print_error
+from castore.cli.store_access import open_store, require_path, store_path
 from castore.names import check_prefix
 
 
@@ -46,10 +46,10 @@ def mount(
     """
     from castore_fuse import api
 
-    see_path(mountpoint, "MOUNTPOINT")
+    require_path(mountpoint, "MOUNTPOINT")
     store = store_path(context)
     if prefix:
-        _see_names(context, prefix)
+        _warn_if_empty(context, prefix)
     serve = api.foreground if foreground else api.mount
     result: int | Path = serve(
         store,
@@ -65,12 +65,14 @@ def mount(
     typer.echo(f"{store} is mounted at {result}")
 
 
-def _see_names(context: typer.Context, prefix: str) -> None:
+def _warn_if_empty(context: typer.Context, prefix: str) -> None:
     """Warn if the mount shows nothing: a mistyped prefix looks like a folder that is empty on purpose."""
     folder = check_prefix(prefix)
     with open_store(context) as store:
         found = [entry.name for entry in islice(store.entries(folder), 2)]
     if found == [folder]:
-        complain(f"{folder!r} is a file, and the mount shows what is below it: nothing")
+        print_error(f"{folder!r} is a file with no name below it, so the mount is empty")
     elif folder and not found:
-        complain(f"no name is below {folder!r} yet, so the mount is empty; `castore ls` lists what there is")
+        print_error(
+            f"no name is below {folder!r} yet, so the mount is empty; `castore ls` lists what there is"
+        )

@@ -27,18 +27,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LISTED = 5
 
 
-def complain(sentence: str) -> None:
+def print_error(sentence: str) -> None:
     """Print one line to standard error, under castore's name. If that is closed, the exit code remains."""
     with suppress(OSError):
         sys.stderr.write(f"castore: {' '.join(sentence.splitlines())}\n")
 
 
 @contextmanager
-def complaining() -> Iterator[None]:
+def print_warnings() -> Iterator[None]:
     """Print warnings as complaints of one line."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        complain(str(message))
+        print_error(str(message))
 
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)
@@ -60,10 +60,10 @@ def printable(path: str) -> str:
     return path if path.isprintable() else repr(path)
 
 
-def typed(word: str) -> str:
+def quote_word(word: str) -> str:
     """A name or a path as the last word of a command, as a shell takes it.
 
-    >>> typed("imagenet"), typed("my data"), typed("-x")
+    >>> quote_word("imagenet"), quote_word("my data"), quote_word("-x")
     ('imagenet', "'my data'", '-- -x')
     """
     return f"-- {shlex.quote(word)}" if word.startswith("-") else shlex.quote(word)
@@ -83,7 +83,7 @@ class Failures:
     def add(self, sentence: str) -> None:
         """Complain, and remember that something failed."""
         self.sentences.append(sentence)
-        complain(sentence)
+        print_error(sentence)
 
     def finish(self) -> None:
         """End the command with exit code 1 if anything failed."""
@@ -143,7 +143,7 @@ def plural(count: int, noun: str, many: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else many or noun + 's'}"
 
 
-def listed(names: list[str]) -> Iterator[str]:
+def abbreviate(names: list[str]) -> Iterator[str]:
     """The first names of a list, and the number of the others."""
     yield from names[:LISTED]
     if len(names) > LISTED:

@@ -9,8 +9,8 @@ import typer
 
 from castore import Store
 from castore.cli.completion import names
-from castore.cli.output import AsJson, Failures, complain, describe, print_json, printable, typed
-from castore.cli.store_access import find_entry, lists, not_found, open_store, see_names
+from castore.cli.output import AsJson, Failures, describe, print_error, print_json, printable, quote_word
+from castore.cli.store_access import check_names, find_entry, list_hint, not_found, open_store
 from castore.errors import CastoreError, NotFoundError
 
 _Names = Annotated[list[str], typer.Argument(metavar="NAME", autocompletion=names, help="Names.")]
@@ -22,9 +22,9 @@ def pin(context: typer.Context, name: _Names, as_json: AsJson = False) -> None:
     \b
     castore pin imagenet/train-00001.tar
     """
-    see_names(name)
+    check_names(name)
     with open_store(context) as store:
-        _each(store, store.pin, name, "pinned", as_json)
+        _apply_to_each(store, store.pin, name, "pinned", as_json)
 
 
 def unpin(context: typer.Context, name: _Names, as_json: AsJson = False) -> None:
@@ -33,41 +33,43 @@ def unpin(context: typer.Context, name: _Names, as_json: AsJson = False) -> None
     \b
     castore unpin imagenet/train-00001.tar
     """
-    see_names(name)
+    check_names(name)
     with open_store(context) as store:
 
-        def let_go(one: str) -> None:
+        def unpin_link(one: str) -> None:
             store.unpin(one)
-            _tell_of_link(store, one)
+            _warn_of_link(store, one)
 
-        _each(store, let_go, name, "unpinned", as_json)
+        _apply_to_each(store, unpin_link, name, "unpinned", as_json)
 
 
-def _tell_of_link(store: Store, name: str) -> None:
+def _warn_of_link(store: Store, name: str) -> None:
     from castore.watch.dangling_links import link_of
 
     entry = store.entry(name, expired=True)
     path = None if entry is None else link_of(entry)
     if path is not None:
-        complain(
+        print_error(
             f"{printable(path)} is a link that stands for {name!r},"
-            " and leads to nothing once gc has taken that;"
-            f" `castore pin {typed(name)}` keeps it"
+            " and leads to nothing once gc has removed the entry;"
+            f" `castore pin {quote_word(name)}` keeps it"
         )
 
 
-def _each(store: Store, do: Callable[[str], None], names: list[str], done: str, as_json: bool) -> None:
+def _apply_to_each(
+    store: Store, action: Callable[[str], None], names: list[str], done: str, as_json: bool
+) -> None:
     failures = Failures()
     count = 0
     for name in names:
         try:
             if name.endswith("/"):
                 find_entry(store, name)  # raises the error that names the problem
-            do(name)
+            action(name)
             count += 1
         except NotFoundError as error:
-            said = name.endswith("/")
-            failures.add(describe(error if said else not_found(store, name, hint=lists(name))))
+            is_folder_named = name.endswith("/")
+            failures.add(describe(error if is_folder_named else not_found(store, name, hint=list_hint(name))))
         except CastoreError as error:
             failures.add(describe(error))
     if as_json:

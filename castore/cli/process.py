@@ -15,7 +15,7 @@ import typer
 
 from castore import Store
 from castore.cli.exit_codes import TERMINATED
-from castore.cli.output import AsJson, complain, console, plural, print_json
+from castore.cli.output import AsJson, console, plural, print_error, print_json
 from castore.cli.store_access import store_path
 from castore.errors import CastoreError, InvalidValueError
 from castore.units import format_duration, format_size
@@ -120,8 +120,8 @@ def process(
         temp_dir=temp_dir,
         use_checkpoint=use_checkpoint if use_checkpoint_text is None else _truth(use_checkpoint_text),
     )
-    for told in recipe.notes:
-        complain(f"{config}: {told}")
+    for note in recipe.notes:
+        print_error(f"{config}: {note}")
     with _terminable(), Store(_store_of(context, recipe, ds_cache_dir), memory=0) as store:
         if explain:
             _explain(recipe, store, as_json)
@@ -134,11 +134,11 @@ def process(
 @contextmanager
 def _terminable() -> Iterator[None]:
     """Have SIGTERM clean up as Ctrl-C does. Another SIGTERM ends the cleanup at once."""
-    is_told = False
+    was_terminated = False
 
     def end(number: int, frame: FrameType | None) -> None:
-        nonlocal is_told
-        is_told = True
+        nonlocal was_terminated
+        was_terminated = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise KeyboardInterrupt
 
@@ -146,9 +146,9 @@ def _terminable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if not is_told:
+        if not was_terminated:
             raise
-        complain("terminated")
+        print_error("terminated")
         raise typer.Exit(TERMINATED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -298,13 +298,13 @@ def _estimate(recipe: Recipe, store: Store, as_json: bool) -> None:
     if as_json:
         print_json(found.to_dict())
         return
-    for line in _told(found):
+    for line in _estimate_line(found):
         typer.echo(line)
     for problem in found.problems:
-        complain(problem)
+        print_error(problem)
 
 
-def _told(found: Estimate) -> Iterator[str]:
+def _estimate_line(found: Estimate) -> Iterator[str]:
     yield f"input    {format_size(found.size):>8}  uncompressed"
     counts = ((found.mappers, "mapper"), (found.filters, "filter"), (found.deduplicators, "deduplicator"))
     steps = ", ".join(plural(*count) for count in counts)

@@ -9,8 +9,8 @@ import typer
 
 from castore import Store
 from castore.cli.completion import names
-from castore.cli.output import AsJson, Failures, complain, describe, print_json, printable, typed
-from castore.cli.store_access import find_entry, not_found, open_store, see_names
+from castore.cli.output import AsJson, Failures, describe, print_error, print_json, printable, quote_word
+from castore.cli.store_access import check_names, find_entry, not_found, open_store
 from castore.errors import CastoreError, InvalidValueError
 from castore.records import Entry
 
@@ -28,8 +28,8 @@ def rm(
     castore rm -r imagenet
     """
     if "" in name:  # "" is the folder of all names
-        raise InvalidValueError("a NAME is empty; say which names are to go (is a variable unset?)")
-    see_names(name)
+        raise InvalidValueError("a NAME is empty; give the names to remove (is a variable unset?)")
+    check_names(name)
     failures = Failures()
     removed = 0
     links: list[tuple[str, Entry]] = []
@@ -38,12 +38,12 @@ def rm(
             try:
                 count = (_remove_below if recursive else _remove)(store, one, links.append)
                 if not count:
-                    raise not_found(store, one, hint=f"`castore rm -r {typed(one)}` removes it")
+                    raise not_found(store, one, hint=f"`castore rm -r {quote_word(one)}` removes it")
                 removed += count
             except CastoreError as error:
                 failures.add(describe(error))
     for path, entry in links:
-        complain(
+        print_error(
             f"{printable(path)} is a link that stood for {entry.name!r}, and leads to nothing now;"
             f" until gc, `castore get {entry.digest} -o FILE` has the file's bytes"
         )
@@ -53,28 +53,28 @@ def rm(
     failures.finish()
 
 
-_Note = Callable[[tuple[str, Entry]], object]
+_CollectLink = Callable[[tuple[str, Entry]], object]
 
 
-def _remove(store: Store, name: str, note: _Note) -> int:
+def _remove(store: Store, name: str, collect: _CollectLink) -> int:
     if name.endswith("/"):
         find_entry(store, name)  # raises the error that names the problem
     entry = store.entry(name, expired=True)
     if entry is not None:
-        next(_noted(iter([entry]), note))
+        next(_collect_links(iter([entry]), collect))
     return int(store.delete(name))
 
 
-def _remove_below(store: Store, prefix: str, note: _Note) -> int:
-    return store.delete_many(entry.name for entry in _noted(store.entries(prefix), note))
+def _remove_below(store: Store, prefix: str, collect: _CollectLink) -> int:
+    return store.delete_many(entry.name for entry in _collect_links(store.entries(prefix), collect))
 
 
-def _noted(entries: Iterator[Entry], note: _Note) -> Iterator[Entry]:
+def _collect_links(entries: Iterator[Entry], collect: _CollectLink) -> Iterator[Entry]:
     """Entries; also collects those whose file was replaced by a link."""
     from castore.watch.dangling_links import link_of
 
     for entry in entries:
         path = link_of(entry)
         if path is not None:
-            note((path, entry))
+            collect((path, entry))
         yield entry

@@ -37,7 +37,7 @@ def stat(
     need_output()
     with open_store(context) as store:
         if name is not None:
-            _one(store, name, as_json)
+            _print_one(store, name, as_json)
         elif prometheus:
             from castore.cli.metrics import exposition
 
@@ -66,7 +66,7 @@ def _figures(store: Store) -> dict[str, Any]:
     return figures | {key: round(value, 4) for key, value in ratios.items()}
 
 
-def _one(store: Store, name: str, as_json: bool) -> None:
+def _print_one(store: Store, name: str, as_json: bool) -> None:
     entry = find_entry(store, name)
     if entry is None:
         blob = find_blob(store, name)
@@ -76,7 +76,7 @@ def _one(store: Store, name: str, as_json: bool) -> None:
             "size": blob.size,
             "stored": blob.stored,
             "codec": blob.codec,
-            "names": store.index.names_of(blob.digest),
+            "names": store.names_of(blob.digest),
         }
     else:
         facts = entry._asdict()
@@ -84,26 +84,26 @@ def _one(store: Store, name: str, as_json: bool) -> None:
         print_json(facts)
         return
     for key, value in facts.items():
-        typer.echo(f"{key:<10}  {_shown(key, value)}".rstrip())
+        typer.echo(f"{key:<10}  {_format_value(key, value)}".rstrip())
 
 
-def _shown(key: str, value: Any) -> str:
+def _format_value(key: str, value: Any) -> str:
     if key in ("size", "stored"):
         return f"{format_size(value)} ({value:,} bytes)" if value >= 1000 else format_size(value)
     if key in ("created", "accessed", "expires"):
-        return "never" if value is None else _when(value)
+        return "never" if value is None else _format_time(value)
     if key == "pinned":
         return "yes" if value else "no"
     if key == "metadata":
-        return ", ".join(f"{name}={_content(content)}" for name, content in value.items())
+        return ", ".join(f"{name}={_format_content(content)}" for name, content in value.items())
     return ", ".join(value) if isinstance(value, list) else str(value)
 
 
-def _content(value: Any) -> str:
+def _format_content(value: Any) -> str:
     return value if isinstance(value, str) else json_text(value)
 
 
-def _when(moment: float) -> str:
+def _format_time(moment: float) -> str:
     away = moment - time.time()
     relative = f"in {format_duration(away)}" if away > 0 else f"{format_duration(round(-away))} ago"
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(moment))} ({relative})"

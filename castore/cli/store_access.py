@@ -16,7 +16,7 @@ from typing import Any
 import typer
 
 from castore import Store, settings
-from castore.cli.output import typed
+from castore.cli.output import quote_word
 from castore.errors import CastoreError, InvalidValueError, NotFoundError, StoreError
 from castore.names import check_name, check_prefix
 from castore.records import LOST, Blob, Entry
@@ -28,10 +28,10 @@ _HEX = re.compile(r"[0-9a-f]{8,64}").fullmatch
 def store_path(context: typer.Context) -> Path:
     """The folder that `--store`, the environment or the default names."""
     given = context.find_root().params.get("store")
-    return Path(os.path.abspath(settings.default_path() if given is None else see_path(given, "--store")))
+    return Path(os.path.abspath(settings.default_path() if given is None else require_path(given, "--store")))
 
 
-def see_names(given: Iterable[str]) -> None:
+def check_names(given: Iterable[str]) -> None:
     """Check that all names, or folders of names, are valid, before anything is done with the first of them.
 
     Raises:
@@ -41,14 +41,14 @@ def see_names(given: Iterable[str]) -> None:
         check_name(name if name == "/" else name.removesuffix("/"))
 
 
-def see_path(path: str, what: str, kind: str = "folder") -> str:
+def require_path(path: str, what: str, kind: str = "folder") -> str:
     """``path``, unless it is empty: the system would take "" for the working folder, which nobody has named.
 
     Raises:
         InvalidValueError: it is.
     """
     if not path:
-        raise InvalidValueError(f"{what} is empty; say which {kind} is meant (is a variable unset?)")
+        raise InvalidValueError(f"{what} is empty; give a {kind} (is a variable unset?)")
     return path
 
 
@@ -59,18 +59,18 @@ def open_store(context: typer.Context, **options: Any) -> Store:
         StoreError: there is none.
     """
     path = store_path(context)
-    see_store(path)
+    require_store(path)
     return Store(path, memory=0, **options)
 
 
-def see_store(path: Path) -> None:
+def require_store(path: Path) -> None:
     """Check that there is a store.
 
     Raises:
         StoreError: there is none.
     """
     if settings.load(path) is None:
-        raise StoreError(settings.nothing_at(path))
+        raise StoreError(settings.no_store_message(path))
 
 
 def check_ttl(ttl: str) -> None:
@@ -94,8 +94,8 @@ def find_entry(store: Store, name: str) -> Entry | None:
     """
     if (folder := name.removesuffix("/")) != name and folder:
         if find_entry(store, check_prefix(folder)) is not None:
-            raise NotFoundError(f"{folder!r} is a file; leave out the '/' behind it")
-        raise not_found(store, folder, hint=lists(folder))
+            raise NotFoundError(f"{folder!r} is a file; leave out the '/' at its end")
+        raise not_found(store, folder, hint=list_hint(folder))
     entry = store.entry(name, expired=True)
     return None if entry is None or (entry.expires is not None and entry.expires <= time.time()) else entry
 
@@ -116,11 +116,11 @@ def find_blob(store: Store, name: str) -> Blob:
                 " add it again, or `castore verify --repair`"
             )
         return blob
-    found = _blobs_beginning(store, name) if _HEX(name) else []
+    found = store.blobs_starting_with(name) if _HEX(name) else []
     if len(found) > 1:
-        raise CastoreError(f"several digests begin with {name}; give more of it")
+        raise CastoreError(f"several digests begin with {name}; give more digits")
     if not found:
-        raise not_found(store, name, hint=lists(name))
+        raise not_found(store, name, hint=list_hint(name))
     return found[0]
 
 
@@ -131,11 +131,6 @@ def not_found(store: Store, name: str, *, hint: str) -> NotFoundError:
     return NotFoundError(f"there is no entry {name!r} in {store.path}; `castore ls` lists what there is")
 
 
-def lists(folder: str) -> str:
+def list_hint(folder: str) -> str:
     """The advice for a name that is a folder."""
-    return f"`castore ls {typed(folder)}` lists them"
-
-
-def _blobs_beginning(store: Store, digits: str) -> list[Blob]:
-    low, high = (bytes.fromhex(digits.ljust(64, fill)) for fill in "0f")
-    return store.index.blobs_between(low, high, 2)
+    return f"`castore ls {quote_word(folder)}` lists them"

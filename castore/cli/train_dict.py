@@ -28,7 +28,7 @@ def train_dict(
         int | None, typer.Option(metavar="N", help="zstd's level to train for.  [the store's]")
     ] = None,
     recompress: Annotated[
-        bool, typer.Option("--recompress", help="Write the small blobs that are there anew with it.")
+        bool, typer.Option("--recompress", help="Compress the small blobs that are there again with it.")
     ] = False,
     off: Annotated[
         bool, typer.Option("--off", help="Compress new blobs below PREFIX without a dictionary again.")
@@ -90,11 +90,11 @@ def _print(trained: Trained, rewritten: Rewritten | None) -> None:
     limit = format_size(DICTIONARY_LIMIT)
     if rewritten is None:
         typer.echo(
-            f"new blobs of at most {limit} there use it; --recompress writes those anew that are there"
+            f"new blobs of at most {limit} there use it; --recompress compresses those again that are there"
         )
         return
     typer.echo(
-        f"{rewritten.blobs:,} of {plural(rewritten.looked_at, 'blob')} written anew:"
+        f"{rewritten.blobs:,} of {plural(rewritten.looked_at, 'blob')} compressed again:"
         f" {format_size(rewritten.before)} became {format_size(rewritten.after)};"
         " `castore gc` frees what they took before"
     )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from castore.cli.store_access import see_path
+from castore.cli.store_access import require_path
 
 
 def umount(
@@ -20,6 +20,6 @@ def umount(
     """
     from castore_fuse import api
 
-    path = os.path.abspath(see_path(mountpoint, "MOUNTPOINT"))
+    path = os.path.abspath(require_path(mountpoint, "MOUNTPOINT"))
     os.chdir("/")  # a working folder inside the mount would keep it busy
     api.umount(path)

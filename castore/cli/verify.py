@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from castore.cli.output import AsJson, listed, plural, print_json, progress
+from castore.cli.output import AsJson, abbreviate, plural, print_json, progress
 from castore.cli.store_access import open_store
 from castore.errors import InvalidValueError
 from castore.repair.verify import Report
@@ -19,7 +19,7 @@ def verify(
         str, typer.Option(metavar="PART", help="Read this part of the blobs only, chosen at random.")
     ] = "100%",
     repair: Annotated[
-        bool, typer.Option("--repair", help="Drop the entries of bad blobs, so that they are computed anew.")
+        bool, typer.Option("--repair", help="Drop the entries of bad blobs, so that they are computed again.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -61,7 +61,7 @@ def _print(report: Report, repair: bool, read_only: bool) -> None:
     done = "left where they are, for nothing can be written here" if read_only else "set aside in quarantine/"
     typer.echo(f"{read}, {len(report.bad):,} bad and {done}:")
     for finding in report.bad:
-        names = ", ".join(listed(finding.names)) or "no name points to it"
+        names = ", ".join(abbreviate(finding.names)) or "no name points to it"
         typer.echo(f"  {finding.digest[:16]}  {names}\n    {finding.where}: {finding.why}")
     if repair:
         typer.echo(f"{plural(len(report.dropped), 'entry', 'entries')} dropped; add or compute them again")

@@ -21,9 +21,9 @@ from castore.settings import filesystem_of
 
 Skip = Callable[[str], object]
 # Links there lead to a process's open files, working folder and root: all over the disk.
-_PROCESSES = "proc"
+_PROC = "proc"
 # The device of a store's mount begins so in /proc/self/mountinfo.
-_OURS = "castore:"
+_CASTORE_DEVICE = "castore:"
 
 
 class Source(NamedTuple):
@@ -48,11 +48,11 @@ def destinations(paths: Sequence[str], prefix: str | None) -> dict[str, str]:
     named: dict[str, str] = {}
     for path in dict.fromkeys(paths):
         if not path:
-            raise InvalidValueError("a PATH is empty; say what is to be added (is a variable unset?)")
+            raise InvalidValueError("a PATH is empty; give a file or a folder (is a variable unset?)")
         if prefix is not None and len(paths) == 1 and (os.path.isdir(path) or not prefix.endswith("/")):
             name = into
             if not name and not os.path.isdir(path):
-                raise InvalidValueError(f"--as is empty, and {printable(path)} is no folder; say its name")
+                raise InvalidValueError(f"--as is empty, and {printable(path)} is no folder; give it a name")
         else:
             name = f"{into}/{_own_name(path)}" if into else _own_name(path)
         if name in named:
@@ -67,7 +67,7 @@ def destinations(paths: Sequence[str], prefix: str | None) -> dict[str, str]:
 def _own_name(path: str) -> str:
     name = os.path.basename(os.path.abspath(path))
     if not name:
-        raise InvalidValueError(f"{printable(path)} has no name to go by; say one with --as")
+        raise InvalidValueError(f"{printable(path)} has no name; give one with --as")
     return name
 
 
@@ -90,7 +90,7 @@ def find(
         empty: called with the path of each empty folder.
         cross_mounts: enter file systems that are mounted below ``path``, too.
     """
-    own = _identity(store)
+    store_identity = _identity(store)
     # Folders on the current path: a link to one of them is a loop.
     inside: list[tuple[int, int]] = []
     waiting: list[Iterator[tuple[str, str]]] = [iter([(path, name)])]
@@ -101,7 +101,7 @@ def find(
             if inside:
                 inside.pop()
             continue
-        found = _look(*item, skip)
+        found = _stat_path(*item, skip)
         if found is None:
             continue
         if not stat.S_ISDIR(found.st_mode):
@@ -109,30 +109,34 @@ def find(
                 yield Source(item[1], item[0], found.st_size)
             continue
         identity = found.st_dev, found.st_ino
-        if identity == own:
+        if identity == store_identity:
             skip(f"{printable(item[0])} is the store itself; skipped")
         elif identity in inside:
             skip(f"{printable(item[0])} links to a folder that it lies in; skipped")
-        elif inside and identity[0] != inside[-1][0] and (why := _elsewhere(item[0], store, cross_mounts)):
+        elif (
+            inside and identity[0] != inside[-1][0] and (why := _reason_to_skip(item[0], store, cross_mounts))
+        ):
             skip(f"{printable(item[0])} {why}; skipped")
         else:
             inside.append(identity)
             waiting.append(_children(*item, skip, empty))
 
 
-def _elsewhere(path: str, store: str, cross_mounts: bool) -> str | None:
+def _reason_to_skip(path: str, store: str, cross_mounts: bool) -> str | None:
     """The reason not to enter a folder of another file system, or None."""
     if os.path.islink(path):  # the user made the link, and wants its target
-        if filesystem_of(Path(os.path.dirname(path))) == _PROCESSES:
+        if filesystem_of(Path(os.path.dirname(path))) == _PROC:
             return "is a link of a process that leads out of /proc"
         return None
     from castore_fuse import mountpoints
 
     found = mountpoints.mount_at(Path(os.path.realpath(path)))
     shown = found.source if found is not None else ""
-    if shown.startswith(_OURS) and os.path.realpath(shown.removeprefix(_OURS)) == os.path.realpath(store):
+    if shown.startswith(_CASTORE_DEVICE) and os.path.realpath(
+        shown.removeprefix(_CASTORE_DEVICE)
+    ) == os.path.realpath(store):
         return "is a mount of the store itself"
-    return None if cross_mounts else "is on another file system, which --cross-mounts takes, too"
+    return None if cross_mounts else "is on another file system, which --cross-mounts enters"
 
 
 def _identity(path: str) -> tuple[int, int] | None:
@@ -143,7 +147,7 @@ def _identity(path: str) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _look(path: str, name: str, skip: Skip) -> os.stat_result | None:
+def _stat_path(path: str, name: str, skip: Skip) -> os.stat_result | None:
     try:
         return os.stat(path)
     except OSError as error:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from castore.cli.completion import codecs
-from castore.cli.output import complain, json_text, plural, printable, progress
-from castore.cli.store_access import see_path, see_store, store_path
+from castore.cli.output import json_text, plural, print_error, printable, progress
+from castore.cli.store_access import require_path, require_store, store_path
 from castore.errors import InvalidValueError, NotFoundError
 from castore.names import check_prefix
 from castore.objects.codecs import check_codec
@@ -24,12 +24,12 @@ from castore.watch.reports import Event
 
 if TYPE_CHECKING:
     from castore import Store
-    from castore.watch.folder import Folder
+    from castore.watch.folder import WatchedFolder
     from castore.watch.scanner import Stop
-    from castore.watch.task import Options
+    from castore.watch.task import WatchOptions
 
 #: Seconds between checks for a folder that does not exist yet.
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 def watch(
@@ -65,42 +65,42 @@ def watch(
     castore watch ~/.cache/huggingface/datasets --as hf --restore
     """
     from castore import Store
-    from castore.watch.folder import Folder
+    from castore.watch.folder import WatchedFolder
     from castore.watch.restore import restore_all
     from castore.watch.scanner import Stop
-    from castore.watch.task import Options
+    from castore.watch.task import WatchOptions
 
     if restore and (mirror or replace):
         raise typer.BadParameter("--restore goes with neither --mirror nor --replace")
     if codec is not None:
         check_codec(codec, None)
     names = check_prefix(prefix)
-    options = Options(mirror, replace, codec, parse_duration(settle))
+    options = WatchOptions(mirror, replace, codec, parse_duration(settle))
     path = store_path(context)
     if restore:
-        see_store(path)
+        require_store(path)
     root = _root(folder, os.path.realpath(path), is_needed=restore)
-    teller = _Teller(as_json)
+    printer = _EventPrinter(as_json)
     stop = Stop()
     if not restore:
         _set_handlers(stop.set)
     # The target of a link is the only copy of the file: it has to survive a power cut.
     with Store(path, memory=0, durable=replace) as store:
         if not restore:
-            store.index.see_writable()
+            store.require_writable()
         if restore:
             with progress("restoring", None) as done:
-                restore_all(store, Folder(root, names, str(path)), teller.tell, done)
-            if not teller.told:
-                _see_prefix(store, root, names)
-        elif _is_there(root, teller, stop):
-            _watch(store, Folder(root, names, str(path)), options, teller, stop)
-    teller.finish()
-    if restore and teller.failed:
+                restore_all(store, WatchedFolder(root, names, str(path)), printer.print_event, done)
+            if not printer.has_events:
+                _require_prefix(store, root, names)
+        elif _is_there(root, printer, stop):
+            _watch(store, WatchedFolder(root, names, str(path)), options, printer, stop)
+    printer.finish()
+    if restore and printer.failed:
         raise typer.Exit(1)
 
 
-def _see_prefix(store: Store, root: str, prefix: str) -> None:
+def _require_prefix(store: Store, root: str, prefix: str) -> None:
     """Check that a folder without links of this prefix has none of another prefix, either."""
     from castore.watch.dangling_links import prefixes_of
 
@@ -115,7 +115,7 @@ def _see_prefix(store: Store, root: str, prefix: str) -> None:
 
 
 def _root(folder: str, store: str, *, is_needed: bool) -> str:
-    root = os.path.realpath(see_path(folder, "DIR"))
+    root = os.path.realpath(require_path(folder, "DIR"))
     if root == "/":
         raise InvalidValueError("/ is the whole machine, which cannot be watched; watch a folder in it")
     if not os.path.isdir(root) and (is_needed or os.path.exists(root)):
@@ -134,30 +134,32 @@ def _set_handlers(stop: Callable[[], object]) -> None:
         signal.signal(number, lambda *_: stop())
 
 
-def _is_there(root: str, teller: _Teller, stop: Stop) -> bool:
+def _is_there(root: str, printer: _EventPrinter, stop: Stop) -> bool:
     """Wait until the folder exists; False if the user has stopped the command."""
     if not os.path.isdir(root):
-        teller.tell(Event("waiting", path=root, reason="it is not there yet"))
+        printer.print_event(Event("waiting", path=root, reason="it is not there yet"))
     while not os.path.isdir(root) and not stop.is_set():
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return not stop.is_set()
 
 
-def _watch(store: Store, folder: Folder, options: Options, teller: _Teller, stop: Stop) -> None:
+def _watch(
+    store: Store, folder: WatchedFolder, options: WatchOptions, printer: _EventPrinter, stop: Stop
+) -> None:
     from castore.watch.task import Task
     from castore.watch.watcher import Watcher
 
     with ExitStack() as until_caught_up:
         total = _bytes_below(folder) if sys.stderr.isatty() else None
         done = until_caught_up.enter_context(progress("catching up", total))
-        watcher = Watcher(Task(store, folder, options, teller.tell, done))
+        watcher = Watcher(Task(store, folder, options, printer.print_event, done))
         _set_handlers(watcher.stop)
         if stop.is_set():  # the signal came just before
             watcher.stop()
         watcher.run(until_caught_up.close)
 
 
-def _bytes_below(folder: Folder) -> int:
+def _bytes_below(folder: WatchedFolder) -> int:
     """Bytes of all files, for the time left that the bar shows: a separate walk that reports no problems."""
     found = folder.files(folder.root, lambda error: None, lambda path: None)
     total = 0
@@ -167,7 +169,7 @@ def _bytes_below(folder: Folder) -> int:
     return total
 
 
-class _Teller:
+class _EventPrinter:
     """Prints each event, and in the end their numbers."""
 
     def __init__(self, as_json: bool) -> None:
@@ -175,16 +177,16 @@ class _Teller:
         self._counts: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
 
-    def tell(self, event: Event) -> None:
+    def print_event(self, event: Event) -> None:
         """Print one line and flush it, since its reader may wait for it."""
         self._counts[event.event] += 1
         self._bytes[event.event] += event.size
         if self._as_json:
             typer.echo(json_text(event._asdict()))
         elif event.event == "failed":
-            complain(f"{printable(event.path)}: {event.reason}" if event.path else event.reason)
+            print_error(f"{printable(event.path)}: {event.reason}" if event.path else event.reason)
         elif event.event == "unmounted":
-            complain(event.reason)
+            print_error(event.reason)
         else:
             what = event.name or event.path
             size = f" ({format_size(event.size)})" if event.size else ""
@@ -193,7 +195,7 @@ class _Teller:
         sys.stdout.flush()
 
     @property
-    def told(self) -> bool:
+    def has_events(self) -> bool:
         """Whether there was any event to count."""
         return bool(self._counts)
 

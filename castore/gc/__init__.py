@@ -1,7 +1,8 @@
 """Garbage collection: a pure function of records chooses what to remove, and readers go on meanwhile.
 
 `collect` chooses and removes. `compaction` rewrites packs that are mostly dead. `leftovers` finds files that
-dead processes left. `mount_barrier` has live mounts open the blobs that the kernel may still read.
+dead processes left. `mount_barrier` has live mounts open the blobs that the kernel may still read,
+and lists a mount so that gc finds it.
 
 May import: write, index, objects, system, and the parts of a store.
 Must never: know the `Store`, or remove what a live process holds.

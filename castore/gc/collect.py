@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from castore.errors import FullError
 from castore.gc import compaction, leftovers
-from castore.gc.mount_barrier import Clearance
+from castore.gc.mount_barrier import MountBarrier
 from castore.index import deferred_refs, eviction, mounts
 from castore.index.database import CLOCK_SLACK, Index
 from castore.index.eviction import Candidate, Orphan
-from castore.index.lock_yield import Turns
+from castore.index.lock_yield import LockYield
 from castore.records import LOOSE, Blob
 from castore.system.ballast import free_bytes, is_short
 from castore.units import format_size
@@ -46,13 +46,13 @@ _T = TypeVar("_T")
 GRACE_SECONDS = 60.0
 #: A put that passes the budget evicts down to this part of it, so that the next puts do not evict again at
 #: once.
-ROOM = 0.9
+EVICTION_TARGET = 0.9
 #: Entries or blobs of one transaction; the second number holds while the disk is nearly full.
 _BATCH, _SMALL_BATCH = 500, 50
 #: Entries removed before their blobs are: enough for several on each page of ten million blobs.
-_PART = 250_000
+_PART_ENTRIES = 250_000
 #: Approximate bytes of the WAL while a pack is rewritten.
-_LOG_ROOM = 512 * 1024
+_WAL_ROOM = 512 * 1024
 
 
 class Selection(NamedTuple):
@@ -168,7 +168,7 @@ def select(
     shared: dict[bytes, int] = {}  # only blobs with several names: there may be millions of others
     blobs: list[tuple[bytes, int, int]] = []
 
-    def let_go(entry: Candidate) -> int:
+    def remove_name(entry: Candidate) -> int:
         if entry.refs > 1:
             left = shared[entry.digest] = shared.get(entry.digest, entry.refs) - 1
             if left > 0:
@@ -177,7 +177,7 @@ def select(
         return entry.stored
 
     gone = list(expired)
-    remaining = stored - sum(let_go(entry) for entry in gone)
+    remaining = stored - sum(remove_name(entry) for entry in gone)
     waiting = []
     for orphan in orphans:
         if orphan.since <= orphaned_before:
@@ -197,7 +197,7 @@ def select(
                 break
             if entry.name not in seen:
                 evicted.append(entry)
-                remaining -= let_go(entry)
+                remaining -= remove_name(entry)
     return Selection(gone, evicted, blobs, sum(orphan.stored for orphan in waiting))
 
 
@@ -230,11 +230,11 @@ def _plan(
 ) -> tuple[Plan, Selection, dict[int, int], list[leftovers.Leftover]]:
     index = parts.index
     parts.usage.flush()
-    mounts.forget_dead(index)
+    mounts.remove_dead(index)
     stored = index.totals().stored
     chosen = _choose(index, budget, grace, now)
     packs = compaction.choose(index, parts.objects, chosen.blobs)
-    strays = list(leftovers.find(index, parts.objects))
+    found_leftovers = list(leftovers.find(index, parts.objects))
     freed = sum(blob[1] for blob in chosen.blobs)
     # Here everything that may go has been chosen, so any bytes above the budget are pinned.
     pinned = stored - freed if budget is not None and stored - freed > budget else 0
@@ -244,12 +244,12 @@ def _plan(
         len(chosen.blobs),
         freed,
         list(packs),
-        [str(stray.path) for stray in strays],
+        [str(leftover.path) for leftover in found_leftovers],
         chosen.waiting,
         stored,
         pinned,
     )
-    return planned, chosen, packs, strays
+    return planned, chosen, packs, found_leftovers
 
 
 def run(parts: Parts, budget: int | None, grace: float) -> Collected:
@@ -257,32 +257,32 @@ def run(parts: Parts, budget: int | None, grace: float) -> Collected:
     index = parts.index
     _uncount(parts, (), _Removed())  # what a killed gc left
     now = time.time()
-    planned, chosen, packs, strays = _plan(parts, budget, grace, now)
+    planned, chosen, packs, found_leftovers = _plan(parts, budget, grace, now)
     removed = _remove(parts, chosen, now)
-    gone = leftovers.remove(index, parts.objects, strays)
+    gone = leftovers.remove(index, parts.objects, found_leftovers)
     leftovers.rotate_journal(index)
-    turns, compacted = Turns(), []
+    lock_yield, compacted = LockYield(), []
     for pack, live in packs.items():
-        _see_room_for(parts, pack, live)
+        _require_room_for(parts, pack, live)
         if compaction.compact(parts, pack):
             compacted.append(pack)
-        turns.give()
+        lock_yield.pause_if_due()
     return Collected(
         [name for name in planned.expired if name in removed.names],
         [name for name in planned.evicted if name in removed.names],
         removed.blobs,
         removed.freed,
         compacted,
-        [str(stray.path) for stray in gone],
+        [str(leftover.path) for leftover in gone],
         planned.waiting,
         planned.stored,
         planned.pinned,
     )
 
 
-def _see_room_for(parts: Parts, pack: int, live: int) -> None:
+def _require_room_for(parts: Parts, pack: int, live: int) -> None:
     # A pack copied by half when the disk gets full would take room and free none.
-    if live + _LOG_ROOM > (left := free_bytes(parts.path)):
+    if live + _WAL_ROOM > (left := free_bytes(parts.path)):
         raise FullError(
             f"the disk of {parts.path} has {format_size(left)} left,"
             f" and rewriting pack {pack} without its dead bytes takes"
@@ -295,9 +295,9 @@ def _remove(parts: Parts, chosen: Selection, now: float) -> _Removed:
     removed = _Removed()
     # Blobs that are already orphaned go first, since they free room: on a full disk, the WAL of all removed
     # entries would not fit before the first object is unlinked.
-    going = {digest for digest, _, _ in chosen.blobs}
+    chosen_digests = {digest for digest, _, _ in chosen.blobs}
     named = {entry.digest for entry in (*chosen.expired, *chosen.evicted)}
-    for digests in _batches(parts, sorted(going - named)):
+    for digests in _batches(parts, sorted(chosen_digests - named)):
         removed.add(remove_blobs(parts, digests))
     evicted = 0
     entries: list[tuple[str, bytes, float | None]] = [
@@ -307,35 +307,35 @@ def _remove(parts: Parts, chosen: Selection, now: float) -> _Removed:
     # Entries with neighbouring digests go together, so that a part has many digests on each page of the
     # B-tree of blobs.
     entries.sort(key=itemgetter(1))
-    for part in _batches(parts, entries, _PART):
+    for part in _batches(parts, entries, _PART_ENTRIES):
         for batch in _batches(parts, sorted(part, key=lambda entry: str(entry[0]))):  # bytes in a damaged row
             with parts.index.write() as txn:
-                leaving = txn.evict_entries(batch, now)
-                deferred_refs.note(txn, [digest for _, digest in leaving])
-            evicted += len(leaving)
-            removed.names.update(name for name, _ in leaving)
+                evicted_rows = txn.evict_entries(batch, now)
+                deferred_refs.add(txn, [digest for _, digest in evicted_rows])
+            evicted += len(evicted_rows)
+            removed.names.update(name for name, _ in evicted_rows)
         deferred_refs.sort(parts.index)
-        _uncount(parts, going, removed)
+        _uncount(parts, chosen_digests, removed)
     with parts.index.write() as txn:
         txn.count({"evictions": evicted})
     return removed
 
 
-def _uncount(parts: Parts, going: Container[bytes], removed: _Removed) -> None:
-    """Uncount the removed entries, and remove the blobs of ``going`` whose count reaches 0."""
-    turns = Turns()
-    while deferred_refs.are_there(parts.index):
+def _uncount(parts: Parts, chosen_digests: Container[bytes], removed: _Removed) -> None:
+    """Uncount the removed entries, and remove the blobs of ``chosen_digests`` whose count reaches 0."""
+    lock_yield = LockYield()
+    while deferred_refs.exist(parts.index):
         with parts.index.write() as txn:
-            digests = deferred_refs.take(txn)
+            digests = deferred_refs.pop_first(txn)
             # A mount adds itself to the list, under this lock, before it answers requests. An empty list
             # means that no mount knew these names.
-            alone = not mounts.are_there(txn)
-            gone = txn.uncount(Counter(digests), going if alone else ())
+            alone = not mounts.any_listed(txn)
+            gone = txn.uncount(Counter(digests), chosen_digests if alone else ())
         _unlink(parts, gone)
         removed.add(gone)
-        if not alone and (unnamed := [digest for digest in digests if digest in going]):
+        if not alone and (unnamed := [digest for digest in digests if digest in chosen_digests]):
             removed.add(remove_blobs(parts, unnamed))
-        turns.give()
+        lock_yield.pause_if_due()
 
 
 def remove_blobs(parts: Parts, digests: list[bytes]) -> list[Blob]:
@@ -352,8 +352,8 @@ def remove_blobs(parts: Parts, digests: list[bytes]) -> list[Blob]:
         StoreError: a live mount does not answer.
     """
     gone = []
-    with closing(Clearance(parts.index, digests)) as clearance, parts.index.write() as txn:
-        for digest in clearance.still_unnamed():
+    with closing(MountBarrier(parts.index, digests)) as barrier, parts.index.write() as txn:
+        for digest in barrier.still_unnamed():
             blob = txn.blob(digest)
             if blob is not None and txn.drop_blob(blob):
                 gone.append(blob)
@@ -378,13 +378,15 @@ def make_room(parts: Parts, need: int) -> None:
     """
     max_size = parts.settings.max_size
     assert max_size is not None
-    mounts.forget_dead(parts.index)
+    mounts.remove_dead(parts.index)
     parts.usage.flush()
     # Other writers may fill the room while it is made. The put fails only once nothing is left to remove.
     while (before := parts.index.totals()).stored + need > max_size:
         _uncount(parts, (), _Removed())  # entries of another gc, running or killed
         now = time.time()
-        chosen = _choose(parts.index, min(max_size - need, int(max_size * ROOM)), GRACE_SECONDS, now)
+        chosen = _choose(
+            parts.index, min(max_size - need, int(max_size * EVICTION_TARGET)), GRACE_SECONDS, now
+        )
         if chosen.expired or chosen.evicted or chosen.blobs:
             _remove(parts, chosen, now)
         elif parts.index.totals() == before:
@@ -393,9 +395,9 @@ def make_room(parts: Parts, need: int) -> None:
 
 def _batches(parts: Parts, items: list[_T], size: int = _BATCH) -> Iterator[list[_T]]:
     """The items in lists of ``size``, or of few while the disk has no room for a large WAL."""
-    rest, turns = iter(items), Turns()
+    rest, lock_yield = iter(items), LockYield()
     while batch := list(islice(rest, _SMALL_BATCH if (short := is_short(parts.path)) else size)):
         yield batch
         if short:
-            parts.index.shrink_log()
-        turns.give()
+            parts.index.truncate_wal()
+        lock_yield.pause_if_due()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from castore.errors import CorruptError
 from castore.index import pack_rows
 from castore.index.database import Index
-from castore.index.lock_yield import Turns
+from castore.index.lock_yield import LockYield
 from castore.index.transaction import Write
 from castore.objects.directory import ObjectDirectory, check_row
 from castore.objects.packs import FILE_HEAD, Damage, PackRecord, read_record, scan
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from castore.parts import Parts
 
 #: Packs whose live part is below this are rewritten.
-LIVE_PART = 0.5
+LIVE_SHARE = 0.5
 #: Packs with fewer bytes are merged once there are more than MANY_SMALL: each short-lived writer leaves one.
-SMALL = 1024 * 1024
-MANY_SMALL = 16
-#: Part of all bytes in packs that may be neither live nor noted as dead; above it, gc counts them.
-UNNOTED_PART = 1 / 16
+SMALL_PACK = 1024 * 1024
+MANY_SMALL_PACKS = 16
+#: Part of all bytes in packs that may be neither live nor recorded as dead; above it, gc counts them.
+UNRECORDED_SHARE = 1 / 16
 #: Records that one transaction moves at most, and scans at most, so that nobody waits long for the lock.
-_BATCH, _LOOKED_AT = 200, 1000
+_MAX_MOVED, _MAX_SCANNED = 200, 1000
 
 
 def choose(index: Index, objects: ObjectDirectory, going: list[tuple[bytes, int, int]]) -> dict[int, int]:
@@ -40,20 +40,20 @@ def choose(index: Index, objects: ObjectDirectory, going: list[tuple[bytes, int,
     Returns:
         The live bytes to move, by pack. The pack with the fewest comes first: it makes room for the rest.
     """
-    held = {pack: _held(objects, pack) for pack in pack_rows.pack_ids(index)}
-    dead = _dead_bytes(index, held)
+    sizes = {pack: _records_size(objects, pack) for pack in pack_rows.pack_ids(index)}
+    dead = _dead_bytes(index, sizes)
     for _, stored, pack in going:
         if pack in dead:
             dead[pack] += stored + HEAD_SIZE
-    live = {pack: max(0, size - dead[pack]) for pack, size in held.items()}
-    chosen = {pack for pack, size in held.items() if live[pack] < size * LIVE_PART or size == 0}
-    small = {pack for pack, size in held.items() if size < SMALL} - chosen
-    if len(small) > MANY_SMALL:
+    live = {pack: max(0, size - dead[pack]) for pack, size in sizes.items()}
+    chosen = {pack for pack, size in sizes.items() if live[pack] < size * LIVE_SHARE or size == 0}
+    small = {pack for pack, size in sizes.items() if size < SMALL_PACK} - chosen
+    if len(small) > MANY_SMALL_PACKS:
         chosen |= small
     return {pack: live[pack] for pack in sorted(chosen, key=lambda pack: (live[pack], pack))}
 
 
-def _held(objects: ObjectDirectory, pack: int) -> int:
+def _records_size(objects: ObjectDirectory, pack: int) -> int:
     """Bytes of a pack's records, live and dead; 0 if its writer died before it made the file."""
     try:
         return max(0, objects.packs.path(pack).lstat().st_size - len(FILE_HEAD))
@@ -61,20 +61,20 @@ def _held(objects: ObjectDirectory, pack: int) -> int:
         return 0
 
 
-def _dead_bytes(index: Index, held: dict[int, int]) -> dict[int, int]:
-    """The dead bytes of each pack: the noted ones, or counted ones if the notes must be incomplete.
+def _dead_bytes(index: Index, sizes: dict[int, int]) -> dict[int, int]:
+    """The dead bytes of each pack: the recorded ones, or counted ones if the records must be incomplete.
 
-    Records of a writer that died before it committed are noted nowhere. So the sizes of all packs are
-    compared with the bytes that are live or noted. Counted numbers are saved for the next gc, in a dry run
-    too.
+    Records of a writer that died before it committed are recorded nowhere. So the sizes of all packs
+    are compared with the bytes that are live or recorded. Counted numbers are saved for the next gc, in a dry
+    run too.
     """
-    noted = pack_rows.noted_dead(index)
-    dead = {pack: noted.get(pack, 0) for pack in held}
-    in_all = sum(held.values())
-    if abs(in_all - index.totals().packed - sum(dead.values())) <= in_all * UNNOTED_PART:
+    recorded = pack_rows.recorded_dead_bytes(index)
+    dead = {pack: recorded.get(pack, 0) for pack in sizes}
+    in_all = sum(sizes.values())
+    if abs(in_all - index.totals().packed - sum(dead.values())) <= in_all * UNRECORDED_SHARE:
         return dead
     live = pack_rows.live_bytes(index)
-    dead = {pack: max(0, size - live.get(pack, 0)) for pack, size in held.items()}
+    dead = {pack: max(0, size - live.get(pack, 0)) for pack, size in sizes.items()}
     with index.write() as txn:
         txn.set_dead(dead)
     return dead
@@ -89,23 +89,25 @@ def compact(parts: Parts, pack: int) -> bool:
     except FileNotFoundError:
         fd = -1
     done = damaged = False
-    position, turns = 0, Turns()
+    position, lock_yield = 0, LockYield()
     while not done:
         with parts.index.write() as txn:
             if not txn.has_pack(pack):
                 return False
-            parts.writer.pack.leave(pack)
+            parts.writer.pack.abandon_if_open(pack)
             found = (
-                list(islice(scan(path, pack, start=position, payloads=False), _LOOKED_AT)) if fd >= 0 else []
+                list(islice(scan(path, pack, start=position, payloads=False), _MAX_SCANNED))
+                if fd >= 0
+                else []
             )
             damaged |= any(isinstance(item, Damage) for item in found)
             position, done = _move_some(parts, txn, fd, found)
-            done &= len(found) < _LOOKED_AT
+            done &= len(found) < _MAX_SCANNED
             if done:
                 if damaged or fd < 0:
                     _move_rest(parts, txn, fd, pack)
                 txn.retire_pack(pack)
-        turns.give()
+        lock_yield.pause_if_due()
     with parts.index.write() as txn:
         if not txn.has_pack(pack):  # else the index was rebuilt meanwhile: rows may refer to it
             parts.objects.discard(path)
@@ -114,7 +116,7 @@ def compact(parts: Parts, pack: int) -> bool:
 
 
 def _move_some(parts: Parts, txn: Write, fd: int, found: list[PackRecord | Damage]) -> tuple[int, bool]:
-    """Move the first `_BATCH` live records of ``found``.
+    """Move the first `_MAX_MOVED` live records of ``found``.
 
     Returns:
         The offset at which to go on, and whether all of ``found`` was handled.
@@ -132,10 +134,10 @@ def _move_some(parts: Parts, txn: Write, fd: int, found: list[PackRecord | Damag
         row = rows.get(item.blob.digest)
         if row == item.blob:
             _move(parts, txn, fd, item.blob)
-        elif row is None or parts.objects.holds(row) or not _mend(parts, txn, fd, item.blob):
+        elif row is None or parts.objects.holds(row) or not _repair_row(parts, txn, fd, item.blob):
             continue
         moved += 1
-        if moved == _BATCH:
+        if moved == _MAX_MOVED:
             return position, item is found[-1]
     return position, True
 
@@ -145,18 +147,18 @@ def _move(parts: Parts, txn: Write, fd: int, blob: Blob) -> None:
         payload = read_record(fd, blob)
     except CorruptError:
         parts.objects.quarantine(blob)
-        txn.lose_blob(blob)
+        txn.mark_lost(blob)
     else:
-        parts.writer.pack.write_anew(txn, blob, payload)
+        parts.writer.pack.rewrite(txn, blob, payload)
 
 
-def _mend(parts: Parts, txn: Write, fd: int, blob: Blob) -> bool:
+def _repair_row(parts: Parts, txn: Write, fd: int, blob: Blob) -> bool:
     """Have a damaged row refer to the bytes of this record; False if the record is damaged too."""
     try:
         payload = read_record(fd, blob)
     except CorruptError:
         return False
-    parts.writer.pack.write_anew(txn, blob, payload)
+    parts.writer.pack.rewrite(txn, blob, payload)
     return True
 
 
@@ -170,6 +172,6 @@ def _move_rest(parts: Parts, txn: Write, fd: int, pack: int) -> None:
             check_row(blob)
             parts.objects.read_small(blob)
         except (CorruptError, FileNotFoundError):
-            txn.lose_blob(blob)
+            txn.mark_lost(blob)
         else:
-            parts.writer.pack.write_anew(txn, blob, os.pread(fd, blob.stored, blob.offset))
+            parts.writer.pack.rewrite(txn, blob, os.pread(fd, blob.stored, blob.offset))

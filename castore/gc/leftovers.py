@@ -18,7 +18,7 @@ from castore.index.pack_rows import pack_ids
 from castore.objects.directory import ObjectDirectory
 from castore.objects.packs import PackRecord, scan
 from castore.records import Blob
-from castore.system.temporary import left_behind, left_folders
+from castore.system.temporary import leftover_files, leftover_folders
 
 #: The journal is rewritten when it is larger than this and than JOURNAL_GROWTH times its last snapshot.
 JOURNAL_BYTES = 4 * 1024 * 1024
@@ -37,9 +37,9 @@ class Leftover(NamedTuple):
 
 def find(index: Index, objects: ObjectDirectory) -> Iterator[Leftover]:
     """Every leftover, found without the write lock: `remove` checks again."""
-    for stray in left_behind(objects.loose.tmp):
-        yield Leftover(stray.path, stray.size)
-    for folder in left_folders(objects.loose.tmp.parent / layout.WORK):
+    for leftover in leftover_files(objects.loose.tmp):
+        yield Leftover(leftover.path, leftover.size)
+    for folder in leftover_folders(objects.loose.tmp.parent / layout.WORK):
         yield Leftover(folder, sum(_size(path) or 0 for path in folder.rglob("*")), folder=True)
     yield from _unindexed_objects(index, objects)
     yield from _unregistered_packs(index, objects)
@@ -81,7 +81,7 @@ def _is_wanted(index: Index, objects: ObjectDirectory, pack: int) -> bool:
 
 def _wants(objects: ObjectDirectory, blob: Blob) -> bool:
     """Whether a damaged row, which refers to no bytes, needs the object here, which is intact."""
-    return not objects.holds(blob) and objects.intact(blob.digest) is not None
+    return not objects.holds(blob) and objects.find_intact(blob.digest) is not None
 
 
 def _size(path: Path) -> int | None:

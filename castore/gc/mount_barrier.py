@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from castore.errors import StoreError
+from castore.index import mounts
 from castore.index.database import Index
 from castore.index.journal import JournalTail
 from castore.system.temporary import give_to_owner, is_running, pid_namespace
@@ -29,8 +30,10 @@ from castore.system.temporary import give_to_owner, is_running, pid_namespace
 if TYPE_CHECKING:
     import socket
 
+    from castore.parts import Parts
+
 #: Seconds that a mount may take to answer.
-PATIENCE = 30.0
+ANSWER_SECONDS = 30.0
 _HELD = b"held"
 _NAME = re.compile(r"mount-([0-9]{1,20})-([0-9]{1,20})\.sock", re.ASCII)
 _BACKLOG = 128
@@ -75,7 +78,7 @@ class Listener:
         """For `select`: readable when gc asks."""
         return self._socket.fileno()
 
-    def asked(self) -> list[socket.socket]:
+    def accept(self) -> list[socket.socket]:
         """Connections that wait for an answer."""
         waiting = []
         with suppress(BlockingIOError):
@@ -96,7 +99,43 @@ class Listener:
         self._path.unlink(missing_ok=True)
 
 
-class Clearance:
+class RegisteredMount:
+    """A mount as gc knows it: its row in the index, and the socket on which gc asks it. Until `remove`.
+
+    The row exists before the mount answers its first request: gc must know of a pin from that moment on.
+
+    Args:
+        parts: of the store.
+        mountpoint: the path of the mount.
+        prefix: the prefix of names that the mount shows.
+        pinned: keep everything under the prefix from gc.
+
+    Attributes:
+        listener: the socket; its user closes it.
+    """
+
+    def __init__(self, parts: Parts, mountpoint: str, prefix: str, *, pinned: bool) -> None:
+        self._parts = parts
+        mounts.remove_dead(parts.index)  # may remove the row of a killed daemon on this same mountpoint
+        self._registration = parts.relieve(
+            lambda: mounts.Registration(parts.index, mountpoint, prefix, pinned=pinned)
+        )
+        try:
+            self.listener = Listener(parts.path / "locks", parts.settings.file_mode)
+        except BaseException:
+            self.remove()
+            raise
+
+    def refresh(self) -> None:
+        """Record that the mount is alive. Call it every few minutes."""
+        self._registration.refresh()
+
+    def remove(self) -> None:
+        """Take the mount off the list."""
+        self._parts.relieve(self._registration.remove)
+
+
+class MountBarrier:
     """Blobs safe to remove: every mount has opened those it still uses.
 
     Args:
@@ -162,7 +201,7 @@ def _ask(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking, _address(path) as address:
-        asking.settimeout(PATIENCE)
+        asking.settimeout(ANSWER_SECONDS)
         try:
             asking.connect(address)
             answer = asking.recv(1000)
@@ -175,7 +214,10 @@ def _ask(path: Path) -> None:
             raise StoreError(
                 f"a mount of this store does not answer ({path}: {error}),"
                 " so nothing that it may need can be removed;"
-                f" end it: its process is the second number of that name"
+                " end its process, whose id is the second number of that name"
             ) from error
     if answer not in (_HELD, b""):  # empty: the mount ended meanwhile
-        raise StoreError(f"a mount of this store cannot let go of bytes: {answer.decode(errors='replace')}")
+        raise StoreError(
+            "a mount of this store cannot open the blobs that it still uses:"
+            f" {answer.decode(errors='replace')}"
+        )

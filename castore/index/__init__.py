@@ -3,7 +3,7 @@
 `database` is the door: it reads names, blobs and totals. `transaction` changes rows. `index_file` keeps the
 connections to the file and runs queries on them. The queries of single rooms have a module for each idea:
 `eviction` and `pack_rows` for gc, `rebuild_rows` and `soundness` for repair, `figures` for reports,
-`name_ranges` for folders and prefixes, `noted` for metadata, `mounts`, `deferred_refs`. `schema` makes the
+`name_ranges` for folders and prefixes, `mounts`, `deferred_refs`. `schema` makes the
 tables, `connections` opens files and survives forks. `journal` keeps names beside the objects, so that the
 index can be rebuilt. `beacon` is a few mapped words that show readers what has changed.
 

@@ -55,7 +55,7 @@ class Beacon:
                 raise
             raise StoreError(
                 f"{path} cannot be read ({error.strerror});"
-                " delete it while nobody uses the store, and it is made anew"
+                " delete it while no process uses the store, and castore makes it again"
             ) from error
         finally:
             os.close(fd)

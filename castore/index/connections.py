@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from castore.system.forks import finalise, reset_after_fork, unforked
+from castore.system.forks import block_forks, finalise, reset_after_fork
 from castore.system.sql_errors import SQL_ERRORS, is_locked
 
 T = TypeVar("T")
@@ -27,18 +27,18 @@ T = TypeVar("T")
 #: Seconds that a reader or writer waits for others.
 BUSY_SECONDS = 120.0
 #: Busy timeout of one turn in SQLite, in seconds: a fork waits as long. Then the pause between two turns.
-TURN_SECONDS = 0.25
+ATTEMPT_SECONDS = 0.25
 PAUSE_SECONDS = 0.001
 #: Pages in the WAL at which a commit runs a checkpoint, which takes a tenth of a second or more.
 CHECKPOINT_PAGES = 8000
 # Largest WAL to leave in place, in bytes: the next process to open the index reads it in a fraction of a
 # millisecond.
-_LOG_LEFT = 256 * 1024
+_MAX_WAL_LEFT = 256 * 1024
 # First byte and number of bytes of SQLite's shared locks in the database file.
 _SHARED_FIRST, _SHARED_SIZE = 0x40000002, 510
 # The byte of the wal-index on which each process that uses it holds a shared lock. A process that finds no
 # lock there truncates the wal-index.
-_DEAD_MAN = 128
+_DEADMAN_SWITCH = 128
 
 # Connections of a parent, kept so that a child never closes them: closing would drop SQLite's locks and could
 # delete the WAL under the parent.
@@ -50,11 +50,11 @@ _connected: set[sqlite3.Connection] = set()
 
 def checkpoint_at(db: sqlite3.Connection, pages: int) -> None:
     """Have the commits of a connection run a checkpoint once the WAL has that many pages."""
-    with unforked():
+    with block_forks():
         db.execute(f"PRAGMA wal_autocheckpoint = {pages}")
 
 
-def patiently(work: Callable[[], T]) -> T:
+def retry_while_locked(work: Callable[[], T]) -> T:
     """Retry ``work`` while others have the index locked, and return its result.
 
     This process may fork between two tries.
@@ -88,11 +88,11 @@ class Connections:
     def _after_fork(self) -> None:
         if getattr(self, "_open", None):
             _inherited.append(self._open)
-            self._share_lock()
+            self._retake_locks()
         self._open: list[tuple[threading.Thread, sqlite3.Connection]] = []
         self._lock = threading.Lock()
 
-    def _share_lock(self) -> None:
+    def _retake_locks(self) -> None:
         """Take in a forked child the locks that SQLite there believes it holds.
 
         The fork copies SQLite's table of locks into the child, but not the kernel's locks. The child's
@@ -101,8 +101,8 @@ class Connections:
         dead processes, and truncate it under them. The bytes are those of
         https://sqlite.org/fileformat2.html#the_lock_byte_page and https://sqlite.org/walformat.html.
         """
-        _share(self._path, _SHARED_FIRST, _SHARED_SIZE)
-        _share(f"{self._path}-shm", _DEAD_MAN, 1)
+        _hold_shared_lock(self._path, _SHARED_FIRST, _SHARED_SIZE)
+        _hold_shared_lock(f"{self._path}-shm", _DEADMAN_SWITCH, 1)
 
     def open(self) -> sqlite3.Connection:
         """A new connection, for this thread.
@@ -111,17 +111,17 @@ class Connections:
             sqlite3.DatabaseError: the file cannot be used.
         """
         # The list holds a connection before that connection takes its first lock, so a fork finds them all.
-        with self._lock, unforked():
+        with self._lock, block_forks():
             # Threads come and go: connections of ended threads would use up the process's descriptors.
-            for thread, left in self._open:
+            for thread, connection in self._open:
                 if not thread.is_alive():
-                    _disconnect(left)
-            self._open = [(thread, kept) for thread, kept in self._open if thread.is_alive()]
+                    _disconnect(connection)
+            self._open = [(thread, connection) for thread, connection in self._open if thread.is_alive()]
             # check_same_thread is off only so that this object can close every thread's connection.
             db = sqlite3.connect(
-                self._where(),
+                self._address(),
                 uri=self.read_only,
-                timeout=TURN_SECONDS,
+                timeout=ATTEMPT_SECONDS,
                 isolation_level=None,
                 cached_statements=256,
                 check_same_thread=False,
@@ -131,34 +131,36 @@ class Connections:
         try:
             self._set_up(db)
         except BaseException:
-            with self._lock, unforked():
-                self._open = [(thread, kept) for thread, kept in self._open if kept is not db]
+            with self._lock, block_forks():
+                self._open = [
+                    (thread, connection) for thread, connection in self._open if connection is not db
+                ]
                 _disconnect(db)
             raise
         return db
 
-    def frozen(self) -> tuple[int, int, int] | None:
+    def unlogged_identity(self) -> tuple[int, int, int] | None:
         """Inode, size and modification time of an index without a WAL: they change when the index does.
 
         None for an index with a WAL: SQLite then sees changes itself.
         """
-        if self._has_log():
+        if self._has_wal():
             return None
         found = os.stat(self._path)
         return found.st_ino, found.st_size, found.st_mtime_ns
 
-    def _has_log(self) -> bool:
+    def _has_wal(self) -> bool:
         try:
             return os.stat(f"{self._path}-wal").st_size > 0
         except FileNotFoundError:
             return False
 
-    def _where(self) -> str | Path:
+    def _address(self) -> str | Path:
         if not self.read_only:
             return self._path
         # Without a WAL, SQLite would have to make one in order to read. `immutable` asserts that nobody
         # writes.
-        return f"{self._path.as_uri()}?mode=ro{'' if self._has_log() else '&immutable=1'}"
+        return f"{self._path.as_uri()}?mode=ro{'' if self._has_wal() else '&immutable=1'}"
 
     def _set_up(self, db: sqlite3.Connection) -> None:
         if self.read_only:
@@ -173,18 +175,18 @@ class Connections:
             f"wal_autocheckpoint = {CHECKPOINT_PAGES}",
             "cache_size = -8192",
         ):
-            patiently(partial(_set, db, pragma))
+            retry_while_locked(partial(_run_pragma, db, pragma))
 
-    def close(self, *, leave_log: bool = False) -> None:
+    def close(self, *, leave_wal: bool = False) -> None:
         """Close every thread's connection.
 
         Args:
-            leave_log: leave a small WAL to the next process that opens the index, even if no other has it
+            leave_wal: leave a small WAL to the next process that opens the index, even if no other has it
                 open now.
         """
-        with self._lock, unforked():
+        with self._lock, block_forks():
             connections, self._open = self._open, []
-            last = self._reader() if leave_log and connections else None
+            last = self._open_reader() if leave_wal and connections else None
             for _, db in connections:
                 _disconnect(db)
             if last is not None:
@@ -198,13 +200,13 @@ class Connections:
             )  # the collector has struck this object off the list, and a fork may come first
             finalise(self.close)
 
-    def _reader(self) -> sqlite3.Connection | None:
+    def _open_reader(self) -> sqlite3.Connection | None:
         """A read-only connection. The last connection to close runs a checkpoint, unless it is read-only.
 
         A checkpoint waits for the disk three times, and the next start of a WAL for a fourth time.
         """
         with contextlib.suppress(OSError, *SQL_ERRORS):  # then the WAL is not left
-            if os.stat(f"{self._path}-wal").st_size <= _LOG_LEFT:
+            if os.stat(f"{self._path}-wal").st_size <= _MAX_WAL_LEFT:
                 db = sqlite3.connect(f"{self._path.as_uri()}?mode=ro", uri=True, check_same_thread=False)
                 try:
                     db.execute(
@@ -222,7 +224,7 @@ def _disconnect(db: sqlite3.Connection) -> None:
     _connected.discard(db)
 
 
-def _share(path: str | os.PathLike[str], first: int, size: int) -> None:
+def _hold_shared_lock(path: str | os.PathLike[str], first: int, size: int) -> None:
     """Take a shared lock for as long as this process lives.
 
     The descriptor stays open: closing any descriptor of the file would drop the lock.
@@ -235,6 +237,6 @@ def _share(path: str | os.PathLike[str], first: int, size: int) -> None:
     _inherited.append(fd)
 
 
-def _set(db: sqlite3.Connection, pragma: str) -> None:
-    with unforked():
+def _run_pragma(db: sqlite3.Connection, pragma: str) -> None:
+    with block_forks():
         db.execute(f"PRAGMA {pragma}")

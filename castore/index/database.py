@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from castore.errors import unchangeable
+from castore.errors import read_only_error
 from castore.index.beacon import CHANGED, Beacon
 from castore.index.connections import BUSY_SECONDS, CHECKPOINT_PAGES, PAUSE_SECONDS, checkpoint_at
 from castore.index.index_file import IndexFile
@@ -47,7 +47,9 @@ _ENTRY_COLUMNS = (
 _ENTRY = f"SELECT {_ENTRY_COLUMNS} FROM entries e LEFT JOIN blobs b ON b.digest = e.digest"
 _CHECKED_ENTRY = _ENTRY.replace(" FROM ", ", e.checked FROM ")
 # Bytes that are not recorded as lost.
-_SOUND = f"AND b.pack != {LOST}"
+_NOT_LOST = f"AND b.pack != {LOST}"
+# Sorts behind every name: no part of a name is this long.
+_LAST = "\U0010ffff" * 64
 #: Names of one query: few behind a folder, since its other names are skipped; many among files.
 _FEW, _MANY = 8, 1000
 _FIND = (
@@ -87,13 +89,11 @@ def parse_metadata(text: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"damaged": str(text)}
 
 
-def _belong(name: str, digest: bytes, checked: int) -> bool:
+def _is_row_intact(name: str, digest: bytes, checked: int) -> bool:
     """Whether a row's name and digest belong together. A row that fails this check counts as no row."""
     if checked == entry_check(name, digest):
         return True
-    log.warning(
-        "the index's row of %r has been damaged: it counts as none; `castore doctor` tells more", name
-    )
+    log.warning("the index row of %r is damaged and ignored; `castore doctor` tells more", name)
     return False
 
 
@@ -160,14 +160,14 @@ class Index:
         """
         return self.file.connection()
 
-    def see_writable(self) -> None:
+    def require_writable(self) -> None:
         """Check that the store can be changed.
 
         Raises:
             StoreError: it is read-only.
         """
         if self.read_only:
-            raise unchangeable(self.path.parent)
+            raise read_only_error(self.path.parent)
 
     def close(self) -> None:
         """Close every thread's connection."""
@@ -181,21 +181,21 @@ class Index:
         if not rows:
             return None
         digest, size, stored, codec, pack, offset, expires, serializer, checked = rows[0]
-        if not _belong(name, digest, checked):
+        if not _is_row_intact(name, digest, checked):
             return None
         return Found(Blob(digest, size, stored, codec, pack, offset), expires, serializer)
 
     def find_digest(self, name: str) -> bytes | None:
         """The digest a name points to, or None."""
         row = self.file.one("SELECT digest, checked FROM entries WHERE name = ?", (name,))
-        return row[0] if row and _belong(name, *row) else None
+        return row[0] if row and _is_row_intact(name, *row) else None
 
     def find_many(self, names: list[str]) -> dict[str, Found]:
         """`find` for many names, in one query."""
         return {
             row[0]: Found(Blob._make(row[1:7]), row[7], row[8])
             for row in self.file.rows(_FIND_MANY, (json.dumps(names),))
-            if _belong(row[0], row[1], row[9])
+            if _is_row_intact(row[0], row[1], row[9])
         }
 
     def blob(self, digest: bytes) -> Blob | None:
@@ -235,7 +235,7 @@ class Index:
     def entry(self, name: str) -> Entry | None:
         """One entry, expired or not, or None."""
         row = self.file.one(f"{_CHECKED_ENTRY} WHERE e.name = ?", (name,))
-        return _to_entry(row[:-1]) if row and _belong(name, row[1], row[-1]) else None
+        return _to_entry(row[:-1]) if row and _is_row_intact(name, row[1], row[-1]) else None
 
     def names_of(self, digest: bytes) -> list[str]:
         """The names that point to a blob. Scans all entries: for repair and reports."""
@@ -247,11 +247,10 @@ class Index:
         Args:
             damaged: also yield entries whose bytes are recorded as lost.
         """
-        # This upper bound sorts behind every name: no part of a name is this long.
-        low, high = (prefix, prefix + "0") if prefix else ("", "\U0010ffff" * 64)
+        low, high = (prefix, prefix + "0") if prefix else ("", _LAST)
         sql = (
             f"{_ENTRY} WHERE e.name > ? AND e.name < ? AND (e.expires IS NULL OR e.expires > ?)"
-            f" {'' if damaged else _SOUND} ORDER BY e.name LIMIT 1000"
+            f" {'' if damaged else _NOT_LOST} ORDER BY e.name LIMIT 1000"
         )
         whole = self.entry(prefix) if prefix else None
         if whole is not None and (whole.expires is None or whole.expires > now):
@@ -271,7 +270,7 @@ class Index:
         # SQLite sorts every blob, even the empty one, behind all text.
         low, high = below(folder) if folder else ("", b"")
         sql = (
-            f"{_ENTRY} WHERE e.name >= ? AND e.name < ? AND (e.expires IS NULL OR e.expires > ?) {_SOUND}"
+            f"{_ENTRY} WHERE e.name >= ? AND e.name < ? AND (e.expires IS NULL OR e.expires > ?) {_NOT_LOST}"
             " ORDER BY e.name LIMIT ?"
         )
         limit = _FEW
@@ -282,13 +281,25 @@ class Index:
                 part, slash, _ = row[0][len(start) :].partition("/")
                 if slash:
                     yield start + part
-                    low = self.file.behind(low, below(start + part)[1])
+                    low = self.file.require_order(low, below(start + part)[1])
                     limit, is_last = _FEW, False
                     break
                 yield _to_entry(row)
                 low = row[0] + "\0"
             if is_last:
                 return
+
+    def entries_with_key(self, key: str, prefix: str = "") -> Iterator[Entry]:
+        """Entries below a prefix ("" for all), expired or not, whose metadata has a key of that name.
+
+        The key may lie at the top or deeper, and text inside a value may look like it: callers check the
+        metadata. Metadata is JSON text to SQLite, so this reads the row of every entry, in pages. It parses
+        the metadata of matching rows only.
+        """
+        low, high = below(prefix) if prefix else ("", _LAST)
+        sql = f"{_ENTRY} WHERE e.name > ? AND e.name < ? AND e.metadata LIKE ? ORDER BY e.name LIMIT 1000"
+        for page in self.file.pages(sql, low, high, f'%"{key}": %'):
+            yield from map(_to_entry, page)
 
     def names(self, now: float) -> Iterator[str]:
         """Names that are not expired and whose bytes are not recorded as lost, in their order.
@@ -297,7 +308,7 @@ class Index:
         """
         sql = (
             "SELECT e.name FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.name > ?"
-            f" AND (e.expires IS NULL OR e.expires > ?) {_SOUND} ORDER BY e.name LIMIT 2000"
+            f" AND (e.expires IS NULL OR e.expires > ?) {_NOT_LOST} ORDER BY e.name LIMIT 2000"
         )
         for page in self.file.pages(sql, "", now):
             yield from (name for (name,) in page)
@@ -338,28 +349,28 @@ class Index:
         """Empty the memory of `is_folder`, since a transaction rolled back or removed names."""
         self._folders = set()
 
-    def write(self, patience: float = BUSY_SECONDS) -> AbstractContextManager[Write]:
+    def write(self, timeout: float = BUSY_SECONDS) -> AbstractContextManager[Write]:
         """A write transaction: commits at the end of the block, rolls back on an error.
 
         Args:
-            patience: seconds to wait for other writers before entering raises sqlite3.OperationalError.
+            timeout: seconds to wait for other writers before entering raises sqlite3.OperationalError.
 
         Raises:
             FullError: the disk is full.
         """
         self.file.has_written = True
-        return self._transaction(patience)
+        return self._transaction(timeout)
 
     @contextmanager
-    def _transaction(self, patience: float) -> Iterator[Write]:
-        self.see_writable()
-        if patience < BUSY_SECONDS:
+    def _transaction(self, timeout: float) -> Iterator[Write]:
+        self.require_writable()
+        if timeout < BUSY_SECONDS:
             if not fork_gate.acquire(blocking=False):
                 raise sqlite3.OperationalError("database is locked by another thread")
             fork_gate.release()
         # Everything behind the `with` is inside the `try`: a Ctrl-C can come between any two instructions,
         # and must leave neither the gate closed nor the transaction open.
-        until = time.monotonic() + patience
+        until = time.monotonic() + timeout
         while True:
             with fork_gate:
                 txn = Write(self)
@@ -369,14 +380,14 @@ class Index:
                         txn.commit()
                         return
                 except BaseException as error:
-                    self._take_back(txn, error)
+                    self._roll_back(txn, error)
                     raise
             time.sleep(PAUSE_SECONDS)  # forks and other threads may pass the gate
 
     def transact(self, work: Callable[[Write], T]) -> T:
         """Call ``work`` in a write transaction and return its result: `write` for callers on a fast path."""
         self.file.has_written = True
-        self.see_writable()
+        self.require_writable()
         until = time.monotonic() + BUSY_SECONDS
         while True:
             with fork_gate:
@@ -387,19 +398,19 @@ class Index:
                         txn.commit()
                         return result
                 except BaseException as error:
-                    self._take_back(txn, error)
+                    self._roll_back(txn, error)
                     raise
             time.sleep(PAUSE_SECONDS)
 
-    def _take_back(self, txn: Write, error: BaseException) -> None:
+    def _roll_back(self, txn: Write, error: BaseException) -> None:
         txn.abandon(error)
         if is_full(error) or is_damage(error):
-            self.file.fail(error)
+            self.file.raise_for(error)
 
     # Batched bookkeeping
 
     def record_use(
-        self, touched: dict[str, float], counts: dict[str, int], patience: float = BUSY_SECONDS
+        self, touched: dict[str, float], counts: dict[str, int], timeout: float = BUSY_SECONDS
     ) -> None:
         """Add last accesses and counts in one transaction.
 
@@ -409,14 +420,14 @@ class Index:
         db = self.connection()
         checkpoint_at(db, 4 * CHECKPOINT_PAGES)
         try:
-            with self._transaction(patience) as txn:
+            with self._transaction(timeout) as txn:
                 self.beacon.settle_all()  # a writer may have been killed before it did this
                 txn.touch_older(list(touched.items()), CLOCK_SLACK)
                 txn.count(counts)
         finally:
             checkpoint_at(db, CHECKPOINT_PAGES)
 
-    def shrink_log(self) -> None:
+    def truncate_wal(self) -> None:
         """Run a checkpoint and truncate the WAL, unless a reader still needs it after the busy time."""
         until = time.monotonic() + BUSY_SECONDS
         while self.file.one("PRAGMA wal_checkpoint(TRUNCATE)")[0] and time.monotonic() < until:

@@ -20,12 +20,12 @@ from castore.records import DIGEST_SIZE
 _ROW = 500
 
 
-def are_there(index: Index) -> bool:
+def exist(index: Index) -> bool:
     """Whether any blob still counts entries that gc removed."""
     return next(index.file.rows("SELECT 1 FROM released LIMIT 1"), None) is not None
 
 
-def note(txn: Write, digests: list[bytes]) -> None:
+def add(txn: Write, digests: list[bytes]) -> None:
     """Note a digest for each entry that this transaction removes.
 
     Values of another length, from damaged rows, are skipped: no blob has them.
@@ -34,7 +34,7 @@ def note(txn: Write, digests: list[bytes]) -> None:
         txn.execute("INSERT INTO released (digests) VALUES (?)", (joined,))
 
 
-def take(txn: Write) -> list[bytes]:
+def pop_first(txn: Write) -> list[bytes]:
     """Remove the first row and return its digests; an empty list if there is no row."""
     row = txn.execute(
         "DELETE FROM released WHERE id = (SELECT min(id) FROM released) RETURNING CAST(digests AS BLOB)"
@@ -52,7 +52,7 @@ def sort(index: Index) -> None:
         if txn.execute("SELECT id FROM released").fetchall() == [row[:1] for row in rows]:
             txn.execute("DELETE FROM released")
             for start in range(0, len(digests), _ROW):
-                note(txn, digests[start : start + _ROW])
+                add(txn, digests[start : start + _ROW])
 
 
 def _split(joined: bytes) -> list[bytes]:

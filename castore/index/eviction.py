@@ -91,7 +91,7 @@ def orphans(index: Index) -> Iterator[Orphan]:
     return map(Orphan._make, index.file.rows(_ORPHANS))
 
 
-def is_work(index: Index, now: float, orphaned_before: float) -> bool:
+def has_work(index: Index, now: float, orphaned_before: float) -> bool:
     """Whether an unpinned entry has expired, or a blob lost its last name before ``orphaned_before``."""
     ((work,),) = index.file.all(_WORK, (now, orphaned_before))
     return bool(work)

@@ -18,16 +18,16 @@ from typing import Any, NoReturn
 
 from castore.errors import StoreError
 from castore.index.beacon import EPOCH, Beacon
-from castore.index.connections import BUSY_SECONDS, PAUSE_SECONDS, Connections, patiently
-from castore.index.schema import SCHEMA_VERSION, foreign, migrate
-from castore.system.ballast import full
-from castore.system.forks import fork_gate, reset_after_fork, unforked
+from castore.index.connections import BUSY_SECONDS, PAUSE_SECONDS, Connections, retry_while_locked
+from castore.index.schema import SCHEMA_VERSION, find_mismatch, migrate
+from castore.system.ballast import full_disk_error
+from castore.system.forks import block_forks, fork_gate, reset_after_fork
 from castore.system.sql_errors import SQL_ERRORS, is_damage, is_locked
 from castore.system.temporary import check_regular, open_with_mode
 
 
-def _version(db: sqlite3.Connection) -> int:
-    with unforked():
+def _read_version(db: sqlite3.Connection) -> int:
+    with block_forks():
         return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
@@ -36,9 +36,9 @@ def _migrate(db: sqlite3.Connection) -> None:
         migrate(db)
 
 
-def _foreign(db: sqlite3.Connection) -> str | None:
-    with unforked():
-        return foreign(db)
+def _schema_mismatch(db: sqlite3.Connection) -> str | None:
+    with block_forks():
+        return find_mismatch(db)
 
 
 class IndexFile:
@@ -87,7 +87,7 @@ class IndexFile:
             check_regular(f"{path}{suffix}")
         if not path.exists():
             if read_only:
-                raise self._no_index()
+                raise self._missing_index_error()
             os.close(open_with_mode(path, os.O_RDWR, mode))
         if not rebuilding:
             self._prepare(is_empty)
@@ -101,36 +101,36 @@ class IndexFile:
         db = self._local.db = self._connect()
         self._local.epoch = epoch
         try:
-            version = patiently(partial(_version, db))
+            version = retry_while_locked(partial(_read_version, db))
         except SQL_ERRORS as error:
-            self.fail(error)
+            self.raise_for(error)
         if version > SCHEMA_VERSION:
             raise StoreError(
                 f"{self.path} was written by a newer castore"
                 f" (schema {version}, this one knows {SCHEMA_VERSION}); upgrade castore"
             )
         # Read again if there are objects: another process may have just made the index and put them.
-        if version == 0 and not is_empty() and patiently(partial(_version, db)) == 0:
-            raise self._no_index()
+        if version == 0 and not is_empty() and retry_while_locked(partial(_read_version, db)) == 0:
+            raise self._missing_index_error()
         if version < SCHEMA_VERSION and self.read_only:
             raise StoreError(
                 f"{self.path} was written by an older castore"
                 f" (schema {version}, this one knows {SCHEMA_VERSION});"
-                " open the store once where it can be written to, which brings it up to date"
+                " open the store once where it can be written to, which migrates it"
             )
         try:
             if version < SCHEMA_VERSION:
                 self.has_written = True
-                patiently(partial(_migrate, db))
-            if (wrong := patiently(partial(_foreign, db))) is not None:
+                retry_while_locked(partial(_migrate, db))
+            if (wrong := retry_while_locked(partial(_schema_mismatch, db))) is not None:
                 raise self.damaged(wrong)
         except SQL_ERRORS as error:
-            self.fail(error)
+            self.raise_for(error)
 
-    def _no_index(self) -> StoreError:
+    def _missing_index_error(self) -> StoreError:
         return StoreError(
-            f"the index {self.path} is missing or being rebuilt, and to an empty one all objects would be"
-            " garbage; `castore doctor --rebuild-index` makes a new one from them"
+            f"the index {self.path} is missing or being rebuilt, and an empty one would make garbage of all"
+            " objects; `castore doctor --rebuild-index` makes a new one from them"
         )
 
     def connection(self) -> sqlite3.Connection:
@@ -150,20 +150,20 @@ class IndexFile:
         if self.read_only and getattr(local, "epoch", None) == opened_to:
             return local.db  # type: ignore[no-any-return]
         db = self._connect()
-        if not self._rebuilding and patiently(partial(_version, db)) != SCHEMA_VERSION:
-            raise self._no_index()
+        if not self._rebuilding and retry_while_locked(partial(_read_version, db)) != SCHEMA_VERSION:
+            raise self._missing_index_error()
         local.db, local.epoch = db, opened_to
         return db
 
     def _epoch(self) -> object:
         """The identity of the current file: `connection` opens a new connection once this has changed."""
         epoch = self._words[EPOCH]
-        return (epoch, self._connections.frozen()) if self.read_only else epoch
+        return (epoch, self._connections.unlogged_identity()) if self.read_only else epoch
 
     def is_whole(self) -> bool:
         """Whether a rebuild has committed, or the index was whole before it. Raises nothing."""
         try:
-            return _version(self.connection()) == SCHEMA_VERSION
+            return _read_version(self.connection()) == SCHEMA_VERSION
         except (StoreError, OSError, *SQL_ERRORS):
             return False
 
@@ -171,20 +171,20 @@ class IndexFile:
         try:
             return self._connections.open()
         except SQL_ERRORS as error:
-            self.fail(error)
+            self.raise_for(error)
 
     def damaged(self, why: object) -> StoreError:
         """The error for a damaged index."""
         return StoreError(f"the index {self.path} cannot be used ({why}); `castore doctor` tells more")
 
-    def fail(self, error: BaseException) -> NoReturn:
+    def raise_for(self, error: BaseException) -> NoReturn:
         """Raise the error that the user should see in place of ``error``."""
         if self.read_only and "unable to open" in str(error):
             raise StoreError(
-                f"{self.path} has a log, which cannot be read without {self.path.name}-shm where"
+                f"{self.path} has a WAL, which cannot be read without {self.path.name}-shm where"
                 " nothing can be written; open the store once where it can be written to (`castore stat`)"
             ) from error
-        if (no_room := full(self.path.parent, error)) is not None:
+        if (no_room := full_disk_error(self.path.parent, error)) is not None:
             raise no_room from error
         if is_damage(error):
             raise self.damaged(error) from error
@@ -193,7 +193,7 @@ class IndexFile:
     def close(self) -> None:
         """Close every thread's connection."""
         self._local = threading.local()
-        self._connections.close(leave_log=not self.has_written and not self.read_only)
+        self._connections.close(leave_wal=not self.has_written and not self.read_only)
 
     # Asking
 
@@ -210,13 +210,13 @@ class IndexFile:
         while True:
             try:
                 db = self.connection()
-                with unforked():
+                with block_forks():
                     return db.execute(sql, parameters).fetchall()
             except SQL_ERRORS as error:
                 now = time.monotonic()
                 until = until or now + BUSY_SECONDS
                 if not is_locked(error) or now > until:
-                    self.fail(error)
+                    self.raise_for(error)
             time.sleep(PAUSE_SECONDS)
 
     def one(self, sql: str, parameters: tuple[Any, ...] = ()) -> Any:
@@ -231,11 +231,11 @@ class IndexFile:
     def stream(self, sql: str, parameters: Sequence[Any] = ()) -> Generator[Any]:
         """`rows` for results larger than memory. No fork happens until the stream ends: close it soon."""
         db = self.connection()
-        with unforked(), closing(db.cursor()) as cursor:
+        with block_forks(), closing(db.cursor()) as cursor:
             try:
                 yield from cursor.execute(sql, parameters)
             except SQL_ERRORS as error:
-                self.fail(error)
+                self.raise_for(error)
 
     def pages(self, sql: str, after: Any, *parameters: Any) -> Iterator[list[Any]]:
         """The rows of a query in pages, so that no long read keeps the WAL from being checkpointed.
@@ -251,14 +251,14 @@ class IndexFile:
         """
         while page := self.all(sql, (after, *parameters)):
             yield page
-            after = self.behind(after, page[-1][0])
+            after = self.require_order(after, page[-1][0])
 
-    def behind(self, last: Any, key: Any) -> Any:
+    def require_order(self, last: Any, key: Any) -> Any:
         """Return ``key`` after checking that it sorts behind ``last``.
 
         Raises:
             StoreError: it does not.
         """
         if type(key) is not type(last) or not last < key:
-            self.fail(sqlite3.DatabaseError(f"the row of {key!r} comes behind that of {last!r}"))
+            self.raise_for(sqlite3.DatabaseError(f"the row of {key!r} does not sort behind that of {last!r}"))
         return key

@@ -52,7 +52,7 @@ class NameRecord(NamedTuple):
     pinned: int = 0
 
 
-_GONE = NameRecord("", None)[1:]
+_REMOVED = NameRecord("", None)[1:]
 
 
 def pack_record(record: tuple[str, bytes | None, str, str | None, float, float | None, int]) -> bytes:
@@ -72,9 +72,9 @@ def pack_records(
     return b"".join(pieces)
 
 
-def gone(names: Iterable[str]) -> bytes:
+def pack_removals(names: Iterable[str]) -> bytes:
     """The records of names that were removed."""
-    return pack_records((name, *_GONE) for name in names)
+    return pack_records((name, *_REMOVED) for name in names)
 
 
 class Journal:
@@ -209,30 +209,30 @@ class Journal:
 
     def replay(self) -> Iterator[NameRecord | None]:
         """Every record since the newest snapshot, oldest first; None for each damaged stretch."""
-        with ExitStack() as held:
-            for file in self._files(held):
+        with ExitStack() as stack:
+            for file in self._files(stack):
                 if file is None:
                     yield None
                 else:
                     yield from records(file.fileno())
 
-    def _files(self, held: ExitStack) -> list[BinaryIO | None]:
+    def _files(self, stack: ExitStack) -> list[BinaryIO | None]:
         """The files to replay, open; None in place of a missing file."""
         while True:
             start = max(self.snapshots(), default=0)
             paths = [self.path(start, ".snapshot")] if start else []
             paths += [self.path(number) for number in self.segments() if number >= start]
-            files = [_opened(path, held) for path in paths]
+            files = [_open_if_there(path, stack) for path in paths]
             # Another process may replace these files by a newer snapshot and unlink them, without the lock.
             # The list is complete if there is no newer snapshot.
             if max(self.snapshots(), default=0) == start:
                 return files
-            held.close()
+            stack.close()
 
 
-def _opened(path: Path, held: ExitStack) -> BinaryIO | None:
+def _open_if_there(path: Path, stack: ExitStack) -> BinaryIO | None:
     try:
-        return held.enter_context(open(open_regular(path), "rb"))
+        return stack.enter_context(open(open_regular(path), "rb"))
     except FileNotFoundError:
         return None
 
@@ -241,11 +241,11 @@ def records(fd: int) -> Iterator[NameRecord | None]:
     """Records of a segment or snapshot. Skips each damaged stretch, and yields None for it."""
     position, end = 0, os.fstat(fd).st_size
     while position < end:
-        record, position = _read_one(fd, position, end)
+        record, position = _read_record(fd, position, end)
         yield record
 
 
-def _read_one(fd: int, position: int, end: int) -> tuple[NameRecord | None, int]:
+def _read_record(fd: int, position: int, end: int) -> tuple[NameRecord | None, int]:
     head = read_around(fd, _HEAD.size, position)
     if len(head) == _HEAD.size:
         magic, zero, length, crc = _HEAD.unpack(head)
@@ -339,7 +339,7 @@ class JournalTail:
         self._position = min(self._position, end)  # `retract` may have truncated the file
         records = []
         while self._position < end:
-            record, following = _read_one(self._fd, self._position, end)
+            record, following = _read_record(self._fd, self._position, end)
             if record is None and following == end:
                 break  # the record is not complete yet
             if record is not None:

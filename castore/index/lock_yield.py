@@ -10,17 +10,17 @@ from __future__ import annotations
 import time
 
 #: Seconds of work, and of the pause after them. The pause is longer than SQLite's busy handler ever sleeps.
-WORK, PAUSE = 1.0, 0.11
+WORK_SECONDS, PAUSE_SECONDS = 1.0, 0.11
 
 
-class Turns:
-    """The pauses of one long job. Call `give` between its transactions."""
+class LockYield:
+    """The pauses of one long job. Call `pause_if_due` between its transactions."""
 
     def __init__(self) -> None:
-        self._pause_at = time.monotonic() + WORK
+        self._pause_at = time.monotonic() + WORK_SECONDS
 
-    def give(self) -> None:
+    def pause_if_due(self) -> None:
         """Pause if a second of work has passed. The caller is in no transaction."""
         if time.monotonic() >= self._pause_at:
-            time.sleep(PAUSE)
-            self._pause_at = time.monotonic() + WORK
+            time.sleep(PAUSE_SECONDS)
+            self._pause_at = time.monotonic() + WORK_SECONDS

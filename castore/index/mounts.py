@@ -14,7 +14,7 @@ from typing import NamedTuple
 from castore.index.database import Index
 from castore.index.transaction import Write
 from castore.records import Mount
-from castore.system.temporary import FOREIGN_AGE, is_running, pid_namespace, process_started
+from castore.system.temporary import OTHER_NAMESPACE_SECONDS, is_running, pid_namespace, process_started
 
 _ADD = (
     "INSERT INTO mounts (mountpoint, prefix, pinned, namespace, pid, started, since, seen)"
@@ -40,38 +40,38 @@ class Registration:
     def __init__(self, index: Index, mountpoint: str, prefix: str, *, pinned: bool) -> None:
         self._index = index
         pid = os.getpid()
-        self._who = pid_namespace(), pid, process_started(pid)
-        self._what = mountpoint, prefix, int(pinned), *self._who, time.time()
-        self.still_here()
+        self._daemon = pid_namespace(), pid, process_started(pid)
+        self._row = mountpoint, prefix, int(pinned), *self._daemon, time.time()
+        self.refresh()
 
-    def still_here(self) -> None:
+    def refresh(self) -> None:
         """Refresh the row, for processes that cannot look up this daemon. Call it every few minutes.
 
         Adds the row again if another process took the mount for dead, because of a wrong clock or a long
         sleep.
         """
         with self._index.write() as txn:
-            txn.execute(_REMOVE, self._who)
-            txn.execute(_ADD, (*self._what, time.time()))
+            txn.execute(_REMOVE, self._daemon)
+            txn.execute(_ADD, (*self._row, time.time()))
 
     def remove(self) -> None:
         """Take the mount off the list."""
         with self._index.write() as txn:
-            txn.execute(_REMOVE, self._who)
+            txn.execute(_REMOVE, self._daemon)
 
 
-def alive(index: Index) -> list[Mount]:
+def list_live(index: Index) -> list[Mount]:
     """The mounts whose daemon runs, the oldest first: the one rule for which mounts count as alive.
 
     The process table shows whether a daemon of this PID namespace runs. A daemon of another namespace (a
-    container's, say) counts as alive for an hour after its last `still_here`. A mount that is alive may be
+    container's, say) counts as alive for an hour after its last `refresh`. A mount that is alive may be
     out of reach: its mountpoint may belong to another container or another user.
     """
     return [row.mount for row in _rows(index) if row.is_alive()]
 
 
-def forget_dead(index: Index) -> list[str]:
-    """Delete the rows of mounts that are not `alive`, unless the store is read-only; returns mountpoints."""
+def remove_dead(index: Index) -> list[str]:
+    """Delete the rows of mounts whose daemon is dead, unless the store is read-only; returns mountpoints."""
     dead = [row for row in _rows(index) if not row.is_alive()]
     if dead and not index.read_only:
         with index.write() as txn:
@@ -79,7 +79,7 @@ def forget_dead(index: Index) -> list[str]:
     return [row.mount.mountpoint for row in dead]
 
 
-def are_there(txn: Write) -> bool:
+def any_listed(txn: Write) -> bool:
     """Whether any mount is on the list."""
     return txn.execute("SELECT 1 FROM mounts LIMIT 1").fetchone() is not None
 
@@ -97,7 +97,7 @@ class _Row(NamedTuple):
     def is_alive(self) -> bool:
         if self.namespace == pid_namespace():
             return is_running(self.pid, self.started)
-        return abs(time.time() - self.seen) <= FOREIGN_AGE
+        return abs(time.time() - self.seen) <= OTHER_NAMESPACE_SECONDS
 
 
 def _rows(index: Index) -> list[_Row]:

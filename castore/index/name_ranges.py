@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from castore.index.database import Index
 from castore.names import below
+from castore.records import FileRow
 
 _FILE = "SELECT {} FROM entries WHERE name = ? AND (expires IS NULL OR expires > ?)".format(
     "name, digest, size, created, expires, checked"
@@ -27,11 +28,7 @@ _SIZED_ONE = "SELECT name, digest, size FROM entries WHERE name = ?"
 #: Sorts behind all names: no part of a name is this long.
 LAST = "\U0010ffff" * 64
 #: Sorts behind all text: SQLite sorts every BLOB, even the empty one, behind all text.
-BEHIND_TEXT = b""
-
-#: Name, digest, size, creation, expiry and check of an entry. A plain tuple, since a listing has millions of
-#: them.
-FileRow = tuple[str, bytes, int, float, float | None, int]
+AFTER_TEXT = b""
 
 
 class Sized(NamedTuple):
@@ -53,13 +50,13 @@ def files(index: Index, low: str, high: str | bytes, now: float, limit: int) -> 
     return index.file.all(_FILES, (low, high, now, limit))
 
 
-def behind(index: Index, last: str, key: str) -> str:
+def require_order(index: Index, last: str, key: str) -> str:
     """Return ``key``, the start of the next `files`, after checking that it sorts behind ``last``.
 
     Raises:
         StoreError: it does not: the index is damaged, and the listing might never end.
     """
-    return index.file.behind(last, key)  # type: ignore[no-any-return]
+    return index.file.require_order(last, key)  # type: ignore[no-any-return]
 
 
 def is_folder(index: Index, path: str, now: float) -> bool:

@@ -18,7 +18,7 @@ def pack_ids(index: Index) -> list[int]:
     return [row[0] for row in index.file.rows("SELECT id FROM packs ORDER BY id")]
 
 
-def noted_dead(index: Index) -> dict[int, int]:
+def recorded_dead_bytes(index: Index) -> dict[int, int]:
     """The dead bytes noted for each registered pack. A number, whatever a damaged row holds."""
     return dict(index.file.rows("SELECT id, coalesce(CAST(dead AS INTEGER), 0) FROM packs"))
 

@@ -14,7 +14,7 @@ from castore.index.journal import NameRecord
 from castore.index.schema import apply_migrations
 from castore.index.transaction import Write
 from castore.records import HEAD_SIZE, Blob, entry_check
-from castore.system.forks import unforked
+from castore.system.forks import block_forks
 
 _TABLES = ("entries", "blobs", "checksums", "packs", "released")
 _ADD_BLOB = "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?, ?, ?, 0, NULL)"
@@ -60,7 +60,7 @@ _WRONG = (
 )
 
 
-def empty(index: Index, txn: Write) -> None:
+def clear(index: Index, txn: Write) -> None:
     """Remove every row of names, blobs and packs, and make the tables if the file has none."""
     apply_migrations(index.connection())
     for table in _TABLES:
@@ -117,10 +117,10 @@ def recount(txn: Write) -> None:
     txn.execute(_RECOUNT_TOTALS)
 
 
-def is_counted_right(index: Index) -> bool:
+def has_right_counts(index: Index) -> bool:
     """Whether the derived values equal those that `recount` would compute. Reads every row."""
     db = index.connection()
-    with unforked():
+    with block_forks():
         db.execute("BEGIN")  # one snapshot for all queries
         try:
             totals = index.totals()

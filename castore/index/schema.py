@@ -51,20 +51,20 @@ CREATE INDEX entries_expires ON entries (expires) WHERE expires IS NOT NULL;
 CREATE INDEX blobs_orphaned ON blobs (orphaned) WHERE orphaned IS NOT NULL;
 CREATE INDEX blobs_loose ON blobs (size) WHERE pack = 0;
 """
-_RELEASED = "CREATE TABLE released (id INTEGER PRIMARY KEY AUTOINCREMENT, digests BLOB NOT NULL);\n"
-_DEAD = f"""\
+_RELEASED_TABLE = "CREATE TABLE released (id INTEGER PRIMARY KEY AUTOINCREMENT, digests BLOB NOT NULL);\n"
+_DEAD_COLUMNS = f"""\
 ALTER TABLE packs ADD COLUMN dead INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE totals ADD COLUMN packed INTEGER NOT NULL DEFAULT 0;
 UPDATE totals SET packed = (SELECT coalesce(sum(stored + {HEAD_SIZE}), 0) FROM blobs WHERE pack > 0);
 """
 
 
-def foreign(connection: sqlite3.Connection) -> str | None:
+def find_mismatch(connection: sqlite3.Connection) -> str | None:
     """A few words on tables that the file lacks, or has beside those above; None if there are none.
 
     A foreign trigger or view would run as part of castore's statements.
     """
-    known = _known()
+    known = _expected_statements()
     sql = (
         "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite^_%' ESCAPE '^' AND NOT"
         " (tbl_name = '_sqlite_migrations' AND type IN ('table', 'index') AND sql NOT LIKE 'CREATE VIRTUAL%')"
@@ -73,16 +73,16 @@ def foreign(connection: sqlite3.Connection) -> str | None:
     if missing := known.keys() - found.keys():
         return f"it lacks {', '.join(sorted(missing))}"
     if others := [name for name, text in found.items() if known.get(name) != text]:
-        return f"{', '.join(sorted(map(repr, others)))} in it is not of castore's making"
+        return f"{', '.join(sorted(map(repr, others)))} in it was not made by castore"
     (totals,) = connection.execute("SELECT count(*) FROM totals").fetchone()
     return None if totals == 1 else f"it has {totals} rows of totals instead of one"
 
 
 @cache
-def _known() -> dict[str, str]:
+def _expected_statements() -> dict[str, str]:
     """The CREATE statement of each table and index, by name."""
     known: dict[str, str] = {}
-    for statement in _statements(_TABLES + _RELEASED + _DEAD):
+    for statement in _statements(_TABLES + _RELEASED_TABLE + _DEAD_COLUMNS):
         text = statement.strip().removesuffix(";")
         match text.split(maxsplit=3):
             case ["CREATE", _, name, _]:
@@ -133,11 +133,11 @@ def apply_migrations(connection: sqlite3.Connection) -> None:
 
     @migrations(name="released")
     def released(db: Database) -> None:
-        _run(db, _RELEASED)
+        _run(db, _RELEASED_TABLE)
 
     @migrations(name="dead")
     def dead(db: Database) -> None:
-        _run(db, _DEAD)
+        _run(db, _DEAD_COLUMNS)
 
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -15,39 +15,41 @@ from castore.errors import StoreError
 from castore.index import schema
 from castore.names import check_name
 from castore.records import entry_check
-from castore.system.ballast import full
-from castore.system.forks import unforked
+from castore.system.ballast import full_disk_error
+from castore.system.forks import block_forks
 from castore.system.sql_errors import SQL_ERRORS, is_locked
 
 #: Seconds to wait for others who hold the file.
-_PATIENCE = 120.0
+_BUSY_SECONDS = 120.0
 
 # Queries for rows that castore never writes. SQLite keeps no checksums of its pages, so a flipped bit in a
 # value can make such a row.
-_SENSELESS_BLOB = (
+_IMPOSSIBLE_BLOB = (
     "SELECT 1 FROM blobs WHERE typeof(digest) != 'blob' OR length(digest) != 32"
     " OR typeof(size) != 'integer' OR size NOT BETWEEN 0 AND 1 << 50"
     " OR typeof(stored) != 'integer' OR stored NOT BETWEEN 0 AND 1 << 50"
     " OR typeof(pack) != 'integer' OR pack < -1 OR typeof(offset) != 'integer' OR offset < 0"
     " OR typeof(refs) != 'integer' OR refs < 0 OR codec NOT IN ('zstd', 'lz4', 'gzip', 'none') LIMIT 1"
 )
-_SENSELESS_ENTRY = (
+_IMPOSSIBLE_ENTRY = (
     "SELECT 1 FROM entries WHERE typeof(digest) != 'blob' OR length(digest) != 32"
     " OR typeof(size) != 'integer' OR typeof(created) != 'real' OR typeof(accessed) != 'real'"
     " OR typeof(expires) NOT IN ('real', 'null')"
     " OR abs(created) > 1e12 OR typeof(pinned) != 'integer'"
     " OR NOT EXISTS (SELECT 1 FROM blobs b WHERE b.digest = entries.digest) LIMIT 1"
 )
-_SENSELESS_CHECKSUMS = (
+_IMPOSSIBLE_CHECKSUMS = (
     "SELECT 1 FROM blobs b LEFT JOIN checksums c ON c.digest = b.digest WHERE b.codec = 'none' AND b.pack = 0"
     " AND b.size > ?1 AND (typeof(c.frames) != 'blob' OR length(c.frames) % 8) LIMIT 1"
 )
-_SENSELESS_RELEASED = "SELECT 1 FROM released WHERE typeof(digests) != 'blob' OR length(digests) % 32 LIMIT 1"
-_SENSELESS = (_SENSELESS_BLOB, _SENSELESS_ENTRY, _SENSELESS_RELEASED)
+_IMPOSSIBLE_RELEASED = (
+    "SELECT 1 FROM released WHERE typeof(digests) != 'blob' OR length(digests) % 32 LIMIT 1"
+)
+_IMPOSSIBLE = (_IMPOSSIBLE_BLOB, _IMPOSSIBLE_ENTRY, _IMPOSSIBLE_RELEASED)
 _ENTRIES = "SELECT name, digest, serializer, metadata, checked FROM entries"
 
 
-def damage(file: Path, frame_size: int, serializers: Container[str]) -> str | None:
+def find_damage(file: Path, frame_size: int, serializers: Container[str]) -> str | None:
     """The damage that SQLite finds in the index, or an impossible row; None if the index is sound.
 
     Args:
@@ -62,28 +64,28 @@ def damage(file: Path, frame_size: int, serializers: Container[str]) -> str | No
     if not file.exists():
         return f"there is no {file}"
     try:
-        with unforked(), closing(sqlite3.connect(file, timeout=_PATIENCE, isolation_level=None)) as db:
+        with block_forks(), closing(sqlite3.connect(file, timeout=_BUSY_SECONDS, isolation_level=None)) as db:
             if 0 < db.execute("PRAGMA user_version").fetchone()[0] < schema.SCHEMA_VERSION:
                 schema.migrate(db)
             (row,) = db.execute("PRAGMA integrity_check(1)").fetchone()
             if row != "ok":
                 return str(row)
-            return schema.foreign(db) or _senseless(db, frame_size, serializers)
+            return schema.find_mismatch(db) or _find_impossible_row(db, frame_size, serializers)
     except SQL_ERRORS as error:
-        if (no_room := full(file.parent, error)) is not None:
+        if (no_room := full_disk_error(file.parent, error)) is not None:
             raise no_room from error
         if is_locked(error) or "unable to open" in str(error) or "readonly" in str(error):
             raise StoreError(
-                f"the index {file} cannot be looked at ({error});"
+                f"the index {file} cannot be checked ({error});"
                 " run this as the store's owner, while nobody holds it"
             ) from error
         return str(error)
 
 
-def _senseless(db: sqlite3.Connection, frame_size: int, serializers: Container[str]) -> str | None:
-    questions = [(sql, ()) for sql in _SENSELESS] + [(_SENSELESS_CHECKSUMS, (frame_size,))]
-    if any(db.execute(sql, parameters).fetchone() for sql, parameters in questions):
-        return "it has rows that cannot be"
+def _find_impossible_row(db: sqlite3.Connection, frame_size: int, serializers: Container[str]) -> str | None:
+    queries = [(sql, ()) for sql in _IMPOSSIBLE] + [(_IMPOSSIBLE_CHECKSUMS, (frame_size,))]
+    if any(db.execute(sql, parameters).fetchone() for sql, parameters in queries):
+        return "it has rows with impossible values"
     for name, digest, serializer, metadata, checked in db.execute(_ENTRIES):
         try:
             check_name(name)
@@ -92,5 +94,5 @@ def _senseless(db: sqlite3.Connection, frame_size: int, serializers: Container[s
         except ValueError:
             sound = False
         if not sound:
-            return f"what it says of the name {name!r} cannot be"
+            return f"its row of the name {name!r} has impossible values"
     return None

@@ -26,7 +26,7 @@ ADD_ENTRIES = (
     " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?6, ?8, ?9)"
 )
 BETWEEN = "SELECT 1 FROM entries WHERE name >= ? AND name < ? LIMIT 1"
-POINT_ENTRY = (
+UPDATE_ENTRY = (
     "UPDATE entries SET digest = ?2, size = ?3, serializer = ?4, metadata = ?5, expires = ?7, accessed = ?6,"
     " checked = ?9, pinned = max(pinned, ?8), created = CASE WHEN digest = ?2 THEN created ELSE ?6 END"
     " WHERE name = ?1 RETURNING created, pinned"
@@ -41,4 +41,4 @@ ADD_TOTALS = (
 )
 ADD_DEAD = "UPDATE packs SET dead = dead + ?2 WHERE id = ?1"
 TOUCH_OLDER = "UPDATE entries SET accessed = ?1 WHERE name = ?2 AND (accessed < ?1 OR accessed > ?1 + ?3)"
-COUNT = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2"
+ADD_COUNTS = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2"

@@ -20,11 +20,12 @@ from typing import Any, Protocol
 
 from castore.errors import NameConflictError
 from castore.index.beacon import Beacon
-from castore.index.connections import TURN_SECONDS, patiently
-from castore.index.journal import Journal, gone, pack_record, pack_records
+from castore.index.connections import ATTEMPT_SECONDS, retry_while_locked
+from castore.index.journal import Journal, pack_record, pack_records, pack_removals
 from castore.index.statements import (
     ADD_BLOB,
     ADD_BLOBS,
+    ADD_COUNTS,
     ADD_DEAD,
     ADD_ENTRIES,
     ADD_ENTRY,
@@ -32,21 +33,20 @@ from castore.index.statements import (
     BETWEEN,
     BLOB_COLUMNS,
     BLOB_OF,
-    COUNT,
     COUNT_REF,
-    POINT_ENTRY,
     TOUCH_OLDER,
     UNCOUNT_REFS,
+    UPDATE_ENTRY,
 )
-from castore.records import HEAD_SIZE, LOST, Blob, Pointing, entry_check
+from castore.records import HEAD_SIZE, LOST, Blob, EntrySpec, entry_check
 from castore.system.sql_errors import is_locked
 
 #: Keys of one query: each is a parameter of its statement.
 _KEYS = 1000
 _EXABYTE = 1 << 60
 # Sizes are numbers whatever a damaged row holds: putting or removing its name must work.
-_COUNTED = "digest, CAST(size AS INTEGER)"
-_POINTED = f"SELECT {_COUNTED} FROM entries WHERE name = ?"
+_DIGEST_AND_SIZE = "digest, CAST(size AS INTEGER)"
+_SELECT_COUNTED = f"SELECT {_DIGEST_AND_SIZE} FROM entries WHERE name = ?"
 _NO_ENTRY: tuple[Any, ...] = (None, 0, None, None)
 
 # Name, digest, size, serializer, metadata, now, expires, pinned, check.
@@ -106,7 +106,7 @@ class Write:
         db = self.db = self._index.connection()
         left = until - time.monotonic()
         try:
-            if left >= TURN_SECONDS:
+            if left >= ATTEMPT_SECONDS:
                 db.execute("BEGIN IMMEDIATE")
             else:
                 _begin_within(db, max(left, 0))
@@ -155,7 +155,7 @@ class Write:
         if not db.in_transaction and isinstance(error, sqlite3.Error) and self._appended:
             # On a full disk SQLite may have rolled back by itself, and released the lock that the journal
             # needs.
-            patiently(lambda: db.execute("BEGIN IMMEDIATE"))
+            retry_while_locked(lambda: db.execute("BEGIN IMMEDIATE"))
         if db.in_transaction:
             if self._appended:
                 self._index.journal.retract(self._appended)
@@ -170,11 +170,11 @@ class Write:
 
     # Names
 
-    def set_entry(self, pointing: Pointing, blob: Blob, now: float, *, added: bool) -> tuple[float, bool]:
+    def set_entry(self, spec: EntrySpec, blob: Blob, now: float, *, added: bool) -> tuple[float, bool]:
         """Point a name at a blob; returns when it was created and whether it is pinned.
 
         Args:
-            pointing: the entry's specification: its name and attributes.
+            spec: the entry's specification: its name and attributes.
             blob: the name's blob from now on.
             now: the current time, recorded as the last access.
             added: whether `add_blob` has just added the blob, and so counted this name already.
@@ -182,23 +182,23 @@ class Write:
         Raises:
             NameConflictError: the name is a folder of others, or a part of it is a file.
         """
-        name, serializer, metadata, expires, pin = pointing
+        name, serializer, metadata, expires, pin = spec
         digest, size = blob[:2]
         created, pinned, before = now, int(pin), None
         check = entry_check(name, digest)
         row = (name, digest, size, serializer, metadata, now, expires, pinned, check)
         if self.db.execute(ADD_ENTRY, row).rowcount != 1:
-            before = self.db.execute(_POINTED, (name,)).fetchone()
+            before = self.db.execute(_SELECT_COUNTED, (name,)).fetchone()
             if before is None:
-                self._clear_below(name, now)
+                self._require_no_name_below(name, now)
                 self.db.execute(ADD_ENTRY, row)
         if before is None:
-            self._check_parents(name, now)
+            self._require_no_file_above(name, now)
             self._entries += 1
             self._logical += size
         else:
             self._announce = True
-            created, pinned = self.db.execute(POINT_ENTRY, row).fetchone()
+            created, pinned = self.db.execute(UPDATE_ENTRY, row).fetchone()
             if before[0] != digest:
                 self.db.execute(UNCOUNT_REFS, (before[0], now, 1))
                 self._logical += size - before[1]
@@ -208,18 +208,20 @@ class Write:
         return created, bool(pinned)
 
     def set_entries(
-        self, pointings: Sequence[Pointing], placed: Sequence[tuple[Blob, bool]], now: float
+        self, specs: Sequence[EntrySpec], placed: Sequence[tuple[Blob, bool]], now: float
     ) -> list[tuple[float, bool]]:
         """`set_entry` for many, each with its blob and whether that was added; quicker for new names."""
-        names = {pointing.name for pointing in pointings}
+        names = {spec.name for spec in specs}
         alone = self._nothing_between(min(names), max(name + "0" for name in names))
         taken = (
-            set() if alone else {row[0] for row in self._among("SELECT name FROM entries WHERE name", names)}
+            set()
+            if alone
+            else {row[0] for row in self._select_among("SELECT name FROM entries WHERE name", names)}
         )
-        if len(names) < len(pointings):
+        if len(names) < len(specs):
             taken = names  # some names occur twice: then their order counts
         rows, again = [], []
-        for (name, serializer, metadata, expires, pin), (blob, added) in zip(pointings, placed, strict=True):
+        for (name, serializer, metadata, expires, pin), (blob, added) in zip(specs, placed, strict=True):
             if name not in taken:
                 check = entry_check(name, blob[0])
                 rows.append((name, blob[0], blob[1], serializer, metadata, now, expires, int(pin), check))
@@ -230,10 +232,8 @@ class Write:
             self._add_entries(ADD_ENTRIES if alone else ADD_ENTRY, rows, now)
             self.db.executemany(COUNT_REF, again)
         return [
-            self.set_entry(pointing, blob, now, added=added)
-            if pointing.name in taken
-            else (now, pointing.pinned)
-            for pointing, (blob, added) in zip(pointings, placed, strict=True)
+            self.set_entry(spec, blob, now, added=added) if spec.name in taken else (now, spec.pinned)
+            for spec, (blob, added) in zip(specs, placed, strict=True)
         ]
 
     def _nothing_between(self, low: str, high: str) -> bool:
@@ -243,31 +243,31 @@ class Write:
         """Add names that have no entry yet."""
         if self.db.executemany(sql, rows).rowcount != len(rows):
             for row in rows:  # some names are folders of existing entries
-                self._clear_below(row[0], now)
+                self._require_no_name_below(row[0], now)
                 self.db.execute(ADD_ENTRY, row)
         for name in {row[0].rpartition("/")[0]: row[0] for row in rows}.values():
-            self._check_parents(name, now)
+            self._require_no_file_above(name, now)
         self._entries += len(rows)
         self._logical += sum(row[2] for row in rows)
         self._records.append(
             pack_records((row[0], row[1], row[3], row[4], now, row[6], row[7]) for row in rows)
         )
 
-    def _clear_below(self, name: str, now: float) -> None:
-        child = self._standing_in_the_way("name > ?1 || '/' AND name < ?1 || '0'", [name], now)
+    def _require_no_name_below(self, name: str, now: float) -> None:
+        child = self._find_conflict("name > ?1 || '/' AND name < ?1 || '0'", [name], now)
         if child is not None:
             raise NameConflictError(
                 f"{name!r} cannot be a file: it is the folder of {child!r};"
                 " choose another name or delete that one"
             )
 
-    def _check_parents(self, name: str, now: float) -> None:
+    def _require_no_file_above(self, name: str, now: float) -> None:
         folder = name.rpartition("/")[0]
         if not folder or self._index.is_folder(folder):
             return
         parents = _parents(name)
         marks = ",".join("?" * len(parents))
-        file = self._standing_in_the_way(f"name IN ({marks})", parents, now)
+        file = self._find_conflict(f"name IN ({marks})", parents, now)
         if file is not None:
             raise NameConflictError(
                 f"{name!r} cannot lie inside {file!r}, which is a file;"
@@ -275,7 +275,7 @@ class Write:
             )
         self._new_folders.append(folder)
 
-    def _standing_in_the_way(self, condition: str, parameters: list[str], now: float) -> str | None:
+    def _find_conflict(self, condition: str, parameters: list[str], now: float) -> str | None:
         """A matching name that has not expired, or None. Removes matching names that have expired."""
         expired = []
         sql = f"SELECT name, expires + 0.0, pinned FROM entries WHERE {condition}"
@@ -300,12 +300,12 @@ class Write:
 
     def delete_entry(self, name: str) -> bool:
         """Remove a name; False if there is none."""
-        sql = f"DELETE FROM entries WHERE name = ? RETURNING {_COUNTED}"
+        sql = f"DELETE FROM entries WHERE name = ? RETURNING {_DIGEST_AND_SIZE}"
         row = self.db.execute(sql, (name,)).fetchone()
         if row is None:
             return False
         self.db.execute(UNCOUNT_REFS, (row[0], time.time(), 1))
-        self._entries_gone([name], row[1])
+        self._record_removals([name], row[1])
         return True
 
     def delete_unchanged(self, name: str, digest: bytes, metadata: dict[str, Any]) -> bool:
@@ -334,24 +334,24 @@ class Write:
             "SELECT name, CAST(digest AS BLOB), CAST(size AS INTEGER), accessed, expires FROM entries"
             " WHERE pinned = 0 AND name"
         )
-        rows = {row[0]: row[1:] for row in self._among(free, [name for name, _, _ in chosen])}
-        leaving = []
+        rows = {row[0]: row[1:] for row in self._select_among(free, [name for name, _, _ in chosen])}
+        removed = []
         for name, digest, used in chosen:
             now_digest, size, accessed, expires = rows.get(name, _NO_ENTRY)
             # As in SQL: a value that is not a number sorts behind every number, so it has not expired.
             over = isinstance(expires, float) and expires <= now
             if now_digest == digest and (over if used is None else accessed == used):
-                leaving.append((name, digest, size))
-        self.db.executemany("DELETE FROM entries WHERE name = ?", [(name,) for name, _, _ in leaving])
-        if leaving:
-            self._entries_gone([name for name, _, _ in leaving], sum(size for _, _, size in leaving))
-        return [(name, digest) for name, digest, _ in leaving]
+                removed.append((name, digest, size))
+        self.db.executemany("DELETE FROM entries WHERE name = ?", [(name,) for name, _, _ in removed])
+        if removed:
+            self._record_removals([name for name, _, _ in removed], sum(size for _, _, size in removed))
+        return [(name, digest) for name, digest, _ in removed]
 
-    def _entries_gone(self, names: list[str], size: int) -> None:
+    def _record_removals(self, names: list[str], size: int) -> None:
         self._index.forget_folders()
         self._entries -= len(names)
         self._logical -= size
-        self._records.append(gone(names))
+        self._records.append(pack_removals(names))
         self._announce = True
 
     def set_pinned(self, name: str, pinned: bool) -> bool:
@@ -382,7 +382,7 @@ class Write:
 
     def count(self, counts: Mapping[str, int]) -> None:
         """Add to the counters of these names."""
-        self.db.executemany(COUNT, list(counts.items()))
+        self.db.executemany(ADD_COUNTS, list(counts.items()))
 
     # Blobs and packs
 
@@ -409,7 +409,7 @@ class Write:
 
     def blobs(self, digests: Iterable[bytes]) -> dict[bytes, Blob]:
         """The known blobs among ``digests``, lost or not."""
-        rows = self._among(f"SELECT {BLOB_COLUMNS} FROM blobs WHERE digest", digests)
+        rows = self._select_among(f"SELECT {BLOB_COLUMNS} FROM blobs WHERE digest", digests)
         return {row[0]: Blob._make(row) for row in rows}
 
     def add_blobs(self, blobs: Sequence[Blob]) -> None:
@@ -437,7 +437,7 @@ class Write:
         if moved:
             self._unique += blob.size - before[0]
             self._stored += blob.stored - before[1]
-            self._record_dies(*before[1:])
+            self._count_dead(*before[1:])
             if blob.pack > 0:
                 self._packed += blob.stored + HEAD_SIZE
             if checksums is not None:
@@ -447,54 +447,57 @@ class Write:
     def _keep_checksums(self, digest: bytes, checksums: bytes) -> None:
         self.db.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (digest, checksums))
 
-    def lose_blob(self, blob: Blob) -> None:
+    def mark_lost(self, blob: Blob) -> None:
         """Record that a blob's bytes are missing or damaged: reading it is a miss until it is put again."""
         sql = "UPDATE blobs SET stored = 0, pack = ?, offset = 0 WHERE digest = ?"
         if self.db.execute(sql, (LOST, blob.digest)).rowcount:
             self._stored -= _number(blob.stored)
-            self._record_dies(_number(blob.stored), _number(blob.pack))
+            self._count_dead(_number(blob.stored), _number(blob.pack))
         self._announce = True
 
     def drop_blob(self, blob: Blob) -> bool:
         """Forget a blob that no entry names; False if one does."""
         if self.db.execute("DELETE FROM blobs WHERE digest = ? AND refs = 0", (blob.digest,)).rowcount == 0:
             return False
-        self._blob_gone(blob)
+        self._record_blob_removal(blob)
         return True
 
     def unnamed(self, digests: Iterable[bytes]) -> list[bytes]:
         """The known blobs among ``digests`` that no entry names."""
-        return [row[0] for row in self._among("SELECT digest FROM blobs WHERE refs = 0 AND digest", digests)]
+        return [
+            row[0]
+            for row in self._select_among("SELECT digest FROM blobs WHERE refs = 0 AND digest", digests)
+        ]
 
-    def uncount(self, names: Counter[bytes], going: Container[bytes]) -> list[Blob]:
-        """Lower the reference counts by the names that gc removed, and drop blobs of ``going`` that reach 0.
+    def uncount(self, names: Counter[bytes], chosen: Container[bytes]) -> list[Blob]:
+        """Lower the reference counts by the names that gc removed, and drop blobs of ``chosen`` that reach 0.
 
         Returns:
             The blobs that were dropped.
         """
-        rows = self._among(
-            f"SELECT {BLOB_COLUMNS}, refs FROM blobs WHERE digest", [one for one in names if one in going]
+        rows = self._select_among(
+            f"SELECT {BLOB_COLUMNS}, refs FROM blobs WHERE digest", [one for one in names if one in chosen]
         )
         last = [Blob._make(row[:-1]) for row in rows if row[-1] == names[row[0]]]
         self.db.executemany("DELETE FROM blobs WHERE digest = ?", [(blob.digest,) for blob in last])
         for blob in last:
-            self._blob_gone(blob)
+            self._record_blob_removal(blob)
         # gc removed the entries, so there is no grace period: orphaned = 0.
         dropped = {blob.digest for blob in last}
         kept = [(digest, 0.0, count) for digest, count in names.items() if digest not in dropped]
         self.db.executemany(UNCOUNT_REFS, kept)
         return last
 
-    def _blob_gone(self, blob: Blob) -> None:
+    def _record_blob_removal(self, blob: Blob) -> None:
         stored, pack = _number(blob.stored), _number(blob.pack)
         if pack <= 0:  # packed blobs have no checksums
             self.db.execute("DELETE FROM checksums WHERE digest = ?", (blob.digest,))
         self._blobs -= 1
         self._unique -= _number(blob.size)
         self._stored -= stored
-        self._record_dies(stored, pack)
+        self._count_dead(stored, pack)
 
-    def _record_dies(self, stored: int, pack: int) -> None:
+    def _count_dead(self, stored: int, pack: int) -> None:
         if pack > 0:
             self._packed -= stored + HEAD_SIZE
             self._dead[pack] = self._dead.get(pack, 0) + stored + HEAD_SIZE
@@ -529,7 +532,7 @@ class Write:
         """`execute` for many rows."""
         self.db.executemany(sql, map(tuple, rows))
 
-    def _among(self, sql: str, keys: Iterable[Any]) -> Iterator[Any]:
+    def _select_among(self, sql: str, keys: Iterable[Any]) -> Iterator[Any]:
         """The rows of a query, given without its ending "IN (keys)"."""
         remaining = iter(keys)
         while part := tuple(islice(remaining, _KEYS)):
@@ -541,7 +544,7 @@ def _begin_within(db: sqlite3.Connection, seconds: float) -> None:
     try:
         db.execute("BEGIN IMMEDIATE")
     finally:
-        db.execute(f"PRAGMA busy_timeout = {int(TURN_SECONDS * 1000)}")
+        db.execute(f"PRAGMA busy_timeout = {int(ATTEMPT_SECONDS * 1000)}")
 
 
 def _parents(name: str) -> list[str]:

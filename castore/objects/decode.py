@@ -20,12 +20,13 @@ import blake3
 import xxhash
 
 from castore.errors import CorruptError
+from castore.objects.codec_threads import codec_threads
 from castore.objects.codecs import CODECS, FRAME_SIZE, WithDictionary, no_dictionary, zstd_decompress_into
 from castore.objects.frames import FrameTable, frame_count, frame_length, read_table
-from castore.objects.packs import OpenPack
-from castore.objects.workers import cores, workers
+from castore.objects.packs import PackFile
 from castore.records import Blob
-from castore.system.forks import Guard
+from castore.system.cpus import usable_cores
+from castore.system.forks import ForkSafeLock
 from castore.system.io_errors import AT_FAULT
 from castore.system.ram_cache import MemoryLRU
 
@@ -44,7 +45,7 @@ _HUGE_PAGE = 2 * 1024 * 1024
 _RUN = 8
 # One lock for all readers; each holds it for less than a microsecond. A lock per reader would have to be
 # replaced after a fork.
-_counting = Guard()
+_holds_lock = ForkSafeLock()
 
 
 def _writable_bytes(size: int) -> tuple[bytes, memoryview]:
@@ -79,7 +80,7 @@ class BlobReader:
         blob: Blob,
         fd: int,
         *,
-        pack: OpenPack | None = None,
+        pack: PackFile | None = None,
         checksums: bytes | None = None,
         cache: MemoryLRU[bytes] | None = None,
         where: str = "",
@@ -122,7 +123,7 @@ class BlobReader:
 
     def hold(self) -> bool:
         """Keep the file open until `unhold`, even over a `close`; False if it is closed already."""
-        with _counting.lock:
+        with _holds_lock.lock:
             if self._holds == 0:
                 return False
             self._holds += 1
@@ -132,7 +133,7 @@ class BlobReader:
         """Undo `hold`, or the hold that a new reader starts with."""
         # Once a descriptor is closed, its number may become another file's: every thread that reads holds it
         # open.
-        with _counting.lock:
+        with _holds_lock.lock:
             self._holds -= 1
             if self._holds:
                 return
@@ -253,12 +254,12 @@ class BlobReader:
         if self._cache is None:
             return
         # Each worker takes a run of frames: handing one over costs a good part of the time to decode it.
-        step = max(1, len(indices) // cores())
+        step = max(1, len(indices) // usable_cores())
         for start in range(indices.start, min(indices.stop, self.frames), step):
             if self.hold():
                 run = range(start, min(start + step, indices.stop, self.frames))
                 # The read that needs a damaged frame reports it; the prefetch, which only guesses, does not.
-                workers.pool().submit(self._load_run, run).add_done_callback(self._prefetched)
+                codec_threads.pool().submit(self._load_run, run).add_done_callback(self._prefetched)
 
     def _load_run(self, indices: range) -> None:
         for index in indices:
@@ -349,8 +350,8 @@ class BlobReader:
             except CorruptError as error:
                 raise self._damaged(str(error)) from error
             for run in _runs(self.frames):
-                pending.append((run, workers.pool().submit(self._load_all, run)))
-                while len(pending) > min(taken, 2 * cores()) or (pending and run.stop == self.frames):
+                pending.append((run, codec_threads.pool().submit(self._load_all, run)))
+                while len(pending) > min(taken, 2 * usable_cores()) or (pending and run.stop == self.frames):
                     first, future = pending.popleft()
                     # In a forked child nobody works on what the parent asked for.
                     frames = future.result() if os.getpid() == owner else self._load_all(first)
@@ -371,10 +372,10 @@ class BlobReader:
 
     def _fill(self, view: memoryview) -> None:
         hasher = blake3.blake3()
-        pool = workers.pool()
+        pool = codec_threads.pool()
         # Workers take frames in short runs, which share the queue's cost. This thread hashes the runs in
         # order, while the bytes are still in the CPU's cache.
-        run = max(1, min(16, self.frames // (4 * cores())))
+        run = max(1, min(16, self.frames // (4 * usable_cores())))
         starts = range(0, self.frames, run)
         futures = [
             pool.submit(self._decode_run, view, start, min(start + run, self.frames)) for start in starts

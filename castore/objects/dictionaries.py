@@ -40,15 +40,15 @@ _FILE = re.compile(r"([0-9a-f]{8})\.(?:zdict|spare)")
 _LOADED = 32
 
 
-def number_of(data: bytes) -> int:
+def derive_number(data: bytes) -> int:
     """The number derived from a dictionary's bytes, whatever number they contain."""
-    drawn = int.from_bytes(blake3(data[8:]).digest(length=8), "little")
-    return _FIRST + drawn % (_END - _FIRST)
+    hashed = int.from_bytes(blake3(data[8:]).digest(length=8), "little")
+    return _FIRST + hashed % (_END - _FIRST)
 
 
-def numbered(data: bytes) -> bytes:
+def with_number(data: bytes) -> bytes:
     """A dictionary's bytes with the derived number in zstd's Dictionary_ID field."""
-    return _MAGIC + number_of(data).to_bytes(4, "little") + data[8:]
+    return _MAGIC + derive_number(data).to_bytes(4, "little") + data[8:]
 
 
 class BadCopy(NamedTuple):
@@ -100,7 +100,7 @@ class Dictionary:
         return zstandard.ZstdCompressionDict(self._data, dict_type=zstandard.DICT_TYPE_FULLDICT)
 
     def _unusable(self, error: zstandard.ZstdError) -> CorruptError:
-        return CorruptError(f"dictionary {self.number:08x} is none that zstd can use: {error}")
+        return CorruptError(f"zstd cannot use dictionary {self.number:08x}: {error}")
 
     def decompressor(self) -> zstandard.ZstdDecompressor:
         """The calling thread's decompressor."""
@@ -195,8 +195,7 @@ class Dictionaries:
                 return found
             problems.append(problem)
         raise CorruptError(
-            f"of dictionary {number:08x}, with which it was compressed or would be, no whole copy is left: "
-            f"{'; '.join(problems)}"
+            f"dictionary {number:08x}, which it needs, has no intact copy left: {'; '.join(problems)}"
         )
 
     def has(self, number: int) -> bool:
@@ -214,7 +213,7 @@ class Dictionaries:
         Raises:
             StoreError: another dictionary has its number.
         """
-        number = number_of(data)
+        number = derive_number(data)
         for path in self.paths(number):
             problem, there = _read(path, number)
             if problem is None and there != data:
@@ -229,7 +228,7 @@ class Dictionaries:
         """Whether both copies of the dictionary are intact."""
         return all(_read(path, number)[0] is None for path in self.paths(number))
 
-    def mend(self, number: int, *, read_only: bool = False) -> list[BadCopy]:
+    def repair(self, number: int, *, read_only: bool = False) -> list[BadCopy]:
         """Write bad copies of a dictionary again from a good one; with ``read_only``, only check.
 
         Returns:
@@ -290,5 +289,5 @@ def _read(path: Path, number: int) -> tuple[str | None, bytes]:
         if error.errno not in AT_FAULT:
             raise
         return f"{path} cannot be read ({error.strerror})", b""
-    whole = SMALLEST <= len(data) <= LARGEST and data == numbered(data) and number_of(data) == number
+    whole = SMALLEST <= len(data) <= LARGEST and data == with_number(data) and derive_number(data) == number
     return (None if whole else f"{path} is damaged"), data

@@ -21,11 +21,11 @@ from castore.objects.dictionaries import Dictionaries
 from castore.objects.encode import HashingFrames, raw_checksums
 from castore.objects.frames import frame_count, probe_size, read_table
 from castore.objects.loose import LooseFolder
-from castore.objects.packs import PACK_LIMIT, OpenPack, PackFolder, PackRecord, PackWriter, read_record, scan
+from castore.objects.packs import PACK_LIMIT, PackFile, PackFolder, PackRecord, PackWriter, read_record, scan
 from castore.records import DIGEST_SIZE, LOOSE, LOST, Blob
 from castore.system.io_errors import AT_FAULT, read_around
 from castore.system.ram_cache import MemoryLRU
-from castore.system.temporary import open_here, open_regular, sync_folder
+from castore.system.temporary import open_no_follow, open_regular, sync_folder
 
 # Upper bound in bytes of a blob and of an object: file offsets are signed.
 _LONGEST = 1 << 62
@@ -132,11 +132,11 @@ class ObjectDirectory:
         check_row(blob)
         if blob.pack == LOST:
             raise FileNotFoundError(f"blob {blob.digest.hex()} is lost")
-        opened: OpenPack | None = None
+        opened: PackFile | None = None
         if blob.pack == LOOSE:
             # Something else than a regular file may lie here. The reader rejects it by its length, or cannot
             # read it.
-            fd = open_here(self.loose.path(blob.digest, blob.codec))
+            fd = open_no_follow(self.loose.path(blob.digest, blob.codec))
         else:
             opened = self.packs.open(blob.pack)
             fd = opened.fd
@@ -150,7 +150,7 @@ class ObjectDirectory:
             with_dictionary=self.dictionaries.decompressor,
         )
 
-    def intact(self, digest: bytes) -> tuple[Blob, bytes | None] | None:
+    def find_intact(self, digest: bytes) -> tuple[Blob, bytes | None] | None:
         """Find an intact loose object of ``digest``, without the index: ``(blob, checksums)`` or None.
 
         Reads the whole object. For use after a failed read, to decide whether the object or its row is at
@@ -227,7 +227,7 @@ class ObjectDirectory:
         """The single frame of a loose object, as stored."""
         if blob.stored > 2 * FRAME_SIZE:
             raise CorruptError(f"the index has {blob.stored} bytes for a blob of one frame")
-        fd = open_here(self.loose.path(blob.digest, blob.codec))
+        fd = open_no_follow(self.loose.path(blob.digest, blob.codec))
         try:
             stored = os.pread(fd, blob.stored, 0)
         finally:

@@ -19,10 +19,11 @@ from typing import NamedTuple
 import blake3
 import xxhash
 
+from castore.objects.codec_threads import codec_threads
 from castore.objects.codecs import AUTO_CODEC, CODECS, FRAME_SIZE, Buffer, zstd_compress_many
 from castore.objects.dictionaries import DICTIONARY_LIMIT, Dictionary
 from castore.objects.frames import build_trailer
-from castore.objects.workers import cores, workers
+from castore.system.cpus import usable_cores
 
 #: `auto` keeps the compressed form if it saves at least this share; a smaller saving does not pay for
 #: decoding.
@@ -76,7 +77,7 @@ def encode_small(
     return chosen.name, frame
 
 
-def worth_sharing(blobs: Sequence[Buffer]) -> bool:
+def is_worth_threads(blobs: Sequence[Buffer]) -> bool:
     """Whether compressing these blobs takes longer than starting threads for it."""
     return sum(map(len, blobs)) >= _SHARED_BYTES
 
@@ -84,7 +85,7 @@ def worth_sharing(blobs: Sequence[Buffer]) -> bool:
 def begin_encoding(
     values: Sequence[tuple[Buffer, Dictionary | None]], codec: str, level: int | None
 ) -> Iterator[tuple[int, Callable[[], list[tuple[str, Buffer]]]]]:
-    """`encode_smalls` in pieces, on all cores if `worth_sharing`.
+    """`encode_small_many` in pieces, on all cores if `is_worth_threads`.
 
     All pieces are begun before the first is yielded, so the caller can store one piece while others are
     compressed.
@@ -92,16 +93,16 @@ def begin_encoding(
     Yields:
         ``(number of values, function that waits for their frames)`` of each piece, in order.
     """
-    if not worth_sharing([data for data, _ in values]):
-        yield len(values), partial(encode_smalls, values, codec, level)
+    if not is_worth_threads([data for data, _ in values]):
+        yield len(values), partial(encode_small_many, values, codec, level)
         return
     step = max(1, len(values) * _PIECE_BYTES // sum(len(data) for data, _ in values))
     pieces = [values[at : at + step] for at in range(0, len(values), step)]
-    begun = [workers.begin(partial(encode_smalls, piece, codec, level)) for piece in pieces]
+    begun = [codec_threads.begin(partial(encode_small_many, piece, codec, level)) for piece in pieces]
     yield from zip(map(len, pieces), begun, strict=True)
 
 
-def encode_smalls(
+def encode_small_many(
     values: Sequence[tuple[Buffer, Dictionary | None]], codec: str, level: int | None
 ) -> list[tuple[str, Buffer]]:
     """`encode_small` for many blobs, none of them empty. zstd compresses them without the GIL."""
@@ -129,9 +130,9 @@ def _with_dictionaries(
         if dictionary is not None and len(data) <= DICTIONARY_LIMIT:
             places.setdefault(dictionary, []).append(at)
     encoded: dict[int, tuple[str, Buffer]] = {}
-    for dictionary, theirs in places.items():
-        frames = dictionary.compress_many([values[at][0] for at in theirs], level)
-        for at, frame in zip(theirs, frames, strict=True):
+    for dictionary, positions in places.items():
+        frames = dictionary.compress_many([values[at][0] for at in positions], level)
+        for at, frame in zip(positions, frames, strict=True):
             if len(frame) <= len(values[at][0]) * (1 - AUTO_SAVING):
                 encoded[at] = AUTO_CODEC, frame
     return encoded
@@ -204,7 +205,7 @@ class FrameEncoder:
         self._run.append(frame)
         if len(self._run) == _RUN:
             self._submit()
-            self._drain(cores() + 1)
+            self._drain(usable_cores() + 1)
 
     def finish(self, size: int) -> Encoded:
         """Write what is left, and the seek table of a blob of so many bytes."""
@@ -224,7 +225,7 @@ class FrameEncoder:
 
     def _submit(self) -> None:
         run, self._run = self._run, []
-        self._pending.append(workers.pool().submit(self._compress, run))
+        self._pending.append(codec_threads.pool().submit(self._compress, run))
 
     def _compress(self, run: list[Buffer]) -> list[bytes]:
         return [self._codec.compress(frame, self._level) for frame in run]

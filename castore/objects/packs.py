@@ -49,12 +49,12 @@ _HEAD = struct.Struct("<4sI32sQIIQ")
 _CHECKED = struct.Struct("<32sQIIQ")
 _CODEC_IDS = {name: index for index, name in enumerate(("none", "zstd", "lz4", "gzip"))}
 _CODEC_NAMES = dict(enumerate(_CODEC_IDS))
-_PACK = re.compile(r"([0-9a-f]{8})\.pack")
+_PACK_NAME = re.compile(r"([0-9a-f]{8})\.pack")
 assert set(_CODEC_IDS) == set(CODECS)
 assert _HEAD.size == HEAD_SIZE
 
 
-def record(digest: bytes, size: int, codec: str, payload: Buffer) -> bytes:
+def build_record(digest: bytes, size: int, codec: str, payload: Buffer) -> bytes:
     """The bytes of one record."""
     checked = _CHECKED.pack(digest, size, len(payload), _CODEC_IDS[codec], xxhash.xxh3_64_intdigest(payload))
     return b"".join(
@@ -149,7 +149,7 @@ def read_record(fd: int, blob: Blob) -> bytes:
     return raw[HEAD_SIZE:]
 
 
-class OpenPack:
+class PackFile:
     """A pack open for reading. It is closed with its last reference, so a reader must hold a reference."""
 
     __slots__ = ("fd",)
@@ -176,8 +176,8 @@ class PackFolder:
     def __init__(self, folder: Path, *, keep_open: int = 256) -> None:
         self.folder = folder
         self._keep_open = keep_open
-        self._open: dict[int, OpenPack] = {}  # in order of opening
-        self._look_again = 0.0
+        self._open: dict[int, PackFile] = {}  # in order of opening
+        self._next_check = 0.0
         self._after_fork()
         reset_after_fork(self)
 
@@ -191,10 +191,10 @@ class PackFolder:
     def ids(self) -> list[int]:
         """Ids of the packs on disk, in ascending order."""
         files = (entry.name for entry in os.scandir(self.folder) if entry.is_file(follow_symlinks=False))
-        found = map(_PACK.fullmatch, files)
+        found = map(_PACK_NAME.fullmatch, files)
         return sorted(int(match[1], 16) for match in found if match)
 
-    def open(self, pack: int) -> OpenPack:
+    def open(self, pack: int) -> PackFile:
         """Return the pack, open for reading.
 
         Raises:
@@ -202,13 +202,13 @@ class PackFolder:
         """
         # No lock here: it would slow every small read, and a single `dict.get` is atomic under the GIL.
         opened = self._open.get(pack)
-        if opened is not None and time.monotonic() < self._look_again:
+        if opened is not None and time.monotonic() < self._next_check:
             return opened
         with self._lock:
             self._drop_unlinked_if_due()
             opened = self._open.get(pack)
             if opened is None:
-                opened = self._open[pack] = OpenPack(str(self.path(pack)))
+                opened = self._open[pack] = PackFile(str(self.path(pack)))
                 if len(self._open) > self._keep_open:
                     del self._open[next(iter(self._open))]
             return opened
@@ -223,9 +223,9 @@ class PackFolder:
 
     def _drop_unlinked_if_due(self) -> None:
         # An unused descriptor must not keep an unlinked pack's bytes on the disk.
-        if time.monotonic() < self._look_again:
+        if time.monotonic() < self._next_check:
             return
-        self._look_again = time.monotonic() + _UNLINKED_SECONDS
+        self._next_check = time.monotonic() + _UNLINKED_SECONDS
         for pack, opened in list(self._open.items()):
             if os.fstat(opened.fd).st_nlink == 0:
                 del self._open[pack]
@@ -253,7 +253,7 @@ class PackWriter:
         self._path = path
         self.pack = pack
         self.size = 0
-        self._look_again = 0.0
+        self._next_check = 0.0
         self._append(FILE_HEAD)
 
     def _append(self, data: bytes) -> int:
@@ -279,8 +279,8 @@ class PackWriter:
         if os.lseek(self._fd, 0, os.SEEK_END) != self.size:
             return False
         now = time.monotonic()
-        if now >= self._look_again:
-            self._look_again = now + _LINKED_SECONDS
+        if now >= self._next_check:
+            self._next_check = now + _LINKED_SECONDS
             return os.fstat(self._fd).st_nlink > 0
         return True
 

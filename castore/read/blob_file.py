@@ -18,7 +18,7 @@ from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
 from castore.records import Blob
 
-Damaged = Callable[[Blob, CorruptError], object]
+OnDamage = Callable[[Blob, CorruptError], object]
 
 #: Buffer in bytes for frames in shared memory. Measured against a buffer of one frame: random reads of 64 KiB
 #: take 13 µs instead of 21, and random reads of 4 KiB take 10 µs instead of 18.
@@ -34,13 +34,13 @@ class BlobFile(io.RawIOBase):
     Args:
         reader: reader of the blob; closed with this file.
         name: the file's `name`, for messages.
-        damaged: called with the blob and the error when bytes fail their check; the error is then raised.
+        on_damage: called with the blob and the error when bytes fail their check; the error is then raised.
     """
 
-    def __init__(self, reader: BlobReader, name: str, damaged: Damaged) -> None:
+    def __init__(self, reader: BlobReader, name: str, on_damage: OnDamage) -> None:
         super().__init__()
         self._reader = reader
-        self._damaged = damaged
+        self._on_damage = on_damage
         self._position = 0
         self._lock = threading.Lock()
         self.name = name
@@ -70,7 +70,7 @@ class BlobFile(io.RawIOBase):
         if self.closed:
             raise ValueError("read of a closed file")
         view = memoryview(buffer).cast("B")  # type: ignore[arg-type]  # 3.10 has no type for buffers
-        with self._lock, self._reporting():
+        with self._lock, self._reporting_damage():
             # At most to the end of the frame, so that filling a small buffer never decodes two frames.
             room = FRAME_SIZE - self._position % FRAME_SIZE
             data = self._reader.read(self._position, min(len(view), room))
@@ -82,18 +82,18 @@ class BlobFile(io.RawIOBase):
         if self.closed:
             raise ValueError("read of a closed file")
         size = self._reader.blob.size
-        with self._lock, self._reporting():
+        with self._lock, self._reporting_damage():
             start = self._position
             data = self._reader.read_all() if start == 0 else self._reader.read(start, size)
             self._position = max(start, size)
         return data
 
     @contextmanager
-    def _reporting(self) -> Iterator[None]:
+    def _reporting_damage(self) -> Iterator[None]:
         try:
             yield
         except CorruptError as error:
-            self._damaged(self._reader.blob, error)
+            self._on_damage(self._reader.blob, error)
             raise
 
     def close(self) -> None:
@@ -102,9 +102,9 @@ class BlobFile(io.RawIOBase):
         super().close()
 
 
-def open_blob(reader: BlobReader, name: str, damaged: Damaged) -> io.BufferedReader:
+def open_blob(reader: BlobReader, name: str, on_damage: OnDamage) -> io.BufferedReader:
     """Open a buffered file over a reader. Arguments as for `BlobFile`."""
     # Next to decoding a frame, the cost of copying all of it is small. From shared memory the copy is the
     # cost.
     buffer = _SMALL_BUFFER if reader.is_sharing else FRAME_SIZE
-    return io.BufferedReader(BlobFile(reader, name, damaged), buffer_size=buffer)
+    return io.BufferedReader(BlobFile(reader, name, on_damage), buffer_size=buffer)

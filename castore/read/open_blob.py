@@ -21,9 +21,9 @@ class OpenBlob:
         blob: what is known of it: its digest, its sizes in bytes, its codec and where it lies.
     """
 
-    def __init__(self, reader: BlobReader, damaged: Callable[[Blob, CorruptError], object]) -> None:
+    def __init__(self, reader: BlobReader, on_damage: Callable[[Blob, CorruptError], object]) -> None:
         self._reader = reader
-        self._damaged = damaged
+        self._on_damage = on_damage
         self.blob = reader.blob
 
     @property
@@ -37,7 +37,7 @@ class OpenBlob:
         Raises:
             CorruptError: the stored bytes are damaged.
         """
-        with self._reporting():
+        with self._reporting_damage():
             return self._reader.read(offset, size)
 
     def read_all(self) -> bytes:
@@ -46,7 +46,7 @@ class OpenBlob:
         Raises:
             CorruptError: the stored bytes are damaged.
         """
-        with self._reporting():
+        with self._reporting_damage():
             return self._reader.read_all()
 
     def pieces(self, *, whole: bool = True) -> Generator[bytes]:
@@ -58,7 +58,7 @@ class OpenBlob:
         Raises:
             CorruptError: the stored bytes are damaged; with ``whole`` this may come after the last piece.
         """
-        with self._reporting():
+        with self._reporting_damage():
             yield from self._reader.in_order(whole=whole)
 
     def close(self) -> None:
@@ -74,9 +74,9 @@ class OpenBlob:
         self.close()
 
     @contextmanager
-    def _reporting(self) -> Iterator[None]:
+    def _reporting_damage(self) -> Iterator[None]:
         try:
             yield
         except CorruptError as error:
-            self._damaged(self.blob, error)
+            self._on_damage(self.blob, error)
             raise

@@ -35,17 +35,17 @@ log = logging.getLogger("castore")
 #: Attempts of a reader to find bytes that were moved since it read their row.
 ATTEMPTS = 8
 #: Names remembered at most when there is no RAM tier: about 5 MB.
-REMEMBERED = 10_000
-#: Bytes of a `_Known` with its name, digest and dictionary entry, measured with tracemalloc.
-_KNOWN_BYTES = 400
+MAX_REMEMBERED = 10_000
+#: Bytes of a `_Remembered` with its name, digest and dictionary entry, measured with tracemalloc.
+_REMEMBERED_BYTES = 400
 _NEVER = float("inf")
-_NOWHERE: Slot[bytes] = Slot(b"", 0)
-_NOWHERE.value = None
+_EMPTY_SLOT: Slot[bytes] = Slot(b"", 0)
+_EMPTY_SLOT.value = None
 
 #: The index's answer for a name: slot of the bytes in RAM (perhaps emptied since), the beacon's ``changed``
 #: at that time, expiry in seconds since the epoch, the blob if RAM has no slot for it, and the serializer. A
 #: plain tuple, because it unpacks fastest.
-_Known = tuple[Slot[bytes], int, float, Blob | None, str]
+_Remembered = tuple[Slot[bytes], int, float, Blob | None, str]
 
 
 class Fault(Enum):
@@ -65,9 +65,9 @@ def _needs_checksums(blob: Blob) -> bool:
     return blob.codec == "none" and blob.size > FRAME_SIZE
 
 
-def _held(data: bytes) -> int:
-    """Bytes that a blob in the RAM tier occupies, with the `_Known` of one name: most blobs have one."""
-    return sys.getsizeof(data) + _KNOWN_BYTES
+def _measure(data: bytes) -> int:
+    """Bytes that a blob in the RAM tier occupies, with the `_Remembered` of one name: most blobs have one."""
+    return sys.getsizeof(data) + _REMEMBERED_BYTES
 
 
 class BlobSource:
@@ -89,16 +89,16 @@ class BlobSource:
         self._beacon = beacon
         self._words = beacon.words
         self._usage = usage
-        self.memory: MemoryLRU[bytes] = MemoryLRU(memory, _held)
+        self.memory: MemoryLRU[bytes] = MemoryLRU(memory, _measure)
         #: Frames shared between processes, if the store was opened with them.
         self.shared: SharedFrames | None = None
-        self._known: dict[str, _Known] = {}
+        self._remembered: dict[str, _Remembered] = {}
 
     def get(self, name: str) -> bytes | None:
         """The bytes of a name, or None for a miss."""
-        known = self._known.get(name)
-        if known is not None:
-            slot, changed, until, _, _ = known
+        remembered = self._remembered.get(name)
+        if remembered is not None:
+            slot, changed, until, _, _ = remembered
             data = slot.value
             now = time.time()
             # `_recall` for bytes in RAM, inlined: the call would add half of the time that this takes.
@@ -110,7 +110,7 @@ class BlobSource:
                 if not usage.flushed <= now < usage.due:
                     usage.flush_some()
                 return data
-            data = self._recall(name, known)
+            data = self._recall(name, remembered)
             if data is not None:
                 return data
         read = self._look_up(name)
@@ -118,13 +118,13 @@ class BlobSource:
 
     def read(self, name: str) -> Read | None:
         """The bytes of a name with the serializer that they were put with, or None for a miss."""
-        known = self._known.get(name)
-        data = None if known is None else self._recall(name, known)
-        return self._look_up(name) if known is None or data is None else Read(data, known[4])
+        remembered = self._remembered.get(name)
+        data = None if remembered is None else self._recall(name, remembered)
+        return self._look_up(name) if remembered is None or data is None else Read(data, remembered[4])
 
-    def _recall(self, name: str, known: _Known) -> bytes | None:
-        """The bytes of a name if ``known`` is still valid and leads to them; if None, query the index."""
-        slot, changed, until, blob, _ = known
+    def _recall(self, name: str, remembered: _Remembered) -> bytes | None:
+        """The bytes of a name if ``remembered`` is valid and leads to them. If None, query the index."""
+        slot, changed, until, blob, _ = remembered
         now = time.time()
         if now >= until or self._words[CHANGED] != changed:
             return None
@@ -152,7 +152,7 @@ class BlobSource:
         changed = self._beacon.settled()
         now = time.time()
         found = self._index.find(name)
-        read = None if found is None else self._take(name, found, changed, now)
+        read = None if found is None else self._read_found(name, found, changed, now)
         usage = self._usage
         if read is None:
             usage.counts["misses"] += 1
@@ -160,7 +160,7 @@ class BlobSource:
             usage.flush_some()
         return read
 
-    def _take(self, name: str, found: Found, changed: int, now: float) -> Read | None:
+    def _read_found(self, name: str, found: Found, changed: int, now: float) -> Read | None:
         """Read the blob that the index reports for a name; count the use and remember the row."""
         blob, expires, serializer = found
         if expires is not None and expires <= now:
@@ -181,17 +181,23 @@ class BlobSource:
         if data is None:
             return None
         if slot is not None or row is not None:
-            self._remember(name, slot or _NOWHERE, changed, expires, row, serializer)
+            self._remember(name, slot or _EMPTY_SLOT, changed, expires, row, serializer)
         self._usage.touched[name] = now
         self._usage.counts[tier] += 1
         return Read(data, serializer)
 
     def _remember(
-        self, name: str, slot: Slot[bytes], changed: int, expires: float | None, row: Blob | None, used: str
+        self,
+        name: str,
+        slot: Slot[bytes],
+        changed: int,
+        expires: float | None,
+        row: Blob | None,
+        serializer: str,
     ) -> None:
-        if len(self._known) > (len(self.memory) + 256 if self.memory.max_bytes else REMEMBERED):
-            self._known.clear()
-        self._known[name] = slot, changed, _NEVER if expires is None else expires, row, used
+        if len(self._remembered) > (len(self.memory) + 256 if self.memory.max_bytes else MAX_REMEMBERED):
+            self._remembered.clear()
+        self._remembered[name] = slot, changed, _NEVER if expires is None else expires, row, serializer
 
     def count_use(self, name: str) -> None:
         """Count a read that bypassed `get`: gc removes the least recently used entries first."""
@@ -203,8 +209,8 @@ class BlobSource:
         results: list[bytes | None] = []
         unknown: list[str] = []
         for name in names:
-            known = self._known.get(name)
-            data = None if known is None else self._recall(name, known)
+            remembered = self._remembered.get(name)
+            data = None if remembered is None else self._recall(name, remembered)
             results.append(data)
             if data is None:
                 unknown.append(check_name(name))
@@ -219,7 +225,7 @@ class BlobSource:
         for place, name in enumerate(names):
             if results[place] is None:
                 row = found.get(name)
-                read = None if row is None else self._take(name, row, changed, now)
+                read = None if row is None else self._read_found(name, row, changed, now)
                 if read is None:
                     self._usage.counts["misses"] += 1
                 else:
@@ -283,7 +289,7 @@ class BlobSource:
                 check_row(blob)
                 checksums = self._index.checksums(blob.digest) if _needs_checksums(blob) else None
                 if checksums is None and _needs_checksums(blob):
-                    raise FileNotFoundError("the row went between two questions")
+                    raise FileNotFoundError("the row was removed between two queries")
                 return self._objects.open(blob, checksums=checksums, cache=cache)
             except CorruptError as error:  # the row itself is not sound
                 if not self.quarantine(blob, error):
@@ -294,11 +300,13 @@ class BlobSource:
                 if current is None or current.pack == LOST:
                     raise
                 if current == blob:
-                    if self._lose(blob, partial(self._in_place, blob)) is Fault.OBJECT:
+                    if self._record_loss(blob, partial(self._is_in_place, blob)) is Fault.OBJECT:
                         raise
                     current = self._index.blob(blob.digest) or blob
                 blob = current
-        raise FileNotFoundError(f"blob {blob.digest.hex()} kept moving")
+        raise FileNotFoundError(
+            f"blob {blob.digest.hex()} was moved during each of {ATTEMPTS} attempts to open it"
+        )
 
     def quarantine(self, blob: Blob, error: CorruptError) -> bool:
         """Move a damaged object to the quarantine and record its blob as lost.
@@ -310,28 +318,28 @@ class BlobSource:
             True if only the row was at fault. The row is then corrected, and the blob can be read.
         """
         self.memory.discard(blob.digest)
-        return self._lose(blob, in_place=lambda: False) is Fault.ROW
+        return self._record_loss(blob, is_in_place=lambda: False) is Fault.ROW
 
-    def _lose(self, blob: Blob, in_place: Callable[[], bool]) -> Fault:
+    def _record_loss(self, blob: Blob, is_in_place: Callable[[], bool]) -> Fault:
         # A damaged index must not cost intact objects. `intact` reads the whole object, so it runs before the
         # lock.
-        found = self._objects.intact(blob.digest)
+        found = self._objects.find_intact(blob.digest)
         try:
             with self._index.write() as txn:
-                if txn.blob(blob.digest) != blob or in_place():
+                if txn.blob(blob.digest) != blob or is_in_place():
                     return Fault.NONE  # another thread or process has handled it, or put the bytes again
                 if found is not None:
                     txn.move_blob(*found)
                     return Fault.ROW
                 self._objects.quarantine(blob)
-                txn.lose_blob(blob)
+                txn.mark_lost(blob)
         except (StoreError, OSError) as error:
-            log.warning("blob %s is damaged, and that cannot be put on record: %s", blob.digest.hex(), error)
+            log.warning("blob %s is damaged, and the index could not record it: %s", blob.digest.hex(), error)
             return Fault.OBJECT
         self._usage.counts["corrupt"] += 1
         return Fault.OBJECT
 
-    def _in_place(self, blob: Blob) -> bool:
+    def _is_in_place(self, blob: Blob) -> bool:
         if _needs_checksums(blob) and self._index.checksums(blob.digest) is None:
             return False
         try:

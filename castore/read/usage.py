@@ -24,8 +24,8 @@ FLUSH_SECONDS = 5.0
 _COUNTERS = ("memory_hits", "disk_hits", "misses", "corrupt")
 # Seconds that a flushing reader waits for writers, and names that it writes at once. A name takes about
 # 20 µs in a large index, and a read must not wait long for the counts of earlier reads.
-_PATIENCE = 0.02
-_SLICE = 100
+_FLUSH_TIMEOUT = 0.02
+_MAX_NAMES = 100
 
 
 class Usage:
@@ -46,9 +46,9 @@ class Usage:
 
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._restart()
+        self._reset()
 
-    def _restart(self) -> None:
+    def _reset(self) -> None:
         self.touched: dict[str, float] = {}
         self.counts = dict.fromkeys(_COUNTERS, 0)  # a dict is faster than a Counter
         self.flushed = time.time()
@@ -56,7 +56,7 @@ class Usage:
 
     def flush_if_due(self, read: int = 1) -> None:
         """Flush if due. After a read of many names write up to twice as many, or the counts would pile up."""
-        for _ in range(max(1, 2 * read // _SLICE)):
+        for _ in range(max(1, 2 * read // _MAX_NAMES)):
             if not self._is_due():
                 break
             self.flush_some()
@@ -72,30 +72,30 @@ class Usage:
 
     def flush_some(self) -> None:
         """`flush_if_possible` for a limited number of names, so that a reader does not wait."""
-        self.flush_if_possible(_SLICE)
+        self.flush_if_possible(_MAX_NAMES)
 
-    def flush_if_possible(self, most: int = sys.maxsize) -> None:
-        """Flush the counts and the last reads of at most ``most`` names, if the index can be written now.
+    def flush_if_possible(self, limit: int = sys.maxsize) -> None:
+        """Flush the counts and the last reads of at most ``limit`` names, if the index can be written now.
 
         If the index is busy or cannot be written, a later flush tries again. Counts must not make a read
         fail, for example on a disk that is full or remounted read-only.
         """
         try:
-            self.flush(_PATIENCE, most)
+            self.flush(_FLUSH_TIMEOUT, limit)
         except FullError:
             pass
         except StoreError as error:
-            log.warning("what was read last is not on record yet: %s", error)
+            log.warning("usage counts could not be written yet: %s", error)
         except sqlite3.OperationalError as error:
             if "locked" not in str(error) and "busy" not in str(error):
                 raise
 
-    def flush(self, patience: float = BUSY_SECONDS, most: int = sys.maxsize) -> None:
-        """Write the counts, and the last reads of at most ``most`` names.
+    def flush(self, timeout: float = BUSY_SECONDS, limit: int = sys.maxsize) -> None:
+        """Write the counts, and the last reads of at most ``limit`` names.
 
         Args:
-            patience: seconds to wait for other writers.
-            most: number of names.
+            timeout: seconds to wait for other writers.
+            limit: number of names.
 
         Raises:
             FullError, StoreError, sqlite3.OperationalError: the index could not be written. The counts are
@@ -103,16 +103,16 @@ class Usage:
         """
         with self._lock:
             touched, counts = self.touched, self.counts
-            self._restart()
-            if len(touched) > most:
+            self._reset()
+            if len(touched) > limit:
                 self.touched = touched
-                touched = dict(touched.popitem() for _ in range(most))
+                touched = dict(touched.popitem() for _ in range(limit))
                 self.due = self.flushed  # the rest is due at once
         counts = {name: count for name, count in counts.items() if count}
         if self._index.read_only or (not touched and not counts):
             return
         try:
-            self._index.record_use(touched, counts, patience)
+            self._index.record_use(touched, counts, timeout)
         except (FullError, StoreError, sqlite3.OperationalError):
             with self._lock:
                 self.touched = touched | self.touched

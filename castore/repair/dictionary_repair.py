@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 _HEADER = 18
 
 
-def mend(index: Index, objects: ObjectDirectory) -> list[BadCopy]:
+def repair_copies(index: Index, objects: ObjectDirectory) -> list[BadCopy]:
     """Replace bad copies by good ones, or set them aside if none is good; returns the bad ones."""
     found: list[BadCopy] = []
     for number in objects.dictionaries.numbers():
         if objects.dictionaries.is_whole(number):
             continue
         if index.read_only:
-            found += objects.dictionaries.mend(number, read_only=True)
+            found += objects.dictionaries.repair(number, read_only=True)
             continue
         with index.write():  # nobody removes it meanwhile
-            bad = objects.dictionaries.mend(number)
+            bad = objects.dictionaries.repair(number)
             for copy in bad:
                 if not copy.mended and not copy.missing:
                     aside = f"{copy.path.name}-{time.time_ns()}"
@@ -45,42 +45,42 @@ def mend(index: Index, objects: ObjectDirectory) -> list[BadCopy]:
     return found
 
 
-def set_right(parts: Parts) -> list[str]:
+def repair_prefixes(parts: Parts) -> list[str]:
     """Have every prefix refer to an existing dictionary; returns a sentence for each problem."""
     with parts.index.write():
         numbers, damage = parts.prefixes.read()
         if damage is not None:
             path = parts.prefixes.path
             path.rename(parts.objects.quarantine_folder / f"{path.name}-{time.time_ns()}")
-            parts.prefixes.tell()
+            parts.prefixes.announce_change()
             return [f"{damage}; it has been moved to quarantine, and new blobs are put without a dictionary"]
-        gone = {
+        missing = {
             prefix: number for prefix, number in numbers.items() if not parts.objects.dictionaries.has(number)
         }
-        for prefix in gone:
+        for prefix in missing:
             parts.prefixes.set(prefix, None)
         return [
             f"dictionary {number:08x} of {prefix or '/'} is gone; new blobs there are put without one"
-            for prefix, number in gone.items()
+            for prefix, number in missing.items()
         ]
 
 
 def remove_unneeded(index: Index, objects: ObjectDirectory, prefixes: Prefixes) -> tuple[int, int]:
     """Remove dictionaries that no prefix has and no record needs; returns how many, and their bytes."""
-    idle = _idle(objects, prefixes)
-    if not idle:
+    unassigned = _unassigned(objects, prefixes)
+    if not unassigned:
         return 0, 0
     # Scan all packs without the lock, then records appended since with the lock: appending takes it.
     ends: dict[int, int] = {}
     needed = _needed(objects, ends)
     with index.write():
-        idle &= _idle(objects, prefixes)
-        gone = idle - needed - _needed(objects, ends)
-        prefixes.tell()  # a writer that compressed with one, and waits for the lock, checks again
-        return len(gone), sum(map(objects.dictionaries.remove, gone))
+        unassigned &= _unassigned(objects, prefixes)
+        missing = unassigned - needed - _needed(objects, ends)
+        prefixes.announce_change()  # a writer that compressed with one, and waits for the lock, checks again
+        return len(missing), sum(map(objects.dictionaries.remove, missing))
 
 
-def _idle(objects: ObjectDirectory, prefixes: Prefixes) -> set[int]:
+def _unassigned(objects: ObjectDirectory, prefixes: Prefixes) -> set[int]:
     numbers, damage = prefixes.read()
     # A damaged file may have had any dictionary, so none counts as idle.
     return set() if damage is not None else set(objects.dictionaries.numbers()) - set(numbers.values())

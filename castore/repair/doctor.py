@@ -28,11 +28,11 @@ from castore.parts import Parts, object_directory, open_folder, open_parts
 from castore.repair import dictionary_repair, journal_check, misplaced_files, rebuild
 from castore.serialize.serializers import SERIALIZERS
 from castore.system import ownership
-from castore.system.ballast import Ballast, full
+from castore.system.ballast import Ballast, full_disk_error
 from castore.system.sql_errors import SQL_ERRORS
 
 
-class Finding(NamedTuple):
+class Diagnosis(NamedTuple):
     """A problem.
 
     Attributes:
@@ -52,10 +52,10 @@ class Finding(NamedTuple):
 
 
 #: Checks an open store, mends what can be mended, and returns the problems.
-Look = Callable[[Parts], list[Finding]]
+Check = Callable[[Parts], list[Diagnosis]]
 
 
-def examine(path: str | os.PathLike[str], further: Iterable[Look] = ()) -> list[Finding]:
+def examine(path: str | os.PathLike[str], further: Iterable[Check] = ()) -> list[Diagnosis]:
     """Check a store, mend what can be mended, and return the problems.
 
     Args:
@@ -66,36 +66,38 @@ def examine(path: str | os.PathLike[str], further: Iterable[Look] = ()) -> list[
         StoreError: there is no store at ``path``, or it is read-only.
         FullError: the disk is full.
     """
-    folder, kept, found = _existing(path)
+    folder, store_settings, found = _existing(path)
     if any(finding.left_to_do for finding in found):
         return found  # the other checks would fail halfway
-    _make_whole(folder, kept)
-    found += _foreign(folder)
-    wrong = Ballast(folder / "ballast", kept.file_mode).relieve(
+    _make_folders(folder, store_settings)
+    found += _misplaced(folder)
+    wrong = Ballast(folder / "ballast", store_settings.file_mode).relieve(
         partial(_index_damage, folder / "index.sqlite")
     )
     if wrong:
         advice = "`castore doctor --rebuild-index` makes a new one from the object directory"
         state = "damaged" if (folder / layout.INDEX).exists() else "missing"
-        return [*found, Finding(f"the index is {state}: {wrong}", False, advice)]
+        return [*found, Diagnosis(f"the index is {state}: {wrong}", False, advice)]
     with closing(_open(folder)) as parts:
         # Names first: else the check for strays would remove objects whose names the index has lost.
         return [
-            *found, *_dictionaries(parts), *_forgotten(parts), *_counts(parts), *_lost(parts),
-            *_strays(parts), *_mounts(parts), *_journal(parts.index),
-            *chain.from_iterable(look(parts) for look in further),
+            *found, *_dictionaries(parts), *_restore_forgotten(parts), *_counts(parts), *_lost(parts),
+            *_leftovers(parts), *_mounts(parts), *_journal(parts.index),
+            *chain.from_iterable(check(parts) for check in further),
         ]  # fmt: skip
 
 
 def _open(folder: Path) -> Parts:
-    kept, read_only = open_folder(folder)
-    ballast = Ballast(folder / "ballast", kept.file_mode)
-    return open_parts(folder, kept, ballast, collect.make_room, read_only=read_only, memory=0, durable=False)
+    store_settings, read_only = open_folder(folder)
+    ballast = Ballast(folder / "ballast", store_settings.file_mode)
+    return open_parts(
+        folder, store_settings, ballast, collect.make_room, read_only=read_only, memory=0, durable=False
+    )
 
 
 def rebuild_index(
     path: str | os.PathLike[str], progress: Callable[[int], object] | None = None
-) -> tuple[list[Finding], rebuild.Rebuilt]:
+) -> tuple[list[Diagnosis], rebuild.Rebuilt]:
     """Rebuild the index from the object directory. Keeps the index file if it is not damaged.
 
     Raises:
@@ -103,32 +105,32 @@ def rebuild_index(
             accessed: a rebuild would take unreadable objects for lost.
         FullError: the disk is full; the index is unchanged.
     """
-    folder, kept, found = _existing(path)
+    folder, store_settings, found = _existing(path)
     for finding in found:
         if finding.left_to_do:
             raise StoreError(f"{finding.what}; {finding.advice}")
-    _make_whole(folder, kept)
-    found += _foreign(folder)
-    ballast = Ballast(folder / "ballast", kept.file_mode)
-    damage, rebuilt = ballast.relieve(partial(_rebuild, folder, kept, progress))
+    _make_folders(folder, store_settings)
+    found += _misplaced(folder)
+    ballast = Ballast(folder / "ballast", store_settings.file_mode)
+    damage, rebuilt = ballast.relieve(partial(_rebuild, folder, store_settings, progress))
     return [*found, *damage], rebuilt
 
 
 def _rebuild(
-    folder: Path, kept: settings.Settings, progress: Callable[[int], object] | None
-) -> tuple[list[Finding], rebuild.Rebuilt]:
-    file, mode = folder / "index.sqlite", kept.file_mode
+    folder: Path, store_settings: settings.Settings, progress: Callable[[int], object] | None
+) -> tuple[list[Diagnosis], rebuild.Rebuilt]:
+    file, mode = folder / "index.sqlite", store_settings.file_mode
     try:
         with ExitStack() as stack:
             beacon = stack.enter_context(closing(Beacon(folder / "locks" / "beacon", mode)))
-            found, aside = [], rebuild.Aside(None)
+            found, aside = [], rebuild.SetAside(None)
             if wrong := _index_damage(file):
-                aside = stack.enter_context(rebuild.index_set_aside(file, folder / "quarantine", beacon))
-                state = f"damaged: {wrong}; it is kept as {aside.kept}" if aside.kept else "missing"
-                found = [Finding(f"the index was {state}", True)]
+                aside = stack.enter_context(rebuild.set_index_aside(file, folder / "quarantine", beacon))
+                state = f"damaged: {wrong}; it is kept as {aside.moved_to}" if aside.moved_to else "missing"
+                found = [Diagnosis(f"the index was {state}", True)]
             journal = Journal(folder / "objects" / "names", folder / "tmp", beacon, mode)
             stack.callback(journal.close)
-            objects = object_directory(folder, kept, durable=True)
+            objects = object_directory(folder, store_settings, durable=True)
             index = Index(file, beacon, journal, mode=mode, is_empty=objects.is_empty, rebuilding=True)
             stack.callback(index.close)
             try:
@@ -137,148 +139,154 @@ def _rebuild(
                 aside.is_replaced = index.file.is_whole()
                 raise
     except (OSError, *SQL_ERRORS) as error:
-        if (no_room := full(folder, error)) is not None:
+        if (no_room := full_disk_error(folder, error)) is not None:
             raise no_room from error
         raise
 
 
-def _existing(path: str | os.PathLike[str]) -> tuple[Path, settings.Settings, list[Finding]]:
+def _existing(path: str | os.PathLike[str]) -> tuple[Path, settings.Settings, list[Diagnosis]]:
     folder = Path(os.path.abspath(path))
     found = []
-    kept = settings.load(folder)
-    if kept is None:
-        if not settings.is_lost(folder):
-            raise StoreError(settings.nothing_at(folder))
-        settings.see_writable(folder)
-        kept = settings.write_anew(folder)
-        found.append(Finding(settings.lost(folder, kept), True))
-    settings.see_writable(folder)
-    return folder, kept, found + _access(folder, kept)
+    store_settings = settings.load(folder)
+    if store_settings is None:
+        if not settings.has_lost_settings(folder):
+            raise StoreError(settings.no_store_message(folder))
+        settings.require_writable(folder)
+        store_settings = settings.rewrite(folder)
+        found.append(Diagnosis(settings.describe_rewritten(folder, store_settings), True))
+    settings.require_writable(folder)
+    return folder, store_settings, found + _access(folder, store_settings)
 
 
-def _access(folder: Path, kept: settings.Settings) -> list[Finding]:
-    seen = ownership.look_over(
-        folder, folder_mode=kept.folder_mode, file_mode=kept.file_mode, object_mode=kept.object_mode
+def _access(folder: Path, store_settings: settings.Settings) -> list[Diagnosis]:
+    access = ownership.repair_access(
+        folder,
+        folder_mode=store_settings.folder_mode,
+        file_mode=store_settings.file_mode,
+        object_mode=store_settings.object_mode,
     )
     found = []
-    if seen.mended:
+    if access.mended:
         found.append(
-            Finding(f"{_some(seen.mended)} could not be used as castore does; permission bits set", True)
+            Diagnosis(f"{_first_of(access.mended)} had too few permission bits; they have been set", True)
         )
-    if seen.barred:
-        found.append(Finding(
-            f"{seen.user} may not use {_some(seen.barred)} of the store {folder}:"
-            f" owned by {' and '.join(seen.owners)}",
+    if access.barred:
+        found.append(Diagnosis(
+            f"the user {access.user} may not use {_first_of(access.barred)} of the store {folder}:"
+            f" owned by {' and '.join(access.owners)}",
             False,
-            f"run `{ownership.gives_back(folder)}` as root, then `castore doctor` again",
+            f"run `{ownership.chown_command(folder)}` as root, then `castore doctor` again",
         ))  # fmt: skip
     return found
 
 
-def _some(paths: list[str]) -> str:
+def _first_of(paths: list[str]) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1:,} more"
 
 
-def _make_whole(folder: Path, kept: settings.Settings) -> None:
-    settings.check_folders(folder, kept)
-    settings.make_folders(folder, kept)
+def _make_folders(folder: Path, store_settings: settings.Settings) -> None:
+    settings.check_folders(folder, store_settings)
+    settings.make_folders(folder, store_settings)
 
 
-def _foreign(folder: Path) -> list[Finding]:
+def _misplaced(folder: Path) -> list[Diagnosis]:
     moved, stores, left = misplaced_files.set_aside(folder)
     findings = [
-        Finding(f"{path} is not what belongs there, and has been moved to quarantine", True) for path in moved
+        Diagnosis(f"{path} is not what castore puts there, and has been moved to quarantine", True)
+        for path in moved
     ]
     findings += [
-        Finding(
-            f"{path} is, or has, a store of its own; it is left alone,"
+        Diagnosis(
+            f"{path} is another store, or contains one; it is left alone,"
             " and this store's budget does not count it",
             False,
         )
         for path in stores
     ]
-    findings += [Finding(f"{path} is not castore's, and is left where it is", False) for path in left]
+    findings += [
+        Diagnosis(f"{path} was not made by castore, and is left where it is", False) for path in left
+    ]
     return findings
 
 
 def _index_damage(file: Path) -> str | None:
-    return soundness.damage(file, FRAME_SIZE, SERIALIZERS)
+    return soundness.find_damage(file, FRAME_SIZE, SERIALIZERS)
 
 
-def _counts(parts: Parts) -> list[Finding]:
-    if rebuild_rows.is_counted_right(parts.index):
+def _counts(parts: Parts) -> list[Diagnosis]:
+    if rebuild_rows.has_right_counts(parts.index):
         return []
     # Transactions never leave wrong counts. If the names differ from the journal's too, the rows were
     # damaged, and a recount would only hide it.
-    words = journal_check.compare(parts.index)
-    if words.differing and not words.damaged:
+    comparison = journal_check.compare(parts.index)
+    if comparison.differing and not comparison.damaged:
         rebuild.rebuild(parts.index, parts.objects)
-        return [Finding("the index contradicted itself and the names journal; it has been made anew", True)]
+        return [Diagnosis("the index contradicted itself and the names journal; it has been rebuilt", True)]
     with parts.index.write() as txn:
         rebuild_rows.recount(txn)
-    return [Finding("totals or reference counts were off; they have been counted again", True)]
+    return [Diagnosis("totals or reference counts were wrong; they have been counted again", True)]
 
 
-def _lost(parts: Parts) -> list[Finding]:
+def _lost(parts: Parts) -> list[Diagnosis]:
     blobs, entries = lost_blobs(parts.index)
     if not blobs:
         return []
     advice = "`castore verify --repair` drops those entries; putting the same bytes again heals them"
-    return [Finding(f"{blobs} blobs of {entries} entries are lost: damaged or missing", False, advice)]
+    return [Diagnosis(f"{blobs} blobs of {entries} entries are lost: damaged or missing", False, advice)]
 
 
-def _strays(parts: Parts) -> list[Finding]:
+def _leftovers(parts: Parts) -> list[Diagnosis]:
     found = list(leftovers.find(parts.index, parts.objects))
     removed = leftovers.remove(parts.index, parts.objects, found)
     if not removed:
         return []
     freed = sum(leftover.size for leftover in removed)
-    return [Finding(f"files that belong to nothing: {len(removed)} ({freed} bytes); removed", True)]
+    return [Diagnosis(f"leftover files of dead processes: {len(removed)} ({freed} bytes); removed", True)]
 
 
-def _dictionaries(parts: Parts) -> list[Finding]:
+def _dictionaries(parts: Parts) -> list[Diagnosis]:
     findings = []
-    for _, problem, _, mended in dictionary_repair.mend(parts.index, parts.objects):
+    for _, problem, _, mended in dictionary_repair.repair_copies(parts.index, parts.objects):
         if mended:
-            findings.append(Finding(f"{problem}; that copy of a dictionary has been made anew", True))
+            findings.append(Diagnosis(f"{problem}; that copy of a dictionary has been written again", True))
         else:
             advice = "blobs that need it are misses; `castore verify --repair` drops their entries"
-            findings.append(Finding(f"{problem}, and no copy of that dictionary is whole", False, advice))
-    findings += [Finding(what, True) for what in dictionary_repair.set_right(parts)]
+            findings.append(Diagnosis(f"{problem}, and no copy of that dictionary is intact", False, advice))
+    findings += [Diagnosis(what, True) for what in dictionary_repair.repair_prefixes(parts)]
     count, freed = dictionary_repair.remove_unneeded(parts.index, parts.objects, parts.prefixes)
     if count:
-        findings.append(Finding(f"dictionaries that nothing needs: {count} ({freed} bytes); removed", True))
+        findings.append(Diagnosis(f"dictionaries that nothing needs: {count} ({freed} bytes); removed", True))
     return findings
 
 
-def _mounts(parts: Parts) -> list[Finding]:
-    gone = mounts.forget_dead(parts.index)
+def _mounts(parts: Parts) -> list[Diagnosis]:
+    dead = mounts.remove_dead(parts.index)
     return [
-        Finding(
-            f"the mount at {mountpoint} is gone without saying so; forgotten."
+        Diagnosis(
+            f"the daemon of the mount at {mountpoint} has died; its record has been removed."
             " If the folder cannot be entered,"
             f" `castore umount {shlex.quote(str(mountpoint))}` clears it",
             True,
         )
-        for mountpoint in gone
+        for mountpoint in dead
     ]
 
 
-def _forgotten(parts: Parts) -> list[Finding]:
+def _restore_forgotten(parts: Parts) -> list[Diagnosis]:
     """Restore names that only the journal has, if their bytes exist: the index lost its last transactions."""
     forgotten = journal_check.compare(parts.index).forgotten
-    there = parts.objects.digests() if forgotten else set()
-    count = sum(digest in there for digest in forgotten.values())
+    existing = parts.objects.digests() if forgotten else set()
+    count = sum(digest in existing for digest in forgotten.values())
     if not count:
         return []
     rebuild.rebuild(parts.index, parts.objects)
-    return [Finding(f"the index had lost {count} names that the journal knows; it has been made anew", True)]
+    return [Diagnosis(f"the index had lost {count} names that the journal has; it has been rebuilt", True)]
 
 
-def _journal(index: Index) -> list[Finding]:
+def _journal(index: Index) -> list[Diagnosis]:
     """Check whether the journal has every name; if not, write a snapshot."""
-    words = journal_check.compare(index)
-    if not words.damaged and not words.differing:
+    comparison = journal_check.compare(index)
+    if not comparison.damaged and not comparison.differing:
         return []
     index.snapshot_journal()
-    return [Finding("the names journal did not match the index; a new snapshot has been written", True)]
+    return [Diagnosis("the names journal did not match the index; a new snapshot has been written", True)]

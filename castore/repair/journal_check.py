@@ -15,7 +15,7 @@ from castore.index.journal import JournalTail
 from castore.index.name_ranges import digests_of_names
 
 
-class Agreement(NamedTuple):
+class JournalDifferences(NamedTuple):
     """The differences between index and journal.
 
     Attributes:
@@ -29,45 +29,45 @@ class Agreement(NamedTuple):
     damaged: int
 
 
-_AGREED = Agreement({}, 0, 0)
+_NO_DIFFERENCES = JournalDifferences({}, 0, 0)
 
 
-def compare(index: Index) -> Agreement:
+def compare(index: Index) -> JournalDifferences:
     """Compare both. Takes the write lock only if they seem to differ, and then only for those names."""
     with closing(JournalTail(index.journal, index.beacon)) as tail:
-        said, damaged = _last_words(index)
-        differing = _differing(index, said)
+        recorded, damaged = _last_records(index)
+        differing = _differing(index, recorded)
         if not differing and not damaged:
-            return _AGREED
+            return _NO_DIFFERENCES
         with index.write() as txn:
             appended = tail.poll()
             if appended is None or damaged:
                 # Two new segments were started, or a record was just being written, which looks like damage.
-                said, damaged = _last_words(index)
-                differing = _differing(index, said)
+                recorded, damaged = _last_records(index)
+                differing = _differing(index, recorded)
                 appended = []
             for name, digest, *_ in appended:
                 differing.add(name)
                 if digest is None:
-                    said.pop(name, None)
+                    recorded.pop(name, None)
                 else:
-                    said[name] = digest
+                    recorded[name] = digest
             known = {name: txn.digest_of(name) for name in differing}
-    wrong = {name: said.get(name) for name, digest in known.items() if digest != said.get(name)}
+    wrong = {name: recorded.get(name) for name, digest in known.items() if digest != recorded.get(name)}
     forgotten = {name: digest for name, digest in wrong.items() if digest is not None and known[name] is None}
-    return Agreement(forgotten, len(wrong), damaged)
+    return JournalDifferences(forgotten, len(wrong), damaged)
 
 
-def _differing(index: Index, said: dict[str, bytes]) -> set[str]:
-    """The names whose digests in the index and in ``said`` differ, or that are in only one of both."""
+def _differing(index: Index, recorded: dict[str, bytes]) -> set[str]:
+    """The names whose digests in the index and in ``recorded`` differ, or that are in only one of both."""
     with closing(digests_of_names(index)) as rows:
         known = dict(rows)
-    differing = {name for name, digest in said.items() if known.get(name) != digest}
-    differing.update(name for name in known if name not in said)
+    differing = {name for name, digest in recorded.items() if known.get(name) != digest}
+    differing.update(name for name in known if name not in recorded)
     return differing
 
 
-def _last_words(index: Index) -> tuple[dict[str, bytes], int]:
+def _last_records(index: Index) -> tuple[dict[str, bytes], int]:
     """The digest that the journal has for each name, and the number of its damaged stretches."""
     last: dict[str, bytes] = {}
     damaged = 0

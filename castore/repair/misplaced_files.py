@@ -22,7 +22,7 @@ from castore.layout import Kind
 from castore.system.temporary import is_of_live_process
 
 
-class Strangers(NamedTuple):
+class MisplacedFiles(NamedTuple):
     """Paths, relative to the store, that castore has not made.
 
     Attributes:
@@ -36,13 +36,13 @@ class Strangers(NamedTuple):
     left: list[str]
 
 
-def set_aside(path: Path) -> Strangers:
+def set_aside(path: Path) -> MisplacedFiles:
     """Move foreign objects that are in the way to quarantine, and return all foreign objects.
 
     The caller has checked that the folders of `layout.FOLDERS` are the store's own.
     """
-    found = Strangers([], [], [])
-    for entry, below in _strange(path, ""):
+    found = MisplacedFiles([], [], [])
+    for entry, below in _find_misplaced(path, ""):
         if entry.is_dir(follow_symlinks=False) and _has_store(entry.path):
             found.stores.append(below)
         elif _is_in_the_way(entry, below) and _move(path, entry):
@@ -52,7 +52,7 @@ def set_aside(path: Path) -> Strangers:
     return found
 
 
-def _strange(folder: Path, above: str) -> Iterator[tuple[os.DirEntry[str], str]]:
+def _find_misplaced(folder: Path, above: str) -> Iterator[tuple[os.DirEntry[str], str]]:
     for entry in os.scandir(folder):
         below = above + entry.name
         place = layout.place_of(below)
@@ -61,12 +61,12 @@ def _strange(folder: Path, above: str) -> Iterator[tuple[os.DirEntry[str], str]]
             if above == "objects/" or not entry.is_file(follow_symlinks=False):
                 yield entry, below
         elif place.kind is Kind.FOLDER and entry.is_dir(follow_symlinks=False):
-            yield from _strange(Path(entry.path), f"{below}/")
-        elif not _is(entry, place.kind):
+            yield from _find_misplaced(Path(entry.path), f"{below}/")
+        elif not _is_of_kind(entry, place.kind):
             yield entry, below
 
 
-def _is(entry: os.DirEntry[str], kind: Kind) -> bool:
+def _is_of_kind(entry: os.DirEntry[str], kind: Kind) -> bool:
     if kind is Kind.FILE:
         return entry.is_file(follow_symlinks=False)
     if kind is Kind.SOCKET:

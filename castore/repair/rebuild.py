@@ -42,20 +42,20 @@ class Rebuilt(NamedTuple):
 
 
 @dataclass
-class Aside:
+class SetAside:
     """A damaged index while a new one is made.
 
     Attributes:
-        kept: the path of the damaged index now; None if there was none.
+        moved_to: the path of the damaged index now; None if there was none.
         is_replaced: whether the new index is whole; if not, the damaged one is put back after an error.
     """
 
-    kept: Path | None
+    moved_to: Path | None
     is_replaced: bool = False
 
 
 @contextmanager
-def index_set_aside(path: Path, quarantine: Path, beacon: Beacon) -> Iterator[Aside]:
+def set_index_aside(path: Path, quarantine: Path, beacon: Beacon) -> Iterator[SetAside]:
     """Move a damaged index out of the way, and have every process stop using it.
 
     If the block fails before the new index is whole, the damaged one is put back: the WAL beside it may have
@@ -65,19 +65,19 @@ def index_set_aside(path: Path, quarantine: Path, beacon: Beacon) -> Iterator[As
     files = [path.with_name(f"{path.name}{suffix}") for suffix in suffixes]
     places = [quarantine / f"index-{now}.sqlite{suffix}" for suffix in suffixes]
     moved: dict[Path, Path] = {}
-    aside = Aside(None)
+    aside = SetAside(None)
     try:
         for file, place in zip(files, places, strict=True):
             if file.exists():
                 moved[file] = place
                 file.rename(place)
-        aside.kept = moved.get(path)
-        _tell_of_another(beacon)
+        aside.moved_to = moved.get(path)
+        _announce_replacement(beacon)
         yield aside
     except BaseException:
         if not aside.is_replaced:
             _put_back(files, moved)
-            _tell_of_another(beacon)
+            _announce_replacement(beacon)
         raise
 
 
@@ -90,7 +90,7 @@ def _put_back(files: list[Path], moved: dict[Path, Path]) -> None:
             place.rename(file)
 
 
-def _tell_of_another(beacon: Beacon) -> None:
+def _announce_replacement(beacon: Beacon) -> None:
     beacon.words[EPOCH] = (beacon.words[EPOCH] + 1) % 2**64  # a damaged beacon may hold any number
 
 
@@ -112,7 +112,7 @@ def rebuild(
     # is taken.
     read = _read_raw(objects, progress)
     with index.write() as txn:
-        rebuild_rows.empty(index, txn)
+        rebuild_rows.clear(index, txn)
         for blob, checksums in _blobs(objects, txn, read, damaged, progress):
             rebuild_rows.add_blob(txn, blob, checksums)
         rebuild_rows.skip_pack_ids(txn)
@@ -126,7 +126,7 @@ def rebuild(
     return Rebuilt(totals.entries, totals.blobs, lost, damaged)
 
 
-class _Raw(NamedTuple):
+class _RawObject(NamedTuple):
     """A raw object that was read whole: the identity of its file, its blob and its checksums."""
 
     identity: tuple[int, ...]
@@ -134,7 +134,7 @@ class _Raw(NamedTuple):
     checksums: bytes | None
 
 
-def _read_raw(objects: ObjectDirectory, progress: Callable[[int], object] | None) -> dict[bytes, _Raw]:
+def _read_raw(objects: ObjectDirectory, progress: Callable[[int], object] | None) -> dict[bytes, _RawObject]:
     """Read raw objects of several frames, without the lock. The rebuild reads damaged ones again under it."""
     found = {}
     for digest, codec, path in objects.loose.listing():
@@ -143,7 +143,7 @@ def _read_raw(objects: ObjectDirectory, progress: Callable[[int], object] | None
         with suppress(CorruptError, OSError):
             status = path.lstat()
             if status.st_size > FRAME_SIZE:
-                found[digest] = _Raw(_identity(status), *describe_loose(digest, codec, path))
+                found[digest] = _RawObject(_identity(status), *describe_loose(digest, codec, path))
                 if progress is not None:
                     progress(status.st_size)
     return found
@@ -156,7 +156,7 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 def _blobs(
     objects: ObjectDirectory,
     txn: Write,
-    read: dict[bytes, _Raw],
+    read: dict[bytes, _RawObject],
     damaged: list[str],
     progress: Callable[[int], object] | None,
 ) -> Iterator[tuple[Blob, bytes | None]]:

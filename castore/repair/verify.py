@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from castore.parts import Parts
 
 
-_MENDED = "the object is whole, and what the index said of it has been corrected"
+_ROW_CORRECTED = "the object is intact, and its index row has been corrected"
 
 
 class Finding(NamedTuple):
@@ -60,8 +60,8 @@ class Report(NamedTuple):
 def run(parts: Parts, *, repair: bool, sample: float, progress: Callable[[int], object] | None) -> Report:
     """Verify. See `Store.verify`."""
     copies_found = [
-        Finding(path.stem, str(path), f"{why}; it has been made anew" if mended else why, [])
-        for path, why, missing, mended in dictionary_repair.mend(parts.index, parts.objects)
+        Finding(path.stem, str(path), f"{why}; it has been written again" if mended else why, [])
+        for path, why, missing, mended in dictionary_repair.repair_copies(parts.index, parts.objects)
         if not (missing and mended)  # a killed process leaves a missing copy: no damage
     ]
     checked = stored = 0
@@ -91,7 +91,7 @@ def _check(parts: Parts, blob: Blob) -> str | None:
     try:
         reader = parts.source.open(blob)
     except FileNotFoundError:
-        return _if_lost(parts, blob, "its object is missing")
+        return _reason_if_lost(parts, blob, "its object is missing")
     try:
         blob = reader.blob  # compaction may have moved it, or a wrong row was corrected
         for _ in reader.in_order():
@@ -99,13 +99,13 @@ def _check(parts: Parts, blob: Blob) -> str | None:
         return _check_placement(parts, reader)
     except CorruptError as error:
         if parts.source.quarantine(blob, error):
-            return f"{_MENDED}: {error}"
-        return _if_lost(parts, blob, str(error))
+            return f"{_ROW_CORRECTED}: {error}"
+        return _reason_if_lost(parts, blob, str(error))
     finally:
         reader.close()
 
 
-def _if_lost(parts: Parts, blob: Blob, why: str) -> str | None:
+def _reason_if_lost(parts: Parts, blob: Blob, why: str) -> str | None:
     # If it is not recorded as lost, gc removed it or a put replaced it during the check.
     now = parts.index.blob(blob.digest)
     is_lost = now is not None and (now.pack == LOST or (parts.read_only and now == blob))
@@ -127,8 +127,8 @@ def _check_placement(parts: Parts, reader: BlobReader) -> str | None:
             return f"{error}; the bytes are right"
         with parts.index.write() as txn:
             if txn.blob(blob.digest) == blob:
-                parts.writer.pack.write_anew(txn, blob, os.pread(reader.fileno(), blob.stored, blob.offset))
-        return f"{error}; the bytes are right, and have been written anew"
+                parts.writer.pack.rewrite(txn, blob, os.pread(reader.fileno(), blob.stored, blob.offset))
+        return f"{error}; the bytes are right, and have been written again"
     return None
 
 

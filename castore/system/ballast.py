@@ -43,7 +43,7 @@ def is_short(folder: Path) -> bool:
     return free_bytes(folder) < _MADE_WITH_FREE
 
 
-def full(folder: Path, error: BaseException) -> FullError | None:
+def full_disk_error(folder: Path, error: BaseException) -> FullError | None:
     """Return a FullError if a full disk of ``folder`` explains the error, else None."""
     # SQLite reports only "disk I/O error" if there is no space for its shared-memory file.
     if is_full(error) or (isinstance(error, sqlite3.OperationalError) and free_bytes(folder) < _SHM_BYTES):
@@ -66,7 +66,7 @@ class Ballast:
     def keep(self) -> None:
         """Create the ballast if it is missing and the disk has enough space."""
         if self._size() < BALLAST_BYTES and not is_short(self._path.parent):
-            self._take(BALLAST_BYTES)
+            self._allocate(BALLAST_BYTES)
 
     def relieve(self, work: Callable[[], T], settle: Callable[[], None] = lambda: None) -> T:
         """Return the result of ``work``. If it raises FullError, call it once more without the ballast.
@@ -90,7 +90,7 @@ class Ballast:
             settle()
             return result
         finally:
-            self._take(given)
+            self._allocate(given)
 
     def _size(self) -> int:
         try:
@@ -98,7 +98,7 @@ class Ballast:
         except FileNotFoundError:
             return 0
 
-    def _take(self, size: int) -> None:
+    def _allocate(self, size: int) -> None:
         """Allocate ``size`` bytes, or as many as are free."""
         with suppress(OSError):  # a smaller ballast is better than none, and none is no reason to fail
             size = min(size, free_bytes(self._path.parent))

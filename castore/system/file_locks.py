@@ -29,8 +29,8 @@ def unlock_byte(fd: int, place: int) -> None:
 
 def is_locked(fd: int, place: int) -> bool:
     """Whether another open file description holds the lock of the byte at offset ``place``."""
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
-    kind: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
+    query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+    kind: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, query))[0]
     return kind != fcntl.F_UNLCK
 
 

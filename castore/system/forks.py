@@ -3,7 +3,7 @@
 A child gets copies of SQLite's mutexes and lock tables in their current state. If another thread is inside
 SQLite at the fork, the child waits for ever for a mutex that no thread of the child will release. So a fork
 waits for `fork_gate`, which a write transaction holds from start to end, and for the lock of every other
-thread that is inside SQLite (`unforked`). Each reader has a lock of its own, so readers never wait for one
+thread that is inside SQLite (`block_forks`). Each reader has a lock of its own, so readers never wait for one
 another. Before these locks a fork takes Python's import lock, because `os.fork` takes it later.
 
 Locks, threads and connections do not survive into a child. A class whose instances hold such things calls
@@ -37,23 +37,23 @@ fork_gate: Any = threading.RLock()
 
 # Seconds that a fork waits for each thread that is inside SQLite; attempts until the fork lets other threads
 # enter SQLite again; and seconds of the shortest pause between attempts.
-_TURN, _TURNS, _PAUSE = 0.25, 3, 0.001
+_ATTEMPT_SECONDS, _ATTEMPTS, _PAUSE_SECONDS = 0.25, 3, 0.001
 
 # Held while a thread gets its lock, and while this process forks, so that no lock is added during a fork.
-_gathering: Any = threading.RLock()
-# The lock of every live thread that has used SQLite. The thread's part of `_own` keeps the lock alive.
+_registry_lock: Any = threading.RLock()
+# The lock of every live thread that has used SQLite. `_thread_state` keeps each thread's lock alive.
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
-_own = threading.local()
+_thread_state = threading.local()
 # One item per fork that waits for the threads' locks or is under way. `append` and `pop` are atomic.
-_under_way: list[None] = []
+_forks_under_way: list[None] = []
 
 # Work that finalisers have left. `append` and `pop` are atomic.
-_owed: list[Callable[[], object]] = []
+_deferred: list[Callable[[], object]] = []
 
-_live: weakref.WeakSet[ForkAware] = weakref.WeakSet()
+_instances: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
-def unforked() -> Any:
+def block_forks() -> Any:
     """Return the calling thread's re-entrant lock. While a thread holds its lock, no other thread can fork.
 
     Use the lock around calls into SQLite outside of write transactions. When the lock is released, no C call
@@ -61,32 +61,32 @@ def unforked() -> Any:
     holds the lock must not wait for another thread.
     """
     try:
-        lock = _own.lock
+        lock = _thread_state.lock
     except AttributeError:  # this thread's first use
         lock = _new_lock()
     # A thread that holds its lock or the gate already must go on: a fork is waiting for it.
-    if _under_way and not lock._is_owned() and not fork_gate._is_owned():
-        _let_fork()
+    if _forks_under_way and not lock._is_owned() and not fork_gate._is_owned():
+        _wait_for_fork()
     return lock
 
 
-def _let_fork() -> None:
+def _wait_for_fork() -> None:
     """Pause for a moment: a thread that runs one query after another would hardly ever let a fork start."""
-    until = time.monotonic() + _TURN
-    while _under_way and time.monotonic() < until:
-        time.sleep(_PAUSE)
+    until = time.monotonic() + _ATTEMPT_SECONDS
+    while _forks_under_way and time.monotonic() < until:
+        time.sleep(_PAUSE_SECONDS)
 
 
 def _new_lock() -> Any:
-    with _gathering:
-        lock = _own.__dict__.setdefault("lock", threading.RLock())
+    with _registry_lock:
+        lock = _thread_state.__dict__.setdefault("lock", threading.RLock())
         _locks.add(lock)
         return lock
 
 
 def reset_after_fork(instance: ForkAware) -> None:
     """Have ``instance._after_fork()`` called in every child forked from now on. Holds the instance weakly."""
-    _live.add(instance)
+    _instances.add(instance)
 
 
 def finalise(action: Callable[[], object]) -> None:
@@ -96,24 +96,24 @@ def finalise(action: Callable[[], object]) -> None:
     another library's lock, and the fork may wait for that lock: `concurrent.futures` and `logging` hold
     theirs while a process forks.
     """
-    _owed.append(action)
-    _call_owed()
+    _deferred.append(action)
+    _run_deferred()
 
 
-def _call_owed() -> None:
+def _run_deferred() -> None:
     """Do the work that finalisers have left. A fork that holds the locks does it at its end instead."""
-    if not _gathering.acquire(timeout=_TURN):
+    if not _registry_lock.acquire(timeout=_ATTEMPT_SECONDS):
         return
     try:
         lock = _new_lock()
     finally:
-        _gathering.release()
+        _registry_lock.release()
     if not lock.acquire(blocking=False):
         return
     try:
-        while _owed:
+        while _deferred:
             try:
-                action = _owed.pop()
+                action = _deferred.pop()
             except IndexError:  # another thread was faster
                 break
             action()
@@ -125,7 +125,7 @@ class _Busy(Exception):
     """The process cannot fork yet."""
 
 
-class Guard:
+class ForkSafeLock:
     """A re-entrant lock that is free in a forked child. For code that has nothing else to replace there.
 
     Attributes:
@@ -153,7 +153,7 @@ class _ImportLock:
         _imp.release_lock()
 
 
-def _fork() -> Generator[None]:
+def _hold_all_locks() -> Generator[None]:
     """Wait until no other thread is inside SQLite, and keep other threads out until this generator is closed.
 
     This is a generator because `with` is safe from a Ctrl-C between taking a lock and noting it.
@@ -163,43 +163,43 @@ def _fork() -> Generator[None]:
             wait.
     """
     with _ImportLock():
-        if (yield from _keep_out()):
+        if (yield from _take_locks()):
             return
     # A finaliser in a thread that is inside SQLite may wait for the gate in order to write: let it through.
-    _under_way.append(None)
+    _forks_under_way.append(None)
     try:
-        for turn in range(_TURNS):
-            time.sleep(_PAUSE * 4**turn)
+        for attempt in range(_ATTEMPTS):
+            time.sleep(_PAUSE_SECONDS * 4**attempt)
             with _ImportLock():
-                if (yield from _keep_out()):
+                if (yield from _take_locks()):
                     return
     finally:
-        _under_way.pop()
+        _forks_under_way.pop()
     raise _Busy
 
 
-def _keep_out() -> Generator[None, None, bool]:
+def _take_locks() -> Generator[None, None, bool]:
     """Take the gate and all other threads' locks until this generator is closed; False if one stays taken.
 
     Every wait has a limit: a thread that holds one of these locks may wait for another of them, or for the
     import lock. Locks that this thread holds already stay held: a signal handler may fork in the middle of
     this function.
     """
-    common = [lock for lock in (fork_gate, _gathering) if not lock._is_owned()]
+    common = [lock for lock in (fork_gate, _registry_lock) if not lock._is_owned()]
     others: list[Any] = []
     try:
-        if not all(lock.acquire(timeout=_TURN) for lock in common):
+        if not all(lock.acquire(timeout=_ATTEMPT_SECONDS) for lock in common):
             return False
-        _under_way.append(None)
+        _forks_under_way.append(None)
         try:
             mine = _new_lock()  # now, because a finaliser might create it in the middle of the next line
             others = [lock for lock in _locks if lock is not mine and not lock._is_owned()]
-            if not all(lock.acquire(timeout=_TURN) for lock in others):
+            if not all(lock.acquire(timeout=_ATTEMPT_SECONDS) for lock in others):
                 return False
             yield
             return True
         finally:
-            _under_way.pop()
+            _forks_under_way.pop()
     finally:
         for lock in (*others, *common):
             if lock._is_owned():
@@ -207,17 +207,17 @@ def _keep_out() -> Generator[None, None, bool]:
 
 
 def _before_fork() -> None:
-    forks: list[Generator[None]] = _own.__dict__.setdefault("forks", [])
+    forks: list[Generator[None]] = _thread_state.__dict__.setdefault("forks", [])
     interrupted: KeyboardInterrupt | SystemExit | None = None
     while True:
-        fork = _fork()
+        fork = _hold_all_locks()
         forks.append(fork)
         try:
             next(fork)
             break
         except _Busy:
             forks.remove(fork)
-            time.sleep(_PAUSE)
+            time.sleep(_PAUSE_SECONDS)
         except (KeyboardInterrupt, SystemExit) as error:  # Python would print it, and fork without the locks
             forks.remove(fork)
             interrupted = error
@@ -226,20 +226,20 @@ def _before_fork() -> None:
 
 
 def _end_fork() -> None:
-    if forks := _own.__dict__.get("forks"):
+    if forks := _thread_state.__dict__.get("forks"):
         forks.pop().close()
 
 
 def _after_fork_in_parent() -> None:
     _end_fork()
-    _call_owed()
+    _run_deferred()
 
 
 def _after_fork_in_child() -> None:
     _end_fork()
-    for instance in list(_live):
+    for instance in list(_instances):
         instance._after_fork()
-    _call_owed()
+    _run_deferred()
 
 
 os.register_at_fork(

@@ -39,7 +39,7 @@ class Access(NamedTuple):
     owners: list[str]
 
 
-def look_over(store: Path, *, folder_mode: int, file_mode: int, object_mode: int) -> Access:
+def repair_access(store: Path, *, folder_mode: int, file_mode: int, object_mode: int) -> Access:
     """Check every file and folder of a store, and correct the permission bits of those that this user owns.
 
     Args:
@@ -51,7 +51,7 @@ def look_over(store: Path, *, folder_mode: int, file_mode: int, object_mode: int
     user = os.geteuid() or os.stat(store).st_uid
     found = Access([], _user(user), [], [])
     owners = set()
-    for entry, below, place in _ours(store, ""):
+    for entry, below, place in _own_files(store, ""):
         wanted = (
             folder_mode if place.kind is Kind.FOLDER else file_mode if place.is_written else object_mode
         ) & 0o777
@@ -66,13 +66,13 @@ def look_over(store: Path, *, folder_mode: int, file_mode: int, object_mode: int
     return found
 
 
-def gives_back(store: Path) -> str:
+def chown_command(store: Path) -> str:
     """Return the command that gives all files of a store to the owner of its folder."""
     status = os.stat(store)
     return f"chown -R {_user(status.st_uid)}:{_group(status.st_gid)} {shlex.quote(os.fspath(store))}"
 
 
-def _ours(folder: Path, above: str) -> Iterator[tuple[os.DirEntry[str], str, layout.Place]]:
+def _own_files(folder: Path, above: str) -> Iterator[tuple[os.DirEntry[str], str, layout.Place]]:
     """Yield castore's own files and folders. The caller may correct a folder's mode before its entries."""
     for entry in os.scandir(folder):
         below = above + entry.name
@@ -84,7 +84,7 @@ def _ours(folder: Path, above: str) -> Iterator[tuple[os.DirEntry[str], str, lay
         elif place.kind is Kind.FOLDER and entry.is_dir(follow_symlinks=False):
             yield entry, below, place
             with suppress(PermissionError):  # the caller has reported the folder itself
-                yield from _ours(Path(entry.path), f"{below}/")
+                yield from _own_files(Path(entry.path), f"{below}/")
 
 
 def _set_bits(path: str, status: os.stat_result, wanted: int) -> bool:

@@ -26,7 +26,7 @@ SLOT_BYTES = 300 if sys.version_info >= (3, 11) else 460
 
 
 #: Marked slots that `put` skips at most before it evicts one of them: `put` holds the lock meanwhile.
-CHANCES = 100
+MAX_SKIPS = 100
 
 
 class Slot(Generic[V]):
@@ -115,7 +115,7 @@ class MemoryLRU(Generic[V]):
             return None
         slot = Slot(value, self._measure(value) + SLOT_BYTES)
         with self._lock:
-            self._let_go(key)
+            self._remove(key)
             if slot.size > self.max_bytes:
                 return None
             self._make_room(slot.size)
@@ -125,15 +125,15 @@ class MemoryLRU(Generic[V]):
 
     def _make_room(self, size: int) -> None:
         """Make room for one more value of ``size`` bytes. The caller holds the lock."""
-        slots, chances = self._slots, CHANCES
+        slots, skips = self._slots, MAX_SKIPS
         while self.bytes + size > self.max_bytes or len(slots) >= self.max_items:
             key = self._oldest()
-            if slots[key].used and chances:
+            if slots[key].used and skips:
                 slots[key].used = False
                 slots.move_to_end(key)
-                chances -= 1
+                skips -= 1
             else:
-                self._let_go(key)
+                self._remove(key)
                 self.evictions += 1
 
     def _oldest(self) -> Hashable:
@@ -144,7 +144,7 @@ class MemoryLRU(Generic[V]):
             except RuntimeError:  # a reader, which takes no lock, moved its key between the two calls
                 continue
 
-    def _let_go(self, key: Hashable) -> None:
+    def _remove(self, key: Hashable) -> None:
         """Remove a value if it is there. The caller holds the lock."""
         slot = self._slots.pop(key, None)
         if slot is not None:
@@ -154,13 +154,13 @@ class MemoryLRU(Generic[V]):
     def discard(self, key: Hashable) -> None:
         """Remove a value if it is there."""
         with self._lock:
-            self._let_go(key)
+            self._remove(key)
 
     def clear(self) -> None:
         """Remove all values."""
         with self._lock:
             for key in list(self._slots):
-                self._let_go(key)
+                self._remove(key)
 
     def get_or_load(self, key: Hashable, load: Callable[[], V]) -> V:
         """Return the value, from ``load()`` if it is not held. Threads that ask meanwhile get the same value.

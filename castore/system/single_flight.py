@@ -56,7 +56,7 @@ class ComputeLocks:
         held: set[str] = self._held.__dict__.setdefault("keys", set())
         if key in held:
             raise InvalidValueError(
-                f"{key!r} is being computed by this very thread: its computation asks for itself"
+                f"this thread is computing {key!r} already: the computation asks for its own result"
             )
         with self._guard:
             lock, users = self._threads.get(key, (threading.Lock(), 0))

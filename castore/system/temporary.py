@@ -21,13 +21,15 @@ from typing import NamedTuple
 from castore.errors import StoreError
 
 # A symbolic link is an error, and a pipe or a device does not block.
-_NO_DETOUR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_SAFE_OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # Errors when opening a symbolic link, a folder, a socket, or a path below a file.
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOTDIR)
-_OTHER = "{} is a link, a folder or a pipe where a file of the store belongs; `castore doctor` sets it aside"
+_NOT_A_FILE = (
+    "{} is a link, a folder or a pipe where a file of the store belongs; `castore doctor` sets it aside"
+)
 #: Seconds without a sign of life after which a file or mount of another PID namespace (for example a
 #: container's) counts as left behind: its process cannot be looked up from here.
-FOREIGN_AGE = 3600.0
+OTHER_NAMESPACE_SECONDS = 3600.0
 
 
 @lru_cache(maxsize=1)
@@ -73,11 +75,11 @@ def _is_hidden(pid: int) -> bool:
 
 def is_of_live_process(name: str) -> bool:
     """Whether a name, in the form of `create_temporary`, states a process that runs in this PID namespace."""
-    who = _maker(name)
-    return who is not None and is_running(*who)
+    writer = _writer_of(name)
+    return writer is not None and is_running(*writer)
 
 
-def _maker(name: str) -> tuple[int, int] | None:
+def _writer_of(name: str) -> tuple[int, int] | None:
     """PID and start time of the process that a name states; None if it states none of this PID namespace."""
     parts = name.split("-")
     if len(parts) != 4 or not all(part.isascii() and part.isdigit() for part in parts[:3]):
@@ -103,14 +105,14 @@ def create_temporary(folder: Path, suffix: str = "part") -> tuple[int, Path]:
     return fd, path
 
 
-class Stray(NamedTuple):
+class LeftoverFile(NamedTuple):
     """A file without a live writer, and its size in bytes."""
 
     path: Path
     size: int
 
 
-def left_behind(folder: Path) -> Iterator[Stray]:
+def leftover_files(folder: Path) -> Iterator[LeftoverFile]:
     """Yield the temporary files in ``folder`` whose writer is gone. Skips folders: `doctor` handles those."""
     for path in folder.iterdir():
         try:
@@ -118,35 +120,35 @@ def left_behind(folder: Path) -> Iterator[Stray]:
         except FileNotFoundError:
             continue  # its writer has just finished
         if not stat.S_ISDIR(status.st_mode) and _writer_gone(path.name, status.st_mtime):
-            yield Stray(path, status.st_size)
+            yield LeftoverFile(path, status.st_size)
 
 
-def left_folders(folder: Path) -> Iterator[Path]:
+def leftover_folders(folder: Path) -> Iterator[Path]:
     """Yield folders in ``folder``, named like `create_temporary`'s files, whose process is gone.
 
     Folders of other PID namespaces are left out: a folder does not show whether a process still writes in it.
     """
     for path in folder.iterdir() if folder.is_dir() else ():
-        who = _maker(path.name)
-        if who is not None and not is_running(*who):
+        writer = _writer_of(path.name)
+        if writer is not None and not is_running(*writer):
             yield path
 
 
 def _writer_gone(name: str, modified: float) -> bool:
-    who = _maker(name)
-    if who is not None:
-        return not is_running(*who)
-    return abs(time.time() - modified) > FOREIGN_AGE
+    writer = _writer_of(name)
+    if writer is not None:
+        return not is_running(*writer)
+    return abs(time.time() - modified) > OTHER_NAMESPACE_SECONDS
 
 
-def open_here(path: str | os.PathLike[str]) -> int:
+def open_no_follow(path: str | os.PathLike[str]) -> int:
     """Open a path for reading, without following a symbolic link. Does not check that it is a regular file.
 
     Raises:
         FileNotFoundError: there is nothing, or a link, a socket, or a path below a file.
     """
     try:
-        return os.open(path, os.O_RDONLY | _NO_DETOUR)
+        return os.open(path, os.O_RDONLY | _SAFE_OPEN)
     except OSError as error:
         if error.errno not in _NO_FILE:
             raise
@@ -159,7 +161,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     Raises:
         FileNotFoundError: there is no such file, or something else than a regular file.
     """
-    fd = open_here(path)
+    fd = open_no_follow(path)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise FileNotFoundError(errno.EINVAL, "it is not a file", os.fspath(path))
@@ -174,7 +176,7 @@ def check_regular(path: str) -> None:
     """
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise StoreError(_OTHER.format(path))
+            raise StoreError(_NOT_A_FILE.format(path))
 
 
 def open_with_mode(path: Path, flags: int, mode: int) -> int:
@@ -184,15 +186,15 @@ def open_with_mode(path: Path, flags: int, mode: int) -> int:
         StoreError: there is something else than a regular file.
     """
     try:
-        fd = _open_or_make(path, flags | _NO_DETOUR, mode)
+        fd = _open_or_make(path, flags | _SAFE_OPEN, mode)
     except OSError as error:
         if error.errno not in _NO_FILE:
             raise
-        raise StoreError(_OTHER.format(path)) from error
+        raise StoreError(_NOT_A_FILE.format(path)) from error
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        raise StoreError(_OTHER.format(path))
+        raise StoreError(_NOT_A_FILE.format(path))
     if status.st_mode & 0o777 != mode and status.st_uid == os.geteuid():
         os.fchmod(fd, mode)
     return fd

@@ -14,19 +14,21 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from castore import Store
-from castore.index.database import Index
-from castore.index.noted import noted
 from castore.parts import Parts
 from castore.records import Entry
-from castore.repair.doctor import Finding
+from castore.repair.doctor import Diagnosis
 from castore.watch.link_registry import target_of
 from castore.watch.reports import Event
 
 #: Seconds between two checks whether links still lead somewhere.
-_LOOK_SECONDS = 2.0
+_CHECK_SECONDS = 2.0
 
 
-class Mounted(NamedTuple):
+#: The key under which an entry's metadata has the link that stands for its file.
+LINK = "link"
+
+
+class LinkedMount(NamedTuple):
     """A mount as its links show it, whether it exists or not.
 
     Attributes:
@@ -43,19 +45,19 @@ class Mounted(NamedTuple):
         return shlex.join(["castore", "--store", os.fspath(store), "mount", *shown, self.mountpoint])
 
 
-def mount_of(name: str, link: str) -> Mounted:
+def mount_of(name: str, link: str) -> LinkedMount:
     """The mount that a link leads into: the link ends with the entry's name, as far as the mount shows it.
 
     >>> mount_of("in/a/b", "/mnt/in/a/b")
-    Mounted(mountpoint='/mnt', prefix='')
+    LinkedMount(mountpoint='/mnt', prefix='')
     >>> mount_of("in/a/b", "/mnt/a/b")
-    Mounted(mountpoint='/mnt', prefix='in')
+    LinkedMount(mountpoint='/mnt', prefix='in')
     """
     shown, parts = name.split("/"), link.split("/")
     count = 0
     while count < min(len(shown), len(parts) - 1) and shown[-count - 1] == parts[-count - 1]:
         count += 1
-    return Mounted("/".join(parts[: len(parts) - count]) or "/", "/".join(shown[: len(shown) - count]))
+    return LinkedMount("/".join(parts[: len(parts) - count]) or "/", "/".join(shown[: len(shown) - count]))
 
 
 class Link(NamedTuple):
@@ -68,26 +70,26 @@ class Link(NamedTuple):
         leads: whether its target exists.
     """
 
-    mount: Mounted
+    mount: LinkedMount
     name: str
     path: str
-    leads: bool
+    resolves: bool
 
 
-def bound_links(index: Index, prefix: str = "") -> Iterator[Link]:
-    """The links that stand for files whose entries lie below a prefix."""
-    live: set[Mounted] = set()
-    for entry in noted(index, "link", prefix):
+def bound_links(entries: Iterable[Entry]) -> Iterator[Link]:
+    """The links that stand for the files of entries; others are passed over."""
+    live: set[LinkedMount] = set()
+    for entry in entries:
         source = entry.metadata.get("source")
         if not isinstance(source, dict) or "link" not in source:
             continue
         path, link = str(source.get("path")), source["link"]
         if _target(path) == link:  # else a tool has replaced the link by a file, or somebody has moved it
             mount = mount_of(entry.name, link)
-            leads = os.path.exists(link) if mount in live else _leads(link)
-            if leads:
+            resolves = os.path.exists(link) if mount in live else _resolves(link)
+            if resolves:
                 live.add(mount)
-            yield Link(mount, entry.name, path, leads)
+            yield Link(mount, entry.name, path, resolves)
 
 
 def link_of(entry: Entry) -> str | None:
@@ -102,14 +104,14 @@ def link_of(entry: Entry) -> str | None:
 def prefixes_of(store: Store, root: str) -> dict[str, int]:
     """The prefixes of the names that a folder's links stand for, with the number of links of each."""
     found: Counter[str] = Counter()
-    for link in bound_links(store.index):
+    for link in bound_links(store.entries_with_key(LINK)):
         below = os.path.relpath(link.path, root)
         if link.path.startswith(f"{root}/") and f"/{link.name}".endswith(f"/{below}"):
             found[link.name.removesuffix(below).rstrip("/")] += 1
     return dict(found)
 
 
-def _leads(path: str) -> bool:
+def _resolves(path: str) -> bool:
     """Whether the path exists and its mount answers. The kernel's dentry cache may answer a lookup alone."""
     try:
         os.statvfs(path)
@@ -125,7 +127,7 @@ def _target(path: str) -> str | None:
         return None
 
 
-class Lost(NamedTuple):
+class LostLinks(NamedTuple):
     """Links of one mount that lead to nothing.
 
     Attributes:
@@ -134,7 +136,7 @@ class Lost(NamedTuple):
         example: the path of one.
     """
 
-    mount: Mounted
+    mount: LinkedMount
     links: int
     example: str
 
@@ -158,23 +160,26 @@ class Lost(NamedTuple):
         )
 
 
-def lost(found: Iterable[Link]) -> list[Lost]:
+def group_lost(found: Iterable[Link]) -> list[LostLinks]:
     """The links that lead to nothing, grouped by mount."""
-    counts: Counter[Mounted] = Counter()
-    examples: dict[Mounted, str] = {}
+    counts: Counter[LinkedMount] = Counter()
+    examples: dict[LinkedMount, str] = {}
     for link in found:
-        if not link.leads:
+        if not link.resolves:
             counts[link.mount] += 1
             examples.setdefault(link.mount, link.path)
-    return [Lost(mount, count, examples[mount]) for mount, count in sorted(counts.items())]
+    return [LostLinks(mount, count, examples[mount]) for mount, count in sorted(counts.items())]
 
 
-def examine(parts: Parts) -> list[Finding]:
+def examine(parts: Parts) -> list[Diagnosis]:
     """Report links that lead to nothing: a further check for `castore.repair.doctor.examine`."""
-    return [Finding(one.sentence(), False, one.advice(parts.path)) for one in lost(bound_links(parts.index))]
+    return [
+        Diagnosis(one.sentence(), False, one.advice(parts.path))
+        for one in group_lost(bound_links(parts.index.entries_with_key(LINK)))
+    ]
 
 
-class Lookout:
+class LinkMonitor:
     """Reports once when links of a folder cease to lead somewhere, and once when they do again.
 
     Args:
@@ -187,39 +192,39 @@ class Lookout:
         self._store, self._prefix, self._report = store, prefix, report
         # One link of each mount, checked every few seconds, and whether it led somewhere at the last full
         # check.
-        self._witnesses: dict[Mounted, tuple[str, bool]] = {}
-        self._told: set[Mounted] = set()
-        self._look_at = 0.0
+        self._witnesses: dict[LinkedMount, tuple[str, bool]] = {}
+        self._reported: set[LinkedMount] = set()
+        self._check_at = 0.0
 
-    def look(self) -> None:
+    def check_all(self) -> None:
         """Check all links."""
-        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._check_at = time.monotonic() + _CHECK_SECONDS
         found: list[Link] = []
         self._witnesses = {}
-        for link in bound_links(self._store.index, self._prefix):
+        for link in bound_links(self._store.entries_with_key(LINK, self._prefix)):
             known = self._witnesses.get(link.mount)
-            if known is None or (known[1] and not link.leads):
-                self._witnesses[link.mount] = link.path, link.leads
-            if not link.leads:
+            if known is None or (known[1] and not link.resolves):
+                self._witnesses[link.mount] = link.path, link.resolves
+            if not link.resolves:
                 found.append(link)
-        gone = {one.mount: one for one in lost(found)}
-        for mount in self._told - gone.keys():
+        lost = {one.mount: one for one in group_lost(found)}
+        for mount in self._reported - lost.keys():
             self._report(Event("mounted", path=mount.mountpoint, reason="links lead there again"))
-        for mount in gone.keys() - self._told:
-            one = gone[mount]
+        for mount in lost.keys() - self._reported:
+            one = lost[mount]
             reason = f"{one.sentence()}; {one.advice(self._store.path)}"
             self._report(Event("unmounted", path=mount.mountpoint, reason=reason))
-        self._told = set(gone)
+        self._reported = set(lost)
 
-    def look_if_due(self) -> None:
+    def check_if_due(self) -> None:
         """Check one link of each mount, every few seconds, and all links if one has changed."""
-        if time.monotonic() < self._look_at:
+        if time.monotonic() < self._check_at:
             return
-        self._look_at = time.monotonic() + _LOOK_SECONDS
-        if any(_leads(path) != leads for path, leads in self._witnesses.values()):
-            self.look()
+        self._check_at = time.monotonic() + _CHECK_SECONDS
+        if any(_resolves(path) != resolves for path, resolves in self._witnesses.values()):
+            self.check_all()
 
-    def note(self, event: Event) -> None:
+    def take_event(self, event: Event) -> None:
         """Take an event of the watcher: a link that it has made or redirected is one to check."""
         if event.event in ("replaced", "relinked"):
             link = _target(event.path)

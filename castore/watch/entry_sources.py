@@ -19,11 +19,10 @@ import blake3
 
 from castore import Store
 from castore.errors import InvalidValueError
-from castore.index.noted import Noted, noted
 from castore.records import Entry
 
 #: A file written less than this ago may be written again within the same tick of the file system's clock.
-_TICK_NS = 50_000_000
+_CLOCK_TICK_NS = 50_000_000
 
 
 def remember(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
@@ -56,21 +55,21 @@ def remember(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
 
 def _remember(path: str) -> dict[str, Any]:
     before = os.stat(path)
-    source = own(path, before)
+    source = source_of(path, before)
     if source is None:
-        raise InvalidValueError(f"{path!r} is not UTF-8, so it cannot be remembered; rename it")
+        raise InvalidValueError(f"{path!r} is not UTF-8, so it cannot be recorded as a source; rename it")
     if not stat.S_ISREG(before.st_mode):
         raise InvalidValueError(
-            f"{path} is not a regular file, so it cannot be remembered; list the files in it"
+            f"{path} is not a regular file, so it cannot be recorded as a source; list the files in it"
         )
     digest = digest_of(path)
     after = os.stat(path)
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise InvalidValueError(f"{path} changed while it was read; remember it when nobody writes to it")
+        raise InvalidValueError(f"{path} changed while it was read; record it when nobody writes to it")
     return source | {"digest": digest}
 
 
-def own(path: str, status: os.stat_result) -> dict[str, Any] | None:
+def source_of(path: str, status: os.stat_result) -> dict[str, Any] | None:
     """The value for ``source`` in the metadata of an entry that copies a file; None if the path is not UTF-8.
 
     Args:
@@ -82,7 +81,7 @@ def own(path: str, status: os.stat_result) -> dict[str, Any] | None:
     except UnicodeEncodeError:
         return None
     # None is never equal to an mtime: the next check compares the content.
-    trusted = status.st_mtime_ns + _TICK_NS < time.time_ns()
+    trusted = status.st_mtime_ns + _CLOCK_TICK_NS < time.time_ns()
     return {"path": path, "size": status.st_size, "mtime_ns": status.st_mtime_ns if trusted else None}
 
 
@@ -95,15 +94,15 @@ def digest_of(path: str) -> str:
     return hasher.hexdigest()
 
 
-def changed(entry: Entry | Noted) -> list[str]:
+def changed(entry: Entry) -> list[str]:
     """Why an entry no longer stands for the files it was made from: a sentence each; empty if it does.
 
     Size is compared first, then mtime, and where that differs the content.
     """
-    return [reason for reason in map(_difference, of(entry)) if reason is not None]
+    return [reason for reason in map(_difference, sources_of(entry)) if reason is not None]
 
 
-def of(entry: Entry | Noted) -> list[dict[str, Any]]:
+def sources_of(entry: Entry) -> list[dict[str, Any]]:
     """All files that an entry remembers, each with its digest."""
     source = entry.metadata.get("source")
     listed = entry.metadata.get("sources")
@@ -135,7 +134,7 @@ def _difference(source: dict[str, Any]) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return f"{path} is gone"
     except OSError as error:
-        return f"{path} cannot be looked at: {error.strerror}"
+        return f"{path} cannot be checked: {error.strerror}"
 
 
 def fresh(store: Store, name: str) -> bool:
@@ -159,12 +158,6 @@ def drop_stale(store: Store, concerns: Callable[[str], bool]) -> Iterator[Stale]
         store: has the entries.
         concerns: whether to check a file, by its path.
     """
-    for entry in noted(store.index, "sources"):
-        if any(concerns(source["path"]) for source in of(entry)) and (reasons := changed(entry)):
-            yield Stale(entry.name, reasons, not entry.pinned and drop(store, entry))
-
-
-def drop(store: Store, entry: Entry | Noted) -> bool:
-    """Delete an entry, unless it was put again since it was read; returns whether it was deleted."""
-    with store.index.write() as txn:
-        return txn.delete_unchanged(entry.name, bytes.fromhex(entry.digest), entry.metadata)
+    for entry in store.entries_with_key("sources"):
+        if any(concerns(source["path"]) for source in sources_of(entry)) and (reasons := changed(entry)):
+            yield Stale(entry.name, reasons, not entry.pinned and store.delete_unchanged(entry))

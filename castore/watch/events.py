@@ -3,8 +3,8 @@
 watchdog delivers inotify events. Events come late, twice, or not at all, so only their paths count, not their
 kinds. Each path waits until it has had no event for the settling time.
 
-Memory is bounded: past `LIMIT` waiting paths, or when the inotify queue overflows, `lost` asks for a full
-scan.
+Memory is bounded: past `LIMIT` waiting paths, or when the inotify queue overflows, `overflowed` asks for a
+full scan.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ class WatchError(CastoreError):
     """A folder cannot be watched (any longer)."""
 
 
-class Events(logging.Handler):
+class EventQueue(logging.Handler):
     """Paths below a folder that had events.
 
     Args:
         root: the folder.
         settle: seconds of quiet after which a path is due.
-        counts: whether a path is of interest.
+        is_relevant: whether a path is of interest.
     """
 
-    def __init__(self, root: str, settle: float, counts: Callable[[str], bool]) -> None:
+    def __init__(self, root: str, settle: float, is_relevant: Callable[[str], bool]) -> None:
         super().__init__(logging.WARNING)
         self._root = root
         self._settle = settle
-        self._counts = counts
+        self._is_relevant = is_relevant
         self._guard = threading.Lock()
         self._due: dict[str, float] = {}
         self._observer: Any = None
         self._new_folders = False
-        self.lost = False
+        self.overflowed = False
 
     def start(self) -> None:
-        """Start to watch. Events from after the return are not missed, unless `lost` is set.
+        """Start to watch. Events from after the return are not missed, unless `overflowed` is set.
 
         Raises:
             WatchError: inotify's limits are reached.
@@ -75,7 +75,7 @@ class Events(logging.Handler):
         handler = events.FileSystemEventHandler()
         handler.on_any_event = self._on_event  # type: ignore[method-assign]
         if sys.version_info < (3, 11):
-            _have_dropped_events_told()
+            _log_dropped_events()
         # watchdog reports dropped events only in its log.
         logging.getLogger("watchdog").addHandler(self)
         self._observer = Observer()
@@ -85,7 +85,7 @@ class Events(logging.Handler):
             self.check_limits()
         except OSError as error:
             self.stop()
-            raise _limit(error, self._root) from error
+            raise _limit_error(error, self._root) from error
 
     def stop(self) -> None:
         """End watching."""
@@ -97,7 +97,7 @@ class Events(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Read watchdog's log for dropped events."""
         if "overflow" in record.getMessage():
-            self.lost = True
+            self.overflowed = True
 
     def _on_event(self, event: FileSystemEvent) -> None:
         self._new_folders |= event.is_directory
@@ -107,13 +107,13 @@ class Events(logging.Handler):
 
     def put(self, path: str, seconds: float) -> None:
         """Make a path due in ``seconds``. For a path that waits already, the time starts again."""
-        if path == self._root or not self._counts(path):
+        if path == self._root or not self._is_relevant(path):
             return
         with self._guard:
             self._due[path] = time.monotonic() + seconds
             if len(self._due) > LIMIT:
                 self._due.clear()
-                self.lost = True
+                self.overflowed = True
 
     def take(self) -> list[str]:
         """Remove and return the paths that are due.
@@ -131,14 +131,14 @@ class Events(logging.Handler):
             try:
                 self.check_limits()
             except OSError as error:
-                raise _limit(error, self._root) from error
+                raise _limit_error(error, self._root) from error
         return due
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Forget all waiting paths before a full scan. Later events are collected as usual."""
         with self._guard:
             self._due.clear()
-            self.lost = False
+            self.overflowed = False
 
     def check_limits(self) -> None:
         """Ask the kernel for one more watch. watchdog silently skips folders that it cannot watch.
@@ -156,7 +156,7 @@ class Events(logging.Handler):
             os.close(fd)
 
 
-def _limit(error: OSError, root: str) -> WatchError:
+def _limit_error(error: OSError, root: str) -> WatchError:
     what = {errno.ENOSPC: "max_user_watches", errno.EMFILE: "max_user_instances"}.get(error.errno or 0)
     if what is None:
         return WatchError(f"cannot watch {root}: {error.strerror}")
@@ -172,17 +172,17 @@ def _limit(error: OSError, root: str) -> WatchError:
     )
 
 
-def _have_dropped_events_told() -> None:
+def _log_dropped_events() -> None:
     """Have watchdog 6, the last release for Python 3.10, log dropped events as watchdog 7 does."""
     inotify: Any = importlib.import_module("watchdog.observers.inotify_c").Inotify
     parse = inotify._parse_event_buffer
     if parse.__module__ == __name__:  # done by another watcher
         return
 
-    def telling(buffer: bytes) -> Iterator[tuple[int, int, int, bytes]]:
+    def parse_and_log(buffer: bytes) -> Iterator[tuple[int, int, int, bytes]]:
         for event in parse(buffer):
             if event[1] & _IN_Q_OVERFLOW:
                 logging.getLogger("watchdog").warning("the queue of inotify has overflowed")
             yield event
 
-    inotify._parse_event_buffer = staticmethod(telling)
+    inotify._parse_event_buffer = staticmethod(parse_and_log)

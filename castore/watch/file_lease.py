@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 
-class BusyError(Exception):
+class FileBusyError(Exception):
     """Somebody writes to the file, or it changed: scan it again later. Never leaves this package."""
 
 
@@ -42,7 +42,7 @@ class Snapshot:
             self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                raise BusyError(path) from error
+                raise FileBusyError(path) from error
             raise
         self.status = os.fstat(self.fd)
 
@@ -58,19 +58,19 @@ class Snapshot:
         return stat.S_ISREG(self.status.st_mode)
 
     def check(self) -> None:
-        """Raise `BusyError` if the file was changed or replaced since, or is being written."""
+        """Raise `FileBusyError` if the file was changed or replaced since, or is being written."""
         try:
             there = os.lstat(self.path)
         except OSError as error:
-            raise BusyError(self.path) from error
-        if not same(there, self.status) or not same(os.fstat(self.fd), self.status):
-            raise BusyError(self.path)
+            raise FileBusyError(self.path) from error
+        if not is_same(there, self.status) or not is_same(os.fstat(self.fd), self.status):
+            raise FileBusyError(self.path)
         # Without leases, it must do that the file is unchanged since the settling time began.
         with suppress(NoLeaseError), lease(self.fd):
             pass
 
 
-def same(one: os.stat_result, other: os.stat_result) -> bool:
+def is_same(one: os.stat_result, other: os.stat_result) -> bool:
     """Whether two stats show the same file with the same content and permissions: `restore` sets both."""
     return _identity(one) == _identity(other)
 
@@ -93,7 +93,7 @@ def lease(fd: int) -> Iterator[None]:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES) and not _refused(fd):
-            raise BusyError(str(fd)) from error
+            raise FileBusyError(str(fd)) from error
         raise NoLeaseError(error.strerror) from error
     try:
         yield
@@ -107,6 +107,6 @@ def _refused(fd: int) -> bool:
     return os.geteuid() not in (0, os.fstat(fd).st_uid)
 
 
-def is_wanted(fd: int) -> bool:
+def is_writer_waiting(fd: int) -> bool:
     """Whether somebody waits to open a leased file for writing."""
     return fcntl.fcntl(fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK

@@ -33,14 +33,14 @@ def find_mount(store: Store, prefix: str) -> Mount:
     covering = [mount for mount in store.mounts() if mount.shows(prefix) and answers(mount)]
     if not covering:
         raise NoMountError(
-            f"no live mount of {store.path} shows {prefix!r}, so there is nothing that links could lead into;"
+            f"no live mount of {store.path} shows {prefix!r}, so links have nothing to lead into;"
             f" make one first: castore --store {shlex.quote(str(store.path))} mount MOUNTPOINT"
         )
-    standing = _standing(store)
-    return min(covering, key=lambda mount: mount.mountpoint not in standing)
+    in_background = _background_mountpoints(store)
+    return min(covering, key=lambda mount: mount.mountpoint not in in_background)
 
 
-def _standing(store: Store) -> set[str]:
+def _background_mountpoints(store: Store) -> set[str]:
     """Mountpoints of `castore mount`. A mount of a ``with`` block ends with the block and has no record."""
     found = set()
     for record in (store.path / "locks").glob("mount-*.json"):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 
 #: Prefixes of this package's own temporary files.
-SWAP, PART = ".castore-swap-", ".castore-part-"
+SWAP_PREFIX, PART_PREFIX = ".castore-swap-", ".castore-part-"
 # Names of unfinished files, as Python's tempfile, browsers, rsync, editors, Hugging Face's libraries and
 # others give them, and names of lock files.
 _TEMPORARY = re.compile(
@@ -33,7 +33,7 @@ def is_temporary(basename: str) -> bool:
     return _TEMPORARY(basename) is not None
 
 
-class Folder:
+class WatchedFolder:
     """A folder and the prefix that its files are named under.
 
     Args:
@@ -49,7 +49,7 @@ class Folder:
         found = os.stat(root)
         self.identity = found.st_dev, found.st_ino
 
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         """Whether the folder is still the one that was there at the start."""
         try:
             found = os.stat(self.root)
@@ -74,7 +74,7 @@ class Folder:
         """Whether a path lies in the folder."""
         return path == self.root or path.startswith(self.root.rstrip("/") + "/")
 
-    def counts(self, path: str) -> bool:
+    def is_relevant(self, path: str) -> bool:
         """Whether events at a path in the folder count: no part of the path is temporary or the store."""
         if path == self._store or path.startswith(self._store + "/"):
             return False
@@ -118,6 +118,6 @@ class Folder:
             skip(error)
             return iter(())
         for item in below:
-            if item.name.startswith((SWAP, PART)):
+            if item.name.startswith((SWAP_PREFIX, PART_PREFIX)):
                 leftover(item.path)
-        return (item for item in below if self.counts(item.path))
+        return (item for item in below if self.is_relevant(item.path))

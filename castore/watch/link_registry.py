@@ -17,11 +17,10 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from castore import Store
-from castore.index.noted import noted
 from castore.index.transaction import Write
-from castore.records import LOST, Entry, Pointing
+from castore.records import LOST, Entry, EntrySpec
 
-_OWN = {"link", "was", "mode", "pinned"}
+_OWN_KEYS = {"link", "was", "mode", "pinned"}
 
 
 def target_of(entry: Entry) -> str | None:
@@ -35,7 +34,7 @@ class Binding(NamedTuple):
 
     Attributes:
         entry: as it was read; its bytes are those of the file. For a renamed file, its name is the new one.
-        source: the file, as `entry_sources.own` gives it.
+        source: the file, as `entry_sources.source_of` gives it.
         link: the link's target.
         mode: permission bits of the file.
         was: the link's target until it is redirected.
@@ -45,41 +44,43 @@ class Binding(NamedTuple):
     source: dict[str, Any]
     link: str
     mode: int
-    was: str | None = None
+    former_target: str | None = None
 
 
-def bind(store: Store, bindings: Sequence[Binding]) -> list[Entry | None]:
+def bind_links(store: Store, bindings: Sequence[Binding]) -> list[Entry | None]:
     """Record links, all in one transaction.
 
     Returns:
         For each link the entry as it is now, or None if the store does not have its bytes.
     """
     with store.index.write() as txn:
-        there = [_bind(store, txn, binding) for binding in bindings]
+        there = [_bind_link(store, txn, binding) for binding in bindings]
     return [
         store.entry(binding.entry.name, expired=True) if bound else None
         for binding, bound in zip(bindings, there, strict=True)
     ]
 
 
-def _bind(store: Store, txn: Write, binding: Binding) -> bool:
-    entry, source, link, mode, was = binding
+def _bind_link(store: Store, txn: Write, binding: Binding) -> bool:
+    entry, source, link, mode, former_target = binding
     before = store.entry(entry.name, expired=True)
-    noted = source | {"link": link, "mode": mode}
+    recorded = source | {"link": link, "mode": mode}
     if before is not None and before.pinned and (target_of(before) is None or was_pinned(before)):
-        noted["pinned"] = True
-    if was is not None:
-        noted["was"] = was
+        recorded["pinned"] = True
+    if former_target is not None:
+        recorded["was"] = former_target
     modified = source["mtime_ns"] / 1e9 if source["mtime_ns"] is not None else time.time()
-    return _point(txn, entry, entry.metadata | {"source": noted}, modified, pinned=True)
+    return _set_entry(txn, entry, entry.metadata | {"source": recorded}, modified, pinned=True)
 
 
-def unbind(store: Store, entries: Iterable[Entry]) -> None:
+def unbind_links(store: Store, entries: Iterable[Entry]) -> None:
     """Remove the records of links that are gone. Entries stay pinned only if the user pinned them."""
     with store.index.write() as txn:
         for entry in entries:
-            source = {key: value for key, value in entry.metadata["source"].items() if key not in _OWN}
-            _point(txn, entry, entry.metadata | {"source": source}, entry.created, pinned=was_pinned(entry))
+            source = {key: value for key, value in entry.metadata["source"].items() if key not in _OWN_KEYS}
+            _set_entry(
+                txn, entry, entry.metadata | {"source": source}, entry.created, pinned=was_pinned(entry)
+            )
 
 
 def was_pinned(entry: Entry) -> bool:
@@ -87,20 +88,20 @@ def was_pinned(entry: Entry) -> bool:
     return bool(entry.metadata["source"].get("pinned"))
 
 
-def _point(txn: Write, entry: Entry, metadata: dict[str, Any], created: float, *, pinned: bool) -> bool:
+def _set_entry(txn: Write, entry: Entry, metadata: dict[str, Any], created: float, *, pinned: bool) -> bool:
     text = json.dumps(metadata, sort_keys=True, ensure_ascii=False)
-    pointing = Pointing(entry.name, entry.serializer, text, None if pinned else entry.expires, pinned)
+    spec = EntrySpec(entry.name, entry.serializer, text, None if pinned else entry.expires, pinned)
     blob = txn.blob(bytes.fromhex(entry.digest))
     if blob is None or blob.pack == LOST:
         return False
     # Delete the entry first: re-pointing a name would keep its pin, and its mtime if the bytes are the same.
     txn.delete_entry(entry.name)
-    txn.set_entry(pointing, blob, created, added=False)
+    txn.set_entry(spec, blob, created, added=False)
     txn.touch(entry.name, time.time())
     return True
 
 
-def bound(store: Store, prefix: str, name: str, link: str) -> Entry | None:
+def find_bound(store: Store, prefix: str, name: str, link: str) -> Entry | None:
     """The entry that a link stands for, or None if a watcher did not make the link.
 
     Args:
@@ -123,9 +124,9 @@ def bound(store: Store, prefix: str, name: str, link: str) -> Entry | None:
     return None
 
 
-def through(store: Store, prefix: str, targets: Container[str]) -> Iterator[str]:
+def copied_links(store: Store, prefix: str, targets: Container[str]) -> Iterator[str]:
     """Paths of links inside a folder whose entries are copies of a file among ``targets``."""
-    for entry in noted(store.index, "through", prefix):
+    for entry in store.entries_with_key("through", prefix):
         source = entry.metadata.get("source")
         if isinstance(source, dict) and "through" in source and source.get("path") in targets:
             yield source["through"]
@@ -134,4 +135,4 @@ def through(store: Store, prefix: str, targets: Container[str]) -> Iterator[str]
 def copy(store: Store, entry: Entry, name: str, source: dict[str, Any]) -> None:
     """Name the bytes of a linked entry once more, for a second link in the folder that leads to the first."""
     with store.index.write() as txn:
-        _point(txn, entry._replace(name=name), {"source": source}, entry.created, pinned=False)
+        _set_entry(txn, entry._replace(name=name), {"source": source}, entry.created, pinned=False)

@@ -31,14 +31,14 @@ from castore.records import LOOSE, LOST, Entry, Mount
 from castore.system.temporary import is_running, pid_namespace, process_started
 from castore.watch import entry_sources, link_registry
 from castore.watch.file_lease import (
-    BusyError,
+    FileBusyError,
     NoLeaseError,
     Snapshot,
-    is_wanted,
+    is_same,
+    is_writer_waiting,
     lease,
-    same,
 )
-from castore.watch.folder import PART, SWAP, Folder
+from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, WatchedFolder
 
 #: Seconds for which a mount may go on showing the old bytes of a name.
 _MOUNT_SECONDS = 5.0
@@ -65,10 +65,10 @@ def replace(
         mount: the links lead into it.
         files: snapshots of the files, and their entries; the caller closes the snapshots.
         check: called with the bytes of each piece that is read back. Its exceptions end everything.
-        done: called for each file with None, or with the reason why it stays: `BusyError` (it was touched),
+        done: called for each file with None, or with the reason why it stays: `FileBusyError`,
             `KeptError` (it cannot be replaced), or another error.
     """
-    ready = deque(_bind(store, mount, [pair for pair in files if _is_free(pair, done)], done))
+    ready = deque(_bind(store, mount, [pair for pair in files if _is_replaceable(pair, done)], done))
     synced: set[Path] = set()
     stay: list[Entry] = []
     try:
@@ -82,21 +82,21 @@ def replace(
             done(file, entry, error)
     finally:
         if stay or ready:
-            link_registry.unbind(store, stay + [entry for _, entry in ready])
+            link_registry.unbind_links(store, stay + [entry for _, entry in ready])
 
 
 def _bind(store: Store, mount: Mount, files: list[Pair], done: Done) -> list[Pair]:
     bindings = []
     for file, entry in files:
-        source = entry_sources.own(file.path, file.status)
+        source = entry_sources.source_of(file.path, file.status)
         assert source is not None, "an entry's name is UTF-8, and so is its file's"
         bindings.append(
             link_registry.Binding(entry, source, mount.path(entry.name), stat.S_IMODE(file.status.st_mode))
         )
     bound = []
-    for (file, entry), linked in zip(files, link_registry.bind(store, bindings), strict=True):
+    for (file, entry), linked in zip(files, link_registry.bind_links(store, bindings), strict=True):
         if linked is None:
-            done(file, entry, BusyError(file.path))  # gc removed it before it was pinned: put it again
+            done(file, entry, FileBusyError(file.path))  # gc removed it before it was pinned: put it again
         else:
             bound.append((file, linked))
     return bound
@@ -115,41 +115,43 @@ def _replace_one(
         _sync(store, entry, synced)
         _verify(link, entry, check)
         _swap(file, link)
-    except (BusyError, CastoreError, OSError) as error:
+    except (FileBusyError, CastoreError, OSError) as error:
         return error
     return None
 
 
-def _is_free(pair: Pair, done: Done) -> bool:
+def _is_replaceable(pair: Pair, done: Done) -> bool:
     try:
-        _refuse(pair[0])
-    except (BusyError, KeptError) as error:
+        _require_replaceable(pair[0])
+    except (FileBusyError, KeptError) as error:
         done(*pair, error)
         return False
     return True
 
 
-def _refuse(file: Snapshot) -> None:
+def _require_replaceable(file: Snapshot) -> None:
     if file.status.st_nlink > 1:
         raise KeptError("it has other hard links, which would go on taking its space")
     try:
         with lease(file.fd):
             pass
     except NoLeaseError as error:
-        raise KeptError(f"nobody can tell here whether it is being written (no leases: {error})") from error
+        raise KeptError(
+            f"without leases castore cannot tell whether it is being written ({error})"
+        ) from error
 
 
 def _sync(store: Store, entry: Entry, synced: set[Path]) -> None:
     """Sync the object to the disk: another process may have put it. The index is durable already."""
     blob = store.blob(entry.digest)
     if blob is None or blob.pack == LOST:
-        raise BusyError(entry.name)
+        raise FileBusyError(entry.name)
     path = Path(store.path_of(blob))
     for one in {path, path.parent} - synced:
         try:
             fd = os.open(one, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
-            raise BusyError(entry.name) from error  # it was moved to another pack just now
+            raise FileBusyError(entry.name) from error  # it was moved to another pack just now
         try:
             os.fsync(fd)
         finally:
@@ -182,7 +184,7 @@ def _digest(path: str, check: Callable[[int], object]) -> str:
 
 
 def _swap(file: Snapshot, link: str) -> None:
-    temporary = temporary_beside(file.path, SWAP)
+    temporary = temporary_beside(file.path, SWAP_PREFIX)
     os.symlink(link, temporary)
     try:
         # Tools read the mtime of the link or of its target: both are the file's.
@@ -196,13 +198,13 @@ def _swap(file: Snapshot, link: str) -> None:
             # the lookup and the open, for longer than these lines take. That process writes to an unlinked
             # file, as it would had `rm` been a moment faster.
             with lease(file.fd):
-                if not same(os.lstat(temporary), file.status) or is_wanted(file.fd):
-                    raise BusyError(file.path)
+                if not is_same(os.lstat(temporary), file.status) or is_writer_waiting(file.fd):
+                    raise FileBusyError(file.path)
         except BaseException:
             exchange(temporary, file.path)
             raise
     except NoLeaseError as error:
-        raise BusyError(file.path) from error
+        raise FileBusyError(file.path) from error
     finally:
         # Unlinks the link that was not needed, or the file whose bytes are in the store.
         with suppress(FileNotFoundError):
@@ -223,7 +225,7 @@ def exchange(one: str, other: str) -> None:
         return
     error = errno.ENOSYS if call is None else ctypes.get_errno()
     if error == errno.ENOENT:
-        raise BusyError(other)
+        raise FileBusyError(other)
     if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         raise KeptError("this file system cannot exchange two files in one step")
     raise OSError(error, os.strerror(error), other)
@@ -235,7 +237,7 @@ def relink(path: str, old: str, new: str) -> None:
     Raises:
         BusyError: the path is no longer that link.
     """
-    temporary = temporary_beside(path, SWAP)
+    temporary = temporary_beside(path, SWAP_PREFIX)
     before = os.lstat(path)
     os.symlink(new, temporary)
     try:
@@ -243,7 +245,7 @@ def relink(path: str, old: str, new: str) -> None:
         exchange(temporary, path)
         if not os.path.islink(temporary) or os.readlink(temporary) != old:
             exchange(temporary, path)
-            raise BusyError(path)
+            raise FileBusyError(path)
     finally:
         os.unlink(temporary)
 
@@ -251,15 +253,15 @@ def relink(path: str, old: str, new: str) -> None:
 def temporary_beside(path: str, kind: str) -> str:
     """A temporary name in the same folder; it has the process's identity and a mark of the file's name."""
     folder, name = os.path.split(path)
-    who = f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}"
-    return os.path.join(folder, f"{kind}{who}-{_mark(name)}")
+    process = f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}"
+    return os.path.join(folder, f"{kind}{process}-{_mark(name)}")
 
 
 def _mark(name: str) -> str:
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
 
 
-def clean(store: Store, folder: Folder, leftover: str) -> None:
+def clean(store: Store, folder: WatchedFolder, leftover: str) -> None:
     """Clean up a temporary file of a killed process. Leaves files of live processes alone.
 
     A process killed right after the exchange left the file under the temporary name, and the link under the
@@ -267,10 +269,10 @@ def clean(store: Store, folder: Folder, leftover: str) -> None:
     are exchanged back.
     """
     place, name = os.path.split(leftover)
-    namespace, pid, started, mark = name.removeprefix(SWAP).removeprefix(PART).split("-")
+    namespace, pid, started, mark = name.removeprefix(SWAP_PREFIX).removeprefix(PART_PREFIX).split("-")
     if int(namespace) == pid_namespace() and is_running(int(pid), int(started)):
         return
-    if not name.startswith(PART) and not os.path.islink(leftover):
+    if not name.startswith(PART_PREFIX) and not os.path.islink(leftover):
         digest = entry_sources.digest_of(leftover)
         owner = next((one for one in os.listdir(place) if _mark(one) == mark), None)
         if owner is not None and not _is_kept(store, folder.name(os.path.join(place, owner)), digest):

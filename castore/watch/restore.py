@@ -16,13 +16,13 @@ from castore.errors import CastoreError, FullError
 from castore.records import Entry
 from castore.system.temporary import give_to_owner
 from castore.watch import link_registry, replace
-from castore.watch.file_lease import BusyError
-from castore.watch.folder import PART, Folder
+from castore.watch.file_lease import FileBusyError
+from castore.watch.folder import PART_PREFIX, WatchedFolder
 from castore.watch.reports import Event, reason_of
 
 
 def restore_all(
-    store: Store, folder: Folder, report: Callable[[Event], object], progress: Callable[[int], object]
+    store: Store, folder: WatchedFolder, report: Callable[[Event], object], progress: Callable[[int], object]
 ) -> None:
     """Put the files of a folder back in the place of their links. No watcher should run meanwhile."""
 
@@ -30,7 +30,7 @@ def restore_all(
         report(Event("failed", str(error.filename), reason=reason_of(error)))
 
     def leftover(path: str) -> None:
-        with suppress(BusyError, ValueError):
+        with suppress(FileBusyError, ValueError):
             replace.clean(store, folder, path)
 
     for path in folder.files(folder.root, skip, leftover):
@@ -38,14 +38,14 @@ def restore_all(
             continue
         name = folder.name(path)
         try:
-            entry = link_registry.bound(store, folder.prefix, name, os.readlink(path))
+            entry = link_registry.find_bound(store, folder.prefix, name, os.readlink(path))
             if entry is None:
                 continue
             restore(store, path, entry, progress)
         except FullError:
             raise
-        except BusyError:
-            report(Event("failed", path, name, reason="it changed meanwhile"))
+        except FileBusyError:
+            report(Event("failed", path, name, reason="it changed while it was restored"))
         except (CastoreError, OSError) as error:
             report(Event("failed", path, name, reason=reason_of(error)))
         else:
@@ -66,7 +66,7 @@ def restore(store: Store, path: str, entry: Entry, check: Callable[[int], object
     """
     link = os.readlink(path)
     source = entry.metadata["source"]
-    temporary = replace.temporary_beside(path, PART)
+    temporary = replace.temporary_beside(path, PART_PREFIX)
     try:
         _write(store, entry, temporary, check)
         os.chmod(temporary, source["mode"])
@@ -75,14 +75,14 @@ def restore(store: Store, path: str, entry: Entry, check: Callable[[int], object
         replace.exchange(temporary, path)
         if not os.path.islink(temporary) or os.readlink(temporary) != link:
             replace.exchange(temporary, path)
-            raise BusyError(path)
+            raise FileBusyError(path)
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
     if (
         entry.metadata["source"]["path"] == path
     ):  # else the link was renamed, and its old name may have one again
-        link_registry.unbind(store, [entry])
+        link_registry.unbind_links(store, [entry])
 
 
 def _write(store: Store, entry: Entry, path: str, check: Callable[[int], object]) -> None:

@@ -16,9 +16,9 @@ from contextlib import ExitStack, suppress
 
 from castore.errors import CastoreError, FullError, NameConflictError, StoreError
 from castore.records import Entry, Mount
-from castore.watch import entry_sources, link_registry, replace
-from castore.watch.add import Added, Adder, is_current
-from castore.watch.file_lease import BusyError, Snapshot
+from castore.watch import link_registry, replace
+from castore.watch.adder import Added, Adder, is_current
+from castore.watch.file_lease import FileBusyError, Snapshot
 from castore.watch.find_mount import NoMountError, answers, find_mount
 from castore.watch.reports import Event, reason_of
 from castore.watch.task import Task
@@ -52,12 +52,12 @@ class Stop:
         return self._set
 
 
-class Looker:
+class Scanner:
     """Scans paths of one folder.
 
     Args:
         task: the folder and the options.
-        later: called with a path that has to be scanned again, and the seconds until then.
+        schedule: called with a path that has to be scanned again, and the seconds until then.
         stop: once it is set, the running method raises `Stopped`.
 
     Attributes:
@@ -68,61 +68,61 @@ class Looker:
         NoMountError: files are to be replaced, and there is no live mount that shows the names.
     """
 
-    def __init__(self, task: Task, later: Callable[[str, float], object], stop: Stop) -> None:
+    def __init__(self, task: Task, schedule: Callable[[str, float], object], stop: Stop) -> None:
         self._store, self._folder, self._options, self._report, self._progress = task
-        self._later = later
+        self._schedule = schedule
         self._stop = stop
-        self._seen = 0
+        self._progressed = 0
         self._conflicts: list[str] | None = []
         self._to_replace: list[tuple[str, Entry]] = []
         self.touched: set[str] = set()
         self.waits_for_mount = False
         replaces = self._options.replace
         self._mount: Mount | None = find_mount(self._store, self._folder.prefix) if replaces else None
-        self._adder = Adder(self._store, self._options.codec, self._added, self._failed, self._piece)
+        self._adder = Adder(self._store, self._options.codec, self._on_added, self._on_failed, self._on_piece)
 
     @property
     def _busy_seconds(self) -> float:
         return max(self._options.settle, _BUSY_SECONDS)
 
-    def look_below(self, folder: str) -> None:
+    def scan_folder(self, folder: str) -> None:
         """Scan every file below a folder."""
 
         def skip(error: OSError) -> None:
-            self._failed(str(error.filename), error)
+            self._on_failed(str(error.filename), error)
 
         def leftover(path: str) -> None:
-            with suppress(BusyError, ValueError):  # ValueError: not one of this package's names
+            with suppress(FileBusyError, ValueError):  # ValueError: not one of this package's names
                 replace.clean(self._store, self._folder, path)
 
         for path in self._folder.files(folder, skip, leftover):
-            self.look(path)
+            self.scan(path)
         self.flush()
 
-    def look(self, path: str) -> None:
+    def scan(self, path: str) -> None:
         """Scan a path: bring the entry of a file or a link up to date. The next `flush` names the entry."""
         if self._stop.is_set():
             raise Stopped
-        self._seen = 0
+        self._progressed = 0
         try:
             found = os.lstat(path)
             if stat.S_ISLNK(found.st_mode):
-                self._look_at_link(path)
+                self._scan_link(path)
             elif stat.S_ISREG(found.st_mode):
-                self._look_at_file(path, found)
-            self._progress(max(0, found.st_size - self._seen))
+                self._scan_file(path, found)
+            self._progress(max(0, found.st_size - self._progressed))
         except (FullError, StoreError):
             raise
-        except (CastoreError, OSError, BusyError) as error:
+        except (CastoreError, OSError, FileBusyError) as error:
             if _is_gone(path):
-                self._later(path, 0)  # removed during the scan
+                self._schedule(path, 0)  # removed during the scan
             else:
-                self._failed(path, error)
+                self._on_failed(path, error)
 
-    def _look_at_file(self, path: str, found: os.stat_result) -> None:
+    def _scan_file(self, path: str, found: os.stat_result) -> None:
         name = self._folder.name(path)
         entry = self._store.entry(name)
-        if self._settles(path, found):
+        if self._is_unsettled(path, found):
             return
         if not is_current(self._store, entry, path, found.st_size, found.st_mtime_ns):
             self._adder.add(name, path, entry)
@@ -130,37 +130,41 @@ class Looker:
             assert entry is not None, "what is current has an entry"
             self._replace_soon(path, entry)
         elif entry is not None and link_registry.target_of(entry) is not None:
-            link_registry.unbind(self._store, [entry])  # a tool has replaced the link by a file
+            link_registry.unbind_links(self._store, [entry])  # a tool has replaced the link by a file
 
-    def _settles(self, path: str, found: os.stat_result) -> bool:
+    def _is_unsettled(self, path: str, found: os.stat_result) -> bool:
         """Whether a file was changed a moment ago; if so, it is scheduled for a later scan."""
         # The ctime counts too: a tool may set permissions after a rename, and is not done before that.
-        quiet = time.time() - max(found.st_mtime, found.st_ctime)
-        if not 0 <= quiet < self._options.settle:
+        unchanged_for = time.time() - max(found.st_mtime, found.st_ctime)
+        if not 0 <= unchanged_for < self._options.settle:
             return False
-        self._later(path, self._options.settle - quiet)
+        self._schedule(path, self._options.settle - unchanged_for)
         return True
 
-    def _look_at_link(self, path: str) -> None:
+    def _scan_link(self, path: str) -> None:
         name, link = self._folder.name(path), os.readlink(path)
-        entry = link_registry.bound(self._store, self._folder.prefix, name, link)
+        entry = link_registry.find_bound(self._store, self._folder.prefix, name, link)
         if entry is not None:
-            self._look_at_ours(path, name, link, entry)
+            self._scan_own_link(path, name, link, entry)
             return
         target = os.path.realpath(path)
         if not self._folder.has(target):
-            self._look_at_copy(path, name, link)
+            self._scan_copied_link(path, name, link)
             return
         try:
             found = os.stat(target)
         except OSError:
             return  # the target is missing, or the link is part of a loop
-        if self._folder.counts(target) and stat.S_ISREG(found.st_mode) and not self._settles(path, found):
+        if (
+            self._folder.is_relevant(target)
+            and stat.S_ISREG(found.st_mode)
+            and not self._is_unsettled(path, found)
+        ):
             before = self._store.entry(name)
             if not is_current(self._store, before, target, found.st_size, found.st_mtime_ns):
                 self._adder.add(name, target, before, through=path)
 
-    def _look_at_copy(self, path: str, name: str, link: str) -> None:
+    def _scan_copied_link(self, path: str, name: str, link: str) -> None:
         """Scan a link that leads to another link in the folder, which leads into a mount.
 
         Any other link that leads outside the folder is ignored.
@@ -169,7 +173,7 @@ class Looker:
         target = os.path.join(os.path.realpath(folder), last)
         if not self._folder.has(target) or not os.path.islink(target):
             return  # files outside the folder are not added
-        entry = link_registry.bound(
+        entry = link_registry.find_bound(
             self._store, self._folder.prefix, self._folder.name(target), os.readlink(target)
         )
         before = self._store.entry(name)
@@ -183,7 +187,7 @@ class Looker:
             link_registry.copy(self._store, entry, name, source)
             self._report(Event("added" if before is None else "changed", path, name, entry.size))
 
-    def _look_at_ours(self, path: str, name: str, link: str, entry: Entry) -> None:
+    def _scan_own_link(self, path: str, name: str, link: str, entry: Entry) -> None:
         """Scan a link that stands for a file: its own entry must be pinned, and its target must be right."""
         # If no mount answers, the target is the same place in the mount that the link led into.
         wanted = link.removesuffix(self._folder.below(entry.name)) + self._folder.below(name)
@@ -196,8 +200,8 @@ class Looker:
         # Record both targets before the link is redirected: after a kill in between, the record still matches
         # the link.
         mode = entry.metadata["source"]["mode"]
-        binding = link_registry.Binding(entry._replace(name=name), source, wanted, mode, was=link)
-        if link_registry.bind(self._store, [binding]) == [None]:
+        binding = link_registry.Binding(entry._replace(name=name), source, wanted, mode, former_target=link)
+        if link_registry.bind_links(self._store, [binding]) == [None]:
             raise CastoreError(
                 f"the bytes of {entry.name!r} are not in the store any more; the link leads to nothing"
             )
@@ -210,7 +214,7 @@ class Looker:
         self._adder.flush()
         self._replace()
 
-    def look_for_gone(self, entries: Iterable[Entry]) -> None:
+    def scan_missing(self, entries: Iterable[Entry]) -> None:
         """Drop entries whose file is gone, with ``mirror``; without it, unpin those that had a link."""
         for entry in entries:
             if self._stop.is_set():
@@ -219,17 +223,17 @@ class Looker:
             if not isinstance(source, dict) or not self._folder.has(str(source.get("path"))):
                 continue
             path = str(source.get("through", source["path"]))
-            if not _is_gone(path) or not self._folder.is_there():
+            if not _is_gone(path) or not self._folder.exists():
                 continue
             self.touched.add(path)
             if self._options.mirror:
-                if entry_sources.drop(self._store, entry):
+                if self._store.delete_unchanged(entry):
                     self._report(Event("dropped", path, entry.name, entry.size))
             elif link_registry.target_of(entry) is not None:
-                link_registry.unbind(self._store, [entry])
+                link_registry.unbind_links(self._store, [entry])
                 self._report(Event("unpinned", path, entry.name, entry.size))
 
-    def _added(self, added: Added) -> None:
+    def _on_added(self, added: Added) -> None:
         path, entry, before = added
         if before is None or before.digest != entry.digest:
             self._report(Event("added" if before is None else "changed", path, entry.name, entry.size))
@@ -260,22 +264,22 @@ class Looker:
             for path, entry in wanted:
                 try:
                     file = opened.enter_context(Snapshot(path))
-                except (BusyError, OSError) as error:
-                    self._failed(path, error)
+                except (FileBusyError, OSError) as error:
+                    self._on_failed(path, error)
                     continue
                 if is_current(self._store, entry, path, file.status.st_size, file.status.st_mtime_ns):
                     files.append((file, entry))
                 else:
-                    self._later(path, self._busy_seconds)
-            replace.replace(self._store, mount, files, self._check, self._replaced)
+                    self._schedule(path, self._busy_seconds)
+            replace.replace(self._store, mount, files, self._check_stop, self._on_replaced)
 
-    def _replaced(self, file: Snapshot, entry: Entry, error: Exception | None) -> None:
+    def _on_replaced(self, file: Snapshot, entry: Entry, error: Exception | None) -> None:
         if error is None:
             self._report(Event("replaced", file.path, entry.name, entry.size))
         elif isinstance(error, replace.KeptError):
             self._report(Event("kept", file.path, entry.name, entry.size, str(error)))
         else:
-            self._failed(file.path, error)
+            self._on_failed(file.path, error)
 
     def live_mount(self) -> Mount | None:
         """The mount that links lead into; None while there is none, which is reported once."""
@@ -290,33 +294,33 @@ class Looker:
         self.waits_for_mount = False
         return self._mount
 
-    def settle_conflicts(self) -> None:
+    def rescan_conflicts(self) -> None:
         """Scan files with a name conflict again: the file or folder in conflict may be gone by now."""
         conflicts, self._conflicts = self._conflicts or [], None
         for path in conflicts:
             name = self._folder.name(path)
             above = (self._store.entry(name[:end]) for end, letter in enumerate(name) if letter == "/")
-            self.look_for_gone(entry for entry in above if entry is not None)
-            self.look_for_gone(self._store.entries(name))
-            self.look(path)
+            self.scan_missing(entry for entry in above if entry is not None)
+            self.scan_missing(self._store.entries(name))
+            self.scan(path)
         self.flush()
         self._conflicts = []
 
-    def _failed(self, path: str, error: Exception) -> None:
-        if isinstance(error, BusyError):
-            self._later(path, self._busy_seconds)
+    def _on_failed(self, path: str, error: Exception) -> None:
+        if isinstance(error, FileBusyError):
+            self._schedule(path, self._busy_seconds)
         elif isinstance(error, NameConflictError) and self._options.mirror and self._conflicts is not None:
             self._conflicts.append(path)
         else:
             self._report(Event("failed", path, reason=reason_of(error)))
 
-    def _check(self, size: int) -> None:
+    def _check_stop(self, size: int) -> None:
         if self._stop.is_set():
             raise Stopped
 
-    def _piece(self, size: int) -> None:
-        self._check(size)
-        self._seen += size
+    def _on_piece(self, size: int) -> None:
+        self._check_stop(size)
+        self._progressed += size
         self._progress(size)
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from castore import Store
-from castore.watch.folder import Folder
+from castore.watch.folder import WatchedFolder
 from castore.watch.reports import Event
 
 
-class Options(NamedTuple):
+class WatchOptions(NamedTuple):
     """Options of a watcher beside adding.
 
     Attributes:
@@ -38,7 +38,7 @@ class Task(NamedTuple):
     """
 
     store: Store
-    folder: Folder
-    options: Options
+    folder: WatchedFolder
+    options: WatchOptions
     report: Callable[[Event], object]
     progress: Callable[[int], object] = lambda size: None

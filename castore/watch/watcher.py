@@ -18,17 +18,19 @@ from collections.abc import Callable, Iterator
 from castore.errors import FullError, StoreError
 from castore.records import Entry
 from castore.watch import entry_sources, link_registry
-from castore.watch.dangling_links import Lookout
-from castore.watch.events import Events, WatchError
+from castore.watch.dangling_links import LinkMonitor
+from castore.watch.events import EventQueue, WatchError
 from castore.watch.find_mount import NoMountError
 from castore.watch.reports import Event
-from castore.watch.scanner import Looker, Stop, Stopped
+from castore.watch.scanner import Scanner, Stop, Stopped
 from castore.watch.task import Task
 
 #: Seconds between checks for paths that are due.
 _TICK = 0.1
 #: Seconds until the next full scan after the store was full.
 _RETRY = 60.0
+#: Seconds that writing usage counts may take between two checks.
+_FLUSH_SECONDS = 0.03
 #: Seconds between searches for a mount while there is none.
 _MOUNT_SECONDS = 5.0
 #: Seconds between full scans in any case: events get lost, and writes on another machine cause none.
@@ -45,18 +47,18 @@ class Watcher:
     def __init__(self, task: Task) -> None:
         self._store, self._folder, self._options, self._report, _ = task
         self._stop = Stop()
-        self._lookout = Lookout(self._store, self._folder.prefix, self._report)
-        task = task._replace(report=self._tell)
-        self._events = Events(self._folder.root, self._options.settle, self._folder.counts)
+        self._link_monitor = LinkMonitor(self._store, self._folder.prefix, self._report)
+        task = task._replace(report=self._handle_event)
+        self._events = EventQueue(self._folder.root, self._options.settle, self._folder.is_relevant)
         try:
-            self._looker = Looker(task, self._events.put, self._stop)
+            self._scanner = Scanner(task, self._events.put, self._stop)
         except NoMountError:
-            self._lookout.look()  # reports the links that lead to nothing
+            self._link_monitor.check_all()  # reports the links that lead to nothing
             raise
         self._rescan_at = self._mount_at = 0.0
 
-    def _tell(self, event: Event) -> None:
-        self._lookout.note(event)
+    def _handle_event(self, event: Event) -> None:
+        self._link_monitor.take_event(event)
         self._report(event)
 
     def stop(self) -> None:
@@ -75,39 +77,39 @@ class Watcher:
         self._events.start()
         try:
             self._refuse_empty()
-            self._look_at_everything()
+            self._scan_all()
             caught_up()
             self._report(Event("ready"))
             while not self._stop.is_set():
                 time.sleep(_TICK)
-                self._turn()
+                self._poll()
         except Stopped:
             pass
         finally:
             self._events.stop()
 
-    def _turn(self) -> None:
+    def _poll(self) -> None:
         now = time.monotonic()
-        if not self._folder.is_there():
+        if not self._folder.exists():
             raise WatchError(f"{self._folder.root} is gone; nothing was dropped")
-        if self._events.lost:
-            self._report(Event("rescan", reason="too much happened at once"))
-            self._look_at_everything()
+        if self._events.overflowed:
+            self._report(Event("rescan", reason="the queue of events overflowed"))
+            self._scan_all()
             # One more scan later: watchdog adds its watches again, and misses events meanwhile.
             self._rescan_at = time.monotonic() + _RETRY
         elif now >= self._rescan_at:
-            self._look_at_everything()
-        elif self._looker.waits_for_mount and now >= self._mount_at:
+            self._scan_all()
+        elif self._scanner.waits_for_mount and now >= self._mount_at:
             self._mount_at = now + _MOUNT_SECONDS
-            if self._looker.live_mount() is not None:
-                self._look_at_everything()
+            if self._scanner.live_mount() is not None:
+                self._scan_all()
         elif due := self._events.take():
-            self._look_at(due)
-        self._lookout.look_if_due()
-        self._store.parts.usage.flush_if_due()
+            self._scan_paths(due)
+        self._link_monitor.check_if_due()
+        self._store.flush(seconds=_FLUSH_SECONDS)
 
     def _refuse_empty(self) -> None:
-        known = next(self._known(), None) if self._options.mirror else None
+        known = next(self._own_entries(), None) if self._options.mirror else None
         files = self._folder.files(self._folder.root, lambda error: None, lambda path: None)
         if known is not None and next(files, None) is None:
             raise WatchError(
@@ -117,45 +119,47 @@ class Watcher:
                 f" castore rm -r {shlex.quote(self._folder.prefix or known.name)}"
             )
 
-    def _look_at_everything(self) -> None:
-        self._events.forget()
+    def _scan_all(self) -> None:
+        self._events.clear()
         self._rescan_at = time.monotonic() + _RESCAN
-        self._guarded(self._looker.look_below, self._folder.root)
-        self._guarded(self._looker.look_for_gone, self._known())
-        self._guarded(self._looker.settle_conflicts)
-        self._looker.touched.clear()
+        self._report_store_errors(self._scanner.scan_folder, self._folder.root)
+        self._report_store_errors(self._scanner.scan_missing, self._own_entries())
+        self._report_store_errors(self._scanner.rescan_conflicts)
+        self._scanner.touched.clear()
         self._drop_stale(self._folder.has)
-        self._lookout.look()
+        self._link_monitor.check_all()
 
-    def _known(self) -> Iterator[Entry]:
+    def _own_entries(self) -> Iterator[Entry]:
         """Entries that were made from files of this folder."""
         return (
             entry
             for entry in self._store.entries(self._folder.prefix)
-            if any(self._folder.has(source["path"]) for source in entry_sources.of(entry)[:1])
+            if any(self._folder.has(source["path"]) for source in entry_sources.sources_of(entry)[:1])
         )
 
-    def _look_at(self, paths: list[str]) -> None:
+    def _scan_paths(self, paths: list[str]) -> None:
         gone = []
         for path in paths:
             try:
                 is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
             except OSError:
-                gone.append(path)  # or not readable: `look_for_gone` tells them apart
+                gone.append(path)  # or not readable: `scan_missing` tells them apart
                 continue
-            self._guarded(self._looker.look_below if is_folder else self._looker.look, path)
-        self._guarded(self._looker.flush)
+            self._report_store_errors(self._scanner.scan_folder if is_folder else self._scanner.scan, path)
+        self._report_store_errors(self._scanner.flush)
         for path in gone:
-            self._guarded(self._looker.look_for_gone, self._store.entries(self._folder.name(path)))
-        self._guarded(self._looker.settle_conflicts)
-        touched = self._looker.touched.copy()
-        self._looker.touched.clear()
+            self._report_store_errors(
+                self._scanner.scan_missing, self._store.entries(self._folder.name(path))
+            )
+        self._report_store_errors(self._scanner.rescan_conflicts)
+        touched = self._scanner.touched.copy()
+        self._scanner.touched.clear()
         if touched:
-            for link in link_registry.through(self._store, self._folder.prefix, touched):
+            for link in link_registry.copied_links(self._store, self._folder.prefix, touched):
                 self._events.put(link, 0)
             self._drop_stale(touched.__contains__)
 
-    def _guarded(self, work: Callable[..., object], *arguments: object) -> None:
+    def _report_store_errors(self, work: Callable[..., object], *arguments: object) -> None:
         """Call ``work``. An error of the store itself is reported, and a full scan follows later."""
         try:
             work(*arguments)

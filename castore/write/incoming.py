@@ -18,22 +18,22 @@ from typing import NoReturn, Protocol
 
 import blake3
 
-from castore.errors import InvalidValueError, SerializationError, naming
+from castore.errors import InvalidValueError, SerializationError, add_filename
 from castore.objects.codecs import FRAME_SIZE, Buffer
 from castore.objects.directory import ObjectDirectory
 from castore.objects.encode import FrameEncoder, choose_codec
 from castore.records import LOOSE, Blob, Entry
-from castore.write.staging import Large, Staged
+from castore.write.staging import LargeBlob, Staged
 
 #: A blob that is no longer than this is put whole. Of one that is longer, ``auto`` is settled from so much of
 #: it.
-HEAD_BYTES = 32 * FRAME_SIZE
+BUFFERED_BYTES = 32 * FRAME_SIZE
 
 
 def write_all(fd: int, data: Buffer, path: Path) -> None:
     """Write all of ``data``; an error names the file."""
     view = memoryview(data)
-    with naming(path):
+    with add_filename(path):
         while view:
             view = view[os.write(fd, view) :]
 
@@ -41,7 +41,7 @@ def write_all(fd: int, data: Buffer, path: Path) -> None:
 class StageWhole(Protocol):
     """Stages a blob that is held in memory."""
 
-    def __call__(self, data: Buffer, codec: str, level: int | None, *, known: bool) -> Staged:
+    def __call__(self, data: Buffer, codec: str, level: int | None, *, reuse: bool) -> Staged:
         """See `BlobWriter.stage`."""
         ...
 
@@ -72,16 +72,16 @@ class IncomingBlob:
 
     def add(self, data: Buffer) -> None:
         """Take some more bytes. The caller may change the buffer afterwards."""
-        self._see_own()
+        self._require_own_process()
         self._buffer += data
         self.size += len(data)
         if self._encoder is not None:
             self._hash.update(data)
             self._encode_frames(self._encoder)
-        elif self.size > HEAD_BYTES:
-            self._begin()
+        elif self.size > BUFFERED_BYTES:
+            self._begin_encoding()
 
-    def _begin(self) -> None:
+    def _begin_encoding(self) -> None:
         head = memoryview(self._buffer)
         used = choose_codec(self._codec, len(head), lambda at, length: head[at : at + length])
         self._hash.update(head)
@@ -102,41 +102,41 @@ class IncomingBlob:
         for start in range(0, whole, FRAME_SIZE):
             encoder.add(view[start : start + FRAME_SIZE])
 
-    def stage(self, known: bool) -> Staged:
-        """All bytes, ready to be placed. Called again, with ``known=False``, for a blob that was seen to
+    def stage(self, reuse: bool) -> Staged:
+        """All bytes, ready to be placed. Called again, with ``reuse=False``, for a blob that was seen to
         vanish.
         """
-        self._see_own()
+        self._require_own_process()
         if self._encoder is None:
-            return self._stage_whole(bytes(self._buffer), self._codec, self._level, known=known)
+            return self._stage_whole(bytes(self._buffer), self._codec, self._level, reuse=reuse)
         if self._buffer:
             self._encoder.add(bytes(self._buffer))
         encoded = self._encoder.finish(self.size)
         self._objects.loose.seal(self._fd, durable=self._objects.durable)
-        self._let_go()
+        self._close_file()
         temporary, self._temporary = self._temporary, None
         assert temporary is not None  # made with the encoder; a blob of this kind is staged once
         blob = Blob(self._hash.digest(), self.size, encoded.stored, self._codec, LOOSE, 0)
-        return Large(self._objects, blob, temporary, encoded.checksums)
+        return LargeBlob(self._objects, blob, temporary, encoded.checksums)
 
-    def _see_own(self) -> None:
+    def _require_own_process(self) -> None:
         if os.getpid() != self._process:
             raise InvalidValueError(
-                f"process {self._process} has begun to write this, and a forked child cannot go on with it;"
-                " begin anew there"
+                f"process {self._process} began to write this file, and a forked child cannot continue it;"
+                " create it again in the child"
             )
 
     def abandon(self) -> None:
-        """Keep nothing. A blob that was staged already belongs to its `Large`."""
+        """Keep nothing. A blob that was staged already belongs to its `LargeBlob`."""
         if self._encoder is not None:
             self._encoder.abandon()
-        self._let_go()
+        self._close_file()
         temporary, self._temporary = self._temporary, None
         # A forked child has a copy of this object: the file is its parent's.
         if temporary is not None and os.getpid() == self._process:
             temporary.unlink(missing_ok=True)
 
-    def _let_go(self) -> None:
+    def _close_file(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -153,14 +153,14 @@ class NewFile(io.BufferedIOBase):
     """
 
     def __init__(
-        self, name: str, blob: IncomingBlob, telling_full: Callable[[], AbstractContextManager[None]]
+        self, name: str, blob: IncomingBlob, explain_full_disk: Callable[[], AbstractContextManager[None]]
     ) -> None:
         super().__init__()
         self.name = name
         self.mode = "wb"
         self.entry: Entry | None = None
         self._blob = blob
-        self._telling_full = telling_full
+        self._explain_full_disk = explain_full_disk
 
     def writable(self) -> bool:
         """True."""
@@ -175,8 +175,8 @@ class NewFile(io.BufferedIOBase):
         on.
         """
         raise io.UnsupportedOperation(
-            f"{self.name!r} is written from its start to its end; write a local file where a library has to"
-            " seek, and put that"
+            f"{self.name!r} cannot seek: it is written from its start to its end;"
+            " where a library has to seek, write a local file and put that"
         )
 
     def write(self, data: Buffer) -> int:  # type: ignore[override]  # typeshed's type of buffers is private
@@ -196,7 +196,7 @@ class NewFile(io.BufferedIOBase):
                 " or wrap the file in io.TextIOWrapper"
             ) from error
         plain = view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
-        with self._telling_full():
+        with self._explain_full_disk():
             self._blob.add(plain)
         return len(plain)
 
@@ -218,7 +218,8 @@ class Creation:
     def __getattr__(self, name: str) -> NoReturn:
         if hasattr(NewFile, name) and not name.startswith("_"):
             raise InvalidValueError(
-                f"Store.create gives a block, not a file: `with store.create({self._file.name!r}) as file:"
+                "Store.create returns a context manager, not a file:"
+                f" use `with store.create({self._file.name!r}) as file:"
                 f" file.{name}(...)`"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

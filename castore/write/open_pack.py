@@ -13,7 +13,7 @@ from castore.index.database import Index
 from castore.index.transaction import Write
 from castore.objects.dictionaries import Dictionary
 from castore.objects.directory import ObjectDirectory
-from castore.objects.packs import PACK_SIZE, PackWriter, record
+from castore.objects.packs import PACK_SIZE, PackWriter, build_record
 from castore.records import HEAD_SIZE, Blob
 from castore.system.forks import reset_after_fork
 
@@ -42,7 +42,7 @@ class OpenPack:
         self._pending: list[bytes] = []
         self._pending_size = 0
         self._seen: tuple[Dictionary, int] | None = None
-        self._look_again = 0.0
+        self._next_check = 0.0
         reset_after_fork(self)
 
     def _after_fork(self) -> None:
@@ -65,7 +65,7 @@ class OpenPack:
         They are written, all at once, before the transaction commits: nobody can read them earlier.
         """
         if self._appending is not txn:
-            self._begin(txn)
+            self._begin_transaction(txn)
         elif self._pack is not None and self._pack.size + self._pending_size > PACK_SIZE:
             self._flush()
             self.close()
@@ -76,33 +76,33 @@ class OpenPack:
         self._pending_size += len(data)
         return self._pack.pack, position
 
-    def take_back(self) -> None:
+    def undo_append(self) -> None:
         """Undo the last `append` of this transaction: the store has its bytes already."""
         self._pending_size -= len(self._pending.pop())
 
-    def _begin(self, txn: Write) -> None:
+    def _begin_transaction(self, txn: Write) -> None:
         # Pending records of an earlier transaction were never committed.
         self._appending, self._pending, self._pending_size = txn, [], 0
         txn.before_commit(self._flush)
         # A transaction that rolled back has returned the id of the pack that it began, and another process
         # may have created its own file under that id. Rows of records appended to our file would refer to the
         # other one.
-        taken_back = self._begun_by is not None and not self._begun_by.committed
+        is_rolled_back = self._begun_by is not None and not self._begun_by.committed
         pack = self._pack
-        if pack is not None and (pack.size > PACK_SIZE or taken_back or not pack.is_whole()):
+        if pack is not None and (pack.size > PACK_SIZE or is_rolled_back or not pack.is_whole()):
             self.close()
 
     def _flush(self) -> None:
         if self._pending:
             if self._pack is None:
                 # Rows of this transaction refer to bytes that were never written: it must not commit.
-                raise StoreError("the store was closed by another thread while this put was under way")
+                raise StoreError("another thread closed the store while this put was under way; put again")
             self._pack.add(b"".join(self._pending))
             if self._objects.durable:
                 self._pack.sync()
         self._pending, self._pending_size = [], 0
 
-    def see_dictionary(self, dictionary: Dictionary) -> None:
+    def require_dictionary(self, dictionary: Dictionary) -> None:
         """Check, under the write lock, that a dictionary used for compression still exists.
 
         castore removes dictionaries under the lock, and changes the beacon then. A removal by hand is noticed
@@ -112,27 +112,27 @@ class OpenPack:
             Vanished: the dictionary has been removed since.
         """
         seen, now = (dictionary, self._index.beacon.words[PREFIXES]), time.monotonic()
-        if seen == self._seen and now < self._look_again:
+        if seen == self._seen and now < self._next_check:
             return
         if not self._objects.dictionaries.has(dictionary.number):
             raise Vanished
-        self._seen, self._look_again = seen, now + _DICTIONARY_SECONDS
+        self._seen, self._next_check = seen, now + _DICTIONARY_SECONDS
 
-    def write_anew(self, txn: Write, blob: Blob, payload: bytes) -> None:
+    def rewrite(self, txn: Write, blob: Blob, payload: bytes) -> None:
         """Write the record of a packed blob again, into this process's pack, and update its row."""
-        data = record(blob.digest, blob.size, blob.codec, payload)
+        data = build_record(blob.digest, blob.size, blob.codec, payload)
         while True:
             target, position = self.append(txn, data)
             if txn.move_blob(blob._replace(pack=target, offset=position + HEAD_SIZE)):
                 return
-            self.forget()
+            self.abandon()
 
-    def leave(self, pack: int) -> None:
+    def abandon_if_open(self, pack: int) -> None:
         """Have the next append start another pack, if ``pack`` is the open one."""
         if self._pack is not None and self._pack.pack == pack:
-            self.forget()
+            self.abandon()
 
-    def forget(self) -> None:
+    def abandon(self) -> None:
         """Have the next append start another pack: the open one was retired. Drops its pending records."""
         self._pending, self._pending_size = [], 0
         self.close()

@@ -22,7 +22,7 @@ from castore.system.temporary import create_temporary, open_regular, sync_folder
 
 _FILE = "prefixes.json"
 # Bytes, far more than anybody's prefixes take. A longer file is cut, and then is not valid JSON.
-_MOST = 1 << 20
+_MAX_BYTES = 1 << 20
 _NUMBER = re.compile("[0-9a-f]{8}")
 
 
@@ -42,13 +42,13 @@ class Prefixes:
         self._tmp = tmp
         self._words = beacon.words
         self._mode = mode
-        self._seen: int | None = None
+        self._seen_word: int | None = None
         self._numbers: dict[str, int] = {}
 
     def dictionary(self, name: str) -> Dictionary | None:
         """The dictionary for a new blob of that name: the one of the longest prefix, or None."""
-        if self._words[PREFIXES] != self._seen:
-            self._look()
+        if self._words[PREFIXES] != self._seen_word:
+            self._reload()
         numbers = self._numbers
         if not numbers:
             return None
@@ -65,11 +65,11 @@ class Prefixes:
             _warn(f"new blobs below {part!r} are compressed without their dictionary: {error}")
             return None
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
         # Read the word first: the next call sees a change made in between.
         seen = self._words[PREFIXES]
         self._numbers, problem = self.read()
-        self._seen = seen
+        self._seen_word = seen
         if problem is not None:
             _warn(f"new blobs are compressed without dictionaries: {problem}")
 
@@ -77,10 +77,10 @@ class Prefixes:
         """The numbers by prefix that the file has now, and a sentence about its damage, or None."""
         try:
             with open(open_regular(self.path), "rb") as file:
-                raw = json.loads(file.read(_MOST))
+                raw = json.loads(file.read(_MAX_BYTES))
             if not isinstance(raw, dict):
                 raise TypeError("it is no object")
-            return {check_prefix(prefix): _number(text) for prefix, text in raw.items()}, None
+            return {check_prefix(prefix): _parse_number(text) for prefix, text in raw.items()}, None
         except FileNotFoundError:
             return {}, None
         except (ValueError, TypeError, RecursionError) as error:
@@ -122,14 +122,14 @@ class Prefixes:
             temporary.unlink(missing_ok=True)
             raise
         sync_folder(self.path.parent)
-        self.tell()
+        self.announce_change()
 
-    def tell(self) -> None:
+    def announce_change(self) -> None:
         """Have every process read the file again."""
         self._words[PREFIXES] = (self._words[PREFIXES] + 1) % 2**64
 
 
-def _number(text: object) -> int:
+def _parse_number(text: object) -> int:
     if not isinstance(text, str) or not _NUMBER.fullmatch(text):
         raise ValueError(f"{text!r} is no dictionary's number")
     return int(text, 16)

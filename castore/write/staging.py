@@ -13,7 +13,7 @@ from castore.index.transaction import Write
 from castore.objects.codecs import Buffer
 from castore.objects.dictionaries import Dictionary
 from castore.objects.directory import ObjectDirectory
-from castore.objects.packs import record
+from castore.objects.packs import build_record
 from castore.records import HEAD_SIZE, LOST, Blob
 from castore.write.open_pack import OpenPack, Vanished
 
@@ -44,7 +44,7 @@ class Staged(Protocol):
         ...
 
 
-class Known(NamedTuple):
+class KnownBlob(NamedTuple):
     """A blob whose bytes are in the store already."""
 
     blob: Blob
@@ -66,7 +66,7 @@ class Known(NamedTuple):
         """Nothing is left over."""
 
 
-class Small:
+class SmallBlob:
     """A blob for this process's pack, with the dictionary for which it was encoded, if any."""
 
     __slots__ = ("_codec", "_dictionary", "_pack", "_record", "_size", "digest", "stored")
@@ -84,7 +84,7 @@ class Small:
         self._dictionary = dictionary
         self._size = size
         self._codec = codec
-        self._record = record(digest, size, codec, payload)
+        self._record = build_record(digest, size, codec, payload)
         self.digest = digest
         self.stored = len(payload)
 
@@ -102,11 +102,11 @@ class Small:
                 return placed, True
             known = txn.blob(digest)
             if known is not None and known.pack != LOST:
-                self._pack.take_back()
+                self._pack.undo_append()
                 return known, False
             if known is not None and txn.move_blob(placed):
                 return placed, False
-            self.forget_pack()
+            self.abandon_pack()
 
     def append(self, txn: Write) -> Blob:
         """Have the bytes written to the pack before ``txn`` commits; returns the values of their row.
@@ -115,19 +115,19 @@ class Small:
             Vanished: the dictionary that they need has been removed since.
         """
         if self._dictionary is not None:
-            self._pack.see_dictionary(self._dictionary)
+            self._pack.require_dictionary(self._dictionary)
         pack, position = self._pack.append(txn, self._record)
         return Blob(self.digest, self._size, self.stored, self._codec, pack, position + HEAD_SIZE)
 
-    def forget_pack(self) -> None:
+    def abandon_pack(self) -> None:
         """Have the next append start another pack: gc retired this one, and will unlink its file."""
-        self._pack.forget()
+        self._pack.abandon()
 
     def discard(self) -> None:
         """Nothing is left over."""
 
 
-class Large:
+class LargeBlob:
     """A blob that is a file of its own, written to ``tmp/``, to be renamed into place."""
 
     def __init__(
@@ -165,12 +165,12 @@ class Large:
 
 def place_all(items: Sequence[Staged], txn: Write) -> list[tuple[Blob, bool]]:
     """`place` for each of many. Blobs for packs are looked up and recorded all at once."""
-    small: dict[bytes, Small] = {}
+    small: dict[bytes, SmallBlob] = {}
     for item in items:
-        if isinstance(item, Small):
+        if isinstance(item, SmallBlob):
             small.setdefault(item.digest, item)  # the first adds the row: no name can point at it yet
     known = txn.blobs(small)
-    added = _add([item for digest, item in small.items() if digest not in known], txn)
+    added = _add_new([item for digest, item in small.items() if digest not in known], txn)
     placed = []
     for item in items:
         digest = item.digest
@@ -184,12 +184,12 @@ def place_all(items: Sequence[Staged], txn: Write) -> list[tuple[Blob, bool]]:
     return placed
 
 
-def _add(items: Sequence[Small], txn: Write) -> dict[bytes, Blob]:
+def _add_new(items: Sequence[SmallBlob], txn: Write) -> dict[bytes, Blob]:
     """Append and record blobs that the store does not have yet."""
     while items:
         blobs = [item.append(txn) for item in items]
         if all(txn.has_pack(pack) for pack in {blob.pack for blob in blobs}):
             txn.add_blobs(blobs)
             return {blob.digest: blob for blob in blobs}
-        items[0].forget_pack()
+        items[0].abandon_pack()
     return {}

@@ -38,20 +38,20 @@ from castore.objects.encode import (
     slices,
 )
 from castore.objects.packs import PACK_LIMIT
-from castore.records import LOOSE, LOST, Blob, Entry, Pointing
+from castore.records import LOOSE, LOST, Blob, Entry, EntrySpec
 from castore.units import format_size
 from castore.write.incoming import IncomingBlob, write_all
 from castore.write.open_pack import OpenPack
 from castore.write.staging import (
-    Known,
-    Large,
-    Small,
+    KnownBlob,
+    LargeBlob,
+    SmallBlob,
     Staged,
     place_all,
 )
 
 #: Blobs larger than this are looked up before they are compressed.
-_LOOK_FIRST = 4096
+_LOOKUP_BYTES = 4096
 # Seconds between two checks whether a dictionary in use still exists.
 _DICTIONARY_SECONDS = 1.0
 
@@ -98,37 +98,37 @@ class BlobWriter:
         codec: str,
         level: int | None,
         *,
-        known: bool = True,
+        reuse: bool = True,
         dictionary: Dictionary | None = None,
     ) -> Staged:
         """Hash, look the blob up, and compress it if it is new.
 
         Args:
-            known: False compresses without a look-up, for a blob that has vanished.
+            reuse: False compresses without looking the blob up, for a blob that has vanished.
             dictionary: for blobs that are small enough.
         """
         digest = blake3.blake3(data).digest()
         size = len(data)
         # Compressing so few bytes costs no more than the look-up. The write transaction does that instead.
-        if size > _LOOK_FIRST and known and (found := self.stage_known(digest)) is not None:
+        if size > _LOOKUP_BYTES and reuse and (found := self.stage_known(digest)) is not None:
             return found
         if size <= FRAME_SIZE:
-            return self._one_frame(digest, size, *encode_small(data, codec, level, dictionary), dictionary)
+            return self._stage_frame(digest, size, *encode_small(data, codec, level, dictionary), dictionary)
         view = memoryview(data)
         used = choose_codec(codec, size, lambda at, length: view[at : at + length])
-        return self._large(digest, size, used, partial(encode, slices(data), size, used, level))
+        return self._stage_large(digest, size, used, partial(encode, slices(data), size, used, level))
 
-    def _one_frame(
+    def _stage_frame(
         self, digest: bytes, size: int, used: str, payload: Buffer, dictionary: Dictionary | None = None
     ) -> Staged:
         if len(payload) <= PACK_LIMIT:
-            return Small(self.pack, digest, size, used, payload, dictionary)
-        return self._large(digest, size, used, partial(encode_one, bytes(payload), size, used))
+            return SmallBlob(self.pack, digest, size, used, payload, dictionary)
+        return self._stage_large(digest, size, used, partial(encode_one, bytes(payload), size, used))
 
-    def _large(self, digest: bytes, size: int, used: str, encoding: _Encoding) -> Large:
+    def _stage_large(self, digest: bytes, size: int, used: str, encoding: _Encoding) -> LargeBlob:
         encoded, temporary = self._write_temporary(encoding)
         blob = Blob(digest, size, encoded.stored, used, LOOSE, 0)
-        return Large(self._objects, blob, temporary, encoded.checksums)
+        return LargeBlob(self._objects, blob, temporary, encoded.checksums)
 
     def stage_many(
         self,
@@ -136,10 +136,10 @@ class BlobWriter:
         codec: str,
         level: int | None,
         *,
-        known: bool = True,
+        reuse: bool = True,
     ) -> list[Staged]:
         """`stage` for many values, each with the dictionary to try or None, on all cores."""
-        is_quick = [0 < len(data) <= _LOOK_FIRST for data, _ in values]
+        is_quick = [0 < len(data) <= _LOOKUP_BYTES for data, _ in values]
         quick = list(compress(values, is_quick))
         staged: list[Staged] = []
         for count, encoded in begin_encoding(quick, codec, level):
@@ -147,18 +147,18 @@ class BlobWriter:
             # Other threads compress while this one hashes, and makes records of compressed values.
             digests = [blake3.blake3(data).digest() for data, _ in piece]
             staged += [
-                self._one_frame(digest, len(data), *frame, dictionary)
+                self._stage_frame(digest, len(data), *frame, dictionary)
                 for (data, dictionary), digest, frame in zip(piece, digests, encoded(), strict=True)
             ]
         if len(quick) == len(values):
             return staged
         small = iter(staged)
         others = [value for value, quickly in zip(values, is_quick, strict=True) if not quickly]
-        other = iter(self._stage_others(others, codec, level, known))
+        other = iter(self._stage_others(others, codec, level, reuse))
         return [next(small if quickly else other) for quickly in is_quick]
 
     def _stage_others(
-        self, values: Sequence[tuple[Buffer, Dictionary | None]], codec: str, level: int | None, known: bool
+        self, values: Sequence[tuple[Buffer, Dictionary | None]], codec: str, level: int | None, reuse: bool
     ) -> list[Staged]:
         """`stage_many` for values that are looked up before they are compressed, or are empty."""
         staged: dict[int, Staged] = {}
@@ -166,7 +166,7 @@ class BlobWriter:
         for at, (data, _) in enumerate(values):
             if 0 < len(data) <= FRAME_SIZE:
                 digest = blake3.blake3(data).digest()
-                if known and (found := self.stage_known(digest)) is not None:
+                if reuse and (found := self.stage_known(digest)) is not None:
                     staged[at] = found
                 else:
                     frames[at] = digest
@@ -175,19 +175,19 @@ class BlobWriter:
         try:
             for at, (data, dictionary) in enumerate(values):
                 if at in frames:
-                    staged[at] = self._one_frame(frames[at], len(data), *next(encoded), dictionary)
+                    staged[at] = self._stage_frame(frames[at], len(data), *next(encoded), dictionary)
                 elif at not in staged:
-                    staged[at] = self.stage(data, codec, level, known=known, dictionary=dictionary)
+                    staged[at] = self.stage(data, codec, level, reuse=reuse, dictionary=dictionary)
         except BaseException:
             for item in staged.values():
                 item.discard()
             raise
         return [staged[at] for at in range(len(values))]
 
-    def stage_known(self, digest: bytes) -> Known | None:
+    def stage_known(self, digest: bytes) -> KnownBlob | None:
         """A blob that the store has already; None if it is missing or damaged."""
         blob = self._index.blob(digest)
-        return None if blob is None or blob.pack == LOST else Known(blob)
+        return None if blob is None or blob.pack == LOST else KnownBlob(blob)
 
     def stage_file(
         self,
@@ -195,15 +195,15 @@ class BlobWriter:
         codec: str,
         level: int | None,
         *,
-        known: bool = True,
+        reuse: bool = True,
         progress: Callable[[int], object] | None = None,
         dictionary: Dictionary | None = None,
     ) -> Staged:
         """`stage` for an open file of any size, in constant memory."""
         size = os.fstat(fd).st_size
         if size <= 4 * FRAME_SIZE:
-            return self.stage(os.pread(fd, size + 1, 0), codec, level, known=known, dictionary=dictionary)
-        if known and self._index.has_loose_of_size(size):
+            return self.stage(os.pread(fd, size + 1, 0), codec, level, reuse=reuse, dictionary=dictionary)
+        if reuse and self._index.has_loose_of_size(size):
             # The store has a blob of this size. Hash first: reading twice costs less than compressing a known
             # blob.
             digest, size = hash_file(fd)
@@ -219,15 +219,15 @@ class BlobWriter:
                 " put it again when nobody writes to it"
             )
         blob = Blob(frames.digest, size, encoded.stored, used, LOOSE, 0)
-        return Large(self._objects, blob, temporary, encoded.checksums)
+        return LargeBlob(self._objects, blob, temporary, encoded.checksums)
 
     def incoming(self, codec: str, level: int | None, dictionary: Dictionary | None) -> IncomingBlob:
         """A blob whose bytes arrive in pieces, and whose size is known only at its end."""
-        self._index.see_writable()
+        self._index.require_writable()
         return IncomingBlob(partial(self.stage, dictionary=dictionary), self._objects, codec, level)
 
     def _write_temporary(self, encoding: _Encoding) -> tuple[Encoded, Path]:
-        self._index.see_writable()
+        self._index.require_writable()
         fd, temporary = self._objects.loose.create()
         try:
             try:
@@ -243,63 +243,63 @@ class BlobWriter:
     # Committing
 
     def commit(
-        self, staged: Sequence[tuple[Pointing, Staged]], first: Callable[[Write], object] | None = None
+        self, staged: Sequence[tuple[EntrySpec, Staged]], on_begin: Callable[[Write], object] | None = None
     ) -> list[Entry]:
         """Place and name everything in one transaction.
 
         Args:
-            first: called in the transaction before anything else; its exceptions roll everything back.
+            on_begin: called in the transaction before anything else; its exceptions roll everything back.
 
         Raises:
             TooLargeError: one blob alone passes the budget.
             FullError: pinned entries leave no room, or the disk is full.
-            Vanished: a known blob was removed; stage again with ``known=False``.
+            Vanished: a known blob was removed; stage again with ``reuse=False``.
         """
         try:
             if self._max_size is not None:
                 self._check_budget(staged, self._max_size)
-            return self._index.transact(partial(_place, staged, time.time(), first))
+            return self._index.transact(partial(_place, staged, time.time(), on_begin))
         finally:
             for _, item in staged:
                 item.discard()
 
-    def _check_budget(self, staged: Sequence[tuple[Pointing, Staged]], most: int) -> None:
-        for pointing, item in staged:
-            if item.stored > most:
+    def _check_budget(self, staged: Sequence[tuple[EntrySpec, Staged]], max_size: int) -> None:
+        for spec, item in staged:
+            if item.stored > max_size:
                 raise TooLargeError(
-                    f"{pointing.name!r} takes {format_size(item.stored)}, more than the whole store may hold"
-                    f" ({format_size(most)}); raise it with `castore init --max-size`"
+                    f"{spec.name!r} takes {format_size(item.stored)}, more than the whole store may hold"
+                    f" ({format_size(max_size)}); raise the budget with `castore init --max-size`"
                 )
         need = sum(item.stored for _, item in staged)
-        if need and self._index.totals().stored + need > most:
+        if need and self._index.totals().stored + need > max_size:
             self._make_room(need)
 
 
 def _place(
-    staged: Sequence[tuple[Pointing, Staged]],
+    staged: Sequence[tuple[EntrySpec, Staged]],
     now: float,
-    first: Callable[[Write], object] | None,
+    on_begin: Callable[[Write], object] | None,
     txn: Write,
 ) -> list[Entry]:
-    if first is not None:
-        first(txn)
+    if on_begin is not None:
+        on_begin(txn)
     if not staged:
         return []
     if len(staged) == 1:
-        [(pointing, item)] = staged
+        [(spec, item)] = staged
         blob, added = item.place(txn)
-        return [_entry(pointing, blob, now, *txn.set_entry(pointing, blob, now, added=added))]
-    pointings = [pointing for pointing, _ in staged]
+        return [_make_entry(spec, blob, now, *txn.set_entry(spec, blob, now, added=added))]
+    specs = [spec for spec, _ in staged]
     placed = place_all([item for _, item in staged], txn)
-    said = txn.set_entries(pointings, placed, now)
+    kept = txn.set_entries(specs, placed, now)
     return [
-        _entry(pointing, blob, now, created, pinned)
-        for pointing, (blob, _), (created, pinned) in zip(pointings, placed, said, strict=True)
+        _make_entry(spec, blob, now, created, pinned)
+        for spec, (blob, _), (created, pinned) in zip(specs, placed, kept, strict=True)
     ]
 
 
-def _entry(pointing: Pointing, blob: Blob, now: float, created: float, pinned: bool) -> Entry:
-    name, serializer, metadata, expires, _ = pointing
+def _make_entry(spec: EntrySpec, blob: Blob, now: float, created: float, pinned: bool) -> Entry:
+    name, serializer, metadata, expires, _ = spec
     decoded = json.loads(metadata) if metadata else {}
     digest = blob.digest.hex()
     return Entry(

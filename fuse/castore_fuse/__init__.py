@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from castore_fuse.api import foreground, mount, mounted, umount
     from castore_fuse.errors import BusyError, MountError
 
-_HOMES = {
+_MODULES = {
     "BusyError": "errors",
     "MountError": "errors",
     "foreground": "api",
@@ -25,6 +25,6 @@ __all__ = ["BusyError", "MountError", "foreground", "mount", "mounted", "umount"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -9,16 +9,14 @@ import argparse
 import logging
 import sqlite3
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from castore import Store
 from castore.errors import CastoreError
-from castore.gc.mount_barrier import Listener
-from castore.index import mounts
+from castore.gc.mount_barrier import RegisteredMount
 from castore_fuse.daemon import serve
 from castore_fuse.errors import MountError
-from castore_fuse.follow import Follower
+from castore_fuse.follower import Follower
 from castore_fuse.lifecycle import mount_options
 from castore_fuse.operations import Operations
 from castore_fuse.session import Session
@@ -27,7 +25,7 @@ from castore_fuse.view import View
 log = logging.getLogger("castore.fuse")
 
 
-class Mount:
+class MountDaemon:
     """The store, view and registration of one daemon, and how to close them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -45,22 +43,14 @@ class Mount:
         operations = Operations(self.view)
         options = mount_options(f"castore:{self.store.path}", allow_other=given.allow_other)
         session = Session(operations, given.mountpoint, options, given.threads)
-        listener, beat = self._registered(session) if not self.store.read_only else (None, None)
-        self.follower = Follower(operations, session, listener, beat)
-        return session
-
-    def _registered(self, session: Session) -> tuple[Listener, Callable[[], object]]:
-        """Register the mount with the store. Returns the listener for gc's questions and the heartbeat."""
-        given = self._options
-        mounts.forget_dead(self.store.index)  # may remove the row of a killed daemon on this same mountpoint
-        # The row exists before the mount answers: gc must know of the pin from that moment on.
-        self._registration = registration = self.store.parts.relieve(
-            lambda: mounts.Registration(
-                self.store.index, str(session.mountpoint), given.prefix, pinned=given.pin
+        listener = heartbeat = None
+        if not self.store.read_only:
+            self._registered = RegisteredMount(
+                self.store.parts, str(session.mountpoint), given.prefix, pinned=given.pin
             )
-        )
-        listener = Listener(self.store.path / "locks", self.store.settings.file_mode)
-        return listener, registration.still_here
+            listener, heartbeat = self._registered.listener, self._registered.refresh
+        self.follower = Follower(operations, session, listener, heartbeat)
+        return session
 
     def started(self) -> None:
         """Start the threads. Called once the mount answers."""
@@ -73,12 +63,12 @@ class Mount:
         if not hasattr(self, "store"):
             return
         try:
-            if hasattr(self, "_registration"):
-                self.store.parts.relieve(self._registration.remove)
+            if hasattr(self, "_registered"):
+                self._registered.remove()
             self.store.close()
         except (sqlite3.Error, CastoreError) as error:
             # The next process that opens the store sees that this one is gone.
-            log.warning("could not take the mount off the store's list: %s", error)
+            log.warning("could not remove the mount's row from the index: %s", error)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -95,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ready-fd", type=int)
     parser.add_argument("--lifeline-fd", type=int)
     given = parser.parse_args(arguments)
-    mount = Mount(given)
+    mount = MountDaemon(given)
     try:
         return serve(
             mount.open,

@@ -15,7 +15,7 @@ from pathlib import Path
 from castore import Store
 from castore.errors import InvalidValueError
 from castore.names import check_prefix
-from castore.settings import is_read_only, load, nothing_at
+from castore.settings import is_read_only, load, no_store_message
 from castore.units import parse_size
 from castore_fuse import lifecycle, mountpoints
 from castore_fuse.errors import MountError
@@ -97,7 +97,7 @@ def umount(mountpoint: str | os.PathLike[str]) -> None:
         BusyError: processes use files in it; the message names them.
         MountError: there is no castore mount.
     """
-    path = mountpoints.real(mountpoint)
+    path = mountpoints.real_path(mountpoint)
     found = mountpoints.mount_at(path)
     record = None
     if found is not None and found.source.startswith("castore:"):
@@ -126,14 +126,14 @@ def foreground(
 
 
 def _prepare(mountpoint: str | os.PathLike[str], folder: Path) -> Path:
-    record_path = _record_path(folder, mountpoints.real(mountpoint))
+    record_path = _record_path(folder, mountpoints.real_path(mountpoint))
     return lifecycle.prepare_mountpoint(mountpoint, folder, record_path=record_path)
 
 
 def _folder(store: Store | str | os.PathLike[str]) -> Path:
     folder = store.path if isinstance(store, Store) else Path(os.path.abspath(store))
     if load(folder) is None:
-        raise MountError(nothing_at(folder))
+        raise MountError(no_store_message(folder))
     return folder
 
 

@@ -32,7 +32,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
-class Record:
+class DaemonRecord:
     """The process that serves a mount: its process id, and its start time, because process ids are reused."""
 
     mountpoint: str
@@ -40,12 +40,12 @@ class Record:
     started: int
 
     @classmethod
-    def of_this_process(cls, mountpoint: Path) -> Record:
+    def of_this_process(cls, mountpoint: Path) -> DaemonRecord:
         """The record of the calling process."""
         return cls(os.fspath(mountpoint), os.getpid(), process_started(os.getpid()) or 0)
 
     @classmethod
-    def read(cls, path: Path) -> Record | None:
+    def read(cls, path: Path) -> DaemonRecord | None:
         """The record in a file; None when the file is missing or cannot be parsed."""
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
@@ -81,7 +81,7 @@ def serve(
         started: called when the mount answers and threads may start.
         ready_fd: a pipe that gets the line `ready`, or an error message.
         lifeline_fd: a pipe to which nothing is written. The mount ends when the pipe's other end is closed.
-        record_path: where the `Record` lies while the mount lives.
+        record_path: where the `DaemonRecord` lies while the mount lives.
 
     Returns:
         The exit code: 0, or 1 when the mount could not be made.
@@ -90,7 +90,7 @@ def serve(
     level = logging.INFO if lifeline_fd is None else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s")
     for handler in logging.getLogger().handlers:
-        handler.addFilter(_Repeated())
+        handler.addFilter(_RepeatFilter())
     _raise_file_limit()
     _keep_freed_memory()
     try:
@@ -98,28 +98,28 @@ def serve(
         session.mount()
     except CastoreError as error:
         log.error("%s", error)  # noqa: TRY400 (the message is enough; a traceback is for defects)
-        _say(ready_fd, str(error))
+        _write_line(ready_fd, str(error))
         return 1
     except BaseException as error:
-        _say(ready_fd, f"unexpected {type(error).__name__} while mounting: {error}")
+        _write_line(ready_fd, f"unexpected {type(error).__name__} while mounting: {error}")
         raise
 
-    def answering() -> None:
+    def on_ready() -> None:
         if record_path is not None:
             try:
-                Record.of_this_process(session.mountpoint).write(record_path)
+                DaemonRecord.of_this_process(session.mountpoint).write(record_path)
             # the disk is full, say: without a record, `umount` does not wait for this process
             except OSError as error:
                 log.warning("cannot write %s: %s", record_path, error.strerror)
         if started is not None:
             started()
         if lifeline_fd is not None:
-            threading.Thread(target=_hold, args=(lifeline_fd, session), daemon=True).start()
+            threading.Thread(target=_await_lifeline, args=(lifeline_fd, session), daemon=True).start()
         log.info("mounted at %s", session.mountpoint)
-        _say(ready_fd, READY)
+        _write_line(ready_fd, READY)
 
     try:
-        session.run(answering)
+        session.run(on_ready)
     finally:
         if record_path is not None:
             record_path.unlink(missing_ok=True)
@@ -127,7 +127,7 @@ def serve(
     return 0
 
 
-class _Repeated(logging.Filter):
+class _RepeatFilter(logging.Filter):
     """Passes each error once a minute: while an index is broken, every request of a mount fails alike."""
 
     def __init__(self) -> None:
@@ -147,13 +147,13 @@ class _Repeated(logging.Filter):
         return True
 
 
-def _say(descriptor: int | None, sentence: str) -> None:
+def _write_line(descriptor: int | None, sentence: str) -> None:
     if descriptor is not None:
         with contextlib.suppress(BrokenPipeError), open(descriptor, "wb") as pipe:
             pipe.write(" ".join(sentence.split()).encode() + b"\n")
 
 
-def _hold(lifeline: int, session: Session) -> None:
+def _await_lifeline(lifeline: int, session: Session) -> None:
     """Wait until the last process that holds the other end is gone, then end the session."""
     os.read(lifeline, 1)
     session.exit()

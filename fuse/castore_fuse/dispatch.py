@@ -93,7 +93,7 @@ class Dispatcher:
             if size <= SMALL_REPLY:
                 return self._lib.reply_buf(request, payload, size)
             return self._lib.reply_large_buf(request, payload, size)
-        with libfuse.Pointer(payload) as (address, size):
+        with libfuse.BufferAddress(payload) as (address, size):
             return self._lib.reply_large_buf(request, address, size)
 
     def _init(self, userdata: int | None, conn_address: int) -> None:

@@ -203,7 +203,7 @@ _get_buffer = ctypes.PYFUNCTYPE(c_int, ctypes.py_object, POINTER(_PyBuffer), c_i
 _release_buffer = ctypes.PYFUNCTYPE(None, POINTER(_PyBuffer))(("PyBuffer_Release", ctypes.pythonapi))
 
 
-class Pointer:
+class BufferAddress:
     """The address of any object with a contiguous buffer, which stays in place for the `with` block.
 
     Of read-only memory, ctypes gives the address of a `bytes` object's start only. Copying the 128 KiB of

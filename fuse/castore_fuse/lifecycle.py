@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from castore.errors import MissingDependencyError
 from castore_fuse import libfuse, mountpoints
-from castore_fuse.daemon import READY, Record
+from castore_fuse.daemon import READY, DaemonRecord
 from castore_fuse.errors import MountError
 
 START_TIMEOUT = 60.0
@@ -38,14 +38,14 @@ _LOG_LIMIT = 1 << 20
 _started: list[subprocess.Popen[bytes]] = []
 
 
-def _reap() -> None:
+def _reap_daemons() -> None:
     _started[:] = [daemon for daemon in _started if daemon.poll() is None]
 
 
 @atexit.register
-def _leave_daemons() -> None:
+def _disown_daemons() -> None:
     """Let daemons outlive this process; without a return code, Python would warn of running children."""
-    _reap()
+    _reap_daemons()
     for daemon in _started:
         daemon.returncode = 0
 
@@ -74,7 +74,7 @@ def mount_background(
     path = Path(os.path.realpath(mountpoint))
     with _open_log(log_path) as log:
         process = _start(command, path, log.fileno(), (), timeout, f"see {log_path}")
-    _reap()
+    _reap_daemons()
     _started.append(process)
     return process.pid
 
@@ -158,8 +158,8 @@ def _start(
 
 
 def _await_ready(process: subprocess.Popen[bytes], pipe: int, deadline: float, hint: str) -> None:
-    said = b""
-    while not said.endswith(b"\n"):
+    received = b""
+    while not received.endswith(b"\n"):
         readable, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
         if not readable:
             raise MountError(f"the mount's daemon did not get ready in time; {hint}")
@@ -167,8 +167,8 @@ def _await_ready(process: subprocess.Popen[bytes], pipe: int, deadline: float, h
         if not piece:
             code = process.wait()
             raise MountError(f"the mount's daemon ended with exit code {code} before it was ready; {hint}")
-        said += piece
-    sentence = said.decode(errors="replace").strip()
+        received += piece
+    sentence = received.decode(errors="replace").strip()
     if sentence != READY:
         raise MountError(sentence)
 
@@ -238,12 +238,12 @@ def prepare_mountpoint(
     Args:
         mountpoint: the folder.
         store: the folder of the store, which must lie apart from the mountpoint.
-        record_path: where an earlier daemon of this mountpoint left its `Record`, if there was one.
+        record_path: where an earlier daemon of this mountpoint left its `DaemonRecord`, if there was one.
 
     Raises:
         MountError: the mountpoint is in use, not a folder, not empty, or overlaps the store.
     """
-    path, home = mountpoints.real(mountpoint), Path(os.path.realpath(store))
+    path, home = mountpoints.real_path(mountpoint), Path(os.path.realpath(store))
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:
@@ -288,7 +288,7 @@ def _clear_dead(path: Path, record_path: Path | None) -> None:
 
 
 def _is_dead(path: Path, record_path: Path | None) -> bool:
-    record = Record.read(record_path) if record_path else None
+    record = DaemonRecord.read(record_path) if record_path else None
     return mountpoints.is_dead(path, orphaned=record is not None and not record.alive())
 
 
@@ -297,27 +297,30 @@ def umount(mountpoint: str | os.PathLike[str], *, record_path: Path | None = Non
 
     Args:
         mountpoint: the folder.
-        record_path: where its daemon left its `Record`; without it, this function does not wait for the
+        record_path: where its daemon left its `DaemonRecord`; without it, this function does not wait for the
             daemon.
 
     Raises:
         BusyError: processes use files in it; the message names them.
         MountError: there is no castore mount, or it may not be ended.
     """
-    path = mountpoints.real(mountpoint)
+    path = mountpoints.real_path(mountpoint)
     found = mountpoints.mount_at(path)
     if found is None:
         raise MountError(f"nothing is mounted at {path}")
     if found.fstype != mountpoints.FSTYPE:
-        raise MountError(f"what is mounted at {path} is no castore but {found.fstype}")
-    record = Record.read(record_path) if record_path else None
+        raise MountError(
+            f"the mount at {path} is of type {found.fstype}, not a castore;"
+            " unmount it with the tool that made it"
+        )
+    record = DaemonRecord.read(record_path) if record_path else None
     mountpoints.detach(path, dead=_is_dead(path, record_path))
     deadline = time.monotonic() + END_TIMEOUT
     while record is not None and record.alive():
         if time.monotonic() > deadline:
             raise MountError(f"{path} is unmounted, but its daemon (pid {record.pid}) still runs")
         time.sleep(0.01)
-    _reap()
+    _reap_daemons()
     if record_path is not None and record_path.exists():  # a read-only store has no record
         record_path.unlink(missing_ok=True)
 

@@ -29,7 +29,7 @@ _HUNG_SECONDS = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Mount(NamedTuple):
+class MountInfo(NamedTuple):
     """A line of /proc/self/mountinfo."""
 
     mountpoint: Path
@@ -50,23 +50,23 @@ def _unescape(field: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
-def mounts() -> list[Mount]:
+def mounts() -> list[MountInfo]:
     """All mounts that this process sees, the oldest first."""
     found = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
             before, _, after = line.partition(" - ")
             fields, (fstype, source, *_) = before.split(" "), after.split(" ")
-            found.append(Mount(Path(_unescape(fields[4])), fstype, _unescape(source), fields[2]))
+            found.append(MountInfo(Path(_unescape(fields[4])), fstype, _unescape(source), fields[2]))
     return found
 
 
-def mount_at(mountpoint: Path) -> Mount | None:
+def mount_at(mountpoint: Path) -> MountInfo | None:
     """The topmost mount whose root is exactly this (real) path."""
     return next((mount for mount in reversed(mounts()) if mount.mountpoint == mountpoint), None)
 
 
-def real(path: str | os.PathLike[str]) -> Path:
+def real_path(path: str | os.PathLike[str]) -> Path:
     """The real path of a mountpoint. Never accesses what is mounted there, which may hang."""
     folder, name = os.path.split(os.path.abspath(path))
     here = Path(os.path.realpath(folder), name)
@@ -87,9 +87,9 @@ def answer_of(mountpoint: Path, seconds: float) -> int | None:
         except OSError as error:
             numbers.append(error.errno or errno.EIO)
 
-    question = threading.Thread(target=ask, daemon=True)
-    question.start()
-    question.join(seconds)
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
     return numbers[0] if numbers else None
 
 
@@ -139,11 +139,11 @@ def detach(mountpoint: Path, *, lazy: bool = False, dead: bool = False) -> None:
         reason = done.stderr.strip() or f"fusermount3 exited with {done.returncode}"
         error = errno.EBUSY if "busy" in reason else error
     if error == errno.EBUSY:
-        raise BusyError(_busy(mountpoint))
+        raise BusyError(_busy_message(mountpoint))
     raise MountError(f"cannot unmount {mountpoint}: {reason}")
 
 
-def _busy(mountpoint: Path) -> str:
+def _busy_message(mountpoint: Path) -> str:
     named = [f"{holder.name} (pid {holder.pid}, {holder.path})" for holder in holders(mountpoint)]
     users = ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")
     return (

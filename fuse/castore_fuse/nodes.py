@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from castore_fuse.holding import Handle
+from castore_fuse.handles import Handle
 from castore_fuse.lowlevel import ROOT
 from castore_fuse.view import File, Folder
 
@@ -37,13 +37,13 @@ class Node:
         read: whether the file was read through this node.
     """
 
-    __slots__ = ("_kept", "above", "held", "inside", "number", "part", "read", "references")
+    __slots__ = ("_packed", "above", "held", "inside", "number", "part", "read", "references")
 
     def __init__(self, number: int, above: Node | None, part: str, item: File | Folder) -> None:
         self.number = number
         self.above = above or self
         self.part = part
-        self.inside = _Inside() if isinstance(item, Folder) else None
+        self.inside = _Children() if isinstance(item, Folder) else None
         self.references = 0
         self.held: Handle | None = None
         self.read = False
@@ -57,16 +57,16 @@ class Node:
     @property
     def item(self) -> File | Folder:
         """The file or folder that the node stands for."""
-        kept = self._kept
-        if not isinstance(kept, bytes):
-            return kept
-        digest, size, modified, expires = _FACTS.unpack(kept)
+        packed = self._packed
+        if not isinstance(packed, bytes):
+            return packed
+        digest, size, modified, expires = _FACTS.unpack(packed)
         name = _inside(self.above).base + self.part
         return File(name, digest, size, modified, None if math.isnan(expires) else expires)
 
     @item.setter
     def item(self, item: File | Folder) -> None:
-        self._kept: bytes | File | Folder = item
+        self._packed: bytes | File | Folder = item
         if isinstance(item, File) and item.content is None and item.name.endswith(self.part):
             inside, base = _inside(self.above), item.name[: len(item.name) - len(self.part)]
             inside.base = inside.base or base
@@ -74,10 +74,10 @@ class Node:
             with suppress(struct.error, TypeError):
                 if inside.base == base and len(item.digest) == _DIGEST_BYTES:
                     expires = math.nan if item.expires is None else item.expires
-                    self._kept = _FACTS.pack(item.digest, item.size, item.modified, expires)
+                    self._packed = _FACTS.pack(item.digest, item.size, item.modified, expires)
 
 
-class _Inside:
+class _Children:
     """The children of a folder: nodes by their part of the name, and the common beginning of all names."""
 
     __slots__ = ("base", "children")
@@ -87,7 +87,7 @@ class _Inside:
         self.children: dict[str, Node] = {}
 
 
-def _inside(folder: Node) -> _Inside:
+def _inside(folder: Node) -> _Children:
     assert folder.inside is not None, "only folders have anything inside"
     return folder.inside
 
@@ -140,7 +140,7 @@ class NodeTable:
             del self._nodes[number]
             self._outdated.pop(number, None)
             self._nameless.pop(number, None)
-            self._take_off(node)
+            self._unlink_child(node)
             held, node.held = node.held, None
         if held is not None:
             held.close()
@@ -150,10 +150,10 @@ class NodeTable:
         with self._lock:
             if node.number in self._nodes:
                 self._outdated[node.number] = node
-                self._take_off(node)
+                self._unlink_child(node)
 
     @staticmethod
-    def _take_off(node: Node) -> None:
+    def _unlink_child(node: Node) -> None:
         children = _inside(node.above).children
         if children.get(node.part) is node:
             del children[node.part]
@@ -168,7 +168,7 @@ class NodeTable:
         with self._lock:
             return list(self._nameless.values())
 
-    def keep(self, node: Node, handle: Handle) -> bool:
+    def hold(self, node: Node, handle: Handle) -> bool:
         """Let a node hold its bytes. False if the kernel has just forgotten it, or it holds them already."""
         with self._lock:
             if node.number not in self._nodes or node.held is not None:
@@ -176,7 +176,7 @@ class NodeTable:
             node.held = handle
             return True
 
-    def let_go(self, node: Node) -> None:
+    def close_handle(self, node: Node) -> None:
         """Close the handle that a node holds."""
         with self._lock:
             held, node.held = node.held, None
@@ -230,13 +230,13 @@ class Lookups:
         """The node that this thread made is in the table."""
         self._running.discard(threading.get_ident())
 
-    def settle(self, patience: float = 10.0) -> bool:
-        """Wait for the look-ups that are under way. False if one takes longer than ``patience`` seconds."""
+    def settle(self, timeout: float = 10.0) -> bool:
+        """Wait for the look-ups that are under way. False if one takes longer than ``timeout`` seconds."""
         # The set is copied at once, under the GIL. A thread that begins its next look-up meanwhile is waited
         # for as well, which does no harm.
         self.age += 1
         before = set(self._running)
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         while before := before & self._running:
             if time.monotonic() > deadline:
                 return False

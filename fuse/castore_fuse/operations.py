@@ -3,7 +3,7 @@
 `open` answers ENOSYS, and the kernel never asks again: it opens and closes the files it knows, and reads its
 cached pages, without a request. So gc may remove the bytes of an open file, and gc asks first: `hold` then
 keeps the bytes that the kernel may still read.
-The kernel caches pages and names until `follow.Follower` invalidates them.
+The kernel caches pages and names until `follower.Follower` invalidates them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from castore.errors import CorruptError
 from castore.objects.codecs import FRAME_SIZE
-from castore_fuse.holding import Handle, Handles
+from castore_fuse.handles import Handle, Handles
 from castore_fuse.listing import Listing
 from castore_fuse.lowlevel import BytesLike, LowLevel
 from castore_fuse.nodes import Lookups, Node, NodeTable
@@ -35,15 +35,15 @@ from castore_fuse.wire import (
 log = logging.getLogger("castore.fuse")
 
 #: Seconds for which the kernel may cache an answer; earlier changes are invalidated.
-LONG = 3600.0
+CACHE_SECONDS = 3600.0
 _BLOCK = 4096
 _XATTR = b"user.castore."
 #: Lines of a listing before the first name: `.` and `..`.
 _DOTS = 2
 #: The attributes of a name whose row is damaged. Its look-up gives the error.
-_SOME_FILE = Attr(2, stat.S_IFREG, 0, 0, 0, 0)
+_PLACEHOLDER = Attr(2, stat.S_IFREG, 0, 0, 0, 0)
 #: Number of names that a listing returns with attributes at its beginning.
-_GLIMPSE = 16
+_FIRST_PLUS_LINES = 16
 
 
 class Operations(LowLevel):
@@ -97,8 +97,8 @@ class Operations(LowLevel):
     @staticmethod
     def _timeout(item: File | Folder) -> float:
         if isinstance(item, Folder) or item.expires is None:
-            return LONG
-        return min(LONG, max(0.0, round(item.expires - time.time(), 1)))
+            return CACHE_SECONDS
+        return min(CACHE_SECONDS, max(0.0, round(item.expires - time.time(), 1)))
 
     def _attr(self, item: File | Folder) -> Attr:
         if isinstance(item, Folder):
@@ -145,7 +145,7 @@ class Operations(LowLevel):
         try:
             opened = held if held is not None and held.reader.hold() else self.handles.borrow(file)
         except FileNotFoundError as error:
-            raise OSError(self._why_gone(file), "its bytes are gone") from error
+            raise OSError(self._missing_errno(file), "its bytes are gone") from error
         try:
             return self._read(known, opened, size, offset)
         finally:
@@ -156,19 +156,19 @@ class Operations(LowLevel):
         try:
             data = reader.view(offset, size)
         except CorruptError as error:
-            self.view.damaged(reader, error)
+            self.view.quarantine(reader, error)
             # Bytes that are put again lie in another object.
             self.handles.forget(opened)
             if node.held is opened:
-                self.nodes.let_go(node)
+                self.nodes.close_handle(node)
             raise OSError(errno.EIO, str(error)) from error
         if reader.frames > 1 and data:
             last = (offset + len(data) - 1) // FRAME_SIZE
-            if ahead := opened.ahead.after(offset // FRAME_SIZE, last):
-                reader.prefetch(ahead)
+            if read_ahead := opened.read_ahead.next_frames(offset // FRAME_SIZE, last):
+                reader.prefetch(read_ahead)
         return data
 
-    def _why_gone(self, file: File) -> int:
+    def _missing_errno(self, file: File) -> int:
         """The errno for a file whose bytes cannot be opened."""
         known = self.view.store.blob(file.digest) is not None
         return errno.EIO if known else errno.ENOENT  # a row without readable bytes is damage
@@ -186,7 +186,7 @@ class Operations(LowLevel):
             handle = self.handles.open(file)
         except FileNotFoundError:
             return
-        if not self.nodes.keep(node, handle):
+        if not self.nodes.hold(node, handle):
             handle.close()
 
     # Folders
@@ -220,9 +220,9 @@ class Operations(LowLevel):
             now = lookups.age
             # The kernel always begins with a request for attributes. A program that reads the attributes gets
             # more of them. `find` reads none, so it gets the other names without attributes.
-            for at, age, part, found in lines if offset else itertools.islice(lines, _GLIMPSE):
+            for at, age, part, found in lines if offset else itertools.islice(lines, _FIRST_PLUS_LINES):
                 if isinstance(found, File) and not found.is_sound:
-                    yield DirEntryPlus(part.encode(), at, EntryReply(0, _SOME_FILE, 0.0, 0.0))
+                    yield DirEntryPlus(part.encode(), at, EntryReply(0, _PLACEHOLDER, 0.0, 0.0))
                 elif age == now:
                     yield DirEntryPlus(part.encode(), at, reply(refer(node, part, found)))
                 else:  # a page read before a change must not count as a look-up

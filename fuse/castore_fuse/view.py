@@ -21,13 +21,9 @@ import xxhash
 
 from castore import Store
 from castore.errors import CorruptError
-from castore.index import name_ranges
-from castore.index.name_ranges import FileRow
 from castore.names import PART_BYTES, RESERVED, below
-from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
-from castore.objects.directory import check_row
-from castore.records import DIGEST_SIZE, LOST, entry_check
+from castore.records import DIGEST_SIZE, FileRow, entry_check
 from castore.system.ram_cache import MemoryLRU
 
 #: Rows per query: few behind a folder, whose other names are skipped; many among files.
@@ -147,7 +143,7 @@ class View:
         self.cache: MemoryLRU[bytes] = MemoryLRU(cache_bytes)
         self.since = (store.path / "castore.json").stat().st_mtime
 
-    def _full(self, path: str) -> str:
+    def _full_name(self, path: str) -> str:
         return f"{self.prefix}/{path}" if self.prefix and path else self.prefix or path
 
     # The tree
@@ -165,20 +161,20 @@ class View:
         path = f"{folder}/{part}" if folder else part
         if path == RESERVED or path.startswith(RESERVED + "/"):
             return self._reserved(path)
-        name, now = self._full(path), time.time()
-        row = name_ranges.file(self.store.index, name, now)
+        name, now = self._full_name(path), time.time()
+        row = self.store.tree.file(name, now)
         if row is not None:
             file = _file(*row)
             if not file.is_sound:
                 raise CorruptError(
-                    f"the index has a row for {name!r} that cannot be; `castore doctor` tells more"
+                    f"the index row of {name!r} has impossible values; `castore doctor` tells more"
                 )
             return file
         return Folder(path) if self.folder_exists(path) else None
 
     def folder_exists(self, path: str) -> bool:
         """Whether a name lies below that path."""
-        return name_ranges.is_folder(self.store.index, self._full(path), time.time())
+        return self.store.tree.is_folder(self._full_name(path), time.time())
 
     def listing(self, folder: str) -> Iterator[tuple[str, File | Folder]]:
         """The parts of names directly inside a folder, in the order of bytes."""
@@ -189,17 +185,17 @@ class View:
         """The listing in pages, one for each query of the index. A page may be empty."""
         if folder == RESERVED or folder.startswith(RESERVED + "/"):
             return
-        base = self._full(folder)
-        low, high = below(base) if base else ("", name_ranges.BEHIND_TEXT)
+        base = self._full_name(folder)
+        low, high = below(base) if base else ("", None)
         skip, limit = len(low), _MANY
         now = time.time()
         while True:
-            rows = name_ranges.files(self.store.index, low, high, now, limit)
+            rows = self.store.tree.files(low, high, now, limit)
             page, more = _page(folder, rows, skip)
             yield page
             if page.folder is None and len(rows) < limit:
                 return
-            low = name_ranges.behind(self.store.index, low, more)
+            low = self.store.tree.require_order(low, more)
             limit = _FEW if page.folder is not None else _MANY
 
     def _reserved(self, path: str) -> File | Folder | None:
@@ -227,37 +223,27 @@ class View:
         Raises:
             FileNotFoundError: the bytes are gone.
         """
-        blob = self.store.blob(file.digest)
-        if blob is None:
-            raise FileNotFoundError(file.name)
-        return self.store.source.open(blob, self.cache)
+        return self.store.tree.open(file.digest, self.cache)
 
     def read_small(self, file: File) -> bytes | None:
         """All bytes of a small file, on the short path.
 
         None if it is large or unreadable: `open` gives the error.
         """
-        blob = self.store.blob(file.digest)
-        try:
-            if blob is None or blob.pack == LOST or blob.size > FRAME_SIZE:
-                return None
-            check_row(blob)
-            return self.store.objects.read_small(blob)
-        except (FileNotFoundError, CorruptError, TypeError):
-            return None
+        return self.store.tree.read_small(file.digest)
 
     def is_unnamed(self, digest: bytes) -> bool:
         """Whether no name points to those bytes, so that gc may remove them."""
-        return not self.store.index.is_named(digest)
+        return not self.store.tree.is_named(digest)
 
     def count_use(self, file: File) -> None:
         """Count a use of the file: gc removes the least recently used files first."""
         if file.name:
             self.store.count_use(file.name)
 
-    def damaged(self, reader: BlobReader, error: CorruptError) -> None:
+    def quarantine(self, reader: BlobReader, error: CorruptError) -> None:
         """Quarantine an object that failed its check while it was read."""
-        self.store.source.quarantine(reader.blob, error)
+        self.store.tree.quarantine(reader, error)
 
     def attributes(self, file: File) -> dict[str, str]:
         """Extended attributes of a file: facts of its entry and its blob."""

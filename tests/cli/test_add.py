@@ -74,7 +74,7 @@ def test_bytes_are_those_of_the_files(cli: Cli, data: Path, folder: Path) -> Non
             assert store.get(f"data/{name}") == (data / name).read_bytes()
 
 
-def test_report_tells_new_from_known(cli: Cli, data: Path) -> None:
+def test_report_distinguishes_new_from_known(cli: Cli, data: Path) -> None:
     size = sum(path.stat().st_size for path in data.rglob("*") if path.is_file())
     first = cli("add", "data", "--json").json
     assert (first["files"], first["bytes"], first["new_blobs"], first["failed"]) == (4, size, 4, 0)
@@ -90,7 +90,7 @@ def test_report_calls_nothing_known_that_the_budget_has_taken(cli: Cli, tmp_path
     for number in range(8):
         (tmp_path / "many" / f"{number}.bin").write_bytes(os.urandom(1_000_000))
     ran = cli("add", "many")
-    assert (ran.code, "left it to stay under the budget" in ran.out, "known" in ran.out) == (0, True, False)
+    assert (ran.code, "evicted to stay under the budget" in ran.out, "known" in ran.out) == (0, True, False)
     assert ran.out.count("\n") == 2
 
 
@@ -242,13 +242,13 @@ def test_a_file_that_opens_and_cannot_be_read_is_named(cli: Cli, folder: Path) -
         store.put_file("mem", "/proc/self/mem")
 
 
-def test_empty_folders_are_told_of_and_are_no_failure(cli: Cli, data: Path) -> None:
+def test_empty_folders_are_reported_and_are_no_failure(cli: Cli, data: Path) -> None:
     for name in ("hollow/inner", "none"):
         (data / name).mkdir(parents=True)
     ran = cli("add", "data")
     assert ran.code == 0
     assert ran.err == (
-        "castore: a store keeps files, so 2 empty folders left no trace: data/hollow/inner, data/none\n"
+        "castore: 2 empty folders left out, since a store keeps only files: data/hollow/inner, data/none\n"
     )
     assert cli("add", "data", "--json").json["empty_folders"] == 2
 
@@ -270,9 +270,7 @@ def test_other_file_systems_are_entered_when_asked_for(cli: Cli, disk: Path, fol
     (disk / "inside").write_bytes(b"inside")
     ran = cli("add", "all")
     assert ran.code == 1
-    assert ran.err == (
-        "castore: all/disk is on another file system, which --cross-mounts takes, too; skipped\n"
-    )
+    assert ran.err == ("castore: all/disk is on another file system, which --cross-mounts enters; skipped\n")
     assert names(folder) == ["all/beside"]
     assert cli("add", "all", "--cross-mounts").code == 0
     assert names(folder) == ["all/beside", "all/disk/inside"]
@@ -310,7 +308,7 @@ def test_a_full_disk_says_how_many_got_in_and_the_same_command_goes_on(
     assert ran.code == 1
     assert 0 < report["files"] < 150
     assert report["error"].startswith("the disk of ")
-    assert f"; {report['files']} files got in; the same command goes on from there\n" in ran.err
+    assert f"; {report['files']} files added; the same command goes on from there\n" in ran.err
     with Store(store) as kept:
         assert len(list(kept.entries())) == report["files"]
     subprocess.run(["mount", "-o", "remount,size=80M", str(disk)], check=True)
@@ -400,7 +398,10 @@ def test_an_input_that_is_cut_short_leaves_nothing(
         (("-",), "castore add - --as NAME"),
         (("-", "--as", "folder/"), "castore add - --as NAME"),
         (("-", "--as", ""), "castore add - --as NAME"),
-        (("-", "file", "--as", "x"), "goes alone (a file of that name is ./-)"),
+        (
+            ("-", "file", "--as", "x"),
+            "goes alone; add the other paths with another command (a file of that name is ./-)",
+        ),
         (("-", "--as", "../x"), "names cannot lead out of their folder"),
         (("-", "--as", "x", "--dict"), "--dict is for folders of small files"),
     ],

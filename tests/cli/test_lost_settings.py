@@ -21,21 +21,21 @@ def _without_settings(path: Path, **options: Any) -> Path:
     return path
 
 
-def test_doctor_writes_lost_settings_anew(cli: Cli, folder: Path) -> None:
+def test_doctor_writes_lost_settings_again(cli: Cli, folder: Path) -> None:
     _without_settings(folder, max_size="1GB")
     (folder / "of a user").touch()
     ran = cli("ls")
     assert ran.code == 1
-    assert "has lost its castore.json; `castore doctor` writes it anew" in ran.err
+    assert "has lost its castore.json; `castore doctor` writes it again" in ran.err
     told = cli("doctor").out
     assert told.startswith(
-        f"mended: {folder}/castore.json was missing and is written anew: codec auto, no budget,"
+        f"mended: {folder}/castore.json was missing and has been written again: codec auto, no budget,"
     )
     assert cli("doctor").out == f"{folder}: all in order\n"
     assert cli("cat", "a").out == "kept"
 
 
-def test_init_writes_lost_settings_anew_whatever_else_lies_there(cli: Cli, folder: Path) -> None:
+def test_init_writes_lost_settings_again_whatever_else_lies_there(cli: Cli, folder: Path) -> None:
     _without_settings(folder)
     (folder / "of a user").touch()
     assert cli("init", "--codec", "lz4").code == 0

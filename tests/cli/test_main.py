@@ -200,6 +200,6 @@ def test_an_empty_path_never_means_the_working_folder(
 ) -> None:
     ran = cli(*words)
     assert (ran.code, ran.err) == (
-        2, f"castore: {what} is empty; say which folder is meant (is a variable unset?)\n"
+        2, f"castore: {what} is empty; give a folder (is a variable unset?)\n"
     )  # fmt: skip
     assert os.listdir() == ["store"]

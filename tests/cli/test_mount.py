@@ -76,7 +76,7 @@ def test_doctor_says_what_to_do_about_a_mountpoint_whose_daemon_was_killed(
     daemon.kill()
     daemon.communicate(timeout=300)
     ran = shell("doctor")
-    assert f"the mount at {place} is gone without saying so; forgotten." in ran.out
+    assert f"the daemon of the mount at {place} has died; its record has been removed." in ran.out
     assert f"`castore umount {place}` clears it" in ran.out
     assert shell("umount", place) == (0, b"", "")
     assert list(place.iterdir()) == []
@@ -92,7 +92,7 @@ def test_options_reach_the_mount(shell: Shell, store: Store, place: Path) -> Non
     assert shell("umount", place).code == 0
 
 
-def test_foreground_serves_until_it_is_told_to_end(castore: Start, store: Store, place: Path) -> None:
+def test_foreground_serves_until_it_is_asked_to_end(castore: Start, store: Store, place: Path) -> None:
     process = castore("mount", place, "--foreground")
     deadline = time.monotonic() + 60
     while not (place / "data" / "a.txt").exists():

@@ -18,7 +18,7 @@ def test_rm_removes_names_and_goes_on_after_a_missing_one(cli: Cli, store: Store
     assert names(store) == ["data/b.txt"]
 
 
-def test_rm_takes_folders_only_when_told(cli: Cli, store: Store) -> None:
+def test_rm_takes_folders_only_with_recursive(cli: Cli, store: Store) -> None:
     ran = cli("rm", "data")
     assert ran.code == 1
     assert "`castore rm -r data`" in ran.err
@@ -37,7 +37,7 @@ def test_rm_refuses_an_empty_name_before_it_removes_any(cli: Cli, store: Store) 
     for words in (("-r", ""), ("",), ("-r", "large.bin", "")):
         ran = cli("rm", *words)
         assert (ran.code, ran.err) == (
-            2, "castore: a NAME is empty; say which names are to go (is a variable unset?)\n"
+            2, "castore: a NAME is empty; give the names to remove (is a variable unset?)\n"
         )  # fmt: skip
     assert len(names(store)) == 3
 

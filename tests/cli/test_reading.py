@@ -34,7 +34,7 @@ def test_ls_of_an_empty_store_is_empty_and_of_an_unknown_prefix_an_error(cli: Cl
     assert "no entry at or below 'dat'" in ran.err
 
 
-def test_ls_long_tells_sizes_codec_ages_and_pins(cli: Cli, store: Store) -> None:
+def test_ls_long_lists_sizes_codec_ages_and_pins(cli: Cli, store: Store) -> None:
     store.put("soon", b"x" * 2000, ttl="1h30m", pin=True)
     head, line = cli("ls", "-l", "soon").out.splitlines()
     assert head.split() == ["SIZE", "STORED", "CODEC", "AGE", "EXPIRES", "IN", "PIN", "NAME"]

@@ -70,10 +70,10 @@ def test_what_is_not_there_is_a_failure(cli: Cli, store: Store, command: str, na
     assert ran.err.startswith("castore: there ")
 
 
-def test_names_with_a_slash_behind_are_told_what_they_are(cli: Cli, store: Store) -> None:
+def test_a_name_with_a_slash_at_its_end_gets_an_error_that_names_the_problem(cli: Cli, store: Store) -> None:
     store.put("a/b", b"1")
     for command in ("pin", "unpin", "rm", "cat"):
-        assert cli(command, "a/b/").err == "castore: 'a/b' is a file; leave out the '/' behind it\n"
+        assert cli(command, "a/b/").err == "castore: 'a/b' is a file; leave out the '/' at its end\n"
         assert "'a' is a folder of entries" in cli(command, "a/").err
 
 
@@ -110,9 +110,9 @@ def test_add_names_in_json_what_it_left_out(cli: Cli, store: Store) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("add", ""), "a PATH is empty; say what is to be added (is a variable unset?)"),
-        (("add", "file", "--as", ""), "--as is empty, and file is no folder; say its name"),
-        (("get", "kept", "-o", ""), "-o is empty; say which file is meant (is a variable unset?)"),
+        (("add", ""), "a PATH is empty; give a file or a folder (is a variable unset?)"),
+        (("add", "file", "--as", ""), "--as is empty, and file is no folder; give it a name"),
+        (("get", "kept", "-o", ""), "-o is empty; give a file (is a variable unset?)"),
     ],
 )
 def test_what_is_empty_is_named(cli: Cli, store: Store, words: tuple[str, ...], told: str) -> None:

@@ -101,5 +101,5 @@ def test_add_dict_adds_also_what_nothing_can_be_learnt_from(cli: Cli, tmp_path: 
     ran = cli("add", tmp_path / "noise" / "1", "--dict")
     assert (ran.code, ran.err) == (
         2,
-        "castore: --dict learns from folders of small files, and none of these is a folder\n",
+        "castore: --dict trains on folders of small files, and none of these is a folder\n",
     )

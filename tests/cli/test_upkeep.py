@@ -40,18 +40,18 @@ def test_gc_dry_run_says_what_a_run_then_does(cli: Cli, store: Store) -> None:
 def test_gc_in_words(cli: Cli, store: Store) -> None:
     store.put_many((f"noise/{number}", os.urandom(30_000)) for number in range(10))
     out = cli("gc", "--max-size", "0", "--dry-run").out
-    assert out.startswith("would go: 13 entries, 13 blobs, ")
+    assert out.startswith("would remove: 13 entries, 13 blobs, ")
     assert "least recently used: 13\n" in out
     assert "  and 8 more\n" in out
     assert cli("gc").out.startswith("nothing to remove: ")
 
 
-def test_gc_tells_what_waits_and_how_to_free_it_now(cli: Cli, store: Store) -> None:
+def test_gc_reports_what_waits_and_how_to_free_it_now(cli: Cli, store: Store) -> None:
     store.put("noise", os.urandom(300_000))
     cli("rm", "noise")
     out = cli("gc").out
     assert "waiting: 300 KB that no name points to any more; `castore gc --grace 0` frees them at once" in out
-    assert "gone: 0 entries, 1 blob, 300 KB" in cli("gc", "--grace", "0").out
+    assert "removed: 0 entries, 1 blob, 300 KB" in cli("gc", "--grace", "0").out
 
 
 def test_gc_uses_the_budget_of_the_store(cli: Cli, store: Store) -> None:
@@ -95,7 +95,7 @@ def test_doctor_finds_a_sound_store_in_order(cli: Cli, store: Store, folder: Pat
     assert cli("doctor", "--json").json == {"findings": []}
 
 
-def test_doctor_tells_what_is_lost_and_what_to_do(cli: Cli, store: Store, folder: Path) -> None:
+def test_doctor_reports_what_is_lost_and_what_to_do(cli: Cli, store: Store, folder: Path) -> None:
     store.put("noise", os.urandom(300_000))
     damage(folder)
     assert store.get("noise") is None

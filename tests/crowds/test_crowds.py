@@ -265,7 +265,7 @@ def test_a_child_that_leaves_a_computation_it_was_forked_in_leaves_the_lock_to_i
     assert done.returncode == 0, done.stderr
 
 
-def test_what_does_not_validate_is_computed_anew_once(store: Store) -> None:
+def test_what_does_not_validate_is_computed_again_once(store: Store) -> None:
     store.save("key", 1)
     runs = []
 

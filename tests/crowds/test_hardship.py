@@ -17,7 +17,7 @@ import pytest
 
 from castore import FullError, Store
 from castore.objects.codecs import FRAME_SIZE
-from castore.write.incoming import HEAD_BYTES
+from castore.write.incoming import BUFFERED_BYTES
 from tests.helpers import in_processes, noise, recount
 
 
@@ -156,7 +156,7 @@ def test_a_full_disk_is_a_clear_error_and_costs_nothing_that_was_there(small_dis
 def test_a_disk_that_gets_full_while_a_file_is_written_is_a_clear_error_and_leaves_nothing(
     small_disk: Path,
 ) -> None:
-    data = noise(HEAD_BYTES + 20 * FRAME_SIZE)
+    data = noise(BUFFERED_BYTES + 20 * FRAME_SIZE)
     with Store(small_disk / "store", memory=0) as store:
         store.put("before", b"kept")
         with pytest.raises(FullError, match="is full; free some space"), store.create("a") as file:

@@ -73,7 +73,7 @@ def test_what_expires_is_evicted_or_lost_is_noted(store: Store) -> None:
     lost = store.index.find("n/030")
     assert lost is not None
     with store.index.write() as txn:
-        txn.lose_blob(lost.blob)
+        txn.mark_lost(lost.blob)
     assert store.gc(grace=0, max_size=44 * KB).packs == []
     (dead,) = noted(store).values()
     assert dead == 40 * (2 * KB + HEAD_SIZE) - store.index.totals().packed

@@ -17,7 +17,7 @@ from castore import Collected, FullError, Plan, Store, TooLargeError
 from castore.gc import collect, compaction, leftovers
 from castore.gc.collect import select
 from castore.index.eviction import Candidate, Orphan
-from castore.index.lock_yield import Turns
+from castore.index.lock_yield import LockYield
 from castore.objects.codecs import FRAME_SIZE
 from castore.parts import Parts
 from castore.repair import doctor, rebuild
@@ -274,12 +274,12 @@ def test_a_pack_that_a_rebuild_finds_before_it_is_unlinked_stays(
         writer.delete_many(f"n/{i}" for i in range(90))
         rebuilt: list[rebuild.Rebuilt] = []
 
-        class Meanwhile(Turns):
-            def give(self) -> None:
+        class Meanwhile(LockYield):
+            def pause_if_due(self) -> None:
                 if len(list(writer.index.file.rows("SELECT id FROM packs"))) == 1 and not rebuilt:
                     rebuilt.append(rebuild.rebuild(writer.index, writer.objects))
 
-        monkeypatch.setattr(compaction, "Turns", Meanwhile)
+        monkeypatch.setattr(compaction, "LockYield", Meanwhile)
         assert len(keeper.gc(grace=0).packs) == 1
         assert rebuilt
         for store in (keeper, writer):
@@ -432,7 +432,7 @@ def test_several_gcs_at_once_are_no_error(store: Store) -> None:
     assert os.listdir(store.path / "tmp") == []
 
 
-def test_a_gc_tells_what_has_gone_and_not_what_it_had_chosen(
+def test_a_gc_reports_what_it_removed_and_not_what_it_had_chosen(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of the chosen is read, and one put again, before the entries are removed."""

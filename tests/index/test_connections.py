@@ -51,7 +51,7 @@ def test_a_store_that_nobody_closes_closes_its_connections_when_it_is_collected(
         for _ in range(5):
             leave(tmp_path / "store")
             with (
-                forks._gathering if forking else nullcontext()
+                forks._registry_lock if forking else nullcontext()
             ):  # what a fork holds: the connections are closed after it
                 gc.collect()
     forks.finalise(lambda: None)

@@ -34,7 +34,7 @@ def test_what_a_killed_gc_has_not_taken_off_the_next_one_does(store: Store) -> N
     recount(store)
     assert doctor.examine(store.path) == []
     assert store.gc(dry_run=True, grace=0).blobs == 0
-    assert deferred_refs.are_there(store.index)
+    assert deferred_refs.exist(store.index)
     store.put("again", alone)
     plan = store.gc(grace=3600)
     assert (plan.blobs, plan.expired, plan.evicted) == (1, [], [])
@@ -87,7 +87,7 @@ def _stop_before_blobs(store: Store, leaving: list[str]) -> None:
                 for _, digest in txn.evict_entries([(name, found.blob.digest, entry.accessed)], time.time())
             ]
             assert digests == [found.blob.digest]
-            deferred_refs.note(txn, digests)
+            deferred_refs.add(txn, digests)
 
 
 @settings(deadline=None, max_examples=40)  # each makes a store
@@ -98,12 +98,12 @@ def test_released_digests_come_out_in_order_and_as_often_as_they_were_noted(
     with Store(tmp_path_factory.mktemp("store"), memory=0) as store:
         for row in rows:
             with store.index.write() as txn:
-                deferred_refs.note(txn, row)
+                deferred_refs.add(txn, row)
         deferred_refs.sort(store.index)
         out = []
-        while deferred_refs.are_there(store.index):
+        while deferred_refs.exist(store.index):
             with store.index.write() as txn:
-                out.append(deferred_refs.take(txn))
+                out.append(deferred_refs.pop_first(txn))
     noted = [digest for row in rows for digest in row]
     assert [digest for row in out for digest in row] == (sorted(noted) if len(rows) > 1 else noted)
     assert len(rows) < 2 or all(len(row) == 500 for row in out[:-1])
@@ -121,6 +121,6 @@ def test_two_that_take_names_off_share_the_work(store: Store) -> None:
     assert len(found) == count
     assert max(in_processes(3, collect)) > 0
     assert store.index.totals().entries == 0
-    assert not deferred_refs.are_there(store.index)
+    assert not deferred_refs.exist(store.index)
     agrees_with_disk(store)
     assert store.index.totals().blobs == 0

@@ -13,7 +13,7 @@ import pytest
 
 from castore import Mount, Store
 from castore.index import mounts
-from castore.system.temporary import FOREIGN_AGE
+from castore.system.temporary import OTHER_NAMESPACE_SECONDS
 
 #: A process that puts itself on the list, as a daemon does, says so, and waits to be killed.
 _DAEMON = """
@@ -60,8 +60,8 @@ def test_a_killed_mount_is_alive_to_nobody_from_then_on(store: Store) -> None:
         daemon.send_signal(signal.SIGKILL)
     assert store.mounts() == []
     assert store.stat().mounts == []
-    assert mounts.forget_dead(store.index) == ["/mnt"]
-    assert mounts.forget_dead(store.index) == []
+    assert mounts.remove_dead(store.index) == ["/mnt"]
+    assert mounts.remove_dead(store.index) == []
 
 
 def test_asking_changes_nothing_so_it_works_where_nothing_can_be_written(store: Store) -> None:
@@ -81,7 +81,11 @@ def test_a_mount_of_another_container_is_alive_for_an_hour_after_its_last_sign_o
     registration = mounts.Registration(store.index, "/mnt", "", pinned=False)
     seen = time.time()
     monkeypatch.setattr(mounts, "pid_namespace", lambda: 1)  # as another container sees it
-    for ahead, alive in ((FOREIGN_AGE - 60, True), (FOREIGN_AGE + 60, False), (-FOREIGN_AGE - 60, False)):
+    for ahead, alive in (
+        (OTHER_NAMESPACE_SECONDS - 60, True),
+        (OTHER_NAMESPACE_SECONDS + 60, False),
+        (-OTHER_NAMESPACE_SECONDS - 60, False),
+    ):
         monkeypatch.setattr(time, "time", lambda ahead=ahead: seen + ahead)
         assert bool(store.mounts()) is alive
     monkeypatch.undo()

@@ -19,7 +19,7 @@ from castore import Store
 from castore.gc import collect, mount_barrier
 from castore.objects.codecs import FRAME_SIZE
 from castore_fuse import mountpoints
-from castore_fuse.daemon import Record
+from castore_fuse.daemon import DaemonRecord
 from tests.helpers import mixed, noise, text
 from tests.mount.conftest import finish, forget_pages, program, until
 
@@ -142,7 +142,7 @@ def test_killed_pinned_mount_holds_nothing(store: Store, mountpoint: Path) -> No
     put_kinds(store)
     castore_fuse.mount(store, mountpoint, pin=True)
     assert remove_everything(store) == []
-    record = Record.read(next((store.path / "locks").glob("mount-*.json")))
+    record = DaemonRecord.read(next((store.path / "locks").glob("mount-*.json")))
     assert record is not None
     os.kill(record.pid, signal.SIGKILL)
     until(lambda: mountpoints.is_dead(mountpoint) and not record.alive())

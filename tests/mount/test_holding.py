@@ -16,11 +16,11 @@ import castore_fuse
 from castore import Store
 from castore.errors import StoreError
 from castore.gc import mount_barrier
-from castore.gc.mount_barrier import Clearance, Listener
+from castore.gc.mount_barrier import Listener, MountBarrier
 from castore.objects.codecs import FRAME_SIZE
 from castore.system.temporary import process_started
 from castore_fuse import mountpoints
-from castore_fuse.daemon import Record
+from castore_fuse.daemon import DaemonRecord
 from castore_fuse.nodes import Lookups
 from castore_fuse.operations import Operations
 from castore_fuse.view import View
@@ -43,7 +43,7 @@ def put_kinds(store: Store) -> None:
 def daemon(request: pytest.FixtureRequest, store: Store, mountpoint: Path) -> Iterator[int]:
     """The process that serves ``mountpoint``."""
     castore_fuse.mount(store, mountpoint, pin=request.param == "pinned")
-    record = Record.read(next((store.path / "locks").glob("mount-*.json")))
+    record = DaemonRecord.read(next((store.path / "locks").glob("mount-*.json")))
     assert record is not None
     yield record.pid
     with contextlib.suppress(ProcessLookupError):
@@ -128,7 +128,7 @@ def test_mount_that_does_not_answer_keeps_its_bytes_and_gc_says_so(
         until(lambda: Path(f"/proc/{daemon}/stat").read_text().rpartition(")")[2].split()[0] == "T")
         try:
             with monkeypatch.context() as patch:
-                patch.setattr(mount_barrier, "PATIENCE", 0.5)
+                patch.setattr(mount_barrier, "ANSWER_SECONDS", 0.5)
                 with pytest.raises(StoreError, match="does not answer"):
                     store.gc(grace=0)
         finally:
@@ -152,7 +152,7 @@ def test_killed_mount_is_asked_nothing_and_leaves_no_socket(
     assert store.stat().blobs == 0
 
     def asked_again() -> bool:  # a killed process takes a moment to end
-        Clearance(store.index, []).close()
+        MountBarrier(store.index, []).close()
         return not list((store.path / "locks").glob("mount-*.sock"))
 
     until(asked_again)
@@ -218,7 +218,7 @@ def test_bytes_that_got_a_name_since_the_mounts_were_asked_stay(store: Store) ->
     listener = Listener(store.path / "locks", 0o600)
     answering = threading.Thread(target=lambda: until(lambda: answer_all(listener)))
     answering.start()
-    with contextlib.closing(Clearance(store.index, [once, again])) as asked:
+    with contextlib.closing(MountBarrier(store.index, [once, again])) as asked:
         answering.join()
         store.put("c", noise(5000, 1))
         store.delete("c")
@@ -236,7 +236,7 @@ def test_bytes_that_had_a_name_when_the_mounts_were_asked_stay(store: Store) -> 
     listener = Listener(store.path / "locks", 0o600)
     answering = threading.Thread(target=lambda: until(lambda: answer_all(listener)))
     answering.start()
-    with contextlib.closing(Clearance(store.index, [once, again])) as asked:
+    with contextlib.closing(MountBarrier(store.index, [once, again])) as asked:
         answering.join()
         store.delete("b")
         with store.index.write():
@@ -245,7 +245,7 @@ def test_bytes_that_had_a_name_when_the_mounts_were_asked_stay(store: Store) -> 
 
 
 def answer_all(listener: Listener, failure: str = "") -> bool:
-    waiting = listener.asked()
+    waiting = listener.accept()
     listener.answer(waiting, failure)
     return bool(waiting)
 
@@ -255,7 +255,7 @@ def test_mount_that_cannot_hold_what_is_open_says_why(store: Store) -> None:
     answering = threading.Thread(target=lambda: until(lambda: answer_all(listener, "too many open files")))
     answering.start()
     with pytest.raises(StoreError, match="too many open files"):
-        Clearance(store.index, [])
+        MountBarrier(store.index, [])
     answering.join()
     listener.close()
 
@@ -265,7 +265,7 @@ def test_sockets_work_below_paths_longer_than_their_addresses(tmp_path: Path) ->
         listener = Listener(store.path / "locks", 0o600)
         answering = threading.Thread(target=lambda: until(lambda: answer_all(listener)))
         answering.start()
-        Clearance(store.index, []).close()
+        MountBarrier(store.index, []).close()
         answering.join()
         listener.close()
 
@@ -287,10 +287,10 @@ def test_lines_read_before_a_change_count_as_no_lookups(store: Store) -> None:
 def test_lookups_under_way_are_waited_for() -> None:
     lookups = Lookups()
     lookups.begin()
-    assert not lookups.settle(patience=0.05)
+    assert not lookups.settle(timeout=0.05)
     ending = threading.Timer(0.1, lookups._running.clear)
     ending.start()
-    assert lookups.settle(patience=5.0)
+    assert lookups.settle(timeout=5.0)
 
 
 def test_file_in_use_is_known_to_gc_by_its_lookups(store: Store) -> None:

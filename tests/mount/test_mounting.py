@@ -20,14 +20,14 @@ from castore import Store
 from castore.errors import InvalidNameError, InvalidValueError
 from castore.objects.codecs import FRAME_SIZE
 from castore_fuse import BusyError, MountError, mountpoints
-from castore_fuse.daemon import Record
+from castore_fuse.daemon import DaemonRecord
 from tests.helpers import mixed, noise, text
 from tests.mount.conftest import forget_pages, until
 
 
-def daemon(store: Store) -> Record:
+def daemon(store: Store) -> DaemonRecord:
     """The record of the process that serves the one background mount of a store."""
-    record = Record.read(next((store.path / "locks").glob("mount-*.json")))
+    record = DaemonRecord.read(next((store.path / "locks").glob("mount-*.json")))
     assert record is not None
     return record
 
@@ -278,7 +278,7 @@ def test_readers_get_the_right_bytes_from_a_tiny_cache(store: Store, cache: int)
 # --- other users -----------------------------------------------------------------------------------
 
 
-def test_other_users_are_let_in_only_when_told(anybody: tuple[Path, str], store: Store) -> None:
+def test_other_users_are_let_in_only_with_allow_other(anybody: tuple[Path, str], store: Store) -> None:
     folder, user = anybody
     store.put("x", b"for you")
     (folder / "mnt").mkdir()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from castore_fuse import mountpoints
-from castore_fuse.daemon import Record
+from castore_fuse.daemon import DaemonRecord
 from castore_fuse.errors import BusyError, MountError
 from castore_fuse.lifecycle import mount_background, mounted, prepare_mountpoint, umount
 from tests.mount.conftest import until
@@ -25,7 +25,7 @@ from tests.mount.toys import PATTERN, command
 def test_umount_returns_when_the_daemon_is_gone(mountpoint: Path, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     pid = mount_background(command("--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log")
-    written = Record.read(record)
+    written = DaemonRecord.read(record)
     assert written is not None
     assert (written.pid, written.mountpoint, written.alive()) == (pid, os.fspath(mountpoint), True)
     assert (mountpoint / "hello.txt").read_text() == "hello\n"
@@ -40,7 +40,7 @@ def test_umount_returns_when_the_daemon_is_gone(mountpoint: Path, tmp_path: Path
 def test_daemon_ends_when_others_unmount(by: str, mountpoint: Path, tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     mount_background(command("--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log")
-    written = Record.read(record)
+    written = DaemonRecord.read(record)
     assert written is not None
     subprocess.run([by, *(["-u"] if by == "fusermount3" else []), mountpoint], check=True)
     until(lambda: not written.alive())
@@ -72,7 +72,7 @@ def test_daemon_killed_while_it_takes_a_name_back_is_cleared_too(
     os.mkfifo(orders)
     daemon = command("--record", os.fspath(record), "--orders", os.fspath(orders))
     pid = mount_background(daemon, mountpoint, log_path=tmp_path / "log")
-    written = Record.read(record)
+    written = DaemonRecord.read(record)
     assert written is not None
     with subprocess.Popen(["stat", mountpoint / "slow"], stderr=subprocess.PIPE) as reader:
         until(lambda: "request_wait_answer" in Path(f"/proc/{reader.pid}/wchan").read_text())
@@ -127,7 +127,7 @@ def _seconds_after_its_reader(mountpoint: Path, tmp_path: Path) -> float:
     """Seconds from closing a file that was open at a SIGTERM."""
     record = tmp_path / "record.json"
     pid = mount_background(command("--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log")
-    written = Record.read(record)
+    written = DaemonRecord.read(record)
     assert written is not None
     with (mountpoint / "pattern").open("rb", buffering=0) as held:
         held.read(1)
@@ -151,7 +151,7 @@ def _seconds_to_end(mountpoint: Path, tmp_path: Path) -> float:
     """Seconds from the second of two SIGTERMs, while a file is open."""
     record = tmp_path / "record.json"
     pid = mount_background(command("--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log")
-    written = Record.read(record)
+    written = DaemonRecord.read(record)
     assert written is not None
     with (mountpoint / "pattern").open("rb", buffering=0):
         os.kill(pid, signal.SIGTERM)
@@ -254,7 +254,7 @@ def test_second_mount_at_the_same_place_is_refused(mountpoint: Path, tmp_path: P
 def test_umount_touches_no_mount_but_ours(tmp_path: Path) -> None:
     with pytest.raises(MountError, match="nothing is mounted at"):
         umount(tmp_path)
-    with pytest.raises(MountError, match="is no castore but proc"):
+    with pytest.raises(MountError, match="is of type proc, not a castore"):
         umount("/proc")
 
 

@@ -52,7 +52,7 @@ def test_empty_store_is_an_empty_folder(view: View) -> None:
     assert view.lookup("", "anything") is None
 
 
-def test_lookup_tells_files_from_folders(store: Store, view: View) -> None:
+def test_lookup_distinguishes_files_from_folders(store: Store, view: View) -> None:
     entry = store.put("a/b/c.txt", b"content", ttl=1000)
     assert view.lookup("", "a") == Folder("a")
     assert view.lookup("a", "b") == Folder("a/b")
@@ -226,7 +226,7 @@ def test_a_prefixed_view_reaches_every_blob_by_digest(store: Store) -> None:
         assert isinstance(looked_up(view, f".castore/objects/{digest[:2]}/{digest}"), File)
 
 
-def test_stat_file_tells_what_the_store_tells(store: Store, view: View) -> None:
+def test_stat_file_has_the_figures_of_the_store(store: Store, view: View) -> None:
     put(store, "a", "b")
     file = view.lookup(".castore", "stat.json")
     assert isinstance(file, File)

@@ -28,8 +28,8 @@ from castore.objects.packs import (
     Damage,
     PackFolder,
     PackRecord,
+    build_record,
     read_record,
-    record,
     scan,
 )
 from castore.records import HEAD_SIZE, LOOSE, Blob
@@ -65,7 +65,7 @@ def read_back(raw: bytes, blob: Blob, checksums: bytes | None, folder: Path) -> 
 
 
 @given(st.sampled_from(COMPRESSED), st.lists(st.integers(1, 300_000), min_size=1, max_size=40), st.data())
-def test_a_seek_table_says_what_it_was_told(codec: str, lengths: list[int], data: st.DataObject) -> None:
+def test_a_seek_table_reads_back_as_it_was_built(codec: str, lengths: list[int], data: st.DataObject) -> None:
     last = data.draw(st.integers(1, FRAME_SIZE))
     size = (len(lengths) - 1) * FRAME_SIZE + last
     tails = [os.urandom(4) for _ in lengths]
@@ -231,14 +231,14 @@ def test_a_bomb_is_corrupt_in_bounded_memory(codec: str, frame: object, tmp_path
 import os
 from castore import CorruptError
 from castore.objects.decode import BlobReader
-from castore.objects.workers import workers
+from castore.objects.codec_threads import codec_threads
 from castore.records import Blob
 
 def peak():
     return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) // 1024
 
 blob = Blob(bytes(32), {FRAME_SIZE}, {len(body) + len(trailer)}, {codec!r}, 0, 0)
-workers.pool().submit(int).result()
+codec_threads.pool().submit(int).result()
 before = peak()
 for read in (BlobReader.read_all, lambda reader: reader.read(0, 100)):
     reader = BlobReader(blob, os.open({str(tmp_path / "bomb")!r}, os.O_RDONLY))
@@ -272,7 +272,7 @@ def write_pack(path: Path, payloads: list[bytes]) -> list[Blob]:
         file.write(FILE_HEAD)
         for data in payloads:
             digest = blake3.blake3(data).digest()
-            file.write(record(digest, len(data), "none", data))
+            file.write(build_record(digest, len(data), "none", data))
             blobs.append(Blob(digest, len(data), len(data), "none", 7, position + HEAD_SIZE))
             position += HEAD_SIZE + len(data)
     return blobs
@@ -317,9 +317,9 @@ def test_a_scan_steps_over_garbage_of_any_length(tmp_path: Path) -> None:
     path = tmp_path / "pack"
     first = write_pack(path, [noise(10)])
     start = path.stat().st_size
-    for garbage in (b"x", record(bytes(32), 5, "none", b"12345")[: HEAD_SIZE - 3], noise(1_100_000)):
+    for garbage in (b"x", build_record(bytes(32), 5, "none", b"12345")[: HEAD_SIZE - 3], noise(1_100_000)):
         with path.open("ab") as file:
-            file.write(garbage + record(blake3.blake3(b"after").digest(), 5, "none", b"after"))
+            file.write(garbage + build_record(blake3.blake3(b"after").digest(), 5, "none", b"after"))
         found = list(scan(path, 7, start=start))
         assert isinstance(found[0], Damage)
         assert isinstance(found[-1], PackRecord)

@@ -69,7 +69,7 @@ def test_blobs_that_nobody_names_are_removed_at_once_and_others_stay(store: Stor
     assert store.verify().bad == []
 
 
-def test_a_use_that_is_told_counts_for_gc_and_stat(store: Store) -> None:
+def test_a_use_that_is_reported_counts_for_gc_and_stat(store: Store) -> None:
     for name in ("older", "newer"):
         store.put(name, noise(LARGE, len(name) + ord(name[0])))
     before = store.stat().disk_hits

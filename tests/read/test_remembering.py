@@ -162,7 +162,7 @@ def test_what_is_read_once_is_not_remembered_and_what_is_remembered_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 3_000
-    monkeypatch.setattr(source, "REMEMBERED", count // 2)
+    monkeypatch.setattr(source, "MAX_REMEMBERED", count // 2)
     with Store(tmp_path / "store", memory=0) as store:
         names = [f"some/longer/name/{number:06}" for number in range(count)]
         store.put_many((name, name.encode()) for name in names)

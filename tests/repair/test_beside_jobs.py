@@ -236,7 +236,7 @@ def test_jobs_of_every_kind_end_well_whatever_repairs_the_store_meanwhile(tmp_pa
             agrees_with_disk(store)
 
 
-def test_what_killed_jobs_left_is_removed_told_and_not_missed(tmp_path: Path) -> None:
+def test_what_killed_jobs_left_is_removed_reported_and_not_missed(tmp_path: Path) -> None:
     with running(tmp_path) as jobs:
         for process in jobs.processes.values():
             process.kill()
@@ -245,7 +245,7 @@ def test_what_killed_jobs_left_is_removed_told_and_not_missed(tmp_path: Path) ->
         assert list((jobs.store / layout.WORK).iterdir())
         first = jobs.command("doctor")
         assert first.returncode == 0, first.stdout
-        assert "files that belong to nothing" in first.stdout
+        assert "leftover files of dead processes" in first.stdout
         assert "quarantine" not in first.stdout
         assert list((jobs.store / layout.WORK).iterdir()) == []
         assert list((jobs.store / "tmp").iterdir()) == []

@@ -149,7 +149,7 @@ def test_a_beacon_from_before_a_power_cut_does_not_turn_time_back(tmp_path: Path
 
 def test_computing_a_key_from_inside_its_own_computation_is_an_error(tmp_path: Path) -> None:
     with Store(tmp_path / "store") as store:
-        with pytest.raises(InvalidValueError, match="asks for itself"):
+        with pytest.raises(InvalidValueError, match="asks for its own result"):
             store.get_or_compute("key", lambda: store.get_or_compute("key", lambda: b"1"))
         assert store.get_or_compute("key", lambda: b"2") == b"2"
 
@@ -279,7 +279,7 @@ def test_doctor_finds_nothing_wrong_with_a_sound_store_that_is_in_use(tmp_path: 
             done.touch()
         print(f"{turns.value} turns of three processes while doctor looked {looks} times")
         # gc forgets an object a moment before it unlinks it: a process that comes in between may unlink it.
-        return [what for what in found if "belong to nothing" not in what]
+        return [what for what in found if "leftover files" not in what]
 
     def use(number: int) -> None:
         chance = random.Random(number)
@@ -303,7 +303,7 @@ def test_doctor_finds_nothing_wrong_with_a_sound_store_that_is_in_use(tmp_path: 
     assert doctor.examine(path) == []
 
 
-def test_doctor_tells_only_of_what_it_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_only_what_it_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path / "store").close()
     (tmp_path / "store/objects/packs/00000063.pack").write_bytes(b"nobody registered it")
     find = leftovers.find
@@ -319,7 +319,7 @@ def test_doctor_tells_only_of_what_it_removed(tmp_path: Path, monkeypatch: pytes
     with Store(tmp_path / "store", memory=0) as store, store.index.write() as txn:
         txn.retire_pack(0x63)
     (finding,) = doctor.examine(tmp_path / "store")
-    assert "belong to nothing: 1" in finding.what
+    assert "leftover files of dead processes: 1" in finding.what
 
 
 def test_a_journal_that_is_rotated_while_it_is_listed_is_read_whole(

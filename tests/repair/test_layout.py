@@ -57,7 +57,7 @@ def test_each_path_of_the_page_is_known_by_its_own_line() -> None:
 def test_what_is_made_with_a_store_is_what_the_list_says(tmp_path: Path) -> None:
     Store(tmp_path / "store").close()
     folders = {str(path.relative_to(tmp_path / "store")) for path in tmp_path.glob("store/**/")}
-    assert folders - {"."} == set(layout.MADE)
+    assert folders - {"."} == set(layout.CREATED)
     assert {path.name for path in (tmp_path / "store").iterdir()} <= layout.TOP
 
 
@@ -104,7 +104,7 @@ def test_what_stands_in_the_place_of_a_file_or_among_files_goes_to_quarantine(tm
     assert doctor.examine(path) == []
 
 
-def test_what_is_in_nobodys_way_is_left_and_told_of(tmp_path: Path) -> None:
+def test_what_is_in_nobodys_way_is_left_and_reported(tmp_path: Path) -> None:
     Store(tmp_path / "store").close()
     path = tmp_path / "store"
     (path / "my pictures").mkdir()
@@ -113,8 +113,8 @@ def test_what_is_in_nobodys_way_is_left_and_told_of(tmp_path: Path) -> None:
     for _ in range(2):
         found = doctor.examine(path)
         assert sorted(finding.what for finding in found) == [
-            "my pictures is not castore's, and is left where it is",
-            "shortcut is not castore's, and is left where it is",
+            "my pictures was not made by castore, and is left where it is",
+            "shortcut was not made by castore, and is left where it is",
         ]
         assert not any(finding.mended or finding.left_to_do for finding in found)
     assert (path / "my pictures").is_dir()
@@ -162,7 +162,7 @@ def inner_paths() -> list[str]:
 
 
 @pytest.mark.parametrize("place", inner_paths())
-def test_a_store_inside_a_store_is_left_alone_and_told_of(tmp_path: Path, place: str) -> None:
+def test_a_store_inside_a_store_is_left_alone_and_reported(tmp_path: Path, place: str) -> None:
     outer = tmp_path / "outer"
     with Store(outer) as store:
         store.put("outside", b"outer bytes")
@@ -195,7 +195,7 @@ def test_no_store_is_made_of_a_folder_of_another(tmp_path: Path, place: str) -> 
     assert doctor.examine(tmp_path / "outer") == []
 
 
-def test_it_is_told_once_when_it_is_made(tmp_path: Path) -> None:
+def test_it_is_reported_once_when_it_is_made(tmp_path: Path) -> None:
     outer = TreeCacheManager(tmp_path / "cache")
     with pytest.warns(NestedStoreWarning) as told:
         DiskCache(tmp_path / "cache/disk").put("key", 1)
@@ -219,7 +219,7 @@ def test_the_command_line_says_it_once_too(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == ""
     assert main(["--store", str(tmp_path / "outer"), "doctor"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("noted: inner is, or has, a store of its own; it is left alone")
+    assert out.startswith("noted: inner is another store, or contains one; it is left alone")
     assert out.endswith("all in order\n")
 
 

@@ -18,7 +18,7 @@ import pytest
 from castore import Store, StoreError, settings
 from castore.gc.mount_barrier import Listener
 from castore.repair import doctor
-from castore_fuse.daemon import Record
+from castore_fuse.daemon import DaemonRecord
 from tests.helpers import flip, in_processes, noise, payload, records, text
 
 OTHER = 65534
@@ -78,7 +78,9 @@ def test_what_root_makes_in_anothers_store_is_the_owners(theirs: Path) -> None:
         assert store.get(NAMES[0]) is None
         assert list((theirs / "quarantine").iterdir())
         listener = Listener(theirs / "locks", 0o600)
-        Record(str(theirs.parent / "mnt"), os.getpid(), 1).write(theirs / "locks" / f"mount-{'a' * 16}.json")
+        DaemonRecord(str(theirs.parent / "mnt"), os.getpid(), 1).write(
+            theirs / "locks" / f"mount-{'a' * 16}.json"
+        )
         from castore.adapters.datasets import scratch
 
         file = scratch.new_file(store)
@@ -93,7 +95,7 @@ def test_what_root_makes_in_anothers_store_is_the_owners(theirs: Path) -> None:
     settings.save(theirs, settings.Settings(codec="zstd"))
     assert roots(theirs) == []
 
-    def use() -> tuple[list[doctor.Finding], bytes | None]:
+    def use() -> tuple[list[doctor.Diagnosis], bytes | None]:
         found = [finding for finding in doctor.examine(theirs) if finding.left_to_do]
         with Store(theirs, memory=0) as store:
             store.put("mine", b"again")
@@ -127,10 +129,10 @@ def test_nothing_that_was_there_before_is_given_away(theirs: Path) -> None:
         "objects",
     ],
 )
-def test_doctor_tells_of_what_the_owner_may_not_use(theirs: Path, which: str) -> None:
+def test_doctor_reports_what_the_owner_may_not_use(theirs: Path, which: str) -> None:
     os.chown(theirs / which, 0, 0)
 
-    def look() -> tuple[list[doctor.Finding], str]:
+    def look() -> tuple[list[doctor.Diagnosis], str]:
         found = doctor.examine(theirs)
         with pytest.raises(StoreError) as told:
             doctor.rebuild_index(theirs)
@@ -140,7 +142,7 @@ def test_doctor_tells_of_what_the_owner_may_not_use(theirs: Path, which: str) ->
     command = f"chown -R {user}:{group} {theirs}"
     (finding,), refused = as_owner(look)
     assert finding.left_to_do
-    assert finding.what == f"{user} may not use {which} of the store {theirs}: owned by root"
+    assert finding.what == f"the user {user} may not use {which} of the store {theirs}: owned by root"
     assert command in finding.advice
     assert command in refused
     assert doctor.examine(theirs) == [finding], "root hears the same"
@@ -166,7 +168,7 @@ def test_an_index_that_its_owner_may_not_write_is_mended(theirs: Path) -> None:
     (theirs / "index.sqlite").chmod(0o400)
     (theirs / "objects/names/00000001.names").chmod(0o400)
 
-    def look() -> tuple[list[doctor.Finding], list[doctor.Finding]]:
+    def look() -> tuple[list[doctor.Diagnosis], list[doctor.Diagnosis]]:
         found = doctor.examine(theirs), doctor.examine(theirs)
         with Store(theirs, memory=0) as store:
             store.put("mine", b"again")
@@ -174,5 +176,5 @@ def test_an_index_that_its_owner_may_not_write_is_mended(theirs: Path) -> None:
 
     (finding,), again = as_owner(look)
     assert finding.mended
-    assert "and 1 more could not be used as castore does" in finding.what
+    assert "and 1 more had too few permission bits" in finding.what
     assert again == []

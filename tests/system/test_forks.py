@@ -21,7 +21,7 @@ import pytest
 from castore import Store
 from castore.adapters.datasets import scratch
 from castore.objects.codecs import FRAME_SIZE
-from castore.system.forks import fork_gate, unforked
+from castore.system.forks import block_forks, fork_gate
 from tests.helpers import noise
 
 #: Seconds that a child may take; its work takes a few milliseconds.
@@ -164,7 +164,7 @@ def test_a_fork_and_a_thread_that_writes_in_the_middle_of_a_question_do_not_wait
     full: Store,
 ) -> None:
     def put(turn: int) -> None:
-        with unforked():  # where a finaliser or a signal handler may run
+        with block_forks():  # where a finaliser or a signal handler may run
             full.put(f"amid/{turn % 10}", b"%d" % turn)
 
     with going_on(put):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from castore import Store
-from castore.system.ram_cache import CHANCES, SLOT_BYTES, MemoryLRU
+from castore.system.ram_cache import MAX_SKIPS, SLOT_BYTES, MemoryLRU
 from tests.helpers import in_processes, noise
 
 MB = 1_000_000
@@ -266,7 +266,7 @@ def test_a_value_that_is_read_in_passing_is_passed_over_once() -> None:
 
 
 def test_a_new_value_finds_room_where_all_others_are_used() -> None:
-    count = 3 * CHANCES
+    count = 3 * MAX_SKIPS
     memory: MemoryLRU[int] = MemoryLRU(MB, max_items=count)
     for turn in range(3):
         for number in range(count):

@@ -90,10 +90,10 @@ WINDOWS = [
         (
             "after that, before the beacon's `prefixes`",
             _training,
-            before(Prefixes, "tell"),
+            before(Prefixes, "announce_change"),
             copies_of_it(2, chosen=True),
         ),
-        ("after that", _training, after(Prefixes, "tell"), copies_of_it(2, chosen=True)),
+        ("after that", _training, after(Prefixes, "announce_change"), copies_of_it(2, chosen=True)),
     )
 ]
 WINDOWS += [

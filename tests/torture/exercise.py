@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 
 from castore import CastoreError, Store
-from castore.objects.workers import workers
+from castore.objects.codec_threads import codec_threads
 from castore.repair import doctor
 
 LIMIT = 2 << 30
@@ -68,7 +68,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
     import sqlite_utils  # noqa: F401  (its memory is not the store's)
 
-    workers.pool().submit(int).result()
+    codec_threads.pool().submit(int).result()
     before = peak()
     ended: dict[str, object] = {}
     for name, act in acts(path).items():

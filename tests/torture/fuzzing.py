@@ -21,7 +21,7 @@ from castore.names import check_name, check_prefix
 from castore.objects.decode import BlobReader
 from castore.objects.encode import encode, encode_one, encode_small, slices
 from castore.objects.frames import build_trailer, frame_count, probe_size, read_table
-from castore.objects.packs import FILE_HEAD, Damage, record, scan
+from castore.objects.packs import FILE_HEAD, Damage, build_record, scan
 from castore.records import HEAD_SIZE, Blob
 from castore.serialize.serializers import dump, load
 
@@ -147,7 +147,7 @@ def seeds() -> dict[str, bytes]:
         | {f"value {serializer}": data for serializer, data in _values().items()}
         | {
             "pack": FILE_HEAD
-            + record(_DIGEST, 5, "none", b"12345") * 3
+            + build_record(_DIGEST, 5, "none", b"12345") * 3
             + build_trailer("gzip", 5, [5], [b""]),
             "journal": pack_record(entry) * 3,
             "names": "folder/ünï/file.txt".encode(),

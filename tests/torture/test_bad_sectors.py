@@ -175,7 +175,7 @@ def test_bad_sectors_of_the_journal_cost_no_name_that_the_index_has(disk: Disk) 
     assert doctor.rebuild_index(disk.store)[1].entries == len(VALUES)
 
 
-def test_a_bad_sector_of_the_index_is_told_and_a_rebuild_mends_it(disk: Disk) -> None:
+def test_a_bad_sector_of_the_index_is_reported_and_a_rebuild_mends_it(disk: Disk) -> None:
     size = (disk.store / "index.sqlite").stat().st_size
     disk.spoil(*((disk.store / "index.sqlite", at) for at in range(0, size, PAGE)))
     with pytest.raises(StoreError, match="castore doctor"), Store(disk.store, memory=0) as store:
@@ -190,9 +190,7 @@ def test_a_bad_sector_of_the_index_is_told_and_a_rebuild_mends_it(disk: Disk) ->
 
 
 @pytest.mark.parametrize("name", ["castore.json", "locks/beacon"])
-def test_a_file_of_the_store_s_own_on_a_bad_sector_is_told_and_can_be_made_anew(
-    disk: Disk, name: str
-) -> None:
+def test_a_file_of_the_store_on_a_bad_sector_is_reported_and_can_be_made_again(disk: Disk, name: str) -> None:
     disk.spoil((disk.store / name, 0))
     with pytest.raises(StoreError, match=f"{name} cannot be read .*; delete it"):
         Store(disk.store, memory=0)
@@ -220,8 +218,8 @@ def test_who_reads_goes_on_when_the_disk_turns_read_only(
                     assert (root / name).read_bytes() == data
             assert missing(store) == {"small/007"}
             assert store.stat().disk_hits >= hits, turn
-        assert "not on record yet" in caplog.text
-        assert "cannot be put on record" in caplog.text
+        assert "could not be written yet" in caplog.text
+        assert "the index could not record it" in caplog.text
         with pytest.raises((StoreError, OSError)):
             store.put("new", b"new")
         disk.heal()

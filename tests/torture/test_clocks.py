@@ -176,8 +176,8 @@ def test_a_live_mount_that_was_taken_for_dead_is_on_the_list_again_with_its_next
     clock(jump)
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(mounts, "pid_namespace", lambda: 1)  # as in another container
-        assert mounts.forget_dead(store.index) == ["/mnt"]
-    mount.still_here()
+        assert mounts.remove_dead(store.index) == ["/mnt"]
+    mount.refresh()
     assert store.stat().mounts == ["/mnt"]
     mount.remove()
     assert store.stat().mounts == []

@@ -248,7 +248,7 @@ def test_doctor_takes_a_full_disk_for_no_damage(disk: Path, ballast: bool) -> No
     assert doctor.examine(path) == []
 
 
-def test_a_damaged_index_is_made_anew_on_a_full_disk_with_the_ballast(disk: Path) -> None:
+def test_a_damaged_index_is_rebuilt_on_a_full_disk_with_the_ballast(disk: Path) -> None:
     path, kept = disk / "store", {f"n/{n}": noise(3_000, n) for n in range(50)}
     with Store(path, memory=0) as store:
         store.put_many(kept.items())
@@ -305,8 +305,8 @@ def test_a_mount_that_meets_a_full_disk_says_so_in_a_sentence(disk: Path, tmp_pa
     with Store(disk / "store", memory=0) as store:
         store.put("n", kept)
     program = (
-        "import sys\nfrom castore_fuse import follow\nfrom castore_fuse.__main__ import main\n"
-        "follow.BEAT_SECONDS = 0.0\nsys.exit(main(sys.argv[1:]))"
+        "import sys\nfrom castore_fuse import follower\nfrom castore_fuse.__main__ import main\n"
+        "follower.HEARTBEAT_SECONDS = 0.0\nsys.exit(main(sys.argv[1:]))"
     )
     words = ["--store", disk / "store", "--cache-size", "1000000", tmp_path / "mnt"]
     (tmp_path / "mnt").mkdir()

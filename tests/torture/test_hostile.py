@@ -257,7 +257,7 @@ def test_an_index_that_brings_its_own_program_is_refused(victim: Path) -> None:
             db.execute(sql)
             db.commit()
         ended = exercise(victim)
-        assert "'evil' in it is not of castore's making" in ended["open"]
+        assert "'evil' in it was not made by castore" in ended["open"]
         assert ended["rebuild"] == 24
         assert ended["read again"] == 24
         with Store(victim, memory=0) as store:

@@ -124,7 +124,7 @@ def all_back(path: Path, good: Healthy, *, unseen: bool = False) -> None:
     assert doctor.examine(path) == []
 
 
-def test_a_damaged_page_of_any_kind_is_told_and_all_comes_back(
+def test_a_damaged_page_of_any_kind_is_reported_and_all_comes_back(
     good: Healthy, tmp_path: Path, scale: Scale, figure: Figure
 ) -> None:
     kinds = kinds_of_pages(good.path / "index.sqlite")
@@ -199,7 +199,9 @@ def test_a_name_that_became_another_is_nobodys(good: Healthy, path: Path) -> Non
 
 
 @pytest.mark.parametrize("how", ["deleted", "empty", "cut", "text"])
-def test_an_index_that_is_gone_or_cut_is_told_and_all_comes_back(good: Healthy, path: Path, how: str) -> None:
+def test_an_index_that_is_gone_or_cut_is_reported_and_all_comes_back(
+    good: Healthy, path: Path, how: str
+) -> None:
     index = path / "index.sqlite"
     if how == "deleted":
         index.unlink()

@@ -228,7 +228,7 @@ def test_a_gc_wedged_inside_a_transaction_keeps_readers_reading(store: Store) ->
         with paused(collect, after(Write, "evict_entries", then=pause)):
             assert [store.get(name) for name in KINDS] == list(DATA.values())
             assert [(root / name).read_bytes() for name in KINDS] == list(DATA.values())
-            with pytest.raises(sqlite3.OperationalError, match="locked"), store.index.write(patience=0.1):
+            with pytest.raises(sqlite3.OperationalError, match="locked"), store.index.write(timeout=0.1):
                 pass
         store.put("new", b"x")
         assert [entry.name for entry in store.entries()] == ["new"]

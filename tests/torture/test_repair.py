@@ -124,7 +124,7 @@ def planted(patient: Patient) -> None:
     (patient.path / "objects" / "packs" / "000000aa.pack").symlink_to("/etc/hostname")
 
 
-def left_behind(patient: Patient) -> None:
+def leftover_files(patient: Patient) -> None:
     (patient.path / "tmp" / "1-999999-1-abc.part").write_bytes(b"x" * 5000)
     old = patient.path / "tmp" / "whatever"
     old.write_bytes(b"x")
@@ -135,7 +135,7 @@ def left_behind(patient: Patient) -> None:
 INDEX_LAST = [index_gone, index_page, rows_off, counts_off]
 HURTS = [
     flipped_bit, truncated_object, missing_object, zeroed_page, journal_bytes, beacon_bytes, planted,
-    left_behind
+    leftover_files
 ]  # fmt: skip
 
 
@@ -207,14 +207,14 @@ def test_repair_of_any_damage_leaves_nothing_to_be_found_and_costs_nothing_else(
     )
 
 
-def test_a_bad_head_of_a_record_is_written_anew_and_its_bytes_are_kept(store: Store) -> None:
+def test_a_bad_head_of_a_record_is_written_again_and_its_bytes_are_kept(store: Store) -> None:
     values = fill(store, 24)
     packed = [name for name in values if stored(store, name).path.suffix == ".pack"]
     for name in packed[:5]:
         flip(store.objects.packs.path(1), stored(store, name).start + 20)
     report = store.verify()
     assert sorted(name for finding in report.bad for name in finding.names) == sorted(packed[:5])
-    assert all("have been written anew" in finding.why for finding in report.bad)
+    assert all("have been written again" in finding.why for finding in report.bad)
     assert {name: store.get(name) for name in values} == values
     assert store.verify().bad == []
     recount(store)

@@ -13,7 +13,7 @@ from pathlib import Path
 import castore_fuse
 from castore import Store
 from castore.system.temporary import process_started
-from castore_fuse.daemon import Record
+from castore_fuse.daemon import DaemonRecord
 from tests.helpers import agrees_with_disk, in_processes
 from tests.mount.conftest import until
 from tests.torture import soak
@@ -28,7 +28,7 @@ _SLACK = 48 << 20
 
 
 def daemon_of(path: Path) -> int:
-    (record,) = (Record.read(record) for record in (path / "locks").glob("mount-*.json"))
+    (record,) = (DaemonRecord.read(record) for record in (path / "locks").glob("mount-*.json"))
     assert record is not None
     return record.pid
 

@@ -355,7 +355,7 @@ WINDOWS = [
         "gc: entries",
         ("within a transaction that removes entries", _evict, after(Write, "evict_entries"), nothing),
         ("between two of those", _evict, _committed(Write, "evict_entries"), counted(500), gone(GOING_FIRST)),
-        ("while `released` is put in order", _evict, after(deferred_refs, "note", 3), counted(600),
+        ("while `released` is put in order", _evict, after(deferred_refs, "add", 3), counted(600),
         gone(GOING)),
         ("between two that take it out", _evict, _committed(Write, "uncount"), dead(500), gone(GOING)),
         ("between two that take it out", _evict_mounted, _committed(Write, "uncount"),
@@ -405,10 +405,10 @@ WINDOWS = [
     ),
     *_of(
         "Mount",
-        ("before its row is committed", _serve, before(mounts.Registration, "still_here"), mounted(0)),
-        ("before it is mounted", _serve, after(mounts.Registration, "still_here"), mounted(1)),
-        ("while it serves", _serve, after(daemon.Mount, "started"), mounted(1)),
+        ("before its row is committed", _serve, before(mounts.Registration, "refresh"), mounted(0)),
+        ("before it is mounted", _serve, after(mounts.Registration, "refresh"), mounted(1)),
+        ("while it serves", _serve, after(daemon.MountDaemon, "started"), mounted(1)),
         ("after it is unmounted, before its row is removed", _serve,
-        after(daemon.Mount, "started", then=_told_to_end), mounted(1)),
+        after(daemon.MountDaemon, "started", then=_told_to_end), mounted(1)),
     ),
 ]  # fmt: skip

@@ -59,7 +59,7 @@ def test_an_old_store_has_all_that_was_put(path: Path) -> None:
     assert doctor.examine(path, [dangling_links.examine]) == []
 
 
-def test_the_index_of_an_old_store_can_be_made_anew(path: Path) -> None:
+def test_the_index_of_an_old_store_can_be_rebuilt(path: Path) -> None:
     shutil.rmtree(path / "locks")
     (path / "index.sqlite").unlink()
     doctor.rebuild_index(path)

@@ -121,6 +121,8 @@ def in_a_batch(store: Store, change: Callable[[Batch], object]) -> None:
         lambda store: store.pin("data/a.txt"),
         lambda store: store.drop_dictionary("data"),
         lambda store: store.gc(),
+        lambda store: store.require_writable(),
+        lambda store: store.delete_unchanged(store.entry("data/a.txt")),
         lambda store: store.verify(repair=True),
     ],
 )
@@ -156,7 +158,7 @@ def test_a_writer_that_comes_later_is_seen(tmp_path: Path, shown: Path) -> None:
         assert store.get("new") == b"new"
 
 
-def test_a_log_without_its_index_of_pages_is_told(tmp_path: Path, freeze: Freeze) -> None:
+def test_a_wal_without_its_shared_memory_file_is_reported(tmp_path: Path, freeze: Freeze) -> None:
     folder = tmp_path / "store"
     _fill(folder)
     with Store(folder) as writer:
@@ -164,11 +166,11 @@ def test_a_log_without_its_index_of_pages_is_told(tmp_path: Path, freeze: Freeze
         log = (folder / "index.sqlite-wal").read_bytes()
     (folder / "index.sqlite-wal").write_bytes(log)
     shown = freeze()
-    with pytest.raises(StoreError, match="has a log, which cannot be read"):
+    with pytest.raises(StoreError, match="has a WAL, which cannot be read"):
         Store(shown)
 
 
-def test_damage_is_found_and_told_though_nothing_is_set_aside(tmp_path: Path, freeze: Freeze) -> None:
+def test_damage_is_found_and_reported_though_nothing_is_set_aside(tmp_path: Path, freeze: Freeze) -> None:
     folder = tmp_path / "store"
     _fill(folder)
     [loose] = [path for path in folder.glob("objects/??/*") if path.stat().st_size == 400_000]

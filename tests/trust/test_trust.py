@@ -279,7 +279,7 @@ def test_a_put_whose_pack_was_closed_under_it_does_not_commit(tmp_path: Path) ->
                 store.writer.pack.append(txn, b"a record")
                 store.writer.close()
 
-        with pytest.raises(StoreError, match="closed by another thread"):
+        with pytest.raises(StoreError, match="another thread closed the store"):
             put_while_closing()
         assert store.index.totals() == before
         store.put("next", b"works")

@@ -32,7 +32,7 @@ def test_an_entry_is_fresh_while_its_sources_are_as_they_were(store: Store, raw:
     assert not fresh(store, "another")
 
 
-def test_another_size_is_told_without_reading(store: Store, raw: Path) -> None:
+def test_another_size_is_noticed_without_reading(store: Store, raw: Path) -> None:
     derive(store, raw)
     raw.write_text("goodbye")
     entry = store.entry("derived")
@@ -101,7 +101,7 @@ def test_users_own_metadata_of_that_name_is_left_alone(store: Store) -> None:
         assert list(entry_sources.drop_stale(store, lambda path: True)) == []
 
 
-def test_stale_entries_are_dropped_and_pinned_ones_only_told(store: Store, raw: Path) -> None:
+def test_stale_entries_are_dropped_and_pinned_ones_only_reported(store: Store, raw: Path) -> None:
     derive(store, raw)
     store.put("pinned", b"p", metadata={"sources": remember([raw])}, pin=True)
     store.put("other", b"o")
@@ -122,7 +122,7 @@ def test_an_entry_that_was_put_again_since_is_not_dropped(store: Store, raw: Pat
     assert seen is not None
     raw.write_text("changed")
     derive(store, raw)
-    assert not entry_sources.drop(store, seen)
+    assert not store.delete_unchanged(seen)
     assert fresh(store, "derived")
 
 

@@ -16,7 +16,7 @@ from castore import Store
 from castore.repair import doctor
 from castore.system.temporary import is_running
 from castore.watch import dangling_links
-from castore.watch.dangling_links import Mounted, mount_of
+from castore.watch.dangling_links import LinkedMount, mount_of
 from tests.watch.conftest import Watch, run, settled
 
 
@@ -28,7 +28,7 @@ def kill_mount(store: Store) -> None:
         time.sleep(0.001)
 
 
-def test_a_watcher_tells_that_its_links_lead_to_nothing_and_when_they_do_again(
+def test_a_watcher_reports_that_its_links_lead_to_nothing_and_when_they_do_again(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
     """Nothing happens in the folder meanwhile: the watcher must not need a new file to find out."""
@@ -55,7 +55,7 @@ def test_a_watcher_tells_that_its_links_lead_to_nothing_and_when_they_do_again(
     assert (watching.told("unmounted"), watching.told("mounted")) == (["", ""], [""])
 
 
-def test_it_is_told_at_the_start_whatever_the_watcher_is_to_do(
+def test_it_is_reported_at_the_start_whatever_the_watcher_is_to_do(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
     settled(folder, "a", b"a")
@@ -75,7 +75,9 @@ def test_it_is_told_at_the_start_whatever_the_watcher_is_to_do(
     assert second.startswith(f"castore: no live mount of {store.path} shows 'in'")
 
 
-def test_doctor_tells_it_with_what_to_do(store: Store, folder: Path, mountpoint: Path, watch: Watch) -> None:
+def test_doctor_reports_it_with_what_to_do(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
     settled(folder, "a", b"a")
     watch("--replace").end_after("replaced")
     store.put("another/file", b"that no link stands for", metadata={"link": "my own"})
@@ -133,13 +135,13 @@ def test_links_that_are_gone_themselves_are_nobodys_worry(
 @pytest.mark.parametrize(
     ("link", "mount"),
     [
-        ("/mnt/in/a/b", Mounted("/mnt", "")),
-        ("/mnt/a/b", Mounted("/mnt", "in")),
-        ("/mnt/b", Mounted("/mnt", "in/a")),
-        ("/in/a/b", Mounted("/", "")),
+        ("/mnt/in/a/b", LinkedMount("/mnt", "")),
+        ("/mnt/a/b", LinkedMount("/mnt", "in")),
+        ("/mnt/b", LinkedMount("/mnt", "in/a")),
+        ("/in/a/b", LinkedMount("/", "")),
     ],
 )
-def test_the_mount_of_a_link_is_what_comes_before_the_name(link: str, mount: Mounted) -> None:
+def test_the_mount_of_a_link_is_what_comes_before_the_name(link: str, mount: LinkedMount) -> None:
     assert mount_of("in/a/b", link) == mount
 
 
@@ -156,7 +158,7 @@ def test_rm_and_unpin_tell_of_the_links_that_stand_for_what_they_let_go(
     (folder / "c").write_bytes(b"a tool has computed it anew")
     unpinned = run(store.path, "unpin", "in/a", "in/c")
     assert unpinned.stderr == (
-        f"castore: {folder}/a is a link that stands for 'in/a', and leads to nothing once gc has taken that;"
+        f"castore: {folder}/a is a link that stands for 'in/a', and leads to nothing once gc has removed the entry;"
         " `castore pin in/a` keeps it\n"
     )
     entry = store.entry("in/a")

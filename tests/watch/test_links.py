@@ -156,7 +156,7 @@ def test_restore_leaves_the_link_when_the_disk_is_too_full(
             link = small / "a"
             entry = store.put_file("in/a", tmp_path / "big")
             source = {"path": str(link), "size": len(data), "mtime_ns": 1}
-            assert link_registry.bind(
+            assert link_registry.bind_links(
                 store, [link_registry.Binding(entry, source, f"{root}/in/a", 0o600)]
             ) != [None]
             link.symlink_to(root / "in/a")

@@ -18,7 +18,7 @@ def test_without_a_live_mount_it_refuses_with_the_command_to_run(store: Store, f
     ran = run(store.path, "watch", folder, "--as", "in", "--replace")
     assert ran.returncode == 1
     assert ran.stderr == (
-        f"castore: no live mount of {store.path} shows 'in', so there is nothing that links could lead into;"
+        f"castore: no live mount of {store.path} shows 'in', so links have nothing to lead into;"
         f" make one first: castore --store {store.path} mount MOUNTPOINT\n"
     )
     assert not path.is_symlink()

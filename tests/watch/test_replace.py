@@ -16,9 +16,9 @@ import pytest
 from castore import Store
 from castore.system.temporary import pid_namespace, process_started
 from castore.watch import replace
-from castore.watch.file_lease import BusyError, Snapshot
+from castore.watch.file_lease import FileBusyError, Snapshot
 from castore.watch.find_mount import find_mount
-from castore.watch.folder import PART, SWAP, Folder
+from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, WatchedFolder
 from tests.helpers import flip, payload, text
 from tests.watch.conftest import Watch, real_bytes, settled
 
@@ -125,7 +125,7 @@ def test_a_swap_is_taken_back_when_the_file_was_written_meanwhile(
         after = store.entry(entry.name)
         assert after is not None
         assert not after.pinned
-    assert [type(error) for error in told] == [BusyError] * 4
+    assert [type(error) for error in told] == [FileBusyError] * 4
     assert {one.name: one.read_bytes() for one in folder.iterdir()} == left
 
 
@@ -215,17 +215,17 @@ def test_what_a_kill_behind_the_exchange_leaves_is_cleaned_or_put_back(
     first.until("replaced", "in/kept")
     first.until("replaced", "in/written")
     first.end()
-    leftovers = [Path(replace.temporary_beside(str(path), SWAP)) for path in paths]
-    own = "-".join(leftovers[0].name.removeprefix(SWAP).split("-")[:3])
+    leftovers = [Path(replace.temporary_beside(str(path), SWAP_PREFIX)) for path in paths]
+    own = "-".join(leftovers[0].name.removeprefix(SWAP_PREFIX).split("-")[:3])
     dead = dead_process()
     leftovers = [path.with_name(path.name.replace(own, dead)) for path in leftovers]
     leftovers[0].write_bytes(b"kept" * 100)
     leftovers[1].write_bytes(b"somebody wrote to it at that moment")
-    (folder / f"{PART}{dead}-0123456789abcdef").write_bytes(b"half a file")
-    (folder / f"{SWAP}{own}-0123456789abcdef").symlink_to("of a process that lives")
-    shown = Folder(str(folder), "in", str(store.path))
+    (folder / f"{PART_PREFIX}{dead}-0123456789abcdef").write_bytes(b"half a file")
+    (folder / f"{SWAP_PREFIX}{own}-0123456789abcdef").symlink_to("of a process that lives")
+    shown = WatchedFolder(str(folder), "in", str(store.path))
     for path in folder.iterdir():
-        if path.name.startswith((SWAP, PART)):
+        if path.name.startswith((SWAP_PREFIX, PART_PREFIX)):
             replace.clean(store, shown, str(path))
     assert paths[0].read_bytes() == b"kept" * 100
     assert paths[0].is_symlink()

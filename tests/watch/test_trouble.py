@@ -15,7 +15,9 @@ from castore import Store
 from tests.watch.conftest import Watch, castore, names, run
 
 
-def test_what_cannot_be_added_is_told_and_the_rest_is_added(store: Store, folder: Path, watch: Watch) -> None:
+def test_what_cannot_be_added_is_reported_and_the_rest_is_added(
+    store: Store, folder: Path, watch: Watch
+) -> None:
     store.put("in/taken", b"a file")
     (folder / "taken").mkdir()
     (folder / "taken" / "x").write_text("x")
@@ -29,7 +31,7 @@ def test_what_cannot_be_added_is_told_and_the_rest_is_added(store: Store, folder
     assert watching.end() == 0
 
 
-def test_a_full_store_is_told_and_the_watcher_goes_on(tmp_path: Path, folder: Path, watch: Watch) -> None:
+def test_a_full_store_is_reported_and_the_watcher_goes_on(tmp_path: Path, folder: Path, watch: Watch) -> None:
     run(tmp_path / "store", "init", "--max-size", "300KB")
     with Store(tmp_path / "store") as store:
         store.put("pinned", os.urandom(250_000), pin=True)

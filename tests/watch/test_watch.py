@@ -14,7 +14,7 @@ import pytest
 
 from castore import Store
 from castore.watch.entry_sources import remember
-from castore.watch.folder import Folder, is_temporary
+from castore.watch.folder import WatchedFolder, is_temporary
 from tests.watch.conftest import (
     ENVIRONMENT,
     Watch,
@@ -264,12 +264,12 @@ def test_a_mount_below_the_folder_and_the_store_in_it_are_left_out(tmp_path: Pat
     store.mkdir(parents=True)
     (store / "castore.json").write_text("{}")
     (root / "a").write_text("a")
-    folder = Folder(str(root), "in", str(store))
+    folder = WatchedFolder(str(root), "in", str(store))
     assert list(folder.files(str(root), print, print)) == [str(root / "a")]
-    assert not folder.counts(str(store / "castore.json"))
+    assert not folder.is_relevant(str(store / "castore.json"))
 
 
-def test_people_are_told_in_plain_lines(store: Store, folder: Path) -> None:
+def test_events_are_printed_in_plain_lines(store: Store, folder: Path) -> None:
     (folder / "a.txt").write_text("one")
     time.sleep(0.1)
     command = castore(store.path, "watch", folder, "--as", "in", "--settle", "0")
@@ -310,7 +310,7 @@ def test_a_store_is_made_and_a_folder_that_is_not_there_is_waited_for(tmp_path: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_waiting_for_a_folder_ends_when_told(tmp_path: Path, number: int) -> None:
+def test_waiting_for_a_folder_ends_at_a_signal(tmp_path: Path, number: int) -> None:
     command = castore(tmp_path / "store", "watch", tmp_path / "later", "--as", "in", "--json")
     process = subprocess.Popen(
         command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -14,8 +14,8 @@ import zstandard
 
 from castore import NameConflictError, Store
 from castore.objects.codecs import FRAME_SIZE, Buffer
-from castore.objects.dictionaries import Dictionary, numbered
-from castore.objects.encode import encode_small, encode_smalls
+from castore.objects.dictionaries import Dictionary, with_number
+from castore.objects.encode import encode_small, encode_small_many
 from castore.objects.packs import PackRecord, scan
 from castore.records import LOST, Entry
 from tests.helpers import agrees_with_disk, flip, mixed, noise, payload, records, recount, text
@@ -56,7 +56,7 @@ def test_a_batch_is_as_many_puts(store: Store, tmp_path: Path, codec: str) -> No
 
 def _dictionary(seed: int) -> Dictionary:
     seen: list[Buffer] = [*records(200, seed)]
-    return Dictionary(numbered(zstandard.train_dictionary(2000, seen).as_bytes()))
+    return Dictionary(with_number(zstandard.train_dictionary(2000, seen).as_bytes()))
 
 
 @pytest.mark.parametrize("codec", ["auto", "zstd", "lz4", "gzip", "none"])
@@ -68,7 +68,7 @@ def test_blobs_compressed_together_are_as_if_singly(codec: str, level: int | Non
     dictionaries = [None, *map(_dictionary, (1, 2))]
     values = [(data, dictionaries[place % 3]) for place, data in enumerate(blobs)]
     mixture = [*values, (bytearray(blobs[0]), None), (memoryview(blobs[2]), None)]
-    together = encode_smalls(mixture, codec, level)
+    together = encode_small_many(mixture, codec, level)
     assert [(used, bytes(frame)) for used, frame in together] == [
         encode_small(data, codec, level, dictionary) for data, dictionary in mixture
     ]

@@ -30,12 +30,12 @@ from castore import (
     TooLargeError,
 )
 from castore.objects.codecs import FRAME_SIZE
-from castore.write.incoming import HEAD_BYTES
+from castore.write.incoming import BUFFERED_BYTES
 from tests.helpers import agrees_with_disk, mixed, noise, text
 
 SIZES = [
-    0, 1, FRAME_SIZE - 1, FRAME_SIZE, FRAME_SIZE + 1, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + 1,
-    HEAD_BYTES + FRAME_SIZE, HEAD_BYTES + 5 * FRAME_SIZE + 12_345,
+    0, 1, FRAME_SIZE - 1, FRAME_SIZE, FRAME_SIZE + 1, BUFFERED_BYTES - 1, BUFFERED_BYTES, BUFFERED_BYTES + 1,
+    BUFFERED_BYTES + FRAME_SIZE, BUFFERED_BYTES + 5 * FRAME_SIZE + 12_345,
 ]  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_a_stream_is_kept_as_it_was_read(store: Store, size: int, codec: str) ->
 
 @pytest.mark.parametrize("step", [1_000, FRAME_SIZE, 3 * FRAME_SIZE + 7, 50_000_000])
 def test_a_file_may_be_written_in_pieces_of_any_size(store: Store, step: int) -> None:
-    data = mixed(HEAD_BYTES + 1_234_567)
+    data = mixed(BUFFERED_BYTES + 1_234_567)
     with store.create("a") as file:
         for start in range(0, len(data), step):
             piece = bytearray(data[start : start + step])
@@ -71,11 +71,11 @@ def test_a_file_may_be_written_in_pieces_of_any_size(store: Store, step: int) ->
     assert store.get("a") == data
 
 
-def test_what_a_blob_is_stored_as_is_told_by_its_first_bytes(store: Store) -> None:
+def test_what_a_blob_is_stored_as_shows_in_its_first_bytes(store: Store) -> None:
     with store.create("text") as file:
-        file.write(text(HEAD_BYTES + FRAME_SIZE))
+        file.write(text(BUFFERED_BYTES + FRAME_SIZE))
     with store.create("noise") as file:
-        file.write(noise(HEAD_BYTES + FRAME_SIZE))
+        file.write(noise(BUFFERED_BYTES + FRAME_SIZE))
     assert [entry.codec for entry in store.entries()] == ["none", "zstd"]
 
 
@@ -84,7 +84,7 @@ def _fail(file: Any, size: int) -> None:
     raise KeyError("the writer fails")
 
 
-@pytest.mark.parametrize("size", [100, HEAD_BYTES + FRAME_SIZE])
+@pytest.mark.parametrize("size", [100, BUFFERED_BYTES + FRAME_SIZE])
 @pytest.mark.parametrize("before", [None, b"what was there"])
 def test_an_exception_keeps_nothing_and_what_was_there(store: Store, size: int, before: bytes | None) -> None:
     if before is not None:
@@ -101,7 +101,7 @@ def test_an_exception_keeps_nothing_and_what_was_there(store: Store, size: int, 
 
 def test_nothing_is_seen_before_the_end(store: Store) -> None:
     with store.create("a") as file:
-        file.write(mixed(HEAD_BYTES + FRAME_SIZE))
+        file.write(mixed(BUFFERED_BYTES + FRAME_SIZE))
         file.close()
         assert "a" not in store
         assert len(in_tmp(store)) == 1
@@ -112,7 +112,7 @@ def test_nothing_is_seen_before_the_end(store: Store) -> None:
 
 def test_a_file_that_nobody_ends_leaves_nothing(store: Store) -> None:
     block = store.create("a")
-    block.__enter__().write(noise(HEAD_BYTES + FRAME_SIZE))
+    block.__enter__().write(noise(BUFFERED_BYTES + FRAME_SIZE))
     assert len(in_tmp(store)) == 1
     del block
     gc.collect()
@@ -165,14 +165,14 @@ def test_what_cannot_be_put_is_refused_with_a_word_of_what_to_do(store: Store) -
 def test_a_budget_holds_for_streams(tmp_path: Path) -> None:
     with Store(tmp_path / "s", max_size="9MB", memory=0) as store:
         store.put("old", noise(2_000_000, 1))
-        store.put_stream("new", io.BytesIO(noise(HEAD_BYTES)))
+        store.put_stream("new", io.BytesIO(noise(BUFFERED_BYTES)))
         assert list(store) == ["new"]
         with pytest.raises(TooLargeError):
-            store.put_stream("large", io.BytesIO(noise(HEAD_BYTES + 10 * FRAME_SIZE)))
+            store.put_stream("large", io.BytesIO(noise(BUFFERED_BYTES + 10 * FRAME_SIZE)))
         assert in_tmp(store) == []
 
 
-@pytest.mark.parametrize("size", [100, HEAD_BYTES + FRAME_SIZE])
+@pytest.mark.parametrize("size", [100, BUFFERED_BYTES + FRAME_SIZE])
 def test_bytes_that_are_known_are_kept_once(store: Store, size: int) -> None:
     data = noise(size)
     store.put("a", data)
@@ -207,7 +207,7 @@ with Store({str(tmp_path / "s")!r}, memory=0) as store:
     assert int(done.stdout) < 100_000_000
 
 
-@pytest.mark.parametrize("size", [100, HEAD_BYTES + 4 * FRAME_SIZE])
+@pytest.mark.parametrize("size", [100, BUFFERED_BYTES + 4 * FRAME_SIZE])
 def test_a_killed_writer_leaves_nothing_to_see_and_gc_takes_the_rest(store: Store, size: int) -> None:
     store.put("a", b"what was there")
 
@@ -223,7 +223,7 @@ def test_a_killed_writer_leaves_nothing_to_see_and_gc_takes_the_rest(store: Stor
     child.start()
     assert seen.recv()
     left = in_tmp(store)
-    assert len(left) == (1 if size > HEAD_BYTES else 0)
+    assert len(left) == (1 if size > BUFFERED_BYTES else 0)
     assert store.gc().leftovers == []  # its writer lives
     os.kill(child.pid or 0, signal.SIGKILL)
     child.join()
@@ -234,7 +234,7 @@ def test_a_killed_writer_leaves_nothing_to_see_and_gc_takes_the_rest(store: Stor
 
 
 def test_a_forked_child_neither_goes_on_nor_takes_the_file_away(store: Store) -> None:
-    data = noise(HEAD_BYTES + FRAME_SIZE)
+    data = noise(BUFFERED_BYTES + FRAME_SIZE)
     context = get_context("fork")
     answers, sender = context.Pipe(duplex=False)
 
@@ -268,7 +268,7 @@ def test_many_threads_write_files_of_their_own(store: Store) -> None:
     def write(number: int) -> None:
         with store.create(f"n{number}") as file:
             for part in range(6):
-                file.write(mixed(HEAD_BYTES // 4, seed=number * 10 + part))
+                file.write(mixed(BUFFERED_BYTES // 4, seed=number * 10 + part))
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -277,7 +277,7 @@ def test_many_threads_write_files_of_their_own(store: Store) -> None:
         thread.join()
     for number in range(4):
         assert store.get(f"n{number}") == b"".join(
-            mixed(HEAD_BYTES // 4, seed=number * 10 + p) for p in range(6)
+            mixed(BUFFERED_BYTES // 4, seed=number * 10 + p) for p in range(6)
         )
     agrees_with_disk(store)
 

@@ -25,7 +25,7 @@ from castore import Store
 from castore.gc import leftovers
 from castore.index.journal import pack_record
 from castore.objects.encode import encode_small
-from castore.objects.packs import FILE_HEAD, record
+from castore.objects.packs import FILE_HEAD, build_record
 from castore.records import HEAD_SIZE, Blob, entry_check
 from castore.system.temporary import open_with_mode
 from tools.bench import corpus
@@ -166,7 +166,7 @@ def _packed(folder: Path, db: sqlite3.Connection, values: Iterator[bytes], now: 
             for value in chain((first,), values):
                 digest, size = blake3(value).digest(), len(value)
                 codec, payload = encode_small(value, "auto", None) if size > _TINY else ("none", value)
-                file.write(record(digest, size, codec, payload))
+                file.write(build_record(digest, size, codec, payload))
                 yield Blob(digest, size, len(payload), codec, pack, position + HEAD_SIZE)
                 position += HEAD_SIZE + len(payload)
                 if position > _PACK_SIZE:

@@ -36,10 +36,10 @@ from castore.adapters.datasets.tables import (
 from castore.errors import NotFoundError
 from castore.names import check_name
 from castore.objects.encode import HashingFrames, raw_checksums
-from castore.records import LOOSE, Blob, Pointing
+from castore.records import LOOSE, Blob, EntrySpec
 from castore.store import Store
 from castore.write.batch import add_staged
-from castore.write.staging import Large, Staged
+from castore.write.staging import LargeBlob, Staged
 from castore.write.writer import open_source
 
 _PARTS, _INDICES = "_parts", "indices.arrow"
@@ -74,8 +74,8 @@ def put(
     batch = store.batch(codec="zstd", ttl=math.inf)
     try:
         for file, block in zip(files, blocks, strict=True):
-            pointing = Pointing(check_name(f"{name}/{file}"), "bytes", None, None, True)
-            digests.append(add_staged(batch, partial(_stage_entry, store, block.path, pointing)))
+            spec = EntrySpec(check_name(f"{name}/{file}"), "bytes", None, None, True)
+            digests.append(add_staged(batch, partial(_stage_entry, store, block.path, spec)))
         state, info = make_part(dataset).describe([bytes.fromhex(digest) for digest in digests])
         if dataset._indices is not None or table_files(dataset._data) is None:
             state = _with_parts(
@@ -94,8 +94,8 @@ def put(
     )
 
 
-def _stage_entry(store: Store, path: str, pointing: Pointing, known: bool) -> tuple[Pointing, Staged]:
-    return pointing, _stage_link(store, path)
+def _stage_entry(store: Store, path: str, spec: EntrySpec, reuse: bool) -> tuple[EntrySpec, Staged]:
+    return spec, _stage_link(store, path)
 
 
 def _may_link(store: Store, path: str) -> bool:
@@ -109,7 +109,7 @@ def _stage_link(store: Store, path: str) -> Staged:
     try:
         size = os.fstat(fd).st_size
         if size <= SMALL_BYTES:
-            return store.writer.stage(os.pread(fd, size, 0), "zstd", None, known=False)
+            return store.writer.stage(os.pread(fd, size, 0), "zstd", None, reuse=False)
         frames = HashingFrames(fd)
         checksums = raw_checksums(frames)
         store.objects.loose.seal(fd, durable=store.objects.durable)
@@ -124,7 +124,7 @@ def _stage_link(store: Store, path: str) -> Staged:
         raise
     finally:
         os.close(fd)
-    return Large(store.objects, Blob(frames.digest, size, size, "none", LOOSE, 0), temporary, checksums)
+    return LargeBlob(store.objects, Blob(frames.digest, size, size, "none", LOOSE, 0), temporary, checksums)
 
 
 def _row_range(block: Any) -> tuple[int, int]:
@@ -207,13 +207,13 @@ def _compress_blob(store: Store, blob: Blob, codec: str) -> None:
     raw = store.path_of(blob)
     fd = open_source(raw)
     try:
-        staged = store.writer.stage_file(fd, codec, None, known=False)
+        staged = store.writer.stage_file(fd, codec, None, reuse=False)
     finally:
         os.close(fd)
     try:
         with store.index.write() as txn:
             if txn.blob(blob.digest) == blob and staged.stored < blob.stored:
-                txn.lose_blob(blob)  # the store would leave an existing blob as it is
+                txn.mark_lost(blob)  # the store would leave an existing blob as it is
                 staged.place(txn)
     finally:
         staged.discard()

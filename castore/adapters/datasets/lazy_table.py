@@ -21,7 +21,7 @@ import pyarrow as pa
 from datasets.table import InMemoryTable, MemoryMappedTable, Table, table_cast
 
 from castore.records import Blob
-from castore.system.forks import Guard
+from castore.system.forks import ForkSafeLock
 
 #: Bytes from the start of a table that are decoded without mapping the rest.
 HEAD_BYTES = 8 * 1024 * 1024
@@ -77,7 +77,7 @@ class LazyTable(MemoryMappedTable):  # type: ignore[misc]
         self._whole: Table | None = None
         self._first: list[pa.RecordBatch] = []
         self._was_scanned = False
-        self._guard = Guard()  # the table itself has no hash
+        self._guard = ForkSafeLock()  # the table itself has no hash
 
     # Known without reading
 

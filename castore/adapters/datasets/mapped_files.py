@@ -27,7 +27,7 @@ from castore.adapters import mapped_check
 from castore.adapters.mapped_check import check_object, note_new
 from castore.errors import CorruptError, NotFoundError
 from castore.read.open_blob import OpenBlob
-from castore.records import LOOSE, Blob, Pointing
+from castore.records import LOOSE, Blob, EntrySpec
 from castore.store import Store
 from castore.system.single_flight import ComputeLocks
 from castore.write.batch import add_staged
@@ -166,7 +166,7 @@ def _materialise(store: Store, blob: Blob, name: str, opened: OpenBlob) -> Blob:
     try:
         for piece in chain(opened.pieces(), [TAIL]):
             copy.add(piece)
-        staged = copy.stage(known=False)
+        staged = copy.stage(reuse=False)
     except BaseException:
         copy.abandon()
         raise
@@ -175,6 +175,6 @@ def _materialise(store: Store, blob: Blob, name: str, opened: OpenBlob) -> Blob:
     store.flush()  # gc must not take entries in use for forgotten ones when it makes room
     expires = time.time() + COPY_SECONDS
     with store.batch() as batch:
-        add_staged(batch, lambda _: (Pointing(name, "bytes", metadata, expires, False), staged))
+        add_staged(batch, lambda _: (EntrySpec(name, "bytes", metadata, expires, False), staged))
     note_new(store, [raw], started)
     return raw

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from castore import layout
 from castore.store import Store
-from castore.system.forks import Guard
-from castore.system.temporary import left_folders, make_folder, pid_namespace, process_started
+from castore.system.forks import ForkSafeLock
+from castore.system.temporary import leftover_folders, make_folder, pid_namespace, process_started
 
 _folders: dict[tuple[int, Path], Path] = {}
-_guard = Guard()
+_guard = ForkSafeLock()
 
 
 def new_file(store: Store, temp_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -59,7 +59,7 @@ def _process_folder(parent: Path, mode: int) -> Path:
             if not parent.is_dir():
                 parent.parent.mkdir(parents=True, exist_ok=True)
                 make_folder(parent, mode)
-            for left in left_folders(parent):
+            for left in leftover_folders(parent):
                 shutil.rmtree(left, ignore_errors=True)
             name = f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}-{uuid.uuid4().hex}"
             folder = parent / name

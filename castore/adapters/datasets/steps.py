@@ -25,7 +25,7 @@ import datasets
 
 from castore.adapters.datasets import juicer
 from castore.errors import InvalidValueError
-from castore.system import workers
+from castore.system import worker_processes
 
 #: Data-Juicer's column for what filters measure.
 STATS = "__dj__stats__"
@@ -77,7 +77,7 @@ class Step:
 
     def run(self, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
         """The dataset after this step."""
-        with workers.bound() if options.num_proc else contextlib.nullcontext():
+        with worker_processes.bound_to_thread() if options.num_proc else contextlib.nullcontext():
             return _PASSES[self.kind](self.operator, dataset, options)
 
 

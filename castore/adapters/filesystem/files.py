@@ -27,7 +27,7 @@ from castore.adapters.filesystem.errors import (
 )
 from castore.adapters.filesystem.unwinding import unwinding_blocks
 from castore.errors import CorruptError, InvalidValueError
-from castore.write.batch import Changed, create_over
+from castore.write.putter import NameChanged
 
 if TYPE_CHECKING:
     from castore.adapters.filesystem.filesystem import CastoreFileSystem
@@ -308,10 +308,10 @@ class AppendFile(WriteFile):
     def _write(self, data: Any) -> int:
         if self.closed:
             raise ValueError(f"write to castore://{self.path}, which is closed")
-        self._check_process()
+        self._require_own_process()
         return super()._write(data)
 
-    def _check_process(self) -> None:
+    def _require_own_process(self) -> None:
         if self._process != os.getpid():
             raise InvalidValueError(
                 f"process {self._process} opened castore://{self.path} for appending, and a forked child "
@@ -319,21 +319,20 @@ class AppendFile(WriteFile):
             )
 
     def _keep(self) -> Entry:
-        self._check_process()
+        self._require_own_process()
         with self._file:
             while True:
                 try:
                     return self._append()
-                except Changed:
+                except NameChanged:
                     continue  # another writer was faster: append after its bytes
 
     def _append(self) -> Entry:
         store: Store = self.fs.store
         entry = store.entry(self.path)
         self._file.seek(0)
-        with create_over(
-            store._putter, self.path, entry, self.fs.append_options(entry, self._options)
-        ) as new:
+        options = self.fs.append_options(entry, self._options)
+        with store._putter.create_if_unchanged(self.path, entry, options) as new:
             if entry is not None:
                 with ReadFile(self.fs, self.path) as old:
                     _copy(old, new)

@@ -9,9 +9,9 @@ import os
 import weakref
 
 from castore import Store
-from castore.system.forks import Guard, finalise
+from castore.system.forks import ForkSafeLock, finalise
 
-_guard = Guard()
+_guard = ForkSafeLock()
 _stores: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 # The stores' own exit handler runs after this module's since it is registered before.
 from castore.adapters.filesystem import stores as _stores  # noqa: F401
-from castore.system.forks import Guard
+from castore.system.forks import ForkSafeLock
 
 if TYPE_CHECKING:
     from castore.adapters.filesystem.files import WriteFile
@@ -30,7 +30,7 @@ _resources: dict[int, object] = {}
 #: Files without a reference. `append` and `popleft` are atomic.
 _unreferenced: deque[WriteFile] = deque()
 #: Held while an unreferenced file is ended.
-_ending_guard = Guard()
+_ending_guard = ForkSafeLock()
 #: The thread in which the collector runs.
 _collector_thread: list[int] = []
 #: Frames of these modules do not mean that the thread is inside the store.

@@ -18,7 +18,7 @@ from castore.adapters.tree.metadata import to_text
 from castore.adapters.tree.packed_value import Packed
 from castore.errors import InvalidValueError
 from castore.gc import collect
-from castore.index.eviction import is_work
+from castore.index.eviction import has_work
 from castore.index.name_ranges import count_inside
 from castore.read.usage import Usage
 from castore.records import LOST, Entry
@@ -149,7 +149,7 @@ class DiskLevel:
             "max_size": None,
             "bytes": self.store.totals().stored,
             "max_bytes": self.store.settings.max_size,
-            "evictions": self.store.index.counters().get("evictions", 0),
+            "evictions": self.store.counters().get("evictions", 0),
         }
 
     def _sweep_if_due(self) -> None:
@@ -161,7 +161,7 @@ class DiskLevel:
             return
         self._sweep_due = time.monotonic() + SWEEP_SECONDS
         now = time.time()
-        if is_work(self.store.index, now, now - collect.GRACE_SECONDS):
+        if has_work(self.store.index, now, now - collect.GRACE_SECONDS):
             self.store.gc(grace=collect.GRACE_SECONDS)
 
 

@@ -101,4 +101,4 @@ def test_what_could_not_be_removed_is_not_told_as_removed(store: Store, start: S
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[]\n"
-    assert "belong to nothing: 1" in doctor.examine(store.path)[0].what
+    assert "leftover files of dead processes: 1" in doctor.examine(store.path)[0].what

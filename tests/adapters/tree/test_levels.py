@@ -260,7 +260,7 @@ def test_a_failing_computation_keeps_nothing(cache: TreeCacheManager) -> None:
 
 def test_a_computation_may_use_the_cache_but_not_ask_for_itself(cache: TreeCacheManager) -> None:
     assert cache.get_or_compute("a", lambda: cache.get_or_compute("b", lambda: 1) + 1) == 2
-    with pytest.raises(InvalidValueError, match="asks for itself"):
+    with pytest.raises(InvalidValueError, match="asks for its own result"):
         cache.get_or_compute("c", lambda: cache.get_or_compute("c", lambda: 1))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from castore import CorruptError, Store, StoreError
-from castore.objects.dictionaries import LARGEST, Dictionary, number_of, numbered
+from castore.objects.dictionaries import LARGEST, Dictionary, derive_number, with_number
 from castore.records import LOST
 from castore.repair import doctor
 from castore.repair.verify import Finding
@@ -30,14 +30,16 @@ from tests.objects.dictionaries.samples import (
 
 
 @pytest.mark.parametrize("suffix", ["zdict", "spare"])
-def test_one_bad_copy_costs_nothing_and_is_made_anew(trained: Store, suffix: str) -> None:
+def test_one_bad_copy_costs_nothing_and_is_written_again(trained: Store, suffix: str) -> None:
     (path,) = (trained.path / "objects" / "dicts").glob(f"*.{suffix}")
     whole = path.read_bytes()
     flip(path, 2000)
     with Store(trained.path, memory=0) as other:
         assert all_read(other)
         report = other.verify()
-        assert report.bad == [Finding(path.stem, str(path), f"{path} is damaged; it has been made anew", [])]
+        assert report.bad == [
+            Finding(path.stem, str(path), f"{path} is damaged; it has been written again", [])
+        ]
         assert path.read_bytes() == whole
         assert path.stat().st_mode & 0o777 == 0o400
         assert other.verify().bad == []
@@ -52,7 +54,7 @@ def test_one_bad_copy_costs_nothing_and_is_made_anew(trained: Store, suffix: str
 def test_without_any_whole_copy_its_blobs_are_misses_and_heal(
     trained: Store, tmp_path: Path, damage: str
 ) -> None:
-    other = numbered(b"\0" * 8 + noise(3000))
+    other = with_number(b"\0" * 8 + noise(3000))
     for path in files(trained):
         if damage == "missing":
             path.unlink()
@@ -72,7 +74,7 @@ def test_without_any_whole_copy_its_blobs_are_misses_and_heal(
     with Store(trained.path, memory=0) as store:
         found = store.index.find("rec/0")
         assert found is not None
-        with pytest.raises(CorruptError, match=r"dictionary [0-9a-f]{8}, .*no whole copy is left"):
+        with pytest.raises(CorruptError, match=r"dictionary [0-9a-f]{8}, .*has no intact copy left"):
             store.objects.read_small(found.blob)
         assert store.get("rec/0") is None
         assert store.get("plain/x") == NEW[0] + b"!"
@@ -101,7 +103,7 @@ def test_what_was_staged_with_a_dictionary_that_goes_meanwhile_is_compressed_wit
     noises = [store.writer.stage(noise(500, n), "auto", None, dictionary=dictionary) for n in (1, 2)]
     commit = store.writer.commit
 
-    def late(staged: Any, first: Any = None) -> Any:
+    def late(staged: Any, on_begin: Any = None) -> Any:
         # These do not need the dictionary, but their commit checks that it is there.
         commit([(staged[0][0]._replace(name="rec/noise"), noises.pop())])
         if by_hand:
@@ -114,7 +116,7 @@ def test_what_was_staged_with_a_dictionary_that_goes_meanwhile_is_compressed_wit
             doctor.examine(store.path)
         store.writer.commit = commit  # type: ignore[method-assign]
         assert files(store) == []
-        return commit(staged, first)
+        return commit(staged, on_begin)
 
     store.writer.commit = late  # type: ignore[method-assign]
     told = pytest.warns(RuntimeWarning, match="'rec' are compressed without their dictionary")
@@ -185,11 +187,11 @@ def test_hostile_dictionaries_are_errors_in_bounded_memory(trained: Store) -> No
     """Every user who may write to a shared store can plant files whose numbers fit their bytes."""
     path, offset, _ = payload(trained, "rec/5")
     for body in (b"\xff" * 4000, noise(5000), b"\0" * 300, noise(LARGEST)):
-        planted = numbered(b"\x37\xa4\x30\xec" + b"\0" * 4 + body)
+        planted = with_number(b"\x37\xa4\x30\xec" + b"\0" * 4 + body)
         if len(planted) <= LARGEST:
-            with pytest.raises(CorruptError, match="none that zstd can use"):
+            with pytest.raises(CorruptError, match="zstd cannot use dictionary"):
                 Dictionary(planted)
-        number = number_of(planted)
+        number = derive_number(planted)
         for file in trained.objects.dictionaries.paths(number):
             file.write_bytes(planted)
         with pytest.raises(CorruptError):

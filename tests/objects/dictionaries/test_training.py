@@ -136,7 +136,7 @@ def test_known_bytes_stay_as_they_are(trained: Store) -> None:
     assert number_in(trained, "rec/again") == 0
 
 
-def test_recompress_writes_what_is_there_anew_and_gc_frees_the_rest(store: Store) -> None:
+def test_recompress_rewrites_what_is_there_and_gc_frees_the_rest(store: Store) -> None:
     store.put_many((f"rec/{number}", data) for number, data in enumerate(NEW))
     store.put("rec/lz4", NEW[0] + b"!", codec="lz4")
     store.put("rec/noise", noise(2000))

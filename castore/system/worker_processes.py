@@ -18,24 +18,24 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
-class _Own(threading.local):
+class _ThreadState(threading.local):
     """State of a thread: the process that its workers belong to, and its signal mask before a fork."""
 
     parent: int | None = None
     mask: set[int] | None = None
 
 
-_own = _Own()
+_thread_state = _ThreadState()
 
 
 @contextlib.contextmanager
-def bound() -> Iterator[None]:
+def bound_to_thread() -> Iterator[None]:
     """Make the children that this thread forks in a block such workers.
 
     Raises:
         KeyboardInterrupt: Ctrl-C came in the block, also if another error followed from it.
     """
-    before, _own.parent = _own.parent, os.getpid()
+    before, _thread_state.parent = _thread_state.parent, os.getpid()
     try:
         yield
     except Exception as error:
@@ -46,23 +46,23 @@ def bound() -> Iterator[None]:
             cause = cause.__context__
         raise
     finally:
-        _own.parent = before
+        _thread_state.parent = before
 
 
 def _before_fork() -> None:
-    if _own.parent is not None:
+    if _thread_state.parent is not None:
         # Blocked until the child has set its signal handlers.
-        _own.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        _thread_state.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
 def _after_fork_in_parent() -> None:
-    mask, _own.mask = _own.mask, None
+    mask, _thread_state.mask = _thread_state.mask, None
     if mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _after_fork_in_child() -> None:
-    parent, _own.parent = _own.parent, None
+    parent, _thread_state.parent = _thread_state.parent, None
     if parent is None:
         return
     # A handler instead of SIG_IGN: programs that a worker starts would inherit SIG_IGN.

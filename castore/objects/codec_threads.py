@@ -7,24 +7,18 @@ each other.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from castore.system.cpus import usable_cores
 from castore.system.forks import reset_after_fork
-
-
-def cores() -> int:
-    """Number of processors that this process may use. Unlike `os.cpu_count`, respects cpusets and taskset."""
-    return len(os.sched_getaffinity(0))
-
 
 T = TypeVar("T")
 
 
-class Workers:
+class CodecThreads:
     """The pool, created at first use."""
 
     def __init__(self) -> None:
@@ -39,7 +33,7 @@ class Workers:
         """The pool of this process."""
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(cores(), thread_name_prefix="castore-codec")
+                self._pool = ThreadPoolExecutor(usable_cores(), thread_name_prefix="castore-codec")
             return self._pool
 
     def begin(self, task: Callable[[], T]) -> Callable[[], T]:
@@ -54,4 +48,4 @@ class Workers:
             return task
 
 
-workers = Workers()
+codec_threads = CodecThreads()

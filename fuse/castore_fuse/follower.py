@@ -20,7 +20,6 @@ from typing import Protocol
 
 from castore.errors import CastoreError
 from castore.gc.mount_barrier import Listener
-from castore.index.journal import JournalTail, NameRecord
 from castore_fuse.lowlevel import ROOT
 from castore_fuse.nodes import Node
 from castore_fuse.operations import Operations
@@ -31,14 +30,14 @@ log = logging.getLogger("castore.fuse")
 #: Seconds between two scans of the journal.
 INTERVAL = 0.1
 #: Seconds between two heartbeats in the index.
-BEAT_SECONDS = 300.0
+HEARTBEAT_SECONDS = 300.0
 #: Seconds that flushing usage may add to a scan. Other processes write the index meanwhile, and names change.
-_FLUSHING = 0.03
+_FLUSH_SECONDS = 0.03
 #: Seconds after which a record that the index does not confirm counts as never committed.
-_PATIENCE = 10.0
+_COMMIT_SECONDS = 10.0
 
 
-class Invalidating(Protocol):
+class Invalidator(Protocol):
     """The part of a session that the follower needs."""
 
     def invalidate_entry(self, parent: int, name: bytes) -> object:
@@ -58,26 +57,28 @@ class Follower:
         session: takes the invalidations.
         listener: where gc asks the mount; `stop` closes it. None for a read-only store, where no gc could
             find it.
-        beat: called every few minutes to record that the mount is alive; None where this cannot be recorded.
+        heartbeat: called every few minutes to record that the mount is alive. None where this
+            cannot be recorded.
     """
 
     def __init__(
         self,
         operations: Operations,
-        session: Invalidating,
+        session: Invalidator,
         listener: Listener | None,
-        beat: Callable[[], object] | None,
+        heartbeat: Callable[[], object] | None,
     ) -> None:
         self._operations = operations
         self._view = operations.view
         self._nodes = operations.nodes
         self._session = session
         self._listener = listener
-        self._beat = beat
-        self._next_beat = time.monotonic() + BEAT_SECONDS
+        self._heartbeat = heartbeat
+        self._next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC)
-        self._waiting: dict[str, tuple[NameRecord, float]] = {}
-        self._tail = JournalTail(self._view.store.index.journal, self._view.store.index.beacon)
+        self._waiting: dict[str, tuple[bytes | None, float]] = {}
+        self._tree = self._view.store.tree
+        self._tail = self._tree.follow()
         self._thread = threading.Thread(target=self._run, name="castore-follow", daemon=True)
 
     def start(self) -> None:
@@ -112,28 +113,27 @@ class Follower:
                 log.exception("cannot follow the store's changes; trying again")
 
     def _tick(self) -> None:
-        self.look()
-        self._view.store.parts.usage.flush_for(_FLUSHING)
-        self._view.store.objects.packs.drop_unlinked()
+        self.poll()
+        self._tree.maintain(_FLUSH_SECONDS)
         self._operations.handles.drop_unlinked()
-        if self._beat is not None and time.monotonic() > self._next_beat:
-            self._next_beat = time.monotonic() + BEAT_SECONDS
-            self._beat()
+        if self._heartbeat is not None and time.monotonic() > self._next_heartbeat:
+            self._next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
+            self._heartbeat()
 
     def _answer(self, listener: Listener) -> None:
-        waiting = listener.asked()
-        failure = "it failed; its log says why"
+        waiting = listener.accept()
+        failure = "it failed; see its log"
         try:
-            self.look()
-            self._hold_what_may_go()
+            self.poll()
+            self._hold_removable()
             failure = ""
         except OSError as error:
-            failure = f"it cannot hold what is open ({error})"
+            failure = f"a file in use cannot be opened ({error})"
             raise
         finally:
             listener.answer(waiting, failure)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Handle the records appended to the journal since the last scan."""
         records = self._tail.poll()
         if records == [] and not self._waiting:
@@ -144,24 +144,24 @@ class Follower:
         if records is None:
             self._forget_everything()
             return
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _COMMIT_SECONDS
         for record in records:
-            self._waiting[record.name] = record, deadline
+            self._waiting[record.name] = record.digest, deadline
         # A record is in the journal before its transaction commits. If the kernel were invalidated before the
         # commit, it would ask again, get the old answer and keep it. So each record waits until the index
         # has its digest. Of several records of a name, the index may already show an earlier one: a node is
         # outdated as soon as the index differs from it.
         stale: set[int] = set()
-        for name, (record, until) in list(self._waiting.items()):
-            found = self._view.store.index.find_digest(name)
-            if found == record.digest or time.monotonic() > until:
+        for name, (digest, until) in list(self._waiting.items()):
+            found = self._tree.find_digest(name)
+            if found == digest or time.monotonic() > until:
                 del self._waiting[name]
-            self._changed(name, found, stale)
+            self._apply_change(name, found, stale)
         # Each node is invalidated once, however many names changed below it.
         for number in stale:
             self._session.invalidate_inode(number)
 
-    def _changed(self, name: str, digest: bytes | None, stale: set[int]) -> None:
+    def _apply_change(self, name: str, digest: bytes | None, stale: set[int]) -> None:
         path = self._below_prefix(name)
         if path is None:
             return
@@ -179,19 +179,19 @@ class Follower:
         for node in reversed(known):
             stale.add(node.number)
             if isinstance(node.item, Folder) and not self._view.folder_exists(node.item.path):
-                self._take_back(node)
+                self._invalidate_name(node)
 
-    def _take_back(self, node: Node) -> None:
+    def _invalidate_name(self, node: Node) -> None:
         """Make the kernel forget the node, unless a process uses it."""
         self._session.invalidate_entry(node.parent, node.part.encode())
 
-    def _hold_what_may_go(self) -> None:
+    def _hold_removable(self) -> None:
         """Hold the bytes of nodes that the kernel still knows although no name points to them any more."""
         for node in self._nodes.nameless():
             # Nodes found by digest hold their bytes since their look-up. Only a process that has one open now
             # may keep it.
             if isinstance(node.item, File) and self._view.is_unnamed(node.item.digest):
-                self._take_back(node)
+                self._invalidate_name(node)
         for node in self._nodes.outdated():
             self._operations.hold(node)
 
@@ -202,10 +202,9 @@ class Follower:
         return name[len(prefix) + 1 :] if name.startswith(prefix + "/") else None
 
     def _forget_everything(self) -> None:
-        index = self._view.store.index
         for node in self._nodes.all():
             item = node.item
-            if isinstance(item, File) and item.name and index.find_digest(item.name) != item.digest:
+            if isinstance(item, File) and item.name and self._tree.find_digest(item.name) != item.digest:
                 self._nodes.outdate(node)
-            self._take_back(node)
+            self._invalidate_name(node)
         self._session.invalidate_inode(ROOT)

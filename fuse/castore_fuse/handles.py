@@ -11,52 +11,52 @@ from collections import OrderedDict
 
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
-from castore.objects.workers import cores
+from castore.system.cpus import usable_cores
 from castore_fuse.view import File, View
 
 #: Most objects kept open because they were read.
 READERS = 256
 
 
-class Sequence:
+class ReadAhead:
     """Distinguishes sequential from random reading, and chooses the frames to decode ahead.
 
     Args:
         limit: most frames to decode ahead of the reader.
     """
 
-    __slots__ = ("_asked", "_limit", "_next", "_window")
+    __slots__ = ("_limit", "_next", "_started", "_window")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._next = self._asked = 0
+        self._next = self._started = 0
         self._window = 1
 
-    def after(self, first: int, last: int) -> range:
+    def next_frames(self, first: int, last: int) -> range:
         """The frames to start decoding, now that ``first`` to ``last`` were read; each is returned once."""
         if first > self._next or last < self._next - 1:
             # after a jump, decode nothing until the next read is sequential
-            self._next = self._asked = last + 1
+            self._next = self._started = last + 1
             self._window = 0
             return range(0)
         if last >= self._next:
             self._next = last + 1
             self._window = min(self._window * 2 or 1, self._limit)
-        start, stop = max(self._asked, self._next), self._next + self._window
+        start, stop = max(self._started, self._next), self._next + self._window
         if stop - start < (self._window + 1) // 2:
             return range(0)  # wait until several frames can be started together
-        self._asked = stop
+        self._started = stop
         return range(start, stop)
 
 
 class Handle:
     """An open object: its reader, and how far a sequential reader has come."""
 
-    __slots__ = ("ahead", "reader")
+    __slots__ = ("read_ahead", "reader")
 
-    def __init__(self, reader: BlobReader, ahead: int) -> None:
+    def __init__(self, reader: BlobReader, read_ahead: int) -> None:
         self.reader = reader
-        self.ahead = Sequence(ahead)
+        self.read_ahead = ReadAhead(read_ahead)
 
     def close(self) -> None:
         """Close the object, once no read of it is under way."""
@@ -69,10 +69,10 @@ class Handles:
     def __init__(self, view: View) -> None:
         self._view = view
         self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, Handle] = OrderedDict()
+        self._recent: OrderedDict[bytes, Handle] = OrderedDict()
         # Frames decoded ahead must still be in the cache when they are read, also while several files are
         # read.
-        self._ahead = min(4 * cores(), view.cache.max_bytes // (4 * FRAME_SIZE))
+        self._ahead = min(4 * usable_cores(), view.cache.max_bytes // (4 * FRAME_SIZE))
 
     def open(self, file: File) -> Handle:
         """A new handle, which the caller closes.
@@ -91,9 +91,9 @@ class Handles:
             FileNotFoundError: the bytes are gone.
         """
         with self._lock:
-            handle = self._kept.get(file.digest)
+            handle = self._recent.get(file.digest)
             if handle is not None and handle.reader.hold():
-                self._kept.move_to_end(file.digest)
+                self._recent.move_to_end(file.digest)
                 return handle
         handle = self.open(file)
         self._view.count_use(file)
@@ -101,11 +101,11 @@ class Handles:
             return handle  # the kernel caches the whole file with this read, so no second read comes
         handle.reader.hold()
         with self._lock:
-            old = self._kept.pop(file.digest, None)
-            self._kept[file.digest] = handle
+            old = self._recent.pop(file.digest, None)
+            self._recent[file.digest] = handle
             closing = [old] if old is not None else []
-            while len(self._kept) > READERS:
-                closing.append(self._kept.popitem(last=False)[1])
+            while len(self._recent) > READERS:
+                closing.append(self._recent.popitem(last=False)[1])
         for gone in closing:
             gone.close()
         return handle
@@ -114,14 +114,14 @@ class Handles:
         """Keep that object open no longer."""
         digest = handle.reader.blob.digest
         with self._lock:
-            if self._kept.get(digest) is not handle:
+            if self._recent.get(digest) is not handle:
                 return
-            del self._kept[digest]
+            del self._recent[digest]
         handle.close()
 
     def drop_unlinked(self) -> None:
         """Close objects that were unlinked since. Nodes hold those that are still read."""
-        for handle in list(self._kept.values()):
+        for handle in list(self._recent.values()):
             if handle.reader.hold():
                 try:
                     unlinked = handle.reader.unlinked()

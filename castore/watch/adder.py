@@ -13,9 +13,9 @@ from typing import NamedTuple
 from castore import Store
 from castore.errors import CastoreError, FullError, StoreError
 from castore.objects.packs import PACK_LIMIT
-from castore.records import LOST, Entry, Pointing
+from castore.records import LOST, Entry, EntrySpec
 from castore.watch import entry_sources
-from castore.watch.file_lease import BusyError, Snapshot
+from castore.watch.file_lease import FileBusyError, Snapshot
 from castore.write.batch import Batch, add_staged, staged_file
 from castore.write.staging import Staged
 
@@ -33,19 +33,19 @@ class Added(NamedTuple):
     before: Entry | None
 
 
-class _SpoiltError(Exception):
+class _RestageError(Exception):
     """A file cannot be staged again for a commit that needs it anew.
 
     Attributes:
         error: of the file.
     """
 
-    def __init__(self, error: OSError | BusyError) -> None:
+    def __init__(self, error: OSError | FileBusyError) -> None:
         super().__init__(str(error))
         self.error = error
 
 
-class _Wanted(NamedTuple):
+class _PendingFile(NamedTuple):
     name: str
     path: str
     before: Entry | None
@@ -88,7 +88,7 @@ class Adder:
         self._done = done
         self._fail = fail
         self._progress = progress
-        self._wanted: list[_Wanted] = []
+        self._pending: list[_PendingFile] = []
 
     def add(self, name: str, path: str, before: Entry | None, through: str | None = None) -> None:
         """Stage a file; it is named with the next `flush`, or earlier.
@@ -103,38 +103,38 @@ class Adder:
             BusyError: somebody writes to the file.
             CastoreError, OSError: it cannot be put.
         """
-        wanted = _Wanted(name, path, before, through)
+        pending = _PendingFile(name, path, before, through)
         before_it = self._batch.stored
-        add_staged(self._batch, partial(self._stage, self._batch, wanted))
-        self._wanted.append(wanted)
+        add_staged(self._batch, partial(self._stage, self._batch, pending))
+        self._pending.append(pending)
         is_large = self._batch.stored - before_it > PACK_LIMIT
-        if is_large or len(self._wanted) >= _BATCH_FILES or self._batch.stored > _BATCH_BYTES:
+        if is_large or len(self._pending) >= _BATCH_FILES or self._batch.stored > _BATCH_BYTES:
             self.flush()
 
-    def _stage(self, batch: Batch, wanted: _Wanted, known: bool) -> tuple[Pointing, Staged]:
+    def _stage(self, batch: Batch, pending: _PendingFile, reuse: bool) -> tuple[EntrySpec, Staged]:
         try:
-            return self._staged(batch, wanted, known)
+            return self._stage_file(batch, pending, reuse)
         except FullError:
             raise
-        except (OSError, BusyError) as error:
-            if known:
+        except (OSError, FileBusyError) as error:
+            if reuse:
                 raise
-            raise _SpoiltError(
+            raise _RestageError(
                 error
             ) from error  # during a commit: keeps the file's error apart from those of the store
 
-    def _staged(self, batch: Batch, wanted: _Wanted, known: bool) -> tuple[Pointing, Staged]:
-        name, path, _, through = wanted
+    def _stage_file(self, batch: Batch, pending: _PendingFile, reuse: bool) -> tuple[EntrySpec, Staged]:
+        name, path, _, through = pending
         with Snapshot(path) as file:
             if not file.is_regular:
                 raise CastoreError(f"{path} is neither a file nor a folder")
             file.check()
-            source = entry_sources.own(path, file.status)
+            source = entry_sources.source_of(path, file.status)
             if source is not None and through is not None:
                 source["through"] = through
             metadata = {} if source is None else {"source": source}
             staged = staged_file(
-                batch, name, file.fd, path, metadata=metadata, progress=self._progress, known=known
+                batch, name, file.fd, path, metadata=metadata, progress=self._progress, reuse=reuse
             )
             try:
                 file.check()
@@ -149,27 +149,27 @@ class Adder:
         Raises:
             FullError, StoreError: the store cannot go on.
         """
-        wanted, self._wanted = self._wanted, []
+        pending, self._pending = self._pending, []
         try:
-            self._commit(self._batch, wanted)
+            self._commit(self._batch, pending)
         except (FullError, StoreError):
             raise
-        except (CastoreError, _SpoiltError):
-            for one in wanted:  # one file made the whole commit fail
-                self._alone(one)
+        except (CastoreError, _RestageError):
+            for file in pending:  # one file made the whole commit fail
+                self._commit_alone(file)
 
-    def _alone(self, wanted: _Wanted) -> None:
+    def _commit_alone(self, pending: _PendingFile) -> None:
         batch = self._store.batch(codec=self._codec)
         try:
-            add_staged(batch, partial(self._stage, batch, wanted))
-            self._commit(batch, [wanted])
+            add_staged(batch, partial(self._stage, batch, pending))
+            self._commit(batch, [pending])
         except (FullError, StoreError):
             raise
-        except _SpoiltError as spoilt:
-            self._fail(wanted.path, spoilt.error)
-        except (CastoreError, OSError, BusyError) as error:
-            self._fail(wanted.path, error)
+        except _RestageError as unstageable:
+            self._fail(pending.path, unstageable.error)
+        except (CastoreError, OSError, FileBusyError) as error:
+            self._fail(pending.path, error)
 
-    def _commit(self, batch: Batch, wanted: list[_Wanted]) -> None:
-        for one, entry in zip(wanted, batch.commit(), strict=True):
-            self._done(Added(one.path, entry, one.before))
+    def _commit(self, batch: Batch, pending: list[_PendingFile]) -> None:
+        for file, entry in zip(pending, batch.commit(), strict=True):
+            self._done(Added(file.path, entry, file.before))

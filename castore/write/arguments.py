@@ -1,0 +1,96 @@
+"""The arguments of puts, checked and brought into one form. Knows no store."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from castore.errors import InvalidValueError, SerializationError
+from castore.names import check_name
+from castore.objects.codecs import Buffer
+
+
+def parse_expected(expected: Any) -> tuple[str, bytes | None]:
+    """Name and digest that a `Store.put_if` depends on.
+
+    Raises:
+        InvalidNameError: nothing can have that name.
+        InvalidValueError: it is no pair of a name and a digest in hex.
+    """
+    shape = "expected is (name, digest), with the 64 hex digits of `Entry.digest`, or with None for no entry"
+    if not isinstance(expected, tuple | list) or len(expected) != 2:
+        raise InvalidValueError(f"{shape}, not {expected!r:.100}")
+    name, digest = expected
+    if digest is None:
+        return check_name(name), None
+    try:
+        raw = bytes.fromhex(digest)
+    except (TypeError, ValueError):
+        raw = b""
+    if len(raw) != 32:
+        raise InvalidValueError(f"{shape}, not {digest!r:.100}")
+    return check_name(name), raw
+
+
+def parse_item(item: Any) -> tuple[str, Any, dict[str, Any] | None]:
+    """Name, data and metadata of an item of `Store.put_many` or `Store.put_if`.
+
+    Raises:
+        InvalidValueError: it has another shape.
+    """
+    try:
+        size = len(item)
+    except TypeError:
+        size = 0
+    if isinstance(item, str) or size not in (2, 3):
+        raise InvalidValueError(
+            f"an item is (name, data) or (name, data, metadata), not {type(item).__name__} of length {size}"
+        )
+    name, data, *metadata = item
+    return name, data, metadata[0] if metadata else None
+
+
+def copy_if_writable(data: Buffer) -> bytes:
+    """``data``, or a copy of it if it is writable, since callers may reuse one buffer for each item.
+
+    Raises:
+        SerializationError: it is no run of bytes.
+    """
+    return bytes(as_bytes(data))
+
+
+def as_bytes(data: Buffer) -> Buffer:
+    """``data`` as a run of bytes, whose length is its size.
+
+    Raises:
+        SerializationError: it is no buffer of bytes.
+    """
+    if isinstance(data, memoryview):
+        return data.cast("B") if data.c_contiguous and data.nbytes else data.tobytes()
+    if not isinstance(data, (bytes, bytearray)):
+        raise SerializationError(
+            f"put takes bytes, not {type(data).__name__}; `save` keeps objects, `put_file` files"
+        )
+    return data
+
+
+def dump_metadata(metadata: dict[str, Any] | None) -> str | None:
+    """``metadata`` as JSON text, or None if there is none.
+
+    Raises:
+        SerializationError: it is not JSON-like.
+    """
+    if not metadata:
+        return None
+    try:
+        if any(not isinstance(key, str) for key in metadata):
+            raise TypeError("its keys must be text")
+        text = json.dumps(metadata, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        text.encode()  # the index takes UTF-8 only
+    except UnicodeEncodeError as error:
+        raise SerializationError(
+            f"metadata must be JSON-like: {error.object[error.start]!r} cannot be written as UTF-8"
+        ) from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SerializationError(f"metadata must be JSON-like: {error}") from error
+    return text

@@ -1,0 +1,94 @@
+"""What the store answers so that nobody above it has to ask its index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from castore import InvalidNameError, Store
+from tests.helpers import noise
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store(tmp_path / "store") as opened:
+        yield opened
+
+
+def test_many_blobs_are_pinned_with_their_put(store: Store) -> None:
+    entries = store.put_many([("a", b"1"), ("b", b"2", {"run": 7})], pin=True)
+    assert [entry.pinned for entry in entries] == [True, True]
+    store.gc(0, grace=0)
+    assert [(entry.name, entry.pinned, entry.metadata) for entry in store.entries()] == [
+        ("a", True, {}),
+        ("b", True, {"run": 7}),
+    ]
+
+
+def test_an_entry_is_deleted_only_as_it_was_read(store: Store) -> None:
+    seen = store.put("name", b"first", metadata={"run": 1})
+    store.put("name", b"second", metadata={"run": 1})
+    assert not store.delete_unchanged(seen)
+    store.put("name", b"first", metadata={"run": 2})
+    assert not store.delete_unchanged(seen)
+    store.put("name", b"first", metadata={"run": 1})
+    assert store.delete_unchanged(seen)
+    assert not store.delete_unchanged(seen)
+
+
+def test_entries_with_a_key_are_found_below_a_prefix_also_when_they_have_expired(store: Store) -> None:
+    store.put("in/a", b"1", metadata={"link": "x"}, ttl=0)
+    store.put("in/b", b"2", metadata={"deep": {"link": 1}})
+    store.put("in/c", b"3", metadata={"links": 1})
+    store.put("other", b"4", metadata={"link": "y"})
+    assert [entry.name for entry in store.entries_with_key("link", "in")] == ["in/a", "in/b"]
+    assert [entry.name for entry in store.entries_with_key("link")] == ["in/a", "in/b", "other"]
+    with pytest.raises(InvalidNameError):
+        store.entries_with_key("link", "../out")
+
+
+def test_a_blob_is_found_by_the_first_digits_of_its_digest_and_leads_to_its_names(store: Store) -> None:
+    entry = store.put("one", noise(100))
+    store.copy("one", "two")
+    others = {store.put(f"n/{number}", noise(100, number + 1)).digest for number in range(300)}
+    found = store.blobs_starting_with(entry.digest[:10])
+    assert [blob.digest.hex() for blob in found] == [entry.digest]
+    assert sorted(store.names_of(found[0].digest)) == sorted(store.names_of(entry.digest)) == ["one", "two"]
+    shared = next(digest[:1] for digest in others if sum(one[:1] == digest[:1] for one in others) > 2)
+    assert len(store.blobs_starting_with(shared)) == 2
+    assert len(store.blobs_starting_with(shared, limit=3)) == 3
+
+
+def test_a_name_has_a_dictionary_if_a_prefix_of_it_has_one(store: Store) -> None:
+    samples = [
+        (f'{{"id": {number}, "text": "{noise(8, number).hex()}"}}' * 6).encode() for number in range(400)
+    ]
+    assert not store.has_dictionary("records")
+    store.train_dictionary("records", samples)
+    assert store.has_dictionary("records")
+    assert store.has_dictionary("records/new")
+    assert not store.has_dictionary("other")
+
+
+def test_counters_add_up_over_stores_of_one_folder(store: Store) -> None:
+    store.put("name", b"bytes")
+    with Store(store.path) as other:
+        for reader in (store, other):
+            assert reader.get("name") is not None
+            assert reader.get("missing") is None
+            reader.flush()
+    counted = store.counters()
+    assert counted["misses"] == 2
+    assert sum(counted.values()) == 4
+
+
+def test_a_flush_of_some_seconds_writes_what_is_due_and_nothing_else(store: Store) -> None:
+    store.put("name", b"bytes")
+    store.get("name")
+    store.flush(seconds=10)
+    assert "disk_hits" not in store.counters()  # not due yet
+    store._usage.due = 0.0
+    store.flush(seconds=10)
+    assert sum(store.counters().values()) == 1
