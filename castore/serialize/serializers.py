@@ -3,7 +3,7 @@
 `SERIALIZERS` lists bytes, text, msgpack, npy, safetensors, arrow and pickle. msgpack takes all that JSON can
 express, and anywhere inside it tuples, big ints, times, arrays, tensors and values that
 `castore.serialize.kinds` takes apart. Pickle must be allowed by name on both sides.
-`castore.serialize.arrays` handles arrays, tensors and tables.
+`npy`, `safetensors_files` and `arrow` of this room handle arrays, tensors and tables.
 
 Bytes to load may be hostile. Must never: change an object silently. A part that would not come back with the
 same type and value raises a SerializationError with the path to the part. A few changes are intended: a
@@ -23,27 +23,21 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from castore.errors import CorruptError, InvalidValueError, SerializationError
-from castore.serialize.arrays import (
-    corrupt,
-    dump_arrow,
-    dump_npy,
-    dump_safetensors,
-    fits_safetensors,
-    is_array,
-    is_numpy_scalar,
-    is_table,
-    is_tensor,
-    load_arrow,
-    load_npy,
-    load_safetensors,
-    refuse,
-)
+from castore.serialize.arrow import dump_arrow, is_table, load_arrow
 from castore.serialize.kinds import (
     MisfitError,
     is_found_by_name,
     put_together,
     take_apart,
     way_out,
+)
+from castore.serialize.npy import dump_npy, is_array, is_numpy_scalar, load_npy
+from castore.serialize.problems import corrupt, refuse
+from castore.serialize.safetensors_files import (
+    dump_safetensors,
+    fits_safetensors,
+    is_tensor,
+    load_safetensors,
 )
 
 _EXT_TUPLE, _EXT_INT, _EXT_TIME, _EXT_ARRAY, _EXT_SCALAR, _EXT_TENSOR, _EXT_FORM = range(1, 8)

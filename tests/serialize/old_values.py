@@ -65,7 +65,8 @@ def array_of(dtype: Any, *shape: int) -> np.ndarray[Any, Any]:
     """An array of the same bits in every run."""
     kind = np.dtype(dtype)
     made = np.frombuffer(_bits(int(np.prod(shape)) * kind.itemsize), "u1")
-    return (made % 2 if kind.kind == "b" else made.copy()).view(kind).reshape(shape)
+    found: np.ndarray[Any, Any] = (made % 2 if kind.kind == "b" else made.copy()).view(kind).reshape(shape)
+    return found
 
 
 def values() -> dict[str, Any]:
@@ -115,14 +116,18 @@ def values() -> dict[str, Any]:
         "sample of an image": {"image": tensor_of(torch.uint8, 3, 8, 8), "label": 7},
         "sample of arrays": {name: array_of("f4", 4, 4) for name in "abc"},
         "sample of text": {"text": "a line", "tokens": [1, 2, 3], "mask": tensor_of(torch.bool, 3)},
-        "dict of tensors": {name: tensor_of(dtype, 2) for name, dtype in zip("zyxwvut", DTYPES, strict=False)},
+        "dict of tensors": {
+            name: tensor_of(dtype, 2) for name, dtype in zip("zyxwvut", DTYPES, strict=False)
+        },
         "dict of all tensors": {str(dtype): tensor_of(dtype, 3) for dtype in DTYPES},
-        "dict of odd names": {"é\n\"\x7f\x01/\\😀": torch.ones(1), "b": torch.ones(2), "": torch.zeros(0)},
+        "dict of odd names": {'é\n"\x7f\x01/\\😀': torch.ones(1), "b": torch.ones(2), "": torch.zeros(0)},
         "dict of arrays": {kind: array_of(kind, 3) for kind in "?bBhHiIlLefdF"},
         "dict of views": {"whole": torch.arange(6.0), "half": torch.arange(6.0)[3:]},
     }
     groups = {"plain": plain, "array": arrays, "tensor": tensors, "kind": kinds}
-    numbered = {f"{group} {place}": value for group, items in groups.items() for place, value in enumerate(items)}
+    numbered = {
+        f"{group} {place}": value for group, items in groups.items() for place, value in enumerate(items)
+    }
     return numbered | {f"image {name}": image for name, image in images().items()} | named
 
 

@@ -410,9 +410,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "long long": lambda: np.longlong(1),
     "odd fields": odd_fields,
     "parameter": lambda: torch.nn.Parameter(torch.ones(2)),
-    "gradient": lambda: torch.ones(2, requires_grad=True),
+    "gradient": lambda: torch.ones(2, requires_grad=True) * 2,
     "gradient of a subclass": lambda: Plane.wrap(torch.ones(2)).requires_grad_(),
-    "sparse gradient": lambda: torch.eye(2).to_sparse().requires_grad_(),
+    "sparse gradient": lambda: torch.eye(2).to_sparse().requires_grad_() * 2,
     "quantised": lambda: torch.quantize_per_tensor(torch.rand(3), 0.1, 0, torch.qint8),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
     "nested and jagged": lambda: torch.nested.nested_tensor(
