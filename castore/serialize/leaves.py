@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from castore.errors import SerializationError
 from castore.serialize.kinds import MisfitError, tensor_problem
-from castore.serialize.kinds.images import image_of, pixel_shape, pixels_of
+from castore.serialize.kinds.images import image_maker, pixel_shape, pixels_of
 from castore.serialize.npy import dump_npy, elements, is_array, load_npy
 from castore.serialize.number_types import NUMBER_TYPES, NumberType
 from castore.serialize.problems import need
@@ -56,9 +56,10 @@ torch: Any = None
 #: Arrays that a safetensors file can hold unchanged, by dtype, and dtypes by their name in a file.
 _NUMPY: dict[Any, NumberType] = {}
 _NUMPY_NAMES: dict[str, Any] = {}
-#: torch's dtypes, each with its row and with the dtype that NumPy has in its place, and dtypes by name.
-_TORCH: dict[Any, tuple[NumberType, Any]] = {}
+#: torch's dtypes, by name, with their rows, and with the dtypes that NumPy has in their place.
 _TORCH_NAMES: dict[str, Any] = {}
+_TORCH: dict[Any, NumberType] = {}
+_CARRIERS: dict[Any, Any] = {}
 
 
 @functools.cache
@@ -92,8 +93,8 @@ def know_torch() -> None:
     for name, row in NUMBER_TYPES.items():
         dtype = getattr(torch, name, None)  # the oldest supported torch lacks the last ones
         if dtype is not None:
-            _TORCH[dtype] = row, None if row.carrier is None else getattr(torch, row.carrier)
-            _TORCH_NAMES[name] = dtype
+            _TORCH_NAMES[name], _TORCH[dtype] = dtype, row
+            _CARRIERS[dtype] = None if row.carrier is None else getattr(torch, row.carrier)
     TAKERS[torch.Tensor] = take_tensor
 
 
@@ -102,23 +103,15 @@ def know_torch() -> None:
 
 def take_tensor(value: Any, payloads: Payloads) -> Mark:
     """A dense tensor of any dtype."""
+    dtype = value.dtype
     if value.requires_grad:  # a view as another type would hide the gradient flag
         raise NoLeafError("is a tensor that requires grad")
-    payloads.append(tensor_elements(value))
-    return "tensor", value.dtype, value.shape
-
-
-def tensor_elements(value: Any) -> Any:
-    """The elements of a tensor that requires no grad, as a buffer: the tensor's own memory where it can be.
-
-    Raises:
-        MisfitError: the tensor has no plain elements.
-    """
     try:
-        carrier = _TORCH[value.dtype][1]
-        return np.ascontiguousarray((value if carrier is None else value.view(carrier)).numpy())
+        carrier = _CARRIERS[dtype]
+        payloads.append(np.ascontiguousarray((value if carrier is None else value.view(carrier)).numpy()))
     except (KeyError, TypeError, ValueError, RuntimeError):
-        return _odd_elements(value)
+        payloads.append(_odd_elements(value))
+    return "tensor", dtype, value.shape
 
 
 def _odd_elements(value: Any) -> Any:
@@ -130,11 +123,9 @@ def _odd_elements(value: Any) -> Any:
         raise MisfitError(problem)
     try:
         plain = value.cpu().resolve_conj().resolve_neg()
-        if plain._is_zerotensor():
-            plain = plain.clone()
-        carrier = _TORCH[plain.dtype][1]
-        # In one dimension: torch has more of them than NumPy.
-        flat = plain.contiguous().reshape(-1)
+        # In one dimension, for torch has more of them than NumPy. Zeros without memory get some by a clone.
+        flat = (plain.clone() if plain._is_zerotensor() else plain).contiguous().reshape(-1)
+        carrier = _CARRIERS[plain.dtype]
         return (flat if carrier is None else flat.view(carrier)).numpy()
     except RuntimeError as error:
         raise MisfitError(
@@ -270,7 +261,7 @@ def leaf_of(mark: Mark) -> Leaf:
         return _FIXED[mark]
     kind, about, *rest = mark
     if kind == "tensor":
-        row = _TORCH[about][0]
+        row = _TORCH[about]
         return Leaf(kind, row.name, row.code, (*map(int, rest[0]), *row.tail))
     if kind in ("array", "scalar"):
         code, tail = _written(about)
@@ -283,7 +274,7 @@ def leaf_of(mark: Mark) -> Leaf:
 
 def number_type(mark: Mark) -> str:
     """The name of the number type of a tensor's or an array's mark."""
-    return (_TORCH[mark[1]][0] if mark[0] == "tensor" else _NUMPY[mark[1]]).name
+    return (_TORCH[mark[1]] if mark[0] == "tensor" else _NUMPY[mark[1]]).name
 
 
 def _written(dtype: Any) -> tuple[str, Shape]:
@@ -305,7 +296,7 @@ def tensor_at(name: str, shape: Shape, start: int, stop: int) -> Build:
         raise SerializationError(
             f"the value holds a tensor of {name}, which this torch does not know; update torch"
         )
-    row, carrier = _TORCH[dtype]
+    row, carrier = _TORCH[dtype], _CARRIERS[dtype]
     if start == stop:
         # NumPy makes no array at the very end of a buffer, and torch warns about empty complex32 tensors.
         return lambda _: torch.empty(shape, dtype=carrier or dtype).view(dtype)
@@ -384,7 +375,8 @@ def _build_pixels(leaf: Leaf, start: int, stop: int) -> Build:
     width, height = int(text), leaf.shape[0]
     if pixel_shape(mode, width, height) != (leaf.code, leaf.shape):
         raise ValueError(f"an image of {leaf.detail!r} is written as {leaf.code} of shape {leaf.shape}")
-    return lambda record: image_of(mode, width, height, bytes(memoryview(record)[start:stop]))
+    make = image_maker(mode, width, height, stop - start)
+    return lambda record: make(bytes(memoryview(record)[start:stop]))
 
 
 def _run(make: Callable[[bytes], Any]) -> Callable[[Leaf, int, int], Build]:

@@ -201,6 +201,7 @@ def dump_safetensors(obj: Any) -> bytes:
         except MisfitError as error:
             raise SerializationError(f"value: {error.problem}") from error
     else:
+        leaves.know_numpy()
         told = tuple((name, leaves.take_array(array, payloads), False) for name, array in tensors.items())
     description = obj is not tensors, told
     layout = _layouts.get(description)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -59,24 +60,26 @@ def pixel_shape(mode: str, width: int, height: int) -> tuple[str, tuple[int, ...
     return _WIDE.get(mode, "U8"), (height, width, values)[: 2 + (values > 1)]
 
 
-def image_of(mode: str, width: int, height: int, pixels: bytes) -> Any:
-    """Return an image made of its pixels.
+def image_maker(mode: str, width: int, height: int, count: int) -> Callable[[bytes], Any]:
+    """Return the function that makes an image of ``count`` bytes of pixels.
 
     Raises:
-        ValueError: the pixels do not fit mode and size.
+        ValueError: so many bytes do not fit mode and size.
         SerializationError: Pillow is not installed.
     """
     code, shape = pixel_shape(mode, width, height)
     # The size must match the pixels, so that PIL allocates no more memory than the bytes fill.
-    if len(pixels) != prod(shape) * SIZES[code]:
-        raise ValueError(f"an image of mode {mode!r} and size {[width, height]} has {len(pixels)} bytes")
+    if count != prod(shape) * SIZES[code]:
+        raise ValueError(f"an image of mode {mode!r} and size {[width, height]} has {count} bytes")
     try:
         image = importlib.import_module("PIL.Image")
     except ImportError:
         raise SerializationError(
             "the value is an image, and this Python has no Pillow; pip install pillow"
         ) from None
-    return image.frombytes(mode, (width, height), pixels) if pixels else image.new(mode, (width, height))
+    if not count:
+        return lambda _: image.new(mode, (width, height))
+    return lambda pixels: image.frombytes(mode, (width, height), pixels)
 
 
 def extras_of(image: Any) -> tuple[tuple[str, bytes] | None, Any]:
@@ -111,5 +114,5 @@ def make(parts: Any) -> Any:
     """Return the image made of these parts."""
     mode, size, pixels, palette, transparency = listed(5, parts)
     width, height = (expect(int, side) for side in listed(2, size))
-    plain = image_of(expect(str, mode), width, height, expect(bytes, pixels))
-    return with_extras(plain, palette, transparency)
+    make_plain = image_maker(expect(str, mode), width, height, len(expect(bytes, pixels)))
+    return with_extras(make_plain(pixels), palette, transparency)
