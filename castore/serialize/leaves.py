@@ -56,10 +56,10 @@ torch: Any = None
 #: Arrays that a safetensors file can hold unchanged, by dtype, and dtypes by their name in a file.
 _NUMPY: dict[Any, NumberType] = {}
 _NUMPY_NAMES: dict[str, Any] = {}
-#: torch's dtypes, by name, with their rows, and with the dtypes that NumPy has in their place.
-_TORCH_NAMES: dict[str, Any] = {}
+#: torch's dtypes with their rows, with their carriers, and by name with carrier and NumPy dtype.
 _TORCH: dict[Any, NumberType] = {}
 _CARRIERS: dict[Any, Any] = {}
+_TORCH_NAMES: dict[str, tuple[Any, Any, Any]] = {}
 
 
 @functools.cache
@@ -93,8 +93,9 @@ def know_torch() -> None:
     for name, row in NUMBER_TYPES.items():
         dtype = getattr(torch, name, None)  # the oldest supported torch lacks the last ones
         if dtype is not None:
-            _TORCH_NAMES[name], _TORCH[dtype] = dtype, row
-            _CARRIERS[dtype] = None if row.carrier is None else getattr(torch, row.carrier)
+            carrier = None if row.carrier is None else getattr(torch, row.carrier)
+            _TORCH[dtype], _CARRIERS[dtype] = row, carrier
+            _TORCH_NAMES[name] = dtype, carrier, np.dtype(row.numpy)
     TAKERS[torch.Tensor] = take_tensor
 
 
@@ -291,16 +292,15 @@ _MOST_DIMENSIONS = 32
 
 def tensor_at(name: str, shape: Shape, start: int, stop: int) -> Build:
     """The function that builds the tensor of this type and shape out of these bytes of a file."""
-    dtype = _TORCH_NAMES.get(name)
-    if dtype is None:
+    if name not in _TORCH_NAMES:
         raise SerializationError(
             f"the value holds a tensor of {name}, which this torch does not know; update torch"
         )
-    row, carrier = _TORCH[dtype], _CARRIERS[dtype]
+    dtype, carrier, kind = _TORCH_NAMES[name]
     if start == stop:
         # NumPy makes no array at the very end of a buffer, and torch warns about empty complex32 tensors.
         return lambda _: torch.empty(shape, dtype=carrier or dtype).view(dtype)
-    kind, from_numpy, ndarray = np.dtype(row.numpy), torch.from_numpy, np.ndarray
+    from_numpy, ndarray = torch.from_numpy, np.ndarray
     if len(shape) > _MOST_DIMENSIONS:
         count = prod(shape)
         return lambda record: from_numpy(ndarray(count, kind, record, start)).view(dtype).view(shape)

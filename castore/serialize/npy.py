@@ -24,8 +24,7 @@ _MAGIC = b"\x93NUMPY"
 _LONGEST_HEADER = 1 << 16
 _LENGTH, _LONG_LENGTH = struct.Struct("<H"), struct.Struct("<I")
 
-_written: Remembered[bytes] = Remembered(1 << 18)
-_read: Remembered[tuple[Any, tuple[int, ...], Any]] = Remembered(1 << 18)
+_parsed: Remembered[tuple[Any, tuple[int, ...], Any]] = Remembered(1 << 18)
 
 
 def is_array(obj: Any) -> bool:
@@ -95,18 +94,28 @@ def dump_npy(obj: Any) -> bytes:
     if not is_array(obj):
         refuse(f"{type(obj)}{f' of {obj.dtype}' if hasattr(obj, 'dtype') else ''}", "npy")
     in_fortran = obj.flags.f_contiguous and not obj.flags.c_contiguous
-    about = obj.dtype, obj.shape, in_fortran
-    header = _written.get(about)
+    header = _header(obj.dtype, obj.shape, in_fortran)
     if header is not None:
         return b"".join([header, elements(obj.T if in_fortran else obj)])
     from numpy.lib import format as npy
 
     file = io.BytesIO()
     npy.write_array(file, obj, allow_pickle=False)
-    data = file.getvalue()
-    start = len(data) - obj.nbytes
-    _written.remember(about, data[:start], start)
-    return data
+    return file.getvalue()
+
+
+@functools.lru_cache(maxsize=2048)
+def _header(dtype: Any, shape: tuple[int, ...], in_fortran: bool) -> bytes | None:
+    """The start of a file, up to the elements; None if version 1 of the format has no words for it."""
+    from numpy.lib import format as npy
+
+    file = io.BytesIO()
+    about = {"descr": npy.dtype_to_descr(dtype), "fortran_order": in_fortran, "shape": shape}
+    try:
+        npy.write_array_header_1_0(file, about)
+    except ValueError:
+        return None
+    return file.getvalue()
 
 
 def load_npy(data: bytes) -> Any:
@@ -115,10 +124,10 @@ def load_npy(data: bytes) -> Any:
     try:
         start = _start(data)
         header = bytes(data[:start])
-        found = _read.get(header)
+        found = _parsed.get(header)
         if found is None:
             found = _parse(header)
-            _read.remember(header, found, start)
+            _parsed.remember(header, found, start)
         dtype, shape, order = found
         # Checked before memory is allocated: a header can claim a terabyte.
         if math.prod(shape) * dtype.itemsize != len(data) - start:

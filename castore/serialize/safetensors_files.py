@@ -13,9 +13,8 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from collections.abc import Iterable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from castore.errors import SerializationError
 from castore.serialize import leaves
@@ -39,24 +38,19 @@ class Layout(NamedTuple):
     """How values of one description lie in a file."""
 
     header: bytes
-    order: tuple[int, ...]
+    order: list[int]
 
     def file(self, payloads: leaves.Payloads) -> bytes:
         """The file of these tensors."""
         return b"".join([self.header, *[payloads[place] for place in self.order]])
 
 
-class Place(NamedTuple):
-    """Where a tensor lies in a file, the code of its elements, and its shape there."""
-
-    start: int
-    stop: int
-    code: str
-    shape: tuple[int, ...]
+#: Where a tensor starts and stops in a file, the code of its elements, and its shape there.
+Place: TypeAlias = "tuple[int, int, str, tuple[int, ...]]"
 
 
 def lay_out(
-    about: str, tensors: list[tuple[str, str, tuple[int, ...]]], order: Iterable[int], *, ascii_names: bool
+    about: str, tensors: list[tuple[str, str, tuple[int, ...]]], order: list[int], *, ascii_names: bool
 ) -> Layout:
     """Make the header of a file.
 
@@ -71,8 +65,8 @@ def lay_out(
     """
     header: dict[str, Any] = {"__metadata__": {"castore": about}}
     end = 0
-    places = tuple(order)
-    for name, code, shape in (tensors[place] for place in places):
+    for place in order:
+        name, code, shape = tensors[place]
         start, end = end, end + prod(shape) * SIZES[code]
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=ascii_names).encode()
@@ -81,7 +75,7 @@ def lay_out(
         raise SerializationError(
             f"the value has {len(tensors)} parts, too many for one file; make tensors of them"
         )
-    return Layout(_SIZE.pack(len(text)) + text, places)
+    return Layout(_SIZE.pack(len(text)) + text, order)
 
 
 def header_of(file: bytes | bytearray | memoryview) -> bytes:
@@ -101,10 +95,10 @@ def read_header(header: bytes) -> tuple[Any, dict[str, Place], int]:
     about = json.loads(tensors.pop("__metadata__")["castore"])
     end = len(header)
     places = {name: _placed(told, end) for name, told in tensors.items()}
-    for place in sorted(places.values()):
-        if place.start != end:
+    for start, stop, _, _ in sorted(places.values()):
+        if start != end:
             raise ValueError("its tensors overlap or leave gaps")
-        end = place.stop
+        end = stop
     return about, places, end
 
 
@@ -116,7 +110,7 @@ def _placed(told: Any, offset: int) -> Place:
         raise ValueError("a tensor has impossible offsets")
     if last - first != prod(shape) * SIZES[code]:
         raise ValueError(f"a tensor of {code} and shape {shape} claims {last - first} bytes")
-    return Place(offset + first, offset + last, code, tuple(shape))
+    return offset + first, offset + last, code, tuple(shape)
 
 
 # --- saved tensors ------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ from castore.serialize.leaves import (
     take_numbers,
     take_pixels,
 )
+from castore.serialize.misfits import find_misfit
 from castore.serialize.number_types import SIZES
 from castore.serialize.remembered import Remembered
 from castore.serialize.safetensors_files import Layout, Place, header_of, lay_out, read_header
@@ -104,19 +105,31 @@ def pack(sample: Any) -> bytes:
     {'image': tensor([0, 0], dtype=torch.uint8), 'label': (3, 'cat')}
     >>> pack({"x": [1, iter([2])]})
     Traceback (most recent call last):
-    castore.errors.SerializationError: sample['x'][1]: <class 'list_iterator'> cannot be kept; convert it with
-    list(...), ...
+    castore.errors.SerializationError: sample['x'][1]: <class 'list_iterator'> has no serializer; convert it
+    with list(...), ...
     """
     payloads: Payloads = []
     try:
         mark = _take(sample, payloads, 0)
     except MisfitError as error:
-        raise SerializationError(f"sample{''.join(reversed(error.path))}: {error.problem}") from None
+        path, problem = find_misfit(sample, "sample", _is_leaf) or ("sample", error.problem)
+        raise SerializationError(f"{path}: {problem}") from None
     layout = _layouts.get(mark)
     if layout is None:
         layout = _lay_out(mark)
         _layouts.remember(mark, layout, len(layout.header))
     return layout.file(payloads)
+
+
+def _is_leaf(value: Any) -> bool:
+    take = TAKERS.get(type(value))
+    if take is None:
+        return value is None
+    try:
+        take(value, [])
+    except MisfitError:
+        return False
+    return True
 
 
 def _take(value: Any, payloads: Payloads, depth: int) -> Mark:
@@ -145,12 +158,8 @@ def _take_form(value: Any, payloads: Payloads, depth: int) -> Mark:
         return "image", (pixels, *parts)
     form = take_apart(value)
     if form is None:
-        raise MisfitError(f"{type(value)} cannot be kept; {way_out(value)}")
-    try:
-        return "form", (form.kind, form.detail, _take(form.parts, payloads, depth + 1))
-    except MisfitError as error:
-        error.path = form.say_path(error.path)
-        raise
+        raise MisfitError(f"{type(value)} has no serializer; {way_out(value)}")
+    return "form", (form.kind, form.detail, _take(form.parts, payloads, depth + 1))
 
 
 def _take_sequence(value: list[Any] | tuple[Any, ...], payloads: Payloads, depth: int) -> Mark:
@@ -158,40 +167,17 @@ def _take_sequence(value: list[Any] | tuple[Any, ...], payloads: Payloads, depth
         numbers = take_numbers(value, payloads)
         if numbers is not None:
             return numbers
-    marks = []
-    for place, item in enumerate(value):
-        try:
-            marks.append(_take(item, payloads, depth + 1))
-        except MisfitError as error:
-            error.path.append(f"[{place}]")
-            raise
-    return type(value).__name__, tuple(marks)
+    return type(value).__name__, tuple([_take(item, payloads, depth + 1) for item in value])
 
 
 def _take_dict(value: dict[Any, Any], payloads: Payloads, depth: int) -> Mark:
-    if not _KEYS.issuperset(map(type, value)):
-        return _take_pairs(value, payloads, depth)
-    marks = []
-    for key, item in value.items():
-        try:
-            # The type belongs to the mark: 1 and True are equal and hash alike.
-            marks.append((type(key), key, _take(item, payloads, depth + 1)))
-        except MisfitError as error:
-            error.path.append(f"[{key!r}]")
-            raise
-    return "dict", tuple(marks)
-
-
-def _take_pairs(value: dict[Any, Any], payloads: Payloads, depth: int) -> Mark:
-    """A dict with keys of types that JSON lacks."""
-    marks = []
-    for key, item in value.items():
-        try:
-            marks.append((_take(key, payloads, depth + 1), _take(item, payloads, depth + 1)))
-        except MisfitError as error:
-            error.path.append(f"[{key!r}]")
-            raise
-    return "pairs", tuple(marks)
+    depth += 1
+    if _KEYS.issuperset(map(type, value)):
+        # The type belongs to the mark: 1 and True are equal and hash alike.
+        marks = [(type(key), key, _take(item, payloads, depth)) for key, item in value.items()]
+        return "dict", tuple(marks)
+    pairs = [(_take(key, payloads, depth), _take(item, payloads, depth)) for key, item in value.items()]
+    return "pairs", tuple(pairs)
 
 
 _CONTAINERS: dict[type, Callable[[Any, Payloads, int], Mark]] = {

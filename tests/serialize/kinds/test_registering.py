@@ -80,7 +80,7 @@ def test_a_registered_type_is_kept_wherever_it_stands() -> None:
 def test_only_exactly_the_registered_class_is_taken() -> None:
     register_type(Box, encode=vars, decode=lambda parts: Box(**parts))
     with pytest.raises(
-        SerializationError, match=r"Small'> cannot be kept; explain it with castore.register_type\(Small"
+        SerializationError, match=r"Small'> has no serializer; explain it with castore.register_type\(Small"
     ):
         pack(Small(1))
 
