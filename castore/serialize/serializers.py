@@ -3,7 +3,7 @@
 `SERIALIZERS` lists bytes, text, msgpack, npy, safetensors, arrow and pickle. msgpack takes all that JSON can
 express, and anywhere inside it tuples, big ints, times, arrays, tensors and values that
 `castore.serialize.kinds` takes apart. Pickle must be allowed by name on both sides.
-`castore.serialize.arrays` handles arrays, tensors and tables.
+`npy`, `safetensors_files` and `arrow` of this room handle arrays, tensors and tables.
 
 Bytes to load may be hostile. Must never: change an object silently. A part that would not come back with the
 same type and value raises a SerializationError with the path to the part. A few changes are intended: a
@@ -18,32 +18,27 @@ import datetime as dt
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, NamedTuple
 
 from castore.errors import CorruptError, InvalidValueError, SerializationError
-from castore.serialize.arrays import (
-    corrupt,
-    dump_arrow,
-    dump_npy,
-    dump_safetensors,
-    fits_safetensors,
-    is_array,
-    is_numpy_scalar,
-    is_table,
-    is_tensor,
-    load_arrow,
-    load_npy,
-    load_safetensors,
-    refuse,
-)
+from castore.serialize.arrow import dump_arrow, is_table, load_arrow
 from castore.serialize.kinds import (
     MisfitError,
     is_found_by_name,
     put_together,
     take_apart,
     way_out,
+)
+from castore.serialize.misfits import find_misfit
+from castore.serialize.npy import dump_npy, is_array, is_numpy_scalar, load_npy
+from castore.serialize.problems import corrupt, refuse
+from castore.serialize.safetensors_files import (
+    dump_safetensors,
+    fits_safetensors,
+    is_tensor,
+    load_safetensors,
 )
 
 _EXT_TUPLE, _EXT_INT, _EXT_TIME, _EXT_ARRAY, _EXT_SCALAR, _EXT_TENSOR, _EXT_FORM = range(1, 8)
@@ -310,36 +305,15 @@ def _misfit(obj: object, *, pickled: bool = False) -> str | None:
         pickled: whether unregistered user classes count as such parts too. A pickle can name them, because it
             imports their modules.
     """
-    try:
-        found = next(_misfits(obj, "value", pickled), None)
-    except RecursionError:
-        return "value: is nested too deep, or contains itself"
+    found = find_misfit(obj, "value", _is_leaf, is_found_by_name if pickled else None)
     if found is None:
         return None
     path, problem = found
     return f"{path}: {problem}, or pass allow_pickle=True"
 
 
-def _misfits(obj: Any, path: str, pickled: bool) -> Iterator[tuple[str, str]]:
-    """Yield the path of each part that cannot be stored, with the problem and the remedy."""
-    if type(obj) in (list, tuple):
-        for place, item in enumerate(obj):
-            yield from _misfits(item, f"{path}[{place}]", pickled)
-    elif type(obj) is dict:
-        for name, item in obj.items():
-            yield from _misfits(name, f"{path}.keys()", pickled)
-            yield from _misfits(item, f"{path}[{name!r}]", pickled)
-    elif not (type(obj) in _PLAIN or is_array(obj) or is_numpy_scalar(obj) or is_tensor(obj)):
-        try:
-            form = take_apart(obj)
-        except MisfitError as error:
-            yield path, error.problem
-            return
-        if form is None or (pickled and is_found_by_name(form)):
-            yield path, f"{type(obj)} has no serializer; {way_out(obj)}"
-            return
-        for step, part in form.fields():
-            yield from _misfits(part, path + step, pickled)
+def _is_leaf(obj: Any) -> bool:
+    return type(obj) in _PLAIN or is_array(obj) or is_numpy_scalar(obj) or is_tensor(obj)
 
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, bytearray, dt.datetime})

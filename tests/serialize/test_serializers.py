@@ -306,3 +306,42 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
         "assert 'castore[datasets]' in str(e)\nelse: sys.exit(1)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_no_module_of_the_room_imports_a_library_before_a_value_needs_it() -> None:
+    script = (
+        "import importlib, pkgutil, sys, castore.serialize as room\n"
+        "for found in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n"
+        "    importlib.import_module(found.name)\n"
+        "assert 'castore.serialize.leaves' in sys.modules\n"
+        "heavy = {'numpy', 'torch', 'pyarrow', 'safetensors', 'PIL'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_arrays_are_saved_and_loaded_without_the_safetensors_package() -> None:
+    script = (
+        "import sys; sys.modules['safetensors'] = None; import numpy as np\n"
+        "from castore.serialize.serializers import dump, load\n"
+        "name, data = dump({'a': np.arange(3)}); assert name == 'safetensors'\n"
+        "assert load(data, name)['a'].tolist() == [0, 1, 2]"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_an_image_without_pillow_is_an_error_that_names_it() -> None:
+    pytest.importorskip("torch")
+    from PIL import Image
+
+    from castore.adapters.torch.samples import pack
+
+    image = Image.new("L", (2, 2))
+    script = (
+        "import sys; sys.modules['PIL.Image'] = None; from castore.errors import SerializationError\n"
+        "from castore.serialize.serializers import load; from castore.adapters.torch.samples import unpack\n"
+        f"for read in (lambda: unpack({pack(image)!r}), lambda: load({dump([image])[1]!r}, 'msgpack')):\n"
+        "    try: read()\n"
+        "    except SerializationError as error: assert 'pip install pillow' in str(error)\n"
+        "    else: sys.exit('no error')"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -6,10 +6,12 @@ import math
 import pickle
 import subprocess
 import sys
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from castore.errors import CorruptError, SerializationError
@@ -94,3 +96,24 @@ def test_cut_and_flipped_bytes_of_a_tensor_give_a_value_or_a_clear_error() -> No
                 load(bytes(hurt), "safetensors")
             except (CorruptError, SerializationError):
                 continue
+
+
+def test_the_safetensors_package_reads_what_is_saved() -> None:
+    names = ["bool", "uint8", "int16", "uint32", "int64", "bfloat16", "float32", "complex64", "float8_e4m3fn"]
+    value = {f"{name} é": torch.ones(3).to(getattr(torch, name)) for name in names}
+    found = safetensors.torch.load(dump(value)[1])
+    assert found.keys() == value.keys()
+    for name, tensor in value.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def test_a_tensor_that_is_kept_keeps_no_other_of_its_file() -> None:
+    name, data = dump({"large": torch.ones(1 << 20), "small": torch.ones(2)})
+    tracemalloc.start()
+    try:
+        small = load(data, name)["small"]
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert small.sum() == 2

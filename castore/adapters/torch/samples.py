@@ -24,27 +24,8 @@ import json
 import logging
 import struct
 from collections.abc import Callable
-from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from castore.adapters.torch.image_records import build_pixels, take_pixels
-from castore.adapters.torch.leaf_codecs import (
-    BUILDERS,
-    NUMBERS,
-    SIZES,
-    TAKERS,
-    Build,
-    Leaf,
-    Mark,
-    NoLeafError,
-    Payloads,
-    is_plain_scalar,
-    leaf_of,
-    take_numbers,
-    take_scalar,
-)
 from castore.errors import CastoreError, CorruptError, SerializationError
 from castore.serialize.kinds import (
     MisfitError,
@@ -54,8 +35,26 @@ from castore.serialize.kinds import (
     way_out,
 )
 from castore.serialize.kinds.images import extras_of, is_image, with_extras
+from castore.serialize.leaves import (
+    BUILDERS,
+    NUMBERS,
+    TAKERS,
+    Build,
+    Leaf,
+    Mark,
+    NoLeafError,
+    Payloads,
+    know_torch,
+    leaf_of,
+    take_numbers,
+    take_pixels,
+)
+from castore.serialize.misfits import find_misfit
+from castore.serialize.number_types import SIZES
+from castore.serialize.remembered import Remembered
+from castore.serialize.safetensors_files import Layout, Place, header_of, lay_out, read_header
 
-T = TypeVar("T")
+know_torch()
 
 #: Stands for a sample that a cache does not have: a sample may itself be None.
 MISSING = object()
@@ -64,49 +63,18 @@ _log = logging.getLogger(__name__)
 #: The version of records without forms, and of records with forms.
 _PLAIN, _FORMED = 1, 2
 _BUCKET = 1000
-_SIZE = struct.Struct("<Q").unpack_from
 # Far beyond any real sample; each level of nesting takes a few Python frames.
 _DEEPEST = 64
-#: The longest header that safetensors accepts.
-_LONGEST_HEADER = 100_000_000
-_LONGEST_SHAPE = 64
 _KEYS = frozenset({str, int, bool, type(None)})
-_BUILDERS = {**BUILDERS, "pixels": build_pixels}
-
-
-class _Remembered(dict[Any, T]):
-    """Values derived from headers, until they would take more than `budget` bytes together; then it is
-    emptied.
-
-    Threads may share it: at worst a value is derived twice, or the count is off by what raced.
-    """
-
-    def __init__(self, budget: int) -> None:
-        super().__init__()
-        self._budget = budget
-        self._held = 0
-
-    def remember(self, key: Any, value: T, weight: int) -> None:
-        if weight + self._held > self._budget:
-            self.clear()
-            self._held = 0
-        if weight <= self._budget:
-            self[key] = value
-            self._held += weight
 
 
 # --- packing ------------------------------------------------------------------------------------------------
 
 
-class _Layout(NamedTuple):
-    header: bytes
-    order: tuple[int, ...]  # of the payloads
-
-
 # With a header of 250 bytes, as for an image and its label, 4000 kinds of samples; the memory is ten times as
 # much.
-_layouts: _Remembered[_Layout] = _Remembered(1 << 20)
-_plans: _Remembered[_Plan] = _Remembered(1 << 20)
+_layouts: Remembered[Layout] = Remembered(1 << 20)
+_plans: Remembered[_Plan] = Remembered(1 << 20)
 
 
 def record_name(folder: str, index: int) -> str:
@@ -137,19 +105,31 @@ def pack(sample: Any) -> bytes:
     {'image': tensor([0, 0], dtype=torch.uint8), 'label': (3, 'cat')}
     >>> pack({"x": [1, iter([2])]})
     Traceback (most recent call last):
-    castore.errors.SerializationError: sample['x'][1]: <class 'list_iterator'> cannot be kept; convert it with
-    list(...), ...
+    castore.errors.SerializationError: sample['x'][1]: <class 'list_iterator'> has no serializer; convert it
+    with list(...), ...
     """
     payloads: Payloads = []
     try:
         mark = _take(sample, payloads, 0)
     except MisfitError as error:
-        raise SerializationError(f"sample{''.join(reversed(error.path))}: {error.problem}") from None
+        path, problem = find_misfit(sample, "sample", _is_leaf) or ("sample", error.problem)
+        raise SerializationError(f"{path}: {problem}") from None
     layout = _layouts.get(mark)
     if layout is None:
         layout = _lay_out(mark)
         _layouts.remember(mark, layout, len(layout.header))
-    return b"".join([layout.header, *[payloads[place] for place in layout.order]])
+    return layout.file(payloads)
+
+
+def _is_leaf(value: Any) -> bool:
+    take = TAKERS.get(type(value))
+    if take is None:
+        return value is None
+    try:
+        take(value, [])
+    except MisfitError:
+        return False
+    return True
 
 
 def _take(value: Any, payloads: Payloads, depth: int) -> Mark:
@@ -166,8 +146,6 @@ def _take(value: Any, payloads: Payloads, depth: int) -> Mark:
     nested = _CONTAINERS.get(type(value))
     if nested is not None:
         return nested(value, payloads, depth)
-    if isinstance(value, np.generic) and is_plain_scalar(value):
-        return take_scalar(value, payloads)
     return _take_form(value, payloads, depth)
 
 
@@ -180,12 +158,8 @@ def _take_form(value: Any, payloads: Payloads, depth: int) -> Mark:
         return "image", (pixels, *parts)
     form = take_apart(value)
     if form is None:
-        raise MisfitError(f"{type(value)} cannot be kept; {way_out(value)}")
-    try:
-        return "form", (form.kind, form.detail, _take(form.parts, payloads, depth + 1))
-    except MisfitError as error:
-        error.path = form.say_path(error.path)
-        raise
+        raise MisfitError(f"{type(value)} has no serializer; {way_out(value)}")
+    return "form", (form.kind, form.detail, _take(form.parts, payloads, depth + 1))
 
 
 def _take_sequence(value: list[Any] | tuple[Any, ...], payloads: Payloads, depth: int) -> Mark:
@@ -193,40 +167,17 @@ def _take_sequence(value: list[Any] | tuple[Any, ...], payloads: Payloads, depth
         numbers = take_numbers(value, payloads)
         if numbers is not None:
             return numbers
-    marks = []
-    for place, item in enumerate(value):
-        try:
-            marks.append(_take(item, payloads, depth + 1))
-        except MisfitError as error:
-            error.path.append(f"[{place}]")
-            raise
-    return type(value).__name__, tuple(marks)
+    return type(value).__name__, tuple([_take(item, payloads, depth + 1) for item in value])
 
 
 def _take_dict(value: dict[Any, Any], payloads: Payloads, depth: int) -> Mark:
-    if not _KEYS.issuperset(map(type, value)):
-        return _take_pairs(value, payloads, depth)
-    marks = []
-    for key, item in value.items():
-        try:
-            # The type belongs to the mark: 1 and True are equal and hash alike.
-            marks.append((type(key), key, _take(item, payloads, depth + 1)))
-        except MisfitError as error:
-            error.path.append(f"[{key!r}]")
-            raise
-    return "dict", tuple(marks)
-
-
-def _take_pairs(value: dict[Any, Any], payloads: Payloads, depth: int) -> Mark:
-    """A dict with keys of types that JSON lacks."""
-    marks = []
-    for key, item in value.items():
-        try:
-            marks.append((_take(key, payloads, depth + 1), _take(item, payloads, depth + 1)))
-        except MisfitError as error:
-            error.path.append(f"[{key!r}]")
-            raise
-    return "pairs", tuple(marks)
+    depth += 1
+    if _KEYS.issuperset(map(type, value)):
+        # The type belongs to the mark: 1 and True are equal and hash alike.
+        marks = [(type(key), key, _take(item, payloads, depth)) for key, item in value.items()]
+        return "dict", tuple(marks)
+    pairs = [(_take(key, payloads, depth), _take(item, payloads, depth)) for key, item in value.items()]
+    return "pairs", tuple(pairs)
 
 
 _CONTAINERS: dict[type, Callable[[Any, Payloads, int], Mark]] = {
@@ -236,26 +187,15 @@ _CONTAINERS: dict[type, Callable[[Any, Payloads, int], Mark]] = {
 }
 
 
-def _lay_out(mark: Mark) -> _Layout:
+def _lay_out(mark: Mark) -> Layout:
     leaves: list[tuple[str, Leaf]] = []
     tree = _describe(mark, "", leaves, set())
     # Larger elements first: every tensor starts at a multiple of its element's size.
     order = sorted(range(len(leaves)), key=lambda place: -SIZES[leaves[place][1].code])
     version = _FORMED if _has_forms(mark) else _PLAIN
     about = json.dumps({"version": version, "sample": tree}, separators=(",", ":"))
-    header: dict[str, Any] = {"__metadata__": {"castore": about}}
-    end = 0
-    for place in order:
-        name, leaf = leaves[place]
-        start, end = end, end + prod(leaf.shape) * SIZES[leaf.code]
-        header[name] = {"dtype": leaf.code, "shape": leaf.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > _LONGEST_HEADER:
-        raise SerializationError(
-            f"sample: has {len(leaves)} parts, too many for one record; make tensors of them"
-        )
-    return _Layout(struct.pack("<Q", len(text)) + text, tuple(order))
+    tensors = [(name, leaf.code, leaf.shape) for name, leaf in leaves]
+    return lay_out(about, tensors, order, ascii_names=True)
 
 
 def _has_forms(mark: Mark) -> bool:
@@ -318,7 +258,6 @@ def _new_name(path: str, names: set[str]) -> str:
 class _Plan(NamedTuple):
     """The compiled way to read records with one header."""
 
-    start: int  # of the payloads
     length: int  # of the record
     build: Build
 
@@ -338,13 +277,12 @@ def unpack(record: bytes | bytearray | memoryview) -> Any:
     if type(record) is not bytearray:
         record = _private(record)
     try:
-        start = 8 + _SIZE(record)[0]
-        header = bytes(record[8:start])
+        header = header_of(record)
         plan = _plans.get(header)
         if plan is None:
             plan = _plan(header)
             _plans.remember(header, plan, len(header))
-        if plan.start != start or plan.length != len(record):
+        if plan.length != len(record):
             raise ValueError(f"it has {len(record)} bytes, and its header is about {plan.length}")
         return plan.build(record)
     except SerializationError as error:
@@ -372,39 +310,16 @@ def _private(record: bytes | bytearray | memoryview) -> bytearray | memoryview:
 
 def _plan(header: bytes) -> _Plan:
     """Parse and check a header; raises the errors that `unpack` catches."""
-    tensors = json.loads(header.decode())
-    about = json.loads(tensors.pop("__metadata__")["castore"])
+    about, places, length = read_header(header)
     if about["version"] not in (_PLAIN, _FORMED):
         raise ValueError(f"it is of version {about['version']!r}, which this castore does not know")
-    start = 8 + len(header)
-    places = {name: _placed(about, start) for name, about in tensors.items()}
-    end = start
-    for first, last, _, _ in sorted(places.values()):
-        if first != end:
-            raise ValueError("its tensors overlap or leave gaps")
-        end = last
     build = _compile(about["sample"], places, 0)
     if places:
         raise ValueError(f"it has tensors that are not part of the sample: {next(iter(places))!r}")
-    return _Plan(start, end, build)
+    return _Plan(length, build)
 
 
-_Place = tuple[int, int, str, tuple[int, ...]]
-
-
-def _placed(about: Any, start: int) -> _Place:
-    """The start and stop of a tensor in the record, its code and shape."""
-    code, shape, (first, last) = about["dtype"], about["shape"], about["data_offsets"]
-    if len(shape) > _LONGEST_SHAPE or not all(type(side) is int and 0 <= side < 1 << 63 for side in shape):
-        raise ValueError("a tensor has an impossible shape")
-    if type(first) is not int or type(last) is not int or not 0 <= first <= last:
-        raise ValueError("a tensor has impossible offsets")
-    if last - first != prod(shape) * SIZES[code]:
-        raise ValueError(f"a tensor of {code} and shape {shape} claims {last - first} bytes")
-    return start + first, start + last, code, tuple(shape)
-
-
-def _compile(node: Any, places: dict[str, _Place], depth: int) -> Build:
+def _compile(node: Any, places: dict[str, Place], depth: int) -> Build:
     """The function that builds the value of a tree's node; removes the places that it uses from `places`."""
     if node is None:
         return lambda _: None
@@ -429,7 +344,7 @@ def _compile(node: Any, places: dict[str, _Place], depth: int) -> Build:
         detail, parts = rest
         return _build_form(about, detail, _compile(parts, places, depth + 1))
     start, stop, code, shape = places.pop(about)
-    return _BUILDERS[kind](Leaf(kind, rest[0] if rest else None, code, shape), start, stop)
+    return BUILDERS[kind](Leaf(kind, rest[0] if rest else None, code, shape), start, stop)
 
 
 def _build_list(parts: tuple[Build, ...]) -> Build:

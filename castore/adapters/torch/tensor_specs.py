@@ -17,13 +17,12 @@ import numpy as np
 import torch
 
 from castore.errors import InvalidValueError
+from castore.serialize.number_types import NUMBER_TYPES
 
 #: dtypes that NumPy has too; other dtypes are stored as integers of their size.
 _SAME = {
-    torch.bool: np.bool_, torch.uint8: np.uint8, torch.int8: np.int8, torch.int16: np.int16,
-    torch.int32: np.int32, torch.int64: np.int64, torch.float16: np.float16, torch.float32: np.float32,
-    torch.float64: np.float64, torch.complex64: np.complex64, torch.complex128: np.complex128,
-}  # fmt: skip
+    getattr(torch, row.name): np.dtype(row.numpy).type for row in NUMBER_TYPES.values() if row.carrier is None
+}
 #: A slot holds only numbers. Of a parameter it keeps the values without the graph, as documented.
 _KEPT_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,43 +1,25 @@
-"""Kinds of pyarrow: a Table or a RecordBatch anywhere in a value, stored as an Arrow IPC stream.
-
-`make` imports pyarrow, and validates the whole stream before any value is accessed.
-"""
+"""Kinds of pyarrow: a Table or a RecordBatch anywhere in a value, stored as an Arrow IPC stream."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any
 
-from castore.errors import MissingDependencyError
+from castore.serialize.arrow import dump_stream, load_stream
 from castore.serialize.kinds.forms import Kind, MisfitError, expect
 
 
 def _take(value: Any) -> bytes:
-    pa = sys.modules["pyarrow"]
-    sink = pa.BufferOutputStream()
     try:
-        with pa.ipc.new_stream(sink, value.schema) as writer:
-            writer.write(value)
-    except pa.ArrowException as error:
+        return dump_stream(value)
+    except sys.modules["pyarrow"].ArrowException as error:
         raise MisfitError(
             f"is a {type(value)} that Arrow cannot write: {error}; convert its columns"
         ) from None
-    return bytes(sink.getvalue())
 
 
 def _table(parts: Any) -> Any:
-    try:
-        pa = importlib.import_module("pyarrow")
-    except ImportError as error:
-        raise MissingDependencyError.of("pyarrow", "datasets") from error
-    try:
-        table = pa.ipc.open_stream(pa.py_buffer(expect(bytes, parts))).read_all()
-        # Offsets outside the buffers would cause reads there when a value is accessed.
-        table.validate(full=True)
-    except (pa.ArrowException, OSError, MemoryError) as error:
-        raise ValueError(str(error)) from error
-    return table
+    return load_stream(expect(bytes, parts))
 
 
 def _batch(parts: Any) -> Any:

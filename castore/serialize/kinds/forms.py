@@ -13,12 +13,11 @@ T = TypeVar("T")
 
 
 class MisfitError(Exception):
-    """A value cannot be stored. Collects the path to the value on the way up. Never leaves castore."""
+    """A value cannot be stored. Never leaves castore."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
         self.problem = problem
-        self.path: list[str] = []
 
 
 class Form(NamedTuple):
@@ -45,15 +44,6 @@ class Form(NamedTuple):
             fields = {}
         for name, part in {**fields, **(rest or {})}.items():
             yield f".{name}", part
-
-    def say_path(self, path: list[str]) -> list[str]:
-        """Translate a path inside the parts, innermost step first, into the path that the user knows."""
-        if self.kind not in _WITH_FIELDS:
-            return path
-        *inner, place = path
-        if inner and (self.kind, place) != ("tensor", "[0]"):
-            inner[-1] = f".{inner[-1][2:-2]}"  # ['name']
-        return inner
 
 
 #: Kinds whose parts are ``[fields by name, other attributes by name]``; of a tensor, the plain tensor and the

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
+from math import prod
 from typing import Any
 
 from castore.errors import SerializationError
 from castore.serialize.kinds.forms import MisfitError, expect, listed
+from castore.serialize.number_types import SIZES
 
 KIND = "image"
-#: Bytes per pixel by mode. Mode 1, which is not listed, has eight pixels per byte.
-PIXELS = {
+#: Elements of a pixel by mode. Each is a byte but in the modes of `_WIDE`. Mode 1, which is not listed, has
+#: eight pixels per byte.
+_VALUES = {
     "L": 1, "P": 1, "LA": 2, "La": 2, "PA": 2, "RGB": 3, "YCbCr": 3, "LAB": 3, "HSV": 3,
-    "RGBA": 4, "RGBa": 4, "RGBX": 4, "CMYK": 4, "I": 4, "F": 4, "I;16": 2,
+    "RGBA": 4, "RGBa": 4, "RGBX": 4, "CMYK": 4, "I": 1, "F": 1, "I;16": 1,
 }  # fmt: skip
+#: Codes in a safetensors file of elements that are not bytes.
+_WIDE = {"I": "I32", "F": "F32", "I;16": "U16"}
 
 
 def is_image(value: object) -> bool:
@@ -35,9 +41,45 @@ def pixels_of(image: Any) -> bytes:
         MisfitError: castore does not know the image's mode.
     """
     width, height = image.size
-    if image.mode != "1" and image.mode not in PIXELS:
+    if image.mode != "1" and image.mode not in _VALUES:
         raise MisfitError(f"is an image of mode {image.mode!r}; convert it with convert('RGB')")
     return image.tobytes() if width and height else b""
+
+
+def pixel_shape(mode: str, width: int, height: int) -> tuple[str, tuple[int, ...]]:
+    """Code and shape of an image's pixels as a tensor of rows.
+
+    Raises:
+        ValueError: castore does not know the mode, or a side is negative.
+    """
+    if min(width, height) < 0 or (mode != "1" and mode not in _VALUES):
+        raise ValueError(f"there is no image of mode {mode!r} and size {[width, height]}")
+    if mode == "1":
+        return "U8", (height, (width + 7) // 8)
+    values = _VALUES[mode]
+    return _WIDE.get(mode, "U8"), (height, width, values)[: 2 + (values > 1)]
+
+
+def image_maker(mode: str, width: int, height: int, count: int) -> Callable[[bytes], Any]:
+    """Return the function that makes an image of ``count`` bytes of pixels.
+
+    Raises:
+        ValueError: so many bytes do not fit mode and size.
+        SerializationError: Pillow is not installed.
+    """
+    code, shape = pixel_shape(mode, width, height)
+    # The size must match the pixels, so that PIL allocates no more memory than the bytes fill.
+    if count != prod(shape) * SIZES[code]:
+        raise ValueError(f"an image of mode {mode!r} and size {[width, height]} has {count} bytes")
+    try:
+        image = importlib.import_module("PIL.Image")
+    except ImportError:
+        raise SerializationError(
+            "the value is an image, and this Python has no Pillow; pip install pillow"
+        ) from None
+    if not count:
+        return lambda _: image.new(mode, (width, height))
+    return lambda pixels: image.frombytes(mode, (width, height), pixels)
 
 
 def extras_of(image: Any) -> tuple[tuple[str, bytes] | None, Any]:
@@ -70,17 +112,7 @@ def take(image: Any) -> Any:
 
 def make(parts: Any) -> Any:
     """Return the image made of these parts."""
-    mode, size, data, palette, transparency = listed(5, parts)
+    mode, size, pixels, palette, transparency = listed(5, parts)
     width, height = (expect(int, side) for side in listed(2, size))
-    row = (width + 7) // 8 if mode == "1" else width * PIXELS[expect(str, mode)]
-    # The size must match the pixels, so that PIL allocates no more memory than the bytes fill.
-    if min(width, height) < 0 or len(expect(bytes, data)) != row * height:
-        raise ValueError(f"an image of mode {mode!r} and size {size} has {len(data)} bytes")
-    try:
-        image = importlib.import_module("PIL.Image")
-    except ImportError:
-        raise SerializationError(
-            "the value is an image, and this Python has no Pillow; pip install pillow"
-        ) from None
-    plain = image.frombytes(mode, (width, height), data) if data else image.new(mode, (width, height))
-    return with_extras(plain, palette, transparency)
+    make_plain = image_maker(expect(str, mode), width, height, len(expect(bytes, pixels)))
+    return with_extras(make_plain(pixels), palette, transparency)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from castore.errors import MissingDependencyError, SerializationError
+from castore.errors import SerializationError
 from castore.serialize.kinds.forms import (
     Form,
     Kind,
@@ -20,6 +20,8 @@ from castore.serialize.kinds.forms import (
     expect,
     listed,
 )
+from castore.serialize.number_types import NUMBER_TYPES
+from castore.serialize.problems import need
 
 #: Number types that NumPy has only through ml_dtypes. A `.npy` file does not keep their names.
 _ML_TYPES = (
@@ -28,20 +30,10 @@ _ML_TYPES = (
     "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
     "int1", "int2", "int4", "uint1", "uint2", "uint4",
 )  # fmt: skip
-#: Number types of dense tensors that castore stores.
-TORCH_TYPES = frozenset({
-    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
-    "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
-    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
-    "float4_e2m1fn_x2",
-})  # fmt: skip
 
 
 def _need(package: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise MissingDependencyError.of(package, "torch") from error
+    return need(package, "torch")
 
 
 # --- NumPy --------------------------------------------------------------------------------------------------
@@ -211,7 +203,7 @@ def tensor_problem(value: Any) -> str | None:
         return "is a meta tensor, which has no data; return a real one"
     if str(value.layout) != "torch.strided":
         return f"is a tensor of layout {value.layout}; convert it with to_dense()"
-    if str(value.dtype).removeprefix("torch.") not in TORCH_TYPES:
+    if str(value.dtype).removeprefix("torch.") not in NUMBER_TYPES:
         return f"is a tensor of {value.dtype}; convert it with view(torch.uint8)"
     return None
 
@@ -225,13 +217,24 @@ _COMPRESSED = {
 }
 
 
+def _take_odd_tensor(value: Any) -> Any:
+    """Parts of a tensor that one run of elements does not describe: it requires grad, or is sparse."""
+    if not value.requires_grad:
+        return Form("torch.sparse", None, _take_sparse(value))
+    if value.is_leaf:
+        return Form("torch.grad", None, value.detach())
+    raise MisfitError("is a tensor with a graph, which would be lost; convert it with detach()")
+
+
+def _make_grad(parts: Any) -> Any:
+    return expect(_need("torch").Tensor, parts).requires_grad_()
+
+
 def _take_sparse(value: Any) -> Any:
     """Parts of a sparse tensor: layout, size, index tensor or two, elements, and whether it is coalesced."""
     layout = str(value.layout).removeprefix("torch.")
     if value.is_meta or (layout != "sparse_coo" and layout not in _COMPRESSED):
         raise MisfitError(tensor_problem(value) or "is a dense tensor")
-    if value.requires_grad:
-        raise MisfitError("is a tensor that requires grad; convert it with detach()")
     size = list(value.shape)
     if layout == "sparse_coo":
         return [layout, size, value._indices(), value._values(), value.is_coalesced()]
@@ -329,7 +332,8 @@ NUMERIC = [
     Kind("numpy.str", "numpy", "str_", _take_text, lambda parts: _need("numpy").str_(expect(str, parts))),
     Kind("numpy.bytes", "numpy", "bytes_", bytes, lambda parts: _need("numpy").bytes_(expect(bytes, parts))),
     *(Kind(_ML_KIND, "ml_dtypes", name, _take_ml, _make_ml) for name in _ML_TYPES),
-    Kind("torch.sparse", "torch", "Tensor", _take_sparse, _make_sparse),
+    Kind("torch.grad", "torch", "Tensor", _take_odd_tensor, _make_grad),
+    Kind("torch.sparse", "torch", "Tensor", _take_odd_tensor, _make_sparse),
     Kind("torch.size", "torch", "Size", list, _make_size),
     Kind("torch.dtype", "torch", "dtype", _text_of("torch."), _make_torch_dtype),
     Kind("torch.device", "torch", "device", str, lambda parts: _need("torch").device(expect(str, parts))),

@@ -121,6 +121,57 @@ def test_bytes_come_back_as_what_they_were(value: Any) -> None:
     returns(value)
 
 
+def grads() -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's warning that compressed layouts are new
+        return {
+            "floats": torch.ones(2, requires_grad=True),
+            "halves": torch.ones(2, dtype=torch.bfloat16, requires_grad=True),
+            "coordinates": torch.eye(2).to_sparse().requires_grad_(),
+            "rows": torch.eye(2).to_sparse_csr().requires_grad_(),
+        }
+
+
+@pytest.mark.parametrize("name", grads())
+def test_a_tensor_that_requires_grad_comes_back_requiring_it_from_every_place(name: str) -> None:
+    value = grads()[name]
+    for way, through in WAYS.items():
+        back = through(value)
+        assert back.requires_grad, way
+        assert back.is_leaf, way
+        assert (back.dtype, back.layout) == (value.dtype, value.layout), way
+        assert torch.equal(back.detach().to_dense(), value.detach().to_dense()), way
+
+
+def test_a_tensor_with_a_graph_is_saved_without_it_and_is_no_sample() -> None:
+    """A sample that lost its graph would train less than the dataset's own, and nobody would see it."""
+    value = {"x": torch.ones(2, requires_grad=True) * 2}
+    assert saved(value)["x"].requires_grad
+    with pytest.raises(SerializationError, match=r"sample\['x'\]: .*graph.*detach\(\)"):
+        pack(value)
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "more dimensions than NumPy has": lambda: tensor_of(torch.int16, *[1] * 70, 3),
+    "zeros without memory": lambda: vars(torch)["_efficientzerotensor"](3),
+    "a view of the imaginary half": lambda: torch.tensor([1 + 2j]).conj().imag,
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_tensors_without_plain_elements_of_their_own_come_back_from_every_place(name: str) -> None:
+    value = ODD[name]()
+    for way, through in WAYS.items():
+        back = through(value)
+        assert (back.dtype, back.shape) == (value.dtype, value.shape), way
+        assert torch.equal(back, value), way
+
+
+@pytest.mark.parametrize("part", [torch.ones(2), np.ones(2)], ids=["tensors", "arrays"])
+def test_names_that_are_no_unicode_come_back_from_every_place(part: Any) -> None:
+    returns({"\udcff": part, "b": part})
+
+
 @pytest.mark.parametrize("name", images())
 def test_images_come_back_from_every_place(name: str) -> None:
     returns(images()[name])
