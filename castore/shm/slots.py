@@ -1,11 +1,11 @@
 """The states of slots in shared memory: which process may write a slot, and whether a copy of it is valid.
 
-A slot is a place for one sample. Its state is a word of 32 bits. The lowest byte is public (0 empty, 1 set, 2
+A slot is a place for one record. Its state is a word of 32 bits. The lowest byte is public (0 empty, 1 set, 2
 out of range), bit 8 means that the slot is being written, and the bits above count its changes.
 
-Writers hold the segment's lock from `claim` to `publish`. So a slot that is WRITING when another process
+Writers hold the arena's lock from `claim` to `publish`. So a slot that is WRITING when another process
 holds the lock belongs to a writer that died or failed, and may be claimed again. Readers take no lock: a
-reader loads the word, copies the sample, and loads the word again. If the word is READY and unchanged, the
+reader loads the word, copies the record, and loads the word again. If the word is READY and unchanged, the
 copy is valid. That relies on stores becoming visible in program order, and on loads in program order, as on
 x86-64.
 
@@ -29,13 +29,13 @@ class SlotState(enum.IntEnum):
     ============  ==================  ===============================================================
     from          to                  when
     ============  ==================  ===============================================================
-    EMPTY         WRITING             a process sets the sample
-    WRITING       READY               the sample is complete
-    WRITING       WRITING             the writer died or failed, and another sets the sample
-    WRITING       EMPTY               there is no room for the sample, or all slots are cleared
-    READY         WRITING             the sample is overwritten
-    READY         EMPTY               all slots are cleared
-    OUT_OF_RANGE                      never: the cache has no room for this index
+    EMPTY         WRITING             a process writes a record
+    WRITING       READY               the record is complete
+    WRITING       WRITING             the writer died or failed, and another writes a record
+    WRITING       EMPTY               the writer died or failed, and the slot is emptied
+    READY         WRITING             the record is overwritten
+    READY         EMPTY               the record is removed, or its bytes go to another slot
+    OUT_OF_RANGE                      never: no bytes belong to this slot
     ============  ==================  ===============================================================
     """
 
@@ -56,17 +56,18 @@ _NEXT: dict[int, frozenset[SlotState]] = {
 class Slots:
     """The words of ``count`` slots. The first ``usable`` slots can be set.
 
-    The caller must hold the segment's lock for `claim`, `publish`, `release` and `clear`.
+    The caller must hold the arena's lock for `claim`, `publish`, `release` and `clear`.
 
     Args:
         buffer: `needed(count)` bytes of the segment, zero at first.
-        usable: number of slots that have a place for a sample.
+        usable: number of slots that have bytes for a record.
     """
 
     def __init__(self, buffer: memoryview, usable: int) -> None:
         #: Readers use the words without a method call: ``words[i] & STATE`` is a `SlotState`.
         self.words = buffer.cast("I")
-        self._usable = usable
+        #: Number of slots that can be set.
+        self.usable = usable
         beyond = len(self.words) - usable
         if beyond and self.words[-1] != SlotState.OUT_OF_RANGE:
             # A process that attaches at the same time writes the same values.
@@ -95,7 +96,7 @@ class Slots:
 
     def clear(self) -> None:
         """Empty all slots. If interrupted, some slots are empty."""
-        for index in range(self._usable):
+        for index in range(self.usable):
             if self.words[index] & STATE:
                 self._move(index, SlotState.EMPTY)
 
