@@ -18,8 +18,8 @@ from castore.shm.segments import Segment
 from castore.shm.slots import Slots
 from castore.shm.tallies import Tallies
 
-# Suits processors' caches, and every type of number.
-_ALIGNMENT = 64
+#: Of all parts and extents: suits processors' caches, and every type of number.
+ALIGNMENT = 64
 #: Numbers in an extent's row, see `castore.shm.extents`.
 EXTENT_ROW = 4
 
@@ -169,7 +169,7 @@ class Arena:
 
 def round_up(size: int) -> int:
     """The next multiple of the alignment of an arena's parts."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _attached(segment: Segment, layout: Layout) -> Arena:

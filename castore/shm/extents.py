@@ -15,14 +15,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from castore.shm.arena import EXTENT_ROW, Arena, round_up
+from castore.shm.arena import ALIGNMENT, EXTENT_ROW, Arena, round_up
 from castore.shm.slots import STATE, SlotState
 
 Buffer = bytes | bytearray | memoryview
 
 _READY = int(SlotState.READY)
 # Columns of an extent's row.
-_OWNER, _OFFSET, _CAPACITY, _LENGTH = range(EXTENT_ROW)
+_OWNER, _OFFSET, _END, _LENGTH = range(EXTENT_ROW)
+# The end of the row before a row: extents follow one another without gaps.
+_END_BEFORE = _END - EXTENT_ROW
 # Bytes by which pages are reserved ahead: fewer system calls, and at most this much unused memory.
 _AHEAD = 1 << 24
 
@@ -59,16 +61,19 @@ class Extents:
         self._data = arena.data
         #: Bytes for records.
         self.size = arena.size
+        # A record's bytes fit if its extent does, as both ends of an extent are on a boundary.
+        self._space = arena.size - arena.size % ALIGNMENT
         #: The only number to change when space is allocated: a kill leaves an extent allocated, or not.
         self._allocated = arena.table("allocated")
-        # Valid for a slot that is READY, and for an extent that names the slot as its owner.
+        # The last extent of each slot. It is the slot's if it was allocated and names the slot as its owner.
         self._extent_of = arena.table("extent of slot")
         self._rows = arena.table("rows")
 
     def fits(self, length: int) -> bool:
         """Whether `append` would find space for ``length`` bytes. Only a hint without the lock."""
-        number = self._allocated[0]
-        return number < self._limit and self._end(number) + round_up(length) <= self.size
+        count = self._allocated[0]
+        end = self._rows[count * EXTENT_ROW + _END_BEFORE] if count else 0
+        return count < self._limit and end + length <= self._space
 
     @property
     def count(self) -> int:
@@ -78,7 +83,8 @@ class Extents:
     @property
     def used(self) -> int:
         """Bytes of all extents."""
-        return self._end(self._allocated[0])
+        count = self._allocated[0]
+        return self._rows[count * EXTENT_ROW + _END_BEFORE] if count else 0
 
     def holds(self, slot: int) -> bool:
         """Whether ``slot`` has a record now."""
@@ -134,19 +140,20 @@ class Extents:
         Raises:
             FullError: the arena has space, but ``/dev/shm`` or the machine's memory has not.
         """
-        number = self._allocated[0]
-        offset = self._end(number)
-        capacity = round_up(max(length, capacity))
-        if number == self._limit or offset + capacity > self.size:
+        number, rows = self._allocated[0], self._rows
+        row = number * EXTENT_ROW
+        offset = rows[row + _END_BEFORE] if number else 0
+        end = offset + round_up(max(length, capacity))
+        if number == self._limit or end > self._space:
             return 0
         # Reserved ahead, so that most appends need no system call.
-        self._reserve(self._data_at, offset, capacity, self.size)
-        self._reserve(self._rows_at, number * 8 * EXTENT_ROW, 8 * EXTENT_ROW, self._limit * 8 * EXTENT_ROW)
-        row, rows = number * EXTENT_ROW, self._rows
+        self._reserve(self._data_at, offset, end, self._space)
+        self._reserve(self._rows_at, 8 * row, 8 * (row + EXTENT_ROW), 8 * EXTENT_ROW * self._limit)
         self._slots.claim(slot)
-        rows[row + _OFFSET] = offset
-        rows[row + _CAPACITY] = capacity
         rows[row + _OWNER] = slot
+        rows[row + _OFFSET] = offset
+        rows[row + _END] = end
+        self._extent_of[slot] = number
         # The owner is not READY. If this process is killed from here on, the extent is allocated, and free.
         self._allocated[0] = number + 1
         return self._write(number, slot, parts, length)
@@ -162,6 +169,7 @@ class Extents:
             self.remove(owner)
         self._slots.claim(slot)
         self._rows[number * EXTENT_ROW + _OWNER] = slot
+        self._extent_of[slot] = number
         return self._write(number, slot, parts, length)
 
     def put(self, slot: int, parts: Sequence[Buffer], length: int) -> int:
@@ -200,24 +208,17 @@ class Extents:
         owner = self._rows[row + _OWNER]
         if not self._words[owner] & _READY or self._extent_of[owner] != number:
             return None
-        return Extent(owner, self._rows[row + _CAPACITY])
+        return Extent(owner, self._rows[row + _END] - self._rows[row + _OFFSET])
 
     def capacity(self, number: int) -> int:
         """Capacity of extent ``number`` in bytes."""
-        return self._rows[number * EXTENT_ROW + _CAPACITY]
-
-    def _end(self, count: int) -> int:
-        """Offset behind the last of ``count`` extents."""
-        if not count:
-            return 0
-        row = (count - 1) * EXTENT_ROW
-        return self._rows[row + _OFFSET] + self._rows[row + _CAPACITY]
+        row = number * EXTENT_ROW
+        return self._rows[row + _END] - self._rows[row + _OFFSET]
 
     def _write(self, number: int, slot: int, parts: Sequence[Buffer], length: int) -> int:
         """Write a record of a claimed slot, and publish it."""
         row, data = number * EXTENT_ROW, self._data
         self._rows[row + _LENGTH] = length
-        self._extent_of[slot] = number
         place = self._rows[row + _OFFSET]
         for part in parts:
             end = place + len(part)
@@ -225,8 +226,10 @@ class Extents:
             place = end
         return self._slots.publish(slot)
 
-    def _reserve(self, base: int, place: int, length: int, limit: int) -> None:
-        """Reserve ``length`` bytes at ``place``, and on to a multiple of _AHEAD. All before are reserved."""
-        if -place % _AHEAD < length:
-            end = min(limit, -(-(place + length) // _AHEAD) * _AHEAD)
-            self._segment.reserve(base + place, base + end)
+    def _reserve(self, base: int, start: int, end: int, limit: int) -> None:
+        """Reserve bytes ``start`` to ``end`` behind ``base``, and on to a multiple of _AHEAD.
+
+        All bytes before ``start`` have been reserved so, and with them the rest of its step.
+        """
+        if -start % _AHEAD < end - start:
+            self._segment.reserve(base + start, base + min(limit, -(-end // _AHEAD) * _AHEAD))

@@ -18,9 +18,9 @@ import enum
 from array import array
 
 _BITS = 32
+_WORD = (1 << _BITS) - 1
 #: Mask of the state in a word; the bits above it count changes.
 STATE = 0x1FF
-_CHANGE = STATE + 1
 
 
 class SlotState(enum.IntEnum):
@@ -44,6 +44,9 @@ class SlotState(enum.IntEnum):
     OUT_OF_RANGE = 2
     WRITING = 0x100
 
+
+# The members as names of the module: on Python 3.11, finding a member in its class costs as much as a move.
+_EMPTY, _READY, _WRITING = SlotState.EMPTY, SlotState.READY, SlotState.WRITING
 
 _NEXT: dict[int, frozenset[SlotState]] = {
     SlotState.EMPTY: frozenset({SlotState.WRITING}),
@@ -84,27 +87,28 @@ class Slots:
 
     def claim(self, index: int) -> None:
         """Make readers ignore the slot, so that its bytes may be written."""
-        self._move(index, SlotState.WRITING)
+        self._move(index, _WRITING)
 
     def publish(self, index: int) -> int:
         """Let readers copy the slot's bytes. Returns the word, which identifies this publication."""
-        return self._move(index, SlotState.READY)
+        return self._move(index, _READY)
 
     def release(self, index: int) -> None:
         """Make the slot empty."""
-        self._move(index, SlotState.EMPTY)
+        self._move(index, _EMPTY)
 
     def clear(self) -> None:
         """Empty all slots. If interrupted, some slots are empty."""
         for index in range(self.usable):
             if self.words[index] & STATE:
-                self._move(index, SlotState.EMPTY)
+                self._move(index, _EMPTY)
 
     def _move(self, index: int, to: SlotState) -> int:
         word = self.words[index]
         # The look-up uses the plain int, which equals a SlotState: creating a SlotState would take most of
         # the time.
         assert to in _NEXT[word & STATE], f"slot {index}: {SlotState(word & STATE)!r} to {to!r}"
-        word = ((word & ~STATE) + _CHANGE) % (1 << _BITS) | to
+        # Adding 1 to a word whose state bits are all set clears them, and counts the change.
+        word = (word | STATE) + 1 & _WORD | to
         self.words[index] = word
         return word
