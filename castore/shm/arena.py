@@ -11,7 +11,6 @@ creator reserves the tables before others can attach.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 from castore.shm.segments import Segment
@@ -127,6 +126,11 @@ class Arena:
 
     def _attach(self, segment: Segment, layout: Layout) -> None:
         self.segment = segment
+        self.name = segment.name
+        #: Slots, extents and tables are changed under this lock. It ends with the process.
+        self.lock = segment.lock
+        #: Leaves the arena. The last process to leave frees the memory.
+        self.close = segment.close
         self.layout = layout
         self.slots = Slots(layout.table(segment.buffer, "slots"), layout.usable)
         #: The bytes of the slots.
@@ -140,16 +144,6 @@ class Arena:
         """Bytes for the slots."""
         return len(self.data)
 
-    @property
-    def name(self) -> str:
-        """The segment's name: see `Segment`."""
-        return self.segment.name
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self.segment.closed
-
     def table(self, name: str) -> memoryview:
         """One of the tables, writable."""
         return self.layout.table(self.segment.buffer, name)
@@ -157,14 +151,6 @@ class Arena:
     def tallies(self) -> Tallies:
         """The counters."""
         return Tallies(self.segment, self.layout.offset("counters"), self.layout.counters)
-
-    def lock(self) -> AbstractContextManager[None]:
-        """Hold the lock of the arena. Slots, extents and tables are changed under this lock."""
-        return self.segment.lock()
-
-    def close(self) -> None:
-        """Leave. The last process to leave frees the memory."""
-        self.segment.close()
 
 
 def round_up(size: int) -> int:

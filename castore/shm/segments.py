@@ -316,8 +316,7 @@ def _matches(fd: int, path: Path, layout: dict[str, Any], advice: str = "take an
     if found.get("version") != layout["version"]:
         raise SegmentError(
             f"the shared segment {path.name!r} is in use by another version of castore (layout "
-            f"{found.get('version', 'unknown')}, here {layout['version']}); end the processes that use it, "
-            f"or {advice}"
+            f"{found.get('version', 'unknown')}, here {layout['version']}); end the processes that use it"
         )
     other = ", ".join(
         f"{key}={found.get(key)!r}, here {layout.get(key)!r}"

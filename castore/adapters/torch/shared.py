@@ -38,7 +38,7 @@ class SharedCache:
 
     Args:
         size_limit_gib: GiB for samples, fractions too, or a text like "32GB". The slots' states take 4 more
-            bytes for each sample of the dataset; ragged samples take about 50 more each.
+            bytes for each sample of the dataset; ragged samples take 36 more each.
         dataset_len: how many samples the dataset has.
         data_dims: the dimensions of a sample, such as (3, 32, 32). A dimension that varies is None; None
             instead of all dimensions if even their number varies. For samples of several tensors a tuple or
@@ -50,7 +50,7 @@ class SharedCache:
 
     Raises:
         InvalidValueError: an argument makes no sense, or not one sample fits in the limit.
-        FullError: ``/dev/shm`` or the machine's memory has no room for it.
+        FullError: ``/dev/shm`` or the machine's memory has no space for it.
         SegmentError: the name is in use for a cache with other arguments.
 
     >>> cache = SharedCache(0.001, dataset_len=100, data_dims=(3, 8, 8))
@@ -370,7 +370,7 @@ class SharedCache:
         return index % len(self)
 
     def _check_open(self) -> None:
-        if self._arena.closed:
+        if self._arena.segment.closed:
             raise SegmentError(f"{self!r} is closed")
 
 

@@ -228,7 +228,7 @@ class TwoLevels:
 
     def close(self) -> None:
         """Leave the levels. With ``keep=False`` the last process to leave removes the samples from disk."""
-        if self._arena.closed:
+        if self._arena.segment.closed:
             return
         self.memory = self.disk = None
         self._arena.close()
