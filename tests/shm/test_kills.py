@@ -277,7 +277,7 @@ def test_writers_of_the_same_slots_that_are_killed_one_after_another_never_leave
         assert len(seen) > rounds, "hardly any writer was seen at work: this tests nothing"
 
 
-def test_processes_that_use_up_an_arena_at_once_keep_all_that_they_were_told_is_kept() -> None:
+def test_processes_that_use_up_an_arena_at_once_keep_all_that_was_reported_kept() -> None:
     with closing(Arena(None, Layout(400, extents=400), 100 * 128, {})) as arena:
         extents = Extents(arena)
         kept = Arena(None, Layout(400), 400, {})
