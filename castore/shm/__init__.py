@@ -1,7 +1,9 @@
 """Shared memory between the processes of one user on one machine.
 
-A *segment* is a named file in ``/dev/shm``. `slots`, `arena` and `tallies` define how a segment is laid out.
-`shared_frames` keeps decoded frames of large blobs in a segment. `room` reports how much memory is free.
+A *segment* is a named file in ``/dev/shm``. An *arena* is a segment with a fixed layout: counters
+(`tallies`), tables, a state for each slot (`slots`), and the slots' bytes, which `extents` allocates to
+records of any length. `shared_frames` keeps decoded frames of large blobs in an arena. The torch adapter
+keeps samples in arenas. `free_space` reports how much memory is free.
 
 May import: system, units, errors.
 Must never: know of torch, of datasets or of the store.

@@ -1,253 +1,164 @@
-"""An arena: records of any length in shared memory, found by index, read without a lock.
+"""An arena: one segment with all that a cache shares between processes, laid out in one place.
 
-Space is allocated from the front in *extents* that never move, split or grow. A removed record leaves its
-extent to another record that fits. So nothing fragments, and a caller that evicts must choose a victim that
-is large enough.
+An arena has counters that add up over processes, tables of its cache, a state for each slot, and data: the
+bytes of the slots. Either the cache divides the data itself (slots of one size), or `Extents` allocates it
+(records of any length). The cache decides how a slot is found, and which record gives way.
 
-An extent's version is odd while it is written. Writers hold the segment's lock from the first byte to the
-last, so an odd version seen under the lock belongs to a writer that died, and its extent is free. A reader
-notes the version, copies, and compares the version again: a copy of changed bytes is discarded. The caller
-decides which record to evict.
+A `Layout` computes the place of each part from numbers that all processes know, so no place is stored. The
+creator reserves the tables before others can attach.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
-from castore.errors import InvalidValueError
 from castore.shm.segments import Segment
+from castore.shm.slots import Slots
+from castore.shm.tallies import Tallies
 
-Buffer = bytes | bytearray | memoryview
+#: Of all parts and extents: suits processors' caches, and every type of number.
+ALIGNMENT = 64
+#: Numbers in an extent's row, see `castore.shm.extents`.
+EXTENT_ROW = 4
 
-_ALIGNMENT = 64
-_WORDS = 2
-_USED, _COUNT = range(_WORDS)
-# Columns of an extent's row.
-_VERSION, _OWNER, _OFFSET, _CAPACITY, _LENGTH = range(5)
-_ROW = 5
-# Bytes by which pages are reserved ahead: fewer system calls, and at most this much unused memory.
-_AHEAD = 1 << 24
-
-
-class Extent(NamedTuple):
-    """An extent in use: the index that it belongs to, and its capacity in bytes."""
-
-    owner: int
-    capacity: int
+#: `struct` codes of the numbers of tables: 1, 4 and 8 bytes, unsigned.
+Code = Literal["B", "I", "Q"]
 
 
-class Record(NamedTuple):
-    """A record in place. A copy taken from ``data`` is valid if `Arena.is_still` is true afterwards."""
+class Table(NamedTuple):
+    """A table of numbers in an arena."""
 
-    owner: int
-    number: int
-    version: int
-    data: memoryview
+    name: str
+    code: Code
+    length: int
+
+
+class Layout:
+    """The parts of an arena and their places.
+
+    Args:
+        slots: number of slots.
+        usable: number of slots that can be set, the first ones. Default: all.
+        extents: the most records that `Extents` allocates space for. None if the cache divides the data.
+        counters: number of counters.
+        tables: the cache's own tables.
+
+    >>> layout = Layout(10, counters=2, tables=[Table("uses", "B", 10)])
+    >>> layout.data_at == layout.reserved
+    True
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        *,
+        usable: int | None = None,
+        extents: int | None = None,
+        counters: int = 0,
+        tables: Sequence[Table] = (),
+    ) -> None:
+        self.usable = slots if usable is None else usable
+        self.extents = extents
+        self.counters = counters
+        self._places: dict[str, tuple[Code, int, int]] = {}
+        self._end = 0
+        for table in tables:
+            self._add(*table)
+        self._add("counters", "B", Tallies.needed(counters) if counters else 0)
+        self._add("slots", "B", Slots.needed(slots))
+        if extents is not None:
+            self._add("allocated", "Q", 1)
+            self._add("extent of slot", "I", slots)
+        #: Bytes that the creator reserves: all tables but the extents' rows, which are reserved when used.
+        self.reserved = self._end
+        if extents is not None:
+            self._add("rows", "Q", EXTENT_ROW * extents)
+        #: Offset of the slots' bytes, which take the rest of the segment.
+        self.data_at = self._end
+
+    def _add(self, name: str, code: Code, length: int) -> None:
+        size = length * memoryview(b"").cast(code).itemsize
+        self._places[name] = code, self._end, size
+        self._end = round_up(self._end + size)
+
+    def offset(self, name: str) -> int:
+        """Offset of a table in the segment."""
+        return self._places[name][1]
+
+    def table(self, buffer: memoryview, name: str) -> memoryview:
+        """A table in a mapping of the segment."""
+        code, start, size = self._places[name]
+        return buffer[start : start + size].cast(code)
 
 
 class Arena:
-    """Records of ``items`` indices in a part of a segment that was created with ``reserve=False``.
+    """A segment with a layout. Attaches to an arena in use, or else creates it.
 
-    The caller must hold ``segment.lock()`` for `extent` and for all methods that change something.
+    An arena can be inherited by a fork, and pickled: the copy attaches to the same segment.
 
     Args:
-        segment: the segment that holds the arena.
-        start: offset in bytes of the arena in the segment, a multiple of 64.
-        items: number of indices.
-        size: bytes for records.
+        name: as for `Segment`.
+        layout: the arena's parts. All processes must compute the same layout from ``description``.
+        size: bytes for the slots; as for `Segment`, a function is called only by the creator.
+        description: what identifies the cache and decides the layout, as a JSON object.
+        advice: what to do if the descriptions differ, for the error message.
+
+    Raises:
+        As `Segment`.
     """
 
-    def __init__(self, segment: Segment, start: int, items: int, size: int) -> None:
-        if start % _ALIGNMENT:
-            raise InvalidValueError(f"an arena starts at a multiple of {_ALIGNMENT}, not at {start}")
-        self._segment = segment
-        self._items = items
-        self._size = size
-        words = start
-        places = words + _round_up(8 * _WORDS)
-        self._rows_at = places + _round_up(4 * items)
-        self._data_at = self._rows_at + _round_up(8 * _ROW * items)
-        # The rest is reserved as extents are allocated. Reserving the tables twice is harmless.
-        segment.reserve(start, self._rows_at)
-        buffer = segment.buffer
-        self._words = buffer[words : words + 8 * _WORDS].cast("Q")
-        #: The number of each index's extent plus one; 0 if the index has no record.
-        self._places = buffer[places : places + 4 * items].cast("I")
-        self._rows = buffer[self._rows_at : self._rows_at + 8 * _ROW * items].cast("Q")
-        self._data = buffer[self._data_at : self._data_at + size]
+    def __init__(
+        self,
+        name: str | None,
+        layout: Layout,
+        size: int | Callable[[], int],
+        description: Mapping[str, Any],
+        *,
+        advice: str = "take another name",
+    ) -> None:
+        def total() -> int:
+            return layout.data_at + (size() if callable(size) else size)
 
-    @staticmethod
-    def needed(items: int, size: int) -> int:
-        """Bytes that an arena takes in a segment."""
-        return _round_up(8 * _WORDS) + _round_up(4 * items) + _round_up(8 * _ROW * items) + size
+        # Bytes that the cache divides itself are reserved whole: it writes them in any order.
+        reserve = None if layout.extents is None else layout.reserved
+        self._attach(Segment(name, total, description, reserve=reserve, advice=advice), layout)
+
+    def _attach(self, segment: Segment, layout: Layout) -> None:
+        self.segment = segment
+        self.name = segment.name
+        #: Slots, extents and tables are changed under this lock. It ends with the process.
+        self.lock = segment.lock
+        #: Leaves the arena. The last process to leave frees the memory.
+        self.close = segment.close
+        self.layout = layout
+        self.slots = Slots(layout.table(segment.buffer, "slots"), layout.usable)
+        #: The bytes of the slots.
+        self.data = segment.buffer[layout.data_at :]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attached, (self.segment, self.layout)
 
     @property
     def size(self) -> int:
-        """Bytes for records."""
-        return self._size
+        """Bytes for the slots."""
+        return len(self.data)
 
-    def fits(self, length: int) -> bool:
-        """Whether `append` would find room for ``length`` bytes. Without the lock this may change at once."""
-        return self._words[_USED] + _round_up(length) <= self._size and self._words[_COUNT] < self._items
+    def table(self, name: str) -> memoryview:
+        """One of the tables, writable."""
+        return self.layout.table(self.segment.buffer, name)
 
-    @property
-    def count(self) -> int:
-        """Number of extents allocated so far."""
-        return self._words[_COUNT]
-
-    @property
-    def used(self) -> int:
-        """Bytes of all extents."""
-        return self._words[_USED]
-
-    def holds(self, index: int) -> bool:
-        """Whether ``index`` has a record now."""
-        return self._places[index] != 0
-
-    def read(self, index: int) -> bytearray | None:
-        """Return a copy of the record of ``index``; None if there is none, or it is being changed."""
-        place = self._places[index]
-        if not place:
-            return None
-        row = (place - 1) * _ROW
-        rows = self._rows
-        version = rows[row]
-        if version & 1 or rows[row + _OWNER] != index:
-            return None
-        offset = rows[row + _OFFSET]
-        record = bytearray(self._data[offset : offset + rows[row + _LENGTH]])
-        return record if rows[row] == version else None
-
-    def look(self, index: int) -> Record | None:
-        """Return the record of ``index`` in place, to copy a part of it; None as in `read`.
-
-        Call `is_still` after copying.
-        """
-        place = self._places[index]
-        if not place:
-            return None
-        number = place - 1
-        version, owner, offset, _, length = self._rows[number * _ROW : place * _ROW]
-        if version & 1 or owner != index:
-            return None
-        return Record(index, number, version, self._data[offset : offset + length])
-
-    def is_still(self, record: Record) -> bool:
-        """Whether a record is unchanged since `look`, so that a copy taken in between is valid."""
-        return self._rows[record.number * _ROW] == record.version
-
-    def append(self, index: int, parts: Sequence[Buffer], length: int, *, capacity: int = 0) -> bool:
-        """Write a record of ``index`` into a new extent; False if the arena has no room.
-
-        Args:
-            index: the record's index.
-            parts: the record's bytes, in pieces.
-            length: bytes of all parts together.
-            capacity: bytes of the extent, if longer records are to fit later. Default: ``length``.
-
-        Raises:
-            FullError: the arena has room, but ``/dev/shm`` or the machine's memory has not.
-        """
-        number, offset = self._words[_COUNT], self._words[_USED]
-        capacity = _round_up(max(length, capacity))
-        if offset + capacity > self._size or number == self._items:
-            return False
-        # Reserved ahead, so that most appends need no system call.
-        self._reserve(self._data_at, offset, capacity, self._size)
-        self._reserve(self._rows_at, number * 8 * _ROW, 8 * _ROW, self._items * 8 * _ROW)
-        row = number * _ROW
-        # Odd until the record is written. If this process is killed from here on, the extent is allocated
-        # once, and empty.
-        self._rows[row] |= 1
-        self._rows[row + _OFFSET] = offset
-        self._rows[row + _CAPACITY] = capacity
-        self._words[_USED] = offset + capacity
-        self._words[_COUNT] = number + 1
-        self._write(number, index, parts, length)
-        return True
-
-    def replace(self, number: int, index: int, parts: Sequence[Buffer], length: int) -> None:
-        """Write a record of ``index`` into extent ``number``, in place of its record. The bytes must fit."""
-        self._drop(number)
-        self._write(number, index, parts, length)
-
-    def put(self, index: int, parts: Sequence[Buffer], length: int) -> bool:
-        """Write a record of ``index``, into its extent if the bytes fit there, else into a new one.
-
-        A record that outgrows its extent leaves the extent empty.
-
-        Returns:
-            False if there is no room. Then ``index`` has no record.
-
-        Raises:
-            FullError: the arena has room, but ``/dev/shm`` or the machine's memory has not.
-        """
-        number = self._places[index] - 1
-        if number >= 0 and self.capacity(number) >= length:
-            self.replace(number, index, parts, length)
-            return True
-        self.remove(index)
-        return self.append(index, parts, length)
-
-    def clear(self) -> None:
-        """Remove all records and free their space. The memory stays with the segment."""
-        self._places[:] = memoryview(bytes(self._places.nbytes)).cast("I")
-        # New extents will overlap the old ones: a reader that is copying from an old extent must notice.
-        for number in range(self.count):
-            self._spoil(number)
-        # Last, because a record that can still be found must not be overwritten. The count comes before the
-        # used bytes: after a kill in between, space is lost until the next `clear`, but no extents overlap.
-        self._words[_COUNT] = 0
-        self._words[_USED] = 0
-
-    def remove(self, index: int) -> None:
-        """Remove the record of ``index``. Its extent stays, empty, for another record."""
-        place = self._places[index]
-        if place:
-            self._drop(place - 1)
-
-    def extent(self, number: int) -> Extent | None:
-        """Describe extent ``number``; None if it is empty, or its writer died."""
-        row = number * _ROW
-        owner = self._rows[row + _OWNER]
-        if self._rows[row] & 1 or self._places[owner] != number + 1:
-            return None
-        return Extent(owner, self._rows[row + _CAPACITY])
-
-    def capacity(self, number: int) -> int:
-        """Capacity of extent ``number`` in bytes."""
-        return self._rows[number * _ROW + _CAPACITY]
-
-    def _spoil(self, number: int) -> None:
-        """Make concurrent readers of extent ``number`` discard their copies."""
-        self._rows[number * _ROW] |= 1
-
-    def _drop(self, number: int) -> None:
-        self._spoil(number)
-        owner = self._rows[number * _ROW + _OWNER]
-        if self._places[owner] == number + 1:
-            self._places[owner] = 0
-
-    def _write(self, number: int, index: int, parts: Sequence[Buffer], length: int) -> None:
-        row, rows = number * _ROW, self._rows
-        rows[row] |= 1
-        rows[row + _OWNER] = index
-        rows[row + _LENGTH] = length
-        place = rows[row + _OFFSET]
-        for part in parts:
-            end = place + len(part)
-            self._data[place:end] = part
-            place = end
-        rows[row] += 1
-        self._places[index] = number + 1
-
-    def _reserve(self, base: int, place: int, length: int, limit: int) -> None:
-        """Reserve ``length`` bytes at ``place``, and on to a multiple of _AHEAD. All before are reserved."""
-        if not place or place // _AHEAD != (place + length - 1) // _AHEAD or place % _AHEAD == 0:
-            end = min(limit, -(-(place + length) // _AHEAD) * _AHEAD)
-            self._segment.reserve(base + place, base + end)
+    def tallies(self) -> Tallies:
+        """The counters."""
+        return Tallies(self.segment, self.layout.offset("counters"), self.layout.counters)
 
 
-def _round_up(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def round_up(size: int) -> int:
+    """The next multiple of the alignment of an arena's parts."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _attached(segment: Segment, layout: Layout) -> Arena:
+    arena = Arena.__new__(Arena)
+    arena._attach(segment, layout)
+    return arena

@@ -8,6 +8,10 @@ others still use (cpython #82300).
 
 Pages are reserved before they are touched, so a full ``/dev/shm`` is an error here and never a bus error
 elsewhere. Bytes are zero at first. The caller decides what they mean, and who may write which bytes when.
+
+A segment begins with a header: a magic number, and a JSON object with the version of all layouts in
+`castore.shm` and with the caller's description of the bytes. A process that finds another version or another
+description raises an error, and touches nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +33,14 @@ from pathlib import Path
 from typing import Any
 
 from castore.errors import FullError, InvalidValueError, SegmentError
-from castore.shm.room import SHM, memory_free, shm_free, shm_size
+from castore.shm.free_space import SHM, memory_free, shm_free, shm_size
 from castore.system.file_locks import lock_byte, unlock_byte
 from castore.system.forks import reset_after_fork
 from castore.units import format_size
 
 _MAGIC = b"castore1"
+#: The version of every layout in this package. Raise it with any change to the meaning of a segment's bytes.
+LAYOUT_VERSION = 2
 _HEAD = struct.Struct("<8sQ")  # magic (written last, so the rest is there too), length of the layout's JSON
 _HEADER = 4096
 # Pages are reserved in steps of this many bytes, so that Ctrl-C is handled in between.
@@ -55,12 +61,14 @@ class Segment:
             only by the process that creates the segment, because the segment itself changes how much memory
             is free.
         layout: description of the bytes, as a JSON object. A process that attaches must give the same.
-        reserve: whether to reserve all pages now. If not, call `reserve` before touching bytes. Default True.
+        reserve: number of bytes, from the first on, whose pages the creator reserves. Call `reserve` before
+            touching bytes behind them. Default: all bytes.
         advice: what to do if the layouts differ, for the error message.
 
     Raises:
         FullError: ``/dev/shm`` or the machine's memory is too small; nothing was allocated.
-        SegmentError: a segment in use has that name and another layout, or belongs to another user.
+        SegmentError: a segment in use has that name and another layout, was made by another version of
+            castore, or belongs to another user.
         InvalidValueError: the name or the layout is not valid.
     """
 
@@ -70,7 +78,7 @@ class Segment:
         size: int | Callable[[], int],
         layout: Mapping[str, Any],
         *,
-        reserve: bool = True,
+        reserve: int | None = None,
         advice: str = "take another name",
     ) -> None:
         if name is not None and not _NAME.fullmatch(name):
@@ -79,7 +87,7 @@ class Segment:
             )
         #: Name without the prefix that the files of castore and of this user have.
         self.name = name or f"{os.getpid()}-{uuid.uuid4().hex[:16]}"
-        self._layout = dict(layout)
+        self._layout = {"version": LAYOUT_VERSION, **layout}
         handle, self.created = _open(path_of(self.name), self._layout, size, reserve, advice)
         self._attach(handle)
 
@@ -252,7 +260,7 @@ def _rejoin(name: str, layout: dict[str, Any]) -> Segment:
 
 
 def _open(
-    path: Path, layout: dict[str, Any], size: int | Callable[[], int], reserve: bool, advice: str
+    path: Path, layout: dict[str, Any], size: int | Callable[[], int], reserve: int | None, advice: str
 ) -> tuple[_Handle, bool]:
     """Return a handle on the file, with the shared lock held, and whether this call created the file."""
     clear_dead()
@@ -294,18 +302,22 @@ def _matches(fd: int, path: Path, layout: dict[str, Any], advice: str = "take an
     Raises:
         SegmentError: it has another layout.
     """
-    header = os.pread(fd, _HEADER, 0)
-    if not _is_at(fd, path) or not header.startswith(_MAGIC):
+    header = os.pread(fd, _HEADER, 0).ljust(_HEAD.size, b"\0")
+    if not _is_at(fd, path) or not header[: len(_MAGIC)].strip(b"\0"):
         # The file was unlinked meanwhile, or its creator died. Then no process holds it, and `clear_dead`
         # removes it.
         os.close(fd)
         clear_dead()
         return False
-    length = _HEAD.unpack_from(header)[1]
-    found = json.loads(header[_HEAD.size : _HEAD.size + length])
+    found = _described(header)
     if found == layout:
         return True
     os.close(fd)
+    if found.get("version") != layout["version"]:
+        raise SegmentError(
+            f"the shared segment {path.name!r} is in use by another version of castore (layout "
+            f"{found.get('version', 'unknown')}, here {layout['version']}); end the processes that use it"
+        )
     other = ", ".join(
         f"{key}={found.get(key)!r}, here {layout.get(key)!r}"
         for key in sorted({*found, *layout})
@@ -314,14 +326,24 @@ def _matches(fd: int, path: Path, layout: dict[str, Any], advice: str = "take an
     raise SegmentError(f"the shared segment {path.name!r} is in use with {other}; {advice}")
 
 
-def _make(path: Path, layout: dict[str, Any], size: int, reserve: bool) -> int | None:
+def _described(header: bytes) -> dict[str, Any]:
+    """The description in a segment's header; empty if the header is none that this version can read."""
+    magic, length = _HEAD.unpack_from(header)
+    try:
+        found = json.loads(header[_HEAD.size : _HEAD.size + length]) if magic == _MAGIC else None
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+def _make(path: Path, layout: dict[str, Any], size: int, reserve: int | None) -> int | None:
     """Create a segment. Returns its descriptor, with the shared lock held; None if another was faster."""
     text = json.dumps(layout).encode()
     if len(text) > _HEADER - _HEAD.size:
         raise InvalidValueError(
             f"the layout of a shared segment is {len(text)} bytes of JSON, which is too long"
         )
-    _check_room(path.name, size)
+    _check_free(path.name, size)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
@@ -331,7 +353,7 @@ def _make(path: Path, layout: dict[str, Any], size: int, reserve: bool) -> int |
             os.close(fd)
             return None
         os.ftruncate(fd, _HEADER + size)
-        _reserve(fd, path.name, 0, _HEADER + (size if reserve else 0))
+        _reserve(fd, path.name, 0, _HEADER + (size if reserve is None else reserve))
         os.pwrite(fd, text, _HEAD.size)
         os.pwrite(fd, _HEAD.pack(_MAGIC, len(text)), 0)
         # flock does not convert a lock atomically: another process may remove the file in between.
@@ -346,7 +368,7 @@ def _make(path: Path, layout: dict[str, Any], size: int, reserve: bool) -> int |
     return None
 
 
-def _check_room(name: str, size: int) -> None:
+def _check_free(name: str, size: int) -> None:
     if size > shm_free():
         raise _shm_full(name, size)
     _check_memory(name, size)

@@ -1,9 +1,8 @@
 """Decoded frames of large blobs in shared memory: one process decodes a frame, others on the node copy it.
 
-There is one segment per store and user. Every process that opens the store with ``shared_memory`` attaches to
-it. The segment has a table, indexed by the hash of a frame's key, and an arena with one extent per frame. A
-record contains its whole key, so a hash collision is a miss and never returns another frame's bytes. Readers
-take no lock.
+There is one arena per store and user. Every process that opens the store with ``shared_memory`` attaches to
+it. The hash of a frame's key gives its slot. All extents have the length of a frame. A record contains its
+whole key, so a hash collision is a miss and never returns another frame's bytes. Readers take no lock.
 
 A key consists of the digest, the frame's number, and the file that the frame was decoded from (inode and
 modification time). So frames of a damaged object cannot be found any more once a good object has replaced it.
@@ -27,22 +26,21 @@ from pathlib import Path
 import xxhash
 
 from castore.errors import FullError, InvalidValueError, SegmentError
-from castore.shm.arena import Arena, Buffer, Record
-from castore.shm.segments import Segment
-from castore.shm.tallies import Tallies
+from castore.shm.arena import Arena, Layout, Table, round_up
+from castore.shm.extents import Buffer, Extents, Record
 from castore.units import format_size
 
-#: Adjacent table entries that a frame may use. With _SPARSE entries per frame, one frame in a hundred finds
-#: none of them free, and replaces the frame of one of them.
+#: Adjacent slots that a frame may use. With _SPARSE slots per frame, one frame in a hundred finds none of
+#: them free, and replaces the frame of one of them.
 _PROBES = 4
 _SPARSE = 4
 #: Frames sampled to find one that was used long ago.
-_LOOKS = 8
+_CANDIDATES = 8
 #: Bytes of a key, and of a record before its frame.
 _KEY = 56
 _HEAD = 64
-# Each table entry notes a recently missed frame: its hash, and the times of its last two misses in
-# nanoseconds of the machine's monotonic clock.
+# Each slot notes a recently missed frame: its hash, and the times of its last two misses in nanoseconds of
+# the machine's monotonic clock.
 _HASH, _BEFORE, _LAST, _MISSED = range(4)
 _HITS, _MISSES, _COUNTS = range(3)
 
@@ -63,35 +61,26 @@ class SharedFrames:
 
     def __init__(self, store: Path, size: int, frame_size: int) -> None:
         self._extent = _HEAD + frame_size
-        frames = _frames(size, self._extent)
+        frames = _frames_in(size, self._extent)
         if frames < 1:
             raise InvalidValueError(
                 f"shared_memory={size} is too small: "
                 f"its tables and one frame take {_needed(1, self._extent)} bytes"
             )
-        self._segment = Segment(
+        layout = _layout(frames)
+        self._arena = Arena(
             segment_name(store),
-            _needed(frames, self._extent),
+            layout,
+            frames * round_up(self._extent),
             {"kind": "frames", "shared_memory": size, "frame": frame_size},
-            reserve=False,
             advice=f"give the same shared_memory to all that use {store}, or end those processes first",
         )
-        try:
-            self._lay_out(frames)
-        except BaseException:
-            self._segment.close()
-            raise
-
-    def _lay_out(self, frames: int) -> None:
-        segment = self._segment
-        used_at, missed_at, arena_at = _places(frames)
-        segment.reserve(0, arena_at)
-        self._tallies = Tallies(segment, 0, _COUNTS)
+        self._tallies = self._arena.tallies()
         #: Time of each extent's last use, in nanoseconds of the machine's monotonic clock.
-        self._used = segment.buffer[used_at:missed_at].cast("Q")
-        self._missed = segment.buffer[missed_at:arena_at].cast("Q")
+        self._used = self._arena.table("last uses")
+        self._missed = self._arena.table("misses")
         self._hashed = _SPARSE * frames
-        self._arena = Arena(segment, arena_at, _entries(frames), frames * _round_up(self._extent))
+        self._frames = Extents(self._arena)
         self._random = random.Random()  # noqa: S311 - no secret
         self._cannot_grow = False
 
@@ -101,12 +90,12 @@ class SharedFrames:
     @property
     def size(self) -> int:
         """Capacity for frames in bytes."""
-        return self._arena.size
+        return self._frames.size
 
     @property
     def held(self) -> int:
         """Bytes that frames take now, for all processes together."""
-        return self._arena.used
+        return self._frames.used
 
     @property
     def hits(self) -> int:
@@ -119,8 +108,8 @@ class SharedFrames:
         return self._tallies.total(_MISSES)
 
     def close(self) -> None:
-        """Leave. The last process to leave removes the segment. Open readers go on, but add no frames."""
-        self._segment.close()
+        """Leave. The last process to leave frees the memory. Open readers go on, but add no frames."""
+        self._arena.close()
 
     def of(self, digest: bytes, fd: int) -> ObjectFrames:
         """The frames of the object that is open as ``fd``."""
@@ -150,16 +139,16 @@ class SharedFrames:
 
     def _find(self, key: bytes) -> Record | None:
         place = xxhash.xxh3_64_intdigest(key) % self._hashed
-        for index in range(place, place + _PROBES):
-            record = self._arena.look(index)
+        for slot in range(place, place + _PROBES):
+            record = self._frames.view(slot)
             if record is not None and record.data[:_KEY] == key:
                 return record
         return None
 
     def _is_used(self, record: Record) -> bool:
-        if not self._arena.is_still(record):
+        if not self._frames.is_unchanged(record):
             return False
-        self._used[record.number] = time.monotonic_ns()
+        self._used[record.extent] = time.monotonic_ns()
         self._count(_HITS)
         return True
 
@@ -177,10 +166,10 @@ class SharedFrames:
         now = time.monotonic_ns()
         since = self._note_miss(xxhash.xxh3_64_intdigest(key), now)
         # Once the tier is full, most offers are refused here, without the lock.
-        if not since and not self._has_room():
+        if not since and not self._has_space():
             return
         try:
-            with self._segment.lock():
+            with self._arena.lock():
                 number = self._enter(key, frame, since)
         except SegmentError:
             return  # the store was closed, but a reader opened before goes on
@@ -201,44 +190,45 @@ class SharedFrames:
         missed[row + _BEFORE], missed[row + _LAST] = missed[row + _LAST], now
         return before
 
-    def _has_room(self) -> bool:
-        return not self._cannot_grow and self._arena.fits(self._extent)
+    def _has_space(self) -> bool:
+        return not self._cannot_grow and self._frames.fits(self._extent)
 
     def _enter(self, key: bytes, frame: Buffer, since: int) -> int | None:
         """Return the number of the extent that has the frame now, or None. The caller holds the lock."""
-        arena = self._arena
+        frames = self._frames
         if self._find(key) is not None:
             return None  # another process decoded it at the same time, and was faster
         place = xxhash.xxh3_64_intdigest(key) % self._hashed
         around = range(place, place + _PROBES)
-        index = next((index for index in around if not arena.holds(index)), None)
+        slot = next((slot for slot in around if not frames.holds(slot)), None)
         parts, length = (key, bytes(_HEAD - _KEY), frame), _HEAD + len(frame)
-        if index is not None and self._has_room():
+        if slot is not None and self._has_space():
             try:
-                if arena.append(index, parts, length, capacity=self._extent):
-                    return arena.count - 1
+                if frames.append(slot, parts, length, capacity=self._extent):
+                    return frames.count - 1
             except FullError as error:
-                self._stay(error)
-        if index is None:
-            there = [record for index in around if (record := arena.look(index)) is not None]
-            numbers = [record.number for record in there]
+                self._stop_growing(error)
+        if slot is None:
+            there = [record for slot in around if (record := frames.view(slot)) is not None]
+            numbers = [record.extent for record in there]
         else:
-            numbers = [int(self._random.random() * arena.count) for _ in range(_LOOKS if arena.count else 0)]
+            count = frames.count
+            numbers = [int(self._random.random() * count) for _ in range(_CANDIDATES if count else 0)]
         if not numbers:
             return None
         number = min(numbers, key=self._last_use)
         if self._last_use(number) >= since:
             return None
-        if index is None:
-            index = next(record.owner for record in there if record.number == number)
-        arena.replace(number, index, parts, length)
+        if slot is None:
+            slot = next(record.slot for record in there if record.extent == number)
+        frames.replace(number, slot, parts, length)
         return number
 
     def _last_use(self, number: int) -> int:
-        # An extent is empty if its frame was discarded, or its writer died. Use it first.
-        return self._used[number] if self._arena.extent(number) is not None else -1
+        # An extent is free if its frame was discarded, or its writer died. Use it first.
+        return self._used[number] if self._frames.extent(number) is not None else -1
 
-    def _stay(self, error: FullError) -> None:
+    def _stop_growing(self, error: FullError) -> None:
         # One warning per process: a cache that cannot grow is no reason to stop a training run.
         self._cannot_grow = True
         warnings.warn(
@@ -248,10 +238,10 @@ class SharedFrames:
     def discard(self, key: bytes) -> None:
         """Remove a frame if it is there."""
         try:
-            with self._segment.lock():
+            with self._arena.lock():
                 record = self._find(key)
                 if record is not None:
-                    self._arena.remove(record.owner)
+                    self._frames.remove(record.slot)
         except SegmentError:
             return  # closed: this process offers no frame any more
 
@@ -292,30 +282,20 @@ def segment_name(store: Path) -> str:
     return f"frames-{xxhash.xxh3_128_hexdigest(os.fsencode(os.path.realpath(store)))}"
 
 
-def _frames(size: int, extent: int) -> int:
+def _frames_in(size: int, extent: int) -> int:
     """Number of frames that fit into ``size`` bytes together with their tables."""
-    frames = size // _round_up(extent)
+    frames = size // round_up(extent)
     while frames and _needed(frames, extent) > size:
         frames -= 1
     return frames
 
 
-def _entries(frames: int) -> int:
-    """Number of table entries."""
-    return _SPARSE * frames + _PROBES
-
-
 def _needed(frames: int, extent: int) -> int:
     """Bytes of a segment for ``frames`` frames."""
-    return _places(frames)[2] + Arena.needed(_entries(frames), frames * _round_up(extent))
+    return _layout(frames).data_at + frames * round_up(extent)
 
 
-def _places(frames: int) -> tuple[int, int, int]:
-    """Offsets in the segment of the last uses, the misses and the arena."""
-    used_at = _round_up(Tallies.needed(_COUNTS))
-    missed_at = used_at + _round_up(8 * frames)
-    return used_at, missed_at, missed_at + _round_up(8 * _MISSED * _entries(frames))
-
-
-def _round_up(size: int) -> int:
-    return -(-size // 64) * 64
+def _layout(frames: int) -> Layout:
+    slots = _SPARSE * frames + _PROBES
+    tables = [Table("last uses", "Q", frames), Table("misses", "Q", _MISSED * slots)]
+    return Layout(slots, extents=frames, counters=_COUNTS, tables=tables)

@@ -1,380 +1,189 @@
-"""Arenas and tallies: records are whole or missing, whatever happens to their writers; counts add up."""
+"""An arena: parts that do not overlap, the same in all processes, and refused by other versions of castore."""
 
 from __future__ import annotations
 
-import mmap
+import fcntl
+import json
+import multiprocessing
 import os
-import random
+import pickle
 import signal
-import subprocess
-import sys
-import threading
+import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from castore.errors import InvalidValueError
-from castore.shm.arena import Arena
-from castore.shm.segments import Segment
-from castore.shm.tallies import Tallies
+from castore.errors import FullError, SegmentError
+from castore.shm.arena import Arena, Layout, Table
+from castore.shm.extents import Extents
+from castore.shm.segments import LAYOUT_VERSION, path_of
+from castore.shm.shared_frames import SharedFrames, segment_name
 
-ITEMS = 50
+METHODS = ("fork", "forkserver", "spawn")
+TABLES = [Table("bytes", "B", 13), Table("ints", "I", 7), Table("longs", "Q", 5), Table("none", "B", 0)]
+
+
+def layout(extents: int | None = 9) -> Layout:
+    return Layout(9, extents=extents, counters=2, tables=TABLES)
 
 
 @pytest.fixture
-def segment() -> Iterator[Segment]:
-    made = Segment(None, Arena.needed(ITEMS, 64 * 100), {}, reserve=False)
-    yield made
-    made.close()
+def name() -> Iterator[str]:
+    unique = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    yield unique
+    assert not path_of(unique).exists(), "a test left its arena behind"
 
 
-@pytest.fixture
-def arena(segment: Segment) -> Arena:
-    return Arena(segment, 0, ITEMS, 64 * 100)
+# --- parts --------------------------------------------------------------------------------------------------
 
 
-def held(arena: Arena, index: int) -> bytes | None:
-    record = arena.read(index)
-    return None if record is None else bytes(record)
+@pytest.mark.parametrize("extents", [None, 9])
+def test_the_parts_of_an_arena_do_not_overlap(extents: int | None) -> None:
+    with closing(Arena(None, layout(extents), 1000, {})) as arena:
+        names = ["bytes", "ints", "longs", "none", "counters", "slots"]
+        parts = [arena.table(part) for part in (*names, "extent of slot", "rows")[: None if extents else 6]]
+        parts.append(arena.data)
+        for number, part in enumerate(parts, 1):
+            part.cast("B")[:] = bytes([number]) * part.nbytes
+        assert [set(part.tobytes()) for part in parts] == [
+            {number} if part.nbytes else set() for number, part in enumerate(parts, 1)
+        ]
+        assert sum(part.nbytes for part in parts) <= arena.segment.size
 
 
-def forked(task: Callable[[], object]) -> int:
-    """Run ``task`` in a forked child; returns its wait status."""
+def test_an_arena_has_all_of_its_tables_in_memory_before_another_process_attaches(name: str) -> None:
+    wide = Layout(100_000, extents=100_000, tables=[Table("uses", "Q", 100_000)])
+    with closing(Arena(name, wide, 1 << 30, {})) as arena:
+        taken = os.stat(path_of(name)).st_blocks * 512
+        assert wide.reserved <= taken < wide.reserved + (1 << 20), "the data are reserved as they are used"
+        assert arena.size == 1 << 30
+
+
+def test_slots_of_one_size_are_reserved_whole(name: str) -> None:
+    with closing(Arena(name, Layout(10), 10 << 20, {})):
+        assert os.stat(path_of(name)).st_blocks * 512 >= 10 << 20
+
+
+def _write_and_count(arena: Arena, pipe: Connection) -> None:
+    extents, tallies = Extents(arena), arena.tallies()
+    record = extents.read(3)
+    with arena.lock():
+        extents.put(4, [b"from the child"], 14)
+        arena.table("longs")[4] = 7
+    tallies.add(1, 5)
+    pipe.send(record)
+    pipe.close()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_children_of_every_start_method_share_records_tables_and_counters(method: str) -> None:
+    context: Any = multiprocessing.get_context(method)
+    with closing(Arena(None, layout(), 10_000, {})) as arena:
+        extents, tallies = Extents(arena), arena.tallies()
+        with arena.lock():
+            extents.put(3, [b"from the parent"], 15)
+        tallies.add(1)
+        here, there = context.Pipe()
+        child = context.Process(target=_write_and_count, args=(arena, there))
+        child.start()
+        assert here.recv() == b"from the parent"
+        child.join(60)
+        assert child.exitcode == 0
+        assert bytes(extents.read(4) or b"") == b"from the child"
+        assert arena.table("longs")[4] == 7
+        assert (tallies.total(0), tallies.total(1)) == (0, 6)
+
+
+def test_a_pickle_holds_no_data() -> None:
+    with closing(Arena(None, layout(), 1 << 20, {})) as arena:
+        assert len(pickle.dumps(arena)) < 1000
+
+
+def test_the_size_is_asked_of_the_creator_alone(name: str) -> None:
+    with closing(Arena(name, layout(), lambda: 5000, {})) as arena:
+        other = Arena(name, layout(), lambda: pytest.fail("asked although the arena is there"), {})
+        assert other.size == arena.size == 5000
+        other.close()
+
+
+def test_an_arena_that_the_machine_cannot_hold_is_an_error_that_leaves_nothing(name: str) -> None:
+    with pytest.raises(FullError, match="lower the limit"):
+        Arena(name, layout(), 1_100_000_000_000_000, {})
+    assert not path_of(name).exists()
+
+
+# --- other versions of castore ------------------------------------------------------------------------------
+
+
+@contextmanager
+def held_by_another_process(name: str, header: bytes) -> Iterator[None]:
+    """A segment with this header, in use by a process that runs another version of castore."""
+    here, there = os.pipe()
     pid = os.fork()
     if not pid:
-        status = 1
         try:
-            task()
-            status = 0
+            with open(path_of(name), "wb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH)
+                file.write(header.ljust(8192, b"\0"))
+                file.flush()
+                os.write(there, b"x")
+                signal.pause()
         finally:
-            os._exit(status)
-    return os.waitpid(pid, 0)[1]
+            os._exit(1)
+    try:
+        assert os.read(here, 1) == b"x"
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(here)
+        os.close(there)
+        path_of(name).unlink(missing_ok=True)
 
 
-def test_records_come_back_as_private_copies(segment: Segment, arena: Arena) -> None:
-    with segment.lock():
-        assert arena.append(3, [b"ab", b"", memoryview(b"cde")], 5)
-    assert arena.holds(3)
-    record = arena.read(3)
-    assert record is not None
-    record[0] = 0
-    assert held(arena, 3) == b"abcde"
-    assert arena.read(4) is None
-    assert not arena.holds(4)
+def header_of(description: dict[str, Any], magic: bytes = b"castore1") -> bytes:
+    text = json.dumps(description).encode()
+    return struct.pack("<8sQ", magic, len(text)) + text
 
 
-def test_an_arena_that_is_full_says_so_and_keeps_what_it_has(segment: Segment, arena: Arena) -> None:
-    with segment.lock():
-        taken = [index for index in range(ITEMS) if arena.append(index, [bytes([index]) * 200], 200)]
-        assert len(taken) == 25  # 200 bytes take 256
-        assert not arena.fits(257)
-        assert not arena.append(40, [bytes(257)], 257)
-        assert arena.count == 25
-        assert arena.used == 25 * 256
-    assert all(held(arena, index) == bytes([index]) * 200 for index in taken)
+FOREIGN = {
+    "before layouts had versions": (header_of({"kind": "test"}), "unknown"),
+    "a later one": (header_of({"version": 99, "kind": "test"}), "99"),
+    "another magic number": (header_of({"version": 99}, b"castore9"), "unknown"),
+    "a header of another form": (b"castore1" + bytes([255]) * 100, "unknown"),
+    "a list": (struct.pack("<8sQ", b"castore1", 2) + b"[]", "unknown"),
+}
 
 
-def test_a_replaced_record_is_gone_and_the_new_one_there(segment: Segment, arena: Arena) -> None:
-    with segment.lock():
-        arena.append(1, [b"one"], 3)
-        arena.append(2, [b"two"], 3)
-        extent = arena.extent(0)
-        assert extent is not None
-        assert extent == (1, 64)
-        arena.replace(0, 7, [b"seven"], 5)
-    assert arena.read(1) is None
-    assert held(arena, 7) == b"seven"
-    assert held(arena, 2) == b"two"
-
-
-def test_a_removed_record_leaves_its_place_to_another(segment: Segment, arena: Arena) -> None:
-    with segment.lock():
-        arena.append(1, [b"one"], 3)
-        arena.remove(1)
-        arena.remove(9)
-        assert arena.extent(0) is None
-        assert arena.count == 1
-        assert arena.capacity(0) == 64
-        arena.replace(0, 5, [b"five"], 4)
-    assert arena.read(1) is None
-    assert held(arena, 5) == b"five"
-
-
-def test_a_writer_killed_in_the_middle_leaves_no_half_record(segment: Segment, arena: Arena) -> None:
-    with segment.lock():
-        arena.append(1, [b"a" * 64], 64)
-
-    class Killer(bytes):
-        def __len__(self) -> int:
-            os.kill(os.getpid(), signal.SIGKILL)
-            return 0
-
-    def die_writing() -> None:
-        with segment.lock():
-            arena.replace(0, 2, [b"b" * 32, Killer()], 64)
-
-    assert os.WTERMSIG(forked(die_writing)) == signal.SIGKILL
-    assert bytes(segment.buffer).count(b"b" * 32) == 1, "it was killed before it wrote: this tests nothing"
-    assert arena.read(1) is None
-    assert arena.read(2) is None
-    with segment.lock():  # and its place is free
-        assert arena.extent(0) is None
-        arena.replace(0, 3, [b"c" * 64], 64)
-    assert held(arena, 3) == b"c" * 64
-
-
-def test_readers_never_see_half_a_record_while_writers_replace_it(segment: Segment, arena: Arena) -> None:
-    size = 3000
-    with segment.lock():
-        arena.append(0, [bytes(size)], size)
-        arena.append(1, [bytes(size)], size)
-    over = mmap.mmap(-1, 1)  # which forked children share
-    deadline = time.monotonic() + 60
-
-    def write(seed: int) -> None:
-        chance = random.Random(seed)
-        while not over[0] and time.monotonic() < deadline:
-            with segment.lock():
-                arena.replace(
-                    chance.randrange(2), chance.randrange(4), [bytes([chance.randrange(256)]) * size], size
-                )
-
-    def read() -> None:
-        seen: set[int] = set()
-        end = time.monotonic() + 1.0
-        while time.monotonic() < end or len(seen) <= 10:
-            assert time.monotonic() < deadline, "nothing was replaced: this tests nothing"
-            for index in range(4):
-                record = arena.read(index)
-                if record is not None:
-                    assert len(set(record)) == 1, "a reader saw two writers' bytes"
-                    seen.add(record[0])
-
-    pids = []
-    for number in range(4):
-        pid = os.fork()
-        if not pid:
-            status = 1
-            try:
-                write(number) if number < 2 else read()
-                status = 0
-            finally:
-                os._exit(status)
-        pids.append(pid)
-    readers = [os.waitpid(pid, 0)[1] for pid in pids[2:]]
-    over[0] = 1
-    writers = [os.waitpid(pid, 0)[1] for pid in pids[:2]]
-    assert (readers, writers) == ([0, 0], [0, 0])
-
-
-def test_an_arena_lies_on_a_boundary(segment: Segment) -> None:
-    with pytest.raises(InvalidValueError, match="multiple of 64"):
-        Arena(segment, 8, 1, 64)
-
-
-def test_pages_are_taken_as_they_are_needed() -> None:
-    size = 256 << 20
-    segment = Segment(None, Arena.needed(10, size), {}, reserve=False)
-    arena = Arena(segment, 0, 10, size)
-    file = os.stat(f"/dev/shm/castore-{os.geteuid()}-{segment.name}")
-    assert file.st_size > size
-    assert file.st_blocks * 512 < 1 << 20
-    with segment.lock():
-        assert arena.append(0, [bytes(20 << 20)], 20 << 20)
-    taken = os.stat(f"/dev/shm/castore-{os.geteuid()}-{segment.name}").st_blocks * 512
-    assert 20 << 20 <= taken < 60 << 20
-    segment.close()
-
-
-def test_part_of_a_record_is_taken_without_the_rest_and_counts_if_it_still_is(
-    segment: Segment, arena: Arena
+@pytest.mark.parametrize(("header", "version"), FOREIGN.values(), ids=FOREIGN)
+def test_an_arena_of_another_version_of_castore_is_refused_and_left_alone(
+    name: str, header: bytes, version: str
 ) -> None:
-    with segment.lock():
-        arena.append(3, [b"abcdef"], 6)
-    record = arena.look(3)
-    assert record is not None
-    assert (record.owner, record.number, bytes(record.data[2:4])) == (3, 0, b"cd")
-    assert arena.is_still(record)
-    assert arena.look(4) is None
-    changes: list[Callable[[], None]] = [
-        lambda: arena.replace(0, 3, [b"abcdef"], 6),
-        lambda: arena.remove(3),
-    ]
-    for change in changes:
-        before = arena.look(3)
-        with segment.lock():
-            change()
-        assert before is not None
-        assert not arena.is_still(before), "the same bytes again are another record all the same"
-    assert arena.look(3) is None
+    with held_by_another_process(name, header):
+        before = path_of(name).read_bytes()
+        expected = (
+            rf"another version of castore \(layout {version}, here {LAYOUT_VERSION}\); end the processes"
+        )
+        with pytest.raises(SegmentError, match=expected):
+            Arena(name, layout(), 1000, {"kind": "test"})
+        assert path_of(name).read_bytes() == before
 
 
-def test_an_extent_that_was_made_larger_takes_longer_records_later(segment: Segment, arena: Arena) -> None:
-    with segment.lock():
-        assert arena.append(1, [b"short"], 5, capacity=500)
-        assert (arena.capacity(0), arena.used) == (512, 512)
-        arena.replace(0, 2, [bytes(500)], 500)
-        assert arena.append(1, [b"next"], 4)
-    assert (held(arena, 2), held(arena, 1)) == (bytes(500), b"next")
+def test_shared_frames_of_another_version_are_refused(tmp_path: Path) -> None:
+    old = header_of({"kind": "frames", "shared_memory": 9_000_000, "frame": 1000})
+    with (
+        held_by_another_process(segment_name(tmp_path), old),
+        pytest.raises(SegmentError, match=r"layout unknown, here \d+\); end the processes"),
+    ):
+        SharedFrames(tmp_path, 9_000_000, 1000)
 
 
-# --- set, set again, forget all
-# ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def wide() -> Iterator[Arena]:
-    """An arena with room for many small records, or few large ones."""
-    segment = Segment(None, Arena.needed(100, 10_000), {"kind": "test"}, reserve=False)
-    yield Arena(segment, 0, 100, 10_000)
-    segment.close()
-
-
-def put(arena: Arena, index: int, record: bytes) -> bool:
-    return arena.put(index, [record[:3], record[3:]], len(record))
-
-
-def test_records_come_back_whole_in_any_order(wide: Arena) -> None:
-    records = {index: random.Random(index).randbytes(index) for index in range(100)}
-    assert all(put(wide, index, record) for index, record in records.items())
-    for index in random.Random(0).sample(range(100), 100):
-        assert held(wide, index) == records[index]
-
-
-def test_a_record_that_fits_takes_the_place_of_the_one_before(wide: Arena) -> None:
-    put(wide, 5, b"long" * 100)
-    used = wide.used
-    for text in (b"", b"short", b"long" * 100):
-        assert put(wide, 5, text)
-        assert held(wide, 5) == text
-    assert wide.used == used
-
-
-def test_a_record_that_outgrows_its_place_moves_and_its_neighbours_stay(wide: Arena) -> None:
-    put(wide, 0, b"a" * 64)
-    put(wide, 1, b"b" * 64)
-    assert put(wide, 0, b"A" * 65)
-    assert (held(wide, 0), held(wide, 1)) == (b"A" * 65, b"b" * 64)
-
-
-def test_what_does_not_fit_is_not_there_and_the_rest_stays(wide: Arena) -> None:
-    put(wide, 0, b"a" * 6000)
-    assert not put(wide, 1, b"b" * 6000)
-    assert held(wide, 1) is None
-    assert not put(wide, 0, b"c" * 7000)
-    assert held(wide, 0) is None, "an old record must not stand for a new one"
-    assert put(wide, 2, b"d" * 2000)
-    assert held(wide, 2) == b"d" * 2000
-
-
-def test_clear_forgets_all_and_gives_the_room_back(wide: Arena) -> None:
-    for round_ in range(20):
-        for index in range(3):
-            assert put(wide, index, bytes([round_]) * 3000)
-        wide.clear()
-        assert [held(wide, index) for index in range(3)] == [None] * 3
-        assert (wide.used, wide.count) == (0, 0)
-
-
-def test_an_index_whose_writer_died_halfway_takes_no_record_from_another(wide: Arena) -> None:
-    put(wide, 0, b"first")
-    put(wide, 1, b"second")
-    for index in (1, 2):  # in an extent that it has, in a new one
-        with pytest.raises(ZeroDivisionError):  # like a kill: nothing cleans up
-            wide.put(index, [b"half", Dying()], 8)
-        assert held(wide, index) is None
-    assert all(put(wide, index, b"again") for index in (3, 2, 1))
-    assert [held(wide, index) for index in range(4)] == [b"first", b"again", b"again", b"again"]
-
-
-class Dying(bytes):
-    """Bytes whose writer dies before it has written them."""
-
-    def __len__(self) -> int:
-        return 1 // 0
-
-
-class _Meanwhile:
-    """The bytes of an arena; a callback runs before they are copied, as another process might."""
-
-    def __init__(self, data: memoryview, happens: Callable[[], object]) -> None:
-        self._data = data
-        self._happens = happens
-
-    def __getitem__(self, place: slice) -> memoryview:
-        self._happens()
-        return self._data[place]
-
-
-def test_a_reader_of_a_place_that_was_cleared_and_given_to_another_gets_nothing(
-    wide: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(wide, 0, b"a" * 64)
-    put(wide, 1, b"b" * 64)
-    data = wide._data
-
-    def clear_and_fill() -> None:
-        monkeypatch.setattr(wide, "_data", data)
-        wide.clear()
-        assert put(wide, 2, b"c" * 128)  # covers the places of both
-
-    monkeypatch.setattr(wide, "_data", _Meanwhile(data, clear_and_fill))
-    assert held(wide, 1) is None
-    assert bytes(data[64:128]) == b"c" * 64, "its place was not written over: this tests nothing"
-
-
-# --- tallies ------------------------------------------------------------------------------------------------
-
-
-def test_tallies_add_up_over_processes_also_of_the_dead() -> None:
-    segment = Segment(None, Tallies.needed(2), {})
-    tallies = Tallies(segment, 0, 2)
-    hits, misses = tallies.tally(0), tallies.tally(1)
-    hits.add()
-
-    def count() -> None:
-        for _ in range(100):
-            hits.add()
-        misses.add(7)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    for _ in range(20):
-        assert os.WTERMSIG(forked(count)) == signal.SIGKILL
-    assert (hits.value, misses.value) == (2001, 140)
-    segment.close()
-
-
-def test_tallies_of_more_processes_than_there_are_rows() -> None:
-    # In a small process of its own: forking this one, which has torch, takes several times as long.
-    script = """
-import os
-from castore.shm.segments import Segment
-from castore.shm.tallies import Tallies
-tallies = Tallies(Segment(None, Tallies.needed(1), {}), 0, 1)
-for _ in range(1100):
-    if not os.fork():
-        tallies.add(0)
-        os._exit(0)
-    os.wait()
-print(tallies.total(0))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
-    assert (done.stdout, done.stderr) == ("1100\n", "")
-
-
-def test_tallies_add_up_over_threads() -> None:
-    segment = Segment(None, Tallies.needed(1), {})
-    tallies = Tallies(segment, 0, 1)
-
-    def count() -> None:
-        for _ in range(5000):
-            tallies.add(0)
-
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert tallies.total(0) == 20_000
-    segment.close()
+def test_an_arena_that_a_dead_process_of_another_version_left_is_made_anew(name: str) -> None:
+    path_of(name).write_bytes(header_of({"version": 99}, b"castore9").ljust(8192, b"\0"))
+    with closing(Arena(name, layout(), 1000, {})) as arena:
+        assert arena.segment.created

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from castore.errors import FullError, InvalidValueError, SegmentError
-from castore.shm.room import memory_free, shm_free, shm_size
+from castore.shm.free_space import memory_free, shm_free, shm_size
 from castore.shm.segments import Segment, clear_dead, is_alive, path_of
 
 METHODS = ("fork", "forkserver", "spawn")
@@ -108,8 +108,7 @@ FULL = """
 import os, sys
 import castore.shm.segments as segments
 from castore.errors import FullError
-segment = segments.Segment("grows", 64 << 20, {}, reserve=False)
-segment.reserve(0, 1 << 20)
+segment = segments.Segment("grows", 64 << 20, {}, reserve=1 << 20)
 segment.buffer[: 1 << 20] = bytes(1 << 20)
 with open("/dev/shm/hog", "wb", buffering=0) as hog:  # somebody else fills the rest
     try:

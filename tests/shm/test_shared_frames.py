@@ -19,7 +19,7 @@ import pytest
 from castore import CorruptError, Store
 from castore.errors import FullError, InvalidValueError, SegmentError
 from castore.objects.codecs import FRAME_SIZE
-from castore.shm.room import shm_free
+from castore.shm.free_space import shm_free
 from castore.shm.segments import path_of
 from castore.shm.shared_frames import SharedFrames, segment_name
 from tests.helpers import flip, in_small_shm, mixed, noise, payload, text
@@ -173,7 +173,7 @@ def test_the_segment_is_the_users_alone_and_goes_with_the_last(folder: Path) -> 
 def test_a_link_to_the_store_leads_to_the_same_tier(store: Store, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder)
     with Store(tmp_path / "link", shared_memory=SHARED) as linked:
-        assert tier(linked)._segment.name == tier(store)._segment.name
+        assert tier(linked)._arena.name == tier(store)._arena.name
 
 
 # --- sizes --------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_more_than_there_is_takes_nothing(folder: Path) -> None:
 @pytest.mark.parametrize("size", [330_000, 1_000_000, 8_000_000, 123_456_789])
 def test_the_tier_never_takes_more_than_it_was_given(tmp_path: Path, size: int) -> None:
     with closing(SharedFrames(tmp_path, size, FRAME_SIZE)) as frames:
-        assert frames._segment.size <= size
+        assert frames._arena.segment.size <= size
         assert frames.size > size - 2 * FRAME_SIZE - size // 500
 
 
@@ -256,9 +256,9 @@ def test_wrong_bytes_in_the_tier_cost_no_good_object_its_place(store: Store) -> 
 
 
 def scribble(frames: SharedFrames, data: bytes) -> None:
-    at = bytes(frames._segment.buffer).find(data[:1000])
+    at = bytes(frames._arena.segment.buffer).find(data[:1000])
     assert at >= 0
-    frames._segment.buffer[at + 10] ^= 1
+    frames._arena.segment.buffer[at + 10] ^= 1
 
 
 def test_verify_reads_the_disk(store: Store) -> None:

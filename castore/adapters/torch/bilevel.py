@@ -151,7 +151,7 @@ class BiLevelCachedDataset(CachingWrapper):
         return "", None
 
     @property
-    def _room(self) -> int:
+    def _capacity(self) -> int:
         """Bytes that the levels of the whole node may take; the same number in all its ranks."""
         if self._apart is not None:
             tables = fixed_bytes(len(self)) if self.memory_cache is not None else 0

@@ -30,8 +30,7 @@ class Progress:
     """An epoch and the steps taken in it; a forked or pickled copy shows the same."""
 
     def __init__(self) -> None:
-        self._segment = Segment(None, _SIZE, {"kind": "progress"}, reserve=False)
-        self._segment.reserve(0, _TEXT)
+        self._segment = Segment(None, _SIZE, {"kind": "progress"}, reserve=_TEXT)
         self._words = self._segment.buffer[:_TEXT].cast("Q")
 
     def __getstate__(self) -> Segment:

@@ -125,7 +125,7 @@ class LazyShardDataset(Dataset[Any]):
             self.cache.close()
             raise
         self._members: Indices | None = None
-        self._view: _View | None = self._look()
+        self._view: _View | None = self._compute_view()
 
     def _share_out(
         self,
@@ -141,7 +141,7 @@ class LazyShardDataset(Dataset[Any]):
         shard_rooms = None
         if balance == "room" or overflow is not None:
             same = alike and balance == "equal"
-            nodes = find_rooms(self._own_room(), self.ranks, rooms, same_everywhere=same)
+            nodes = find_rooms(self.cache._capacity, self.ranks, rooms, same_everywhere=same)
             shard_rooms = nodes.rooms_of_ranks() if each_rank else nodes.rooms
         elif rooms is not None:
             raise InvalidValueError('rooms decide nothing here; give balance="room" or overflow with them')
@@ -156,13 +156,10 @@ class LazyShardDataset(Dataset[Any]):
                 shard_rooms = (min(shard_rooms),) * shards
             each = sample_bytes(self.data, self._n, self.seed)
             self._whole = cut_shards(self._whole.sizes, shard_rooms, each, overflow)
-            self._tell_cut(each)
+            self._warn_cut(each)
         check_least(self._whole, least, shard_rooms)
 
-    def _own_room(self) -> int:
-        return self.cache._room
-
-    def _tell_cut(self, each: float) -> None:
+    def _warn_cut(self, each: float) -> None:
         step, shard = self._whole, self._shard
         cut = sum(step.sizes) - sum(step.kept)
         if cut:
@@ -175,7 +172,7 @@ class LazyShardDataset(Dataset[Any]):
 
     # The order of an epoch ----------------------------------------------------------------------------------
 
-    def _look(self) -> _View:
+    def _compute_view(self) -> _View:
         """The order of the epoch that the progress names."""
         changes, epoch, steps = self._progress.read()
         last = steps[-1] if steps else self._whole
@@ -204,7 +201,7 @@ class LazyShardDataset(Dataset[Any]):
     def _order(self) -> memoryview:
         view = self._view
         if view is None or view.changes != self._progress.changes:
-            view = self._view = self._look()
+            view = self._view = self._compute_view()
         return view.order
 
     @property

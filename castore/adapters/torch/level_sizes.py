@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from castore.errors import FullError, InvalidValueError
-from castore.shm.room import SHM, memory_free, shm_free
+from castore.shm.free_space import SHM, memory_free, shm_free
 from castore.units import format_size, parse_size
 
 Size = int | float | str

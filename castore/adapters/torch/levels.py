@@ -14,11 +14,9 @@ from typing import NamedTuple
 from castore import Store
 from castore.adapters.torch.policy import Policy
 from castore.errors import FullError, TooLargeError
-from castore.shm.arena import Arena
-from castore.shm.segments import Segment
+from castore.shm.arena import Arena, Table
+from castore.shm.extents import Buffer, Extents
 from castore.shm.tallies import Tallies
-
-Buffer = bytes | bytearray | memoryview
 
 #: The number of counters that each level has.
 TALLIES = 3
@@ -76,21 +74,21 @@ class Level:
 
 
 class MemoryLevel(Level):
-    """Records in an arena of a segment."""
+    """Records in an arena. The slot of a record is the sample's index."""
 
-    def __init__(self, segment: Segment, arena: Arena, policy: Policy, tallies: Tallies, first: int) -> None:
+    def __init__(self, arena: Arena, policy: Policy, tallies: Tallies, first: int) -> None:
         super().__init__(tallies, first)
-        self._segment = segment
-        self._arena = arena
+        self._lock = arena.lock
+        self._records = Extents(arena)
         self._policy = policy
 
     def __contains__(self, index: int) -> bool:
-        return self._arena.holds(index)
+        return self._records.holds(index)
 
     @property
     def limit(self) -> int:
         """Bytes that the level's records may take."""
-        return self._arena.size
+        return self._records.size
 
     @property
     def _values_cache(self) -> MemoryLevel:
@@ -99,11 +97,11 @@ class MemoryLevel(Level):
 
     def peek(self, index: int) -> bytearray | None:
         """As `get`, without counting."""
-        return self._arena.read(index)
+        return self._records.read(index)
 
     def get(self, index: int) -> bytearray | None:
         """A private copy of the record, or None."""
-        record = self._arena.read(index)
+        record = self._records.read(index)
         if record is None:
             self.misses.add()
         else:
@@ -113,7 +111,7 @@ class MemoryLevel(Level):
 
     def has_room(self, length: int) -> bool:
         """Whether the level would take a record of so many bytes without evicting another."""
-        return self._arena.fits(length)
+        return self._records.fits(length)
 
     def offer(self, index: int, record: Buffer) -> tuple[bool, tuple[int, bytearray] | None]:
         """Take a record, if there is room or another record gives way.
@@ -121,57 +119,58 @@ class MemoryLevel(Level):
         Returns:
             whether the record is there now; the evicted index with its record.
         """
-        length = len(record)
+        length, records = len(record), self._records
         # Most offers are refused once the level is full: decide that without the lock.
-        if not self._arena.fits(length) and self._victim(index, length) is None:
-            return self._arena.holds(index), None
-        with self._segment.lock():
-            if self._arena.holds(index):
+        if not records.fits(length) and self._victim(index, length) is None:
+            return records.holds(index), None
+        with self._lock():
+            if records.holds(index):
                 return True, None
             try:
-                if self._arena.append(index, [record], length):
+                if records.append(index, [record], length):
                     return True, None
             except FullError as error:
                 self._warn(error)
-            place = self._victim(index, length)
-            if place is None:
+            number = self._victim(index, length)
+            if number is None:
                 return False, None
-            victim = self._arena.extent(place)
-            gone = self._arena.read(victim.owner) if victim else None
-            self._arena.replace(place, index, [record], length)
+            victim = records.extent(number)
+            gone = records.read(victim.owner) if victim else None
+            records.replace(number, index, [record], length)
         return True, (victim.owner, gone) if victim and gone is not None else None
 
     def remove(self, index: int) -> None:
         """Remove a sample."""
-        with self._segment.lock():
-            self._arena.remove(index)
+        with self._lock():
+            self._records.remove(index)
 
     def _victim(self, index: int, length: int) -> int | None:
-        arena = self._arena
-        empty: list[int] = []
+        """The number of an extent for a sample: a free one, or that of a sample that is used less."""
+        records = self._records
+        free: list[int] = []
 
-        def resident(place: int) -> int | None:
+        def resident(number: int) -> int | None:
             # A far too large extent would be wasted on a small sample.
-            if not length <= arena.capacity(place) <= 2 * length + 1024:
+            if not length <= records.capacity(number) <= 2 * length + 1024:
                 return None
-            extent = arena.extent(place)
-            if extent is None:  # its writer died
-                empty.append(place)
+            extent = records.extent(number)
+            if extent is None:
+                free.append(number)
                 return None
             return extent.owner
 
-        victim = self._policy.victim(index, arena.count, resident)
-        return empty[0] if empty else victim
+        victim = self._policy.victim(index, records.count, resident)
+        return free[0] if free else victim
 
     def stats(self) -> LevelStats:
         """The level's counters and contents."""
-        samples = sum(1 for place in range(self._arena.count) if self._arena.extent(place))
+        samples = sum(1 for number in range(self._records.count) if self._records.extent(number))
         return LevelStats(
             self.hits.value,
             self.misses.value,
             self.bytes_read.value,
             samples,
-            self._arena.used,
+            self._records.used,
             self.limit,
         )
 
@@ -180,21 +179,19 @@ class DiskTable:
     """The contents of a disk level, in shared memory: the samples on disk, and the bytes they take.
 
     Args:
-        segment: the segment that holds the table; its pages must be reserved.
-        start: the offset of the table's first byte, a multiple of 8.
-        items: the number of samples in the dataset.
+        arena: an arena whose layout has the `tables`.
     """
 
-    def __init__(self, segment: Segment, start: int, items: int) -> None:
-        self.lock = segment.lock
-        self.items = items
-        self._words = segment.buffer[start : start + 16].cast("Q")
-        self._units = segment.buffer[start + 16 : start + 16 + 4 * items].cast("I")
+    def __init__(self, arena: Arena) -> None:
+        self.lock = arena.lock
+        self._totals = arena.table("totals on disk")
+        self._units = arena.table("units on disk")
+        self.items = len(self._units)
 
     @staticmethod
-    def needed(items: int) -> int:
-        """Bytes of a segment that the table takes."""
-        return 16 + 4 * items
+    def tables(items: int) -> list[Table]:
+        """The tables for so many samples."""
+        return [Table("totals on disk", "Q", 2), Table("units on disk", "I", items)]
 
     def holds(self, index: int) -> bool:
         """Whether the sample is on disk, as far as is known."""
@@ -203,20 +200,20 @@ class DiskTable:
     @property
     def used(self) -> int:
         """Bytes that all samples take on disk."""
-        return self._words[0] * _UNIT
+        return self._totals[0] * _UNIT
 
     @property
     def count(self) -> int:
         """How many samples are on disk."""
-        return self._words[1]
+        return self._totals[1]
 
     def set(self, index: int, stored: int) -> None:
         """Record a sample's bytes on disk; 0 for a removed sample. The caller holds the lock."""
         units = -(-stored // _UNIT)
         before = self._units[index]
         self._units[index] = units
-        self._words[0] += units - before
-        self._words[1] += bool(units) - bool(before)
+        self._totals[0] += units - before
+        self._totals[1] += bool(units) - bool(before)
 
 
 class DiskLevel(Level):

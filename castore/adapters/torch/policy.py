@@ -26,7 +26,7 @@ MARGIN = 3
 #: rank lags.
 AGEING = 3
 #: Candidates examined: with 16, the least used of them is in the least used sixth with 95 % probability.
-LOOKS = 16
+CANDIDATES = 16
 
 _HALVES = bytes(count >> 1 for count in range(256))
 
@@ -72,7 +72,7 @@ class Policy:
         if limit < 0 or not residents:
             return None
         chosen = None
-        for _ in range(LOOKS):
+        for _ in range(CANDIDATES):
             place = int(self._random.random() * residents)
             sample = resident(place)
             if sample is not None and counts[sample] <= limit:

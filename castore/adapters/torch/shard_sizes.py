@@ -50,7 +50,7 @@ def find_rooms(own: int, ranks: Ranks, given: Sequence[int | str] | None, *, sam
         return _by_number(ranks, [own])
     gathered = _gather((ranks.node, own))
     if gathered is not None:
-        return _as_told(gathered, ranks)
+        return _checked(gathered, ranks)
     if same_everywhere:
         return _by_number(ranks, [own] * ranks.nodes)
     raise InvalidValueError(
@@ -96,7 +96,7 @@ def _gather(own: tuple[int, int]) -> list[tuple[int, int]] | None:
     return said
 
 
-def _as_told(gathered: list[tuple[int, int]], ranks: Ranks) -> Nodes:
+def _checked(gathered: list[tuple[int, int]], ranks: Ranks) -> Nodes:
     found = {node for node, _ in gathered}
     if len(gathered) != ranks.world_size or found != set(range(ranks.nodes)):
         raise InvalidValueError(

@@ -17,23 +17,15 @@ from typing import Any
 import torch
 
 from castore.adapters.torch.ranks import common_name
-from castore.adapters.torch.slot_storage import (
-    GIB,
-    Columns,
-    Records,
-    Room,
-    limit_of,
-    plan,
-)
+from castore.adapters.torch.slot_storage import GIB, Columns, Records, SlotStorage, limit_of, plan
 from castore.adapters.torch.tensor_specs import Structure
 from castore.errors import FullError, InvalidValueError, OutOfRangeError, SegmentError, SlotError
-from castore.shm.room import shm_size
-from castore.shm.segments import Segment
+from castore.shm.arena import Arena
+from castore.shm.free_space import shm_size
 from castore.shm.slots import STATE, Slots, SlotState
 from castore.units import format_size
 
 _log = logging.getLogger(__name__)
-_ALIGNMENT = 64
 _READY = int(SlotState.READY)
 
 
@@ -46,7 +38,7 @@ class SharedCache:
 
     Args:
         size_limit_gib: GiB for samples, fractions too, or a text like "32GB". The slots' states take 4 more
-            bytes for each sample of the dataset; ragged samples take about 50 more each.
+            bytes for each sample of the dataset; ragged samples take 36 more each.
         dataset_len: how many samples the dataset has.
         data_dims: the dimensions of a sample, such as (3, 32, 32). A dimension that varies is None; None
             instead of all dimensions if even their number varies. For samples of several tensors a tuple or
@@ -58,7 +50,7 @@ class SharedCache:
 
     Raises:
         InvalidValueError: an argument makes no sense, or not one sample fits in the limit.
-        FullError: ``/dev/shm`` or the machine's memory has no room for it.
+        FullError: ``/dev/shm`` or the machine's memory has no space for it.
         SegmentError: the name is in use for a cache with other arguments.
 
     >>> cache = SharedCache(0.001, dataset_len=100, data_dims=(3, 8, 8))
@@ -83,54 +75,45 @@ class SharedCache:
         count = _index(dataset_len, "dataset_len")
         if count < 1:
             raise InvalidValueError(f"dataset_len is {count}; a cache is for at least one sample")
-        slots, size = plan(structure, count, limit)
-        layout = {
-            "kind": "SharedCache", "dataset_len": count, "slots": slots, **structure.describe(),
+        layout, size = plan(structure, count, limit)
+        description = {
+            "kind": "SharedCache", "dataset_len": count, "slots": layout.usable, **structure.describe(),
             **({"size": limit} if structure.varies else {}),
         }  # fmt: skip
         if name is None:
-            name = common_name("shared", layout)
-        segment = Segment(name, _start(count) + size, layout, reserve=not structure.varies)
-        self._attach(segment, structure, count, slots, limit)
+            name = common_name("shared", description)
+        self._attach(Arena(name, layout, size, description), structure)
         # Log text: a handler that keeps its records would keep the cache's memory.
         _log.info("%s", repr(self))
 
-    def _attach(self, segment: Segment, structure: Structure, count: int, slots: int, limit: int) -> None:
-        self._segment = segment
+    def _attach(self, arena: Arena, structure: Structure) -> None:
+        self._arena = arena
         self._structure = structure
-        self._arguments = (count, slots, limit)
-        end, start = Slots.needed(count), _start(count)
-        if structure.varies:
-            # Every process that attaches reserves: the creator may not have come so far. Slots of fixed size
-            # are reserved whole.
-            segment.reserve(0, end)
-        self._slots = Slots(segment.buffer[:end], slots)
-        self._words = self._slots.words
-        self._room: Room = (
-            Records(segment, start, slots, limit, structure)
-            if structure.varies
-            else Columns(segment.buffer, start, slots, structure)
+        self._words = arena.slots.words
+        self._count = len(self._words)
+        self._slots = arena.slots.usable
+        self._storage: SlotStorage = (
+            Records(arena, structure) if structure.varies else Columns(arena, structure)
         )
-        self._read = self._room.read
+        self._read = self._storage.read
         self._private: memoryview | None = None
         self._thread = threading.local()
-        self._told_full = False
+        self._logged_full = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attached, (self._segment, self._structure.arguments, *self._arguments)
+        return _attached, (self._arena, self._structure.arguments)
 
     def __repr__(self) -> str:
-        count, slots, _ = self._arguments
         return (
-            f"SharedCache({self._segment.name!r}, {slots} of {count} samples, "
-            f"{format_size(self._segment.size)})"
+            f"SharedCache({self._arena.name!r}, {self._slots} of {self._count} samples, "
+            f"{format_size(self._arena.segment.size)})"
         )
 
     def __len__(self) -> int:
         """The number of slots. For ragged samples, whose fitting number is unknown, the length of the
         dataset.
         """
-        return self._arguments[1]
+        return self._slots
 
     def get_slot(self, idx: int, allow_oob_idx: bool = True, allow_empty_slot: bool = True) -> Any:
         """A copy of sample ``idx``, or None.
@@ -165,7 +148,7 @@ class SharedCache:
         words = self._words
         before = [words[index] for index in chosen]
         ready = [index for index, word in zip(chosen, before, strict=True) if word & _READY]
-        samples = iter(self._room.gather(ready))
+        samples = iter(self._storage.gather(ready))
         found = [next(samples) if word & _READY else None for word in before]
         if [words[index] for index in chosen] == before:
             return found
@@ -191,7 +174,7 @@ class SharedCache:
             before = [words[index] for index in chosen]
             if not all(word & _READY for word in before):
                 return None
-            batch = self._room.batch(chosen)
+            batch = self._storage.batch(chosen)
             if [words[index] for index in chosen] == before:
                 return batch
 
@@ -220,9 +203,9 @@ class SharedCache:
         index = self._index(idx)
         if self._within(index, allow_oob_idx) and self._is_open(index, allow_overwrite):
             values = self._structure.take(index, value)
-            with self._segment.lock():
+            with self._arena.lock():
                 kept = self._set(index, values, allow_overwrite)
-            self._tell_full(index, kept, allow_oob_idx)
+            self._check_kept(index, kept, allow_oob_idx)
 
     def set_slots(
         self,
@@ -242,10 +225,10 @@ class SharedCache:
             for index, sample in zip(chosen, samples, strict=True)
             if self._within(index, allow_oob_idx) and self._is_open(index, allow_overwrite)
         ]
-        with self._segment.lock():
+        with self._arena.lock():
             kept = [self._set(index, parts, allow_overwrite) for index, parts in todo]
         for (index, _), one in zip(todo, kept, strict=True):
-            self._tell_full(index, one, allow_oob_idx)
+            self._check_kept(index, one, allow_oob_idx)
 
     def __getitem__(self, idx: int) -> Any:
         """A copy of sample ``idx``, which must be set; negative indices count from the last slot."""
@@ -262,7 +245,7 @@ class SharedCache:
         The tensor also shows samples that are set later, and zeros in empty slots. Writes to it change only
         this process's view. Not for ragged samples.
         """
-        return self._room.view(self._mapped())
+        return self._storage.view(self._mapped()[self._arena.layout.data_at :])
 
     @property
     def aux_array(self) -> torch.Tensor:
@@ -270,22 +253,20 @@ class SharedCache:
 
         The tensor also shows later changes. Writes to it change only this process's view.
         """
-        count = self._arguments[0]
-        words = torch.frombuffer(self._mapped(), dtype=torch.uint8, count=Slots.needed(count))
+        words = self._arena.layout.table(self._mapped(), "slots")
         # The lowest byte of each word has this purpose: see castore.shm.slots.
-        return words.view(count, -1)[:, 0]
+        return torch.frombuffer(words, dtype=torch.uint8).view(self._count, -1)[:, 0]
 
     def clear(self) -> None:
         """Empty all slots, for all processes."""
-        with self._segment.lock():
-            self._slots.clear()
-            self._room.clear()
+        with self._arena.lock():
+            self._storage.clear()
 
     def close(self) -> None:
         """Leave the cache; the last user frees the memory. Happens by itself once the cache is unused."""
         self._words = self._words[:0]
         self._private = None
-        self._segment.close()
+        self._arena.close()
 
     # --- reading
     # --------------------------------------------------------------------------------------------------
@@ -302,14 +283,14 @@ class SharedCache:
         if word & STATE == SlotState.WRITING:
             # The writer holds the lock: once this thread has the lock, the sample is there, or the writer has
             # died.
-            with self._segment.lock():
+            with self._arena.lock():
                 if self._words[index] & _READY:
                     return self._read(index)
         raise SlotError(f"slot {index} is empty; set it first, or ask with get_slot, which then answers None")
 
     def _mapped(self) -> memoryview:
         if self._private is None:
-            self._private = self._segment.private()
+            self._private = self._arena.segment.private()
         return self._private
 
     # --- writing
@@ -337,26 +318,21 @@ class SharedCache:
         return own
 
     def _set(self, index: int, values: list[torch.Tensor], allow_overwrite: bool) -> bool:
-        """Write a sample; False if there is no room for it. The caller holds the lock."""
+        """Write a sample; False if there is no space for it. The caller holds the lock."""
         if not allow_overwrite and self._words[index] & _READY:
             return True
-        # After a failure from here on, the slot stays claimed: nobody reads it, and the next writer takes it
-        # over.
-        self._slots.claim(index)
-        if not self._room.write(index, values):
-            self._slots.release(index)
-            return False
-        self._own()[index] = self._slots.publish(index)
-        return True
+        word = self._storage.write(index, values)
+        self._own()[index] = word
+        return bool(word)
 
-    def _tell_full(self, index: int, kept: bool, allow_oob_idx: bool) -> None:
+    def _check_kept(self, index: int, kept: bool, allow_oob_idx: bool) -> None:
         if kept:
             return
         message = f"{self!r} is full: sample {index} does not fit; make it with a larger limit to keep more"
         if not allow_oob_idx:
             raise FullError(message)
-        if not self._told_full:
-            self._told_full = True
+        if not self._logged_full:
+            self._logged_full = True
             _log.info("%s", message)
 
     # --- indices
@@ -394,7 +370,7 @@ class SharedCache:
         return index % len(self)
 
     def _check_open(self) -> None:
-        if self._segment.closed:
+        if self._arena.segment.closed:
             raise SegmentError(f"{self!r} is closed")
 
 
@@ -406,9 +382,9 @@ def get_shm_size() -> float:
     return shm_size() / GIB
 
 
-def _attached(segment: Segment, arguments: Sequence[Any], *rest: int) -> SharedCache:
+def _attached(arena: Arena, arguments: Sequence[Any]) -> SharedCache:
     cache = SharedCache.__new__(SharedCache)
-    cache._attach(segment, Structure(*arguments), *rest)
+    cache._attach(arena, Structure(*arguments))
     return cache
 
 
@@ -419,8 +395,3 @@ def _index(value: Any, what: str) -> int:
     except TypeError:
         pass
     raise InvalidValueError(f"{what} is a whole number, not {value!r}")
-
-
-def _start(count: int) -> int:
-    """The offset of the samples: after the words, at a multiple that suits arenas and processors."""
-    return -(-Slots.needed(count) // _ALIGNMENT) * _ALIGNMENT

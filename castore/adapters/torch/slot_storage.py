@@ -1,7 +1,7 @@
-"""Storage of a shared cache's tensors: columns if all samples have one shape, otherwise records in an arena.
+"""Storage of a shared cache's tensors: columns if all samples have one shape, otherwise records in extents.
 
 Both storages read without a lock and hand out copies; the slot's word, read before and after, tells whether a
-copy is whole. Both are written under the segment's lock. Must never hand out memory that others see.
+copy is whole. Both are written under the arena's lock. Must never hand out memory that others see.
 
 NumPy copies the bytes, not torch: torch's threads do not survive a fork, so that a child process would wait
 for them for ever, maybe with the lock held. On busy cores a copy by torch also waits for the slowest of its
@@ -21,17 +21,16 @@ from torch import from_numpy
 
 from castore.adapters.torch.tensor_specs import Part, Structure
 from castore.errors import InvalidValueError
-from castore.shm.arena import Arena
-from castore.shm.segments import Segment
+from castore.shm.arena import Arena, Layout, round_up
+from castore.shm.extents import Extents
 from castore.units import format_size, parse_size
 
 GIB = 1 << 30
-_ALIGNMENT = 64
 # Alignment of a tensor in its own record: enough for complex128, and the alignment of Python's bytearray.
 _PAYLOAD_ALIGNMENT = 16
 
 
-class Room(Protocol):
+class SlotStorage(Protocol):
     """The interface of the storage that a cache uses."""
 
     @property
@@ -44,14 +43,14 @@ class Room(Protocol):
     def batch(self, indices: list[int]) -> Any:
         """Copies of several samples as one tensor, or one for each part."""
 
-    def write(self, index: int, values: list[torch.Tensor]) -> bool:
-        """Put a sample there; False if there is no room for it."""
+    def write(self, index: int, values: list[torch.Tensor]) -> int:
+        """Set a slot. Returns its word, as from `Slots.publish`; 0 if the sample does not fit."""
 
     def clear(self) -> None:
         """Empty all slots."""
 
-    def view(self, buffer: memoryview) -> Any:
-        """All samples as stored in ``buffer``, another mapping of the segment."""
+    def view(self, data: memoryview) -> Any:
+        """All samples as stored in ``data``, another mapping of the arena's data."""
 
 
 def limit_of(size_limit_gib: Any) -> int:
@@ -64,12 +63,12 @@ def limit_of(size_limit_gib: Any) -> int:
     return int(size * GIB)
 
 
-def plan(structure: Structure, count: int, limit: int) -> tuple[int, int]:
-    """How many of ``count`` samples get a slot within ``limit`` bytes, and the bytes that they need."""
+def plan(structure: Structure, count: int, limit: int) -> tuple[Layout, int]:
+    """The layout of an arena for those of ``count`` samples that fit, and the bytes that the samples take."""
     if structure.varies:
         if limit < 1:
             raise InvalidValueError("the limit is 0 bytes, which no sample fits in; give more")
-        return count, Records.needed(count, limit)
+        return Layout(count, extents=count), limit
     size = structure.nbytes
     if limit < size:
         raise InvalidValueError(
@@ -77,32 +76,29 @@ def plan(structure: Structure, count: int, limit: int) -> tuple[int, int]:
             "much"
         )
     slots = min(count, limit // size) if size else count
-    return slots, Columns.needed(slots, structure)
+    return Layout(count, usable=slots), Columns.needed(slots, structure)
 
 
 class Columns:
     """One array for each part, one row for each slot.
 
     Args:
-        buffer: the segment's bytes.
-        start: the offset of the first of `needed` bytes.
-        slots: how many samples fit.
+        arena: an arena whose data has `needed` bytes.
         structure: the parts of a sample, which do not vary.
     """
 
-    def __init__(self, buffer: memoryview, start: int, slots: int, structure: Structure) -> None:
+    def __init__(self, arena: Arena, structure: Structure) -> None:
         self._structure = structure
-        self._start = start
-        self._slots = slots
-        self._arrays = self._rows(buffer)
+        self._slots = arena.slots
+        self._arrays = self._rows(arena.data)
         readers = [_reader(array, part) for array, part in zip(self._arrays, structure.parts, strict=True)]
         #: A copy of the sample in a slot.
         self.read = readers[0] if structure.is_single else _joined(readers, structure)
 
     @staticmethod
     def needed(slots: int, structure: Structure) -> int:
-        """Bytes of a segment that ``slots`` samples take."""
-        return sum(_round_up(slots * part.nbytes, _ALIGNMENT) for part in structure.parts)
+        """Bytes that ``slots`` samples take."""
+        return sum(round_up(slots * part.nbytes) for part in structure.parts)
 
     def gather(self, indices: list[int]) -> Sequence[Any]:
         """Copies of several samples, in order. The copies of one call share a storage of their own."""
@@ -123,31 +119,34 @@ class Columns:
             for rows, part in zip(self._arrays, self._structure.parts, strict=True)
         ]
 
-    def write(self, index: int, values: list[torch.Tensor]) -> bool:
-        """Put a sample there."""
+    def write(self, index: int, values: list[torch.Tensor]) -> int:
+        """Set a slot. Returns its word."""
+        # After a failure from here on, the slot stays claimed: nobody reads it, and the next writer takes it
+        # over.
+        self._slots.claim(index)
         for rows, part, value in zip(self._arrays, self._structure.parts, values, strict=True):
             rows[index] = _carried(value, part)
-        return True
+        return self._slots.publish(index)
 
     def clear(self) -> None:
-        """Set all rows to zero, for readers of whole columns."""
+        """Empty all slots, and set their rows to zero for readers of whole columns."""
+        self._slots.clear()
         for rows in self._arrays:
             rows.fill(0)
 
-    def view(self, buffer: memoryview) -> Any:
-        """The columns, in another mapping of the segment."""
+    def view(self, data: memoryview) -> Any:
+        """The columns, in another mapping of the arena's data."""
         parts = self._structure.parts
         return self._structure.build(
-            [_as(from_numpy(array), part) for array, part in zip(self._rows(buffer), parts, strict=True)]
+            [_as(from_numpy(array), part) for array, part in zip(self._rows(data), parts, strict=True)]
         )
 
-    def _rows(self, buffer: memoryview) -> list[np.ndarray[Any, Any]]:
-        place, rows = self._start, []
+    def _rows(self, data: memoryview) -> list[np.ndarray[Any, Any]]:
+        place, rows, slots = 0, [], self._slots.usable
         for part in self._structure.parts:
-            size = self._slots * part.nbytes
-            shape = (self._slots, *part.shape)
-            rows.append(np.ndarray(shape, part.numpy, buffer[place : place + size]))
-            place += _round_up(size, _ALIGNMENT)
+            size = slots * part.nbytes
+            rows.append(np.ndarray((slots, *part.shape), part.numpy, data[place : place + size]))
+            place += round_up(size)
         return rows
 
 
@@ -170,25 +169,17 @@ class Records:
     """One record for each sample, of any length: the dimensions of its parts, then their bytes.
 
     Args:
-        segment: the segment that holds the records; not reserved.
-        start: the offset of the first of `needed` bytes, a multiple of 64.
-        slots: how many samples there are at most.
-        size: bytes for records.
+        arena: an arena whose layout has extents.
         structure: the parts of a sample.
     """
 
-    def __init__(self, segment: Segment, start: int, slots: int, size: int, structure: Structure) -> None:
+    def __init__(self, arena: Arena, structure: Structure) -> None:
         self._structure = structure
-        self._arena = Arena(segment, start, slots, size)
-
-    @staticmethod
-    def needed(slots: int, size: int) -> int:
-        """Bytes of a segment for records of ``size`` bytes in all."""
-        return Arena.needed(slots, size)
+        self._extents = Extents(arena)
 
     def read(self, index: int) -> Any:
         """A copy of the sample in a slot; None if the sample is being removed."""
-        record = self._arena.read(index)
+        record = self._extents.read(index)
         return None if record is None else self._unpack(record)
 
     def gather(self, indices: list[int]) -> Sequence[Any]:
@@ -199,16 +190,16 @@ class Records:
         """Not available for ragged samples: raises."""
         raise InvalidValueError("samples that differ in shape make no batch; read them with get_slots")
 
-    def write(self, index: int, values: list[torch.Tensor]) -> bool:
-        """Put a sample there; False if there is no room for it."""
+    def write(self, index: int, values: list[torch.Tensor]) -> int:
+        """Set a slot. Returns its word; 0 if there is no space. Then the slot is empty."""
         pieces = _pack(values)
-        return self._arena.put(index, pieces, sum(map(len, pieces)))
+        return self._extents.put(index, pieces, sum(map(len, pieces)))
 
     def clear(self) -> None:
-        """Free all records."""
-        self._arena.clear()
+        """Empty all slots, and free their space."""
+        self._extents.clear()
 
-    def view(self, buffer: memoryview) -> Any:
+    def view(self, data: memoryview) -> Any:
         """Not available for ragged samples: raises."""
         raise InvalidValueError(
             "samples that differ in shape lie in no common array; read them with get_slots(range(len(cache)))"
@@ -219,7 +210,7 @@ class Records:
         for part in self._structure.parts:
             (rank,) = struct.unpack_from("<q", record, place)
             shape = struct.unpack_from(f"<{rank}q", record, place + 8)
-            place = _round_up(place + 8 + 8 * rank, _PAYLOAD_ALIGNMENT)
+            place = _aligned(place + 8 + 8 * rank)
             if 0 in shape:
                 values.append(
                     torch.empty(shape, dtype=part.dtype)
@@ -227,7 +218,7 @@ class Records:
                 continue
             array = np.ndarray(shape, part.numpy, record, place)
             values.append(_as(from_numpy(array), part))
-            place = _round_up(place + array.nbytes, _PAYLOAD_ALIGNMENT)
+            place = _aligned(place + array.nbytes)
         return self._structure.build(values)
 
 
@@ -256,5 +247,5 @@ def _carried(value: torch.Tensor, part: Part) -> np.ndarray[Any, Any]:
     return (value if part.dtype is part.carrier else value.view(part.carrier)).numpy()
 
 
-def _round_up(size: int, step: int) -> int:
-    return -(-size // step) * step
+def _aligned(place: int) -> int:
+    return -(-place // _PAYLOAD_ALIGNMENT) * _PAYLOAD_ALIGNMENT

@@ -1,6 +1,6 @@
 """TwoLevels: records by index, in shared memory and on disk, shared by all workers and ranks of a node.
 
-One segment holds the memory level and the state that all processes share: the place of each record, its uses,
+One arena holds the memory level and the state that all processes share: the place of each record, its uses,
 the hits. A record moves up when its use is so far ahead of another's that it takes the other's place, and
 down when it loses its own; nothing else moves. Knows indices and bytes, not samples or datasets.
 """
@@ -13,29 +13,28 @@ from typing import Any
 
 from castore import Store
 from castore.adapters.torch.level_sizes import Size, disk_bytes, is_off, memory_bytes, refuse_full_disk
-from castore.adapters.torch.levels import TALLIES, Buffer, DiskLevel, DiskTable, MemoryLevel
+from castore.adapters.torch.levels import TALLIES, DiskLevel, DiskTable, MemoryLevel
 from castore.adapters.torch.policy import Policy
 from castore.adapters.torch.samples import record_name
 from castore.errors import InvalidValueError
-from castore.shm.arena import Arena
-from castore.shm.segments import Segment, is_alive
-from castore.shm.tallies import Tallies
+from castore.shm.arena import Arena, Layout, Table
+from castore.shm.extents import Buffer
+from castore.shm.segments import is_alive
 from castore.units import format_size
 
-# The segment's first words: whether it is set up, the disk level's limit, the policy's clock.
-_READY, _DISK_LIMIT, _CLOCK, _WORDS = range(4)
-_TALLIES_AT = 64
+# Numbers that the levels share: whether the disk level is set up, its limit, the policy's clock.
+_READY, _DISK_LIMIT, _CLOCK, _STATE = range(4)
 _RUN = "run-"
 
 
 class TwoLevels:
     """The levels of one dataset on one node.
 
-    items: the number of indices.
+    Args:
         items: how many indices there are.
         memory_cache_size, disk_cache_size, disk_cache_path, write_through, keep, codec: as in
             `BiLevelCachedDataset`.
-        name: the segment's name; None for a segment of this process and its children alone.
+        name: the arena's name; None for an arena of this process and its children alone.
         key: what identifies the data: the folder of its entries in the store.
         sharers: how many such levels divide the size of the disk level.
 
@@ -61,7 +60,7 @@ class TwoLevels:
         self._sharers = sharers
         self._write_through = write_through
         self._keep = keep
-        layout = {
+        description = {
             "kind": "two levels",
             "items": items,
             "key": key,
@@ -70,79 +69,75 @@ class TwoLevels:
             "disk_cache_path": None if disk_cache_path is None else os.path.abspath(disk_cache_path),
         }
 
-        def size() -> int:
-            off = is_off(memory_cache_size, "memory_cache_size")
-            return _arena_at(items) if off else _memory_bytes(memory_cache_size, items)
+        in_memory = not is_off(memory_cache_size, "memory_cache_size")
+        layout = _layout(items, in_memory=in_memory)
 
-        self._segment = Segment(name, size, layout, reserve=False)
+        def size() -> int:
+            return _memory_bytes(memory_cache_size, items) - layout.data_at if in_memory else 0
+
+        self._arena = Arena(name, layout, size, description)
         try:
-            self._prefix = key if keep else f"{_RUN}{self._segment.name}"
+            self._prefix = key if keep else f"{_RUN}{self._arena.name}"
             self._store = None
             if disk_cache_path is not None and not is_off(disk_cache_size, "disk_cache_size"):
                 self._store = self._set_up_disk(disk_cache_size, disk_cache_path, codec)
             self._lay_out()
         except BaseException:
-            self._segment.close()
+            self._arena.close()
             raise
 
     def _set_up_disk(self, size: Size, folder: str | os.PathLike[str], codec: str) -> Store:
         """The bounded store. The first process to come decides the limit, and scans the store for samples."""
         if not os.path.exists(folder):
             refuse_full_disk(folder)
-        self._segment.reserve(0, _arena_at(self._items))
-        words = self._segment.buffer[: 8 * _WORDS].cast("Q")
-        with Store(folder, codec=codec, memory=0) as store, self._segment.lock():
-            if not words[_READY]:
-                words[_DISK_LIMIT] = disk_bytes(size, "disk_cache_size", folder, store.stat().stored)
+        state = self._arena.table("state")
+        with Store(folder, codec=codec, memory=0) as store, self._arena.lock():
+            if not state[_READY]:
+                state[_DISK_LIMIT] = disk_bytes(size, "disk_cache_size", folder, store.stat().stored)
                 _clear_dead_runs(store)
                 if not self._keep:  # a killed run of this name may have had other data
                     store.delete_many(entry.name for entry in store.entries(self._prefix))
-                self._look(store)
-                words[_READY] = 1
+                self._note_stored(store)
+                state[_READY] = 1
         # The store keeps the limit too. It evicts the least recently used entries: samples of earlier
         # versions.
-        return Store(folder, codec=codec, memory=0, max_size=words[_DISK_LIMIT])
+        return Store(folder, codec=codec, memory=0, max_size=state[_DISK_LIMIT])
 
-    def _look(self, store: Store) -> None:
-        table = DiskTable(self._segment, _table_at(self._items), self._items)
+    def _note_stored(self, store: Store) -> None:
+        """Note the samples that the store has from earlier runs."""
+        table = DiskTable(self._arena)
         for entry in store.entries(self._prefix):
             number = entry.name.rpartition("/")[2].partition(".")[0]
             if number.isdigit() and int(number) < self._items and self.name_of(int(number)) == entry.name:
                 table.set(int(number), max(1, entry.stored))
 
     def _lay_out(self) -> None:
-        """Set up the parts over the segment, in every process that has a copy."""
-        segment, items = self._segment, self._items
-        segment.reserve(0, _arena_at(items))
-        words = segment.buffer[: 8 * _WORDS].cast("Q")
-        counts = segment.buffer[_counts_at() : _counts_at() + items]
-        policy = Policy(counts, words[_CLOCK:])
+        """Set up the parts over the arena, in every process that has a copy."""
+        arena, state = self._arena, self._arena.table("state")
+        policy = Policy(arena.table("uses"), state[_CLOCK:])
         self._use = policy.use
-        tallies = Tallies(segment, _TALLIES_AT, 2 * TALLIES + 1)
+        tallies = arena.tallies()
         #: Records that neither level had.
         self.reads = tallies.tally(2 * TALLIES)
         self.memory: MemoryLevel | None = None
         self.disk: DiskLevel | None = None
-        room = segment.size - fixed_bytes(items)
-        if room >= 0:
-            arena = Arena(segment, _arena_at(items), items, room)
-            self.memory = MemoryLevel(segment, arena, policy, tallies, 0)
+        if arena.size:
+            self.memory = MemoryLevel(arena, policy, tallies, 0)
         if self._store is not None:
-            table = DiskTable(segment, _table_at(items), items)
             self.disk = DiskLevel(
                 self._store,
-                words[_DISK_LIMIT] // self._sharers,
+                state[_DISK_LIMIT] // self._sharers,
                 self.name_of,
-                table,
+                DiskTable(arena),
                 policy,
                 tallies,
                 TALLIES,
             )
         self._largest = max(level.limit for level in (self.memory, self.disk) if level is not None)
-        self._told_too_large = False
+        self._warned_too_large = False
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_items", "_sharers", "_write_through", "_keep", "_segment", "_prefix", "_store")
+        kept = ("_items", "_sharers", "_write_through", "_keep", "_arena", "_prefix", "_store")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -195,17 +190,17 @@ class TwoLevels:
     def put(self, index: int, record: Buffer) -> None:
         """Offer the record of an index to the levels. Warns if the record is larger than either level."""
         if len(record) > self._largest:
-            self._tell_too_large(index, len(record))
+            self._warn_too_large(index, len(record))
             return
         kept = self.memory is not None and self._offer_memory(index, record)
         if self.disk is not None and (self._write_through or not kept):
             self.disk.offer(index, record)
 
-    def _tell_too_large(self, index: int, length: int) -> None:
+    def _warn_too_large(self, index: int, length: int) -> None:
         # Once a process, as for a level that cannot grow: a cache that keeps nothing must not be silent about
         # it.
-        if not self._told_too_large:
-            self._told_too_large = True
+        if not self._warned_too_large:
+            self._warned_too_large = True
             warnings.warn(
                 f"sample {index} takes {format_size(length)}, and a level holds {format_size(self._largest)} "
                 "in all: it is not cached; raise memory_cache_size or disk_cache_size",
@@ -233,12 +228,12 @@ class TwoLevels:
 
     def close(self) -> None:
         """Leave the levels. With ``keep=False`` the last process to leave removes the samples from disk."""
-        if self._segment.closed:
+        if self._arena.segment.closed:
             return
         self.memory = self.disk = None
-        self._segment.close()
+        self._arena.close()
         if self._store is not None:
-            if not self._keep and not is_alive(self._segment.name):
+            if not self._keep and not is_alive(self._arena.name):
                 self._store.delete_many(entry.name for entry in self._store.entries(self._prefix))
             self._store.close()
 
@@ -256,19 +251,14 @@ def _memory_bytes(size: Size, items: int) -> int:
 
 def fixed_bytes(items: int) -> int:
     """Bytes of a memory level's tables, whatever the level holds."""
-    return _arena_at(items) + Arena.needed(items, 0)
+    return _layout(items, in_memory=True).data_at
 
 
-def _counts_at() -> int:
-    return _TALLIES_AT + Tallies.needed(2 * TALLIES + 1)
-
-
-def _table_at(items: int) -> int:
-    return -(-(_counts_at() + items) // 64) * 64
-
-
-def _arena_at(items: int) -> int:
-    return -(-(_table_at(items) + DiskTable.needed(items)) // 64) * 64
+def _layout(items: int, *, in_memory: bool) -> Layout:
+    tables = [Table("state", "Q", _STATE), Table("uses", "B", items), *DiskTable.tables(items)]
+    if not in_memory:
+        return Layout(0, counters=2 * TALLIES + 1, tables=tables)
+    return Layout(items, extents=items, counters=2 * TALLIES + 1, tables=tables)
 
 
 def _clear_dead_runs(store: Store) -> None:

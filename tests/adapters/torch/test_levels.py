@@ -15,6 +15,7 @@ from castore import Store
 from castore.adapters.torch.levels import DiskTable
 from castore.adapters.torch.tiers import TwoLevels
 from castore.errors import SegmentError
+from castore.shm.arena import Arena, Layout
 from tests.adapters.torch.records import (
     ITEMS,
     LENGTH,
@@ -236,14 +237,12 @@ def test_a_pickle_holds_no_records_and_works_elsewhere(folder: Path) -> None:
 
 
 def test_a_table_of_disk_counts_what_it_holds() -> None:
-    from castore.shm.segments import Segment
-
-    segment = Segment(None, DiskTable.needed(5), {})
-    table = DiskTable(segment, 0, 5)
+    arena = Arena(None, Layout(0, tables=DiskTable.tables(5)), 0, {})
+    table = DiskTable(arena)
     table.set(2, 100)
     table.set(3, 1)
     table.set(2, 10)
     assert (table.count, table.used) == (2, 128)
     table.set(2, 0)
     assert (table.count, table.used, table.holds(2), table.holds(3)) == (1, 64, False, True)
-    segment.close()
+    arena.close()

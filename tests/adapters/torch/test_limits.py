@@ -15,7 +15,7 @@ import pytest
 from castore.adapters.torch.level_sizes import disk_bytes, is_off, memory_bytes
 from castore.adapters.torch.tiers import TwoLevels
 from castore.errors import InvalidValueError, StoreError
-from castore.shm.room import shm_free
+from castore.shm.free_space import shm_free
 from tests.adapters.torch.records import open_levels, visit
 from tests.helpers import in_small_shm, noise
 

@@ -223,13 +223,13 @@ def test_a_writer_killed_in_the_middle_leaves_a_slot_that_is_empty_and_can_be_se
     cache = SharedCache("60MB", 1, dims)
     for _ in range(50):
         writer = _start(_hammer_large, cache)
-        while cache._slots.state(0) is not SlotState.WRITING:
+        while cache._arena.slots.state(0) is not SlotState.WRITING:
             pass
         os.kill(writer.pid, signal.SIGKILL)
         writer.join(30)
-        if cache._slots.state(0) is SlotState.WRITING:
+        if cache._arena.slots.state(0) is SlotState.WRITING:
             break
-    assert cache._slots.state(0) is SlotState.WRITING, "no attempt hit the middle of a write"
+    assert cache._arena.slots.state(0) is SlotState.WRITING, "no attempt hit the middle of a write"
     assert cache.get_slot(0) is None
     assert cache.get_slots([0]) == [None]
     assert cache.aux_array.tolist() == [0]
@@ -276,7 +276,7 @@ def scripts() -> Iterator[dict[str, subprocess.Popen[str]]]:
         "DataLoader\nfrom tests.adapters.torch.test_shared_processes import Holder\nif __name__ == "
         "'__main__':\n    holder = Holder(SharedCache('1MB', 10, (10,)))\n    loader = DataLoader(holder, "
         "num_workers=1, persistent_workers=True, multiprocessing_context='{start}')\n    assert "
-        "len(list(loader)) == 10\n    print(holder.cache._segment.name)\n"
+        "len(list(loader)) == 10\n    print(holder.cache._arena.name)\n"
     )
     started = {
         start: subprocess.Popen(

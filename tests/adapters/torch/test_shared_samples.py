@@ -164,7 +164,7 @@ def test_ragged_samples_beyond_the_limit_are_left_out_and_the_rest_stays(
 
 def test_ragged_memory_is_taken_as_it_fills() -> None:
     cache = SharedCache("256MB", 10, None)
-    file = path_of(cache._segment.name)
+    file = path_of(cache._arena.name)
     assert file.stat().st_blocks * 512 < 1e6
     cache.set_slot(0, torch.zeros(100, dtype=torch.uint8))
     assert file.stat().st_blocks * 512 < 40e6

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from castore.shm.room import SHM
+from castore.shm.free_space import SHM
 from castore.shm.segments import is_alive, path_of
 
 HERE = Path(__file__).parent

@@ -103,7 +103,7 @@ def meet():
 if way == "rooms":
     cached = LazyShardDataset(data, memory_size=0.001, disk_size=0.001, overflow=0.5, disk_cache_path=folder / "cache")
     meet()
-    print(cached._own_room(), sorted(cached))
+    print(cached.cache._capacity, sorted(cached))
 else:
     name = None if way == "ranks" else "the-name-of-" + folder.name
     cached = BiLevelCachedDataset(data, "1MB", "10MB", folder / "cache", write_through=True, name=name)

@@ -1,4 +1,4 @@
-"""How much memory is free, checked before it is allocated.
+"""Free shared memory and free RAM, checked before either is allocated.
 
 Pages of ``/dev/shm`` are RAM. A segment's size is limited by the file system's size, by the machine's free
 memory, and by the control group of a container or batch job. Assumes Linux.
@@ -30,25 +30,20 @@ def memory_free() -> int:
     with open("/proc/meminfo") as file:
         kibibytes = {line.split(":")[0]: int(line.split()[1]) for line in file}
     free = (kibibytes["MemAvailable"] + kibibytes["SwapFree"]) * 1024
-    return max(0, min([free, *_group_rooms()]))
+    return max(0, min([free, *_free_in_groups()]))
 
 
-def _group_rooms() -> list[int]:
-    """Free bytes in each control group (version 2) that contains this process."""
+def _free_in_groups() -> list[int]:
+    """Free bytes in each control group (version 2) that limits this process."""
     with open("/proc/self/cgroup") as file:
         path = next((line.strip()[3:] for line in file if line.startswith("0::")), "/")
     group = _CGROUPS / path.lstrip("/")
-    rooms = []
-    for folder in (group, *group.parents):
-        if not folder.is_relative_to(_CGROUPS):
-            break
-        room = _group_room(folder)
-        if room is not None:
-            rooms.append(room)
-    return rooms
+    folders = [folder for folder in (group, *group.parents) if folder.is_relative_to(_CGROUPS)]
+    return [free for folder in folders if (free := _free_in_group(folder)) is not None]
 
 
-def _group_room(folder: Path) -> int | None:
+def _free_in_group(folder: Path) -> int | None:
+    """Free bytes in one control group; None if the group sets no limit."""
     try:
         limit = (folder / "memory.max").read_text().strip()
         if limit == "max":
