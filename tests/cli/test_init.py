@@ -51,7 +51,7 @@ def test_folder_with_other_things_is_refused(cli: Cli, folder: Path) -> None:
     (folder / "thesis.tex").write_text("dear reader")
     ran = cli("init")
     assert ran.code == 1
-    assert "no castore" in ran.err
+    assert "is not empty and no store" in ran.err
 
 
 def test_sharing_a_store_in_use_opens_what_is_in_it_to_the_group(

@@ -53,7 +53,7 @@ def test_recompress_and_off(cli: Cli, sources: Path) -> None:
     assert ran["rewritten"]["blobs"] == len(SEEN)
     assert ran["saving"] > 0.3
     assert cli("stat", "--json").json["stored"] < 0.7 * before
-    assert "written anew" in cli("train-dict", "rec", "--recompress").out
+    assert "compressed again" in cli("train-dict", "rec", "--recompress").out
     assert cli("verify").code == 0
     assert "without a dictionary again" in cli("train-dict", "rec", "--off").out
     ran = cli("train-dict", "rec", "--off")

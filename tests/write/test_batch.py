@@ -210,7 +210,7 @@ def test_a_file_that_changed_before_it_had_to_be_read_again_is_refused(store: St
     store.delete("known")
     store.gc(grace=0)
     path.write_bytes(noise(LARGE, 2))
-    with pytest.raises(InvalidValueError, match="changed since it was first read"):
+    with pytest.raises(InvalidValueError, match="changed between two reads of it"):
         batch.commit()
     assert list(store.entries()) == []
     assert temporaries(store) == []

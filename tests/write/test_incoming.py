@@ -258,7 +258,7 @@ def test_a_forked_child_neither_goes_on_nor_takes_the_file_away(store: Store) ->
         child.start()
         first, second = answers.recv()
         child.join()
-        assert "a forked child cannot go on with" in first
+        assert "a forked child cannot continue it" in first
         assert second == first
         file.write(b"end")
     assert store.get("a") == data + b"end"
@@ -288,7 +288,9 @@ def test_a_stream_that_is_none_and_a_block_that_is_not_entered_say_what_to_do(st
     ):
         store.put_stream("a", b"bytes")  # type: ignore[arg-type]
     block: Any = store.create("a")
-    with pytest.raises(InvalidValueError, match=r"a block, not a file: `with store.create\('a'\) as file"):
+    with pytest.raises(
+        InvalidValueError, match=r"a context manager, not a file: use `with store.create\('a'\) as file"
+    ):
         block.write(b"x")
     with pytest.raises(AttributeError):
         block.nothing  # noqa: B018
