@@ -1,9 +1,9 @@
 """Keys: names computed from what a result depends on, so that the same computation finds the same entry.
 
-`key` is for configs and content, `fingerprint` for any single value; functions are in
-`castore.keys.functions`. A value must not change while it is hashed. NumPy and other slow imports
-(dataclasses, decimal, uuid) are not imported here: a value can be an array only in a process that has
-imported NumPy already.
+`key` is for configs and content, `fingerprint` for any single value. `Encoder` walks through a value by
+rules; here are the rules for configs, and `castore.keys.objects` has those for functions and objects. A value
+must not change while it is hashed. NumPy and other slow imports (dataclasses, decimal, uuid) are not imported
+here: a value can be an array only in a process that has imported NumPy already.
 
 Must never: use `repr`, `str`, `id` or pickle of a value, which differ between runs or hide differences. A
 value without a stable, exact encoding raises an UnhashableError that names it.

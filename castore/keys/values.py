@@ -2,8 +2,8 @@
 
 A handle (a lock, a pool, a counter shared between processes, a thread) cannot change what a function returns,
 and counts by its type. A stream, or a reference to an object that may be gone, has no stable hash. A compiled
-function counts by its Python function. An encoder uses this table before pickle's protocol. An adapter may
-use a table of its own before this one.
+function counts by its Python function. The rules for objects ask this table before pickle's protocol. An
+adapter may have a table of its own before this one.
 
 Only types are inspected: some objects raise errors when an attribute is read, even `__class__`. Must never:
 import a library. A value can have a type only if the type's library is imported.
