@@ -64,8 +64,6 @@ _DESCRIPTORS = (
 )  # fmt: skip
 _MISSING = object()
 _PACKAGE = __name__.partition(".")[0]
-
-
 # The prefix of attributes that torch.compile sets on a function and functools.wraps copies; one is an
 # address.
 _COMPILER = "_torchdynamo_"
