@@ -179,11 +179,11 @@ class Encoder:
     watch: Watch | None = None
     found: Any = None
     marks: frozenset[str] = frozenset()
+    ordered = False
 
     def __init__(self, rules: Rules, watch: Watch | None = None, found: Any = None) -> None:
         # For a small config this takes a good part of the time, so it does little.
         self.rules = rules
-        self.ordered = False
         self.open: dict[int, bool] = {}
         self.met = _NONE_MET
         self._asks_first = False
@@ -211,7 +211,7 @@ class Encoder:
         except RecursionError:
             raise UnhashableError(f"{what}: is nested too deep for what is left of Python's stack") from None
 
-    def part(self, value: Any, step: str = "", *, direct: bool = False) -> bytes:
+    def part(self, value: Any, step: str = "", direct: bool = False) -> bytes:
         """Return the canonical bytes of a part.
 
         Args:
