@@ -10,7 +10,8 @@ from typing import Any, Protocol, TypeVar
 from castore.errors import InvalidValueError
 from castore.keys.doubts import Notes
 from castore.keys.encoder import AnyOrder, digits_of
-from castore.keys.objects import InstanceEncoder, function_doubts
+from castore.keys.objects import OBJECTS, function_doubts
+from castore.keys.tracing import encode
 
 _RANDOM_ADVICE = (
     "if it does not count, leave it out of its object with __getstate__, "
@@ -63,10 +64,10 @@ def cached(store: Results, *, ttl: float | str | None, prefix: str | None) -> Ca
             code, doubts = function_doubts(function)
             if doubts is not None:
                 doubts.tell(store, told, _RANDOM_ADVICE)
-            encoder = InstanceEncoder()
             asked = AnyOrder(code=code, arguments=AnyOrder(bound.arguments))
-            digits = digits_of(encoder.encode(asked, told))
-            if searched < _SEARCHED and (doubts := encoder.doubts(asked)) is not None:
+            encoded = encode(OBJECTS, asked, told)
+            digits = digits_of(encoded.code)
+            if searched < _SEARCHED and (doubts := encoded.doubts()) is not None:
                 searched += 1
                 doubts.tell(store, told, _ARGUMENT_ADVICE, may_vary=True)
             return f"{folder}/{digits}"

@@ -30,7 +30,15 @@ def per_class(ask: Callable[[type], Answer]) -> Callable[[type], Answer]:
 
 def has_member(cls: type, name: str) -> bool:
     """Whether a class or one of its bases defines a name. Unlike `hasattr`, runs no code of a metaclass."""
-    return any(name in vars(base) for base in cls.__mro__)
+    for base in cls.__mro__:  # noqa: SIM110 - `any` takes twice the time, and each encoded object asks
+        if name in vars(base):
+            return True
+    return False
+
+
+def full_name(cls: type) -> str:
+    """Module and name of a type."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def registered(cls: type, value: Any) -> Any:

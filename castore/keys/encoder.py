@@ -1,9 +1,9 @@
 """Keys: names computed from what a result depends on, so that the same computation finds the same entry.
 
-`key` is for configs and content, `fingerprint` for any single value; functions are in
-`castore.keys.functions`. A value must not change while it is hashed. NumPy and other slow imports
-(dataclasses, decimal, uuid) are not imported here: a value can be an array only in a process that has
-imported NumPy already.
+`key` is for configs and content, `fingerprint` for any single value. `Encoder` walks through a value by
+rules; here are the rules for configs, and `castore.keys.objects` has those for functions and objects. A value
+must not change while it is hashed. NumPy and other slow imports (dataclasses, decimal, uuid) are not imported
+here: a value can be an array only in a process that has imported NumPy already.
 
 Must never: use `repr`, `str`, `id` or pickle of a value, which differ between runs or hide differences. A
 value without a stable, exact encoding raises an UnhashableError that names it.
@@ -15,6 +15,7 @@ are sorted by their encodings. A change to the encoding changes every key, so th
 
 from __future__ import annotations
 
+import copy
 import datetime as dt
 import enum
 import os
@@ -30,6 +31,7 @@ from blake3 import blake3
 from castore.errors import InvalidValueError, UnhashableError
 from castore.keys.classes import has_member
 from castore.keys.moved import name_in_keys
+from castore.keys.registry import Rules
 from castore.names import check_name
 
 Content: TypeAlias = str | bytes | bytearray | memoryview | os.PathLike[str] | Iterable[bytes]
@@ -40,13 +42,15 @@ KEY_DIGITS = 40
 _VERSION = b"castore.key.1"
 _CHUNK = 1 << 20
 _LONG_LEAF = 1024
-# Far beyond any config. Five Python frames per level stay below the default recursion limit of 1000.
+# Far beyond any config. Python's frames of so many levels stay below the default recursion limit of 1000.
 _DEEPEST = 100
 # Attributes with the name of a time zone, in zoneinfo, pytz and dateutil.
 _ZONE_NAMES = ("key", "zone", "_filename")
 # Longest step and longest path shown in an error, in characters.
 _LONG_STEP = 60
 _LONG_PATH = 120
+# Stays empty: the rules for configs number nothing.
+_NONE_MET: dict[int, tuple[int, object]] = {}
 
 
 def key(config: object, prefix: str | None = None, content: Content | None = None) -> str:
@@ -84,7 +88,7 @@ def key(config: object, prefix: str | None = None, content: Content | None = Non
     Traceback (most recent call last):
     castore.errors.UnhashableError: config['model']: cannot hash <class 'object'>; pass a str or a number ...
     """
-    digits = digits_of(Encoder().encode(config, "config"), content)
+    digits = digits_of(Encoder(CONFIGS).encode(config, "config"), content)
     return digits if prefix is None else check_name(f"{check_name(prefix)}_{digits}")
 
 
@@ -110,7 +114,7 @@ def fingerprint(value: object, what: str = "value") -> str:
     >>> fingerprint({1, 2, 3}) == fingerprint({3, 2, 1})
     True
     """
-    return str(blake3(_VERSION + Encoder().encode(value, what)).hexdigest())
+    return str(blake3(_VERSION + Encoder(CONFIGS).encode(value, what)).hexdigest())
 
 
 class UnencodableError(Exception):
@@ -150,17 +154,53 @@ class AnyOrder(dict[Any, Any]):
 
 
 class Encoder:
-    """Turns one value into canonical bytes. Use each instance once: it tracks its position to detect cycles.
+    """Turns one value into canonical bytes, by `Rules`. Use each instance once: it tracks its position.
+
+    Leaves and plain containers are encoded by their exact type, all other values by the rules.
+
+    Args:
+        rules: what is done with each type.
+        watch: sees what the encoder does. Default None: nothing does.
+        found: collects what is found in the bytes (`castore.keys.tracing`). Default None, for configs.
 
     Attributes:
-        leaves: encoders, by type, of values that contain no others. Containers use them directly, without
+        leaves: functions for values that contain no others, by type. Containers use them directly, without
             `part`.
+        open: ids on the way to the part, with whether each is a value's: otherwise it is a followed module's.
+        met: numbers of functions, classes and objects by id, with the object. They refer to one another in
+            cycles: a number represents an object that is met again.
+        ordered: whether the order of dicts counts here: it counts in the user's values, not in a library's.
+        marks: names of what surrounds the part, for rules further inside.
+        unordered: ids of dicts whose order does not count. Their objects keep them alive.
+        memory: what the rules remember about the parts of this encoder.
     """
 
     leaves: Mapping[type, Callable[[Any], bytes]]
+    watch: Watch | None = None
+    found: Any = None
+    marks: frozenset[str] = frozenset()
+    ordered = False
 
-    def __init__(self) -> None:
-        self._open: set[int] = set()
+    def __init__(self, rules: Rules, watch: Watch | None = None, found: Any = None) -> None:
+        # For a small config this takes a good part of the time, so it does little.
+        self.rules = rules
+        self.open: dict[int, bool] = {}
+        self.met = _NONE_MET
+        self._asks_first = False
+        if rules.orders is not None:
+            self._begin_following(rules, watch, found)
+
+    def _begin_following(self, rules: Rules, watch: Watch | None, found: Any) -> None:
+        self.watch, self.found, self.ordered = watch, found, True
+        self._asks_first = bool(rules.first) or watch is not None
+        self._begin_numbering()
+        if watch is not None and watch.sees_leaves:
+            self.leaves = {}
+            return
+        # Encoded parts come back as bytes, and must be searched.
+        self.leaves = leaves = {**LEAVES, bytes: found.leaf}
+        for kind in rules.first:
+            leaves.pop(kind, None)
 
     def encode(self, value: object, what: str) -> bytes:
         """Return the canonical bytes of `value`; `what` names it in the UnhashableError."""
@@ -171,13 +211,23 @@ class Encoder:
         except RecursionError:
             raise UnhashableError(f"{what}: is nested too deep for what is left of Python's stack") from None
 
-    def part(self, value: Any, step: str = "") -> bytes:
-        """Return the canonical bytes of a part; `step` is the path to it from the part that contains it."""
+    def part(self, value: Any, step: str = "", direct: bool = False) -> bytes:
+        """Return the canonical bytes of a part.
+
+        Args:
+            value: the part.
+            step: the path to the part from the part that contains it. Default "".
+            direct: without the rules that come first, and without the watch. Default False.
+        """
+        if self._asks_first and not direct:
+            first = self.rules.first.get(type(value))
+            if first is not None and (code := first(self, value, step)) is not None:
+                return code
+            if self.watch is not None:
+                return self.watch.part(self, value, step)
         try:
-            encode_leaf = _LEAVES.get(type(value))
-            if encode_leaf is not None:
-                return encode_leaf(value)
-            return self._nested(value)
+            encode_leaf = LEAVES.get(type(value))
+            return encode_leaf(value) if encode_leaf is not None else self._nested(value)
         except UnencodableError as error:
             error.path.append(step)
             raise
@@ -188,107 +238,219 @@ class Encoder:
             raised.path.append(step)
             raise raised from error
 
+    def watched(self, value: Any, step: str) -> bytes:
+        """As `part`, without the rules that come first; for such a rule itself."""
+        if self.watch is not None:
+            return self.watch.part(self, value, step)
+        return self.part(value, step, direct=True)
+
     def _nested(self, value: Any) -> bytes:
-        if id(value) in self._open:
-            raise UnencodableError("contains itself; a key needs a finite value")
-        if len(self._open) >= _DEEPEST:
+        number = id(value)
+        if number in self.met:
+            return self.tagged("met", self.met[number][0])
+        if number in self.open:
+            return self._again(number)
+        if len(self.open) >= _DEEPEST:
             raise UnencodableError(f"is nested more than {_DEEPEST} levels deep")
-        self._open.add(id(value))
+        self.open[number] = True
         try:
             encode_container = _CONTAINERS.get(type(value))
-            return encode_container(self, value) if encode_container else self.other(value)
+            return self._by_rules(value) if encode_container is None else encode_container(self, value)
         finally:
-            self._open.discard(id(value))
+            del self.open[number]
 
-    def other(self, value: Any) -> bytes:
-        """Return the canonical bytes of a value whose type is in no table."""
-        # By type, not with isinstance: isinstance reads `__class__`, and some objects raise errors then.
+    def _by_rules(self, value: Any) -> bytes:
+        around = self.ordered
+        try:
+            if self.rules.orders is not None:
+                self.ordered = self.rules.orders(value, around)
+            for rule in self.rules.all:
+                code = rule(self, value)
+                if code is not None:
+                    return code
+            refuse(value)
+        finally:
+            self.ordered = around
+
+    def _again(self, number: int) -> bytes:
+        # A part that contains itself, as a registry of functions that use the registry, counts by the number
+        # of levels up to it.
+        if self.rules.orders is None or not self.open[number]:
+            raise UnencodableError("contains itself; a key needs a finite value")
+        values = [other for other, is_value in self.open.items() if is_value]
+        return self.tagged("around", len(values) - values.index(number))
+
+    def tagged(self, tag: str, *parts: Any) -> bytes:
+        """A tag and parts, as bytes."""
+        if self.watch is not None:
+            self.watch.tagged(tag, parts)
+        return self.part((tag, *parts))
+
+    def number(self, value: object) -> None:
+        """Give a value the next number, which stands for the value wherever it is met again."""
+        self.met[id(value)] = (len(self.met), value)
+
+    def beside(self) -> Encoder:
+        """An encoder for an element of a set: the same context, own numbers since a set's order is random."""
+        if self.rules.orders is None:
+            return self
+        alone = copy.copy(self)
+        alone._begin_numbering()
+        return alone
+
+    def _begin_numbering(self) -> None:
+        self.met = {}
+        self.unordered: set[int] = set()
+        self.memory: Any = self.rules.memory() if self.rules.memory is not None else None
+
+
+class Watch:
+    """Sees what an encoder does. This one lets everything pass.
+
+    Attributes:
+        sees_leaves: whether `part` sees leaves in containers too.
+    """
+
+    sees_leaves = False
+
+    def begin(self) -> None:
+        """An encoding begins. It begins anew where the first one has imported modules."""
+
+    def part(self, encoder: Encoder, value: Any, step: str) -> bytes:
+        """The canonical bytes of a part; `encoder.part(..., direct=True)` makes them."""
+        return encoder.part(value, step, direct=True)
+
+    def tagged(self, tag: str, parts: tuple[Any, ...]) -> None:
+        """A tag and its parts will be encoded."""
+
+    def function(self, encoder: Encoder, function: Any, parts: list[Any]) -> None:
+        """These are the parts of a function that count."""
+
+    def reference(self, value: Any, step: str, code: bytes) -> None:
+        """A function refers to a value, and these are the value's canonical bytes."""
+
+
+# --- containers ---------------------------------------------------------------------------------------------
+
+
+def _items(encoder: Encoder, value: Iterable[Any]) -> list[bytes]:
+    """The encoded parts of a list or a tuple, in order."""
+    leaf = encoder.leaves.get
+    return [
+        encode(item) if (encode := leaf(type(item))) else encoder.part(item, f"[{place}]")
+        for place, item in enumerate(value)
+    ]
+
+
+def _members(encoder: Encoder, value: Iterable[Any]) -> list[bytes]:
+    """The encoded parts of a set, sorted."""
+    leaf = encoder.leaves.get
+    return sorted(
+        encode(item) if (encode := leaf(type(item))) else encoder.beside().part(item, "{...}")
+        for item in value
+    )
+
+
+def _dict(encoder: Encoder, value: dict[Any, Any]) -> bytes:
+    """The canonical bytes of a dict. In the user's values the order of keys counts, unless it is sorted."""
+    code = _any_order(encoder, value)
+    if not encoder.ordered or len(value) < 2 or id(value) in encoder.unordered:
+        return code
+    order = order_of_keys(value)
+    return code if order is None else encoder.tagged("in order", code, encoder.part(order, ".keys()"))
+
+
+def _any_order(encoder: Encoder, value: dict[Any, Any]) -> bytes:
+    return _joined(b"dict", _pairs(encoder, value), each=2)
+
+
+def _pairs(encoder: Encoder, value: dict[Any, Any]) -> list[bytes]:
+    """Each encoded key with its encoded value, sorted."""
+    leaves = encoder.leaves
+    if leaves.keys() >= {*map(type, value), *map(type, value.values())}:  # for example a vocabulary
+        return sorted([leaves[type(name)](name) + leaves[type(item)](item) for name, item in value.items()])
+    # All keys before any value, so that an encoder that numbers objects numbers them in the same order.
+    codes = [encoder.part(name, f".keys()[{place}]") for place, name in enumerate(value)]
+    names = sorted(zip(codes, value, strict=True), key=itemgetter(0))
+    # Sorted again for unequal keys with equal encodings, such as NaN. No code is a prefix of another code, so
+    # the values decide the order only between equal codes.
+    return sorted([code + encoder.part(value[name], f"[{name!r}]") for code, name in names])
+
+
+def order_of_keys(pairs: dict[Any, Any]) -> list[Any] | None:
+    """The keys of a dict in their order; None if the order is numeric or alphabetic."""
+    keys = list(pairs)
+    ordered = {*map(type, keys)} in ({str}, {int}, set()) and keys == sorted(keys)
+    return None if ordered else keys
+
+
+# --- rules for plain values ---------------------------------------------------------------------------------
+
+
+def own_key(encoder: Encoder, value: Any) -> bytes | None:
+    """A value whose class has `__castore_key__`, by what that returns."""
+    # By type, not with isinstance: isinstance reads `__class__`, and some objects raise errors then.
+    cls = type(value)
+    if not has_member(cls, "__castore_key__"):
+        return None
+    try:
+        own = cls.__castore_key__(value)
+    except UnhashableError as error:
+        raise RefusedError(str(error)) from error
+    return _joined(b"own", [_class_name(cls), encoder.part(own, ".__castore_key__()")])
+
+
+def named_value(encoder: Encoder, value: Any) -> bytes | None:
+    """A member of an enumeration, or a path."""
+    cls = type(value)
+    if issubclass(cls, enum.Enum):
+        # A combination of flags has no name of its own before Python 3.11.
+        member = value.value if issubclass(cls, enum.Flag) else value.name
+        return _joined(b"enum", [_class_name(cls), encoder.part(member)])
+    if issubclass(cls, pathlib.PurePath):
+        concrete = b"path" if issubclass(cls, pathlib.Path) else b"pure path"
+        tag = b"windows" if issubclass(cls, pathlib.PureWindowsPath) else concrete
+        return _leaf(tag, _utf8(str(value)))
+    return None
+
+
+def _dataclass(encoder: Encoder, value: Any) -> bytes | None:
+    if not has_member(type(value), "__dataclass_fields__"):
+        return None
+    import dataclasses  # already imported by the module that defines the dataclass
+
+    return _fields(encoder, b"dataclass", value, sorted(field.name for field in dataclasses.fields(value)))
+
+
+def late_leaf_or_named_tuple(encoder: Encoder, value: Any) -> bytes | None:
+    """A leaf of a type that is slow to import, or a named tuple."""
+    cls = type(value)
+    if (encode := _late_leaf(cls)) is not None:
+        return encode(value)
+    if issubclass(cls, tuple) and has_member(cls, "_fields"):
+        return _fields(encoder, b"namedtuple", value, value._fields)
+    return None
+
+
+def _fields(encoder: Encoder, tag: bytes, value: Any, names: Iterable[str]) -> bytes:
+    parts = [_class_name(type(value))]
+    for name in names:
+        parts += [_text(name), encoder.part(_attribute(value, name), f".{name}")]
+    return _joined(tag, parts)
+
+
+def plain_array(encoder: Encoder, value: Any) -> bytes | None:
+    """NumPy's arrays, scalars and dtypes."""
+    np = sys.modules.get("numpy")
+    if np is not None:
         cls = type(value)
-        if has_member(cls, "__castore_key__"):
-            try:
-                own = cls.__castore_key__(value)
-            except UnhashableError as error:
-                raise RefusedError(str(error)) from error
-            return _joined(b"own", [_class_name(cls), self.part(own, ".__castore_key__()")])
-        if issubclass(cls, enum.Enum):
-            # A combination of flags has no name of its own before Python 3.11.
-            member = value.value if issubclass(cls, enum.Flag) else value.name
-            return _joined(b"enum", [_class_name(cls), self.part(member)])
-        if issubclass(cls, pathlib.PurePath):
-            concrete = b"path" if issubclass(cls, pathlib.Path) else b"pure path"
-            tag = b"windows" if issubclass(cls, pathlib.PureWindowsPath) else concrete
-            return _leaf(tag, _utf8(str(value)))
-        if has_member(cls, "__dataclass_fields__"):
-            return self.dataclass(value)
-        if (encode := _late_leaf(cls)) is not None:
-            return encode(value)
-        if issubclass(cls, tuple) and has_member(cls, "_fields"):
-            return self._fields(b"namedtuple", value, value._fields)
-        return self.rest(value)
-
-    def dataclass(self, value: Any) -> bytes:
-        """Return the canonical bytes of a dataclass instance: its fields."""
-        import dataclasses  # already imported by the module that defines the dataclass
-
-        return self._fields(b"dataclass", value, sorted(field.name for field in dataclasses.fields(value)))
-
-    def _fields(self, tag: bytes, value: Any, names: Iterable[str]) -> bytes:
-        parts = [_class_name(type(value))]
-        for name in names:
-            parts += [_text(name), self.part(_attribute(value, name), f".{name}")]
-        return _joined(tag, parts)
-
-    def rest(self, value: Any) -> bytes:
-        """Return the canonical bytes of NumPy's values. All other types are refused."""
-        np = sys.modules.get("numpy")
-        if np is not None:
-            cls = type(value)
-            if issubclass(cls, np.dtype):
-                return _leaf(b"dtype", _dtype(value))
-            if cls in (np.ndarray, np.memmap):
-                return _joined(b"array", _array_parts(value))
-            if issubclass(cls, np.generic):
-                return _joined(b"scalar", _array_parts(np.asarray(value)))
-        return refuse(value)
-
-    def items(self, value: Iterable[Any]) -> list[bytes]:
-        """Return the encoded parts of a list or a tuple, in order."""
-        leaf = self.leaves.get
-        return [
-            encode(item) if (encode := leaf(type(item))) else self.part(item, f"[{place}]")
-            for place, item in enumerate(value)
-        ]
-
-    def members(self, value: Iterable[Any]) -> list[bytes]:
-        """Return the encoded parts of a set, sorted."""
-        leaf = self.leaves.get
-        return sorted(encode(item) if (encode := leaf(type(item))) else self.member(item) for item in value)
-
-    def member(self, item: Any) -> bytes:
-        """Return the encoded part of a set."""
-        return self.part(item, "{...}")
-
-    def mapping(self, value: dict[Any, Any]) -> bytes:
-        """Return the canonical bytes of a dict, whatever its order."""
-        return self.unordered(value)
-
-    def unordered(self, value: dict[Any, Any]) -> bytes:
-        """Return the canonical bytes of a dict whose order does not count."""
-        return _joined(b"dict", self.pairs(value), each=2)
-
-    def pairs(self, value: dict[Any, Any]) -> list[bytes]:
-        """Return each encoded key with its encoded value, sorted."""
-        leaves = self.leaves
-        if leaves.keys() >= {*map(type, value), *map(type, value.values())}:  # for example a vocabulary
-            return sorted(
-                [leaves[type(name)](name) + leaves[type(item)](item) for name, item in value.items()]
-            )
-        # All keys before any value, so that a subclass that numbers objects numbers them in the same order.
-        codes = [self.part(name, f".keys()[{place}]") for place, name in enumerate(value)]
-        names = sorted(zip(codes, value, strict=True), key=itemgetter(0))
-        # Sorted again for unequal keys with equal encodings, such as NaN. No code is a prefix of another
-        # code, so the values decide the order only between equal codes.
-        return sorted([code + self.part(value[name], f"[{name!r}]") for code, name in names])
+        if issubclass(cls, np.dtype):
+            return _leaf(b"dtype", _dtype(value))
+        if cls in (np.ndarray, np.memmap):
+            return _joined(b"array", _array_parts(value))
+        if issubclass(cls, np.generic):
+            return _joined(b"scalar", _array_parts(np.asarray(value)))
+    return None
 
 
 def refuse(value: object) -> NoReturn:
@@ -359,7 +521,7 @@ def _integer(number: int) -> bytes:
 
 
 def _int(number: int) -> bytes:
-    data = _integer(number)
+    data = number.to_bytes(number.bit_length() // 8 + 1, "big", signed=True)
     return b"\x03int:%d:%b" % (len(data), data) if len(data) <= _LONG_LEAF else _leaf(b"int", data)
 
 
@@ -382,7 +544,7 @@ def _zoned(moment: dt.datetime | dt.time) -> bytes:
 
 def _dtype(dtype: Any) -> bytes:
     if dtype.metadata:
-        return _plain_dtype(dtype) + b" with " + Encoder().part(dict(dtype.metadata))
+        return _plain_dtype(dtype) + b" with " + Encoder(CONFIGS).part(dict(dtype.metadata))
     return _plain_dtype(dtype)
 
 
@@ -467,7 +629,8 @@ def _hash_file(hasher: blake3, path: os.PathLike[str]) -> None:
         ) from error
 
 
-_LEAVES: dict[type, Callable[[Any], bytes]] = {
+#: Functions for values that contain no others, by exact type.
+LEAVES: dict[type, Callable[[Any], bytes]] = {
     type(None): lambda _: _leaf(b"none", b""),
     type(Ellipsis): lambda _: _leaf(b"ellipsis", b""),
     bool: lambda value: _leaf(b"bool", b"1" if value else b"0"),
@@ -485,7 +648,7 @@ _LEAVES: dict[type, Callable[[Any], bytes]] = {
     dt.timedelta: lambda value: _leaf(b"timedelta", _integer(value // dt.timedelta(microseconds=1))),
 }
 
-Encoder.leaves = _LEAVES
+Encoder.leaves = LEAVES
 
 # Types of modules that are slow to import. A value can have such a type only if its module is imported
 # already.
@@ -503,12 +666,15 @@ def _late_leaf(cls: type) -> Callable[[Any], bytes] | None:
 
 
 _CONTAINERS: dict[type, Callable[[Encoder, Any], bytes]] = {
-    list: lambda encoder, value: _joined(b"list", encoder.items(value)),
-    tuple: lambda encoder, value: _joined(b"tuple", encoder.items(value)),
-    dict: lambda encoder, value: encoder.mapping(value),
-    AnyOrder: lambda encoder, value: encoder.unordered(value),
-    set: lambda encoder, value: _joined(b"set", encoder.members(value)),
-    frozenset: lambda encoder, value: _joined(b"frozenset", encoder.members(value)),
-    range: lambda encoder, value: _joined(b"range", encoder.items((value.start, value.stop, value.step))),
-    slice: lambda encoder, value: _joined(b"slice", encoder.items((value.start, value.stop, value.step))),
+    list: lambda encoder, value: _joined(b"list", _items(encoder, value)),
+    tuple: lambda encoder, value: _joined(b"tuple", _items(encoder, value)),
+    dict: _dict,
+    AnyOrder: _any_order,
+    set: lambda encoder, value: _joined(b"set", _members(encoder, value)),
+    frozenset: lambda encoder, value: _joined(b"frozenset", _members(encoder, value)),
+    range: lambda encoder, value: _joined(b"range", _items(encoder, (value.start, value.stop, value.step))),
+    slice: lambda encoder, value: _joined(b"slice", _items(encoder, (value.start, value.stop, value.step))),
 }
+
+#: The rules for configs. All other types are refused.
+CONFIGS = Rules(own_key, named_value, _dataclass, late_leaf_or_named_tuple, plain_array)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import copy
 import dataclasses
 import enum
 import functools
@@ -23,17 +22,14 @@ import importlib
 import importlib.util
 import inspect
 import logging
-import pathlib
 import re
 import sys
 import threading
 import types
 import typing
-from collections.abc import Callable, Iterator, Set
-from typing import Any, TypeVar
+from collections.abc import Iterator, Set
+from typing import Any
 
-from castore.errors import UnhashableError
-from castore.keys import addresses, doubts
 from castore.keys.bytecode import (
     BODY_NOISE,
     codes,
@@ -41,9 +37,11 @@ from castore.keys.bytecode import (
     outer_reads,
     steps,
 )
-from castore.keys.classes import has_member, per_class, registered
-from castore.keys.encoder import AnyOrder, Encoder, UnencodableError, refuse
+from castore.keys.classes import has_member, registered
+from castore.keys.encoder import CONFIGS, AnyOrder, Encoder, UnencodableError, refuse
 from castore.keys.libraries import library_object, library_of
+from castore.keys.registry import Table
+from castore.keys.torch_modules import EVAL, calls_eval
 
 _CLASS_NOISE = {
     *BODY_NOISE, "__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__dict__",
@@ -66,254 +64,12 @@ _DESCRIPTORS = (
 )  # fmt: skip
 _MISSING = object()
 _PACKAGE = __name__.partition(".")[0]
-
-
-# The beginning of encoded bytes, and the length from which a digest replaces them.
-_ENCODED = re.compile(rb"[\x01-\x14][a-z]+\+\d+:")
-_LONG = 1024
-_encode_bytes = Encoder.leaves[bytes]
-Self = TypeVar("Self", bound="FunctionEncoder")
-_ADDRESS = (
-    "is an address of this process, which is another one in every run, so nothing would be found again; "
-    "leave it out in __getstate__, or give its class a __castore_key__ method"
-)
 # The prefix of attributes that torch.compile sets on a function and functools.wraps copies; one is an
 # address.
 _COMPILER = "_torchdynamo_"
 
 
-class _Seen:
-    """Findings in encoded bytes. Separate: a reference to its own method would keep an encoder alive."""
-
-    def __init__(self) -> None:
-        self.addresses: set[int] = set()
-        self.doubtful = False
-        # Whether the encoding has imported a module, which may have given other modules more attributes.
-        self.imported = False
-
-    def look(self, code: bytes) -> None:
-        """Search encoded bytes for addresses and doubtful values."""
-        self.addresses |= addresses.candidates(code)
-        self.doubtful = self.doubtful or doubts.are_in(code)
-
-    def leaf(self, code: bytes) -> bytes:
-        """The canonical bytes of bytes; long encoded bytes are searched before a digest replaces them."""
-        if len(code) > _LONG and _ENCODED.match(code):
-            self.look(code)
-        return _encode_bytes(code)
-
-
-class FunctionEncoder(Encoder):
-    """An Encoder that also takes functions, classes and modules.
-
-    Attributes:
-        sought: addresses of this process; for a value that contains one of them, `encode` names the part.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sought: set[int] = set()
-        self._tracing = False
-        self._seen = _Seen()
-        # Encoded parts come back as bytes, and must be searched.
-        self.leaves = {**type(self).leaves, bytes: self._seen.leaf}
-        # Functions call one another in cycles: a number represents a function that was met before.
-        self._met: dict[int, tuple[int, object]] = {}
-        # Whether the order of dicts counts here: it counts in the user's values, not in a library's own.
-        self._ordered = True
-
-    def encode(self, value: object, what: str) -> bytes:
-        """As in Encoder; a value that contains an address of this process is an UnhashableError too."""
-        blank = {
-            name: copy.copy(item) for name, item in vars(self).items() if type(item) in (dict, list, set)
-        }
-        code = super().encode(value, what)
-        while self._seen.imported:  # so that the first result equals the later ones
-            self._seen.imported = False
-            vars(self).update({name: copy.copy(item) for name, item in blank.items()})
-            code = super().encode(value, what)
-        self._seen.look(code)
-        addressed = self._seen.addresses
-        found = addresses.confirmed(addressed) if addressed and not self._tracing else None
-        if found:
-            tracer = type(self)()
-            tracer._tracing, tracer.sought, tracer.leaves = True, found, {}
-            tracer.encode(value, what)
-            raise UnhashableError(f"{what}: {_ADDRESS}")
-        return code
-
-    def _nested(self, value: Any) -> bytes:
-        around = self._ordered
-        self._ordered = _is_ordered(value, around)
-        try:
-            return super()._nested(value)
-        finally:
-            self._ordered = around
-
-    def mapping(self, value: dict[Any, Any]) -> bytes:
-        """As in Encoder; but in the user's values the order of keys counts, unless they are sorted."""
-        code = self.unordered(value)
-        order = order_of_keys(value) if self._ordered and len(value) > 1 else None
-        return code if order is None else self.tagged("in order", code, self.part(order, ".keys()"))
-
-    def other(self, value: Any) -> bytes:
-        """The canonical bytes of a function, class or module; each is numbered at its first visit."""
-        inner = uncompiled(value)
-        if inner is not value:
-            return self.part(inner)
-        library = library_object(value)
-        if library:
-            return self.tagged("library", library)
-        cls = type(value)
-        encode = _kind_of(cls)
-        if encode is not None:
-            if issubclass(cls, types.FunctionType | type):
-                self._met[id(value)] = (len(self._met), value)
-            code = self.tagged(cls.__name__, *encode(self, value))
-            if issubclass(cls, type) or library_of(cls.__module__):
-                return code
-        else:
-            code = super().other(value)
-            users_path = issubclass(cls, pathlib.PurePath) and not library_of(cls.__module__)
-            if not (users_path or issubclass(cls, enum.Enum | tuple) or _is_dataclass(cls)):
-                return code
-        # Instances of a user's class: its methods count too.
-        return self.tagged("instance", code, self.part(cls))
-
-    def part(self, value: Any, step: str = "") -> bytes:
-        """As in Encoder, but a function or a class that is met again is no cycle."""
-        if self._tracing:
-            return self._traced(value, step)
-        met = self._met.get(id(value))
-        return super().part(value, step) if met is None else self.tagged("met", met[0])
-
-    def _traced(self, value: Any, step: str) -> bytes:
-        """As `part`, but a sought address raises an error, which collects the path to the address."""
-        if self.sought and addresses.holds(value, self.sought):
-            error = UnencodableError(_ADDRESS)
-            error.path.append(step)
-            raise error
-        met = self._met.get(id(value))
-        return super().part(value, step) if met is None else self.tagged("met", met[0])
-
-    def member(self, item: Any) -> bytes:
-        """As in Encoder, but each element has its own numbers, since the order of a set is random."""
-        return self._beside().part(item, "{...}")
-
-    def _beside(self: Self) -> Self:
-        """Another encoder with the same context, and its own numbers."""
-        alone = type(self)()
-        alone._open, alone._seen, alone.leaves = self._open, self._seen, self.leaves
-        alone._tracing, alone.sought, alone._ordered = self._tracing, self.sought, self._ordered
-        return alone
-
-    def tagged(self, tag: str, *parts: Any) -> bytes:
-        """A tag and parts, as bytes."""
-        return self.part((tag, *parts))
-
-    def function(self, function: types.FunctionType) -> Iterator[Any]:
-        """The parts of a function that count."""
-        yield function.__qualname__
-        library = library_of(function.__globals__.get("__name__"))
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        if library:
-            # Lambdas of one module share their name, so their instructions count here too; their globals do
-            # not.
-            yield library, [[*instructions(inner)] for inner in codes(function.__code__)]
-            yield from (self._value(_cell(cell), f" -> closure {name!r}") for name, cell in cells.items())
-        else:
-            yield from self._body(function.__code__, function.__globals__, cells)
-        yield self._value(function.__defaults__, " -> defaults")
-        named = function.__kwdefaults__
-        yield self._value(named and AnyOrder(named), " -> defaults")
-        # Attributes that functools.wraps and users set on a function, such as the wrapped function.
-        yield self._value(AnyOrder(_own_attributes(function)), " -> attribute ")
-
-    def common(self, method: Any, owner: Any) -> Iterator[Any]:
-        """The parts that count of a method that a module offers as a function."""
-        module = type(owner).__module__
-        library = library_of(module)
-        yield from (method.__qualname__, library or self.part(owner, ".__self__"))
-
-    def code_parts(self, code: types.CodeType) -> Iterator[Any]:
-        """The parts that count of code without a function: compiled text, say."""
-        yield _content(code)[0]
-
-    def _body(self, code: types.CodeType, scope: dict[str, Any], cells: dict[str, Any]) -> Iterator[Any]:
-        instructions, names, reads = _content(code)
-        yield instructions
-        for kind, name in reads:
-            if kind == "closure" and name in cells:
-                yield name, self._reference(_cell(cells[name]), names, f" -> closure {name!r}")
-            elif kind == "global" and name in scope:
-                yield name, self._reference(scope[name], names, f" -> global {name!r}")
-            elif kind == "global":
-                yield name, "builtin" if hasattr(builtins, name) else "unbound"
-        for name in sorted({name for inner in codes(code) for name in _imports(inner, scope)}):
-            was_there = name in sys.modules
-            module = _imported(name)
-            self._seen.imported |= not was_there and name in sys.modules
-            yield name, self._reference(module, names, f" -> import {name!r}")
-
-    def _reference(self, value: Any, names: Set[str], step: str) -> bytes:
-        """A value that code refers to; for a user module, all of its attributes that the code names."""
-        if not issubclass(type(value), types.ModuleType) or library_of(value.__name__):
-            return self._value(value, step)
-        if id(value) in self._open:  # modules that import one another
-            return self.tagged("module", value.__name__)
-        self._open.add(id(value))
-        try:
-            found = sorted(name for name in names if hasattr(value, name) and not _is_magic(name))
-            parts = [(name, self._reference(getattr(value, name), names, f".{name}")) for name in found]
-            return self.tagged("module", *parts)
-        except UnencodableError as error:
-            error.path.append(step)
-            raise
-        finally:
-            self._open.discard(id(value))
-
-    def _value(self, value: Any, step: str) -> bytes:
-        return self.tagged("unset") if value is _MISSING else self.part(value, step)
-
-    def class_(self, cls: type) -> Iterator[Any]:
-        """The parts of a class that count: its bases and everything that its body defines."""
-        yield cls.__qualname__
-        library = library_of(cls.__module__)
-        if library:
-            yield library
-            # A library may derive classes from the user's: torch's parametrizations do.
-            yield from (
-                self._value(base, f" -> base {base.__name__!r}")
-                for base in cls.__bases__
-                if not library_of(base.__module__)
-            )
-            return
-        if not library_of(type(cls).__module__):
-            yield "metaclass", self.part(type(cls), f" -> metaclass {type(cls).__name__!r}")
-        yield from (self._value(base, f" -> base {base.__name__!r}") for base in cls.__bases__)
-        noise = set(_CLASS_NOISE)
-        if _is_dataclass(cls):
-            noise |= {name for name, value in vars(cls).items() if _is_generated(value)}
-            for field in dataclasses.fields(cls):
-                chosen = [v for v in (field.default, field.default_factory) if v is not dataclasses.MISSING]
-                yield field.name, field.init, self._value(chosen, f".{field.name}")
-        if issubclass(cls, enum.Enum):
-            yield [(name, self._value(member.value, f".{name}")) for name, member in cls.__members__.items()]
-            held = {name: _held_by_member(member) for name, member in cls.__members__.items()}
-            if any(held.values()):
-                yield (
-                    "members",
-                    [(name, self.part(attributes, f".{name}")) for name, attributes in held.items()],
-                )
-            noise |= {name for name, value in vars(cls).items() if not _is_users_method(value)}
-        if issubclass(cls, tuple) and "_fields" in vars(cls):
-            noise |= {*cls._fields, *_TUPLE_NOISE}  # type: ignore[attr-defined]
-        for name, value in sorted(vars(cls).items()):
-            if name not in noise:
-                yield name, self._value(registered(cls, value), f".{name}")
-
-
-def _is_ordered(value: Any, around: bool) -> bool:
+def orders(value: Any, around: bool) -> bool:
     """Whether the order of dicts counts in a value: it counts in the user's values, not in a library's.
 
     Python's and castore's objects hold the user's values: in them the order counts as it does around them.
@@ -329,11 +85,164 @@ def _is_ordered(value: Any, around: bool) -> bool:
     return around and (" of Python " in library or module.partition(".")[0] == _PACKAGE)
 
 
-def order_of_keys(pairs: dict[Any, Any]) -> list[Any] | None:
-    """The keys of a dict in their order; None if the order is numeric or alphabetic."""
-    keys = list(pairs)
-    ordered = {*map(type, keys)} in ({str}, {int}, set()) and keys == sorted(keys)
-    return None if ordered else keys
+def code_rule(encoder: Encoder, value: Any) -> bytes | None:
+    """The rule for functions, classes and modules; each is numbered at its first visit."""
+    inner = uncompiled(value)
+    if inner is not value:
+        return encoder.part(inner)
+    library = library_object(value)
+    if library:
+        return encoder.tagged("library", library)
+    cls = type(value)
+    count = _CODE.of(cls)
+    if count is None:
+        return None
+    if issubclass(cls, types.FunctionType | type):
+        encoder.number(value)
+    code = encoder.tagged(cls.__name__, *count(encoder, value))
+    if issubclass(cls, type) or library_of(cls.__module__):
+        return code
+    # An instance of a user's class: its methods count too.
+    return encoder.tagged("instance", code, encoder.part(cls))
+
+
+def _function_parts(encoder: Encoder, function: types.FunctionType) -> Iterator[Any]:
+    """The parts of a function that count.
+
+    The mode of modules that the function sets to eval does not count.
+    """
+    around = encoder.marks
+    dispatch = _dispatch_registry(function)
+    if dispatch is None and calls_eval(function.__code__):
+        encoder.marks = around | {EVAL}
+    try:
+        parts = list(_function(encoder, function) if dispatch is None else _dispatching(encoder, dispatch))
+    finally:
+        encoder.marks = around
+    if encoder.watch is not None:
+        encoder.watch.function(encoder, function, parts)
+    yield from parts
+
+
+def _dispatching(encoder: Encoder, registry: dict[type, Any]) -> Iterator[Any]:
+    yield "singledispatch", sorted((encoder.part(kind), encoder.part(f)) for kind, f in registry.items())
+
+
+def _dispatch_registry(function: types.FunctionType) -> dict[type, Any] | None:
+    """The implementations of a `functools.singledispatch` function, without its cache; else None."""
+    registry = function.__dict__.get("registry")
+    if isinstance(registry, types.MappingProxyType) and callable(function.__dict__.get("dispatch")):
+        return dict(registry)
+    return None
+
+
+def _function(encoder: Encoder, function: types.FunctionType) -> Iterator[Any]:
+    yield function.__qualname__
+    library = library_of(function.__globals__.get("__name__"))
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if library:
+        # Lambdas of one module share their name, so their instructions count here too; their globals do not.
+        yield library, [[*instructions(inner)] for inner in codes(function.__code__)]
+        yield from (_value(encoder, _cell(cell), f" -> closure {name!r}") for name, cell in cells.items())
+    else:
+        yield from _body(encoder, function.__code__, function.__globals__, cells)
+    yield _value(encoder, function.__defaults__, " -> defaults")
+    named = function.__kwdefaults__
+    yield _value(encoder, named and AnyOrder(named), " -> defaults")
+    # Attributes that functools.wraps and users set on a function, such as the wrapped function.
+    yield _value(encoder, AnyOrder(_own_attributes(function)), " -> attribute ")
+
+
+def code_parts(code: types.CodeType) -> Iterator[Any]:
+    """The parts that count of code without a function: compiled text, say."""
+    yield _content(code)[0]
+
+
+def _body(
+    encoder: Encoder, code: types.CodeType, scope: dict[str, Any], cells: dict[str, Any]
+) -> Iterator[Any]:
+    instructions, names, reads = _content(code)
+    yield instructions
+    for kind, name in reads:
+        if kind == "closure" and name in cells:
+            yield name, _reference(encoder, _cell(cells[name]), names, f" -> closure {name!r}")
+        elif kind == "global" and name in scope:
+            yield name, _reference(encoder, scope[name], names, f" -> global {name!r}")
+        elif kind == "global":
+            yield name, "builtin" if hasattr(builtins, name) else "unbound"
+    for name in sorted({name for inner in codes(code) for name in _imports(inner, scope)}):
+        was_there = name in sys.modules
+        module = _imported(name)
+        encoder.found.imported |= not was_there and name in sys.modules
+        yield name, _reference(encoder, module, names, f" -> import {name!r}")
+
+
+def _reference(encoder: Encoder, value: Any, names: Set[str], step: str) -> bytes:
+    """A value that code refers to; for a user module, all of its attributes that the code names."""
+    if not issubclass(type(value), types.ModuleType) or library_of(value.__name__):
+        code = _value(encoder, value, step)
+    else:
+        code = _users_module(encoder, value, names, step)
+    if encoder.watch is not None:
+        encoder.watch.reference(value, step, code)
+    return code
+
+
+def _users_module(encoder: Encoder, module: types.ModuleType, names: Set[str], step: str) -> bytes:
+    if id(module) in encoder.open:  # modules that import one another
+        return encoder.tagged("module", module.__name__)
+    encoder.open[id(module)] = False
+    try:
+        found = sorted(name for name in names if hasattr(module, name) and not _is_magic(name))
+        parts = [(name, _reference(encoder, getattr(module, name), names, f".{name}")) for name in found]
+        return encoder.tagged("module", *parts)
+    except UnencodableError as error:
+        error.path.append(step)
+        raise
+    finally:
+        del encoder.open[id(module)]
+
+
+def _value(encoder: Encoder, value: Any, step: str) -> bytes:
+    return encoder.tagged("unset") if value is _MISSING else encoder.part(value, step)
+
+
+def _class(encoder: Encoder, cls: type) -> Iterator[Any]:
+    """The parts of a class that count: its bases and everything that its body defines."""
+    yield cls.__qualname__
+    library = library_of(cls.__module__)
+    if library:
+        yield library
+        # A library may derive classes from the user's: torch's parametrizations do.
+        yield from (
+            _value(encoder, base, f" -> base {base.__name__!r}")
+            for base in cls.__bases__
+            if not library_of(base.__module__)
+        )
+        return
+    if not library_of(type(cls).__module__):
+        yield "metaclass", encoder.part(type(cls), f" -> metaclass {type(cls).__name__!r}")
+    yield from (_value(encoder, base, f" -> base {base.__name__!r}") for base in cls.__bases__)
+    noise = set(_CLASS_NOISE)
+    if _is_dataclass(cls):
+        noise |= {name for name, value in vars(cls).items() if _is_generated(value)}
+        for field in dataclasses.fields(cls):
+            chosen = [v for v in (field.default, field.default_factory) if v is not dataclasses.MISSING]
+            yield field.name, field.init, _value(encoder, chosen, f".{field.name}")
+    if issubclass(cls, enum.Enum):
+        yield [(name, _value(encoder, member.value, f".{name}")) for name, member in cls.__members__.items()]
+        held = {name: _held_by_member(member) for name, member in cls.__members__.items()}
+        if any(held.values()):
+            yield (
+                "members",
+                [(name, encoder.part(attributes, f".{name}")) for name, attributes in held.items()],
+            )
+        noise |= {name for name, value in vars(cls).items() if not _is_users_method(value)}
+    if issubclass(cls, tuple) and "_fields" in vars(cls):
+        noise |= {*cls._fields, *_TUPLE_NOISE}  # type: ignore[attr-defined]
+    for name, value in sorted(vars(cls).items()):
+        if name not in noise:
+            yield name, _value(encoder, registered(cls, value), f".{name}")
 
 
 def _is_dataclass(cls: type) -> bool:
@@ -348,11 +257,6 @@ def _held_by_member(member: enum.Enum) -> dict[str, Any]:
         if not (name.startswith("_") and name.endswith("_"))  # enum's own
         and not isinstance(inspect.getattr_static(type(member), name, None), functools.cached_property)
     )
-
-
-@per_class
-def _kind_of(cls: type) -> Callable[[FunctionEncoder, Any], Iterator[Any]] | None:
-    return next((encode for kind, encode in _KINDS.items() if issubclass(cls, kind)), None)
 
 
 def uncompiled(value: Any) -> Any:
@@ -400,7 +304,7 @@ def _content(code: types.CodeType) -> tuple[bytes, frozenset[str], list[tuple[st
     rows = [[part for row in instructions(inner) for part in row] for inner in inside]
     names = frozenset(name for inner in inside for name in inner.co_names)
     reads = {read for inner in inside for read in outer_reads(inner)}
-    return Encoder().part(rows), names, sorted(reads)
+    return Encoder(CONFIGS).part(rows), names, sorted(reads)
 
 
 def _imports(code: types.CodeType, scope: dict[str, Any]) -> Iterator[str]:
@@ -464,11 +368,12 @@ def _is_generated(value: object) -> bool:
     return getattr(getattr(value, "__code__", None), "co_filename", None) == "<string>"
 
 
-def _builtin(encoder: FunctionEncoder, value: Any) -> Iterator[Any]:
+def _builtin(encoder: Encoder, value: Any) -> Iterator[Any]:
     owner = value.__self__
     if getattr(sys.modules.get(type(owner).__module__), value.__name__, None) is value:
         # random.random is a method of the generator that its module shares with all callers.
-        yield from encoder.common(value, owner)
+        yield value.__qualname__  # type: ignore[union-attr]
+        yield library_of(type(owner).__module__) or encoder.part(owner, ".__self__")
         return
     module = owner.__name__ if isinstance(owner, types.ModuleType) else None
     library = library_of(module)
@@ -478,7 +383,7 @@ def _builtin(encoder: FunctionEncoder, value: Any) -> Iterator[Any]:
     yield library or encoder.part(owner, ".__self__")
 
 
-def _module(encoder: FunctionEncoder, value: types.ModuleType) -> Iterator[Any]:
+def _module(encoder: Encoder, value: types.ModuleType) -> Iterator[Any]:
     library = library_of(value.__name__)
     if not library:
         raise UnencodableError(
@@ -487,7 +392,7 @@ def _module(encoder: FunctionEncoder, value: types.ModuleType) -> Iterator[Any]:
     yield library
 
 
-def _partial(encoder: FunctionEncoder, value: functools.partial[Any]) -> Iterator[Any]:
+def _partial(encoder: Encoder, value: functools.partial[Any]) -> Iterator[Any]:
     yield encoder.part(value.func, ".func")
     yield encoder.part(value.args, ".args")
     yield encoder.part(value.keywords, ".keywords")
@@ -495,28 +400,31 @@ def _partial(encoder: FunctionEncoder, value: functools.partial[Any]) -> Iterato
         yield encoder.part(AnyOrder(vars(value)), ".__dict__")
 
 
-def _method(encoder: FunctionEncoder, value: types.MethodType) -> Iterator[Any]:
+def _method(encoder: Encoder, value: types.MethodType) -> Iterator[Any]:
     yield encoder.part(value.__func__)
     yield encoder.part(value.__self__, ".__self__")
 
 
-def _property(encoder: FunctionEncoder, value: property) -> Iterator[Any]:
+def _property(encoder: Encoder, value: property) -> Iterator[Any]:
     yield from (encoder.part(function) for function in (value.fget, value.fset, value.fdel))
 
 
-# The first matching kind counts; Python 3.10 accepts aliases like list[int] as types.
-_KINDS: dict[Any, Callable[[FunctionEncoder, Any], Iterator[Any]]] = {
-    _TYPING: lambda _, value: iter((repr(value),)),
-    types.FunctionType: lambda encoder, value: encoder.function(value),
-    type: lambda encoder, value: encoder.class_(value),
-    types.ModuleType: _module,
-    types.BuiltinFunctionType: _builtin,
-    types.MethodType: _method,
-    functools.partial: _partial,
-    _WRAPPERS: lambda encoder, value: iter((encoder.part(value.__wrapped__),)),
-    functools.cached_property: lambda encoder, value: iter((encoder.part(value.func),)),
-    property: _property,
-    _DESCRIPTORS: lambda encoder, value: iter((value.__name__, encoder.part(value.__objclass__))),
-    re.Pattern: lambda _, value: iter((value.pattern, value.flags)),
-    _HARMLESS: lambda _, value: iter(()),
-}
+# The first matching type counts; Python 3.10 accepts aliases like list[int] as types. Here the name of the
+# value's class is the tag.
+_CODE = Table(
+    types={
+        _TYPING: lambda _, value: iter((repr(value),)),
+        types.FunctionType: _function_parts,
+        type: _class,
+        types.ModuleType: _module,
+        types.BuiltinFunctionType: _builtin,
+        types.MethodType: _method,
+        functools.partial: _partial,
+        _WRAPPERS: lambda encoder, value: iter((encoder.part(value.__wrapped__),)),
+        functools.cached_property: lambda encoder, value: iter((encoder.part(value.func),)),
+        property: _property,
+        _DESCRIPTORS: lambda encoder, value: iter((value.__name__, encoder.part(value.__objclass__))),
+        re.Pattern: lambda _, value: iter((value.pattern, value.flags)),
+        _HARMLESS: lambda _, value: iter(()),
+    }
+)

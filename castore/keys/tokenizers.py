@@ -10,8 +10,12 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
+
+from castore.keys.classes import full_name
+from castore.keys.encoder import Encoder
+from castore.keys.pickled import state_parts
 
 #: Attributes of a `transformers` tokenizer that its use changes, or that only make it faster.
 _NOISE = {"_tokenizer", "cache", "deprecation_warnings", "_in_target_context_manager", "verbose"}
@@ -21,21 +25,22 @@ _BASES = {
 }
 
 
-def tokenizer_parts(value: Any) -> Callable[[Any, Any], Iterator[Any]] | None:
-    """Return the function of an `InstanceEncoder` and ``value`` that yields a tokenizer's parts, or None."""
+def tokenizer(encoder: Encoder, value: Any) -> bytes | None:
+    """The rule for tokenizers."""
     rules = getattr(sys.modules.get("tokenizers"), "Tokenizer", None)
     if inspect.isclass(rules) and issubclass(type(value), rules):
-        return _rules
-    bases = {f"{base.__module__}.{base.__qualname__}" for base in type(value).__mro__}
-    return _transformers if bases & _BASES else None
+        return encoder.tagged(*_rules(value))
+    if any(full_name(base) in _BASES for base in type(value).__mro__):
+        return encoder.tagged(*_transformers(encoder, value))
+    return None
 
 
-def _rules(encoder: Any, value: Any) -> Iterator[Any]:
+def _rules(value: Any) -> Iterator[Any]:
     yield from ("tokenizer", type(value).__module__, value.to_str())
 
 
-def _transformers(encoder: Any, value: Any) -> Iterator[Any]:
-    encoder._met[id(value)] = (len(encoder._met), value)
+def _transformers(encoder: Encoder, value: Any) -> Iterator[Any]:
+    encoder.number(value)
     rules = getattr(value, "_tokenizer", None)
     told = None
     if rules is not None and hasattr(rules, "to_str"):
@@ -44,7 +49,7 @@ def _transformers(encoder: Any, value: Any) -> Iterator[Any]:
         told.pop("padding", None)
     yield from ("transformers tokenizer", encoder.part(type(value)), encoder.part(told))
     state = value.__getstate__() if _own_getstate(value) else vars(value)
-    yield from encoder.state({name: item for name, item in state.items() if name not in _NOISE})
+    yield from state_parts(encoder, {name: item for name, item in state.items() if name not in _NOISE})
 
 
 def _own_getstate(value: Any) -> bool:

@@ -2,8 +2,8 @@
 
 A handle (a lock, a pool, a counter shared between processes, a thread) cannot change what a function returns,
 and counts by its type. A stream, or a reference to an object that may be gone, has no stable hash. A compiled
-function counts by its Python function. An encoder uses this table before pickle's protocol. An adapter may
-use a table of its own before this one.
+function counts by its Python function. The rules for objects ask this table before pickle's protocol. An
+adapter may have a table of its own before this one.
 
 Only types are inspected: some objects raise errors when an attribute is read, even `__class__`. Must never:
 import a library. A value can have a type only if the type's library is imported.
@@ -14,59 +14,24 @@ from __future__ import annotations
 import gc
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 from blake3 import blake3
 
-from castore.keys.classes import per_class
-from castore.keys.encoder import UnencodableError
+from castore.keys.classes import full_name
+from castore.keys.encoder import Encoder, UnencodableError
+from castore.keys.functions import code_parts
 from castore.keys.libraries import library_object, library_of
-
-#: Takes an encoder and a value, and yields the parts of the value that count.
-Count: TypeAlias = Callable[[Any, Any], Iterator[Any]]
-#: A module, names of types in it, and the function for their values. The first row that fits is used.
-Row: TypeAlias = "tuple[str, tuple[str, ...], Count]"
+from castore.keys.pickled import lasting, object_parts, state_parts
+from castore.keys.registry import Count, Row, Table
 
 #: Prefixes of attributes that torch.compile and transformers set on tensors.
 _LEFT_ON_TENSORS = ("_dynamo_", "_is_hf_initialized")
 
 
-class Kinds:
-    """A table of types.
-
-    Args:
-        rows: module, names of types, and the function for their values.
-    """
-
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows = list(rows)
-        #: The function for values of a type; None if the table does not have the type.
-        self.of = per_class(self._look)
-
-    def add(self, module: str, names: tuple[str, ...], count: Count) -> None:
-        """Add a row. Call this at a module's import, before any value is looked up.
-
-        For modules that build on the table's own module.
-        """
-        self._rows.append((module, names, count))
-
-    def _look(self, cls: type) -> Count | None:
-        bases = set(map(id, cls.__mro__))
-        for module, names, count in self._rows:
-            loaded = sys.modules.get(module)
-            if loaded is not None and any(id(vars(loaded).get(name)) in bases for name in names):
-                return count
-        return None
-
-
-def full_name(cls: type) -> str:
-    """Module and name of a type."""
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def by_type(encoder: Any, value: Any) -> Iterator[Any]:
+def by_type(encoder: Encoder, value: Any) -> Iterator[Any]:
     """Count a handle by its type only, whatever its state. For a user's class, its code counts too."""
     cls = type(value)
     yield from ("harmless", full_name(cls))
@@ -93,41 +58,41 @@ def random_rows(count: Count) -> list[Row]:
 
 
 def _refusing(reason: str) -> Count:
-    def refuse(encoder: Any, value: Any) -> Iterator[Any]:
+    def refuse(encoder: Encoder, value: Any) -> Iterator[Any]:
         raise UnencodableError(f"cannot hash {type(value)}: {reason}")
 
     return refuse
 
 
-def _running(encoder: Any, value: Any) -> Iterator[Any]:
+def _running(encoder: Encoder, value: Any) -> Iterator[Any]:
     raise UnencodableError(
         f"cannot hash a {type(value).__name__}: what it yields depends on how far it has run"
     )
 
 
-def _match(encoder: Any, value: Any) -> Iterator[Any]:
+def _match(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from ("match", encoder.part(value.re), value.string, value.pos, value.endpos, value.span())
 
 
-def _pattern(encoder: Any, value: Any) -> Iterator[Any]:
+def _pattern(encoder: Encoder, value: Any) -> Iterator[Any]:
     # The pickled state of a regex pattern is compiled, with alternatives in an order that differs between
     # processes.
     yield from ("regex", value.pattern, value.flags, encoder.part(dict(value.named_lists)))
 
 
-def _proxy(encoder: Any, value: Any) -> Iterator[Any]:
+def _proxy(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from ("mapping", encoder.part(dict(value)))
 
 
-def _class_method_in_c(encoder: Any, value: Any) -> Iterator[Any]:
+def _class_method_in_c(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from ("class method", value.__name__, encoder.part(value.__objclass__))
 
 
-def _code(encoder: Any, value: Any) -> Iterator[Any]:
-    yield from ("code", *encoder.code_parts(value))
+def _code(encoder: Encoder, value: Any) -> Iterator[Any]:
+    yield from ("code", *code_parts(value))
 
 
-def _cell(encoder: Any, value: Any) -> Iterator[Any]:
+def _cell(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield "cell"
     try:
         yield encoder.part(value.cell_contents, ".cell_contents")
@@ -135,7 +100,7 @@ def _cell(encoder: Any, value: Any) -> Iterator[Any]:
         yield "empty"
 
 
-def _pointer(encoder: Any, value: Any) -> Iterator[Any]:
+def _pointer(encoder: Encoder, value: Any) -> Iterator[Any]:
     # A handle of a C library is an address, which differs in each process.
     pointee = getattr(type(value), "_type_", None)
     if isinstance(value, sys.modules["ctypes"].c_void_p) or not getattr(pointee, "_fields_", None):
@@ -144,7 +109,7 @@ def _pointer(encoder: Any, value: Any) -> Iterator[Any]:
     yield from ("pointer", encoder.part(value.contents if value else None, ".contents"))
 
 
-def _c_function(encoder: Any, value: Any) -> Iterator[Any]:
+def _c_function(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from ("function of C", getattr(value, "__name__", None))
     yield encoder.part((value.restype, value.argtypes, getattr(value, "errcheck", None)))
     for held in (value._objects or {}).values():
@@ -154,7 +119,7 @@ def _c_function(encoder: Any, value: Any) -> Iterator[Any]:
             yield [encoder.part(function) for function in gc.get_referents(held) if callable(function)]
 
 
-def _c_library(encoder: Any, value: Any) -> Iterator[Any]:
+def _c_library(encoder: Encoder, value: Any) -> Iterator[Any]:
     # A name without a folder is a system library; a library at a path may be the user's.
     name = value._name
     yield from ("library of C", full_name(type(value)), name)
@@ -163,22 +128,22 @@ def _c_library(encoder: Any, value: Any) -> Iterator[Any]:
             yield blake3(max_threads=1).update_mmap(name).digest()
 
 
-def _shared_memory(encoder: Any, value: Any) -> Iterator[Any]:
+def _shared_memory(encoder: Encoder, value: Any) -> Iterator[Any]:
     # The name does not count: it is random in every run.
     if value.buf is None:
         raise UnencodableError("is a SharedMemory that was closed; hold one that is open")
     yield from ("shared memory", len(value.buf), blake3(value.buf, max_threads=blake3.AUTO).digest())
 
 
-def _c_data(encoder: Any, value: Any) -> Iterator[Any]:
+def _c_data(encoder: Encoder, value: Any) -> Iterator[Any]:
     # multiprocessing's RawValue and RawArray are ctypes values in shared memory: handles.
     if "_wrapper" in getattr(value, "__dict__", ()):
         yield from by_type(encoder, value)
         return
-    yield from ("object", *encoder.object_(value))
+    yield from ("object", *object_parts(encoder, value))
 
 
-def _archive(encoder: Any, value: Any) -> Iterator[Any]:
+def _archive(encoder: Encoder, value: Any) -> Iterator[Any]:
     if value.zip is None:
         raise UnencodableError(
             "is an NpzFile that was closed; hold its arrays instead: dict(numpy.load(...))"
@@ -187,16 +152,16 @@ def _archive(encoder: Any, value: Any) -> Iterator[Any]:
     yield [(name, encoder.part(value[name], f"[{name!r}]")) for name in sorted(value.files)]
 
 
-def _vectorized(encoder: Any, value: Any) -> Iterator[Any]:
+def _vectorized(encoder: Encoder, value: Any) -> Iterator[Any]:
     # The first call stores a ufunc, which has nothing but its name.
     state = {name: item for name, item in vars(value).items() if name not in ("_ufunc", "_doc")}
-    yield from ("vectorize", *encoder.state(state))
+    yield from ("vectorize", *state_parts(encoder, state))
 
 
 # --- compiled code ------------------------------------------------------------------------------------------
 
 
-def _jitted(encoder: Any, value: Any) -> Iterator[Any]:
+def _jitted(encoder: Encoder, value: Any) -> Iterator[Any]:
     # numba stores with a function a uuid and the versions compiled so far; these do not count.
     yield from (
         "numba",
@@ -205,7 +170,7 @@ def _jitted(encoder: Any, value: Any) -> Iterator[Any]:
     )
 
 
-def _universal(encoder: Any, value: Any) -> Iterator[Any]:
+def _universal(encoder: Encoder, value: Any) -> Iterator[Any]:
     maker = getattr(value, "_dispatcher", None) or value.gufunc_builder
     options = {**getattr(value, "targetoptions", {})}
     # Types that were compiled on creation. Later calls add more types, and do not change results.
@@ -219,14 +184,14 @@ def _universal(encoder: Any, value: Any) -> Iterator[Any]:
     yield (value.identity, types, encoder.part(options, ".targetoptions"))
 
 
-def _jitted_class(encoder: Any, value: Any) -> Iterator[Any]:
+def _jitted_class(encoder: Encoder, value: Any) -> Iterator[Any]:
     made = value.class_type
     yield from ("numba", value.__qualname__, [(name, str(kind)) for name, kind in made.struct.items()])
     for table in (made.jit_methods, made.jit_props, made.jit_static_methods):
         yield [(name, encoder.part(function, f".{name}")) for name, function in sorted(table.items())]
 
 
-def _ufunc(encoder: Any, value: Any) -> Iterator[Any]:
+def _ufunc(encoder: Encoder, value: Any) -> Iterator[Any]:
     library = library_object(value)
     if library is not None:
         yield from ("library", library)
@@ -242,11 +207,11 @@ def _ufunc(encoder: Any, value: Any) -> Iterator[Any]:
     yield from ("ufunc", name, found.rpartition(" of ")[2])
 
 
-def _callback(encoder: Any, value: Any) -> Iterator[Any]:
+def _callback(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from ("numba", encoder.part(value.__wrapped__), str(value._sig))
 
 
-def _scripted(encoder: Any, value: Any) -> Iterator[Any]:
+def _scripted(encoder: Encoder, value: Any) -> Iterator[Any]:
     # The Python function if it is known: the compiled code does not contain the functions that it calls.
     known = vars(value).get("_torchdynamo_inline")
     if known is not None:
@@ -255,12 +220,12 @@ def _scripted(encoder: Any, value: Any) -> Iterator[Any]:
     yield from ("script", *_archive_of(encoder, value))
 
 
-def scripted_module(encoder: Any, value: Any, without: frozenset[str] = frozenset()) -> Iterator[Any]:
+def scripted_module(encoder: Encoder, value: Any, without: frozenset[str] = frozenset()) -> Iterator[Any]:
     """Count a module compiled by torch.jit by code, attributes (not ``without``), weights and constants."""
     yield from ("script", *_archive_of(encoder, value._c, without))
 
 
-def _archive_of(encoder: Any, value: Any, without: frozenset[str] = frozenset()) -> Iterator[Any]:
+def _archive_of(encoder: Encoder, value: Any, without: frozenset[str] = frozenset()) -> Iterator[Any]:
     from castore.keys.torchscript import archive_parts  # imported here because it imports zipfile
 
     yield from archive_parts(encoder, value.save_to_buffer(), without)
@@ -269,7 +234,7 @@ def _archive_of(encoder: Any, value: Any, without: frozenset[str] = frozenset())
 # --- libraries ----------------------------------------------------------------------------------------------
 
 
-def tensor(encoder: Any, value: Any) -> Iterator[Any]:
+def tensor(encoder: Encoder, value: Any) -> Iterator[Any]:
     """Count a tensor by its values, and by its other properties that a function can observe.
 
     Device, strides and autograd graph do not count.
@@ -281,7 +246,7 @@ def tensor(encoder: Any, value: Any) -> Iterator[Any]:
         yield "requires grad"
 
 
-def tensor_values(encoder: Any, value: Any) -> Iterator[Any]:
+def tensor_values(encoder: Encoder, value: Any) -> Iterator[Any]:
     """Like `tensor`, but whether it is a Parameter or requires grad does not count."""
     torch = sys.modules["torch"]
     plain = value.detach()
@@ -308,13 +273,13 @@ def tensor_values(encoder: Any, value: Any) -> Iterator[Any]:
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         yield encoder.part(type(value))
     held = {name: item for name, item in vars(value).items() if not name.startswith(_LEFT_ON_TENSORS)}
-    held = encoder.lasting(value, held)
+    held = lasting(encoder, value, held)
     if held:
         yield "attributes"
-        yield from encoder.state(held)
+        yield from state_parts(encoder, held)
 
 
-def _sparse(encoder: Any, plain: Any) -> Iterator[Any]:
+def _sparse(encoder: Encoder, plain: Any) -> Iterator[Any]:
     torch = sys.modules["torch"]
     if plain.layout == torch.sparse_coo:
         plain = plain.coalesce()
@@ -332,7 +297,7 @@ def _sparse(encoder: Any, plain: Any) -> Iterator[Any]:
     yield from (encoder.part(part) for part in (*places, plain.values()))
 
 
-def _quantized(encoder: Any, plain: Any) -> Iterator[Any]:
+def _quantized(encoder: Encoder, plain: Any) -> Iterator[Any]:
     torch = sys.modules["torch"]
     yield from ("quantised tensor", str(plain.dtype), str(plain.qscheme()), encoder.part(plain.int_repr()))
     if plain.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
@@ -342,7 +307,7 @@ def _quantized(encoder: Any, plain: Any) -> Iterator[Any]:
         yield from map(encoder.part, (plain.q_per_channel_scales(), plain.q_per_channel_zero_points()))
 
 
-def _storage(encoder: Any, value: Any) -> Iterator[Any]:
+def _storage(encoder: Encoder, value: Any) -> Iterator[Any]:
     # Its pickled bytes have its address in them.
     torch = sys.modules["torch"]
     plain = value.untyped() if hasattr(value, "untyped") else value
@@ -351,15 +316,15 @@ def _storage(encoder: Any, value: Any) -> Iterator[Any]:
     yield encoder.part(flat)
 
 
-def _word(encoder: Any, value: Any) -> Iterator[Any]:
+def _word(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from ("torch", str(value))
 
 
-def _torch_generator(encoder: Any, value: Any) -> Iterator[Any]:
+def _torch_generator(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from ("torch generator", encoder.part(value.get_state()))
 
 
-def _language(encoder: Any, value: Any) -> Iterator[Any]:
+def _language(encoder: Encoder, value: Any) -> Iterator[Any]:
     # The vocabulary also collects strings during use; these do not change results.
     sorted_ones = {name: _with_sorted_sets(component) for name, component in value.components}
     told = {name: item for name, item in sorted_ones.items() if item is not None}
@@ -390,7 +355,7 @@ def _with_sorted_sets(component: Any) -> dict[str, Any] | None:
     return {**told, **sets} if sets else None
 
 
-def _document(encoder: Any, value: Any) -> Iterator[Any]:
+def _document(encoder: Encoder, value: Any) -> Iterator[Any]:
     # Its pickled bytes have its strings in the order of a set.
     told = value.to_dict(exclude=["vocab", "user_data"])
     yield from ("spaCy", encoder.part(type(value)), encoder.part(value.vocab, ".vocab"))
@@ -402,11 +367,11 @@ def _document(encoder: Any, value: Any) -> Iterator[Any]:
     ]
 
 
-def _rules(encoder: Any, value: Any) -> Iterator[Any]:
+def _rules(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from ("spaCy", encoder.part(type(value)), value.to_bytes(exclude=["vocab"]))
 
 
-def _vocabulary(encoder: Any, value: Any) -> Iterator[Any]:
+def _vocabulary(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from ("spaCy", encoder.part(type(value)), value.to_bytes(exclude=["strings"]))
 
 
@@ -424,7 +389,7 @@ def _modules_and_names(prefix: str) -> list[Row]:
 
 
 #: The table that all adapters share. docs/datasets.md describes it for users.
-SHARED = Kinds(
+SHARED = Table(
     [
         ("threading", ("Condition", "Semaphore", "Event", "Barrier", "local", "Thread"), by_type),
         ("_thread", ("_local",), by_type),

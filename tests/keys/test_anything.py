@@ -59,7 +59,8 @@ from castore import UnhashableError
 from castore.adapters.datasets import operator_fingerprint
 from castore.adapters.embeddings.table_identity import encoder_digest
 from castore.adapters.torch import dataset_key
-from castore.keys.objects import InstanceEncoder, function_fingerprint
+from castore.keys.objects import OBJECTS, function_fingerprint
+from castore.keys.tracing import encode
 from tests.keys.fingerprinted import numba, regex
 
 warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -301,7 +302,7 @@ ASKED: dict[str, Callable[[Any], str]] = {
     "dataset": lambda part: dataset_key(Held(part)),
     "encoder": lambda part: encoder_digest(Held(part), "encoder"),
     "function": lambda part: function_fingerprint(lambda: part),
-    "argument": lambda part: InstanceEncoder().encode({"part": part}, "arguments").hex(),
+    "argument": lambda part: encode(OBJECTS, {"part": part}, "arguments").code.hex(),
 }
 _PATHS = {
     "operator": "operator.part", "closure": "operator -> closure 'part'", "dataset": "dataset.part",

@@ -29,12 +29,12 @@ from castore.adapters.datasets.file_digests import file_digest
 from castore.adapters.datasets.lazy_dataset import LazyDataset
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.mapped_files import TAIL
-from castore.adapters.datasets.operator_keys import HELD, OperatorEncoder, operator_fingerprint
+from castore.adapters.datasets.operator_keys import HELD, operator_fingerprint
 from castore.adapters.datasets.replaced_files import gone_ranges
 from castore.adapters.datasets.table_digest import table_digest
 from castore.adapters.datasets.tables import row_blocks, table_files
 from castore.errors import InvalidValueError
-from castore.keys.encoder import AnyOrder, fingerprint
+from castore.keys.encoder import AnyOrder, Encoder, fingerprint
 from castore.store import Store
 
 _OURS = re.compile(r"castore[0-9a-f]{40}").fullmatch
@@ -168,7 +168,7 @@ def _format(dataset: datasets.Dataset) -> list[Any]:
     return [dataset._format_type, columns, bool(dataset._output_all_columns), arguments]
 
 
-def _dataset(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
+def _dataset(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from ("dataset", dataset_fingerprint(value))
 
 

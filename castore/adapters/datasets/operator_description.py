@@ -10,16 +10,16 @@ from __future__ import annotations
 import functools
 import platform
 import types
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from castore.adapters.datasets.operator_keys import OperatorEncoder, encode
+from castore.adapters.datasets.operator_keys import encoded
 from castore.errors import UnhashableError
 from castore.keys.doubts import Doubts
-from castore.keys.functions import FunctionEncoder
+from castore.keys.encoder import Encoder, Watch
 
 _SHOWN = 80
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
@@ -54,38 +54,48 @@ def describe(operator: Any, name: str, fingerprint: str | None = None) -> Descri
         digits = str(blake3(f"given: {fingerprint}".encode()).hexdigest())
         return Description(digits, {"the fingerprint that was given": [digits[:32], fingerprint[:_SHOWN]]})
     parameters = list(_parameters(operator))
-    encoder = _Describing(value for _, value in parameters)
+    notes = _Notes(value for _, value in parameters)
     revision = getattr(type(operator), "_castore_revision", 1)
     # Castore's own operators count by its release, and between two releases by the number of fixes to their
     # results.
     mended = b"" if revision == 1 else f"revision {revision}".encode()
-    digits = str(blake3(encode(operator, name, encoder) + mended).hexdigest())
-    parts = {f"the code of {qualified}": [digest, ""] for qualified, digest in encoder.code.items()}
-    parts |= encoder.values
+    made = encoded(operator, name, notes)
+    digits = str(blake3(made.code + mended).hexdigest())
+    parts = {f"the code of {qualified}": [digest, ""] for qualified, digest in notes.code.items()}
+    parts |= notes.values
     for parameter, value in parameters:
-        parts[f"the parameter {parameter!r}"] = [encoder.alone(value), _text(value)]
+        parts[f"the parameter {parameter!r}"] = [notes.alone(value), _text(value)]
     if mended:
         parts["the revision of the operator"] = [str(revision), str(revision)]
     parts["Python"] = [version := ".".join(platform.python_version_tuple()[:2]), version]
-    for library in encoder.libraries:
+    for library in notes.libraries:
         package, _, version = library.rpartition(" of ")[2].rpartition(" ")
         parts[f"the library {package}"] = [version, version]
-    return Description(digits, parts, encoder.doubts(operator))
+    return Description(digits, parts, made.doubts())
 
 
-class _Describing(OperatorEncoder):
-    """An OperatorEncoder that notes the digests of wanted values.
+class _Notes(Watch):
+    """Notes what a description names while an operator is encoded.
 
     Args:
         wanted: the values that `alone` will be asked for.
+
+    Attributes:
+        code: digests of the user's functions that were met, by qualified name.
+        values: a digest and a short text of each value that a function refers to, by the value's label.
+        libraries: names and versions of the libraries.
     """
 
-    def __init__(self, wanted: Iterable[Any] = ()) -> None:
-        super().__init__()
+    def __init__(self, wanted: Iterable[Any]) -> None:
+        self._wanted = {id(value) for value in wanted}
+        self.begin()
+
+    def begin(self) -> None:
+        """As in Watch: nothing is noted yet."""
+        self.code: dict[str, str] = {}
         self.values: dict[str, list[str]] = {}
         self.libraries: set[str] = set()
         self._owners: list[str] = []
-        self._wanted = {id(value) for value in wanted}
         self._alone: dict[int, str] = {}
         self._bound = 0
 
@@ -93,46 +103,48 @@ class _Describing(OperatorEncoder):
         """A digest of a wanted value, as if nothing were around it; "" if it cannot be hashed alone."""
         if id(value) not in self._alone:
             try:
-                self._alone[id(value)] = _digest(encode(value, "parameter"))
+                self._alone[id(value)] = _digest(encoded(value, "parameter").code)
             except UnhashableError:
                 return ""  # pickle would leave it out, or else the operator had no fingerprint
         return self._alone[id(value)]
 
-    def part(self, value: Any, step: str = "") -> bytes:
-        """As in OperatorEncoder, with a note of wanted values: hashing a large value again takes time."""
-        if id(value) not in self._wanted:
-            return super().part(value, step)
-        before = self._bound, len(self._met)
-        code = super().part(value, step)
-        if before == (self._bound, len(self._met)):  # nothing in the value refers to values met outside it
+    def part(self, encoder: Encoder, value: Any, step: str) -> bytes:
+        """As in Watch, with a note of wanted values: hashing a large value again takes time."""
+        is_function = type(value) is types.FunctionType
+        if is_function:
+            self._owners.append(_qualified(value))
+        before = self._bound, len(encoder.met)
+        try:
+            code = encoder.part(value, step, direct=True)
+        finally:
+            if is_function:
+                self._owners.pop()
+        # If nothing in the value refers to values met outside it, the value's bytes are those of it alone.
+        if id(value) in self._wanted and before == (self._bound, len(encoder.met)):
             self._alone[id(value)] = _digest(code)
         return code
 
-    def member(self, item: Any) -> bytes:
-        """As in OperatorEncoder."""
-        self._bound += 1  # the element may refer to values around the set
-        return super().member(item)
-
-    def function(self, function: types.FunctionType) -> Iterator[Any]:
-        self._owners.append(f"{function.__module__}.{function.__qualname__}")
-        try:
-            parts = list(super().function(function))
-        finally:
-            self._owners.pop()
-        yield from parts
-
-    def _reference(self, value: Any, names: Set[str], step: str) -> bytes:
-        code = super()._reference(value, names, step)
-        if self._owners and not issubclass(type(value), _CODE) and not callable(value):
-            what = step.removeprefix(" -> ").replace("closure ", "").replace("global ", "")
-            self.values[f"the value of {what} in {self._owners[-1]}"] = [_digest(code), _text(value)]
-        return code
-
-    def tagged(self, tag: str, *parts: Any) -> bytes:
+    def tagged(self, tag: str, parts: tuple[Any, ...]) -> None:
+        """As in Watch."""
         if tag == "library" and parts and isinstance(parts[0], str):
             self.libraries.add(parts[0])
         self._bound += tag in ("met", "around")
-        return FunctionEncoder.tagged(self, tag, *parts)
+
+    def function(self, encoder: Encoder, function: types.FunctionType, parts: list[Any]) -> None:
+        """As in Watch: a note of the own code of each user function."""
+        # Plain bytes are the instructions and defaults; tuples refer to other values.
+        own = [part for part in parts if type(part) is not tuple]
+        self.code[_qualified(function)] = _digest(encoder.tagged("own", *own))
+
+    def reference(self, value: Any, step: str, code: bytes) -> None:
+        """As in Watch."""
+        if self._owners and not issubclass(type(value), _CODE) and not callable(value):
+            what = step.removeprefix(" -> ").replace("closure ", "").replace("global ", "")
+            self.values[f"the value of {what} in {self._owners[-1]}"] = [_digest(code), _text(value)]
+
+
+def _qualified(function: types.FunctionType) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def _parameters(operator: Any) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,6 @@ an array or a model can be changed in place.
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,8 +23,11 @@ from blake3 import blake3
 
 from castore.adapters.datasets.table_digest import table_digest
 from castore.errors import UnhashableError
-from castore.keys.objects import InstanceEncoder
-from castore.keys.values import Kinds
+from castore.keys.encoder import Encoder, Watch
+from castore.keys.functions import orders
+from castore.keys.objects import OBJECTS
+from castore.keys.registry import Rules, Table
+from castore.keys.tracing import Encoded, encode
 
 _VERSION = b"castore.operator.1"
 _LARGE = 1 << 20
@@ -51,13 +53,13 @@ def operator_fingerprint(operator: Any, name: str = "operator") -> str:
     >>> operator_fingerprint(len) == operator_fingerprint(max)
     False
     """
-    return str(blake3(_VERSION + encode(operator, name)).hexdigest())
+    return str(blake3(_VERSION + encoded(operator, name).code).hexdigest())
 
 
-def encode(operator: Any, name: str, encoder: OperatorEncoder | None = None) -> bytes:
-    """The canonical bytes of an operator; see `operator_fingerprint`."""
+def encoded(operator: Any, name: str, watch: Watch | None = None) -> Encoded:
+    """The canonical bytes of an operator, which a watch may see; see `operator_fingerprint`."""
     try:
-        return (encoder or OperatorEncoder()).encode(operator, name)
+        return encode(OPERATORS, operator, name, watch)
     except UnhashableError as error:
         raise UnhashableError(
             f"{error}; or leave that part out with __getstate__, or say what identifies the operator with "
@@ -65,65 +67,23 @@ def encode(operator: Any, name: str, encoder: OperatorEncoder | None = None) -> 
         ) from None
 
 
-class OperatorEncoder(InstanceEncoder):
-    """An InstanceEncoder that also takes the values that operators hold.
-
-    Attributes:
-        code: digests of the user's functions and classes that were met, by qualified name, for reports of
-            changes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.code: dict[str, str] = {}
-
-    def other(self, value: Any) -> bytes:
-        """As in InstanceEncoder, and the values that only operators hold."""
-        count = HELD.of(type(value))
-        if count is not None:
-            return self.tagged(*count(self, value))
-        return super().other(value)
-
-    def member(self, item: Any) -> bytes:
-        """As in InstanceEncoder, with the context of the set, and with the notes made inside it."""
-        alone = self._beside()
-        code = alone.part(item, "{...}")
-        self.code |= alone.code
-        return code
-
-    def function(self, function: types.FunctionType) -> Iterator[Any]:
-        """As in InstanceEncoder, with a note of the own code of each user function."""
-        parts = list(super().function(function))
-        # Plain bytes are the instructions and defaults; tuples refer to other values.
-        own = [part for part in parts if type(part) is not tuple]
-        self.code[f"{function.__module__}.{function.__qualname__}"] = _short(self.tagged("own", *own))
-        yield from parts
-
-    def elements(self, value: Any) -> bytes:
-        """As in InstanceEncoder, with a faster way for large arrays."""
-        if value.nbytes < _LARGE or value.dtype.names is not None or value.dtype.itemsize == 0:
-            return super().elements(value)
-        return self.tagged(*_large(self, value))
-
-
-def _short(code: bytes) -> str:
-    return str(blake3(code).hexdigest()[:32])
-
-
 # --- what operators hold ------------------------------------------------------------------------------------
 
 
-def _large(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
+def _large(encoder: Encoder, value: Any) -> bytes | None:
+    """A large array, in a faster way."""
+    if value.nbytes < _LARGE or value.dtype.names is not None or value.dtype.itemsize == 0:
+        return None
     np = sys.modules["numpy"]
     hasher = blake3(max_threads=blake3.AUTO)
     # Row by row: an array that is not contiguous is not copied whole.
     rows = len(value) if value.flags.c_contiguous else max(1, len(value) * _LARGE * 64 // value.nbytes)
     for start in range(0, len(value), rows):
         hasher.update(np.ascontiguousarray(value[start : start + rows]).reshape(-1).view(np.uint8).data)
-    yield from ("large array", encoder.part(value.dtype), value.shape, hasher.digest())
+    return encoder.tagged("large array", encoder.part(value.dtype), value.shape, hasher.digest())
 
 
-def _arrow(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
+def _arrow(encoder: Encoder, value: Any) -> Iterator[Any]:
     pa = sys.modules["pyarrow"]
     if isinstance(value, pa.Buffer):
         yield from ("buffer", blake3(value, max_threads=blake3.AUTO).digest())
@@ -135,6 +95,8 @@ def _arrow(encoder: OperatorEncoder, value: Any) -> Iterator[Any]:
     yield from ("arrow", table_digest(value))
 
 
-#: Encoders of the values that only operators hold. `dataset_fingerprint` adds datasets: a dataset's format
+#: The values that only operators hold. `dataset_fingerprint` adds datasets: a dataset's format
 #: holds what operators hold, so that module builds on this one.
-HELD = Kinds([("pyarrow", ("Table", "RecordBatch", "Array", "ChunkedArray", "Buffer"), _arrow)])
+HELD = Table([("pyarrow", ("Table", "RecordBatch", "Array", "ChunkedArray", "Buffer"), _arrow)])
+#: The rules for operators.
+OPERATORS = Rules(HELD, OBJECTS, orders=orders, elements=_large)

@@ -16,7 +16,7 @@ import torch
 from blake3 import blake3
 
 from castore.errors import UnhashableError
-from castore.keys.encoder import Encoder
+from castore.keys.encoder import CONFIGS, Encoder
 
 #: Second half of an int's key.
 _INTEGER_MARK = int.from_bytes(blake3(b"castore embeddings: an integer key").digest(8), "little")
@@ -68,7 +68,7 @@ def _key_digest(key: Any) -> bytes:
     if type(key) is int and key in _WORD:
         return (key & _MASK).to_bytes(8, "little") + _INTEGER_MARK.to_bytes(8, "little")
     _check_kind(key, "the key")
-    return blake3(Encoder().encode(key, "the key")).digest(16)
+    return blake3(Encoder(CONFIGS).encode(key, "the key")).digest(16)
 
 
 def _check_kind(key: Any, what: str) -> None:

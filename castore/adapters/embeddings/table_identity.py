@@ -20,11 +20,15 @@ from torch import nn
 
 from castore.adapters.torch import key_and_doubts
 from castore.errors import UnhashableError
+from castore.keys.encoder import Encoder
 from castore.keys.encoder import key as key_of_config
-from castore.keys.functions import uncompiled
-from castore.keys.objects import InstanceEncoder, order_of_layers
+from castore.keys.functions import orders, uncompiled
+from castore.keys.objects import OBJECTS
+from castore.keys.pickled import lasting, state_parts
+from castore.keys.registry import Rules, Table
+from castore.keys.torch_modules import order_of_layers
+from castore.keys.tracing import encode
 from castore.keys.values import (
-    Kinds,
     random_rows,
     refuse_random,
     scripted_module,
@@ -43,12 +47,12 @@ _MODULE_NOISE = {
     "_compiled_call_impl",
 }  # fmt: skip
 # Bookkeeping of transformers and sentence_transformers, and the place from which a model was loaded.
-_LIBRARY_NOISE = {
+_LIBRARY_NOISE = frozenset({
     "model_card_data", "_model_card_vars", "_model_card_text", "_method_signature_cache",
     "_prompt_length_mapping",
     "_chat_template_suffix_cache", "_modules_placed", "_device_map", "_target_device", "_is_hf_initialized",
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version",
-}  # fmt: skip
+})  # fmt: skip
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -119,21 +123,20 @@ def item_key(key: object, what: str = "the key of an item") -> bytes:
     Raises:
         UnhashableError: it has no stable hash.
     """
-    return blake3(ModelEncoder().encode(key, what)).digest(length=_KEY_BYTES)
+    return blake3(encode(_MODELS, key, what).code).digest(length=_KEY_BYTES)
 
 
 def _digest(value: Any, what: str, option: str, given: object, store: Store | None) -> str:
     if given is not None:
         return key_of_config(given)
-    encoder = ModelEncoder()
     try:
-        code = encoder.encode(value, what)
+        encoded = encode(_MODELS, value, what)
     except UnhashableError as error:
         raise UnhashableError(f"{error}; {_remedy(option)}") from None
-    doubts = encoder.doubts(value) if store is not None else None
+    doubts = encoded.doubts() if store is not None else None
     if doubts is not None and store is not None:
         doubts.tell(store, what, _random_advice(option))
-    return str(blake3(_VERSION + code).hexdigest()[:_DIGITS])
+    return str(blake3(_VERSION + encoded.code).hexdigest()[:_DIGITS])
 
 
 def _remedy(option: str) -> str:
@@ -144,48 +147,36 @@ def _random_advice(option: str) -> str:
     return f"if it does not count, leave it out in __getstate__, {_remedy(option)}"
 
 
-class ModelEncoder(InstanceEncoder):
-    """An InstanceEncoder that also takes the parts of encoders: modules and tensors."""
-
-    def other(self, value: Any) -> bytes:
-        """As in InstanceEncoder, with the types that encoders hold besides."""
-        count = _KINDS.of(type(value))
-        if count is not None and uncompiled(value) is value:
-            return self.tagged(*count(self, value))
-        return super().other(value)
-
-    def state(self, state: Any) -> Iterator[Any]:
-        """As in InstanceEncoder, without the bookkeeping of libraries."""
-        if type(state) is dict:
-            state = {name: item for name, item in state.items() if name not in _LIBRARY_NOISE}
-        return super().state(state)
+def _held(encoder: Encoder, value: Any) -> bytes | None:
+    """The types that encoders hold besides those of `OBJECTS`."""
+    return _HELD(encoder, value) if uncompiled(value) is value else None
 
 
-def _module(encoder: ModelEncoder, value: nn.Module) -> Iterator[Any]:
-    encoder._met[id(value)] = (len(encoder._met), value)
+def _module(encoder: Encoder, value: nn.Module) -> Iterator[Any]:
+    encoder.number(value)
     yield from ("module", encoder.part(type(value), f" -> {type(value).__name__}"))
     noise = _MODULE_NOISE | {*_HOOKS} | _assigned_attributes(type(value).forward)
     state = {name: item for name, item in vars(value).items() if name not in noise}
-    yield from encoder.state(encoder.lasting(value, state))
+    yield from state_parts(encoder, lasting(encoder, value, state))
     yield [encoder.part([*vars(value).get(hooks, {}).values()], f".{hooks}") for hooks in _HOOKS]
     order = order_of_layers(value)
     if order is not None:
         yield "order", order
 
 
-def _scripted(encoder: ModelEncoder, value: Any) -> Iterator[Any]:
+def _scripted(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from scripted_module(encoder, value, frozenset({"training"}))
 
 
-def _named_value(encoder: ModelEncoder, value: Any) -> Iterator[Any]:
+def _named_value(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from ("torch", type(value).__name__, str(value))
 
 
-def _random(encoder: ModelEncoder, value: Any) -> Iterator[Any]:
+def _random(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield refuse_random(value)
 
 
-_KINDS = Kinds(
+_HELD = Table(
     [
         ("torch", ("Tensor",), tensor_values),
         ("torch.jit", ("ScriptModule",), _scripted),
@@ -196,6 +187,7 @@ _KINDS = Kinds(
         *random_rows(_random),
     ]
 )
+_MODELS = Rules(_held, OBJECTS, orders=orders, left_out=_LIBRARY_NOISE)
 
 
 def _assigned_attributes(function: Any) -> set[str]:

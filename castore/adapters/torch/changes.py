@@ -30,12 +30,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from castore.adapters.torch.dataset_identity import DatasetEncoder
+from castore.adapters.torch.dataset_identity import DATASETS
 from castore.errors import InvalidValueError, UnhashableError
 from castore.keys.bytecode import attributes_read, names_written
 from castore.keys.classes import has_member, per_class
 from castore.keys.libraries import library_of
-from castore.keys.objects import pickled_attributes
+from castore.keys.pickled import pickled_attributes
+from castore.keys.tracing import encode
 from castore.keys.values import SHARED
 
 _DEEPEST = 12
@@ -400,7 +401,7 @@ def _is_cached(member: object) -> bool:
 def _alike(old: Any, new: Any) -> bool:
     """Whether two values encode alike."""
     try:
-        return DatasetEncoder().encode(old, "") == DatasetEncoder().encode(new, "")
+        return encode(DATASETS, old, "").code == encode(DATASETS, new, "").code
     except UnhashableError:
         return False
 

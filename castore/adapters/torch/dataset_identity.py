@@ -28,10 +28,14 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from castore.errors import UnhashableError
 from castore.keys.doubts import Doubts
-from castore.keys.encoder import KEY_DIGITS
+from castore.keys.encoder import KEY_DIGITS, Encoder
 from castore.keys.encoder import key as key_of_config
-from castore.keys.objects import InstanceEncoder
-from castore.keys.values import Kinds, random_rows, refuse_random
+from castore.keys.functions import orders
+from castore.keys.objects import OBJECTS
+from castore.keys.pickled import object_parts, state_parts
+from castore.keys.registry import Rules, Table
+from castore.keys.tracing import encode
+from castore.keys.values import random_rows, refuse_random
 from castore.names import check_name
 
 #: The end of the error of `dataset_key`.
@@ -81,73 +85,72 @@ def key_and_doubts(dataset: Any, key: object = None) -> tuple[str, Doubts | None
         return check_name(key), None
     if key is not None:
         return key_of_config(key), None
-    encoder = DatasetEncoder()
     try:
-        code = encoder.encode(dataset, "dataset")
+        encoded = encode(DATASETS, dataset, "dataset")
     except UnhashableError as error:
         raise type(error)(f"{error}{ADVICE}") from error.__cause__
-    return str(blake3(_VERSION + code).hexdigest()[:KEY_DIGITS]), encoder.doubts(dataset)
+    return str(blake3(_VERSION + encoded.code).hexdigest()[:KEY_DIGITS]), encoded.doubts()
 
 
-class DatasetEncoder(InstanceEncoder):
-    """An InstanceEncoder that also takes the values that datasets hold."""
+class _Memory:
+    """What the rules for datasets remember about the parts of one encoder.
 
-    # Text needs a check of its own: it may name a file.
-    leaves = {  # noqa: RUF012
-        kind: encode for kind, encode in InstanceEncoder.leaves.items() if kind is not str
-    }
+    Attributes:
+        in_code: how many functions, classes and modules are around the part. In code, text is a constant:
+            only data names files.
+        lists: the canonical bytes of long lists by id, with the list, which must live as long. Folder
+            datasets hold their list of files under two names.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        # Inside code, text is a constant: only data names files.
-        self._in_code = 0
-        # Folder datasets hold their list of files under two names.
-        self._lists: dict[int, tuple[bytes | None, Any]] = {}
+        self.in_code = 0
+        self.lists: dict[int, tuple[bytes | None, Any]] = {}
 
-    def part(self, value: Any, step: str = "") -> bytes:
-        """As in InstanceEncoder, but text may name a file, and long lists are hashed at once."""
-        kind = type(value)
-        if kind is str and not self._in_code and "/" in value:
-            return self._named_file(value, step)
-        if (kind is list or kind is tuple) and len(value) >= _LONG and not self._in_code:
-            if id(value) not in self._lists:
-                self._lists[id(value)] = self._long(value), value
-            code, _ = self._lists[id(value)]
-            if code is not None:
-                return code
-        return super().part(value, step)
 
-    def other(self, value: Any) -> bytes:
-        """As in InstanceEncoder, and the values that only datasets hold."""
-        cls = type(value)
-        count = _KINDS.of(cls)
-        if count is not None:
-            return self.tagged(*count(self, value))
-        if issubclass(cls, os.PathLike):
-            return self.tagged("path", super().other(value), *_stat(value))
-        if not issubclass(cls, _CODE):
-            code = super().other(value)
-            texts = _TEXTS.of(cls) if not self._in_code else None
-            files = [_stats(column) for column in texts(self, value)] if texts is not None else []
-            return self.tagged("with files", code, files) if any(files) else code
-        self._in_code += 1
+def _text(encoder: Encoder, value: str, step: str) -> bytes | None:
+    """A text that may name a file."""
+    if encoder.memory.in_code or "/" not in value:
+        return None
+    return encoder.tagged("text", encoder.watched(value, step), *_stat(value))
+
+
+def _long(encoder: Encoder, values: list[Any] | tuple[Any, ...], step: str) -> bytes | None:
+    """A long list of plain values, or of tuples or lists of them, hashed at once."""
+    if len(values) < _LONG or encoder.memory.in_code:
+        return None
+    lists: dict[int, tuple[bytes | None, Any]] = encoder.memory.lists
+    if id(values) not in lists:
+        lists[id(values)] = _at_once(encoder, values), values
+    code, _ = lists[id(values)]
+    return code
+
+
+def _at_once(encoder: Encoder, values: list[Any] | tuple[Any, ...]) -> bytes | None:
+    kinds = set(map(type, values))
+    if kinds in ({tuple}, {list}):
+        kinds = set(map(type, chain.from_iterable(values)))
+    if not kinds <= _PLAIN:
+        return None
+    digest = blake3(marshal.dumps(values, _MARSHAL)).digest()
+    return encoder.tagged("long", len(values), digest, _stats(values))
+
+
+def _with_files(encoder: Encoder, value: Any) -> bytes | None:
+    """Any other value: a path with its file, code without files, and texts in arrays with the files named."""
+    cls = type(value)
+    if issubclass(cls, os.PathLike):
+        return encoder.tagged("path", OBJECTS(encoder, value), *_stat(value))
+    memory = encoder.memory
+    if issubclass(cls, _CODE):
+        memory.in_code += 1
         try:
-            return super().other(value)
+            return OBJECTS(encoder, value)
         finally:
-            self._in_code -= 1
-
-    def _long(self, values: list[Any] | tuple[Any, ...]) -> bytes | None:
-        """Hash a long list of plain values, or of tuples or lists of them, at once; None for any other."""
-        kinds = set(map(type, values))
-        if kinds in ({tuple}, {list}):
-            kinds = set(map(type, chain.from_iterable(values)))
-        if not kinds <= _PLAIN:
-            return None
-        digest = blake3(marshal.dumps(values, _MARSHAL)).digest()
-        return self.tagged("long", len(values), digest, _stats(values))
-
-    def _named_file(self, text: str, step: str) -> bytes:
-        return self.tagged("text", super().part(text, step), *_stat(text))
+            memory.in_code -= 1
+    code = OBJECTS(encoder, value)
+    texts = _TEXTS.of(cls) if not memory.in_code else None
+    files = [_stats(column) for column in texts(encoder, value)] if texts is not None else []
+    return encoder.tagged("with files", code, files) if any(files) else code
 
 
 def _stat(path: str | os.PathLike[str]) -> tuple[int, ...]:
@@ -181,28 +184,28 @@ def _stats(values: Iterable[Any]) -> bytes:
 # -------------------------------------------------
 
 
-def _array_texts(encoder: DatasetEncoder, value: Any) -> Iterator[list[Any]]:
+def _array_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:
     if value.dtype.kind in "UT" and value.size and "/" in str(value.flat[0]):
         yield [str(text) for text in value.ravel().tolist() if isinstance(text, str)]
 
 
-def _arrow_texts(encoder: DatasetEncoder, value: Any) -> Iterator[list[Any]]:
+def _arrow_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:
     # Arrow tables and pandas frames consist of these arrays.
     if str(value.type) in ("string", "large_string", "string_view"):
         yield [text for text in value.to_pylist() if text is not None]
 
 
-def _series_texts(encoder: DatasetEncoder, value: Any) -> Iterator[list[Any]]:
+def _series_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:
     if str(value.dtype).startswith(("String", "Categorical", "Enum")):
         yield value.drop_nulls().to_list()
 
 
-def _frame_texts(encoder: DatasetEncoder, value: Any) -> Iterator[list[Any]]:
+def _frame_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:
     for column in value.get_columns():
         yield from _series_texts(encoder, column)
 
 
-_TEXTS = Kinds(
+_TEXTS = Table(
     [
         ("numpy", ("ndarray",), _array_texts),
         ("pyarrow", ("Array",), _arrow_texts),
@@ -215,7 +218,7 @@ _TEXTS = Kinds(
 # --- what datasets hold -------------------------------------------------------------------------------------
 
 
-def _mapped(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
+def _mapped(encoder: Encoder, value: Any) -> Iterator[Any]:
     # A view of a memory map does not say which part of the file it shows.
     if not isinstance(value.base, mmap.mmap) or value.filename is None:
         yield from ("mapped", encoder.part(np.asarray(value)))
@@ -232,7 +235,7 @@ def _mapped(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
     )
 
 
-def _container(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
+def _container(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield type(value).__name__
     if type(value) not in _CONTAINERS:
         yield encoder.part(type(value))
@@ -240,10 +243,10 @@ def _container(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
     indices = state.get("indices")
     if isinstance(value, Subset) and not isinstance(indices, list):
         state["indices"] = [int(index) for index in value.indices]  # the same subset, however it was chosen
-    yield from encoder.state(state)
+    yield from state_parts(encoder, state)
 
 
-def _hugging_face(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
+def _hugging_face(encoder: Encoder, value: Any) -> Iterator[Any]:
     # The fingerprint: 64 bits of all operations since the data was read. The rest costs nothing to ask for.
     yield from (
         "datasets",
@@ -254,7 +257,7 @@ def _hugging_face(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
     )
 
 
-def _zarr_array(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
+def _zarr_array(encoder: Encoder, value: Any) -> Iterator[Any]:
     import zarr
 
     yield from ("zarr", value.path, encoder.part(value.metadata.to_dict(), ".metadata"))
@@ -280,15 +283,15 @@ def _folder_digest(folder: str) -> bytes:
     return hasher.digest()
 
 
-def _refuse_random(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
+def _refuse_random(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield refuse_random(value)
 
 
-def _plain(encoder: DatasetEncoder, value: Any) -> Iterator[Any]:
-    yield from ("object", *encoder.object_(value))
+def _plain(encoder: Encoder, value: Any) -> Iterator[Any]:
+    yield from ("object", *object_parts(encoder, value))
 
 
-_KINDS = Kinds(
+_HELD = Table(
     [
         ("numpy", ("memmap",), _mapped),
         *random_rows(_refuse_random),
@@ -297,4 +300,13 @@ _KINDS = Kinds(
         ("datasets", ("Dataset",), _hugging_face),
         ("zarr", ("Array",), _zarr_array),
     ]
+)
+
+#: The rules for datasets.
+DATASETS = Rules(
+    _HELD,
+    _with_files,
+    first={str: _text, list: _long, tuple: _long},
+    orders=orders,
+    memory=_Memory,
 )

@@ -1,0 +1,172 @@
+"""The state of objects as pickle's protocol defines it: `copyreg` first, then `__reduce_ex__`.
+
+Attributes that `__getstate__` leaves out do not count, nor do attributes that an object's use changes and no
+result depends on.
+
+Must never: pickle anything.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import pickle
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from castore.keys.classes import per_class
+from castore.keys.encoder import AnyOrder, Encoder, UnencodableError, order_of_keys
+from castore.keys.libraries import library_of
+from castore.keys.torch_modules import (
+    EVAL,
+    EVAL_BEHIND,
+    TABLES,
+    is_module,
+    order_of_layers,
+    renumbered,
+    settles,
+    settles_behind,
+)
+
+_PARAMETRIZED = "torch.nn.utils.parametrize"
+#: torch sets this when it compiles a module in place.
+_MODULE_NOISE = {"_compiled_call_impl"}
+#: Vectorizers of scikit-learn store here the id of the stop word list that they have checked.
+_SKLEARN_NOISE = {"_stop_words_id"}
+
+
+def object_parts(encoder: Encoder, value: Any) -> Iterator[Any]:
+    """Yield the parts of an object: its class, and its state as pickle's protocol defines it."""
+    encoder.number(value)
+    yield encoder.part(type(value), f" -> {type(value).__name__}")
+    reduced = _reduced(value)
+    if type(reduced) is str:  # the name of a global object
+        yield _global(value, reduced)
+        return
+    make, arguments, state, items, pairs, setter = (*reduced, None, None, None, None)[:6]
+    yield encoder.part(make)
+    # The class was encoded above, and is among the arguments of every object.
+    yield encoder.part(tuple(item for item in arguments if item is not type(value)), " -> arguments")
+    yield encoder.part(list(items) if items is not None else None)
+    # The order of an OrderedDict follows after its attributes.
+    ordered = issubclass(type(value), OrderedDict)
+    pairs = None if pairs is None else AnyOrder(pairs) if ordered else dict(pairs)
+    yield encoder.part(pairs)
+    if setter is not None:
+        yield "setter", encoder.part(setter)
+    around = encoder.marks
+    encoder.marks = around | _marks(type(value))
+    try:
+        yield from state_parts(encoder, lasting(encoder, value, state))
+    finally:
+        encoder.marks = around
+    order = order_of_keys(pairs or {}) if ordered else order_of_layers(value)
+    if order is not None:
+        yield "order", encoder.part(order)
+
+
+@per_class
+def _marks(cls: type) -> frozenset[str]:
+    return frozenset(mark for mark, tells in ((EVAL, settles), (EVAL_BEHIND, settles_behind)) if tells(cls))
+
+
+def lasting(encoder: Encoder, value: Any, state: Any) -> Any:
+    """The state of an object without attributes that its use changes and no result depends on.
+
+    Returns:
+        None if nothing is left.
+    """
+    if type(state) is tuple and len(state) == 2:  # of a class with __slots__
+        attributes, slots = state
+        return state if type(attributes) is not dict else (lasting(encoder, value, attributes), slots)
+    if type(state) is not dict:
+        return state
+    noise, of_module = _noise_of(type(value))
+    if of_module and EVAL in encoder.marks:
+        noise = noise | {"training"}
+    kept = {name: item for name, item in state.items() if name not in noise}
+    if of_module and EVAL_BEHIND in encoder.marks and "training" in kept:
+        # Models that are in eval mode already keep the keys under which stores have their results.
+        kept["training"] = False
+    if of_module:
+        encoder.unordered |= {id(kept[name]) for name in TABLES & kept.keys()}
+    return (renumbered(kept) if of_module else kept) or None
+
+
+def state_parts(encoder: Encoder, state: Any) -> Iterator[Any]:
+    """Yield the encoded attributes of an object, or the encoded result of its `__getstate__`."""
+    left_out = encoder.rules.left_out
+    if left_out and type(state) is dict:
+        state = {name: item for name, item in state.items() if name not in left_out}
+    # With __slots__ there are two dicts: attributes in `__dict__`, and those in slots.
+    parts = state if type(state) is tuple and len(state) == 2 else (state,)
+    for part in parts:
+        if type(part) is dict and all(type(name) is str for name in part):
+            yield [(name, encoder.part(part[name], f".{name}")) for name in sorted(part)]
+        else:
+            yield encoder.part(part, ".__getstate__()")
+
+
+def _reduced(value: Any) -> Any:
+    """Reduce an object as pickle does: by `copyreg`'s table, or by the object's `__reduce_ex__`."""
+    cls = type(value)
+    # A parametrized module refuses to be pickled, because its class has no global name.
+    if is_module(cls) and cls.__module__ == _PARAMETRIZED:
+        return copyreg.__newobj__, (cls,), vars(value)  # type: ignore[attr-defined]
+    registered = copyreg.dispatch_table.get(cls)
+    try:
+        reduced = value.__reduce_ex__(4) if registered is None else registered(value)
+    except RecursionError:
+        raise
+    except Exception as error:  # the user's __getstate__ may raise anything
+        told = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
+        advice = (
+            "pass what it was made of, or leave it out in the __getstate__ of what holds it"
+            if library_of(cls.__module__)
+            else "leave it out in __getstate__, or give its class a __castore_key__ method"
+        )
+        raise UnencodableError(f"cannot hash {cls}: {told}; {advice}") from error
+    if type(reduced) is str or (type(reduced) is tuple and 2 <= len(reduced) <= 6):
+        return reduced
+    raise UnencodableError(
+        f"cannot hash {cls}: its __reduce_ex__ gives {type(reduced)}, which pickle cannot use"
+    )
+
+
+def pickled_attributes(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object in its pickled state; None if that state is no dict."""
+    reduced = _reduced(value)
+    state = reduced[2] if type(reduced) is tuple and len(reduced) > 2 else None
+    return state if type(state) is dict else None
+
+
+def _global(value: Any, name: str) -> str:
+    """The name by which pickle would look an object up."""
+    module: str = pickle.whichmodule(value, name)  # type: ignore[attr-defined]
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not value:
+        raise UnencodableError(
+            f"cannot hash {type(value)}: it calls itself {name!r}, and {module} has another of that name; "
+            "give its class a __castore_key__ method"
+        )
+    return name
+
+
+@per_class
+def _noise_of(cls: type) -> tuple[frozenset[str], bool]:
+    """Names of attributes that do not count, and whether the class is a torch module."""
+    # Values of cached properties do not count: the properties' code counts, with the class.
+    noise = {
+        name
+        for base in cls.__mro__
+        for name, member in vars(base).items()
+        if isinstance(member, functools.cached_property)
+    }
+    of_module = is_module(cls)
+    noise |= _MODULE_NOISE if of_module else set()
+    noise |= _SKLEARN_NOISE if any(base.__module__.startswith("sklearn.") for base in cls.__mro__) else set()
+    return frozenset(noise), of_module

@@ -1,0 +1,122 @@
+"""What counts of torch's modules: the mode and the hooks of a module, the order of its layers.
+
+A function or a class that sets a module to eval before it uses the module gets the same result whatever the
+module's mode was, so there the mode does not count. The bytecode shows this. Classes are known by name, so
+torch is not imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from castore.keys.bytecode import codes, steps
+from castore.keys.classes import full_name
+from castore.keys.libraries import library_of
+
+#: Mark of an encoder inside a function or a class that sets modules to eval before they are used.
+EVAL = "eval"
+#: The same for classes of which only `settles_behind` tells: their modules count as in eval mode.
+EVAL_BEHIND = "eval behind"
+#: Attributes of a module that hold tables of its parts.
+TABLES = {"_parameters", "_buffers", "_modules"}
+_MODULE = "torch.nn.modules.module.Module"
+_LRU = type(functools.lru_cache(len))
+
+
+def is_module(cls: type) -> bool:
+    """Whether a class is a torch module's."""
+    return any(full_name(base) == _MODULE for base in cls.__mro__)
+
+
+def settles(cls: type) -> bool:
+    """Whether methods of a class set modules to eval before use, so that the modules' mode does not count.
+
+    For a class that is a torch module itself: whether a method calls ``self.eval``.
+    """
+    return _sets_to_eval(cls, lambda member: (member,), ("LOAD_FAST",))
+
+
+def settles_behind(cls: type) -> bool:
+    """As `settles`, for methods behind decorators (torch.no_grad), and for inner functions that read self.
+
+    SentenceTransformer has such methods.
+    """
+    return _sets_to_eval(cls, _with_wrapped, ("LOAD_FAST", "LOAD_DEREF"))
+
+
+def _sets_to_eval(cls: type, functions_of: Callable[[Any], Iterable[Any]], loads: tuple[str, ...]) -> bool:
+    own = is_module(cls)
+    return any(
+        isinstance(function, types.FunctionType)
+        and name not in ("__init__", "__new__")
+        and (_calls_own_eval(function.__code__, loads) if own else calls_eval(function.__code__))
+        for base in cls.__mro__
+        if full_name(base) != _MODULE and (own or not library_of(base.__module__))
+        for name, member in vars(base).items()
+        for function in functions_of(member)
+    )
+
+
+def _with_wrapped(member: Any) -> Iterator[Any]:
+    """A member of a class, and the functions that it wraps, from the outside to the inside."""
+    seen: set[int] = set()
+    while member is not None and id(member) not in seen:
+        yield member
+        seen.add(id(member))
+        # Only members of known types are asked: others may run the user's code.
+        if isinstance(member, property):
+            member = member.fget
+        elif isinstance(member, functools.cached_property):
+            member = member.func
+        elif isinstance(member, types.FunctionType):
+            member = member.__dict__.get("__wrapped__")
+        elif isinstance(member, staticmethod | classmethod | _LRU):
+            member = member.__wrapped__
+        else:
+            return
+
+
+@functools.lru_cache(maxsize=4096)
+def calls_eval(code: types.CodeType) -> bool:
+    """Whether code, or a function inside it, reads an attribute `eval`."""
+    return any(_is_eval(row) for inner in codes(code) for row in steps(inner))
+
+
+def _is_eval(row: tuple[str, Any]) -> bool:
+    return row[0] in ("LOAD_ATTR", "LOAD_METHOD") and row[1] == "eval"
+
+
+def _calls_own_eval(code: types.CodeType, loads: tuple[str, ...]) -> bool:
+    rows = steps(code)
+    return any(
+        before[0].startswith(loads) and before[1] == "self" and _is_eval(row)
+        for before, row in itertools.pairwise(rows)
+    )
+
+
+def renumbered(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a torch module with its hooks renumbered: torch numbers hooks over the whole process."""
+    tables = {
+        name: item
+        for name, item in state.items()
+        if name.endswith("hooks") and isinstance(item, OrderedDict) and item
+    }
+    places = {number: place for place, number in enumerate(sorted({*itertools.chain(*tables.values())}))}
+    hooks = {name: {places[number]: hook for number, hook in item.items()} for name, item in tables.items()}
+    return {**state, **hooks} if hooks else state
+
+
+def order_of_layers(value: Any) -> list[str] | None:
+    """Names of a torch module's parts if their order counts and is not numeric or alphabetic; else None."""
+    torch = sys.modules.get("torch")
+    if torch is None or not issubclass(type(value), torch.nn.Sequential | torch.nn.ModuleDict):
+        return None
+    names = [*vars(value)["_modules"]]
+    numbers = [*map(str, range(len(names)))]
+    return None if names == (numbers if {*names} == {*numbers} else sorted(names)) else names
