@@ -8,6 +8,7 @@ looks for it in the stack.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import warnings
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from castore import Entry, NameConflictError, Store
 from castore.adapters.filesystem import unfinished
@@ -98,7 +99,8 @@ class ReadFile(io.BufferedReader):
         """The file system's `info` of the path now."""
         return dict(self.fs.info(self.path))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    # Not `__reduce__`: since Python 3.13 its base class has this one, which pickle asks first.
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return _reopened, (self.fs, self.path, None if self.closed else self.tell())
 
 
@@ -386,6 +388,10 @@ class CompressedFile(io.BufferedIOBase):
     def discard(self) -> None:
         """Keep nothing."""
         super().close()
+        # The layer ends while the file below takes bytes: at its collection it would write its last ones, and
+        # since Python 3.13 a finaliser's errors are shown. These bytes are lost anyway, so no room is no error.
+        with contextlib.suppress(OSError):
+            self._layer.close()
         self._below.discard()
 
     def __exit__(
