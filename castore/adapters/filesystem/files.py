@@ -388,8 +388,8 @@ class CompressedFile(io.BufferedIOBase):
     def discard(self) -> None:
         """Keep nothing."""
         super().close()
-        # The layer ends while the file below takes bytes: at its collection it would write its last ones, and
-        # since Python 3.13 a finaliser's errors are shown. These bytes are lost anyway, so no room is no error.
+        # The layer ends while the file below takes bytes: its finaliser would write the last ones to a closed
+        # file, and Python 3.13 shows that error. A full disk is no error here: these bytes are not kept.
         with contextlib.suppress(OSError):
             self._layer.close()
         self._below.discard()
