@@ -27,6 +27,8 @@ _TRACE = r"""
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_can_be_called_any_number_of_times(operation: str, tmp_path: Path) -> None:
+    if any(word in operation for word in ("SharedCache", "CachedDataset", "EmbeddingCache")):
+        pytest.importorskip("torch")
     what = OPERATIONS[operation]
     calls = what.calls(600)
     run_calls(what.prepare(tmp_path, calls), calls)
@@ -80,6 +82,7 @@ def test_requests_of_a_mount_are_counted(store: Store, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("contestant", ["castore-levels", "castore-cached", "files"])
 def test_a_reader_of_epochs_answers_with_seconds(contestant: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     done = subprocess.run(
         [sys.executable, "-m", "tools.bench.epochs", contestant, "100", "0", str(tmp_path)],
         input="1\n2\n",

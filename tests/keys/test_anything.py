@@ -39,6 +39,7 @@ import weakref
 import zipfile
 import zoneinfo
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -50,7 +51,6 @@ import pyarrow as pa
 import pytest
 import tokenizers
 import torch
-import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -279,10 +279,14 @@ ANYTHING: list[Callable[[], Any]] = [
     lambda: pl.DataFrame({"a": [1]}), lambda: pl.col("a") + 1, lambda: pl.LazyFrame({"a": [1]}),
     lambda: pa.table({"a": [1]}), lambda: pa.schema([("a", pa.int8())]),
     lambda: pa.scalar(1), lambda: pa.array([1]), lambda: pa.py_buffer(b"x"), lambda: pa.int8(),
-    pa.default_memory_pool, lambda: zarr.array(np.arange(3)),
+    pa.default_memory_pool,
     lambda: Image.new("L", (2, 2)), lambda: Image.new, _words, lambda: tokenizers.models.BPE(),
     lambda: regex.compile("a"), lambda: numba.njit(_local),
 ]  # fmt: skip
+if find_spec("zarr") is not None:  # not on Python 3.10
+    import zarr
+
+    ANYTHING.append(lambda: zarr.array(np.arange(3)))
 
 
 class Held(list[int]):

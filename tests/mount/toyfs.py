@@ -89,6 +89,8 @@ class ToyFS(LowLevel):
         if name == b"broken":
             raise RuntimeError("a defect in a handler")
         if name == b"slow":
+            sys.stderr.write("a slow look-up\n")
+            sys.stderr.flush()
             threading.Event().wait()
         child = self.nodes[parent].children.get(name)
         if child is None:

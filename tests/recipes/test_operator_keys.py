@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,9 +29,11 @@ WITH_LISTS = {"stopwords_filter", "flagged_words_filter"}
 
 @pytest.fixture(autouse=True)
 def _release() -> Iterator[None]:
-    """The release that made the keys: a later release makes other keys."""
+    """The release and the Python that made the keys: later ones make others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.metadata, "version", lambda name: "0.1.0")
+        python = SimpleNamespace(major=3, minor=11)
+        patch.setattr(libraries, "sys", SimpleNamespace(version_info=python, modules=sys.modules))
         libraries._find_library.cache_clear()
         yield
     libraries._find_library.cache_clear()

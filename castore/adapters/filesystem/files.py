@@ -8,6 +8,7 @@ exception in the stack.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import warnings
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from castore import Entry, NameConflictError, Store
 from castore.adapters.filesystem import unfinished
@@ -101,7 +102,8 @@ class ReadFile(io.BufferedReader):
         """The file system's `info` of the path now."""
         return dict(self.fs.info(self.path))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    # Not `__reduce__`: since Python 3.13 its base class has this one, which pickle asks first.
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return _reopen, (self.fs, self.path, None if self.closed else self.tell())
 
 
@@ -390,6 +392,10 @@ class CompressedFile(io.BufferedIOBase):
     def discard(self) -> None:
         """Store nothing."""
         super().close()
+        # The layer ends while the file below takes bytes: its finaliser would write the last ones to a closed
+        # file, and Python 3.13 shows that error. A full disk is no error here: these bytes are not kept.
+        with contextlib.suppress(OSError):
+            self._layer.close()
         self._below.discard()
 
     def __exit__(

@@ -57,6 +57,8 @@ _SHAPES: dict[str, Make] = {
 
 @pytest.mark.parametrize("shape", _SHAPES)
 def test_what_comes_back_is_what_was_put(shape: str, cache: DatasetCache, large: datasets.Dataset) -> None:
+    if shape == "torch":
+        pytest.importorskip("torch")
     put = _SHAPES[shape](large)
     cache.put("a/set", put)
     got = cache.get("a/set")
@@ -136,6 +138,7 @@ def test_a_stream_decompresses_only_what_is_read(cache: DatasetCache, large: dat
 def test_a_stream_is_shared_among_the_workers_of_a_loader(
     cache: DatasetCache, large: datasets.Dataset
 ) -> None:
+    pytest.importorskip("torch")
     from torch.utils.data import DataLoader
 
     cache.put("large", large)

@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +19,6 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-import zarr
 from torch.utils.data import TensorDataset
 
 import castore_fuse
@@ -275,13 +275,17 @@ def test_a_wrapper_around_a_wrapper_has_a_key(drawn: Drawn, store: Store, tmp_pa
 def sources() -> dict[str, Any]:
     """Datasets of other libraries."""
     rows = datasets.Dataset.from_dict({"ids": [[1, 2, 3], [4], [5, 6]], "text": ["a", "b", "c"]})
-    return {
+    of_libraries = {
         "Hugging Face": rows,
         "Hugging Face as tensors": rows.with_format("torch"),
         "NumPy": np.arange(12, dtype="f4").reshape(3, 4),
-        "zarr": zarr.array(np.arange(12).reshape(3, 4)),
         "list": [(1, "a"), (2, "b"), (3, "c")],
     }
+    if find_spec("zarr") is not None:  # not on Python 3.10
+        import zarr
+
+        of_libraries["zarr"] = zarr.array(np.arange(12).reshape(3, 4))
+    return of_libraries
 
 
 @pytest.mark.parametrize("name", sources())
