@@ -19,6 +19,7 @@ from blake3 import blake3
 from torch import nn
 
 from castore.adapters.torch import key_and_doubts
+from castore.adapters.torch.dataset_identity import ADVICE
 from castore.errors import UnhashableError
 from castore.keys.encoder import Encoder
 from castore.keys.encoder import key as key_of_config
@@ -104,7 +105,7 @@ def data_digest(dataset: Any, role: str, given: object = None, store: Store | No
     try:
         digits, doubts = key_and_doubts(dataset)
     except UnhashableError as error:
-        problem = str(error).partition("; or say what identifies the data")[0]
+        problem = str(error).removesuffix(ADVICE)
         raise UnhashableError(f"the {role} loader's {problem}; {_remedy(role)}") from None
     if doubts is not None and store is not None:
         doubts.tell(store, f"the {role} loader's dataset", _random_advice(role))
