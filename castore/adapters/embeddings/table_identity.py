@@ -18,8 +18,7 @@ from typing import Any
 from blake3 import blake3
 from torch import nn
 
-from castore.adapters.torch import key_and_doubts
-from castore.adapters.torch.dataset_identity import ADVICE
+from castore.adapters.torch import ADVICE, key_and_doubts
 from castore.errors import UnhashableError
 from castore.keys.encoder import Encoder
 from castore.keys.encoder import key as key_of_config
