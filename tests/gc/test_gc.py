@@ -18,10 +18,12 @@ from castore.gc import collect, compaction, leftovers
 from castore.gc.collect import select
 from castore.index.eviction import Candidate, Orphan
 from castore.index.lock_yield import LockYield
+from castore.index.transaction import Write
 from castore.objects.codecs import FRAME_SIZE
 from castore.parts import Parts
 from castore.repair import doctor, rebuild
-from tests.helpers import in_processes, mixed, noise, object_files, payload, recount, text
+from tests.helpers import agrees_with_disk, in_processes, mixed, noise, object_files, payload, recount, text
+from tests.torture.kills import after, before, pause, paused
 
 KB = 1_000
 
@@ -301,6 +303,17 @@ def test_a_writer_whose_pack_was_compacted_starts_another(tmp_path: Path) -> Non
     assert keeper.verify().bad == []
 
 
+def test_a_put_leaves_a_pack_that_is_retired_though_its_file_is_still_there(store: Store) -> None:
+    store.put_many((f"n/{i}", noise(2 * KB, i)) for i in range(20))
+    store.delete_many(f"n/{i}" for i in range(19))
+    retired = after(Write, "retire_pack", then=after(Write, "commit", then=pause))
+    with paused(lambda: store.gc(grace=0), retired):
+        store.put("new", noise(2 * KB, 99))
+    with Store(store.path, memory=0) as other:
+        assert [other.get(name) for name in ("n/19", "new")] == [noise(2 * KB, 19), noise(2 * KB, 99)]
+    agrees_with_disk(store)
+
+
 def test_packs_of_many_short_lived_writers_are_merged(store: Store) -> None:
     for turn in range(5):
         in_processes(
@@ -367,6 +380,40 @@ def test_objects_and_packs_without_a_row_go(store: Store) -> None:
     assert not pack.exists()
     assert path.exists()
     assert (store.path / "objects/README").exists()
+
+
+def test_bytes_that_are_put_again_while_gc_removes_them_stay(store: Store) -> None:
+    """The row is gone and the object not yet: a put gives the same bytes a row and a place again."""
+    store.put("kept", noise(50 * KB, 1), pin=True)
+    store.put("deleted", noise(50 * KB, 2))
+    store.put("evicted", noise(50 * KB, 3))
+    store.delete("deleted")
+    with paused(lambda: store.gc(grace=0), before(collect, "_unlink", then=pause)):
+        assert store.stat().blobs == 2
+        store.put("again", noise(50 * KB, 2))
+    assert store.get("again") == noise(50 * KB, 2)
+    with paused(lambda: store.gc(max_size=60 * KB, grace=0), before(collect, "_unlink", then=pause)):
+        assert store.stat().blobs == 1
+        store.put("evicted", noise(50 * KB, 3))
+    assert store.get("evicted") == noise(50 * KB, 3)
+    agrees_with_disk(store)
+
+
+def test_a_leftover_that_a_put_needs_by_now_stays(store: Store) -> None:
+    """Between finding a leftover and removing it, a row comes to mean the file of that name."""
+    store.put("kept", noise(50 * KB, 1))
+    store.put("a", noise(50 * KB, 2))
+    path, _, _ = payload(store, "a")
+    left = path.read_bytes()
+    store.delete("a")
+    store.gc(grace=0)
+    assert not path.exists()
+    path.write_bytes(left)
+    assert str(path) in store.gc(dry_run=True).leftovers
+    with paused(lambda: store.gc(grace=0), before(leftovers, "remove", then=pause)):
+        store.put("a", noise(50 * KB, 2))
+    assert store.get("a") == noise(50 * KB, 2)
+    agrees_with_disk(store)
 
 
 def test_packs_that_another_gc_removes_meanwhile_are_no_error(

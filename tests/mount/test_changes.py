@@ -12,9 +12,12 @@ import pytest
 
 import castore_fuse
 from castore import Store
+from castore.gc import mount_barrier
+from castore.index.journal import Journal
 from castore.objects.codecs import FRAME_SIZE
 from tests.helpers import mixed, text
 from tests.mount.conftest import forget_pages, until
+from tests.torture.kills import after, pause, paused
 
 
 def holds(path: Path, data: bytes) -> bool:
@@ -66,6 +69,21 @@ def test_repointed_name_shows_within_a_second(live: Path, store: Store) -> None:
     while rounds[-1][2] >= 1.0:
         assert len(rounds) < 5, rounds
         rounds.append(waits(f"round {len(rounds)}"))
+
+
+def test_name_read_between_its_record_and_the_commit_shows_its_new_bytes_after_that(
+    live: Path, store: Store
+) -> None:
+    """A record is in the journal before its commit: the kernel keeps the old answer of a read between the two."""
+    path = live / "name"
+    store.put("name", b"old")
+    assert holds(path, b"old")
+    locks = (store.path / "locks").iterdir()
+    [socket] = [entry for entry in locks if mount_barrier.is_socket_of_a_mount(entry.name)]
+    with paused(lambda: store.put("name", b"new"), after(Journal, "append", then=pause)):
+        mount_barrier._ask(socket)  # a mount reads the journal before it answers
+        assert holds(path, b"old")
+    until(lambda: holds(path, b"new"))
 
 
 def test_name_that_goes_back_to_its_first_blob_shows_it(live: Path, store: Store) -> None:

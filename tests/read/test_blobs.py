@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 import castore
 from castore import InvalidNameError, NotFoundError, Store
+from castore.index.transaction import Write
 from castore.objects.codecs import FRAME_SIZE
 from castore.records import LOST
 from tests.helpers import flip, noise, text
+from tests.torture.kills import before, pause, paused
 
 LARGE = 3 * FRAME_SIZE
 
@@ -77,6 +80,20 @@ def test_a_use_that_is_reported_counts_for_gc_and_stat(store: Store) -> None:
     store.flush()
     assert store.stat().disk_hits == before + 1
     assert store.gc(max_size=LARGE + 1000).evicted == ["newer"]
+
+
+def test_uses_that_meet_a_busy_index_are_written_later(store: Store) -> None:
+    store.put("a", b"x")
+    begun = time.time()
+    with paused(lambda: store.put("b", b"y"), before(Write, "commit", then=pause)):
+        store._usage.due = 0.0
+        assert (store.get("a"), store.get("nothing"), store.get("a")) == (b"x", None, b"x")
+        with Store(store.path, memory=0) as other:
+            assert (other.stat().disk_hits, other.stat().misses) == (0, 0)
+    store.flush()
+    with Store(store.path, memory=0) as other:
+        assert (other.stat().disk_hits, other.stat().misses) == (2, 1)
+        assert [entry.accessed >= begun for entry in other.entries("a")] == [True]
 
 
 def test_totals_are_those_of_stat(store: Store) -> None:
