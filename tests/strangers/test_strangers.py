@@ -173,6 +173,8 @@ def test_ours():
     ],
 )
 def test_castore_stands_where_the_strangers_code_was(tmp_path: Path, plugin: str, text: str) -> None:
+    if plugin == "for_stocaching":
+        pytest.importorskip("torch")
     tiny = suite(tmp_path, {"test_ours.py": text}, f"tools.strangers.{plugin}")
     result = run(tiny, tmp_path, log=tmp_path / "log")
     assert set(ends(result).values()) == {"passed"}, (tmp_path / "log").read_text()
