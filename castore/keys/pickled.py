@@ -31,8 +31,8 @@ from castore.keys.torch_modules import (
 )
 
 _PARAMETRIZED = "torch.nn.utils.parametrize"
-#: torch sets this when it compiles a module in place.
-_MODULE_NOISE = {"_compiled_call_impl"}
+#: torch sets these on a module that it compiles, and Lightning the last one.
+_MODULE_NOISE = {"_compiled_call_impl", "_is_torch_compile", "_compile_kwargs"}
 #: Vectorizers of scikit-learn store here the id of the stop word list that they have checked.
 _SKLEARN_NOISE = {"_stop_words_id"}
 

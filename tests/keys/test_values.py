@@ -7,6 +7,8 @@ import copyreg
 import ctypes
 import datetime as dt
 import functools
+import importlib
+import inspect
 import json
 import logging
 import multiprocessing
@@ -123,12 +125,18 @@ def _sum_to(x: int) -> int:
 _compiled_sum_to = torch.compile(_sum_to)
 
 
+@pytest.mark.parametrize("by", ["torch", "lightning"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.usefixtures("folder")
-def test_switching_torch_compile_on_changes_no_key(adapter: str) -> None:
-    model = fingerprinted.linear()
-    for plain in (_plus_one, model, _sum_to):
-        assert ADAPTERS[adapter](torch.compile(plain)) == ADAPTERS[adapter](plain)
+def test_switching_torch_compile_on_changes_no_key(adapter: str, by: str) -> None:
+    """Compilers leave attributes on the model itself. Lightning replaces `torch.compile` at its import."""
+    compile_ = inspect.unwrap(torch.compile)
+    if by == "lightning":
+        compile_ = importlib.import_module("lightning.fabric.wrappers")._capture_compile_kwargs(compile_)
+    for plain in (_plus_one, fingerprinted.linear(), _sum_to):
+        before = ADAPTERS[adapter](plain)
+        assert ADAPTERS[adapter](compile_(plain)) == before
+        assert ADAPTERS[adapter](plain) == before
 
 
 def _plus_one(x: int) -> int:

@@ -55,7 +55,7 @@ def test_a_codec_that_is_not_installed_is_an_error_and_never_raw_bytes(package: 
 
 def test_a_folder_of_other_things_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(StoreError, match="no castore"):
+    with pytest.raises(StoreError, match="no store"):
         TreeCacheManager(tmp_path)
 
 

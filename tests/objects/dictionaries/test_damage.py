@@ -78,7 +78,7 @@ def test_without_any_whole_copy_its_blobs_are_misses_and_heal(
             store.objects.read_small(found.blob)
         assert store.get("rec/0") is None
         assert store.get("plain/x") == NEW[0] + b"!"
-        with store.open("rec/1") as file, pytest.raises(CorruptError, match="no whole copy"):
+        with store.open("rec/1") as file, pytest.raises(CorruptError, match="no intact copy"):
             file.read(10)
         assert len([f for f in store.verify().bad if len(f.digest) == 64]) == len(NEW)
         findings = doctor.examine(store.path)
