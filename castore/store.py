@@ -135,7 +135,7 @@ class Store:
         )
         self.index, self.objects, self.source = parts.index, parts.objects, parts.source
         self.writer, self.prefixes, self._usage = parts.writer, parts.prefixes, parts.usage
-        #: What a mount reads: names as a tree of files.
+        #: The view that a mount reads: names as a tree of files.
         self.tree = TreeReader(parts.index, parts.objects, parts.source, parts.usage)
         self._putter = Putter(self.writer, self.settings, self.path, self.prefixes)
         self._locks = ComputeLocks(self.path / "locks" / "compute", self.settings.file_mode)

@@ -50,7 +50,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Give all back to the collector: extension modules report as leaked what Python does not free at its end."""
+    """Give all objects back to the collector: extension modules report those that Python does not free."""
     gc.unfreeze()
 
 

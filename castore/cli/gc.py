@@ -30,8 +30,8 @@ def gc(
     ] = format_duration(GRACE_SECONDS),
     as_json: AsJson = False,
 ) -> None:
-    """Free space. What expired goes first, then the least recently used down to the budget, then what nobody
-    names.
+    """Free space: expired entries go first, then the least recently used down to the budget, then bytes
+    without a name.
 
     \b
     castore gc --max-size 100GB --dry-run

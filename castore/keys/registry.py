@@ -65,7 +65,7 @@ class Table:
 
 
 class Rules:
-    """What an encoder does with each type.
+    """The treatment of each type by an encoder.
 
     Args:
         rules: tried in order, for values that are neither leaves nor plain containers.

@@ -1,4 +1,4 @@
-"""What counts of torch's modules: the mode and the hooks of a module, the order of its layers.
+"""The parts of torch's modules that count: the mode and the hooks of a module, the order of its layers.
 
 A function or a class that sets a module to eval before it uses the module gets the same result whatever the
 module's mode was, so there the mode does not count. The bytecode shows this. Classes are known by name, so

@@ -1,4 +1,4 @@
-"""What a mount reads of a store: names as a tree of files, blobs by digest, and the changes of names.
+"""The view that a mount reads of a store: names as a tree of files, blobs by digest, changes of names.
 
 `castore_fuse` reads through this value alone, so it knows neither the index nor the object directory. Rows
 leave this module as the index has them: a damaged row may hold anything.

@@ -1,4 +1,4 @@
-"""What was derived from descriptions of values, which recur: a bounded dict."""
+"""A bounded dict for values that are derived from headers: headers recur."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fingerprints for test_values.py of compilers', libraries' and users' objects, to compare between processes."""
+"""Fingerprints of compilers', libraries' and users' objects, for test_values.py to compare between processes."""
 
 from __future__ import annotations
 

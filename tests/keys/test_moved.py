@@ -13,7 +13,7 @@ from castore.keys.moved import _MOVED, name_in_keys
 
 
 def test_values_of_classes_that_moved_have_the_keys_that_they_had() -> None:
-    # Made when the classes were in castore.adapters.embeddings.inputs and castore.adapters.embeddings.batches.
+    # Made when the classes were in castore.adapters.embeddings: in its modules inputs and batches.
     assert key({"c": Call((("x",),), ("a",))}) == "431fd17821c5c009ebd1e4c86c50f5db776dc2d0"
     assert key({"p": PerItem("tensor")}) == "9676a2eb4008a6201c2a2b4d17e86c16bcd38f65"
 

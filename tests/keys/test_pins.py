@@ -1,7 +1,7 @@
 """Keys stay what they are: results of an earlier castore are found, and its errors name the same parts.
 
-pins.json has what castore 0.1.0 gave before its keys came from a registry of types. For a new case, take the row
-from `python -c "from tests.keys.test_pins import pins; print(pins())"`.
+pins.json has the answers of castore 0.1.0 before its keys came from a registry of types. For a new case, take
+the row from `python -c "from tests.keys.test_pins import pins; print(pins())"`.
 """
 
 from __future__ import annotations

@@ -449,7 +449,7 @@ def test_storages_of_torch_count_by_their_bytes_in_every_process(
     assert len({told for kind in one for told in kind}) == 3 * len(one[0])
 
 
-# --- registries and locks of files ---------------------------------------------------------------------------------
+# --- registries and locks of files --------------------------------------------------------------------------
 
 
 class MyLock(filelock.FileLock):
@@ -527,7 +527,7 @@ def test_what_else_a_class_holds_weakly_counts(table: str) -> None:
     assert len(found) == 3
 
 
-# --- spaCy ---------------------------------------------------------------------------------------------------------
+# --- spaCy --------------------------------------------------------------------------------------------------
 
 
 _SPACY = """

@@ -74,7 +74,7 @@ def test_repointed_name_shows_within_a_second(live: Path, store: Store) -> None:
 def test_name_read_between_its_record_and_the_commit_shows_its_new_bytes_after_that(
     live: Path, store: Store
 ) -> None:
-    """A record is in the journal before its commit: the kernel keeps the old answer of a read between the two."""
+    """A record is in the journal before its commit, and the kernel keeps the answer of a read in between."""
     path = live / "name"
     store.put("name", b"old")
     assert holds(path, b"old")

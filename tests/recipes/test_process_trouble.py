@@ -238,7 +238,8 @@ def test_runs_killed_at_random_points_come_to_the_same_end(
     chance = random.Random(mode)
     path, rows = recipe(place, SLOW, **{mode: True}), place / "rows"
     rows.touch()
-    # The points are rows of one of the two slow steps. A killed step runs again, so each run comes to its point.
+    # The points are rows of one of the two slow steps. A killed step runs again, so each run comes to its
+    # point.
     for _ in range(3):
         more = rows.stat().st_size + chance.randrange(1, 150)
         start = castore("process", "--config", path, "--json")

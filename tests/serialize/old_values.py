@@ -132,7 +132,7 @@ def values() -> dict[str, Any]:
 
 
 def written(value: Any) -> list[Any]:
-    """The bytes of a value: its record as a sample, its serializer, what this makes, and the same inside a list."""
+    """The bytes of a value: as a sample, by its serializer (with its name), and inside a list."""
     return [pack(value), *dump(value), dump([value, 1])[1]]
 
 

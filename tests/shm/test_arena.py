@@ -1,4 +1,4 @@
-"""An arena: parts that do not overlap, the same in all processes, and refused by other versions of castore."""
+"""An arena: parts that do not overlap, the same in all processes, refused by other versions of castore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m tools.strangers` itself: made-up checkouts of a few lines, run whole, in processes of their own."""
+"""`python -m tools.strangers` itself: made-up checkouts of a few lines, run whole, in own processes."""
 
 from __future__ import annotations
 

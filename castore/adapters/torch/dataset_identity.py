@@ -93,7 +93,7 @@ def key_and_doubts(dataset: Any, key: object = None) -> tuple[str, Doubts | None
 
 
 class _Memory:
-    """What the rules for datasets remember about the parts of one encoder.
+    """The memory of the rules for datasets about the parts of one encoder.
 
     Attributes:
         in_code: how many functions, classes and modules are around the part. In code, text is a constant:

@@ -1,7 +1,7 @@
-"""What torchrun starts in test_torchrun.py: jobs of two epochs of a lazy shard, with a record of all that happens.
+"""The script of test_torchrun.py: jobs of two epochs of a lazy shard, with a record of all that happens.
 
-A job needs no process group unless told to make one. The argument is a JSON list with the options of each job,
-which writes into its ``out``.
+A job needs no process group unless told to make one. The argument is a JSON list with the options of each job.
+A job writes into its ``out``.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ def test_a_killed_loader_leaves_nothing_once_its_workers_are_gone() -> None:
 
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """A script for each start method. All of them run at once, for each waits for seconds until its worker has gone."""
+    """A script for each start method. All run at once: each waits for seconds until its worker has gone."""
     script = (
         "import torch; from castore.adapters.torch import SharedCache\nfrom torch.utils.data import "
         "DataLoader\nfrom tests.adapters.torch.test_shared_processes import Holder\nif __name__ == "

@@ -34,7 +34,7 @@ def saved(value: Any) -> Any:
     return load(data, name)
 
 
-# Without the values' text: that of a set differs by process, and processes that share the tests compare names.
+# Without the values' text: that of a set differs by process, and xdist's workers compare the names of tests.
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_a_value_of_every_kind_comes_back_in_type_and_value(value: Any) -> None:
     assert same(unpack(pack({"x": value}))["x"], value)
