@@ -14,6 +14,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from blake3 import blake3
+
 from castore.errors import SerializationError
 from castore.serialize.kinds.forms import Kind, MisfitError, expect, listed
 
@@ -25,6 +27,8 @@ _FACTORIES: dict[str, type] = {
         collections.OrderedDict, collections.Counter, collections.deque,
     )
 }  # fmt: skip
+#: Characters of a `repr` above which its digest stands for it.
+_LONG_TEXT = 4096
 #: Keys for which zoneinfo does not look outside its own folders.
 _ZONE_KEY = re.compile(r"[A-Za-z0-9_+\-]+(/[A-Za-z0-9_+\-]+)*")
 
@@ -42,10 +46,15 @@ def in_order(values: Any) -> list[Any]:
 def _comparable(value: Any) -> Any:
     """Convert a value so that its `repr` is the same in every process; the `repr` of a set is not."""
     if type(value) is frozenset:
-        return "frozenset", sorted(repr(_comparable(item)) for item in value)
+        return "frozenset", sorted(_shorten(repr(_comparable(item))) for item in value)
     if isinstance(value, tuple):
         return type(value).__name__, [_comparable(item) for item in value]
     return type(value).__name__, value
+
+
+def _shorten(text: str) -> str:
+    """The digest of a long text: `repr` doubles the escapes of a text at each set around the text."""
+    return text if len(text) <= _LONG_TEXT else str(blake3(text.encode("utf-8", "surrogatepass")).hexdigest())
 
 
 def _take_defaultdict(value: collections.defaultdict[Any, Any]) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,24 @@ def test_any_nesting_comes_back_and_equal_values_give_equal_bytes(value: Any) ->
     name, data = dump(value)
     assert same(load(data, name), value)
     assert dump(load(data, name)) == (name, data)
+
+
+_NEST = """
+import resource
+from castore.serialize.serializers import dump, load
+
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+value = frozenset({"innermost"})
+for level in range(50):
+    value = frozenset({value, str(level)})
+name, data = dump(value)
+assert load(data, name) == value
+assert dump(load(data, name)) == (name, data)
+"""
+
+
+def test_sets_in_sets_take_bounded_memory_at_any_depth() -> None:
+    subprocess.run([sys.executable, "-c", _NEST], check=True, timeout=300)
 
 
 def _twice(dataset: Any, values: list[Any]) -> list[Any]:
