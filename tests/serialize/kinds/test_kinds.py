@@ -138,7 +138,11 @@ def test_every_adapter_gives_back_what_it_was_given(adapters: dict[str, RoundTri
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=10,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(value=nested())
 def test_every_adapter_gives_back_any_nesting(adapters: dict[str, RoundTrip], name: str, value: Any) -> None:
     assert same(adapters[name]([value, 1]), [value, 1])
