@@ -30,7 +30,7 @@ def gc(
     ] = format_duration(GRACE_SECONDS),
     as_json: AsJson = False,
 ) -> None:
-    """Free space: expired entries go first, then the least recently used down to the budget, then bytes
+    """Free space. Expired entries go first, then the least recently used down to the budget, then bytes
     without a name.
 
     \b
