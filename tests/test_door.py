@@ -1,4 +1,4 @@
-"""What the store answers so that nobody above it has to ask its index."""
+"""Questions that the store answers, so that no room above it asks the index."""
 
 from __future__ import annotations
 

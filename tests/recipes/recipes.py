@@ -106,7 +106,7 @@ def place(folder: Path, sources: dict[str, list[Any]]) -> Iterator[Path]:  # noq
     root = folder.parent
     rows = zip(sources["text"], range(len(sources["text"])), strict=True)
     (root / "data").mkdir()
-    # What operators take grows with the length of a text, and no promise does.
+    # Operators take longer for longer texts, and no promise is about the length.
     lines = [json.dumps({"text": text[:2000], "n": n}) for text, n in rows]
     # Every filter finds something here.
     lines += [
@@ -125,7 +125,7 @@ def place(folder: Path, sources: dict[str, list[Any]]) -> Iterator[Path]:  # noq
 def here(
     place: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> Callable[..., Ran]:
-    """Run `castore process` as a user who has set the place of the store in the environment."""
+    """Run `castore process` with the place of the store in the environment."""
     monkeypatch.setenv("CASTORE_DIR", str(place / "store"))
 
     def run(*words: str | Path) -> Ran:

@@ -97,7 +97,7 @@ _NODES = [("node", "10MB"), ("node", "150KB"), ("disk", "10MB")]
 
 
 class Jobs(NamedTuple):
-    """What ran in the same two ranks, one job after another: torch is imported once."""
+    """Records of jobs that the same two ranks ran, one after another: torch is imported once."""
 
     jobs: dict[tuple[object, object], Job]
     stderr: str
