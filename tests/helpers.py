@@ -15,14 +15,17 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from castore import Store
 from castore.objects.packs import PackRecord, scan
 from castore.records import HEAD_SIZE, LOOSE
 
 _WORDS = [b"frame", b"blob", b"digest", b"seek", b"table", b"epoch", b"shard", b"token", b"sample", b"rank"]
+
+T = TypeVar("T")
 
 
 def text(size: int, seed: int = 0) -> bytes:
@@ -134,6 +137,16 @@ def in_processes(count: int, task: Callable[[int], object], *, timeout: float = 
     failures = [answer for good, answer in answers if not good]
     assert not failures, f"{len(failures)} of {count} processes failed; the first:\n{failures[0]}"
     return [answer for _, answer in answers]
+
+
+def in_small_process(task: Callable[..., T], *arguments: Any) -> T:
+    """What ``task(*arguments)`` returns or raises in a new process, which has imported little.
+
+    For a test that forks hundreds of times: a fork of a process that has run thousands of tests, and the
+    page faults after it, take a third of a second.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(task, *arguments).result()
 
 
 def _answer(receiver: Any, timeout: float) -> tuple[bool, Any]:

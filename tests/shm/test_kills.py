@@ -25,7 +25,7 @@ from castore.errors import SegmentError
 from castore.shm.arena import Arena, Layout
 from castore.shm.extents import Extents
 from castore.shm.shared_frames import ObjectFrames, SharedFrames, _needed
-from tests.helpers import in_small_shm
+from tests.helpers import in_small_process, in_small_shm
 from tests.shm.forks import forked
 
 ROOM = str(Path(castore.shm.__file__).parent)
@@ -112,10 +112,13 @@ OPERATIONS: dict[str, tuple[Callable[[Extents], object], set[int]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("operation", "touched"), OPERATIONS.values(), ids=OPERATIONS)
-def test_a_kill_at_any_line_of_a_write_leaves_whole_records_and_usable_space(
-    operation: Callable[[Extents], object], touched: set[int]
-) -> None:
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_kill_at_any_line_of_a_write_leaves_whole_records_and_usable_space(operation: str) -> None:
+    in_small_process(_kill_at_lines_of_a_write, operation)
+
+
+def _kill_at_lines_of_a_write(name: str) -> None:
+    operation, touched = OPERATIONS[name]
     for line in itertools.count(1):
         with closing(Arena(None, Layout(SLOTS, extents=6), 4000, {})) as arena:
             extents, before = filled(arena)
@@ -156,10 +159,14 @@ def check_space(arena: Arena, extents: Extents) -> None:
 
 
 def test_a_kill_at_any_line_of_an_offer_leaves_whole_frames_and_usable_space(tmp_path: Path) -> None:
+    in_small_process(_kill_at_lines_of_an_offer, tmp_path)
+
+
+def _kill_at_lines_of_an_offer(folder: Path) -> None:
     # One frame is evicted by each offer that is due, so both ways of writing are in it.
     length = 500
     for line in itertools.count(1):
-        with closing(SharedFrames(tmp_path, _needed(3, 64 + length), length)) as frames:
+        with closing(SharedFrames(folder, _needed(3, 64 + length), length)) as frames:
             object_ = ObjectFrames(frames, bytes(48))
             for number in range(2):
                 object_.offer(number, text(number, 0, length))
@@ -182,6 +189,10 @@ def test_a_kill_at_any_line_of_an_offer_leaves_whole_frames_and_usable_space(tmp
 
 
 def test_a_process_killed_at_any_line_of_a_count_loses_no_count_of_others() -> None:
+    in_small_process(_kill_at_lines_of_a_count)
+
+
+def _kill_at_lines_of_a_count() -> None:
     with closing(Arena(None, Layout(1, counters=2), 0, {})) as arena:
         tallies = arena.tallies()
         for line in itertools.count(1):

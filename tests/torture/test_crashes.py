@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.helpers import in_small_process
 from tests.torture.random_kills import KINDS, PHASES, kill_at_random
 
 
@@ -13,7 +14,7 @@ def test_kills_at_random_moments_lose_nothing_that_was_acknowledged(
     tmp_path: Path, scale: Callable[[int, int], int], figure: Callable[[str], None]
 ) -> None:
     least = scale(50, 2_000)
-    hits, left = kill_at_random(tmp_path / "store", least, seen_all)
+    hits, left = in_small_process(kill_at_random, tmp_path / "store", least, seen_all)
     count, (phases, kinds) = sum(hits.values()), counted(hits)
     assert seen_all(hits, left), f"some operations or phases were never hit: {kinds}, {phases}, {left} left"
     assert sum(kinds.values()) >= count * 3 // 4, f"too few kills hit an operation: {phases}"
