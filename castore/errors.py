@@ -98,6 +98,35 @@ class MissingDependencyError(CastoreError, ImportError):
         return error
 
 
+class RemoteError(CastoreError):
+    """A remote cannot be used, refuses, or holds what no castore wrote."""
+
+
+class RemoteMissingError(RemoteError):
+    """The remote has no such object, ref or commit."""
+
+
+class RemoteDeniedError(RemoteError, PermissionError):
+    """The credentials for a remote are missing, expired or do not suffice."""
+
+
+class RemoteUnreachableError(RemoteError, ConnectionError):
+    """A remote gave no answer in time."""
+
+
+class ConflictError(RemoteError):
+    """Two stores have changed the same names of a ref.
+
+    Args:
+        message: the sentence for the user.
+        names: those that both changed, sorted.
+    """
+
+    def __init__(self, message: str, *, names: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.names = names
+
+
 class SegmentError(CastoreError):
     """A shared memory segment cannot be used: another user's, of another layout, closed or gone."""
 

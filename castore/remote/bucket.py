@@ -1,0 +1,100 @@
+"""The interface of a bucket: the few operations on a place for objects that a remote needs.
+
+All objects but refs are immutable and named by their own digest, so `put` may be repeated and overtaken
+without harm. Refs change by `create` and `replace`, which are conditional. Nothing here knows what an object
+means. Calls block, and may come from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from castore.objects.codecs import Buffer
+
+
+class Listed(NamedTuple):
+    """An object in a listing.
+
+    Attributes:
+        key: relative to the remote's URL.
+        size: in bytes.
+        modified: by the storage's clock, seconds since the epoch.
+    """
+
+    key: str
+    size: int
+    modified: float
+
+
+class Versioned(NamedTuple):
+    """A small object and the version that `Bucket.replace` compares.
+
+    Attributes:
+        data: all bytes.
+        version: opaque; equal only for the same write.
+    """
+
+    data: bytes
+    version: Any
+
+
+class Bucket(Protocol):
+    """A place for objects, below one URL.
+
+    Every method but the conditional ones may be repeated. Keys are relative POSIX paths of ASCII letters,
+    digits and ``._-``.
+
+    Raises:
+        RemoteMissingError: there is no such object.
+        RemoteDeniedError: the credentials are missing, expired or do not suffice.
+        RemoteUnreachableError: no answer in time, after retries. A conditional write may have happened.
+        RemoteError: the storage refuses for another reason, or gives another answer than was asked for.
+    """
+
+    url: str
+
+    def get(self, key: str) -> Versioned:
+        """All bytes of a small object, and its version."""
+        ...
+
+    def size(self, key: str) -> int | None:
+        """Length in bytes of an object, or None if there is none."""
+        ...
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes from ``start`` to ``end`` of each range, neighbouring ones in one request.
+
+        Raises:
+            RemoteError: the storage gave another number of bytes.
+        """
+        ...
+
+    def stream(self, key: str) -> Iterator[bytes]:
+        """The bytes of an object of any size, in pieces of some megabytes."""
+        ...
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Write an object, or write it again."""
+        ...
+
+    def upload(self, key: str, path: Path) -> None:
+        """`put` for a file of any size, in parts and in constant memory."""
+        ...
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write a small object if there is none; False if there is one."""
+        ...
+
+    def replace(self, key: str, data: bytes, version: Any) -> bool:
+        """Write a small object if it still has ``version`` (compare and swap); False if it has not."""
+        ...
+
+    def listing(self, prefix: str) -> Iterator[Listed]:
+        """All objects whose key begins with ``prefix``, a folder that ends with a slash or ""."""
+        ...
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects. Missing ones are passed over."""
+        ...

@@ -1,0 +1,175 @@
+"""Commits and refs: a tree's history, and the only names in a remote that change.
+
+A ref changes by compare-and-swap, after all that its commit means is in the bucket. An answer may be lost
+after the storage acted, and a retry then looks like a conflict: so each write of a ref carries an id of its
+writer, and is read back (Icechunk has it so: design document 017).
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from castore.errors import RemoteError, RemoteMissingError, RemoteUnreachableError
+from castore.records import DIGEST_SIZE
+from castore.remote.bucket import Bucket, Versioned
+from castore.remote.keys import REFS, check_ref, commit_key, ref_key
+from castore.remote.pages import digest_of
+
+# Bytes; a note is the only part of any length.
+_LONGEST = 1 << 20
+
+
+class Commit(NamedTuple):
+    """A state of a ref's names.
+
+    Attributes:
+        tree: digest of the root page, 32 raw bytes.
+        parent: digest of the commit before it, or None.
+        time: when it was made by its writer's clock, seconds since the epoch.
+        writer: host name and user of its writer.
+        note: text of its writer.
+        entries, size: number of names, and the sum of their sizes in bytes.
+    """
+
+    tree: bytes
+    parent: bytes | None
+    time: float
+    writer: str
+    note: str
+    entries: int
+    size: int
+
+
+class Ref(NamedTuple):
+    """A ref as it was read: the digest of its commit, and the version to compare when it is moved."""
+
+    commit: bytes
+    version: Any
+
+
+def encode_commit(commit: Commit) -> bytes:
+    """The bytes of a commit's object."""
+    fields = commit._asdict() | {
+        "tree": commit.tree.hex(),
+        "parent": None if commit.parent is None else commit.parent.hex(),
+    }
+    return json.dumps({"format": 1, **fields}, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def read_commit(bucket: Bucket, digest: bytes) -> Commit:
+    """A commit, checked by its digest.
+
+    Raises:
+        RemoteMissingError: the bucket has no such commit.
+        RemoteError: its bytes are not those that were written.
+    """
+    data = bucket.get(commit_key(digest)).data
+    if digest_of(data) != digest:
+        raise RemoteError(f"commit {digest.hex()} in {bucket.url} is damaged: its bytes have another digest")
+    fields = _parse(data, commit_key(digest), bucket)
+    try:
+        return Commit(
+            _digest(fields["tree"]),
+            None if fields["parent"] is None else _digest(fields["parent"]),
+            float(fields["time"]),
+            str(fields["writer"]),
+            str(fields["note"]),
+            int(fields["entries"]),
+            int(fields["size"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise RemoteError(f"commit {digest.hex()} in {bucket.url} is none that castore wrote") from error
+
+
+def read_ref(bucket: Bucket, ref: str) -> Ref | None:
+    """Where a ref points, or None if there is none.
+
+    Raises:
+        RemoteError: its bytes are not what castore writes.
+    """
+    try:
+        found = bucket.get(ref_key(ref))
+    except RemoteMissingError:
+        return None
+    return Ref(_commit_of(found, ref, bucket), found.version)
+
+
+def list_refs(bucket: Bucket) -> list[str]:
+    """The names of all refs, sorted."""
+    return sorted(listed.key.removeprefix(REFS) for listed in bucket.listing(REFS))
+
+
+def move_ref(bucket: Bucket, ref: str, seen: Ref | None, commit: bytes, now: float) -> bool:
+    """Point a ref at a commit whose bytes are all there; False if the ref was moved since ``seen``.
+
+    Args:
+        seen: from `read_ref`, None to make the ref.
+        now: seconds since the epoch, for people who look.
+
+    Raises:
+        RemoteUnreachableError: whether the ref was moved is not known: the storage gave no answer, and could
+            not be asked.
+    """
+    check_ref(ref)
+    writer = uuid.uuid4().hex
+    fields = {"format": 1, "commit": commit.hex(), "writer": writer, "time": now}
+    data = json.dumps(fields, separators=(",", ":")).encode()
+    try:
+        if seen is None:
+            moved = bucket.create(ref_key(ref), data)
+        else:
+            moved = bucket.replace(ref_key(ref), data, seen.version)
+    except RemoteUnreachableError:
+        moved = False
+    return moved or _wrote(bucket, ref, writer)
+
+
+def _wrote(bucket: Bucket, ref: str, writer: str) -> bool:
+    try:
+        found = bucket.get(ref_key(ref))
+    except RemoteMissingError:
+        return False
+    return _parse(found.data, ref_key(ref), bucket).get("writer") == writer
+
+
+def history(bucket: Bucket, commit: bytes) -> Iterator[tuple[bytes, Commit]]:
+    """A commit and those before it, newest first. Ends where the collector has removed older ones."""
+    at: bytes | None = commit
+    while at is not None:
+        try:
+            found = read_commit(bucket, at)
+        except RemoteMissingError:
+            if at == commit:
+                raise
+            return
+        yield at, found
+        at = found.parent
+
+
+def _commit_of(found: Versioned, ref: str, bucket: Bucket) -> bytes:
+    try:
+        return _digest(_parse(found.data, ref_key(ref), bucket)["commit"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RemoteError(f"ref {ref!r} in {bucket.url} is none that castore wrote") from error
+
+
+def _parse(data: bytes, key: str, bucket: Bucket) -> dict[str, Any]:
+    try:
+        if len(data) > _LONGEST:
+            raise ValueError("too long")
+        fields = json.loads(data)
+        if type(fields) is not dict or fields.get("format") != 1:
+            raise ValueError("another format")
+    except (ValueError, RecursionError) as error:
+        raise RemoteError(f"{key} in {bucket.url} is none that this castore can read: {error}") from error
+    return fields
+
+
+def _digest(text: str) -> bytes:
+    digest = bytes.fromhex(text)
+    if len(digest) != DIGEST_SIZE:
+        raise ValueError("no digest")
+    return digest

@@ -1,0 +1,62 @@
+"""The paths in a bucket, and the names that a ref may have. ``docs/format.md`` has the same list.
+
+Has names only: never asks a bucket.
+"""
+
+from __future__ import annotations
+
+import re
+
+from castore.errors import InvalidNameError
+
+#: Format and options of the remote. A place that has this object is a remote.
+SETTINGS = "castore-remote.json"
+TREES, COMMITS, REFS = "trees/", "commits/", "refs/"
+
+_REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def object_key(digest: bytes, *, packed: bool) -> str:
+    """Of an object with one blob, or of a pack with many; ``digest`` is that of all its bytes."""
+    return f"packs/{digest.hex()}" if packed else f"objects/{digest.hex()[:2]}/{digest.hex()}"
+
+
+def dictionary_key(number: int) -> str:
+    """Of a Zstandard dictionary, by its number."""
+    return f"dicts/{number:08x}"
+
+
+def page_key(digest: bytes) -> str:
+    """Of a page of a tree."""
+    return TREES + digest.hex()
+
+
+def commit_key(digest: bytes) -> str:
+    """Of a commit."""
+    return COMMITS + digest.hex()
+
+
+def ref_key(ref: str) -> str:
+    """Of a ref.
+
+    Raises:
+        InvalidNameError: no ref can have this name.
+    """
+    return REFS + check_ref(ref)
+
+
+def check_ref(ref: str) -> str:
+    """Return ``ref``.
+
+    Raises:
+        InvalidNameError: no ref can have this name.
+
+    >>> check_ref("imagenet-2012")
+    'imagenet-2012'
+    """
+    if not isinstance(ref, str) or not _REF.fullmatch(ref) or ref.endswith((".lock", ".")):
+        raise InvalidNameError(
+            f"{ref!r} cannot be a ref: use up to 100 letters, digits, dots, dashes and underscores,"
+            " the first a letter or a digit, the last no dot"
+        )
+    return ref
