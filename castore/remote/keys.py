@@ -54,7 +54,7 @@ def check_ref(ref: str) -> str:
     >>> check_ref("imagenet-2012")
     'imagenet-2012'
     """
-    if not isinstance(ref, str) or not _REF.fullmatch(ref) or ref.endswith((".lock", ".")):
+    if not _REF.fullmatch(ref) or ref.endswith("."):
         raise InvalidNameError(
             f"{ref!r} cannot be a ref: use up to 100 letters, digits, dots, dashes and underscores,"
             " the first a letter or a digit, the last no dot"
