@@ -247,9 +247,8 @@ def test_runs_killed_at_random_points_come_to_the_same_end(
         assert start.poll() is None, start.communicate()
         start.kill()
         start.communicate()
-    start = castore("process", "--config", path, "--json")
-    _, err = start.communicate(timeout=300)
-    assert start.returncode == 0, err
+    (place / "quick").touch()
+    assert cli("process", "--config", path).code == 0
     survived = exported(place)
     (place / "outputs/demo.jsonl").unlink()
     assert cli("process", "--config", path, "--no-use-checkpoint", "--no-use-cache").code == 0
