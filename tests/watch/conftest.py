@@ -64,11 +64,6 @@ class Watching:
                     return told
             assert self._next(seconds) is not None, f"it ended: {self.error()}"
 
-    def take(self) -> None:
-        """Take the events that have come so far."""
-        while not self._lines.empty():
-            self._next(60)
-
     def error(self) -> str:
         """Its standard error; it has ended, or ends now."""
         self.process.wait(300)
