@@ -118,10 +118,10 @@ class Jobs(NamedTuple):
 def together(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     folder, before = tmp_path_factory.mktemp("jobs"), segments()
     jobs: dict[tuple[object, object], Job] = {}
-    for workers, group in _RANKS:
-        jobs[workers, group] = Job(folder / f"{workers}-{group}" / "out", workers=workers, group=group)
     for mode, memory in _NODES:
         jobs[mode, memory] = Job(folder / f"{mode}-{memory}" / "out", mode=mode, memory=[memory], n=100)
+    for workers, group in sorted(_RANKS, key=lambda job: job[1]):  # those without a group first
+        jobs[workers, group] = Job(folder / f"{workers}-{group}" / "out", workers=workers, group=group)
     options = json.dumps([job.options for job in jobs.values()])
     done = run(torchrun(str(HERE / "lazy_job.py"), options, ranks=()), folder)
     assert done.returncode == 0, done.stderr
