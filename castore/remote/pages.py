@@ -19,19 +19,20 @@ from castore.errors import CastoreError, CorruptError
 from castore.names import check_name
 from castore.objects.codecs import CODECS
 from castore.objects.frames import frame_count
-from castore.objects.packs import PACK_LIMIT
 from castore.records import DIGEST_SIZE
 
 #: Bytes of a frame in `Place.frames`: stored length (u32) and BLAKE3 of the stored frame, cut to 128 bits.
 FRAME = struct.Struct("<I16s")
 #: Upper bound in bytes of a page, compressed or not. A page holds one row at least.
 PAGE_LIMIT = 64 << 20
+#: Blobs of at most this many stored bytes travel in packs, larger ones as objects of their own.
+PACKED_LIMIT = 1 << 20
 
 _MAGIC = b"castore page 1\r\n"
 _LARGEST = 1 << 62
 _CODEC_IDS = tuple(CODECS)
-_LEAF = ("names", "digests", "sizes", "codecs", "serializers", "metadata", "created", "expires")
-_PLACES = ("objects", "which", "offsets", "stored", "frames")
+_LEAF = ("names", "digests", "sizes", "serializers", "metadata", "created", "expires")
+_PLACES = ("objects", "which", "offsets", "stored", "codecs", "frames")
 _INNER = ("firsts", "pages", "starts", "entries", "logical", "stored")
 
 
@@ -42,12 +43,14 @@ class Place(NamedTuple):
         object: BLAKE3 of all bytes of the object, 32 raw bytes.
         offset: of the blob's first frame in a pack; 0 if the object is the blob's own.
         stored: length in bytes as stored, seek table included.
+        codec: ``"zstd"``, ``"lz4"``, ``"gzip"`` or ``"none"``.
         frames: a `FRAME` for each frame, in order.
     """
 
     object: bytes
     offset: int
     stored: int
+    codec: str
     frames: bytes
 
     @property
@@ -57,14 +60,13 @@ class Place(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A name in a tree: the entry and its blob's place. The attributes are those of `castore.Entry`, with
+    """A name in a tree: an entry and its blob's place. The attributes are those of `castore.Entry`, with
     ``digest`` as raw bytes and ``metadata`` as JSON text or None.
     """
 
     name: str
     digest: bytes
     size: int
-    codec: str
     serializer: str
     metadata: str | None
     created: float
@@ -120,7 +122,6 @@ def encode_leaf(rows: Sequence[Row]) -> bytes:
             "names": [row.name for row in rows],
             "digests": b"".join(row.digest for row in rows),
             "sizes": [row.size for row in rows],
-            "codecs": bytes(_CODEC_IDS.index(row.codec) for row in rows),
             "serializers": [row.serializer for row in rows],
             "metadata": [row.metadata for row in rows],
             "created": [row.created for row in rows],
@@ -129,6 +130,7 @@ def encode_leaf(rows: Sequence[Row]) -> bytes:
             "which": [numbers[row.place.object] for row in rows],
             "offsets": [row.place.offset for row in rows],
             "stored": [row.place.stored for row in rows],
+            "codecs": bytes(_CODEC_IDS.index(row.place.codec) for row in rows),
             "frames": b"".join(row.place.frames for row in rows),
         },
     )
@@ -222,12 +224,12 @@ def _rows(columns: dict[str, Any]) -> list[Row]:
         if end > len(frames):
             raise ValueError("frames are missing")
         at = end
-        place = Place(objects[DIGEST_SIZE * which :][:DIGEST_SIZE], offset, stored, own)
+        place = Place(objects[DIGEST_SIZE * which :][:DIGEST_SIZE], offset, stored, _CODEC_IDS[codec], own)
         if len(place.object) != DIGEST_SIZE:
             raise ValueError("an object has no digest")
         _check_place(place)
         digest = digests[DIGEST_SIZE * number :][:DIGEST_SIZE]
-        rows.append(Row(name, digest, size, _CODEC_IDS[codec], serializer, metadata, created, expires, place))
+        rows.append(Row(name, digest, size, serializer, metadata, created, expires, place))
     if at != len(frames):
         raise ValueError("it has frames of no name")
     return rows
@@ -235,8 +237,8 @@ def _rows(columns: dict[str, Any]) -> list[Row]:
 
 def _check_place(place: Place) -> None:
     total = sum(length for length, _ in FRAME.iter_unpack(place.frames))
-    if place.is_packed and not (len(place.frames) == FRAME.size and total == place.stored <= PACK_LIMIT):
-        raise ValueError("a blob cannot be in a pack so")
+    if place.is_packed and place.stored > PACKED_LIMIT:
+        raise ValueError("a blob is too large for a pack")
     if total > place.stored:
         raise ValueError("frames are longer than their object")
 
