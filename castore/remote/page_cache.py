@@ -11,12 +11,11 @@ from collections.abc import Iterable
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
+from castore import layout
 from castore.remote.bucket import Bucket
 from castore.remote.keys import page_key
 from castore.remote.pages import digest_of
 from castore.system.temporary import create_temporary, make_folder
-
-FOLDER = "pages"
 
 
 class PageCache:
@@ -30,7 +29,7 @@ class PageCache:
     """
 
     def __init__(self, store: Path, bucket: Bucket, pool: Executor, mode: tuple[int, int]) -> None:
-        self._folder = store / FOLDER
+        self._folder = store / layout.PAGES
         self._tmp = store / "tmp"
         self._bucket = bucket
         self._pool = pool

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import ExitStack, closing
 from typing import NamedTuple
@@ -32,6 +32,7 @@ from castore.remote import commits
 from castore.remote.bucket import Bucket
 from castore.remote.compare import Difference, agree, compare, list_names
 from castore.remote.keys import dictionary_key, object_key
+from castore.remote.outcomes import Progress, Pulled
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import FRAME, Place, Row, frame_of
 from castore.remote.tree import Tree
@@ -46,27 +47,6 @@ _REQUEST, _GAP = 8 << 20, 128 << 10
 _REQUESTS, _COMMIT = 8, 1000
 _DIGESTS = 500
 _COMMIT_ID = re.compile(r"[0-9a-f]{6,64}")
-
-#: Called with stored bytes that have come, and the stored bytes of all that this pull fetches.
-Progress = Callable[[int, int], object]
-
-
-class Pulled(NamedTuple):
-    """The outcome of a pull, as `Store.pull` returns it.
-
-    Attributes:
-        ref: the ref.
-        commit: the commit whose names are in the store now, 64 hex digits.
-        added, changed, unchanged: names that are new in the store, that are other bytes now, that were there.
-        fetched: stored bytes that came over the network.
-    """
-
-    ref: str
-    commit: str
-    added: int
-    changed: int
-    unchanged: int
-    fetched: int
 
 
 class _Plan(NamedTuple):

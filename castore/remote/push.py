@@ -43,6 +43,7 @@ from castore.remote.bucket import Bucket
 from castore.remote.commits import Commit
 from castore.remote.compare import Difference, agree, compare, list_names
 from castore.remote.keys import commit_key, dictionary_key, object_key, page_key
+from castore.remote.outcomes import Progress, Pushed
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import PACKED_LIMIT, Place, Row, digest_of, frame_of
 from castore.remote.tree import Tree, build, edit
@@ -54,30 +55,6 @@ PACK_BYTES = 16 << 20
 _UPLOADS = 6
 _ATTEMPTS = 20
 _DIGESTS = 500
-
-#: Called with stored bytes that are in the remote now, and the stored bytes of all blobs of this push.
-Progress = Callable[[int, int], object]
-
-
-class Pushed(NamedTuple):
-    """The outcome of a push, as `Store.push` returns it.
-
-    Attributes:
-        ref: the ref.
-        commit: its commit now, 64 hex digits.
-        added, changed, removed: names that are new in the ref, that have other bytes or metadata, that are
-            gone.
-        sent: bytes of objects, pages and the commit that were uploaded.
-        objects: number of those.
-    """
-
-    ref: str
-    commit: str
-    added: int
-    changed: int
-    removed: int
-    sent: int
-    objects: int
 
 
 class Plan(NamedTuple):
@@ -218,8 +195,8 @@ def _plan(parts: Parts, head: Tree | None, base: Tree | None, prefix: str, delet
         )
     if pickled:
         raise InvalidValueError(
-            f"{list_names(pickled)} would have to be unpickled by whoever pulls, which runs code, so no remote"
-            " takes pickles; save with another serializer, or push a prefix without them"
+            f"{list_names(pickled)} would have to be unpickled by whoever pulls, which runs code, so no"
+            " remote takes pickles; save with another serializer, or push a prefix without them"
         )
     return Plan(chosen, agreed, is_all, added, changed, removed)
 

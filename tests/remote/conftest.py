@@ -12,9 +12,10 @@ import pytest
 from castore import Store
 from castore.remote.bucket import Bucket
 from castore.remote.folder_bucket import FolderBucket
+from castore.remote.outcomes import Pulled, Pushed
 from castore.remote.page_cache import PageCache
-from castore.remote.pull import Pulled, pull
-from castore.remote.push import Pushed, push
+from castore.remote.pull import pull
+from castore.remote.push import push
 
 #: Names and bytes of a store.
 Contents = dict[str, bytes]
