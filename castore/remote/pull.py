@@ -54,6 +54,7 @@ class _Plan(NamedTuple):
 
     rows: list[tuple[str, Row]]
     agreed: list[Row]
+    is_all: bool  # the base is the commit's tree: nothing of the one before it has to be kept
     added: int
     changed: int
     unchanged: int
@@ -130,8 +131,8 @@ def pull(
     fetcher = _Fetcher(parts, bucket, pool, progress)
     fetcher.fetch(plan.rows)
     pulled = Pulled(ref, commit.hex(), plan.added, plan.changed, plan.unchanged, fetcher.fetched)
-    if not prefix:
-        return pulled, tree.root  # a name that only the store changed is in the base as it is in the ref
+    if plan.is_all:
+        return pulled, tree.root
     agreed = sorted([*plan.agreed, *(row for _, row in plan.rows)])
     return pulled, agree(before, ((row.name, row) for row in agreed), pages.read, pages.keep)
 
@@ -149,10 +150,13 @@ def _plan(
     agreed: list[Row] = []
     conflicts: list[str] = []
     added = changed = unchanged = 0
+    is_all = not prefix
     for compared in compare(ours, tree, base, prefix, below):
         name, entry, row, _ = compared
         difference = compared.difference
         if row is None:
+            # The ref has lost the name: if it comes back, the store must know the old one.
+            is_all = is_all and (entry is None or compared.base is None)
             continue
         if entry is None:
             rows.append((check_name(name), row))
@@ -174,7 +178,7 @@ def _plan(
             " ref's bytes, or --as another folder",
             names=tuple(conflicts),
         )
-    return _Plan(rows, agreed, added, changed, unchanged)
+    return _Plan(rows, agreed, is_all, added, changed, unchanged)
 
 
 # Fetching

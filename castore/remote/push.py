@@ -172,6 +172,8 @@ def _plan(parts: Parts, head: Tree | None, base: Tree | None, prefix: str, delet
             if row is not None and delete:
                 chosen.append((compared.name, None))
                 removed += 1
+            elif difference is not Difference.OURS:
+                is_all = False  # the store has never had the name
         elif difference is Difference.OURS or (difference is Difference.BOTH and row is None):
             chosen.append((compared.name, entry))
             added += row is None
