@@ -226,6 +226,7 @@ class _Fetcher:
         total = sum(row.place.stored for row in wanted.values())
         done = 0
         staged: list[tuple[tuple[str, Row], Staged]] = []
+        uncommitted = 0
         with closing(self._staged(wanted)) as coming:
             for row, item in coming:
                 first, *others = names[row.digest]
@@ -233,10 +234,11 @@ class _Fetcher:
                 known_by_then = KnownBlob(Blob(row.digest, row.size, 0, row.place.codec, LOOSE, 0))
                 staged += [(other, known_by_then) for other in others]
                 done += row.place.stored
+                uncommitted += row.place.stored
                 self._progress(done, total)
-                if len(staged) >= _COMMIT or sum(one.stored for _, one in staged) > 4 * _REQUEST:
+                if len(staged) >= _COMMIT or uncommitted > 4 * _REQUEST:
                     self._commit(staged)
-                    staged = []
+                    staged, uncommitted = [], 0
             self._commit(staged)
 
     def _known(self, digests: list[bytes]) -> dict[bytes, Staged]:
