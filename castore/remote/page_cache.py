@@ -12,9 +12,11 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 
 from castore import layout
+from castore.errors import RemoteMissingError
 from castore.remote.bucket import Bucket
 from castore.remote.keys import page_key
 from castore.remote.pages import digest_of
+from castore.remote.tree import Tree
 from castore.system.temporary import create_temporary, make_folder
 
 
@@ -50,6 +52,17 @@ class PageCache:
         for digest in digests:
             if digest not in self._coming and not os.path.exists(self._path(digest)):
                 self._coming[digest] = self._pool.submit(self._load, digest)
+
+    def has_tree(self, tree: Tree) -> bool:
+        """Whether all pages of a tree can be read. Those that the cache lacks are fetched."""
+        try:
+            missing = [leaf.page for leaf in tree.leaves() if not os.path.exists(self._path(leaf.page))]
+            self.expect(missing)
+            for digest in missing:
+                self.read(digest)
+        except RemoteMissingError:
+            return False
+        return True
 
     def keep(self, digest: bytes, data: bytes) -> None:
         """Put a page into the cache."""

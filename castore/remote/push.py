@@ -41,7 +41,7 @@ from castore.records import HEAD_SIZE, LOST, Blob, Entry
 from castore.remote import commits
 from castore.remote.bucket import Bucket
 from castore.remote.commits import Commit
-from castore.remote.compare import Difference, agree, compare, list_names
+from castore.remote.compare import Difference, agree, compare, list_names, open_base
 from castore.remote.keys import commit_key, dictionary_key, object_key, page_key
 from castore.remote.outcomes import Progress, Pushed
 from castore.remote.page_cache import PageCache
@@ -110,7 +110,7 @@ def push(
         seen = commits.read_ref(bucket, ref)
         head = None if seen is None else commits.read_commit(bucket, seen.commit)
         tree = None if head is None else Tree(head.tree, pages.read, pages.expect)
-        before = None if base is None else Tree(base, pages.read, pages.expect)
+        before = open_base(base, pages)
         plan = _plan(parts, tree, before, prefix, delete, ref)
         if head is not None and seen is not None and not plan.entries:
             unchanged = Pushed(ref, seen.commit.hex(), 0, 0, 0, sender.sent, sender.objects)

@@ -6,9 +6,10 @@ Knows no bucket and opens no connection, so a process that uses it may fork.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from castore import errors
@@ -184,15 +185,24 @@ class Remote:
             "store": str(self._parts.path), "options": self._options, "url": self.url, "call": call,
             "arguments": arguments,
         }  # fmt: skip
-        command = [sys.executable, "-m", "castore.remote.transfer"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
+        reading, writing = os.pipe()
+        command = [sys.executable, "-m", "castore.remote.transfer", str(writing)]
+        with ExitStack() as opened:
+            answers = opened.enter_context(open(reading, "rb"))
             try:
-                with suppress(BrokenPipeError):  # the process has ended: its output says why
+                process = opened.enter_context(
+                    subprocess.Popen(
+                        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(writing,)
+                    )
+                )
+            finally:
+                os.close(writing)
+            assert process.stdin is not None
+            try:
+                with suppress(BrokenPipeError):  # the process has ended: its answer says why
                     process.stdin.write(json.dumps(request).encode() + b"\n")
                     process.stdin.flush()
-                for line in process.stdout:
+                for line in answers:
                     message = json.loads(line)
                     if "result" in message:
                         return message["result"]

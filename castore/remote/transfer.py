@@ -1,9 +1,9 @@
-"""The process that talks to a bucket: `python -m castore.remote.transfer`, started for one call.
+"""The process that talks to a bucket: `python -m castore.remote.transfer FD`, started for one call.
 
 Clients of object storage do not survive a fork, and a data loader forks. So no process that uses castore
 ever opens a connection: it starts this one by exec, writes the call to its standard input as a line of JSON,
-and reads lines of JSON: progress, and in the end the result or the error. Standard input stays open for as
-long as the caller lives; its end is the word to stop.
+and reads lines of JSON from the pipe FD: progress, and in the end the result or the error. Standard input
+stays open for as long as the caller lives; its end is the word to stop.
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ def _raw(digest: str | None) -> bytes | None:
 
 
 def _send(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
+    line = memoryview(json.dumps(message).encode() + b"\n")
+    while line:
+        line = line[os.write(int(sys.argv[1]), line) :]
 
 
 def _end_with_caller() -> None:
