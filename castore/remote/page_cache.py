@@ -77,12 +77,23 @@ class PageCache:
             temporary.unlink(missing_ok=True)
             raise
 
-    def _load(self, digest: bytes) -> bytes:
+    def restore(self, digests: Iterable[bytes]) -> None:
+        """Upload those of some pages that the cache has."""
+        for digest in digests:
+            data = self._cached(digest)
+            if data is not None:
+                self._bucket.put(page_key(digest), data)
+
+    def _cached(self, digest: bytes) -> bytes | None:
         try:
             data = self._path(digest).read_bytes()
         except FileNotFoundError:
-            data = b""
-        if digest_of(data) != digest:
+            return None
+        return data if digest_of(data) == digest else None
+
+    def _load(self, digest: bytes) -> bytes:
+        data = self._cached(digest)
+        if data is None:
             data = self._bucket.get(page_key(digest)).data
             if digest_of(data) == digest:  # whoever reads the page tells of another digest
                 self.keep(digest, data)

@@ -17,7 +17,15 @@ from castore.errors import InvalidValueError, RemoteDeniedError, RemoteError
 from castore.names import check_name, check_prefix
 from castore.parts import Parts
 from castore.remote.keys import check_ref
-from castore.remote.outcomes import Progress, Pulled, Pushed, RemoteChange, RemoteCommit
+from castore.remote.outcomes import (
+    Checked,
+    Progress,
+    Pulled,
+    Pushed,
+    RemoteChange,
+    RemoteCommit,
+    RemoteProblem,
+)
 from castore.remote.remotes import Remotes, RemoteSettings
 
 # Seconds for the process to clean up after an interrupt; it ends by itself earlier than that.
@@ -89,6 +97,11 @@ class Remote:
                 f"remote {self.name!r} was added with --read-only, so nothing is pushed to it;"
                 " remove it and add it without"
             )
+        return self._push(prefix, ref, note, delete, [], progress)
+
+    def _push(
+        self, prefix: str, ref: str, note: str, delete: bool, bad: list[str], progress: Progress | None
+    ) -> Pushed:
         check_prefix(prefix)
         base = self._remotes.base(self.name, check_ref(ref), "")
         arguments = {
@@ -97,6 +110,7 @@ class Remote:
             "note": note,
             "delete": delete,
             "base": _hex(base),
+            "bad": bad,
         }
         result = self._call("push", arguments, progress)
         self._remotes.set_base(self.name, ref, "", bytes.fromhex(result.pop("base")))
@@ -179,6 +193,31 @@ class Remote:
         """
         arguments = {"old": old, "new": new, "prefix": check_prefix(prefix)}
         return [RemoteChange(*fields) for fields in self._call("diff", arguments)]
+
+    def check(self, *, deep: bool = False) -> Checked:
+        """Check that the bucket has all that its refs mean.
+
+        Args:
+            deep: read every object and compare its bytes with its digest. By default only listings and trees
+                are read.
+        """
+        found = self._call("check", {"deep": deep})
+        problems = [RemoteProblem(ref, key, why, tuple(names)) for ref, key, why, names in found["problems"]]
+        return Checked(**found | {"problems": problems})
+
+    def repair(self, checked: Checked, *, progress: Progress | None = None) -> list[Pushed]:
+        """Upload again what a check found missing or damaged, as far as this store has the bytes.
+
+        Args:
+            checked: from `check`.
+            progress: as for `push`.
+
+        Returns:
+            The outcome for each ref that had problems. What is still missing, another `check` tells.
+        """
+        bad = [problem.key.rpartition("/")[2] for problem in checked.problems if problem.key is not None]
+        refs = sorted({problem.ref for problem in checked.problems if problem.key is not None})
+        return [self._push("", ref, "repair", False, bad, progress) for ref in refs]
 
     def _call(self, call: str, arguments: dict[str, Any], progress: Progress | None = None) -> Any:
         request = {
