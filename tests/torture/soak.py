@@ -1,7 +1,7 @@
 """The processes of a soak: readers of a mount, writers to its store, a gc each second; and their gauges.
 
-Each process works until a moment on the monotonic clock, which all processes of a machine share, and returns
-its counts.
+Each process works until it is told to end, reports in shared memory how far it has come, and returns its
+counts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import functools
 import gc
+import mmap
 import os
 import random
 import time
@@ -60,6 +61,35 @@ def gauges(pid: int | str = "self") -> Gauges:
     return Gauges(len(objects), removed, packs, others, pages * os.sysconf("SC_PAGE_SIZE"))
 
 
+class Board:
+    """What processes tell one another while they work, in memory that they share."""
+
+    def __init__(self, processes: int) -> None:
+        self._words = memoryview(mmap.mmap(-1, 8 * (1 + 2 * processes))).cast("Q")
+        self._processes = processes
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all are to end."""
+        return bool(self._words[0])
+
+    def end(self) -> None:
+        """Have all processes end."""
+        self._words[0] = 1
+
+    def report(self, process: int, done: int, retries: int = 0) -> None:
+        """Tell how much a process has done, and how many kills it has felt."""
+        self._words[1 + 2 * process], self._words[2 + 2 * process] = done, retries
+
+    def done(self) -> list[int]:
+        """What each process has done."""
+        return list(self._words[1::2])
+
+    def retries(self) -> int:
+        """The kills that were felt."""
+        return sum(self._words[2::2])
+
+
 class Retry(NamedTuple):
     """A read that failed: when it began, when it failed, and its error."""
 
@@ -77,10 +107,10 @@ class Worked(NamedTuple):
     ended: Gauges
 
 
-def read(root: Path, seed: int, until: float) -> Worked:
+def read(root: Path, process: int, board: Board) -> Worked:
     """Read files of the mount, whole and in part; retry while the mount is dead."""
-    chance, done, retries, began = random.Random(seed), 0, list[Retry](), gauges()
-    while time.monotonic() < until:
+    chance, done, retries, began = random.Random(process), 0, list[Retry](), gauges()
+    while not board.is_over:
         number = chance.randrange(NAMES)
         asked = time.monotonic()
         try:
@@ -101,17 +131,19 @@ def read(root: Path, seed: int, until: float) -> Worked:
             if error.errno not in _DEAD:
                 raise
             retries.append(Retry(asked, time.monotonic(), str(error)))
+            board.report(process, done, len(retries))
             time.sleep(0.05)
             continue
         done += 1
+        board.report(process, done, len(retries))
         if done == 20:
             began = gauges()
     return Worked(done, retries, began, gauges())
 
 
-def write(path: Path, seed: int, until: float) -> Worked:
+def write(path: Path, process: int, board: Board) -> Worked:
     """Put names again, one and many at a time, and check that they can be read back."""
-    chance = random.Random(seed)
+    chance = random.Random(process)
 
     def step(store: Store) -> None:
         numbers = chance.sample(range(NAMES), 3 if chance.random() < 0.2 else 1)
@@ -119,29 +151,30 @@ def write(path: Path, seed: int, until: float) -> Worked:
         assert store.get(f"n/{numbers[0]}") in {value(numbers[0], version) for version in range(VERSIONS)}
         time.sleep(0.01)
 
-    return _work(path, step, until, warm=20)
+    return _work(path, step, process, board, warm=20)
 
 
-def collect(path: Path, until: float) -> Worked:
+def collect(path: Path, process: int, board: Board) -> Worked:
     """A gc each second."""
 
     def step(store: Store) -> None:
         store.gc(grace=0)
-        time.sleep(max(0.0, min(1.0, until - time.monotonic())))
+        time.sleep(1.0)
 
-    return _work(path, step, until, warm=2)
+    return _work(path, step, process, board, warm=2)
 
 
-def _work(path: Path, step: Callable[[Store], None], until: float, warm: int) -> Worked:
+def _work(path: Path, step: Callable[[Store], None], process: int, board: Board, warm: int) -> Worked:
     """Repeat a step with a store of its own.
 
     Descriptors are counted before the store is opened and after it is gone.
     """
     began, done = gauges(), 0
     with Store(path, memory="4MB") as store:
-        while time.monotonic() < until:
+        while not board.is_over:
             step(store)
             done += 1
+            board.report(process, done)
             if done == warm:
                 began = began._replace(resident=gauges().resident)
     del store

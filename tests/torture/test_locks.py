@@ -29,10 +29,10 @@ HERE = Path(__file__).parent
 #: The module that every Python started by a test imports first.
 GRANTED = HERE / "granted"
 #: Cases that the other tests here do not repeat: damage, disks, input, mounts and power cuts. The quick form
-#: has the first two.
+#: has the first.
 OTHERS = (
-    "torture/test_power_cut.py",
     "torture/test_damage.py",
+    "torture/test_power_cut.py",
     "torture/test_full_disk.py",
     "torture/test_index_rot.py",
     "torture/test_hostile.py",
@@ -132,7 +132,7 @@ def test_without_locks_several_may_compute_and_all_get_the_same_whole_answer(
 
 
 @pytest.mark.timeout(900)  # each of them may take ten minutes
-@pytest.mark.parametrize("others", OTHERS if LONG else OTHERS[:2])
+@pytest.mark.parametrize("others", OTHERS if LONG else OTHERS[:1])
 def test_without_locks_all_else_holds_too(others: str, daemons: Path, figure: Callable[[str], None]) -> None:
     """The tests of another file, in their quick form, in a process whose locks are broken from the start."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE.parent / others)]

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import castore_fuse
@@ -17,7 +18,7 @@ from castore_fuse.daemon import DaemonRecord
 from tests.helpers import agrees_with_disk, in_processes
 from tests.mount.conftest import until
 from tests.torture import soak
-from tests.torture.soak import NAMES, VERSIONS, Gauges, Worked, gauges, value
+from tests.torture.soak import NAMES, VERSIONS, Board, Gauges, Worked, gauges, value
 
 READERS, WRITERS = 8, 4
 _CACHE = 8 << 20
@@ -81,21 +82,45 @@ def all_at_once(
 ) -> tuple[list[Worked], list[tuple[float, float]]]:
     """Run readers, gc and writers, started in this order, and kill the daemon repeatedly.
 
+    All are at work before the first kill, two kills are felt, and all go on after the last, however long that
+    takes.
+
     Returns the work of each process, and the times of the kills.
     """
-    end = time.monotonic() + seconds
+    processes = READERS + 1 + WRITERS
+    board = Board(processes)
 
     def act(process: int) -> Worked:
         if process < READERS:
-            return soak.read(mountpoint, process, end)
-        return soak.collect(path, end) if process == READERS else soak.write(path, process, end)
+            return soak.read(mountpoint, process, board)
+        return (soak.collect if process == READERS else soak.write)(path, process, board)
 
-    kills = []
+    def have_done(before: list[int], more: int) -> bool:
+        assert not crowd.done(), crowd.result()
+        # A gc takes a second, and what it does depends on nobody.
+        return all(
+            now >= then + (1 if process == READERS else more)
+            for process, (then, now) in enumerate(zip(before, board.done(), strict=True))
+        )
+
+    def is_felt(before: int) -> bool:
+        # Readers of what the kernel has cached need not feel a kill; some are to feel the first two.
+        return len(kills) > 2 or board.retries() > before
+
+    kills: list[tuple[float, float]] = []
     with ThreadPoolExecutor(1) as pool:
-        crowd = pool.submit(in_processes, READERS + 1 + WRITERS, act, timeout=seconds + 300)
-        while time.monotonic() + between < end:
-            time.sleep(between)
-            kills.append(kill_and_mount_again(path, mountpoint))
+        crowd = pool.submit(in_processes, processes, act, timeout=seconds + 300)
+        try:
+            end = time.monotonic() + seconds
+            while time.monotonic() + between < end or len(kills) < 2:
+                before, felt = board.done(), board.retries()
+                until(partial(have_done, before, 25), 200)
+                kills.append(kill_and_mount_again(path, mountpoint))
+                until(partial(is_felt, felt), 200)
+                time.sleep(min(between, max(0.0, end - time.monotonic())))
+            until(partial(have_done, board.done(), 25), 200)
+        finally:
+            board.end()
         return crowd.result(), kills
 
 
@@ -115,13 +140,13 @@ def test_only_a_kill_of_the_daemon_is_felt_and_nothing_leaks(
     scale: Callable[[float, float], float],
     figure: Callable[[str], None],
 ) -> None:
-    seconds, path = scale(6.0, 1200.0), tmp_path / "store"
+    seconds, path = scale(3.0, 1200.0), tmp_path / "store"
     with Store(path, memory=0) as store:
         for version in range(VERSIONS):
             store.put_many((f"n/{number}", value(number, version)) for number in range(NAMES))
     # The store is closed before all forks, so that each process has only descriptors of its own.
     castore_fuse.mount(path, mountpoint, cache_size=_CACHE)
-    worked, kills = all_at_once(path, mountpoint, seconds, between=scale(2.0, 60.0))
+    worked, kills = all_at_once(path, mountpoint, seconds, between=scale(1.0, 60.0))
     readers, collector, writers = worked[:READERS], worked[READERS], worked[READERS + 1 :]
     retries = retries_of(readers, kills)
     assert retries, "no reader felt a kill: nothing was tested"
