@@ -53,6 +53,8 @@ _MOST_PARTS = 9000
 # At one time. All parts under way share the link, and each must be through within `Patience.silence`.
 _PARTS_AT_ONCE = 4
 _KEYS_A_REQUEST = 1000
+# One after another, without a key between them.
+_BROKEN_LISTINGS = 3
 # Seconds. Ends a request whose bytes never stop trickling.
 _LONGEST_REQUEST = 6 * 3600.0
 
@@ -284,10 +286,22 @@ class CloudBucket:
 
     def listing(self, prefix: str) -> Iterator[Listed]:
         """See `Bucket`."""
-        with _translated(self, prefix):
-            for found in obstore.list(self._store, prefix or None, chunk_size=_KEYS_A_REQUEST):
-                for meta in found:
-                    yield Listed(meta["path"], meta["size"], meta["last_modified"].timestamp())
+        last, broken = None, 0
+        while True:
+            with _translated(self, prefix):
+                try:
+                    for found in obstore.list(
+                        self._store, prefix or None, offset=last, chunk_size=_KEYS_A_REQUEST
+                    ):
+                        for meta in found:
+                            yield Listed(meta["path"], meta["size"], meta["last_modified"].timestamp())
+                            last, broken = meta["path"], 0
+                    return
+                except BaseError as error:
+                    # obstore tries a request again, but no listing that breaks off in its middle.
+                    broken += 1
+                    if broken > _BROKEN_LISTINGS or "list response body" not in str(error):
+                        raise
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `Bucket`."""
@@ -337,6 +351,8 @@ def _translate(error: Exception, url: str, key: str) -> RemoteError:
         return RemoteError(f"{what} is shorter than the tree says; `castore remote check` tells more")
     if "NotPartial" in text:
         return RemoteError(f"{url} answers a range of {key} with the whole object: it is unfit for a remote")
+    if status == 501:
+        return RemoteError(f"{host} does not offer what castore asks for {what} ({answer}): it is unfit")
     if status == 429 or (status is not None and status >= 500):
         return RemoteUnreachableError(f"{host} answers {answer} for {what}, after retries; try again later")
     if "BadScheme" in text:
@@ -346,8 +362,8 @@ def _translate(error: Exception, url: str, key: str) -> RemoteError:
         )
     if "HttpError" in text or "reqwest::Error" in text:
         return RemoteUnreachableError(
-            f"no answer from {host} for {what}, after retries ({_reason(text)}); check the network and the"
-            " endpoint"
+            f"no answer from {host or 'the storage'} for {what}, after retries ({_reason(text)}); check the"
+            " network and the endpoint"
         )
     return RemoteError(f"{host or 'the storage'} refuses {what}: {answer or type(error).__name__}")
 

@@ -135,7 +135,8 @@ def seaweedfs(path: Path) -> Iterator[Place]:
 
     with _running(command, 8, path, lambda ports: _answers(f"http://127.0.0.1:{ports[3]}/healthz")) as ports:
         place = s3_place(ports[3])
-        place.open().put("made", b"")  # and the bucket with it
+        # Makes the bucket too. The first conditional write waits for seconds, until the server has its locks.
+        assert place.open().create("made", b"")
         try:
             yield place
         finally:
