@@ -26,7 +26,7 @@ from castore.errors import (
     RemoteUnreachableError,
 )
 from castore.objects.codecs import Buffer
-from castore.remote.aws_profile import read_profile
+from castore.remote.aws_credentials import read_profile
 from castore.remote.bucket import Listed, Versioned
 
 try:
@@ -54,15 +54,18 @@ _MOST_PARTS = 9000
 _PARTS_AT_ONCE = 4
 _KEYS_A_REQUEST = 1000
 # One after another, without a key between them.
-_BROKEN_LISTINGS = 3
+_BROKEN_LISTINGS = 2
 # Seconds. Ends a request whose bytes never stop trickling.
 _LONGEST_REQUEST = 6 * 3600.0
 
 _STATUS = re.compile(r"(?:status code|error response): (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,80})</Code>|\(code: (\w{1,80})\)")
 _HOST = re.compile(r"https?://(?:[^/@\s]*@)?([^/?#\s,]{1,255})")
-# Where cloud machines ask for credentials when they were given none.
-_MACHINE_ROLE = re.compile(r"/latest/api/token|/latest/meta-data/|computeMetadata|/metadata/identity")
+# What obstore says where it has no credentials: the machine's role did not help, or a setting.
+_NO_CREDENTIALS = re.compile(
+    r"/latest/api/token|/latest/meta-data/|token request|Account must be specified|Invalid Access Key:"
+    r"|service account file"
+)
 _CONDITION_FAILED = (AlreadyExistsError, PreconditionError)
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _EXPIRED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
@@ -91,7 +94,8 @@ class Patience(NamedTuple):
         connect: for a connection to be made.
         silence: without a byte of an answer; a part of an upload must be through in it as well.
         retries: tries after the first one, with pauses that double, of some chance.
-        deadline: after it no other try begins, so a call without an answer ends by ``deadline + silence``.
+        deadline: after it no other try begins, so a call without an answer ends by ``deadline + silence``. A
+            listing that stops in its middle may take two more silences.
     """
 
     connect: float = 5.0
@@ -343,7 +347,9 @@ def _translate(error: Exception, url: str, key: str) -> RemoteError:
         return RemoteError(f"there is no bucket for {url} at {host}; make it, or mend the URL")
     if code in _OTHER_REGION or "incorrectly configured region" in text:
         return RemoteError(f"the bucket of {url} is in another region; set AWS_REGION")
-    if _is_denied(error, status, code) or _MACHINE_ROLE.search(text):
+    if _NO_CREDENTIALS.search(text):
+        return RemoteDeniedError(_denied(what, "", "", url.partition(":")[0]))
+    if _is_denied(error, status, code):
         return RemoteDeniedError(_denied(what, answer, code, url.partition(":")[0]))
     if isinstance(error, FileNotFoundError):
         return RemoteMissingError(f"{url} has no {key}")
@@ -379,7 +385,7 @@ def _denied(what: str, answer: str, code: str, kind: str) -> str:
     if code in _EXPIRED:
         return f"the credentials for {what} have expired ({answer}); renew {_CREDENTIALS[kind]}"
     if not answer:
-        return f"there are no credentials for {what}; give them by {_CREDENTIALS[kind]}"
+        return f"there are no credentials for {what}, or none that can be read; give {_CREDENTIALS[kind]}"
     return (
         f"no permission for {what} ({answer}): check the bucket's policy, and the credentials from"
         f" {_CREDENTIALS[kind]}"

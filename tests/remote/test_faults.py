@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -121,6 +122,7 @@ def test_an_upload_survives_when_its_begin_or_its_end_is_lost(
     assert upload(bucket, tmp_path)
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="obstore 0.11 leaves them to the life-cycle rule")
 def test_an_upload_that_fails_leaves_no_parts_behind(bucket: Bucket, link: Proxy, tmp_path: Path) -> None:
     link.inject(answer(500), ALWAYS, method="PUT")
     with pytest.raises(RemoteUnreachableError):

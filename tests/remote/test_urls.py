@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import traceback
 import uuid
 from datetime import timedelta
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from castore.errors import RemoteDeniedError, RemoteError
-from castore.remote import aws_profile
+from castore.remote import aws_credentials
 from castore.remote.folder_bucket import FolderBucket
 from castore.remote.urls import Place as Parsed
 from castore.remote.urls import open_bucket, parse_url
@@ -134,7 +135,7 @@ def test_keys_in_the_environment_come_before_those_of_the_default_profile(
 def test_keys_that_another_program_renews_are_followed(
     seaweedfs: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aws_profile, "_VALID", timedelta(0))
+    monkeypatch.setattr(aws_credentials, "_VALID", timedelta(0))
     endpoint = seaweedfs.environment["AWS_ENDPOINT_URL"]
     shared = f"[default]\n{keys('expired')}"
     bucket = profile(
@@ -195,6 +196,51 @@ except CastoreError as error:
     assert "install boto3, or set what `aws configure export-credentials --profile default" in done.stdout, (
         done.stderr
     )
+
+
+def without_keys(place: Place) -> Place:
+    variables = {name: value for name, value in place.environment.items() if "KEY" not in name}
+    return place._replace(environment=variables)
+
+
+def test_a_machine_without_any_credentials_is_told_so_at_once(seaweedfs: Place) -> None:
+    began = time.monotonic()
+    with pytest.raises(RemoteDeniedError, match="no credentials for S3: set AWS_ACCESS_KEY_ID"):
+        without_keys(seaweedfs).fresh()
+    with pytest.raises(RemoteDeniedError, match="this machine has no role"):
+        without_keys(seaweedfs).fresh(AWS_EC2_METADATA_DISABLED="true")
+    assert time.monotonic() - began < 5
+
+
+def test_a_machine_whose_role_is_refused_is_told_of_credentials(seaweedfs: Place) -> None:
+    endpoint = seaweedfs.environment["AWS_ENDPOINT_URL"]  # answers, and knows of no roles
+    with pytest.raises(RemoteDeniedError, match="no credentials for one in s3://"):
+        without_keys(seaweedfs).fresh(AWS_METADATA_ENDPOINT=endpoint).get("one")
+
+
+AZURE = {
+    "no account": {},
+    "a key that is none": {
+        "AZURE_STORAGE_ACCOUNT_NAME": "castoretests",
+        "AZURE_STORAGE_ACCOUNT_KEY": "open sesame!",
+    },
+}
+
+
+@pytest.mark.parametrize("case", AZURE)
+def test_azure_without_credentials_is_told_which_ones_it_takes(case: str) -> None:
+    with pytest.raises(RemoteDeniedError, match="AZURE_STORAGE_ACCOUNT_NAME") as caught:
+        Place("az://team", AZURE[case], 0).open()
+    assert "sesame" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_google_without_its_file_is_told_where_that_is_looked_for(tmp_path: Path) -> None:
+    for text in (None, "{}"):
+        file = tmp_path / f"{text}.json"
+        if text:
+            file.write_text(text)
+        with pytest.raises(RemoteDeniedError, match="GOOGLE_APPLICATION_CREDENTIALS"):
+            Place("gs://team", {"GOOGLE_APPLICATION_CREDENTIALS": str(file)}, 0).open()
 
 
 def test_a_bundle_of_certificates_that_is_not_there_is_told(seaweedfs: Place) -> None:

@@ -1,18 +1,23 @@
-"""The profile in ``~/.aws``, which obstore does not read: keys, region and endpoint.
+"""Credentials for S3 that obstore does not find: those of a profile in ``~/.aws``, with region and endpoint.
 
 Keys are read again when obstore asks, so a file that another program renews is followed. A profile that takes
 its keys from elsewhere (a role, single sign-on, a command) is boto3's business, where boto3 is installed.
+
+Without any credentials obstore asks the machine for a role, with all its patience, and most machines have
+none. Whether anybody is there to ask is found out here, in a second.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from configparser import ConfigParser
 from configparser import Error as ConfigError
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
 
 from castore.errors import RemoteDeniedError
 
@@ -22,7 +27,12 @@ if TYPE_CHECKING:
 # After it the files are read again.
 _VALID = timedelta(minutes=5)
 _ELSEWHERE = ("role_arn", "sso_session", "sso_start_url", "credential_process", "web_identity_token_file")
+# Credentials in the environment, which come before those of a profile, and those of a container, which come
+# after.
 _IN_ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")
+_CONTAINER = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
+# Seconds.
+_ROLE_PATIENCE = 1.0
 
 
 class Profile(NamedTuple):
@@ -44,7 +54,8 @@ def read_profile() -> Profile:
     Credentials in the environment come before those of a profile, as they do in AWS's own tools.
 
     Raises:
-        RemoteDeniedError: there is no profile of that name, or it has no keys that can be read.
+        RemoteDeniedError: there is no profile of that name, it has no keys that can be read, or there are no
+            credentials anywhere.
     """
     files = _Files(
         os.environ.get("AWS_PROFILE") or "default",
@@ -55,12 +66,17 @@ def read_profile() -> Profile:
     if not fields and "AWS_PROFILE" in os.environ:
         raise RemoteDeniedError(f"there is no {files}; AWS_PROFILE names it")
     keys: Callable[[], S3Credential] | None = None
-    if not any(os.environ.get(variable) for variable in _IN_ENVIRONMENT):
+    if not any(map(os.environ.get, _IN_ENVIRONMENT)):
         if any(field in fields for field in _ELSEWHERE):
             keys = _by_boto3(files)
         elif "aws_access_key_id" in fields:
             keys = files.keys
             keys()  # an error here reaches the caller in its own words
+        elif not (any(map(os.environ.get, _CONTAINER)) or _may_have_role()):
+            raise RemoteDeniedError(
+                "there are no credentials for S3: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or keep"
+                f" them as {files}; this machine has no role either"
+            )
     return Profile(keys, fields.get("region"), fields.get("endpoint_url"))
 
 
@@ -91,6 +107,18 @@ class _Files(NamedTuple):
             }
         except KeyError as missing:
             raise RemoteDeniedError(f"{self} has no {missing.args[0]}") from None
+
+
+def _may_have_role() -> bool:
+    """Whether something answers where AWS's machines say which role they have."""
+    if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+        return False
+    place = urlsplit(os.environ.get("AWS_METADATA_ENDPOINT") or "http://169.254.169.254")
+    try:
+        socket.create_connection((place.hostname, place.port or 80), timeout=_ROLE_PATIENCE).close()
+    except OSError:
+        return False
+    return True
 
 
 def _section(path: Path, section: str) -> dict[str, str]:
