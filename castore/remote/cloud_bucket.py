@@ -281,11 +281,6 @@ class CloudBucket:
                 if mode == "create" or _code(str(error)) in _NO_BUCKET:
                     raise
                 return False
-            except BaseError as error:
-                # Another conditional write of this object is under way.
-                if _status(str(error)) == 409:
-                    return False
-                raise
         return True
 
     def listing(self, prefix: str) -> Iterator[Listed]:

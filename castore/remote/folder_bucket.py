@@ -6,9 +6,9 @@ version of a conditional object is a file of its own, ``refs/imagenet~/00000007`
 the version that it replaces. An ETag made of time, inode and size would not do, because all three recur
 (ClickHouse #112561).
 
-The newest `_KEPT` versions stay. A writer that was suspended between its look at the newest version and its
-``link`` may find its number free again, because the versions around it are removed. Such a link is late by
-`_KEPT` versions at least, is never the newest, and is found by a second look.
+The newest `_KEPT` versions stay. A writer that compares an older one finds its number free again, because the
+versions around it are removed. Such a link is late by `_KEPT` versions at least, is never the newest, and is
+found by a look at the numbers afterwards.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class FolderBucket:
         """See `Bucket`."""
         with _translated(self, key):
             # Version 0 is an object of `put`, which has no versions.
-            return version > 0 and self._newest(key) == version and self._link(key, data, version + 1)
+            return version > 0 and self._link(key, data, version + 1)
 
     def listing(self, prefix: str) -> Iterator[Listed]:
         """See `Bucket`."""

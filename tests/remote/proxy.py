@@ -208,7 +208,12 @@ class _Handler(BaseHTTPRequestHandler):
         return self._up.getresponse()
 
     def _refuse(self, status: int) -> None:
-        code = {403: "ExpiredToken", 503: "SlowDown"}.get(status, "InternalError")
+        code = {
+            403: "ExpiredToken",
+            404: "NoSuchKey",
+            409: "ConditionalRequestConflict",
+            503: "SlowDown",
+        }.get(status, "InternalError")
         text = f"<Error><Code>{code}</Code></Error>".encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))

@@ -135,8 +135,8 @@ def seaweedfs(path: Path) -> Iterator[Place]:
 
     with _running(command, 8, path, lambda ports: _answers(f"http://127.0.0.1:{ports[3]}/healthz")) as ports:
         place = s3_place(ports[3])
-        # Makes the bucket too. The first conditional write waits for seconds, until the server has its locks.
-        assert place.open().create("made", b"")
+        # Makes the bucket too. The first write of bytes waits for seconds, until the server has made volumes.
+        assert place.open().create("made", b"1")
         try:
             yield place
         finally:

@@ -47,12 +47,10 @@ def link(seaweedfs: Place) -> Iterator[Proxy]:
 
 @pytest.fixture
 def bucket(seaweedfs: Place, link: Proxy) -> Bucket:
-    variables = {**seaweedfs.environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}
-    with environment(variables):
-        made = open_bucket(f"{seaweedfs.url}/{uuid.uuid4().hex}", PATIENCE)
-    made.put("data", DATA)
-    link.seen.clear()
-    return made
+    prefix = uuid.uuid4().hex
+    seaweedfs.open(prefix).put("data", DATA)  # its patience suffices for a server that makes volumes
+    with environment({**seaweedfs.environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}):
+        return open_bucket(f"{seaweedfs.url}/{prefix}", PATIENCE)
 
 
 @pytest.fixture(autouse=True)
@@ -246,6 +244,17 @@ def test_a_ref_that_another_moved_is_not_taken_for_ones_own(
     link.inject(fault, 1, method="PUT")
     assert not move_ref(bucket, "main", ref, C, 0.0)
     assert at(bucket) == B
+
+
+@pytest.mark.parametrize("status", [404, 409, 412])
+def test_a_write_that_the_storage_does_not_take_for_its_condition_is_refused(
+    bucket: Bucket, link: Proxy, ref: Ref, status: int
+) -> None:
+    """S3 says 404 of a replaced object that is gone, and 409 while another write is under way."""
+    link.inject(answer(status), ALWAYS, method="PUT")
+    assert not bucket.replace("refs/main", b"1", ref.version)
+    if status != 404:
+        assert not bucket.create("refs/main", b"1")
 
 
 def test_a_ref_whose_request_is_lost_is_known_not_to_be_moved(bucket: Bucket, link: Proxy, ref: Ref) -> None:

@@ -90,9 +90,14 @@ class DeniedListings(FolderBucket):
         raise RemoteDeniedError("no permission to list")
 
 
-class OtherClock(FolderBucket):
+class ClockBehind(FolderBucket):
     def listing(self, prefix: str) -> Iterator[Listed]:
         return (listed._replace(modified=listed.modified - 3600) for listed in super().listing(prefix))
+
+
+class ClockAhead(FolderBucket):
+    def listing(self, prefix: str) -> Iterator[Listed]:
+        return (listed._replace(modified=listed.modified + 3600) for listed in super().listing(prefix))
 
 
 class OtherRanges(FolderBucket):
@@ -136,7 +141,8 @@ FAULTS: dict[str, tuple[Callable[[Path], FolderBucket], str, str]] = {
     "no deletes": (NoDeletes, "deletes", "small objects stay in probe/"),
     "late listings": (LateListings, "lists", "does not have what was just written"),
     "denied listings": (DeniedListings, "lists", "no permission to list"),
-    "another clock": (OtherClock, "clock", "behind this machine's"),
+    "a clock behind": (ClockBehind, "clock", "behind this machine's"),
+    "a clock ahead": (ClockAhead, "clock", "ahead of this machine's"),
     "other ranges": (OtherRanges, "ranges", "other bytes than those of the range"),
     "creation in turns": (CreatesInTurns, "creates", "that created one object were told that they did"),
     "stale versions": (SwapsStaleVersions, "swaps", "ignores the version"),
@@ -152,7 +158,8 @@ def test_one_fault_is_found_and_told(tmp_path: Path, fault: str) -> None:
     assert told in "\n".join(found.sentences)
     if ability == "clock":
         assert found.clock is not None
-        assert -3610 < found.clock < -3590
+        assert 3590 < abs(found.clock) < 3610
+        assert (found.clock > 0) == ("ahead" in fault)
         assert found.fit_for_sharing
         return
     assert getattr(found, ability) is False
