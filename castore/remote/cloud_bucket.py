@@ -61,6 +61,7 @@ _LONGEST_REQUEST = 6 * 3600.0
 _STATUS = re.compile(r"(?:status code|error response): (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,80})</Code>|\(code: (\w{1,80})\)")
 _HOST = re.compile(r"https?://(?:[^/@\s]*@)?([^/?#\s,]{1,255})")
+_ENDPOINT = re.compile(r"https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?", re.IGNORECASE)
 # What obstore says where it has no credentials: the machine's role did not help, or a setting.
 _NO_CREDENTIALS = re.compile(
     r"/latest/api/token|/latest/meta-data/|token request|Account must be specified|Invalid Access Key:"
@@ -113,13 +114,18 @@ def open_s3(bucket: str, prefix: str, patience: Patience) -> CloudBucket:
 
     Raises:
         RemoteDeniedError: the profile is missing, or has no keys that can be read.
-        RemoteError: there is no file that ``AWS_CA_BUNDLE`` names.
+        RemoteError: the endpoint is no address, or there is no file that ``AWS_CA_BUNDLE`` names.
     """
     profile = read_profile()
     config: S3Config = {}
     endpoints = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     endpoint = next(filter(None, map(os.environ.get, endpoints)), profile.endpoint)
     if endpoint:
+        if not _ENDPOINT.fullmatch(endpoint):  # obstore would panic
+            raise RemoteError(
+                "the endpoint of S3 in AWS_ENDPOINT_URL or the profile is no address: write https://host:port,"
+                " without user and password"
+            )
         config["endpoint"] = endpoint
     if profile.region and not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
         config["region"] = profile.region
@@ -203,7 +209,12 @@ class CloudBucket:
         self.url = url
         self._pid = os.getpid()
         with _translated(self, ""):
-            self._store = make_store()
+            try:
+                self._store = make_store()
+            except ValueError:
+                raise RemoteError(
+                    f"AWS_CA_BUNDLE, a setting for {url}, names no file of certificates"
+                ) from None
 
     def get(self, key: str) -> Versioned:
         """See `Bucket`."""
@@ -331,6 +342,12 @@ class _translated:  # noqa: N801
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, BaseError | FileNotFoundError):
             raise _translate(error, self._bucket.url, self._key) from None
+        if error is not None and type(error).__name__ == "PanicException":
+            # No `Exception`, and it would end a thread without a word.
+            raise RemoteError(
+                f"obstore has failed at {self._key or 'opening'} in {self._bucket.url}, by an error of its"
+                " own or an odd setting in the environment; its words are above"
+            ) from None
 
 
 def _translate(error: Exception, url: str, key: str) -> RemoteError:
@@ -338,10 +355,8 @@ def _translate(error: Exception, url: str, key: str) -> RemoteError:
     status, code, host = _status(text), _code(text), _host(text)
     what = f"{key} in {url}" if key else url
     answer = " ".join(str(part) for part in (status, code) if part)
-    if code in _NO_BUCKET:
-        return RemoteError(f"there is no bucket for {url} at {host}; make it, or mend the URL")
-    if code in _OTHER_REGION or "incorrectly configured region" in text:
-        return RemoteError(f"the bucket of {url} is in another region; set AWS_REGION")
+    if setting := _setting(text, code, host, url):
+        return RemoteError(setting)
     if _NO_CREDENTIALS.search(text):
         return RemoteDeniedError(_denied(what, "", "", url.partition(":")[0]))
     if _is_denied(error, status, code):
@@ -356,17 +371,28 @@ def _translate(error: Exception, url: str, key: str) -> RemoteError:
         return RemoteError(f"{host} does not offer what castore asks for {what} ({answer}): it is unfit")
     if status == 429 or (status is not None and status >= 500):
         return RemoteUnreachableError(f"{host} answers {answer} for {what}, after retries; try again later")
-    if "BadScheme" in text:
-        return RemoteError(
-            f"the endpoint {host} is plain HTTP, so anybody on the way can read and change what is sent; set"
-            f" {_HTTP_VARIABLES[url.partition(':')[0]]}=true if that is meant"
-        )
     if "HttpError" in text or "reqwest::Error" in text:
         return RemoteUnreachableError(
             f"no answer from {host or 'the storage'} for {what}, after retries ({_reason(text)}); check the"
             " network and the endpoint"
         )
     return RemoteError(f"{host or 'the storage'} refuses {what}: {answer or type(error).__name__}")
+
+
+def _setting(text: str, code: str, host: str, url: str) -> str:
+    """What to set otherwise, or ""."""
+    if code in _NO_BUCKET:
+        return f"there is no bucket for {url} at {host}; make it, or mend the URL"
+    if code in _OTHER_REGION or "incorrectly configured region" in text:
+        return f"the bucket of {url} is in another region; set AWS_REGION"
+    if "Config error" in text:
+        return f"obstore cannot read a setting for {url} in one of its environment variables"
+    if "BadScheme" in text:
+        return (
+            f"the endpoint {host} is plain HTTP, so anybody on the way can read and change what is sent; set"
+            f" {_HTTP_VARIABLES[url.partition(':')[0]]}=true if that is meant"
+        )
+    return ""
 
 
 def _is_denied(error: Exception, status: int | None, code: str) -> bool:
@@ -391,6 +417,7 @@ def _reason(text: str) -> str:
     reasons = {
         "dns error": "the host's name is unknown",
         "ConnectionRefused": "connection refused",
+        "InvalidContentType": "it speaks no TLS",
         "certificate": "its certificate is not trusted",
         "TimedOut": "timed out",
         "Timeout": "timed out",

@@ -16,6 +16,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 _PIECE = 1 << 16
+# What S3 says.
+_CODES = {
+    400: "ExpiredToken",
+    401: "RequestTimeTooSkewed",
+    403: "ExpiredToken",
+    404: "NoSuchKey",
+    409: "ConditionalRequestConflict",
+    501: "NotImplemented",
+    503: "SlowDown",
+}
 
 
 class Fault(NamedTuple):
@@ -208,12 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._up.getresponse()
 
     def _refuse(self, status: int) -> None:
-        code = {
-            403: "ExpiredToken",
-            404: "NoSuchKey",
-            409: "ConditionalRequestConflict",
-            503: "SlowDown",
-        }.get(status, "InternalError")
+        code = _CODES.get(status, "InternalError")
         text = f"<Error><Code>{code}</Code></Error>".encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from castore.errors import RemoteDeniedError, RemoteUnreachableError
+from castore.errors import RemoteDeniedError, RemoteError, RemoteUnreachableError
 from castore.remote.bucket import Bucket
 from castore.remote.cloud_bucket import Patience
 from castore.remote.commits import Ref, move_ref, read_ref
@@ -191,6 +191,25 @@ def test_credentials_that_expire_are_told_at_once(bucket: Bucket, link: Proxy) -
             ask(bucket)
         assert len(link.seen) == 1
         assert READS["get"](bucket)
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        (301, "in another region; set AWS_REGION"),
+        (400, "have expired"),
+        (401, "clock is wrong"),
+        (418, "refuses data in"),
+        (501, "is unfit"),
+    ],
+)
+def test_a_storage_that_refuses_is_quoted_with_what_to_do(
+    bucket: Bucket, link: Proxy, status: int, told: str
+) -> None:
+    link.inject(answer(status), ALWAYS)
+    with pytest.raises(RemoteError, match=told) as caught:
+        bucket.get("data")
+    assert not isinstance(caught.value, RemoteUnreachableError)
 
 
 def test_a_storage_that_goes_and_comes_back_is_used_again(bucket: Bucket, link: Proxy) -> None:

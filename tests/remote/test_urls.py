@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from castore.errors import RemoteDeniedError, RemoteError
+from castore.errors import RemoteDeniedError, RemoteError, RemoteUnreachableError
 from castore.remote import aws_credentials
 from castore.remote.folder_bucket import FolderBucket
 from castore.remote.urls import Place as Parsed
@@ -243,9 +243,35 @@ def test_google_without_its_file_is_told_where_that_is_looked_for(tmp_path: Path
             Place("gs://team", {"GOOGLE_APPLICATION_CREDENTIALS": str(file)}, 0).open()
 
 
-def test_a_bundle_of_certificates_that_is_not_there_is_told(seaweedfs: Place) -> None:
-    with pytest.raises(RemoteError, match="AWS_CA_BUNDLE names /none"):
-        seaweedfs.fresh(AWS_CA_BUNDLE="/none")
+@pytest.mark.parametrize(
+    "endpoint", ["localhost:9000", "127.0.0.1", "http://", "http://me:open-sesame@host", "ftp://a"]
+)
+def test_an_endpoint_that_is_no_address_is_told_without_its_password(seaweedfs: Place, endpoint: str) -> None:
+    with pytest.raises(RemoteError, match="is no address: write https://host:port") as caught:
+        seaweedfs.fresh(AWS_ENDPOINT_URL=endpoint)
+    assert "open-sesame" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_panic_of_obstore_is_an_error_like_others(seaweedfs: Place) -> None:
+    """As it is, it would pass every `except Exception`."""
+    with pytest.raises(RemoteError, match="obstore has failed at one in s3://"):
+        seaweedfs.fresh(AWS_ENDPOINT_URL="http://castore.invalid:99999").get("one")
+
+
+@pytest.mark.parametrize("bundle", ["/none", os.devnull])
+def test_a_bundle_of_certificates_that_is_none_is_told(seaweedfs: Place, bundle: str) -> None:
+    with pytest.raises(RemoteError, match="AWS_CA_BUNDLE"):
+        seaweedfs.fresh(AWS_CA_BUNDLE=bundle)
+
+
+def test_a_setting_that_obstore_cannot_read_is_told(seaweedfs: Place) -> None:
+    with pytest.raises(RemoteError, match="obstore cannot read a setting"):
+        seaweedfs.fresh(AWS_CONDITIONAL_PUT="nonsense")
+
+
+def test_a_server_without_tls_is_told_of(seaweedfs: Place) -> None:
+    with pytest.raises(RemoteUnreachableError, match="it speaks no TLS"):
+        seaweedfs.fresh(AWS_ENDPOINT_URL=f"https://127.0.0.1:{seaweedfs.port}").get("one")
 
 
 def test_two_remotes_in_one_bucket_do_not_see_each_other(seaweedfs: Place) -> None:
