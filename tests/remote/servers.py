@@ -221,9 +221,9 @@ def _running(
     for _ in range(3):
         ports = free_ports(count)
         with open(path / "log", "ab") as log, environment({}):
-            server = subprocess.Popen(
-                command(ports), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=path
-            )
+            # A test that takes too long ends the run without any farewell, and the server with it.
+            mortal = ["setpriv", "--pdeathsig", "KILL", *command(ports)]
+            server = subprocess.Popen(mortal, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=path)
         try:
             if _is_up(server, partial(answers, ports)):
                 yield ports
