@@ -12,6 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from castore.errors import (
         CastoreError,
+        ConflictError,
         CorruptError,
         DictionaryError,
         FullError,
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
         NestedStoreWarning,
         NotFoundError,
         OutOfRangeError,
+        RemoteDeniedError,
+        RemoteError,
+        RemoteMissingError,
+        RemoteUnreachableError,
         SegmentError,
         SerializationError,
         SlotError,
@@ -35,6 +40,9 @@ if TYPE_CHECKING:
     from castore.keys.encoder import key
     from castore.read.open_blob import OpenBlob
     from castore.records import Blob, Entry, Found, Mount, Totals
+    from castore.remote.outcomes import Checked, Pulled, Pushed, RemoteChange, RemoteCommit, RemoteProblem
+    from castore.remote.remote import Remote
+    from castore.remote.remotes import RemoteSettings
     from castore.repair.verify import Finding, Report
     from castore.serialize.kinds import register_type
     from castore.settings import Settings
@@ -55,7 +63,9 @@ __all__ = [
     "Batch",
     "Blob",
     "CastoreError",
+    "Checked",
     "Collected",
+    "ConflictError",
     "CorruptError",
     "DictionaryError",
     "Entry",
@@ -76,6 +86,17 @@ __all__ = [
     "Plan",
     "PrefixDictionary",
     "PrefixSize",
+    "Pulled",
+    "Pushed",
+    "Remote",
+    "RemoteChange",
+    "RemoteCommit",
+    "RemoteDeniedError",
+    "RemoteError",
+    "RemoteMissingError",
+    "RemoteProblem",
+    "RemoteSettings",
+    "RemoteUnreachableError",
     "Report",
     "Rewritten",
     "SegmentError",
@@ -110,6 +131,14 @@ _MODULES = {
     "Plan": "gc.collect",
     "PrefixDictionary": "stats",
     "PrefixSize": "index.figures",
+    "Checked": "remote.outcomes",
+    "Pulled": "remote.outcomes",
+    "Pushed": "remote.outcomes",
+    "Remote": "remote.remote",
+    "RemoteChange": "remote.outcomes",
+    "RemoteCommit": "remote.outcomes",
+    "RemoteProblem": "remote.outcomes",
+    "RemoteSettings": "remote.remotes",
     "Report": "repair.verify",
     "Rewritten": "training",
     "Settings": "settings",

@@ -20,6 +20,8 @@ SETTINGS = "castore.json"
 INDEX, NAMES = "index.sqlite", "objects/names"
 #: The folder of uncompressed work files of processes. It is made on first use.
 WORK = "work"
+#: The folders of remotes, and of the pages of their trees. Both are made on first use.
+REMOTES, PAGES = "remotes", "pages"
 
 
 class Kind(Enum):
@@ -63,6 +65,9 @@ _NUMBER, _DIGITS, _EIGHT = "[0-9]{1,20}", "[0-9a-f]{2}", "[0-9a-f]{8}"
 # PID namespace, PID, start time of the process, and a random part.
 _PROCESS = f"{_NUMBER}-{_NUMBER}-{_NUMBER}-[0-9a-f]{{32}}"
 
+# Names of remotes and refs (remote/keys.py).
+_LABEL = "[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+
 PLACES = (
     _fixed(SETTINGS),
     _fixed("index.sqlite", is_written=True),
@@ -86,6 +91,12 @@ PLACES = (
     Place("tmp/N-P-S-U.T.claims", f"tmp/{_PROCESS}\\.[0-9a-f]{{32}}\\.claims"),
     _fixed(f"{WORK}/", Kind.FOLDER),
     Place(f"{WORK}/N-P-S-U/", f"{WORK}/{_PROCESS}", Kind.TREE),
+    _fixed(f"{REMOTES}/", Kind.FOLDER),
+    Place(f"{REMOTES}/R/", f"{REMOTES}/{_LABEL}", Kind.FOLDER),
+    Place(f"{REMOTES}/R/remote.json", f"{REMOTES}/{_LABEL}/remote\\.json"),
+    Place(f"{REMOTES}/R/REF@H", f"{REMOTES}/{_LABEL}/{_LABEL}@[0-9a-f]{{16}}"),
+    _fixed(f"{PAGES}/", Kind.FOLDER),
+    Place(f"{PAGES}/abcd…", f"{PAGES}/[0-9a-f]{{64}}"),
     _fixed("locks/", Kind.FOLDER),
     _fixed("locks/beacon", is_written=True),
     _fixed("locks/compute", is_written=True),
@@ -105,7 +116,7 @@ FOLDERS = tuple(
     place.path.rstrip("/") for place in PLACES if place.kind in (Kind.FOLDER, Kind.TREE) and place.is_fixed
 )
 #: The folders that are made with the store.
-CREATED = tuple(folder for folder in FOLDERS if folder != WORK)
+CREATED = tuple(folder for folder in FOLDERS if folder not in (WORK, REMOTES, PAGES))
 #: Names that the top folder may have.
 TOP = frozenset(place.path.split("/")[0] for place in PLACES)
 

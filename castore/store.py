@@ -43,6 +43,8 @@ from castore.write.incoming import NewFile
 from castore.write.putter import Putter, SupportsRead
 
 if TYPE_CHECKING:
+    from castore.remote.outcomes import Pulled, Pushed
+    from castore.remote.remote import Remote
     from castore.shm.shared_frames import SharedFrames
 
 T = TypeVar("T")
@@ -894,6 +896,86 @@ class Store:
             progress: called with the number of bytes of the entries that were examined.
         """
         return training.recompress(self.parts, prefix, progress)
+
+    # Remotes
+
+    def add_remote(
+        self, name: str, url: str, *, read_only: bool = False, single_writer: bool = False
+    ) -> Remote:
+        """Keep a remote under a name. Makes the place a remote if it is none yet.
+
+        Args:
+            name: letters, digits, dots, dashes and underscores.
+            url: ``s3://BUCKET/PREFIX``, ``gs://…``, ``az://…``, or ``file:///FOLDER`` on a shared file
+                system. Credentials are taken from the environment, as the storage's own tools do, and are
+                never kept.
+            read_only: nothing will be written to it from this store.
+            single_writer: vouch that only one process pushes at a time, for a storage without conditional
+                writes.
+
+        Raises:
+            InvalidNameError, InvalidValueError: of the name, the URL, or the name has another URL already.
+            RemoteError: the place cannot be used.
+
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> store, other = Store(folder + "/one"), Store(folder + "/other")
+        >>> _ = store.put("greetings/hello.txt", b"hello")
+        >>> store.add_remote("team", f"file://{folder}/bucket").push("greetings").added
+        1
+        >>> other.add_remote("team", f"file://{folder}/bucket").pull().added
+        1
+        >>> other.get("greetings/hello.txt")
+        b'hello'
+        """
+        from castore.remote.remote import Remote
+        from castore.remote.remotes import Remotes, RemoteSettings, check_remote_name
+
+        self.require_writable()
+        settings = RemoteSettings(check_remote_name(name), url, read_only, single_writer)
+        remote = Remote(self.parts, settings, self._remote_options())
+        remote.prepare()
+        Remotes(self.path, self.settings).add(settings)
+        return remote
+
+    def remote(self, name: str) -> Remote:
+        """The remote of a name that `add_remote` has kept.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        from castore.remote.remote import Remote
+        from castore.remote.remotes import Remotes
+
+        return Remote(self.parts, Remotes(self.path, self.settings).get(name), self._remote_options())
+
+    def remotes(self) -> list[str]:
+        """The names of the remotes that the store knows, sorted."""
+        from castore.remote.remotes import Remotes
+
+        return Remotes(self.path, self.settings).names()
+
+    def remove_remote(self, name: str) -> None:
+        """Forget a remote. Nothing in it changes.
+
+        Raises:
+            NotFoundError: there is none of this name.
+        """
+        from castore.remote.remotes import Remotes
+
+        self.require_writable()
+        Remotes(self.path, self.settings).remove(name)
+
+    def push(self, prefix: str = "", *, to: str, **options: Any) -> Pushed:
+        """``remote(to).push(prefix, **options)``, see `Remote.push`."""
+        return self.remote(to).push(prefix, **options)
+
+    def pull(self, ref: str = "main", *, remote: str, **options: Any) -> Pulled:
+        """``remote(remote).pull(ref, **options)``, see `Remote.pull`."""
+        return self.remote(remote).pull(ref, **options)
+
+    def _remote_options(self) -> dict[str, Any]:
+        return {"max_size": self.settings.max_size, "durable": self._options["durable"]}
 
     # Mounts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,12 +42,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.timeout(_LONG_TIMEOUT))
 
 
+_frozen_modules = 0
+
+
 def pytest_collection_finish() -> None:
+    """See `_pass_over_imports`."""
+    _pass_over_imports()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _pass_over_imports_of_others() -> None:
+    if len(sys.modules) > _frozen_modules + 50:
+        _pass_over_imports()
+
+
+def _pass_over_imports() -> None:
     """Let the collector pass over what was imported and collected: with it, each full collection takes half a
     second, and some tests ask for dozens.
     """
+    global _frozen_modules
     gc.collect()
     gc.freeze()
+    _frozen_modules = len(sys.modules)
 
 
 def pytest_unconfigure() -> None:

@@ -88,7 +88,8 @@ class Dictionary:
     def __init__(self, data: bytes) -> None:
         self.number = int.from_bytes(data[4:8], "little")
         self.size = len(data)
-        self._data = data
+        #: All bytes of its file.
+        self.data = data
         self._prepared: dict[int, zstandard.ZstdCompressionDict] = {}
         try:
             # This digests the dictionary for decompression, once for all threads.
@@ -97,7 +98,7 @@ class Dictionary:
             raise self._unusable(error) from error
 
     def _parsed(self) -> zstandard.ZstdCompressionDict:
-        return zstandard.ZstdCompressionDict(self._data, dict_type=zstandard.DICT_TYPE_FULLDICT)
+        return zstandard.ZstdCompressionDict(self.data, dict_type=zstandard.DICT_TYPE_FULLDICT)
 
     def _unusable(self, error: zstandard.ZstdError) -> CorruptError:
         return CorruptError(f"zstd cannot use dictionary {self.number:08x}: {error}")

@@ -27,7 +27,7 @@ from castore.errors import (
 )
 from castore.objects.codecs import Buffer
 from castore.remote.aws_credentials import read_profile
-from castore.remote.bucket import Listed, Versioned
+from castore.remote.bucket import SMALL, Listed, Versioned
 
 try:
     import obstore
@@ -220,7 +220,10 @@ class CloudBucket:
         """See `Bucket`."""
         with _translated(self, key):
             found = obstore.get(self._store, key)
-            meta, data = found.meta, bytes(found.bytes())
+            meta = found.meta
+            if meta["size"] > SMALL:
+                raise RemoteError(f"{key} in {self.url} is larger than castore writes it")
+            data = bytes(found.bytes())
         if len(data) != meta["size"]:
             raise RemoteError(f"{self.url} gave {len(data)} bytes of {key}, which has {meta['size']}")
         version = {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from castore.errors import RemoteDeniedError, RemoteError, RemoteMissingError, RemoteUnreachableError
 from castore.objects.codecs import Buffer
-from castore.remote.bucket import Listed, Versioned
+from castore.remote.bucket import SMALL, Listed, Versioned
 from castore.system.temporary import open_regular, sync_folder
 
 _PIECE = 4 << 20
@@ -53,7 +53,10 @@ class FolderBucket:
         with _translated(self, key):
             file, number = self._open(key)
             with file:
-                return Versioned(file.read(), number)
+                data = file.read(SMALL + 1)
+        if len(data) > SMALL:
+            raise RemoteError(f"{key} in {self.url} is larger than castore writes it")
+        return Versioned(data, number)
 
     def size(self, key: str) -> int | None:
         """See `Bucket`."""

@@ -19,19 +19,26 @@ from castore.errors import CastoreError, CorruptError
 from castore.names import check_name
 from castore.objects.codecs import CODECS
 from castore.objects.frames import frame_count
-from castore.objects.packs import PACK_LIMIT
 from castore.records import DIGEST_SIZE
 
 #: Bytes of a frame in `Place.frames`: stored length (u32) and BLAKE3 of the stored frame, cut to 128 bits.
 FRAME = struct.Struct("<I16s")
 #: Upper bound in bytes of a page, compressed or not. A page holds one row at least.
 PAGE_LIMIT = 64 << 20
+#: Blobs of at most this many stored bytes travel in packs, larger ones as objects of their own.
+PACKED_LIMIT = 1 << 20
 
 _MAGIC = b"castore page 1\r\n"
 _LARGEST = 1 << 62
 _CODEC_IDS = tuple(CODECS)
-_LEAF = ("names", "digests", "sizes", "codecs", "serializers", "metadata", "created", "expires")
-_PLACES = ("objects", "which", "offsets", "stored", "frames")
+_LEAF = ("names", "digests", "sizes", "serializers", "metadata", "created", "expires")
+_PLACES = ("objects", "which", "offsets", "stored", "codecs", "frames")
+_TYPES: dict[str, set[type]] = {
+    "serializers": {str},
+    "metadata": {str, type(None)},
+    "created": {float},
+    "expires": {float, type(None)},
+}
 _INNER = ("firsts", "pages", "starts", "entries", "logical", "stored")
 
 
@@ -42,12 +49,14 @@ class Place(NamedTuple):
         object: BLAKE3 of all bytes of the object, 32 raw bytes.
         offset: of the blob's first frame in a pack; 0 if the object is the blob's own.
         stored: length in bytes as stored, seek table included.
+        codec: ``"zstd"``, ``"lz4"``, ``"gzip"`` or ``"none"``.
         frames: a `FRAME` for each frame, in order.
     """
 
     object: bytes
     offset: int
     stored: int
+    codec: str
     frames: bytes
 
     @property
@@ -57,14 +66,13 @@ class Place(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A name in a tree: the entry and its blob's place. The attributes are those of `castore.Entry`, with
+    """A name in a tree: an entry and its blob's place. The attributes are those of `castore.Entry`, with
     ``digest`` as raw bytes and ``metadata`` as JSON text or None.
     """
 
     name: str
     digest: bytes
     size: int
-    codec: str
     serializer: str
     metadata: str | None
     created: float
@@ -120,7 +128,6 @@ def encode_leaf(rows: Sequence[Row]) -> bytes:
             "names": [row.name for row in rows],
             "digests": b"".join(row.digest for row in rows),
             "sizes": [row.size for row in rows],
-            "codecs": bytes(_CODEC_IDS.index(row.codec) for row in rows),
             "serializers": [row.serializer for row in rows],
             "metadata": [row.metadata for row in rows],
             "created": [row.created for row in rows],
@@ -129,6 +136,7 @@ def encode_leaf(rows: Sequence[Row]) -> bytes:
             "which": [numbers[row.place.object] for row in rows],
             "offsets": [row.place.offset for row in rows],
             "stored": [row.place.stored for row in rows],
+            "codecs": bytes(_CODEC_IDS.index(row.place.codec) for row in rows),
             "frames": b"".join(row.place.frames for row in rows),
         },
     )
@@ -196,70 +204,69 @@ def _unpack(data: bytes) -> list[Any]:
 
 
 def _rows(columns: dict[str, Any]) -> list[Row]:
-    names = columns["names"]
-    digests, objects, codecs = columns["digests"], columns["objects"], columns["codecs"]
-    lists = [columns[key] for key in ("sizes", "serializers", "metadata", "created", "expires", "which")]
-    lists += [columns["offsets"], columns["stored"], codecs]
-    if len(digests) != DIGEST_SIZE * len(names) or any(len(column) != len(names) for column in lists):
-        raise ValueError("its columns differ in length")
-    if len(objects) % DIGEST_SIZE:
-        raise ValueError("its objects have half a digest")
+    names, frames = columns["names"], columns["frames"]
     _check_names(names)
+    count = len(names)
+    for key in ("sizes", "which", "offsets", "stored"):
+        _check_numbers(columns[key], count)
+    for key, types in _TYPES.items():
+        _check_types(columns[key], count, types)
+    digests, objects, codecs = columns["digests"], columns["objects"], columns["codecs"]
+    _check_types([digests, objects, codecs, frames], 4, {bytes})
+    if len(digests) != DIGEST_SIZE * count or len(codecs) != count or len(objects) % DIGEST_SIZE:
+        raise ValueError("its columns differ in length")
+    cut = [objects[start : start + DIGEST_SIZE] for start in range(0, len(objects), DIGEST_SIZE)]
     rows: list[Row] = []
-    at = 0
-    frames = columns["frames"]
-    for number, name in enumerate(names):
-        size, serializer, metadata, created, expires, which, offset, stored, codec = (
-            column[number] for column in lists
-        )
-        _check_numbers(size, which, offset, stored)
-        _check_type(serializer, str)
-        _check_type(metadata, str, type(None))
-        _check_type(created, float)
-        _check_type(expires, float, type(None))
+    at = digest_at = 0
+    for name, size, serializer, metadata, created, expires, which, offset, stored, codec in zip(
+        names, columns["sizes"], columns["serializers"], columns["metadata"], columns["created"],
+        columns["expires"], columns["which"], columns["offsets"], columns["stored"], codecs, strict=True,
+    ):  # fmt: skip
         end = at + FRAME.size * frame_count(size)
-        own = frames[at:end]
         if end > len(frames):
             raise ValueError("frames are missing")
-        at = end
-        place = Place(objects[DIGEST_SIZE * which :][:DIGEST_SIZE], offset, stored, own)
-        if len(place.object) != DIGEST_SIZE:
-            raise ValueError("an object has no digest")
+        place = Place(cut[which], offset, stored, _CODEC_IDS[codec], frames[at:end])
         _check_place(place)
-        digest = digests[DIGEST_SIZE * number :][:DIGEST_SIZE]
-        rows.append(Row(name, digest, size, _CODEC_IDS[codec], serializer, metadata, created, expires, place))
+        digest = digests[digest_at : digest_at + DIGEST_SIZE]
+        rows.append(Row(name, digest, size, serializer, metadata, created, expires, place))
+        at, digest_at = end, digest_at + DIGEST_SIZE
     if at != len(frames):
         raise ValueError("it has frames of no name")
     return rows
 
 
 def _check_place(place: Place) -> None:
-    total = sum(length for length, _ in FRAME.iter_unpack(place.frames))
-    if place.is_packed and not (len(place.frames) == FRAME.size and total == place.stored <= PACK_LIMIT):
-        raise ValueError("a blob cannot be in a pack so")
+    frames = place.frames
+    if len(frames) == FRAME.size:
+        total = int.from_bytes(frames[:4], "little")
+    else:
+        total = sum(length for length, _ in FRAME.iter_unpack(frames))
+    if place.offset and place.stored > PACKED_LIMIT:
+        raise ValueError("a blob is too large for a pack")
     if total > place.stored:
         raise ValueError("frames are longer than their object")
 
 
 def _children(columns: dict[str, Any]) -> list[Child]:
     firsts, pages, starts = columns["firsts"], columns["pages"], columns["starts"]
-    lists = [columns["entries"], columns["logical"], columns["stored"], starts]
-    if len(pages) != DIGEST_SIZE * len(firsts) or any(len(column) != len(firsts) for column in lists):
-        raise ValueError("its columns differ in length")
+    _check_names(firsts)
+    _check_types([pages, starts], 2, {bytes})
     if not firsts:
         raise ValueError("it has no page below it")
-    _check_names(firsts)
-    children = []
-    for number, first in enumerate(firsts):
-        entries, logical, stored, is_start = (column[number] for column in lists)
-        _check_numbers(entries, logical, stored)
-        page = pages[DIGEST_SIZE * number :][:DIGEST_SIZE]
-        children.append(Child(first, page, bool(is_start), entries, logical, stored))
-    return children
+    if len(pages) != DIGEST_SIZE * len(firsts) or len(starts) != len(firsts):
+        raise ValueError("its columns differ in length")
+    numbers = [columns["entries"], columns["logical"], columns["stored"]]
+    for column in numbers:
+        _check_numbers(column, len(firsts))
+    cut = (pages[start : start + DIGEST_SIZE] for start in range(0, len(pages), DIGEST_SIZE))
+    return [
+        Child(first, page, bool(is_start), *sums)
+        for first, page, is_start, *sums in zip(firsts, cut, starts, *numbers, strict=True)
+    ]
 
 
 def _check_names(names: Any) -> None:
-    _check_type(names, list)
+    _check_types([names], 1, {list})
     before = ""
     for name in names:
         check_name(name)
@@ -268,11 +275,14 @@ def _check_names(names: Any) -> None:
         before = name
 
 
-def _check_numbers(*values: Any) -> None:
-    if any(type(value) is not int or not 0 <= value < _LARGEST for value in values):
+def _check_numbers(column: Any, count: int) -> None:
+    _check_types(column, count, {int})
+    if column and not (min(column) >= 0 and max(column) < _LARGEST):
         raise ValueError("a number cannot be")
 
 
-def _check_type(value: Any, *types: type) -> None:
-    if type(value) not in types:
-        raise ValueError(f"{value!r:.50} is of the wrong type")
+def _check_types(column: Any, count: int, types: set[type]) -> None:
+    if type(column) is not list or len(column) != count:
+        raise ValueError("its columns differ in length")
+    if not set(map(type, column)) <= types:
+        raise ValueError("a column has values of the wrong type")

@@ -25,6 +25,8 @@ _ROW_BYTES, _CHILD_BYTES = 60, 50
 
 #: Gives the bytes of a page by its digest.
 ReadPage = Callable[[bytes], bytes]
+#: Is told the digests of pages that will be read soon.
+ExpectPages = Callable[[Iterable[bytes]], object]
 #: Keeps the bytes of a page under its digest.
 KeepPage = Callable[[bytes, bytes], object]
 
@@ -43,14 +45,17 @@ class Tree:
     Args:
         root: digest of its uppermost page.
         read: gives pages, for instance from a bucket or a cache.
+        expect: may fetch ahead.
 
     Raises:
         CorruptError: any method, for a page that is damaged, or that is not where its parent says.
     """
 
-    def __init__(self, root: bytes, read: ReadPage) -> None:
+    def __init__(self, root: bytes, read: ReadPage, expect: ExpectPages = lambda digests: None) -> None:
         self.root = root
         self._read = read
+        #: Fetches ahead.
+        self.expect = expect
 
     def page(self, child: Child | None = None) -> Page:
         """The root, or the page of ``child``, checked against its parent's row."""
@@ -77,10 +82,7 @@ class Tree:
 
     def rows(self, prefix: str = "") -> Iterator[Row]:
         """All rows in the order of their names, or those at and below a folder; pages are read as needed."""
-        for leaf in self.leaves(prefix):
-            for row in self.rows_of(leaf):
-                if not prefix or row.name == prefix or row.name.startswith(prefix + "/"):
-                    yield row
+        return _rows(self, list(self.leaves(prefix)), set(), prefix)
 
     def leaves(self, prefix: str = "") -> Iterator[Child]:
         """The leaves in order, or those that may have names at and below a folder."""
@@ -93,6 +95,7 @@ class Tree:
 
     def _leaves(self, page: Page, prefix: str) -> Iterator[Child]:
         ends = [child.first for child in page.children[1:]]
+        self.expect(child.page for child in page.children if page.level > 1 and not prefix)
         for child, end in zip_longest(page.children, ends):
             # "0" follows "/" in ASCII, so it ends the names below a folder.
             if prefix and (child.first >= prefix + "0" or (end is not None and end <= prefix)):
@@ -101,6 +104,17 @@ class Tree:
                 yield child
             else:
                 yield from self._leaves(self._below(page, child), prefix)
+
+    def pages(self) -> Iterator[bytes]:
+        """The digests of all pages. Leaves are not read."""
+        yield self.root
+        yield from self._pages(self.page())
+
+    def _pages(self, page: Page) -> Iterator[bytes]:
+        for child in page.children:
+            yield child.page
+            if page.level > 1:
+                yield from self._pages(self._below(page, child))
 
     def rows_of(self, leaf: Child) -> list[Row]:
         """The rows of one of `leaves`."""
@@ -140,11 +154,12 @@ def difference(old: Tree, new: Tree, prefix: str = "") -> Iterator[Change]:
 
 
 def _rows(tree: Tree, leaves: list[Child], shared: set[bytes], prefix: str) -> Iterator[Row]:
-    for leaf in leaves:
-        if leaf.page not in shared:
-            for row in tree.rows_of(leaf):
-                if not prefix or row.name == prefix or row.name.startswith(prefix + "/"):
-                    yield row
+    own = [leaf for leaf in leaves if leaf.page not in shared]
+    tree.expect(leaf.page for leaf in own)
+    for leaf in own:
+        for row in tree.rows_of(leaf):
+            if not prefix or row.name == prefix or row.name.startswith(prefix + "/"):
+                yield row
 
 
 def build(rows: Iterable[Row], keep: KeepPage) -> bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from castore.errors import RemoteError
+from castore.errors import InvalidValueError
 from castore.remote.folder_bucket import FolderBucket
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def parse_url(url: str) -> Place:
     """Take a URL apart, without asking anybody.
 
     Raises:
-        RemoteError: it is no URL of a remote, or has a password or options in it.
+        InvalidValueError: it is no URL of a remote, or has a password or options in it.
 
     >>> parse_url("s3://team/castore/")
     Place(scheme='s3', bucket='team', path='castore')
@@ -46,24 +46,24 @@ def parse_url(url: str) -> Place:
     try:
         parts = urlsplit(url)
     except ValueError:
-        raise RemoteError(f"{_form()}; this is no URL") from None
+        raise InvalidValueError(f"{_form()}; this is no URL") from None
     # No message repeats a URL that may have a password in it.
     if "@" in parts.netloc:
-        raise RemoteError(
+        raise InvalidValueError(
             f"a URL of a remote has no user and password: it is written down. {_form()}, and credentials come"
             " from the environment"
         )
     if parts.query or parts.fragment or "?" in url or "#" in url:
-        raise RemoteError(f"a URL of a remote has no options after ? or #: {_form()}")
+        raise InvalidValueError(f"a URL of a remote has no options after ? or #: {_form()}")
     if parts.scheme == "file":
         return Place("file", "", _folder(parts.netloc, unquote(parts.path), url))
     if parts.scheme not in ("s3", "gs", "az"):
-        raise RemoteError(f"{url!r} is no URL of a remote: {_form()}")
+        raise InvalidValueError(f"{url!r} is no URL of a remote: {_form()}")
     if not _BUCKET.fullmatch(parts.netloc):
-        raise RemoteError(f"{url!r} names no bucket: {_form()}")
+        raise InvalidValueError(f"{url!r} names no bucket: {_form()}")
     prefix = parts.path.strip("/")
     if prefix and not all(map(_SEGMENT.fullmatch, prefix.split("/"))):
-        raise RemoteError(
+        raise InvalidValueError(
             f"the prefix {prefix!r} cannot be used: take ASCII letters, digits, dots, dashes, underscores and"
             " equals signs, with single slashes between them"
         )
@@ -72,9 +72,9 @@ def parse_url(url: str) -> Place:
 
 def _folder(host: str, path: str, url: str) -> str:
     if host or not path.startswith("/") or "\0" in path:
-        raise RemoteError(f"{url!r} has no absolute path: write file:///path, with three slashes")
+        raise InvalidValueError(f"{url!r} has no absolute path: write file:///path, with three slashes")
     if not path.strip("/") or ".." in path.split("/"):
-        raise RemoteError(f"{url!r} names no folder of its own: write file:///path")
+        raise InvalidValueError(f"{url!r} names no folder of its own: write file:///path")
     return str(Path(path))
 
 
@@ -93,7 +93,8 @@ def open_bucket(url: str, patience: Patience | None = None) -> Bucket:
 
     Raises:
         MissingDependencyError: obstore is not installed.
-        RemoteError: see `parse_url`, and `castore.remote.cloud_bucket.open_s3`.
+        InvalidValueError: see `parse_url`.
+        RemoteError: see `castore.remote.cloud_bucket.open_s3`.
     """
     scheme, bucket, path = parse_url(url)
     if scheme == "file":

@@ -6,6 +6,7 @@ One commit takes up to two hundred files, since a commit for each small file wou
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from castore.objects.packs import PACK_LIMIT
 from castore.records import LOST, Entry, EntrySpec
 from castore.watch import entry_sources
 from castore.watch.file_lease import FileBusyError, Snapshot
-from castore.write.batch import Batch, add_staged, staged_file
+from castore.write.batch import Batch, add_staged, commit_checked, staged_file
 from castore.write.staging import Staged
 
 _BATCH_FILES = 200
@@ -171,5 +172,11 @@ class Adder:
             self._fail(pending.path, error)
 
     def _commit(self, batch: Batch, pending: list[_PendingFile]) -> None:
-        for file, entry in zip(pending, batch.commit(), strict=True):
+        def require_files() -> None:
+            for file in pending:
+                # Another watcher has replaced the file by a link, whose record the put would overwrite.
+                if file.through is None and os.path.islink(file.path):
+                    raise _RestageError(FileBusyError(file.path))
+
+        for file, entry in zip(pending, commit_checked(batch, require_files), strict=True):
             self._done(Added(file.path, entry, file.before))

@@ -6,12 +6,17 @@ permission bits (``mode``), whether the entry was pinned before (``pinned``), an
 change of the link (``was``). The metadata is written before the link is made and removed after the link is
 gone: at any moment every link has its record here.
 
+Several watchers may work on one folder. A watcher that made a link confirms the record afterwards, and a
+watcher that removes or overwrites a record first sees that there is no link; both do so under the index's
+write lock. So either the second sees the link, or the first makes the record anew.
+
 The mount shows the file's mtime for the entry, so tools that compare mtimes see no change.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -73,14 +78,52 @@ def _bind_link(store: Store, txn: Write, binding: Binding) -> bool:
     return _set_entry(txn, entry, entry.metadata | {"source": recorded}, modified, pinned=True)
 
 
+def confirm_link(store: Store, entry: Entry) -> bool:
+    """Whether a link that was just made has its record, which is made anew if another watcher removed it.
+
+    Args:
+        store: has the entry.
+        entry: from `bind_links`.
+
+    Returns:
+        False if the store does not have the bytes any more: the link must be taken back.
+    """
+    with store.index.write() as txn:
+        now = store.entry(entry.name, expired=True)
+        if (
+            now is not None
+            and now.pinned
+            and now.digest == entry.digest
+            and target_of(now) == target_of(entry)
+        ):
+            return True
+        return _set_entry(txn, entry, entry.metadata, entry.created, pinned=True)
+
+
 def unbind_links(store: Store, entries: Iterable[Entry]) -> None:
-    """Remove the records of links that are gone. Entries stay pinned only if the user pinned them."""
+    """Remove the records of links that are gone. Entries stay pinned only if the user pinned them.
+
+    The record of a link that is there stays.
+    """
     with store.index.write() as txn:
         for entry in entries:
+            if os.path.islink(entry.metadata["source"]["path"]):
+                continue
             source = {key: value for key, value in entry.metadata["source"].items() if key not in _OWN_KEYS}
             _set_entry(
                 txn, entry, entry.metadata | {"source": source}, entry.created, pinned=was_pinned(entry)
             )
+
+
+def unpin_file(store: Store, entry: Entry, path: str) -> None:
+    """Take away the pin that was a link's, once a tool has replaced the link by a file.
+
+    The pin of a link that is there stays, and so does one of a link that is about to be made.
+    """
+    with store.index.write() as txn:
+        now = store.entry(entry.name, expired=True)
+        if now is not None and target_of(now) is None and not os.path.islink(path):
+            txn.set_pinned(entry.name, False)
 
 
 def was_pinned(entry: Entry) -> bool:

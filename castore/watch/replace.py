@@ -4,8 +4,8 @@ The order of steps keeps the bytes safe. The entry is pinned and recorded as lin
 object is synced to the disk. The whole file is read back through the mount, and its digest compared. Only
 then a link, made under a temporary name, is exchanged with the file in one atomic step (renameat2 with
 RENAME_EXCHANGE). The file that came out is checked before it is unlinked: if it is not the very file that was
-verified, or an open(2) for writing waits on its lease, both are exchanged back. After a kill at any moment,
-the file's name has the file or the link, never neither and never a part.
+verified, or an open(2) for writing waits on its lease, or the entry is gone, both are exchanged back. After
+a kill at any moment, the file's name has the file or the link, never neither and never a part.
 
 Processes that have the old file open or mapped keep it until they close it.
 """
@@ -76,8 +76,7 @@ def replace(
             file, entry = ready[0]
             error = _replace_one(store, mount, file, entry, synced, check)
             ready.popleft()
-            # If the swap succeeded and only its cleanup failed, the record of the link must stay.
-            if error is not None and not os.path.islink(file.path):
+            if error is not None:
                 stay.append(entry)
             done(file, entry, error)
     finally:
@@ -114,7 +113,7 @@ def _replace_one(
     try:
         _sync(store, entry, synced)
         _verify(link, entry, check)
-        _swap(file, link)
+        _swap(store, file, entry, link)
     except (FileBusyError, CastoreError, OSError) as error:
         return error
     return None
@@ -183,7 +182,7 @@ def _digest(path: str, check: Callable[[int], object]) -> str:
     return hasher.hexdigest()
 
 
-def _swap(file: Snapshot, link: str) -> None:
+def _swap(store: Store, file: Snapshot, entry: Entry, link: str) -> None:
     temporary = temporary_beside(file.path, SWAP_PREFIX)
     os.symlink(link, temporary)
     try:
@@ -199,6 +198,9 @@ def _swap(file: Snapshot, link: str) -> None:
             # file, as it would had `rm` been a moment faster.
             with lease(file.fd):
                 if not is_same(os.lstat(temporary), file.status) or is_writer_waiting(file.fd):
+                    raise FileBusyError(file.path)
+                # Another watcher may have unpinned the entry before the link was there.
+                if not link_registry.confirm_link(store, entry):
                     raise FileBusyError(file.path)
         except BaseException:
             exchange(temporary, file.path)

@@ -244,7 +244,7 @@ class Scanner:
             and link_registry.target_of(before) is not None
             and not link_registry.was_pinned(before)
         ):
-            self._store.unpin(entry.name)  # the pin was the link's: a tool has replaced the link by a file
+            link_registry.unpin_file(self._store, entry, path)
         if self._options.replace and self._folder.path(entry.name) == path:
             self._replace_soon(path, entry)
 

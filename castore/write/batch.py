@@ -210,6 +210,9 @@ class Batch:
         Raises:
             NameConflictError, TooLargeError, FullError: as for `Store.put`; nothing was put or deleted then.
         """
+        return self._commit(lambda: None)
+
+    def _commit(self, check: Callable[[], object]) -> list[Entry]:
         items, self._items, self.stored = self._items, [], 0
         if not items and not self._dropped:
             return []
@@ -233,8 +236,12 @@ class Batch:
                 raise
             return self._start_lifetimes(again)
 
+        def begin(txn: Write) -> None:
+            check()
+            self._delete_names(txn)
+
         try:
-            entries = self._putter.commit(stage, self._delete_names)
+            entries = self._putter.commit(stage, begin)
         finally:
             self.discard()
         self.entries += entries
@@ -313,3 +320,13 @@ def add_staged(batch: Batch, stage: StageItem) -> str:
     batch._items.append(_StagedPut(spec, staged, None if batch._is_run else stage))
     batch.stored += staged.stored
     return staged.digest.hex()
+
+
+def commit_checked(batch: Batch, check: Callable[[], object]) -> list[Entry]:
+    """`Batch.commit` for a room of castore, with a check that no other writer can overtake.
+
+    Args:
+        batch: to commit.
+        check: called under the index's write lock. Its exceptions keep all from being put.
+    """
+    return batch._commit(check)

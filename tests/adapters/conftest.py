@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 
 import pytest
+
+from tests.adapters import programs
+
+# Each server that is started from here on has torch for all its processes. Without torch it goes on without.
+multiprocessing.set_forkserver_preload(programs.PRELOADED)
 
 
 @pytest.fixture(autouse=True)

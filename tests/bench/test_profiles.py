@@ -80,18 +80,44 @@ def test_requests_of_a_mount_are_counted(store: Store, tmp_path: Path) -> None:
                 assert found["LOOKUP"] == found["OPEN"] == found["READ"] == 0
 
 
-@pytest.mark.parametrize("contestant", ["castore-levels", "castore-cached", "files"])
-def test_a_reader_of_epochs_answers_with_seconds(contestant: str, tmp_path: Path) -> None:
+READERS = ["castore-levels", "castore-cached", "files"]
+# Each contestant is a process of its own, forked from one that has imported torch once for all.
+_EACH_IN_A_PROCESS = """
+import os, sys
+from tools.bench import epochs
+for contestant in sys.argv[2:]:
+    if not os.fork():
+        folder = os.path.join(sys.argv[1], contestant)
+        os.mkdir(folder)
+        os.dup2(os.open(f"{folder}.in", os.O_RDONLY), 0)
+        os.dup2(os.open(f"{folder}.out", os.O_WRONLY | os.O_CREAT), 1)
+        sys.argv[1:] = [contestant, "100", "0", folder]
+        epochs.main()
+        sys.exit()
+sys.exit(any([os.wait()[1] for _ in sys.argv[2:]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the answers of each reader, asked for one epoch and for two."""
     pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("readers")
+    for contestant in READERS:
+        (folder / f"{contestant}.in").write_text("1\n2\n")
     done = subprocess.run(
-        [sys.executable, "-m", "tools.bench.epochs", contestant, "100", "0", str(tmp_path)],
-        input="1\n2\n",
+        [sys.executable, "-c", _EACH_IN_A_PROCESS, folder, *READERS],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
-    ready, *seconds = done.stdout.split()
+    return folder
+
+
+@pytest.mark.parametrize("contestant", READERS)
+def test_a_reader_of_epochs_answers_with_seconds(contestant: str, answers: Path) -> None:
+    ready, *seconds = (answers / f"{contestant}.out").read_text().split()
     assert ready == "ready"
     assert all(0 < float(each) < 60 for each in seconds)
     assert len(seconds) == 2

@@ -104,11 +104,18 @@ def test_the_site_builds_strictly_and_asks_no_other_host_for_anything(tmp_path: 
 def test_a_dead_link_a_dead_anchor_and_a_page_missing_from_the_navigation_end_the_build(
     project: Path,
 ) -> None:
+    # Of the pages only a first one stays, so nothing but what is wrong with the other ends the build.
+    shutil.rmtree(project / "docs")
+    (project / "docs").mkdir()
+    (project / "docs" / "index.md").write_text("# Start\n")
+    settings, nav, _ = (project / "mkdocs.yml").read_text().partition("\nnav:\n")
+    (project / "mkdocs.yml").write_text(f"{settings}{nav}  - index.md\n")
     (project / "docs" / "unlisted.md").write_text(
         "# Unlisted\n\n[dead](nowhere.md) [dead](index.md#nowhere)\n"
     )
     done = build(project, project / "site")
     assert done.returncode != 0
+    assert done.stderr.count("WARNING") == 3
     assert 'not included in the "nav" configuration' in done.stderr
     assert "'nowhere.md', but the target is not found" in done.stderr
     assert "'index.md#nowhere', but the doc 'index.md' does not contain an anchor" in done.stderr

@@ -264,13 +264,8 @@ def test_large_numbers_and_texts_with_digits_are_no_addresses(adapter: str) -> N
 
 _PIDS = int(Path("/proc/sys/kernel/pid_max").read_text())
 _DRAWN = """
-import json, os, sys, tempfile, time, uuid, random, warnings, datasets
+import json, os, sys, tempfile, time, uuid, random, warnings, datasets, torch.utils.data
 datasets.disable_progress_bars()
-from castore import Store
-from castore.adapters.datasets import Pipeline, cached_map, wait
-from castore.adapters.embeddings import CachedEncoder
-from castore.adapters.torch import BiLevelCachedDataset, CachedDataset
-kept = object()
 class Held(list):
     def __call__(self, sample):
         return {"n": 1}
@@ -308,13 +303,34 @@ def use(folder, kind, way):
                 return held.part and x
             step(1), step(2)
         wait()
-said = []
-for kind, way in json.loads(sys.argv[2]):
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", RuntimeWarning)
-        use(f"{sys.argv[1]}/{kind}-{way}", kind, way)
-    said.append([str(one.message) for one in told if one.category is RuntimeWarning])
-print(json.dumps(said))
+# A run is a process of its own, forked from one that has imported other people's libraries once for all.
+for run in range(3):
+    # Low process ids raise no doubt: in a container they are the same in every run.
+    while not 1000 < (pid := os.fork()) < int(sys.argv[3]) - 1000:
+        if not pid:
+            break
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    if pid:
+        assert os.waitpid(pid, 0)[1] == 0
+        continue
+    while not 1000 < os.getpid() < int(sys.argv[3]) - 1000:
+        time.sleep(1)  # it is killed
+    from castore import Store
+    from castore.adapters.datasets import Pipeline, cached_map, wait
+    from castore.adapters.embeddings import CachedEncoder
+    from castore.adapters.torch import BiLevelCachedDataset, CachedDataset
+    # Fresh processes have their objects at other addresses.
+    apart = [object() for _ in range(1000 * run)]
+    kept = object()
+    said = []
+    for kind, way in json.loads(sys.argv[2]):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", RuntimeWarning)
+            use(f"{sys.argv[1]}/{kind}-{way}", kind, way)
+        said.append([str(one.message) for one in told if one.category is RuntimeWarning])
+    print(json.dumps(said))
+    sys.exit()
 """
 _RANDOM = [
     ("uuid", "map"), ("text", "pipeline"), ("hex", "dataset"), ("time", "bilevel"), ("uuid", "cached"),
@@ -331,17 +347,12 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], lis
     most of its time goes into imports.
     """
     cases, folder = [*_RANDOM, *_MEANT], tmp_path_factory.mktemp("drawn")
-    runs: list[list[list[str]]] = []
-    for _ in range(3):
-        # Low process ids raise no doubt: in a container they are the same in every run.
-        while not 1000 < int(subprocess.check_output(["sh", "-c", "echo $$"])) < _PIDS - 1000:
-            pass
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _DRAWN, str(folder), json.dumps(cases)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
-            stdout=subprocess.PIPE, check=True, timeout=300,
-        )  # fmt: skip
-        runs.append(json.loads(done.stdout))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _DRAWN, str(folder), json.dumps(cases), str(_PIDS)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE, check=True, timeout=300,
+    )  # fmt: skip
+    runs: list[list[list[str]]] = [json.loads(line) for line in done.stdout.splitlines()]
     return {case: [run[number] for run in runs] for number, case in enumerate(cases)}
 
 

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from castore.gc import mount_barrier
 from castore.gc.mount_barrier import Listener, MountBarrier
 from castore.objects.codecs import FRAME_SIZE
 from castore.system.temporary import process_started
-from castore_fuse import mountpoints
+from castore_fuse import api, mountpoints
 from castore_fuse.daemon import DaemonRecord
 from castore_fuse.nodes import Lookups
 from castore_fuse.operations import Operations
@@ -39,10 +40,27 @@ def put_kinds(store: Store) -> None:
         store.put(f"kinds/{name}", data, codec=codec)
 
 
+# A daemon that looks for unlinked packs all the time, and not every few seconds.
+_LOOKS_OFTEN = (
+    "import sys\nfrom castore.objects import packs\nfrom castore_fuse.__main__ import main\n"
+    "packs._UNLINKED_SECONDS = 0.0\nsys.exit(main())"
+)
+
+
 @pytest.fixture(params=["default", "pinned"])
-def daemon(request: pytest.FixtureRequest, store: Store, mountpoint: Path) -> Iterator[int]:
+def daemon(
+    request: pytest.FixtureRequest, store: Store, mountpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[int]:
     """The process that serves ``mountpoint``."""
-    castore_fuse.mount(store, mountpoint, pin=request.param == "pinned")
+    command = api._command
+
+    def one_that_looks_often(*given: Any) -> list[str]:
+        python, _, _, *words = command(*given)
+        return [python, "-c", _LOOKS_OFTEN, *words]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "_command", one_that_looks_often)
+        castore_fuse.mount(store, mountpoint, pin=request.param == "pinned")
     record = DaemonRecord.read(next((store.path / "locks").glob("mount-*.json")))
     assert record is not None
     yield record.pid

@@ -67,9 +67,10 @@ def test_killed_daemon_is_cleared_by_umount(mountpoint: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("clear", ["mount", "umount"])
 def test_daemon_killed_while_it_takes_a_name_back_is_cleared_too(
-    mountpoint: Path, tmp_path: Path, clear: str
+    mountpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clear: str
 ) -> None:
     """Regression: its thread waits in the kernel for a look-up without an answer, so the mount stays."""
+    monkeypatch.setattr(mountpoints, "_HUNG_SECONDS", 0.5)  # it never answers, however long one waits
     record, orders = tmp_path / "record.json", tmp_path / "orders"
     os.mkfifo(orders)
     daemon = command("--record", os.fspath(record), "--orders", os.fspath(orders))

@@ -48,7 +48,11 @@ class Tokens(Dataset[torch.Tensor]):
 
 
 def methods(folder: Path) -> None:
-    """Every sample arrives whole with no worker, and with two under each start method."""
+    """Every sample arrives whole with no worker, and with two under each start method but spawn.
+
+    A spawned worker imports torch itself, so there is one.
+    """
+    multiprocessing.set_forkserver_preload(["torch.utils.data"])
     plain, mounted = folder, Path(sys.argv[3])
     source = Folder(plain)
     want = [source[index] for index in range(len(source))]
@@ -56,7 +60,7 @@ def methods(folder: Path) -> None:
         loader: DataLoader[tuple[int, str]] = DataLoader(
             Folder(mounted),
             batch_size=16,
-            num_workers=2 if method else 0,
+            num_workers={None: 0, "spawn": 1}.get(method, 2),
             multiprocessing_context=multiprocessing.get_context(method) if method else None,
         )
         numbers, digests = [], []

@@ -49,7 +49,8 @@ def goes_on():
     """One more row, for whoever waits for it."""
     with open("rows", "a") as file:
         file.write("x")
-    time.sleep(0.002)
+    if not os.path.exists("quick"):
+        time.sleep(0.002)
 
 def slow(sample):
     goes_on()

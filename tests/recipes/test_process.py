@@ -228,8 +228,7 @@ def test_bars_are_drawn_on_a_terminal(
     castore: Callable[..., subprocess.Popen[bytes]],  # noqa: F811
     place: Path,
 ) -> None:
-    from tests.cli.test_terminal import drawn
-
+    (place / "quick").touch()
     seen, _ = drawn(castore, "process", "--config", recipe(place, ["my_ops.slow", "clean_links_mapper"]))
     assert b"1/2 slow" in seen
     assert b"rows" in seen

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from castore.errors import RemoteDeniedError, RemoteError, RemoteMissingError, RemoteUnreachableError
+from castore.remote import cloud_bucket, folder_bucket
 from castore.remote.bucket import Bucket
 from castore.remote.folder_bucket import UNFINISHED, FolderBucket
 from tests.helpers import noise
@@ -95,6 +96,18 @@ def test_a_range_is_never_shorter_than_was_asked_for(bucket: Bucket) -> None:
     for ranges in ([(5, 11)], [(10, 12)], [(100, 101)], [(0, 4), (8, 12)]):
         with pytest.raises(RemoteError, match="shorter than the tree says"):
             bucket.get_ranges("truncated", ranges)
+
+
+def test_an_object_too_large_for_memory_is_not_read_into_it(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for room in (folder_bucket, cloud_bucket):
+        monkeypatch.setattr(room, "SMALL", 1000)
+    bucket.put("small", bytes(1000))
+    bucket.put("large", bytes(1001))
+    assert bucket.get("small").data == bytes(1000)
+    with pytest.raises(RemoteError, match=r"large in .* is larger than castore writes it"):
+        bucket.get("large")
 
 
 def test_an_object_is_created_once(bucket: Bucket) -> None:

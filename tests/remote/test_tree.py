@@ -22,8 +22,8 @@ def row(name: str, seed: int = 0, frames: int = 1) -> Row:
     digest = blake3(f"{name} {seed}".encode()).digest()
     size = (frames - 1) * 262_144 + 100
     stored = b"".join(FRAME.pack(50, digest[:16]) for _ in range(frames))
-    place = Place(blake3(digest).digest(), 80 if frames == 1 else 0, 50 * frames, stored)
-    return Row(name, digest, size, "zstd", "bytes", None, 1.5, None, place)
+    place = Place(blake3(digest).digest(), 80 if frames == 1 else 0, 50 * frames, "zstd", stored)
+    return Row(name, digest, size, "bytes", None, 1.5, None, place)
 
 
 class Pages(dict[bytes, bytes]):
@@ -174,7 +174,7 @@ def test_a_page_that_lies_under_its_own_digest_is_refused_or_sound() -> None:
         row("a")._replace(place=row("a").place._replace(stored=10)),
         row("a")._replace(place=row("a").place._replace(object=b"x")),
         row("a")._replace(place=row("a").place._replace(frames=b"")),
-        row("a", frames=3)._replace(place=row("a", frames=3).place._replace(offset=20)),
+        row("a", frames=3)._replace(place=row("a", frames=3).place._replace(offset=20, stored=2_000_000)),
     ],
 )
 def test_a_row_that_cannot_be_is_refused(bad: Row) -> None:

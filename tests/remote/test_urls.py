@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from castore.errors import RemoteDeniedError, RemoteError, RemoteUnreachableError
+from castore.errors import InvalidValueError, RemoteDeniedError, RemoteError, RemoteUnreachableError
 from castore.remote import aws_credentials
 from castore.remote.folder_bucket import FolderBucket
 from castore.remote.urls import Place as Parsed
@@ -63,7 +63,7 @@ def test_a_url_says_where_a_remote_is(url: str, parsed: tuple[str, str, str]) ->
     ],
 )
 def test_another_url_is_refused_in_a_sentence_without_its_password(url: str, told: str) -> None:
-    with pytest.raises(RemoteError, match=told) as caught:
+    with pytest.raises(InvalidValueError, match=told) as caught:
         open_bucket(url)
     assert "open-sesame" not in "".join(traceback.format_exception(caught.value))
     assert "\n" not in str(caught.value)

@@ -60,7 +60,7 @@ class Job:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Lines of the standard library's sources."""
     path = tmp_path_factory.mktemp("data") / "sources.txt"
-    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-e]*.py"))
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-b]*.py"))
     text = "\n".join(source.read_text(errors="replace") for source in sources)
     path.write_text(re.sub(r"\n\s*\n+", "\n", text))
     return path
@@ -83,7 +83,7 @@ def test_reruns_hit_and_are_equal_while_the_cache_shrinks_in_place(
     plain = Job(tmp_path / "plain", data)
     expected = plain.run()
     rows = int(expected.split()[0])
-    assert rows > 20_000
+    assert rows > 5000
     size = real_bytes(tmp_path / "plain" / "datasets")
 
     job = Job(folder, data)

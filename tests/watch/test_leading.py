@@ -33,7 +33,8 @@ def test_a_watcher_reports_that_its_links_lead_to_nothing_and_when_they_do_again
 ) -> None:
     """Nothing happens in the folder meanwhile: the watcher must not need a new file to find out."""
     settled(folder, "a", b"a")
-    watching = watch("--replace")
+    sooner = "from castore.watch import dangling_links; dangling_links._CHECK_SECONDS = 0.1"
+    watching = watch("--replace", period=sooner)
     settled(folder, "b", b"b")
     watching.until("replaced", "in/a")
     watching.until("replaced", "in/b")

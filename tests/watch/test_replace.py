@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from castore import Store
+from castore.records import Entry
 from castore.system.temporary import pid_namespace, process_started
-from castore.watch import replace
+from castore.watch import entry_sources, link_registry, replace
+from castore.watch.adder import Adder
 from castore.watch.file_lease import FileBusyError, Snapshot
 from castore.watch.find_mount import find_mount
 from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, WatchedFolder
@@ -136,8 +138,7 @@ def test_writers_racing_with_swaps_lose_nothing(
     watching = watch("--replace", settle="0")
     latest: dict[str, bytes] = {}
     chance = random.Random(4)
-    end = time.monotonic() + 5
-    while time.monotonic() < end:
+    for _ in range(300):
         name = f"{chance.randrange(8)}"
         latest[name] = chance.randbytes(chance.randrange(1, 20_000))
         temporary = folder / f"{name}.tmp"
@@ -160,7 +161,8 @@ def test_what_cannot_be_read_back_is_not_replaced(
     watch().end_after("added")
     file, offset, _ = payload(store, "in/a")
     flip(file, offset + 100)
-    watching = watch("--replace", ready=False)
+    shorter = "from castore.watch import replace; replace._MOUNT_SECONDS = 0.5"
+    watching = watch("--replace", ready=False, period=shorter)
     kept = watching.until("kept", "in/a")
     assert "could not be read back through the mount" in kept["reason"]
     assert not path.is_symlink()
@@ -231,6 +233,54 @@ def test_what_a_kill_behind_the_exchange_leaves_is_cleaned_or_put_back(
     assert paths[0].is_symlink()
     assert paths[1].read_bytes() == b"somebody wrote to it at that moment"
     assert len(list(folder.iterdir())) == 3, "what a living process makes was touched"
+
+
+@pytest.mark.usefixtures("mountpoint")
+def test_a_link_keeps_its_pin_when_another_watcher_gives_up_meanwhile(store: Store, folder: Path) -> None:
+    """The other has bound the entry as well, found the file busy, and takes its record back."""
+    mount, path = find_mount(store, "in"), settled(folder, "a", b"bytes" * 100)
+    with Snapshot(str(path)) as file:
+        replace.replace(
+            store, mount, [(file, put_as_watched(store, path))],
+            lambda size: link_registry.unbind_links(store, [bound(store)]),
+            lambda file, entry, error: None,
+        )  # fmt: skip
+    assert path.is_symlink()
+    link_registry.unbind_links(store, [bound(store)])  # and once more, when the link is there
+    assert bound(store).pinned
+    store.gc(max_size=0, grace=0)
+    assert path.read_bytes() == b"bytes" * 100
+
+
+@pytest.mark.usefixtures("mountpoint")
+def test_a_file_that_became_a_link_while_it_was_put_keeps_the_links_record(
+    store: Store, folder: Path
+) -> None:
+    mount, path = find_mount(store, "in"), settled(folder, "a", b"bytes" * 100)
+    failed: list[str] = []
+    adder = Adder(store, None, print, lambda path, error: failed.append(path), lambda size: None)
+    adder.add("in/a", str(path), None)
+    with Snapshot(str(path)) as file:
+        entry = put_as_watched(store, path)
+        replace.replace(store, mount, [(file, entry)], lambda size: None, lambda *done: None)
+    assert path.is_symlink()
+    adder.flush()
+    assert failed == [str(path)]
+    link_registry.unpin_file(store, entry, str(path))
+    assert bound(store).pinned
+
+
+def put_as_watched(store: Store, path: Path) -> Entry:
+    source = entry_sources.source_of(str(path), path.stat())
+    return store.put_file(f"in/{path.name}", path, metadata={"source": source})
+
+
+def bound(store: Store) -> Entry:
+    """The entry of the file ``a``, with the record of a link."""
+    entry = store.entry("in/a")
+    assert entry is not None
+    assert link_registry.target_of(entry) is not None, "the link has no record"
+    return entry
 
 
 def test_two_watchers_that_replace_do_no_harm(

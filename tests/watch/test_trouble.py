@@ -124,15 +124,15 @@ def test_memory_does_not_grow_with_the_number_of_files(store: Store, folder: Pat
     def resident(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
-    for number in range(3000):
+    for number in range(1500):
         (folder / f"{number:05}").write_text(str(number))
     time.sleep(0.3)
     watching = watch()
     before = resident(watching.process.pid)
-    for number in range(3000, 12_000):
+    for number in range(1500, 6000):
         (folder / f"{number:05}").write_text(str(number))
-    watching.until("added", "in/11999", seconds=60)
-    assert resident(watching.process.pid) - before < 30_000_000
+    watching.until("added", "in/05999", seconds=60)
+    assert resident(watching.process.pid) - before < 15_000_000
     assert watching.end() == 0
 
 

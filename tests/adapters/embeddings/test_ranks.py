@@ -14,11 +14,14 @@ from tests.adapters.embeddings.job import ITEMS
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
 PLAIN = [sys.executable, str(HERE / "job.py")]
+# Ranks that torchrun forks have torch from it: each that it starts with a program imports it for a second.
 TWO = [
     sys.executable,
     "-m",
     "torch.distributed.run",
     "--standalone",
+    "--run-path",
+    "--start-method=fork",
     "--nproc-per-node=2",
     str(HERE / "job.py"),
 ]
@@ -40,7 +43,7 @@ def seen(folder: Path) -> list[int]:
 
 
 def test_two_ranks_encode_each_item_once_together_and_each_reads_its_share(tmp_path: Path) -> None:
-    run(TWO, tmp_path, "0.02")
+    run(TWO, tmp_path, "0.002")
     parts = encoded(tmp_path)
     assert len(parts) == 2
     assert sorted(item for part in parts for item in part) == list(range(ITEMS))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -97,12 +96,6 @@ def nothing_left() -> Iterator[None]:
     assert not list(Path("/dev/shm").glob(mine))
 
 
-@pytest.fixture(scope="session")
-def _forkserver() -> None:
-    """Has the fork server import torch once instead of every worker for itself; spawned workers do."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.utils.data"])
-
-
 # torch warns where there are fewer cores than workers.
 _FEW_CORES = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 # Each start method, number of workers and persistence is among these; all combinations are in `make torture`.
@@ -115,7 +108,7 @@ def _cell(cell: Cell) -> Any:
 
 
 @pytest.fixture(params=[*map(_cell, CELLS)])
-def cell(request: pytest.FixtureRequest, _forkserver: None, no_leftovers: None) -> Cell:
+def cell(request: pytest.FixtureRequest, no_leftovers: None) -> Cell:
     """Each way of running workers in turn."""
     found = request.param
     assert isinstance(found, Cell)

@@ -27,6 +27,7 @@ from castore.adapters.torch.cached import CachedDataset
 from castore.errors import MissingDependencyError
 from castore_fuse.lifecycle import check_fuse
 from tests import helpers
+from tests.adapters.programs import run
 from tests.adapters.torch.drawn import Batched, Drawn
 
 ROOT = Path(__file__).parents[3]
@@ -113,6 +114,7 @@ def test_another_version_of_the_data_starts_anew_and_both_are_kept(store: Store)
 def test_a_transform_that_was_edited_misses(store: Store, tmp_path: Path) -> None:
     program = """
 import sys
+sys.dont_write_bytecode = True
 from castore.adapters.torch.cached import CachedDataset
 from mytransforms import change
 class Data:
@@ -125,13 +127,7 @@ print(CachedDataset(Data(change), sys.argv[1])[0])
     for body in ("x + 1", "x + 2", "x + 1"):
         # Compiled files are kept by time in seconds: none here.
         (tmp_path / "mytransforms.py").write_text(f"def change(x):\n    return {body}\n")
-        answers.append(
-            subprocess.run(
-                [sys.executable, "-B", "-c", program, str(store.path)],
-                env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True,
-                check=True,
-            ).stdout
-        )  # fmt: skip
+        answers.append(run(program, store.path, notes=tmp_path, folder=tmp_path, PYTHONPATH=str(ROOT)))
     assert answers == ["2\n", "3\n", "2\n"]
     assert len(list(store.entries())) == 2
 
@@ -247,10 +243,9 @@ import pickle, sys
 from castore.adapters.torch.cached import CachedDataset
 cached = CachedDataset(["a", "b"], {str(tmp_path / "store")!r})
 cached.fill()
-sys.stdout.buffer.write(pickle.dumps(cached))
+print(pickle.dumps(cached).hex())
 """
-    out = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=True).stdout
-    cached = pickle.loads(out)
+    cached = pickle.loads(bytes.fromhex(run(program, notes=tmp_path, folder=ROOT)))
     assert list(cached) == ["a", "b"]
     assert (cached.hits, cached.misses) == (2, 0)
 

@@ -22,9 +22,19 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-def torchrun(*arguments: str, nproc: int = 2, launch: tuple[str, ...] = ("--standalone",)) -> list[str]:
+# Ranks that torchrun forks have torch from it: each that it starts with a program imports it for a second.
+_FORKED = ("--run-path", "--start-method=fork")
+
+
+def torchrun(
+    *arguments: str,
+    nproc: int = 2,
+    launch: tuple[str, ...] = ("--standalone",),
+    ranks: tuple[str, ...] = _FORKED,
+) -> list[str]:
     """The command line."""
-    return [sys.executable, "-m", "torch.distributed.run", *launch, f"--nproc-per-node={nproc}", *arguments]
+    run = [sys.executable, "-m", "torch.distributed.run"]
+    return [*run, *launch, *ranks, f"--nproc-per-node={nproc}", *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -108,12 +118,12 @@ class Jobs(NamedTuple):
 def together(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     folder, before = tmp_path_factory.mktemp("jobs"), segments()
     jobs: dict[tuple[object, object], Job] = {}
-    for workers, group in _RANKS:
-        jobs[workers, group] = Job(folder / f"{workers}-{group}" / "out", workers=workers, group=group)
     for mode, memory in _NODES:
         jobs[mode, memory] = Job(folder / f"{mode}-{memory}" / "out", mode=mode, memory=[memory], n=100)
+    for workers, group in sorted(_RANKS, key=lambda job: job[1]):  # those without a group first
+        jobs[workers, group] = Job(folder / f"{workers}-{group}" / "out", workers=workers, group=group)
     options = json.dumps([job.options for job in jobs.values()])
-    done = run(torchrun(str(HERE / "lazy_job.py"), options), folder)
+    done = run(torchrun(str(HERE / "lazy_job.py"), options, ranks=()), folder)
     assert done.returncode == 0, done.stderr
     return Jobs(jobs, done.stderr, dead_segments(before))
 

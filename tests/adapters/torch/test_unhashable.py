@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from castore import Store, UnhashableError
 from castore.adapters.torch import BiLevelCachedDataset, CachedDataset, LazyShardDataset
+from tests.adapters.programs import Program
 
 ROOT = Path(__file__).parents[3]
 
@@ -80,9 +79,11 @@ def test_data_that_cannot_be_hashed_is_cached_for_this_run(kind: str, drawn: Dra
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers_share_the_level_of_this_run(start: str, drawn: Drawn, tmp_path: Path) -> None:
+    # Each epoch has workers of its own. A spawned one imports torch for a second, so there is one an epoch.
+    workers = {"fork": 2, "spawn": 1}[start]
     with levels("bilevel", drawn, tmp_path / "cache", write_through=True) as cached:
         loader: DataLoader[Any] = DataLoader(
-            cached, batch_size=5, num_workers=2, multiprocessing_context=start
+            cached, batch_size=5, num_workers=workers, multiprocessing_context=start
         )
         for _ in range(2):
             assert sorted(int(n) for batch in loader for n in batch) == list(range(30))
@@ -119,21 +120,19 @@ cached.close()
 """
 
 
-def run(folder: Path, offset: int, way: str, **variables: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.Popen(
-        [sys.executable, "-c", _RUN, str(folder), str(offset), way],
-        stdout=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
+def run(folder: Path, offset: int, way: str, **variables: str) -> Program:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return Program(_RUN, folder, offset, way, notes=folder, folder=folder, environment=environment)
 
 
 def test_samples_of_a_killed_run_are_never_another_runs(tmp_path: Path) -> None:
     killed = run(tmp_path, 1000, "killed")
-    assert json.loads(killed.communicate(timeout=200)[0]) == list(range(1000, 1030))
-    assert killed.returncode == -signal.SIGKILL
-    after = run(tmp_path, 2000, "named")
-    assert json.loads(after.communicate(timeout=200)[0]) == list(range(2000, 2030))
-    assert after.returncode == 0
+    code, told, _ = killed.end()
+    assert json.loads(told) == list(range(1000, 1030))
+    assert code == -signal.SIGKILL
+    code, told, _ = run(tmp_path, 2000, "named").end()
+    assert json.loads(told) == list(range(2000, 2030))
+    assert code == 0
 
 
 def ranks_of_a_node(folder: Path, way: str) -> list[str]:
@@ -144,13 +143,9 @@ def ranks_of_a_node(folder: Path, way: str) -> list[str]:
         "MASTER_PORT": str(os.getpid()),
     }
     both = [run(folder, 1000 * rank, way, RANK=str(rank), LOCAL_RANK=str(rank), **job) for rank in range(2)]
-    try:
-        told = [rank.communicate(timeout=200)[0] for rank in both]
-    finally:
-        for rank in both:
-            rank.kill()  # one that waits for the other
-    assert [rank.returncode for rank in both] == [0, 0]
-    return told
+    ends = [rank.end() for rank in both]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    return [told for _, told, _ in ends]
 
 
 def test_ranks_whose_data_may_differ_get_their_own_samples(tmp_path: Path) -> None:

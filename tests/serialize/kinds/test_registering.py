@@ -30,6 +30,7 @@ from castore.adapters.torch import CachedDataset
 from castore.adapters.torch.samples import pack, unpack
 from castore.serialize.kinds import kind_registry, user_classes
 from castore.serialize.serializers import dump, load
+from tests.adapters.programs import run
 from tests.serialize.kinds.values import Image as Plane
 from tests.serialize.kinds.values import Typed
 
@@ -275,7 +276,7 @@ def test_a_module_that_is_run_and_one_that_is_imported_are_the_same(tmp_path: Pa
     told = _run(["-m", "program", str(tmp_path), "spawn"], tmp_path)
     assert _run(["-m", "program", str(tmp_path), "fork"], tmp_path) == told
     read = "import program; from castore import Store; s = Store('store'); print(s.load('scan')); s.close()"
-    assert _run(["-c", read], tmp_path) == told.splitlines(keepends=True)[-1]
+    assert run(read, notes=tmp_path, folder=tmp_path) == told.splitlines(keepends=True)[-1]
 
 
 LATE = "import dataclasses\n@dataclasses.dataclass\nclass Late:\n    x: int\n"
@@ -310,8 +311,9 @@ def test_a_class_that_is_not_imported_is_read_again_from_the_dataset_and_then_fo
         f"with {made} as cached:\n"
         "    print([cached[i] for i in range(3)], cached.misses)\n"
     )
-    assert _run(["-c", script], tmp_path) == "[Late(x=0), Late(x=1), Late(x=2)] 3\n"
-    assert _run(["-c", script], tmp_path) == "[Late(x=0), Late(x=1), Late(x=2)] 1\n"
+    for reads in (3, 1):
+        told = run(script, notes=tmp_path, folder=tmp_path)
+        assert told == f"[Late(x=0), Late(x=1), Late(x=2)] {reads}\n"
 
 
 def test_a_note_for_type_checkers_is_not_of_the_value() -> None:

@@ -1,0 +1,48 @@
+"""``castore-remote.json``: the object that makes a place a remote, with the version of its format."""
+
+from __future__ import annotations
+
+import json
+
+from castore.errors import RemoteError, RemoteMissingError
+from castore.remote.bucket import Bucket
+from castore.remote.keys import SETTINGS
+
+FORMAT = 1
+
+
+def prepare(bucket: Bucket, *, read_only: bool = False) -> None:
+    """Make the place a remote, if it is none yet.
+
+    Raises:
+        RemoteMissingError: it is none, and nothing may be written.
+        RemoteError: its format is another.
+    """
+    try:
+        check(bucket)
+    except RemoteMissingError:
+        if read_only:
+            raise
+        bucket.put(SETTINGS, json.dumps({"format": FORMAT}).encode() + b"\n")
+        check(bucket)
+
+
+def check(bucket: Bucket) -> None:
+    """Check that the place is a remote of a format that this castore knows.
+
+    Raises:
+        RemoteMissingError: it is no remote.
+        RemoteError: its format is another.
+    """
+    try:
+        data = bucket.get(SETTINGS).data
+    except RemoteMissingError as error:
+        raise RemoteMissingError(f"{bucket.url} is no remote: it has no {SETTINGS}") from error
+    try:
+        found = json.loads(data)["format"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise RemoteError(f"{SETTINGS} in {bucket.url} is damaged: {error}") from error
+    if found != FORMAT:
+        raise RemoteError(
+            f"{bucket.url} has format {found!r}, and this castore knows format {FORMAT}; upgrade castore"
+        )

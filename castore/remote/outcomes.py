@@ -1,0 +1,116 @@
+"""The outcomes of calls to a remote, as plain values. They cross from one process to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+#: Called with stored bytes that are done, and the stored bytes of all that travels.
+Progress = Callable[[int, int], object]
+
+
+class Pushed(NamedTuple):
+    """The outcome of a push.
+
+    Attributes:
+        ref: the ref.
+        commit: its commit now, 64 hex digits.
+        added, changed, removed: names that are new in the ref, that have other bytes or metadata, that are
+            gone.
+        sent: bytes of objects, pages and the commit that were uploaded.
+        objects: number of those.
+    """
+
+    ref: str
+    commit: str
+    added: int
+    changed: int
+    removed: int
+    sent: int
+    objects: int
+
+
+class Pulled(NamedTuple):
+    """The outcome of a pull.
+
+    Attributes:
+        ref: the ref.
+        commit: the commit whose names are in the store now, 64 hex digits.
+        added, changed, unchanged: names that are new in the store, that are other bytes now, that were there.
+        fetched: stored bytes that came over the network.
+    """
+
+    ref: str
+    commit: str
+    added: int
+    changed: int
+    unchanged: int
+    fetched: int
+
+
+class RemoteCommit(NamedTuple):
+    """A commit of a ref.
+
+    Attributes:
+        commit: 64 hex digits.
+        time: when it was made by its writer's clock, seconds since the epoch.
+        writer: user and host of its writer.
+        note: text of its writer.
+        entries: number of names.
+        size: sum of their sizes in bytes.
+    """
+
+    commit: str
+    time: float
+    writer: str
+    note: str
+    entries: int
+    size: int
+
+
+class RemoteChange(NamedTuple):
+    """A name that differs between two commits.
+
+    Attributes:
+        name: of the entry.
+        old, new: its size in bytes before and after, None where there is none.
+    """
+
+    name: str
+    old: int | None
+    new: int | None
+
+
+class RemoteProblem(NamedTuple):
+    """A thing that a ref means and that is missing or damaged.
+
+    Attributes:
+        ref: a ref that means it.
+        key: of the object in the bucket; None for a commit or a page, which ``why`` names.
+        why: what is wrong.
+        names: some of the names that need it.
+    """
+
+    ref: str
+    key: str | None
+    why: str
+    names: tuple[str, ...]
+
+
+class Checked(NamedTuple):
+    """The outcome of a check.
+
+    Attributes:
+        refs: all refs, sorted.
+        objects: number of objects that refs mean and that are there.
+        problems: what is missing or damaged.
+        orphans: number of objects that no ref means: those of interrupted pushes, and of commits that were
+            removed.
+        orphaned: their bytes.
+    """
+
+    refs: list[str]
+    objects: int
+    problems: list[RemoteProblem]
+    orphans: int
+    orphaned: int

@@ -1,0 +1,103 @@
+"""Pages of trees that this store has seen, in ``pages/``: a second push, pull or mount need not fetch them.
+
+A cached page is worth no more than its digest, which every use checks: a damaged one is fetched again. Pages
+that are wanted soon are fetched side by side.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import Executor, Future
+from pathlib import Path
+
+from castore import layout
+from castore.errors import RemoteMissingError
+from castore.remote.bucket import Bucket
+from castore.remote.keys import page_key
+from castore.remote.pages import digest_of
+from castore.remote.tree import Tree
+from castore.system.temporary import create_temporary, make_folder
+
+
+class PageCache:
+    """The pages of one bucket, and the cache of one store.
+
+    Args:
+        store: the store's folder.
+        bucket: has the pages that the cache lacks.
+        pool: fetches ahead.
+        mode: permission bits of the cache's folder and of its files.
+    """
+
+    def __init__(self, store: Path, bucket: Bucket, pool: Executor, mode: tuple[int, int]) -> None:
+        self._folder = store / layout.PAGES
+        self._tmp = store / "tmp"
+        self._bucket = bucket
+        self._pool = pool
+        self._folder_mode, self._file_mode = mode
+        self._coming: dict[bytes, Future[bytes]] = {}
+
+    def read(self, digest: bytes) -> bytes:
+        """The bytes of a page, from the cache or from the bucket.
+
+        Raises:
+            RemoteMissingError: the bucket has no such page.
+        """
+        coming = self._coming.pop(digest, None)
+        return self._load(digest) if coming is None else coming.result()
+
+    def expect(self, digests: Iterable[bytes]) -> None:
+        """Fetch pages that will be read soon, and that the cache lacks."""
+        for digest in digests:
+            if digest not in self._coming and not os.path.exists(self._path(digest)):
+                self._coming[digest] = self._pool.submit(self._load, digest)
+
+    def has_tree(self, tree: Tree) -> bool:
+        """Whether all pages of a tree can be read. Those that the cache lacks are fetched."""
+        try:
+            missing = [leaf.page for leaf in tree.leaves() if not os.path.exists(self._path(leaf.page))]
+            self.expect(missing)
+            for digest in missing:
+                self.read(digest)
+        except RemoteMissingError:
+            return False
+        return True
+
+    def keep(self, digest: bytes, data: bytes) -> None:
+        """Put a page into the cache."""
+        make_folder(self._folder, self._folder_mode)
+        fd, temporary = create_temporary(self._tmp)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                os.fchmod(fd, self._file_mode)
+                file.write(data)
+            temporary.rename(self._path(digest))
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def restore(self, digests: Iterable[bytes]) -> None:
+        """Upload those of some pages that the cache has."""
+        for digest in digests:
+            data = self._cached(digest)
+            if data is not None:
+                self._bucket.put(page_key(digest), data)
+
+    def _cached(self, digest: bytes) -> bytes | None:
+        try:
+            data = self._path(digest).read_bytes()
+        except FileNotFoundError:
+            return None
+        return data if digest_of(data) == digest else None
+
+    def _load(self, digest: bytes) -> bytes:
+        data = self._cached(digest)
+        if data is None:
+            data = self._bucket.get(page_key(digest)).data
+            if digest_of(data) == digest:  # whoever reads the page tells of another digest
+                self.keep(digest, data)
+        return data
+
+    def _path(self, digest: bytes) -> Path:
+        return self._folder / digest.hex()

@@ -1,0 +1,410 @@
+"""A push: the names of a store below a prefix come into a ref, and the bytes that the remote lacks travel.
+
+The order is that of trust: blobs, then pages, then the commit, and then the ref by compare-and-swap, so
+nothing is referenced before it is there. A push that is interrupted has written objects that no ref names;
+the next push finds and uses them. Of two pushes of one ref at once, the second merges by name: a name that
+only one of the two changed is taken from that one.
+
+Every blob is decoded and compared with its digest on its way out, so a damaged blob does not travel.
+"""
+
+from __future__ import annotations
+
+import getpass
+import itertools
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Set
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from contextlib import closing
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+import zstandard
+from blake3 import blake3
+
+from castore.errors import (
+    ConflictError,
+    CorruptError,
+    InvalidValueError,
+    NotFoundError,
+    RemoteError,
+)
+from castore.objects.codecs import CODECS
+from castore.objects.packs import FILE_HEAD, build_record, read_record
+from castore.parts import Parts
+from castore.records import HEAD_SIZE, LOST, Blob, Entry
+from castore.remote import commits
+from castore.remote.bucket import Bucket
+from castore.remote.commits import Commit
+from castore.remote.compare import Difference, agree, compare, list_names, open_base
+from castore.remote.keys import commit_key, dictionary_key, object_key, page_key
+from castore.remote.outcomes import Progress, Pushed
+from castore.remote.page_cache import PageCache
+from castore.remote.pages import PACKED_LIMIT, Place, Row, digest_of, frame_of
+from castore.remote.tree import Tree, build, edit
+from castore.write.arguments import dump_metadata
+
+#: Bytes at which a pack is uploaded and another begun.
+PACK_BYTES = 16 << 20
+# Objects of at most this many uploads are in memory, or open, at once.
+_UPLOADS = 6
+_ATTEMPTS = 20
+_DIGESTS = 500
+
+
+class Plan(NamedTuple):
+    """The names that a push changes.
+
+    Attributes:
+        entries: in order; None for a name that goes.
+        agreed: rows that the ref has as the store has them.
+        is_all: whether the store and the ref will agree on all names of the store.
+    """
+
+    entries: list[tuple[str, Entry | None]]
+    agreed: list[Row]
+    is_all: bool
+    added: int
+    changed: int
+    removed: int
+
+
+def push(
+    parts: Parts,
+    bucket: Bucket,
+    pages: PageCache,
+    pool: Executor,
+    *,
+    ref: str,
+    prefix: str,
+    note: str,
+    delete: bool,
+    base: bytes | None,
+    bad: Set[bytes],
+    progress: Progress,
+) -> tuple[Pushed, bytes]:
+    """Bring the names at and below ``prefix`` into ``ref``.
+
+    Args:
+        pool: uploads.
+        note: text for the history.
+        delete: also remove names from the ref that the store does not have. By default they stay: a store is
+            a cache, and what it evicted is no less wanted.
+        base: root of the tree of names on which this store and the ref agreed last, or None.
+        bad: digests of objects that are missing or damaged. Names whose bytes lie there are pushed again, if
+            the store has the same bytes.
+
+    Returns:
+        The outcome, and the root of the next base.
+
+    Raises:
+        ConflictError: names have changed both here and in the ref since ``base``.
+        CorruptError: a blob here is damaged.
+        InvalidValueError: an entry is a pickle.
+        RemoteError: the remote cannot be used.
+    """
+    sender = _Sender(parts, bucket, pool, bad, progress)
+    for attempt in range(_ATTEMPTS):
+        seen = commits.read_ref(bucket, ref)
+        head = None if seen is None else commits.read_commit(bucket, seen.commit)
+        tree = None if head is None else Tree(head.tree, pages.read, pages.expect)
+        before = open_base(base, pages)
+        plan = _plan(parts, tree, before, prefix, delete, bad, ref)
+        if head is not None and seen is not None and not plan.entries:
+            unchanged = Pushed(ref, seen.commit.hex(), 0, 0, 0, sender.sent, sender.objects)
+            return unchanged, _next_base(plan, [], head.tree, before, pages)
+        rows = sender.send(plan.entries, tree)
+        made: dict[bytes, bytes] = {}
+        if tree is None:
+            root = build((row for _, row in rows if row), made.__setitem__)
+        else:
+            root = edit(tree, rows, made.__setitem__)
+        sender.send_pages(made, pages)
+        parent = None if seen is None else seen.commit
+        entries, logical, _ = Tree(root, pages.read).totals()
+        commit = commits.encode_commit(Commit(root, parent, time.time(), _writer(), note, entries, logical))
+        sender.put(commit_key(digest_of(commit)), commit)
+        if commits.move_ref(bucket, ref, seen, digest_of(commit), time.time()):
+            counts = (plan.added, plan.changed, plan.removed, sender.sent, sender.objects)
+            pushed = Pushed(ref, digest_of(commit).hex(), *counts)
+            return pushed, _next_base(plan, rows, root, before, pages)
+        time.sleep(random.random() * min(2.0, 0.05 * 2**attempt))  # noqa: S311
+    raise RemoteError(
+        f"others moved ref {ref!r} in {bucket.url} {_ATTEMPTS} times while this push merged; push again"
+    )
+
+
+def _writer() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def _next_base(
+    plan: Plan, rows: list[tuple[str, Row | None]], root: bytes, before: Tree | None, pages: PageCache
+) -> bytes:
+    if plan.is_all:
+        return root
+    agreed = sorted([*rows, *((row.name, row) for row in plan.agreed)], key=itemgetter(0))
+    return agree(before, agreed, pages.read, pages.keep)
+
+
+# Choosing
+
+
+def _plan(
+    parts: Parts,
+    head: Tree | None,
+    base: Tree | None,
+    prefix: str,
+    delete: bool,
+    bad: Set[bytes],
+    ref: str,
+) -> Plan:
+    """The names that the store has changed since ``base``, and that nobody else has."""
+    chosen: list[tuple[str, Entry | None]] = []
+    agreed: list[Row] = []
+    is_all = not prefix
+    seen = added = changed = removed = 0
+    conflicts: list[str] = []
+    pickled: list[str] = []
+    ours = parts.index.entries(prefix, time.time(), damaged=False)
+    for compared in compare(ours, head, base, prefix):
+        difference, entry, row = compared.difference, compared.ours, compared.theirs
+        seen += entry is not None
+        if entry is None:
+            if row is not None and delete:
+                chosen.append((compared.name, None))
+                removed += 1
+            elif difference is not Difference.OURS:
+                is_all = False  # the store has never had the name
+        elif (
+            difference is Difference.OURS
+            or (difference is Difference.BOTH and row is None)
+            or (row is not None and row.place.object in bad and row.digest.hex() == entry.digest)
+        ):
+            chosen.append((compared.name, entry))
+            added += row is None
+            changed += row is not None
+            if entry.serializer == "pickle":
+                pickled.append(entry.name)
+        elif difference is Difference.NONE:
+            assert row is not None, "what is equal is there"
+            agreed.append(row)
+        elif difference is Difference.THEIRS:
+            is_all = False
+        else:
+            conflicts.append(compared.name)
+    if prefix and not chosen and not seen:
+        raise NotFoundError(f"{parts.path} has no entry at or below {prefix!r}; `castore ls` lists all")
+    if conflicts:
+        raise ConflictError(
+            f"{list_names(conflicts)} changed both here and in ref {ref!r}; pull it first,"
+            " or push to another ref",
+            names=tuple(conflicts),
+        )
+    if pickled:
+        raise InvalidValueError(
+            f"{list_names(pickled)} would have to be unpickled by whoever pulls, which runs code, so no"
+            " remote takes pickles; save with another serializer, or push a prefix without them"
+        )
+    return Plan(chosen, agreed, is_all, added, changed, removed)
+
+
+# Sending
+
+
+class _Sender:
+    """Uploads what the remote lacks, and knows where each blob lies."""
+
+    def __init__(
+        self, parts: Parts, bucket: Bucket, pool: Executor, bad: Set[bytes], progress: Progress
+    ) -> None:
+        self._parts = parts
+        self._bucket = bucket
+        self._pool = pool
+        self._bad = bad
+        self._progress = progress
+        self._places: dict[bytes, Place] = {}
+        self._pending: set[Future[None]] = set()
+        self._dictionaries: set[int] = set()
+        self._lock = threading.Lock()
+        self._done = self._total = 0
+        self.sent = self.objects = 0
+
+    def put(self, key: str, data: bytes) -> None:
+        """Upload an object of this push."""
+        self._bucket.put(key, data)
+        self._count(len(data), 0)
+
+    def _count(self, sent: int, done: int) -> None:
+        with self._lock:
+            self.sent += sent
+            self.objects += sent > 0
+            self._done += done
+        self._progress(self._done, self._total)
+
+    def send(
+        self, entries: list[tuple[str, Entry | None]], head: Tree | None
+    ) -> list[tuple[str, Row | None]]:
+        """Upload the blobs of entries that the remote lacks; returns the rows of all of them."""
+        wanted = {bytes.fromhex(entry.digest): entry.stored for _, entry in entries if entry}
+        for digest in self._places:
+            wanted.pop(digest, None)
+        if head is not None and wanted:
+            for row in head.rows():  # another name may have the same bytes
+                if row.digest in wanted and row.place.object not in self._bad:
+                    self._places[row.digest] = row.place
+                    del wanted[row.digest]
+        self._total += sum(wanted.values())
+        try:
+            self._send_blobs(wanted)
+            self._wait(0)
+        finally:
+            for future in self._pending:
+                future.cancel()
+            wait(self._pending)
+            self._pending.clear()
+        return [
+            (name, None if entry is None else self._row(entry, self._places[bytes.fromhex(entry.digest)]))
+            for name, entry in entries
+        ]
+
+    def _row(self, entry: Entry, place: Place) -> Row:
+        return Row(
+            entry.name, bytes.fromhex(entry.digest), entry.size, entry.serializer,
+            dump_metadata(entry.metadata), entry.created, entry.expires, place,
+        )  # fmt: skip
+
+    def _send_blobs(self, digests: Iterable[bytes]) -> None:
+        pack = _Pack()
+        for blob in self._blobs(digests):
+            if blob.stored > PACKED_LIMIT:
+                self._begin(self._send_large, blob)
+                continue
+            pack.add(blob, *self._small(blob))
+            if pack.size >= PACK_BYTES:
+                self._begin(self._send_pack, pack)
+                pack = _Pack()
+        if pack.members:
+            self._begin(self._send_pack, pack)
+
+    def _blobs(self, digests: Iterable[bytes]) -> Iterator[Blob]:
+        left = list(digests)
+        for start in range(0, len(left), _DIGESTS):
+            part = left[start : start + _DIGESTS]
+            found = self._parts.index.blobs_of(part)
+            for digest in part:
+                blob = found.get(digest)
+                if blob is None or blob.pack == LOST:
+                    raise RemoteError(
+                        f"blob {digest.hex()} was removed from {self._parts.path} while this push read it;"
+                        " push again"
+                    )
+                yield blob
+
+    def _begin(self, work: Callable[..., None], what: object) -> None:
+        self._wait(_UPLOADS - 1)
+        self._pending.add(self._pool.submit(work, what))
+
+    def _wait(self, most: int) -> None:
+        while len(self._pending) > most:
+            done, self._pending = wait(self._pending, return_when=FIRST_COMPLETED)
+            for future in done:
+                future.result()
+
+    def _small(self, blob: Blob) -> tuple[bytes, list[bytes]]:
+        """The stored bytes of a blob that goes into a pack, and its frames; checked."""
+        objects = self._parts.objects
+        if blob.pack > 0:
+            payload = read_record(objects.packs.open(blob.pack).fd, blob)
+            data = CODECS[blob.codec].decompress(payload, blob.size, objects.dictionaries.decompressor)
+            if blake3(data).digest() != blob.digest:
+                raise _damaged(blob, objects.where(blob))
+            if blob.codec == "zstd" and blob.size:
+                self._send_dictionary(zstandard.get_frame_parameters(payload).dict_id)
+            return payload, [frame_of(payload)]
+        with closing(objects.open(blob, checksums=self._parts.index.checksums(blob.digest))) as reader:
+            for _ in reader.in_order():
+                pass
+            payload = os.pread(reader.fileno(), blob.stored, 0)
+            offsets = reader.table().offsets
+            return payload, [frame_of(payload[start:end]) for start, end in itertools.pairwise(offsets)]
+
+    def _send_dictionary(self, number: int) -> None:
+        if not number or number in self._dictionaries:
+            return
+        key = dictionary_key(number)
+        if self._bucket.size(key) is None:
+            self.put(key, self._parts.objects.dictionaries.load(number).data)
+        self._dictionaries.add(number)
+
+    def _send_pack(self, pack: _Pack) -> None:
+        data = pack.data()
+        digest = digest_of(data)
+        key = object_key(digest, packed=True)
+        is_new = digest in self._bad or self._bucket.size(key) != len(data)
+        if is_new:
+            self._bucket.put(key, data)
+        for blob, offset, frames in pack.members:
+            self._places[blob.digest] = Place(digest, offset, blob.stored, blob.codec, frames)
+        self._count(len(data) if is_new else 0, sum(blob.stored for blob, _, _ in pack.members))
+
+    def _send_large(self, blob: Blob) -> None:
+        objects = self._parts.objects
+        with closing(objects.open(blob, checksums=self._parts.index.checksums(blob.digest))) as reader:
+            for _ in reader.in_order():
+                pass
+            offsets = reader.table().offsets
+            hasher, frames = blake3(), []
+            for start, end in itertools.pairwise(offsets):
+                stored = os.pread(reader.fileno(), end - start, start)
+                hasher.update(stored)
+                frames.append(frame_of(stored))
+            hasher.update(os.pread(reader.fileno(), blob.stored - offsets[-1], offsets[-1]))
+            key = object_key(hasher.digest(), packed=False)
+            is_new = hasher.digest() in self._bad or self._bucket.size(key) != blob.stored
+            if is_new:
+                # The descriptor keeps the bytes, even if gc unlinks the object meanwhile.
+                self._bucket.upload(key, Path(f"/proc/self/fd/{reader.fileno()}"))
+        self._places[blob.digest] = Place(hasher.digest(), 0, blob.stored, blob.codec, b"".join(frames))
+        self._count(blob.stored if is_new else 0, blob.stored)
+
+    def send_pages(self, made: dict[bytes, bytes], pages: PageCache) -> None:
+        """Upload the pages of a tree, and keep them."""
+        for _ in self._pool.map(lambda page: self.put(page_key(page[0]), page[1]), made.items()):
+            pass
+        for digest, data in made.items():
+            pages.keep(digest, data)
+
+
+class _Pack:
+    """Records of blobs that travel together, and where each lies."""
+
+    def __init__(self) -> None:
+        self._pieces = [FILE_HEAD]
+        self.size = len(FILE_HEAD)
+        self.members: list[tuple[Blob, int, bytes]] = []
+
+    def add(self, blob: Blob, payload: bytes, frames: list[bytes]) -> None:
+        self.members.append((blob, self.size + HEAD_SIZE, b"".join(frames)))
+        self._pieces.append(build_record(blob.digest, blob.size, blob.codec, payload))
+        self.size += HEAD_SIZE + len(payload)
+
+    def data(self) -> bytes:
+        return b"".join(self._pieces)
+
+
+def _damaged(blob: Blob, where: str) -> CorruptError:
+    return CorruptError(
+        f"blob {blob.digest.hex()} is damaged in {where}; `castore verify --repair` sets it aside",
+        digest=blob.digest.hex(),
+        where=where,
+    )

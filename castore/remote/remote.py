@@ -1,0 +1,274 @@
+"""The door of a remote: what `Store.remote` gives. Calls run in a process of their own (transfer.py).
+
+Knows no bucket and opens no connection, so a process that uses it may fork.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from castore import errors
+from castore.errors import InvalidValueError, RemoteDeniedError, RemoteError
+from castore.names import check_name, check_prefix
+from castore.parts import Parts
+from castore.remote.keys import check_ref
+from castore.remote.outcomes import (
+    Checked,
+    Progress,
+    Pulled,
+    Pushed,
+    RemoteChange,
+    RemoteCommit,
+    RemoteProblem,
+)
+from castore.remote.remotes import Remotes, RemoteSettings
+
+# Seconds for the process to clean up after an interrupt; it ends by itself earlier than that.
+_PATIENCE = 15
+
+
+class Remote:
+    """A remote of a store: a place on object storage or a shared file system that several stores use.
+
+    `Store.remote` makes it. Every call starts a process that talks to the storage, with this process's
+    environment, and ends it.
+
+    Raises:
+        RemoteUnreachableError: any call, if the storage gives no answer in time.
+        RemoteDeniedError: the credentials are missing, expired or do not suffice.
+        RemoteError: the storage refuses otherwise, or holds what castore did not write.
+    """
+
+    def __init__(self, parts: Parts, settings: RemoteSettings, options: dict[str, Any]) -> None:
+        self._parts = parts
+        self._options = options
+        self._remotes = Remotes(parts.path, parts.settings)
+        #: Name, URL and options, as the store keeps them.
+        self.settings = settings
+
+    @property
+    def name(self) -> str:
+        """Its name in this store."""
+        return self.settings.name
+
+    @property
+    def url(self) -> str:
+        """Its URL."""
+        return self.settings.url
+
+    def __repr__(self) -> str:
+        return f"Remote({self.name!r}, {self.url!r})"
+
+    def push(
+        self,
+        prefix: str = "",
+        *,
+        ref: str = "main",
+        note: str = "",
+        delete: bool = False,
+        progress: Progress | None = None,
+    ) -> Pushed:
+        """Bring names into a ref, and the bytes that the remote lacks. Only these travel.
+
+        If others have pushed to the ref since this store last pushed or pulled, both changes are merged by
+        name.
+
+        Args:
+            prefix: push the names at and below it; default all.
+            ref: default ``"main"``; made if there is none.
+            note: text for the history.
+            delete: also remove names at and below ``prefix`` from the ref that the store does not have. By
+                default they stay: what a cache has evicted is no less wanted.
+            progress: called with the stored bytes that are in the remote, and those of all that travels.
+
+        Raises:
+            ConflictError: names changed both here and in the ref; its ``names`` lists them.
+            NotFoundError: there is no name at or below ``prefix``.
+            CorruptError: a blob here is damaged.
+            InvalidValueError: an entry is a pickle.
+        """
+        if self.settings.read_only:
+            raise RemoteDeniedError(
+                f"remote {self.name!r} was added with --read-only, so nothing is pushed to it;"
+                " remove it and add it without"
+            )
+        return self._push(prefix, ref, note, delete, [], progress)
+
+    def _push(
+        self, prefix: str, ref: str, note: str, delete: bool, bad: list[str], progress: Progress | None
+    ) -> Pushed:
+        check_prefix(prefix)
+        base = self._remotes.base(self.name, check_ref(ref), "")
+        arguments = {
+            "ref": ref,
+            "prefix": prefix.rstrip("/"),
+            "note": note,
+            "delete": delete,
+            "base": _hex(base),
+            "bad": bad,
+        }
+        result = self._call("push", arguments, progress)
+        self._remotes.set_base(self.name, ref, "", bytes.fromhex(result.pop("base")))
+        return Pushed(**result)
+
+    def pull(
+        self,
+        ref: str = "main",
+        *,
+        commit: str | None = None,
+        prefix: str = "",
+        below: str = "",
+        replace: bool = False,
+        progress: Progress | None = None,
+    ) -> Pulled:
+        """Bring the names of a ref into the store, and the bytes that the store lacks, each checked.
+
+        Args:
+            ref: default ``"main"``.
+            commit: the first six or more hex digits of a commit in the ref's history; default the newest.
+            prefix: pull the names at and below it; default all.
+            below: a folder of the store that the names come into; default none.
+            replace: take the ref's bytes for names that changed both here and there.
+            progress: called with stored bytes that have come, and the stored bytes of all that is fetched.
+
+        Raises:
+            ConflictError: names changed both here and in the ref; its ``names`` lists them.
+            RemoteMissingError: there is no such ref, commit or prefix.
+            CorruptError: the remote's bytes are not what they should be.
+            FullError: they do not fit into the budget or onto the disk.
+        """
+        check_prefix(prefix)
+        if below:
+            check_name(below.rstrip("/"))
+        arguments: dict[str, Any] = {
+            "ref": check_ref(ref), "start": commit, "prefix": prefix.rstrip("/"), "below": below.rstrip("/"),
+            "replace": replace, "base": _hex(self._remotes.base(self.name, ref, below.rstrip("/"))),
+        }  # fmt: skip
+        self._parts.index.require_writable()
+        result = self._call("pull", arguments, progress)
+        base = bytes.fromhex(result.pop("base"))
+        if commit is None:
+            self._remotes.set_base(self.name, ref, below.rstrip("/"), base)
+        return Pulled(**result)
+
+    def prepare(self) -> None:
+        """Make the place a remote, if it is none yet, and see that it can be used.
+
+        Raises:
+            RemoteError: it has another format.
+        """
+        self._call("prepare", {"read_only": self.settings.read_only})
+
+    def refs(self) -> list[str]:
+        """The names of all refs, sorted."""
+        found: list[str] = self._call("refs", {})
+        return found
+
+    def log(self, ref: str = "main", *, commit: str | None = None, limit: int = 20) -> list[RemoteCommit]:
+        """The newest commits of a ref, newest first.
+
+        Args:
+            ref: default ``"main"``.
+            commit: begin at this one.
+            limit: at most so many.
+        """
+        if limit < 1:
+            raise InvalidValueError(f"limit must be 1 or more, not {limit}")
+        arguments = {"ref": check_ref(ref), "start": commit, "limit": limit}
+        return [RemoteCommit(**fields) for fields in self._call("log", arguments)]
+
+    def diff(
+        self, old: tuple[str, str | None], new: tuple[str, str | None], *, prefix: str = ""
+    ) -> list[RemoteChange]:
+        """The names that differ between two commits, in order.
+
+        Args:
+            old, new: a ref, and the first digits of a commit in its history, or None for the newest.
+            prefix: compare the names at and below it; default all.
+        """
+        arguments = {"old": old, "new": new, "prefix": check_prefix(prefix)}
+        return [RemoteChange(*fields) for fields in self._call("diff", arguments)]
+
+    def check(self, *, deep: bool = False) -> Checked:
+        """Check that the bucket has all that its refs mean.
+
+        Args:
+            deep: read every object and compare its bytes with its digest. By default only listings and trees
+                are read.
+        """
+        found = self._call("check", {"deep": deep})
+        problems = [RemoteProblem(ref, key, why, tuple(names)) for ref, key, why, names in found["problems"]]
+        return Checked(**found | {"problems": problems})
+
+    def repair(self, checked: Checked, *, progress: Progress | None = None) -> list[Pushed]:
+        """Upload again what a check found missing or damaged, as far as this store has the bytes.
+
+        Args:
+            checked: from `check`.
+            progress: as for `push`.
+
+        Returns:
+            The outcome for each ref that had problems. What is still missing, another `check` tells.
+        """
+        bad = [problem.key.rpartition("/")[2] for problem in checked.problems if problem.key is not None]
+        refs = sorted({problem.ref for problem in checked.problems if problem.key is not None})
+        return [self._push("", ref, "repair", False, bad, progress) for ref in refs]
+
+    def _call(self, call: str, arguments: dict[str, Any], progress: Progress | None = None) -> Any:
+        request = {
+            "store": str(self._parts.path), "options": self._options, "url": self.url, "call": call,
+            "arguments": arguments,
+        }  # fmt: skip
+        reading, writing = os.pipe()
+        command = [sys.executable, "-m", "castore.remote.transfer", str(writing)]
+        with ExitStack() as opened:
+            answers = opened.enter_context(open(reading, "rb"))
+            try:
+                process = opened.enter_context(
+                    subprocess.Popen(
+                        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(writing,)
+                    )
+                )
+            finally:
+                os.close(writing)
+            assert process.stdin is not None
+            try:
+                with suppress(BrokenPipeError):  # the process has ended: its answer says why
+                    process.stdin.write(json.dumps(request).encode() + b"\n")
+                    process.stdin.flush()
+                for line in answers:
+                    message = json.loads(line)
+                    if "result" in message:
+                        return message["result"]
+                    if "error" in message:
+                        raise _error(message["error"])
+                    if progress is not None:
+                        progress(*message["progress"])
+            finally:
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
+                try:
+                    process.wait(_PATIENCE)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+        raise RemoteError(
+            f"the process that talks to remote {self.name!r} ended with status {process.returncode};"
+            " nothing is lost: do the same again"
+        )
+
+
+def _error(described: dict[str, Any]) -> Exception:
+    kind = getattr(errors, described["kind"])
+    if kind is errors.ConflictError:
+        return errors.ConflictError(described["message"], names=tuple(described["names"]))
+    error: Exception = kind(described["message"])
+    return error
+
+
+def _hex(digest: bytes | None) -> str | None:
+    return None if digest is None else digest.hex()

@@ -1,0 +1,181 @@
+"""The remotes that a store knows, in ``remotes/``: a name, a URL and options, and what was agreed on last.
+
+No credential is ever written here: credentials come from the environment of each process, as the storage's
+own tools take them. A URL that carries one is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from blake3 import blake3
+
+from castore import layout
+from castore.errors import InvalidNameError, InvalidValueError, NotFoundError, StoreError
+from castore.records import DIGEST_SIZE
+from castore.remote.keys import check_ref
+from castore.settings import Settings
+from castore.system.temporary import create_temporary, make_folder, open_regular
+
+_MAX_BYTES = 65_536
+
+
+class RemoteSettings(NamedTuple):
+    """A remote as a store knows it.
+
+    Attributes:
+        name: in this store.
+        url: ``s3://BUCKET/PREFIX``, ``gs://…``, ``az://…`` or ``file:///FOLDER``.
+        read_only: nothing is written to it from here.
+        single_writer: the storage has no conditional writes, and the user vouches that only one process
+            pushes at a time.
+    """
+
+    name: str
+    url: str
+    read_only: bool = False
+    single_writer: bool = False
+
+
+def check_remote_name(name: str) -> str:
+    """Return ``name``.
+
+    Raises:
+        InvalidNameError: no remote can have this name.
+    """
+    try:
+        return check_ref(name)
+    except InvalidNameError as error:
+        raise InvalidNameError(str(error).replace("cannot be a ref", "cannot be a remote", 1)) from None
+
+
+class Remotes:
+    """The folder ``remotes/`` of one store.
+
+    Args:
+        store: the store's folder.
+        settings: of the store, for permission bits.
+    """
+
+    def __init__(self, store: Path, settings: Settings) -> None:
+        self._folder = store / layout.REMOTES
+        self._tmp = store / "tmp"
+        self._settings = settings
+
+    def names(self) -> list[str]:
+        """The names of all remotes, sorted."""
+        try:
+            return sorted(
+                entry.name for entry in os.scandir(self._folder) if entry.is_dir(follow_symlinks=False)
+            )
+        except FileNotFoundError:
+            return []
+
+    def get(self, name: str) -> RemoteSettings:
+        """A remote by its name.
+
+        Raises:
+            NotFoundError: there is none of this name.
+            StoreError: its file is damaged.
+        """
+        path = self._folder / check_remote_name(name) / "remote.json"
+        data = _read(path)
+        if data is None:
+            known = ", ".join(self.names()) or "none"
+            raise NotFoundError(
+                f"the store knows no remote {name!r} (it knows: {known});"
+                f" add it with `castore remote add {name} URL`"
+            )
+        try:
+            fields = json.loads(data)
+            return RemoteSettings(
+                name, _text(fields["url"]), fields["read_only"] is True, fields["single_writer"] is True
+            )
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise StoreError(
+                f"{path} is damaged; remove the remote with `castore remote rm {name}`"
+            ) from error
+
+    def add(self, remote: RemoteSettings) -> None:
+        """Keep a remote.
+
+        Raises:
+            InvalidValueError: there is one of this name with another URL.
+        """
+        folder = self._folder / check_remote_name(remote.name)
+        if _read(folder / "remote.json") is not None and self.get(remote.name).url != remote.url:
+            raise InvalidValueError(
+                f"remote {remote.name!r} is {self.get(remote.name).url} already;"
+                f" remove it first: castore remote rm {remote.name}"
+            )
+        make_folder(self._folder, self._settings.folder_mode)
+        make_folder(folder, self._settings.folder_mode)
+        fields = {"format": 1, **remote._asdict()}
+        del fields["name"]
+        self._write(folder / "remote.json", json.dumps(fields, indent=2) + "\n")
+
+    def remove(self, name: str) -> None:
+        """Forget a remote. Nothing in it changes.
+
+        Raises:
+            NotFoundError: there is none of this name.
+        """
+        folder = self._folder / check_remote_name(name)
+        if not folder.is_dir():
+            self.get(name)
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+    def base(self, name: str, ref: str, below: str) -> bytes | None:
+        """The root of the tree of names on which this store and a ref agreed last (see compare.py).
+
+        Args:
+            name: of the remote.
+            ref: the ref.
+            below: the folder in the store that the ref's names are in, "" for none.
+        """
+        data = _read(self._base_path(name, ref, below))
+        try:
+            digest = bytes.fromhex("" if data is None else data)
+        except ValueError:
+            return None
+        return digest if len(digest) == DIGEST_SIZE else None
+
+    def set_base(self, name: str, ref: str, below: str, base: bytes) -> None:
+        """Keep a base."""
+        self._write(self._base_path(name, ref, below), base.hex() + "\n")
+
+    def _base_path(self, name: str, ref: str, below: str) -> Path:
+        mark = blake3(below.encode()).hexdigest(length=8)
+        return self._folder / check_remote_name(name) / f"{check_ref(ref)}@{mark}"
+
+    def _write(self, path: Path, text: str) -> None:
+        fd, temporary = create_temporary(self._tmp)
+        try:
+            with os.fdopen(fd, "w") as file:
+                os.fchmod(fd, self._settings.file_mode)
+                file.write(text)
+                file.flush()
+                os.fsync(fd)
+            temporary.rename(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def _read(path: Path) -> str | None:
+    try:
+        with open(open_regular(path), "rb") as file:
+            return file.read(_MAX_BYTES).decode(errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError("no text")
+    return value

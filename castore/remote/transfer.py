@@ -1,0 +1,206 @@
+"""The process that talks to a bucket: `python -m castore.remote.transfer FD`, started for one call.
+
+Clients of object storage do not survive a fork, and a data loader forks. So no process that uses castore
+ever opens a connection: it starts this one by exec, writes the call to its standard input as a line of JSON,
+and reads lines of JSON from the pipe FD: progress, and in the end the result or the error. Standard input
+stays open for as long as the caller lives; its end is the word to stop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from castore import errors
+from castore.errors import CastoreError
+from castore.gc import collect
+from castore.parts import Parts, open_folder, open_parts
+from castore.remote import commits, marker
+from castore.remote.bucket import Bucket
+from castore.remote.check import check
+from castore.remote.page_cache import PageCache
+from castore.remote.pull import find_commit, pull
+from castore.remote.push import push
+from castore.remote.tree import Tree, difference
+from castore.remote.urls import open_bucket
+from castore.system.ballast import Ballast
+
+#: Requests under way at once.
+_THREADS = 16
+# Seconds between two reports of progress.
+_REPORT_SECONDS = 0.1
+# Seconds that an interrupted call has for its clean-up.
+_PATIENCE = 10.0
+
+
+class _Call:
+    """One call, in an open store."""
+
+    def __init__(self, parts: Parts, bucket: Bucket, pool: ThreadPoolExecutor) -> None:
+        mode = (parts.settings.folder_mode, parts.settings.file_mode)
+        self.parts, self.bucket, self.pool = parts, bucket, pool
+        self.pages = PageCache(parts.path, bucket, pool, mode)
+
+    def prepare(self, read_only: bool) -> None:
+        marker.prepare(self.bucket, read_only=read_only)
+
+    def push(self, base: str | None, bad: list[str], **options: Any) -> dict[str, Any]:
+        distrusted = set(map(bytes.fromhex, bad))
+        self.pages.restore(distrusted)
+        pushed, next_base = push(
+            self.parts,
+            self.bucket,
+            self.pages,
+            self.pool,
+            base=_raw(base),
+            bad=distrusted,
+            progress=_Progress(),
+            **options,
+        )
+        return {**pushed._asdict(), "base": next_base.hex()}
+
+    def check(self, deep: bool) -> dict[str, Any]:
+        return check(self.bucket, self.pages, self.pool, deep=deep)._asdict()
+
+    def pull(self, base: str | None, **options: Any) -> dict[str, Any]:
+        pulled, next_base = pull(
+            self.parts, self.bucket, self.pages, self.pool, base=_raw(base), progress=_Progress(), **options
+        )
+        return {**pulled._asdict(), "base": next_base.hex()}
+
+    def refs(self) -> list[str]:
+        return commits.list_refs(self.bucket)
+
+    def log(self, ref: str, start: str | None, limit: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for digest, commit in commits.history(self.bucket, find_commit(self.bucket, ref, start)):
+            if len(found) == limit:
+                break
+            fields = {key: value for key, value in commit._asdict().items() if key not in ("tree", "parent")}
+            found.append({"commit": digest.hex(), **fields})
+        return found
+
+    def diff(self, old: tuple[str, str | None], new: tuple[str, str | None], prefix: str) -> list[Any]:
+        trees = [
+            Tree(
+                commits.read_commit(self.bucket, find_commit(self.bucket, *side)).tree,
+                self.pages.read,
+                self.pages.expect,
+            )
+            for side in (old, new)
+        ]
+        return [
+            [change.name, change.old and change.old.size, change.new and change.new.size]
+            for change in difference(trees[0], trees[1], prefix)
+            if change.old is None
+            or change.new is None
+            or change.old._replace(place=change.new.place) != change.new
+        ]
+
+
+class _Progress:
+    """Reports bytes from time to time, and in any case the last of them."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._lock = threading.Lock()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if now < self._next and done < total:
+                return
+            self._next = now + _REPORT_SECONDS
+            _send({"progress": [done, total]})
+
+
+def _raw(digest: str | None) -> bytes | None:
+    return None if digest is None else bytes.fromhex(digest)
+
+
+def _send(message: dict[str, Any]) -> None:
+    line = memoryview(json.dumps(message).encode() + b"\n")
+    while line:
+        line = line[os.write(int(sys.argv[1]), line) :]
+
+
+def _end_with_caller() -> None:
+    """Interrupt the call once the caller is gone, or has closed its end; end for good if that takes long."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(_PATIENCE)
+    os._exit(1)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _describe(error: CastoreError | OSError) -> dict[str, Any]:
+    kind = type(error).__name__
+    known = isinstance(error, CastoreError) and getattr(errors, kind, None) is type(error)
+    return {
+        "kind": kind if known else "RemoteError",
+        "message": str(error),
+        "names": getattr(error, "names", ()),
+    }
+
+
+def main() -> int:
+    """Read a call, do it, and write what comes of it."""
+    # Ctrl-C reaches this process too: it is the caller who decides what is to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, _interrupt)
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = os.read(sys.stdin.fileno(), 65_536)
+        if not piece:
+            return 1
+        line += piece
+    request = json.loads(line)
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    try:
+        _send({"result": _do(request)})
+    except (CastoreError, OSError) as error:
+        _send({"error": _describe(error)})
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 1
+    return 0
+
+
+def _do(request: dict[str, Any]) -> Any:
+    path, options = Path(request["store"]), request["options"]
+    settings, read_only = open_folder(path, max_size=options["max_size"])
+    parts = open_parts(
+        path,
+        settings,
+        Ballast(path / "ballast", settings.file_mode),
+        collect.make_room,
+        read_only=read_only,
+        memory=0,
+        durable=options["durable"],
+    )
+    with ThreadPoolExecutor(_THREADS) as pool:
+        try:
+            call: Callable[..., Any] = getattr(
+                _Call(parts, open_bucket(request["url"]), pool), request["call"]
+            )
+            return call(**request["arguments"])
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        finally:
+            parts.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

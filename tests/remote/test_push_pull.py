@@ -1,0 +1,329 @@
+"""Names and bytes go from one store over a bucket to another, whole, checked, and each once."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from castore import NEVER, Store
+from castore.errors import (
+    ConflictError,
+    CorruptError,
+    FullError,
+    InvalidValueError,
+    NotFoundError,
+    RemoteError,
+    RemoteMissingError,
+)
+from castore.remote.bucket import Bucket
+from castore.remote.folder_bucket import FolderBucket
+from tests.helpers import agrees_with_disk, mixed, noise, records, text
+from tests.remote.conftest import MakeNode
+
+SIZES = (0, 1, 100, 5_000, 16_000, 20_000, 262_144, 262_145, 900_000, 3_000_000)
+CODECS = ("auto", "zstd", "lz4", "gzip", "none")
+
+
+def fill(store: Store) -> None:
+    """Blobs of all sizes and codecs, two names of one blob, an object, metadata."""
+    for codec in CODECS:
+        for size in SIZES:
+            store.put(f"sizes/{codec}/{size:08}", mixed(size, len(codec)), codec=codec)
+            store.put(f"noise/{codec}/{size:08}", noise(size, len(codec)), codec=codec)
+    store.put("again", mixed(3_000_000, len("zstd")), metadata={"epoch": 3, "ä": "ö"})
+    store.save("object", {"a": [1, 2.5, None]})
+    store.put("forever", b"x", ttl=NEVER)
+
+
+def test_what_one_store_pushes_another_pulls(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    fill(one.store)
+    pushed = one.push(note="the first")
+    assert (pushed.added, pushed.changed, pushed.removed) == (2 * 50 + 3, 0, 0)
+    pulled = two.pull()
+    assert pulled.commit == pushed.commit
+    assert (pulled.added, pulled.changed, pulled.unchanged) == (103, 0, 0)
+    assert two.contents() == one.contents()
+    assert two.store.load("object") == {"a": [1, 2.5, None]}
+    assert [one.store.entry(name) for name in ("again", "object")] != []
+    for name in ("again", "object", "forever"):
+        ours, theirs = one.store.entry(name), two.store.entry(name)
+        assert ours is not None
+        assert theirs is not None
+        assert (ours.metadata, ours.serializer, ours.expires) == (
+            theirs.metadata, theirs.serializer, theirs.expires,
+        )  # fmt: skip
+    agrees_with_disk(two.store)
+    assert two.store.verify().bad == []
+
+
+def test_progress_ends_at_all_bytes(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    fill(one.store)
+    one.push()
+    two.pull()
+    for seen in (one.seen, two.seen):
+        done, total = seen[-1]
+        assert done == total > 3_000_000
+        assert sorted(seen) == seen
+
+
+def test_what_the_remote_has_does_not_travel_again(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    fill(one.store)
+    first = one.push()
+    again = one.push()
+    assert (again.commit, again.sent, again.objects) == (first.commit, 0, 0)
+    one.store.put("one more", b"a few bytes")
+    one.store.put("sizes/same bytes", mixed(3_000_000, len("zstd")))
+    more = one.push()
+    assert (more.added, more.changed) == (2, 0)
+    assert more.sent < first.sent / 20
+    assert two.pull().fetched == pytest.approx(first.sent, rel=0.2)
+    assert two.pull().fetched == 0
+    one.store.put("third", noise(40_000))
+    one.push()
+    assert two.pull().fetched == pytest.approx(40_000, rel=0.01)
+
+
+def test_small_blobs_travel_in_packs(node: MakeNode, bucket: Bucket) -> None:
+    one, two = node("one"), node("two")
+    one.store.put_many((f"n/{number:05}", noise(2_000, number)) for number in range(3_000))
+    pushed = one.push()
+    assert pushed.objects < 12
+    assert len(list(bucket.listing("packs/"))) == 1
+    two.pull()
+    assert two.contents() == one.contents()
+
+
+def test_blobs_that_need_a_dictionary_bring_it_along(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    samples = records(600)
+    one.store.put_many((f"r/{number:04}", data) for number, data in enumerate(samples[:300]))
+    one.store.train_dictionary("r")
+    one.store.put_many((f"r/{number:04}", data) for number, data in enumerate(samples[300:], 300))
+    one.push()
+    two.pull()
+    assert two.contents() == one.contents()
+    assert two.store.verify().bad == []
+
+
+def test_a_part_of_a_store_is_pushed_and_a_part_of_a_ref_is_pulled(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    for name in ("a/1", "a/2", "ab", "b/1", "b/c/1"):
+        one.store.put(name, name.encode())
+    one.push("a")
+    two.pull()
+    assert sorted(two.contents()) == ["a/1", "a/2"]
+    one.push("b")
+    two.pull("b/c", below="from/main")
+    assert sorted(two.contents()) == ["a/1", "a/2", "from/main/b/c/1"]
+    assert two.store.get("from/main/b/c/1") == b"b/c/1"
+
+
+def test_an_older_commit_can_be_pulled_by_its_first_digits(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    one.store.put("a", b"first")
+    first = one.push()
+    one.store.put("a", b"second")
+    one.push()
+    two.pull(start=first.commit[:8], below="old")
+    two.pull()
+    assert two.contents() == {"a": b"second", "old/a": b"first"}
+    for start in ("0" * 12, "not hex", ""):
+        with pytest.raises(RemoteMissingError, match="commit"):
+            two.pull(start=start)
+    with pytest.raises(RemoteMissingError, match=r"no ref 'other'; its refs: main$"):
+        two.pull(ref="other")
+
+
+def test_a_name_that_only_one_store_changed_is_taken_from_it(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    for name in "abc":
+        one.store.put(name, b"old")
+    one.push()
+    two.pull()
+    one.store.put("a", b"one's")
+    one.store.put("of one", b"1")
+    two.store.put("b", b"two's")
+    two.store.put("of two", b"2")
+    one.push()
+    two.push()  # merges: one's changes stay
+    one.pull()
+    two.pull()
+    assert one.contents() == two.contents() == {
+        "a": b"one's", "b": b"two's", "c": b"old", "of one": b"1", "of two": b"2",
+    }  # fmt: skip
+
+
+def test_a_name_that_both_changed_is_a_conflict_that_changes_nothing(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    one.store.put_many([("a", b"old"), ("b", b"old")])
+    one.push()
+    two.pull()
+    one.store.put_many([("a", b"one's"), ("b", b"one's"), ("new", b"one's")])
+    pushed = one.push()
+    two.store.put_many([("a", b"two's"), ("new", b"two's"), ("other", b"two's")])
+    before = two.contents()
+    for conflict in (two.push, two.pull):
+        with pytest.raises(
+            ConflictError, match=r"^'a' and 1 more names changed both here and in ref"
+        ) as caught:
+            conflict()
+        assert caught.value.names == ("a", "new")
+    assert two.contents() == before
+    assert one.push().commit == pushed.commit
+    two.pull(replace=True)
+    assert two.contents() == {"a": b"one's", "b": b"one's", "new": b"one's", "other": b"two's"}
+    assert two.push().added == 1
+
+
+def test_a_lost_base_makes_conflicts_of_differences_and_loses_nothing(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    one.store.put_many([("a", b"old"), ("b", b"old")])
+    one.push()
+    two.pull()
+    two.store.put("c", b"two's")
+    one.store.put("a", b"one's")
+    one.push()
+    two.push()  # two has not seen the new a, so its base is a tree of its own
+    for path in (two.store.path / "pages").iterdir():
+        path.unlink()
+    with pytest.raises(ConflictError, match=r"^'a' changed both here"):
+        two.pull()
+    two.pull(replace=True)
+    assert two.contents() == {"a": b"one's", "b": b"old", "c": b"two's"}
+
+
+def test_what_a_store_evicted_stays_in_the_ref_until_it_is_deleted_there(node: MakeNode) -> None:
+    one, two, three = node("one"), node("two"), node("three")
+    one.store.put_many([("a/1", b"1"), ("a/2", b"2"), ("b", b"3")])
+    one.push()
+    two.pull()
+    one.store.delete("a/1")
+    one.store.put("a/3", b"new")
+    one.push()
+    three.pull()
+    assert sorted(three.contents()) == ["a/1", "a/2", "a/3", "b"]
+    assert one.push("a", delete=True).removed == 1
+    assert two.push().added == 0  # two still has a/1, as it was, and does not bring it back
+    fresh = node("fresh")
+    fresh.pull()
+    assert sorted(fresh.contents()) == ["a/2", "a/3", "b"]
+
+
+def test_pushes_of_many_threads_to_one_ref_all_arrive(node: MakeNode) -> None:
+    nodes = [node(f"node {number}") for number in range(6)]
+    for number, one in enumerate(nodes):
+        one.store.put_many((f"{number}/{name}", b"%d" % name) for name in range(20))
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda one: one.push(), nodes))
+    last = node("last")
+    last.pull()
+    assert len(last.contents()) == 120
+
+
+def test_a_ref_larger_than_the_budget_is_refused_before_anything_comes(node: MakeNode) -> None:
+    one, small = node("one"), node("small", max_size="1MB")
+    one.store.put_many((f"part/{number}", noise(300_000, number)) for number in range(4))
+    one.store.put("other", noise(300_000, 4))
+    one.push()
+    with pytest.raises(FullError, match=r"takes 1\.5 MB, and the budget of .* is 1 MB; pull a part"):
+        small.pull()
+    assert small.contents() == {}
+    small.pull("other")
+    assert small.contents() == {"other": noise(300_000, 4)}
+
+
+def test_what_has_expired_meanwhile_is_not_pulled(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    one.store.put("short", b"1", ttl=0.2)
+    one.store.put("long", b"2", ttl="1h")
+    one.push()
+    while one.store.entry("short") is not None:
+        time.sleep(0.02)
+    assert two.pull().added == 1
+    assert two.contents() == {"long": b"2"}
+    ours, theirs = one.store.entry("long"), two.store.entry("long")
+    assert ours is not None
+    assert theirs is not None
+    assert ours.expires == theirs.expires
+
+
+def test_an_object_that_is_larger_than_castore_writes_it_is_not_read_into_memory(
+    node: MakeNode, tmp_path: Path
+) -> None:
+    one = node("one")
+    one.store.put("a", b"a")
+    one.push()
+    [ref] = (tmp_path / "bucket" / "refs" / "main~").iterdir()
+    os.truncate(ref, 1 << 40)  # a file with a hole
+    with pytest.raises(RemoteError, match="is larger than castore writes it"):
+        node("two").pull()
+
+
+def test_a_pickle_is_neither_pushed_nor_pulled(node: MakeNode) -> None:
+    one = node("one", allow_pickle=True)
+    one.store.save("object", {1, "a", frozenset()}, serializer="pickle")
+    one.store.put("b", b"b")
+    with pytest.raises(InvalidValueError, match="'object' would have to be unpickled"):
+        one.push()
+    one.push("b")
+
+
+def test_a_damaged_blob_does_not_travel(node: MakeNode) -> None:
+    one = node("one")
+    one.store.put("good", b"good")
+    one.store.put("bad", noise(400_000))
+    blob = one.store.blob(one.store.entry("bad").digest)  # type: ignore[union-attr]
+    assert blob is not None
+    path = one.store.path_of(blob)
+    os.chmod(path, 0o600)
+    with open(path, "r+b") as file:
+        file.seek(300_000)
+        file.write(b"flipped")
+    with pytest.raises(CorruptError, match="damaged"):
+        one.push()
+    with pytest.raises(RemoteMissingError):
+        node("two").pull()
+
+
+def test_a_prefix_without_names_is_an_error(node: MakeNode) -> None:
+    one = node("one")
+    one.store.put("a", b"a")
+    with pytest.raises(NotFoundError, match="no entry at or below 'nothing/here'"):
+        one.push("nothing/here")
+    one.push()
+    with pytest.raises(RemoteMissingError, match="no name at or below 'nothing/here'"):
+        node("two").pull("nothing/here")
+
+
+def flip_object(bucket: FolderBucket, folder: str) -> None:
+    """Change one byte in the middle of each object of a folder."""
+    for listed in list(bucket.listing(folder)):
+        path = bucket.folder / listed.key
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("folder", ["objects/", "packs/", "trees/", "commits/", "dicts/"])
+def test_flipped_bits_in_a_bucket_are_errors_and_name_nothing(node: MakeNode, folder: str) -> None:
+    one, two = node("one"), node("two")
+    samples = records(400)
+    one.store.put_many((f"r/{number:04}", data) for number, data in enumerate(samples[:200]))
+    one.store.train_dictionary("r")
+    one.store.put_many((f"r/{number:04}", data) for number, data in enumerate(samples[200:], 200))
+    one.store.put("large", text(2_000_000), codec="none")
+    one.push()
+    assert isinstance(one.bucket, FolderBucket)
+    flip_object(one.bucket, folder)
+    with pytest.raises((CorruptError, RemoteMissingError, Exception), match=r"damaged|another digest"):
+        two.pull()
+    wrong = {name for name, data in two.contents().items() if data != one.store.get(name)}
+    assert not wrong
+    assert two.store.verify().bad == []
