@@ -36,7 +36,8 @@ class Versioned(NamedTuple):
 
     Attributes:
         data: all bytes.
-        version: opaque; equal only for the same write.
+        version: opaque; another after each write. On S3 it is a digest of the bytes and recurs with them, so
+            each write of a conditional object should have bytes of its own, an id of its writer for example.
     """
 
     data: bytes
@@ -47,7 +48,7 @@ class Bucket(Protocol):
     """A place for objects, below one URL.
 
     Every method but the conditional ones may be repeated. Keys are relative POSIX paths of ASCII letters,
-    digits and ``._-``.
+    digits and ``._-``. An object is either written by `put` and `upload`, or by `create` and `replace`.
 
     Raises:
         RemoteMissingError: there is no such object.
@@ -91,7 +92,11 @@ class Bucket(Protocol):
         ...
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write a small object if there is none; False if there is one."""
+        """Write a small object if there is none; False if there is one.
+
+        A request may be tried again after a lost answer, and then finds its own write: so False may also mean
+        that. Read the object back where the difference matters. The same holds for `replace`.
+        """
         ...
 
     def replace(self, key: str, data: bytes, version: Any) -> bool:

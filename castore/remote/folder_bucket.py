@@ -2,30 +2,37 @@
 
 Objects appear whole: they are written beside their place, synced, and renamed. Compare-and-swap needs
 something that every shared file system has, and that is the exclusive creation of a name by ``link``: each
-version of a ref is a file of its own, and its number is one above the version that it replaces. An ETag made
-of time, inode and size would not do, because all three recur (ClickHouse #112561).
+version of a conditional object is a file of its own, ``refs/imagenet~/00000007``, and its number is one above
+the version that it replaces. An ETag made of time, inode and size would not do, because all three recur
+(ClickHouse #112561).
+
+The newest `_KEPT` versions stay. A writer that compares an older one finds its number free again, because the
+versions around it are removed. Such a link is late by `_KEPT` versions at least, is never the newest, and is
+found by a look at the numbers afterwards.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from castore.errors import RemoteDeniedError, RemoteError, RemoteMissingError, RemoteUnreachableError
 from castore.objects.codecs import Buffer
 from castore.remote.bucket import SMALL, Listed, Versioned
-from castore.system.temporary import sync_folder
+from castore.system.temporary import open_regular, sync_folder
 
 _PIECE = 4 << 20
-# Versions of a small conditional object: `refs/imagenet~00000007`.
-_VERSION = re.compile(r"(.+)~([0-9]{8})")
+# Ends the name of the folder with the versions of a conditional object. No key has it.
+_VERSIONS = "~"
+# Versions of a conditional object that stay.
+_KEPT = 64
 #: Files on their way, in the bucket's own file system. The collector removes those that are left behind.
 UNFINISHED = "tmp"
 
@@ -44,13 +51,8 @@ class FolderBucket:
     def get(self, key: str) -> Versioned:
         """See `Bucket`."""
         with _translated(self, key):
-            path, number = self._path(key), 0
-            if not path.is_file():
-                number = self._newest(key)
-                if not number:
-                    raise RemoteMissingError(f"{self.url} has no {key}")
-                path = self._version(key, number)
-            with open(path, "rb") as file:
+            file, number = self._open(key)
+            with file:
                 data = file.read(SMALL + 1)
         if len(data) > SMALL:
             raise RemoteError(f"{key} in {self.url} is larger than castore writes it")
@@ -60,14 +62,18 @@ class FolderBucket:
         """See `Bucket`."""
         with _translated(self, key):
             try:
-                return os.stat(self._path(key)).st_size
+                file, _ = self._open(key)
             except FileNotFoundError:
                 return None
+            with file:
+                return os.fstat(file.fileno()).st_size
 
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """See `Bucket`."""
-        with _translated(self, key), open(self._path(key), "rb") as file:
-            found = [os.pread(file.fileno(), end - start, start) for start, end in ranges]
+        with _translated(self, key):
+            file, _ = self._open(key)
+            with file:
+                found = [os.pread(file.fileno(), end - start, start) for start, end in ranges]
         if any(len(data) != end - start for data, (start, end) in zip(found, ranges, strict=True)):
             raise RemoteError(
                 f"{key} in {self.url} is shorter than the tree says; `castore remote check` tells more"
@@ -76,107 +82,129 @@ class FolderBucket:
 
     def stream(self, key: str) -> Iterator[bytes]:
         """See `Bucket`."""
-        with _translated(self, key), open(self._path(key), "rb") as file:
-            while piece := file.read(_PIECE):
-                yield piece
+        with _translated(self, key):
+            file, _ = self._open(key)
+            with file:
+                while piece := file.read(_PIECE):
+                    yield piece
 
     def put(self, key: str, data: Buffer) -> None:
         """See `Bucket`."""
         with _translated(self, key):
-            temporary = self._write(data)
-            self._publish(temporary, key)
+            self._publish(self._write(data), key)
 
     def upload(self, key: str, path: Path) -> None:
         """See `Bucket`."""
-        with _translated(self, key):
-            temporary = self._temporary()
-            try:
-                with open(path, "rb") as source, open(temporary, "xb") as target:
-                    shutil.copyfileobj(source, target, _PIECE)
-                    os.fsync(target.fileno())
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-            self._publish(temporary, key)
+        with open(path, "rb") as source, _translated(self, key):
+            self._publish(self._write(source), key)
 
     def create(self, key: str, data: bytes) -> bool:
         """See `Bucket`."""
         with _translated(self, key):
-            return not self._newest(key) and self._link(key, data, 1)
+            try:
+                file, _ = self._open(key)
+            except FileNotFoundError:
+                return self._link(key, data, 1)
+            file.close()
+            return False
 
     def replace(self, key: str, data: bytes, version: Any) -> bool:
         """See `Bucket`."""
         with _translated(self, key):
-            return self._newest(key) == version and self._link(key, data, version + 1)
+            # Version 0 is an object of `put`, which has no versions.
+            return version > 0 and self._link(key, data, version + 1)
 
     def listing(self, prefix: str) -> Iterator[Listed]:
         """See `Bucket`."""
-        seen = set()
         with _translated(self, prefix):
-            for folder, folders, files in os.walk(self.folder / prefix, onerror=_raise_unless_missing):
-                folders.sort()
-                if Path(folder) == self.folder:
-                    folders[:] = [name for name in folders if name != UNFINISHED]
-                for name in sorted(files):
-                    match = _VERSION.fullmatch(name)
-                    key = (Path(folder) / (match[1] if match else name)).relative_to(self.folder).as_posix()
-                    if key not in seen:
-                        with suppress(FileNotFoundError):
-                            status = os.stat(os.path.join(folder, name))
+            for at, folders, files in os.walk(self.folder / prefix, onerror=_raise_unless_missing):
+                folder = Path(at)
+                if folder == self.folder and UNFINISHED in folders:
+                    folders.remove(UNFINISHED)
+                versioned = {name.removesuffix(_VERSIONS) for name in folders if name.endswith(_VERSIONS)}
+                folders[:] = sorted(name for name in folders if not name.endswith(_VERSIONS))
+                for name in sorted({*files, *versioned}):
+                    key = (folder / name).relative_to(self.folder).as_posix()
+                    with suppress(FileNotFoundError):
+                        path = self._version(key, self._newest(key)) if name in versioned else folder / name
+                        status = os.lstat(path)
+                        if stat.S_ISREG(status.st_mode):
                             yield Listed(key, status.st_size, status.st_mtime)
-                        seen.add(key)
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `Bucket`."""
         for key in keys:
             with _translated(self, key):
-                path = self._path(key)
-                path.unlink(missing_ok=True)
+                self._path(key).unlink(missing_ok=True)
+                # Upwards, so that no reader takes an older version for the newest.
                 for number in self._numbers(key):
                     self._version(key, number).unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    try:
+                        self._versions(key).rmdir()
+                    except OSError as error:
+                        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                            raise
+
+    def _open(self, key: str) -> tuple[BinaryIO, int]:
+        """The object's file, open for reading, and its version; 0 for an object that `put` wrote.
+
+        A link, or a pipe, which would block, counts as missing.
+        """
+        with suppress(FileNotFoundError):
+            return os.fdopen(open_regular(self._path(key)), "rb"), 0
+        while number := self._newest(key):
+            # Between the two calls newer versions may have come, and this one may have gone.
+            with suppress(FileNotFoundError):
+                return os.fdopen(open_regular(self._version(key, number)), "rb"), number
+        raise FileNotFoundError(errno.ENOENT, "no such object", key)
 
     def _path(self, key: str) -> Path:
         return self.folder / key
 
+    def _versions(self, key: str) -> Path:
+        return self.folder / (key + _VERSIONS)
+
     def _version(self, key: str, number: int) -> Path:
-        path = self._path(key)
-        return path.with_name(f"{path.name}~{number:08d}")
+        return self._versions(key) / f"{number:08d}"
 
     def _numbers(self, key: str) -> list[int]:
-        path = self._path(key)
         try:
-            names = os.listdir(path.parent)
+            names = os.listdir(self._versions(key))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        found = (_VERSION.fullmatch(name) for name in names)
-        return [int(match[2]) for match in found if match and match[1] == path.name]
+        return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
     def _newest(self, key: str) -> int:
         return max(self._numbers(key), default=0)
 
     def _link(self, key: str, data: bytes, number: int) -> bool:
-        target = self._version(key, number)
-        temporary = self._write(data)
+        temporary, target = self._write(data), self._version(key, number)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(temporary, target)
-            except FileExistsError:
+            if not _links(temporary, target, makes_folder=number == 1):
                 return False
-            except OSError:
-                # An answer over the network may be lost after the server has linked: the link count knows.
-                if os.stat(temporary).st_nlink != 2:
-                    raise
             sync_folder(target.parent)
-            return True
         finally:
             temporary.unlink(missing_ok=True)
+        numbers = self._numbers(key)
+        if max(numbers, default=number) - number >= _KEPT or (number > 1 and number - 1 not in numbers):
+            # Too late: the version that was compared is gone, with others after it or with the object.
+            target.unlink(missing_ok=True)
+            return False
+        for old in numbers[: -_KEPT - 1]:
+            self._version(key, old).unlink(missing_ok=True)
+        return True
 
-    def _write(self, data: Buffer) -> Path:
-        temporary = self._temporary()
+    def _write(self, data: Buffer | BinaryIO) -> Path:
+        folder = self.folder / UNFINISHED
+        _make_folder(folder)
+        temporary = folder / uuid.uuid4().hex
         try:
             with open(temporary, "xb") as file:
-                file.write(data)
+                if isinstance(data, bytes | bytearray | memoryview):
+                    file.write(data)
+                else:
+                    shutil.copyfileobj(data, file, _PIECE)
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException:
@@ -184,20 +212,44 @@ class FolderBucket:
             raise
         return temporary
 
-    def _temporary(self) -> Path:
-        folder = self.folder / UNFINISHED
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / uuid.uuid4().hex
-
     def _publish(self, temporary: Path, key: str) -> None:
         target = self._path(key)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(target.parent)
             os.rename(temporary, target)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         sync_folder(target.parent)
+
+
+def _links(temporary: Path, target: Path, *, makes_folder: bool) -> bool:
+    """Give a file a second name; False if that is taken, or if its folder is gone."""
+    while True:
+        if makes_folder:
+            _make_folder(target.parent)
+        try:
+            os.link(temporary, target)
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            if makes_folder:
+                continue  # `delete` has just removed it
+            return False
+        except OSError:
+            # An answer over the network may be lost after the server has linked: the link count knows.
+            if os.stat(temporary).st_nlink != 2:
+                raise
+        return True
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it, so that they survive a power cut."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        with suppress(FileExistsError):
+            folder.mkdir()
+        sync_folder(folder.parent)
 
 
 class _translated:  # noqa: N801
@@ -212,7 +264,7 @@ class _translated:  # noqa: N801
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RemoteError) or not isinstance(error, OSError):
             return
-        if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        if isinstance(error, FileNotFoundError):
             raise RemoteMissingError(f"there is no {self._what}") from error
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:
             raise RemoteDeniedError(f"no permission for {self._what}: {error.strerror}") from error
@@ -222,5 +274,5 @@ class _translated:  # noqa: N801
 
 
 def _raise_unless_missing(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error

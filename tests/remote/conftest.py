@@ -1,4 +1,6 @@
-"""Fixtures of the tests of remotes: nodes with a store each, and a bucket that they share."""
+"""Fixtures of the tests of remotes: nodes with a store each, a bucket that they share, and servers, each of
+which is started once, when the first test asks for it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,8 @@ from castore.remote.outcomes import Pulled, Pushed
 from castore.remote.page_cache import PageCache
 from castore.remote.pull import pull
 from castore.remote.push import push
+from tests.remote import servers
+from tests.remote.servers import Place
 
 #: Names and bytes of a store.
 Contents = dict[str, bytes]
@@ -83,3 +87,38 @@ def node(tmp_path: Path, bucket: Bucket) -> Iterator[MakeNode]:
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture(scope="session")
+def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """An object storage that people run."""
+    with servers.seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as place:
+        yield place
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """S3 as AWS's libraries are tested with."""
+    with servers.moto(tmp_path_factory.mktemp("moto")) as place:
+        yield place
+
+
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """A storage that is unfit."""
+    with servers.rclone(tmp_path_factory.mktemp("rclone")) as place:
+        yield place
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """Azure's emulator, where it is installed."""
+    with servers.azurite(tmp_path_factory.mktemp("azurite")) as place:
+        yield place
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """A folder that stores share."""
+    with servers.folder(tmp_path_factory.mktemp("folder")) as place:
+        yield place

@@ -1,0 +1,443 @@
+"""A bucket on object storage (S3, GCS, Azure) by obstore, which is Rust's object_store.
+
+obstore is not fork-safe: a child that was forked after its parent's first request waits for ever. So the
+process that imports this module must never fork afterwards, and a forked child gets an error here instead.
+
+obstore's errors carry the request's address and the storage's whole answer, where a signature or an access
+token may stand. Of those texts only the status, the host and the storage's own error code go on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from castore.errors import (
+    MissingDependencyError,
+    RemoteDeniedError,
+    RemoteError,
+    RemoteMissingError,
+    RemoteUnreachableError,
+)
+from castore.objects.codecs import Buffer
+from castore.remote.aws_credentials import read_profile
+from castore.remote.bucket import SMALL, Listed, Versioned
+
+try:
+    import obstore
+    from obstore.exceptions import (
+        AlreadyExistsError,
+        BaseError,
+        PermissionDeniedError,
+        PreconditionError,
+        UnauthenticatedError,
+    )
+    from obstore.store import AzureStore, GCSStore, S3Store
+except ImportError as _missing:
+    raise MissingDependencyError.of("obstore", "remote") from _missing
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
+
+# Bytes.
+_PIECE = 4 << 20
+_PART = 8 << 20
+# S3 takes 10,000 parts a file.
+_MOST_PARTS = 9000
+# At one time. All parts under way share the link, and each must be through within `Patience.silence`.
+_PARTS_AT_ONCE = 4
+_KEYS_A_REQUEST = 1000
+# One after another, without a key between them.
+_BROKEN_LISTINGS = 2
+# Seconds. Ends a request whose bytes never stop trickling.
+_LONGEST_REQUEST = 6 * 3600.0
+
+_STATUS = re.compile(r"(?:status code|error response): (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,80})</Code>|\(code: (\w{1,80})\)")
+_HOST = re.compile(r"https?://(?:[^/@\s]*@)?([^/?#\s,]{1,255})")
+_ENDPOINT = re.compile(r"https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?", re.IGNORECASE)
+# What obstore says where it has no credentials: the machine's role did not help, or a setting.
+_NO_CREDENTIALS = re.compile(
+    r"/latest/api/token|/latest/meta-data/|token request|Account must be specified|Invalid Access Key:"
+    r"|service account file"
+)
+_CONDITION_FAILED = (AlreadyExistsError, PreconditionError)
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+_EXPIRED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
+_OTHER_REGION = ("AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException")
+_HTTP_VARIABLES = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
+_CREDENTIALS = {
+    "s3": (
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN), the profile AWS_PROFILE in"
+        " ~/.aws/credentials, or the machine's role"
+    ),
+    "gs": (
+        "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, or the machine's service"
+        " account"
+    ),
+    "az": (
+        "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN,"
+        " AZURE_CLIENT_ID with its secret and tenant, or the machine's identity"
+    ),
+}
+
+
+class Patience(NamedTuple):
+    """How long a request may take. All times in seconds.
+
+    Attributes:
+        connect: for a connection to be made.
+        silence: without a byte of an answer; a part of an upload must be through in it as well.
+        retries: tries after the first one, with pauses that double, of some chance.
+        deadline: after it no other try begins, so a call without an answer ends by ``deadline + silence``. A
+            listing that stops in its middle may take two more silences.
+    """
+
+    connect: float = 5.0
+    silence: float = 60.0
+    retries: int = 8
+    deadline: float = 120.0
+
+
+def open_s3(bucket: str, prefix: str, patience: Patience) -> CloudBucket:
+    """A bucket of S3, or of a storage that speaks its language.
+
+    obstore reads the environment itself: keys, token, region, ``AWS_ENDPOINT_URL``, ``AWS_ALLOW_HTTP``, web
+    identities, container and machine roles. Profiles, ``AWS_ENDPOINT_URL_S3`` and ``AWS_CA_BUNDLE`` are
+    added to that.
+
+    Raises:
+        RemoteDeniedError: the profile is missing, or has no keys that can be read.
+        RemoteError: the endpoint is no address, or there is no file that ``AWS_CA_BUNDLE`` names.
+    """
+    profile = read_profile()
+    config: S3Config = {}
+    endpoints = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    endpoint = next(filter(None, map(os.environ.get, endpoints)), profile.endpoint)
+    if endpoint:
+        if not _ENDPOINT.fullmatch(endpoint):  # obstore would panic
+            raise RemoteError(
+                "the endpoint of S3 in AWS_ENDPOINT_URL or the profile is no address: write https://host:port,"
+                " without user and password"
+            )
+        config["endpoint"] = endpoint
+    if profile.region and not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
+        config["region"] = profile.region
+    options = _client(patience, "AWS")
+    if bundle := os.environ.get("AWS_CA_BUNDLE"):
+        try:
+            options["root_certificate"] = Path(bundle).read_bytes()
+        except OSError as error:
+            raise RemoteError(f"AWS_CA_BUNDLE names {bundle}, and there is {error.strerror}") from None
+    return CloudBucket(
+        f"s3://{bucket}/{prefix}".rstrip("/"),
+        lambda: S3Store(
+            bucket,
+            prefix=prefix or None,
+            config=config,
+            credential_provider=profile.keys,
+            client_options=options,
+            retry_config=_retries(patience),
+        ),
+    )
+
+
+def open_gcs(bucket: str, prefix: str, patience: Patience) -> CloudBucket:
+    """A bucket of Google Cloud Storage. obstore reads the environment and gcloud's files itself."""
+    return CloudBucket(
+        f"gs://{bucket}/{prefix}".rstrip("/"),
+        lambda: GCSStore(
+            bucket,
+            prefix=prefix or None,
+            client_options=_client(patience, "GOOGLE"),
+            retry_config=_retries(patience),
+        ),
+    )
+
+
+def open_azure(bucket: str, prefix: str, patience: Patience) -> CloudBucket:
+    """A container of Azure's blob storage. obstore reads the environment itself, the account's name too."""
+    return CloudBucket(
+        f"az://{bucket}/{prefix}".rstrip("/"),
+        lambda: AzureStore(
+            bucket,
+            prefix=prefix or None,
+            client_options=_client(patience, "AZURE"),
+            retry_config=_retries(patience),
+        ),
+    )
+
+
+def _client(patience: Patience, kind: str) -> ClientConfig:
+    # obstore reads options of its client from the environment only where it is given none.
+    allowed = os.environ.get(f"{kind}_ALLOW_HTTP", "").lower() in ("1", "true", "yes", "on")
+    return {
+        "allow_http": allowed,
+        "connect_timeout": timedelta(seconds=patience.connect),
+        "read_timeout": timedelta(seconds=patience.silence),
+        "timeout": timedelta(seconds=_LONGEST_REQUEST),
+    }
+
+
+def _retries(patience: Patience) -> RetryConfig:
+    return {
+        "max_retries": patience.retries,
+        "retry_timeout": timedelta(seconds=patience.deadline),
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=100),
+            "max_backoff": timedelta(seconds=10),
+            "base": 2,
+        },
+    }
+
+
+class CloudBucket:
+    """See `castore.remote.bucket.Bucket`.
+
+    Args:
+        url: without credentials.
+        make_store: gives the store of obstore, with its prefix.
+    """
+
+    def __init__(self, url: str, make_store: Callable[[], ObjectStore]) -> None:
+        self.url = url
+        self._pid = os.getpid()
+        with _translated(self, ""):
+            try:
+                self._store = make_store()
+            except ValueError:
+                raise RemoteError(
+                    f"AWS_CA_BUNDLE, a setting for {url}, names no file of certificates"
+                ) from None
+
+    def get(self, key: str) -> Versioned:
+        """See `Bucket`."""
+        with _translated(self, key):
+            found = obstore.get(self._store, key)
+            meta = found.meta
+            if meta["size"] > SMALL:
+                raise RemoteError(f"{key} in {self.url} is larger than castore writes it")
+            data = bytes(found.bytes())
+        if len(data) != meta["size"]:
+            raise RemoteError(f"{self.url} gave {len(data)} bytes of {key}, which has {meta['size']}")
+        version = {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
+        return Versioned(data, version)
+
+    def size(self, key: str) -> int | None:
+        """See `Bucket`."""
+        with _translated(self, key):
+            try:
+                return obstore.head(self._store, key)["size"]
+            except FileNotFoundError:
+                return None
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See `Bucket`."""
+        asked = [(start, end) for start, end in ranges if start < end]
+        with _translated(self, key):
+            starts, ends = [start for start, _ in asked], [end for _, end in asked]
+            found = iter(obstore.get_ranges(self._store, key, starts=starts, ends=ends))
+        got = [bytes(next(found)) if start < end else b"" for start, end in ranges]
+        for data, (start, end) in zip(got, ranges, strict=True):
+            if len(data) != end - start:
+                raise RemoteError(
+                    f"{self.url} gave {len(data)} bytes where bytes {start} to {end} of {key} were asked for:"
+                    " the object is shorter than the tree says, or the storage ignores ranges"
+                )
+        return got
+
+    def stream(self, key: str) -> Iterator[bytes]:
+        """See `Bucket`."""
+        with _translated(self, key):
+            found = obstore.get(self._store, key)
+            size, seen = found.meta["size"], 0
+            for piece in found.stream(min_chunk_size=_PIECE):
+                seen += len(piece)
+                yield bytes(piece)
+        if seen != size:
+            raise RemoteError(f"{self.url} gave {seen} bytes of {key}, which has {size}")
+
+    def put(self, key: str, data: Buffer) -> None:
+        """See `Bucket`."""
+        with _translated(self, key):
+            obstore.put(self._store, key, data, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE)
+
+    def upload(self, key: str, path: Path) -> None:
+        """See `Bucket`."""
+        part = max(_PART, path.stat().st_size // _MOST_PARTS + 1)
+        with open(path, "rb") as file, _translated(self, key):
+            obstore.put(self._store, key, file, chunk_size=part, max_concurrency=_PARTS_AT_ONCE)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """See `Bucket`."""
+        return self._put_if(key, data, "create")
+
+    def replace(self, key: str, data: bytes, version: Any) -> bool:
+        """See `Bucket`."""
+        if not version:
+            raise RemoteError(f"{self.url} gives objects no version, so {key} cannot be changed safely")
+        return self._put_if(key, data, version)
+
+    def _put_if(self, key: str, data: bytes, mode: Any) -> bool:
+        with _translated(self, key):
+            try:
+                obstore.put(self._store, key, data, mode=mode)
+            except _CONDITION_FAILED:
+                return False
+            except FileNotFoundError as error:
+                # S3 says so of a replaced object that is gone.
+                if mode == "create" or _code(str(error)) in _NO_BUCKET:
+                    raise
+                return False
+        return True
+
+    def listing(self, prefix: str) -> Iterator[Listed]:
+        """See `Bucket`."""
+        last, broken = None, 0
+        while True:
+            with _translated(self, prefix):
+                try:
+                    for found in obstore.list(
+                        self._store, prefix or None, offset=last, chunk_size=_KEYS_A_REQUEST
+                    ):
+                        for meta in found:
+                            yield Listed(meta["path"], meta["size"], meta["last_modified"].timestamp())
+                            last, broken = meta["path"], 0
+                    return
+                except BaseError as error:
+                    # obstore tries a request again, but no listing that breaks off in its middle.
+                    broken += 1
+                    if broken > _BROKEN_LISTINGS or "list response body" not in str(error):
+                        raise
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Bucket`."""
+        pending = iter(keys)
+        while some := list(islice(pending, _KEYS_A_REQUEST)):
+            with _translated(self, some[0]):
+                try:
+                    obstore.delete(self._store, some)
+                except FileNotFoundError:
+                    for key in some:
+                        with suppress(FileNotFoundError):
+                            obstore.delete(self._store, key)
+
+
+class _translated:  # noqa: N801
+    """Turns what obstore raises into errors of remotes, without its texts and its traceback."""
+
+    def __init__(self, bucket: CloudBucket, key: str) -> None:
+        self._bucket, self._key = bucket, key
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._bucket._pid:
+            raise RemoteError(
+                f"{self._bucket.url} was opened before this process was forked, and would hang; start the"
+                " process by spawn or forkserver"
+            )
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, BaseError | FileNotFoundError):
+            raise _translate(error, self._bucket.url, self._key) from None
+        if error is not None and type(error).__name__ == "PanicException":
+            # No `Exception`, and it would end a thread without a word.
+            raise RemoteError(
+                f"obstore has failed at {self._key or 'opening'} in {self._bucket.url}, by an error of its"
+                " own or an odd setting in the environment; its words are above"
+            ) from None
+
+
+def _translate(error: Exception, url: str, key: str) -> RemoteError:
+    text = str(error)
+    status, code, host = _status(text), _code(text), _host(text)
+    what = f"{key} in {url}" if key else url
+    answer = " ".join(str(part) for part in (status, code) if part)
+    if setting := _setting(text, code, host, url):
+        return RemoteError(setting)
+    if _NO_CREDENTIALS.search(text):
+        return RemoteDeniedError(_denied(what, "", "", url.partition(":")[0]))
+    if _is_denied(error, status, code):
+        return RemoteDeniedError(_denied(what, answer, code, url.partition(":")[0]))
+    if isinstance(error, FileNotFoundError):
+        return RemoteMissingError(f"{url} has no {key}")
+    if status == 416 or "StartTooLarge" in text:
+        return RemoteError(f"{what} is shorter than the tree says; `castore remote check` tells more")
+    if "NotPartial" in text:
+        return RemoteError(f"{url} answers a range of {key} with the whole object: it is unfit for a remote")
+    if status == 501:
+        return RemoteError(f"{host} does not offer what castore asks for {what} ({answer}): it is unfit")
+    if status == 429 or (status is not None and status >= 500):
+        return RemoteUnreachableError(f"{host} answers {answer} for {what}, after retries; try again later")
+    if "HttpError" in text or "reqwest::Error" in text:
+        return RemoteUnreachableError(
+            f"no answer from {host or 'the storage'} for {what}, after retries ({_reason(text)}); check the"
+            " network and the endpoint"
+        )
+    return RemoteError(f"{host or 'the storage'} refuses {what}: {answer or type(error).__name__}")
+
+
+def _setting(text: str, code: str, host: str, url: str) -> str:
+    """What to set otherwise, or ""."""
+    if code in _NO_BUCKET:
+        return f"there is no bucket for {url} at {host}; make it, or mend the URL"
+    if code in _OTHER_REGION or "incorrectly configured region" in text:
+        return f"the bucket of {url} is in another region; set AWS_REGION"
+    if "Config error" in text:
+        return f"obstore cannot read a setting for {url} in one of its environment variables"
+    if "BadScheme" in text:
+        return (
+            f"the endpoint {host} is plain HTTP, so anybody on the way can read and change what is sent; set"
+            f" {_HTTP_VARIABLES[url.partition(':')[0]]}=true if that is meant"
+        )
+    return ""
+
+
+def _is_denied(error: Exception, status: int | None, code: str) -> bool:
+    denied = isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403)
+    return denied or code in _EXPIRED or (status is None and code == "AccessDenied")
+
+
+def _denied(what: str, answer: str, code: str, kind: str) -> str:
+    if code == "RequestTimeTooSkewed":
+        return f"{what} is refused ({answer}), because this machine's clock is wrong; set it"
+    if code in _EXPIRED:
+        return f"the credentials for {what} have expired ({answer}); renew {_CREDENTIALS[kind]}"
+    if not answer:
+        return f"there are no credentials for {what}, or none that can be read; give {_CREDENTIALS[kind]}"
+    return (
+        f"no permission for {what} ({answer}): check the bucket's policy, and the credentials from"
+        f" {_CREDENTIALS[kind]}"
+    )
+
+
+def _reason(text: str) -> str:
+    reasons = {
+        "dns error": "the host's name is unknown",
+        "ConnectionRefused": "connection refused",
+        "InvalidContentType": "it speaks no TLS",
+        "certificate": "its certificate is not trusted",
+        "TimedOut": "timed out",
+        "Timeout": "timed out",
+    }
+    return next((told for word, told in reasons.items() if word in text), "the connection broke")
+
+
+def _status(text: str) -> int | None:
+    match = _STATUS.search(text)
+    return int(match[1]) if match else None
+
+
+def _code(text: str) -> str:
+    match = _CODE.search(text)
+    return match[1] or match[2] if match else ""
+
+
+def _host(text: str) -> str:
+    match = _HOST.search(text)
+    return match[1] if match else ""
