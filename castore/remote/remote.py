@@ -6,9 +6,10 @@ Knows no bucket and opens no connection, so a process that uses it may fork.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from castore import errors
@@ -185,20 +186,26 @@ class Remote:
             "arguments": arguments,
         }  # fmt: skip
         command = [sys.executable, "-m", "castore.remote.transfer"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        outcome: dict[str, Any] | None = None
+        with ExitStack() as stack:
+            # A terminal's Ctrl-C reaches the new process too, which inherits the mask: this process ends it.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+            process = stack.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            )
             assert process.stdin is not None
             assert process.stdout is not None
             try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 with suppress(BrokenPipeError):  # the process has ended: its output says why
                     process.stdin.write(json.dumps(request).encode() + b"\n")
                     process.stdin.flush()
-                for line in process.stdout:
+                for line in process.stdout:  # to its end: a closed input would interrupt the process
                     message = json.loads(line)
-                    if "result" in message:
-                        return message["result"]
-                    if "error" in message:
-                        raise _error(message["error"])
-                    if progress is not None:
+                    if "progress" not in message:
+                        outcome = message
+                    elif progress is not None:
                         progress(*message["progress"])
             finally:
                 with suppress(BrokenPipeError):
@@ -207,6 +214,10 @@ class Remote:
                     process.wait(_PATIENCE)
                 except subprocess.TimeoutExpired:
                     process.kill()
+        if outcome is not None and "error" in outcome:
+            raise _error(outcome["error"])
+        if outcome is not None:
+            return outcome["result"]
         raise RemoteError(
             f"the process that talks to remote {self.name!r} ended with status {process.returncode};"
             " nothing is lost: do the same again"
