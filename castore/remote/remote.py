@@ -90,6 +90,7 @@ class Remote:
                 " remove it and add it without"
             )
         check_prefix(prefix)
+        self._parts.index.require_writable()  # the base is kept in the store
         base = self._remotes.base(self.name, check_ref(ref), "")
         arguments = {
             "ref": ref,
