@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from castore.keys.encoder import key
     from castore.read.open_blob import OpenBlob
     from castore.records import Blob, Entry, Found, Mount, Totals
-    from castore.remote.outcomes import Pulled, Pushed, RemoteChange, RemoteCommit
+    from castore.remote.outcomes import Checked, Pulled, Pushed, RemoteChange, RemoteCommit, RemoteProblem
     from castore.remote.remote import Remote
     from castore.remote.remotes import RemoteSettings
     from castore.repair.verify import Finding, Report
@@ -63,6 +63,7 @@ __all__ = [
     "Batch",
     "Blob",
     "CastoreError",
+    "Checked",
     "Collected",
     "ConflictError",
     "CorruptError",
@@ -93,6 +94,7 @@ __all__ = [
     "RemoteDeniedError",
     "RemoteError",
     "RemoteMissingError",
+    "RemoteProblem",
     "RemoteSettings",
     "RemoteUnreachableError",
     "Report",
@@ -129,11 +131,13 @@ _MODULES = {
     "Plan": "gc.collect",
     "PrefixDictionary": "stats",
     "PrefixSize": "index.figures",
+    "Checked": "remote.outcomes",
     "Pulled": "remote.outcomes",
     "Pushed": "remote.outcomes",
     "Remote": "remote.remote",
     "RemoteChange": "remote.outcomes",
     "RemoteCommit": "remote.outcomes",
+    "RemoteProblem": "remote.outcomes",
     "RemoteSettings": "remote.remotes",
     "Report": "repair.verify",
     "Rewritten": "training",

@@ -907,7 +907,7 @@ class Store:
         Args:
             name: letters, digits, dots, dashes and underscores.
             url: ``s3://BUCKET/PREFIX``, ``gs://…``, ``az://…``, or ``file:///FOLDER`` on a shared file
-                system. Credentials are taken from the environment, as the storage's own tools take them, and
+                system. Credentials are taken from the environment, as the storage's own tools do, and are
                 never kept.
             read_only: nothing will be written to it from this store.
             single_writer: vouch that only one process pushes at a time, for a storage without conditional

@@ -3,7 +3,8 @@
 `bucket` is the interface of a place for objects; `folder_bucket` (a shared file system) and `cloud_bucket`
 (S3, GCS, Azure) are the two kinds. `keys` has the paths in a bucket. `pages` and `tree` keep a table of names
 as immutable pages, `commits` gives a tree its history and its name. `push` and `pull` move what is missing.
-`probe` finds out what a bucket can do, `remotes` keeps which remotes a store knows.
+`check` finds what is missing or damaged. `probe` finds out what a bucket can do, `remotes` keeps which remotes a
+store knows, `transfer` is the process that does it all, and `remote` its door.
 
 May import: the parts of a store, and the rooms below them.
 Must never: know the `Store`; write a credential anywhere; let bytes into a store that were not checked.

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 from castore.objects.codecs import Buffer
 
+#: Bytes that an object which is read whole into memory may have.
+SMALL = 80 << 20
+
 
 class Listed(NamedTuple):
     """An object in a listing.
@@ -56,7 +59,11 @@ class Bucket(Protocol):
     url: str
 
     def get(self, key: str) -> Versioned:
-        """All bytes of a small object, and its version."""
+        """All bytes of a small object, and its version.
+
+        Raises:
+            RemoteError: it has more than `SMALL` bytes. None are read then.
+        """
         ...
 
     def size(self, key: str) -> int | None:

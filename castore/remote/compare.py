@@ -18,6 +18,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from castore.records import Entry
+from castore.remote.page_cache import PageCache
 from castore.remote.pages import Row
 from castore.remote.tree import KeepPage, ReadPage, Tree, build, edit
 from castore.write.arguments import dump_metadata
@@ -82,6 +83,14 @@ def compare(
         for _, side, value in found:
             values[side] = value
         yield Compared(name, values[0], values[1], values[1] if is_one else values[2])
+
+
+def open_base(root: bytes | None, pages: PageCache) -> Tree | None:
+    """The base of that root, or None: there is none, or some of its pages are lost. Differences are then
+    conflicts.
+    """
+    base = None if root is None else Tree(root, pages.read, pages.expect)
+    return base if base is not None and pages.has_tree(base) else None
 
 
 def agree(

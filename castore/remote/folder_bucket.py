@@ -20,7 +20,7 @@ from typing import Any
 
 from castore.errors import RemoteDeniedError, RemoteError, RemoteMissingError, RemoteUnreachableError
 from castore.objects.codecs import Buffer
-from castore.remote.bucket import Listed, Versioned
+from castore.remote.bucket import SMALL, Listed, Versioned
 from castore.system.temporary import sync_folder
 
 _PIECE = 4 << 20
@@ -44,14 +44,17 @@ class FolderBucket:
     def get(self, key: str) -> Versioned:
         """See `Bucket`."""
         with _translated(self, key):
-            try:
-                return Versioned(self._path(key).read_bytes(), 0)
-            except (FileNotFoundError, IsADirectoryError):
-                pass
-            number = self._newest(key)
-            if not number:
-                raise RemoteMissingError(f"{self.url} has no {key}")
-            return Versioned(self._version(key, number).read_bytes(), number)
+            path, number = self._path(key), 0
+            if not path.is_file():
+                number = self._newest(key)
+                if not number:
+                    raise RemoteMissingError(f"{self.url} has no {key}")
+                path = self._version(key, number)
+            with open(path, "rb") as file:
+                data = file.read(SMALL + 1)
+        if len(data) > SMALL:
+            raise RemoteError(f"{key} in {self.url} is larger than castore writes it")
+        return Versioned(data, number)
 
     def size(self, key: str) -> int | None:
         """See `Bucket`."""

@@ -79,3 +79,38 @@ class RemoteChange(NamedTuple):
     name: str
     old: int | None
     new: int | None
+
+
+class RemoteProblem(NamedTuple):
+    """A thing that a ref means and that is missing or damaged.
+
+    Attributes:
+        ref: a ref that means it.
+        key: of the object in the bucket; None for a commit or a page, which ``why`` names.
+        why: what is wrong.
+        names: some of the names that need it.
+    """
+
+    ref: str
+    key: str | None
+    why: str
+    names: tuple[str, ...]
+
+
+class Checked(NamedTuple):
+    """The outcome of a check.
+
+    Attributes:
+        refs: all refs, sorted.
+        objects: number of objects that refs mean and that are there.
+        problems: what is missing or damaged.
+        orphans: number of objects that no ref means: those of interrupted pushes, and of commits that were
+            removed.
+        orphaned: their bytes.
+    """
+
+    refs: list[str]
+    objects: int
+    problems: list[RemoteProblem]
+    orphans: int
+    orphaned: int

@@ -12,9 +12,11 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 
 from castore import layout
+from castore.errors import RemoteMissingError
 from castore.remote.bucket import Bucket
 from castore.remote.keys import page_key
 from castore.remote.pages import digest_of
+from castore.remote.tree import Tree
 from castore.system.temporary import create_temporary, make_folder
 
 
@@ -51,6 +53,17 @@ class PageCache:
             if digest not in self._coming and not os.path.exists(self._path(digest)):
                 self._coming[digest] = self._pool.submit(self._load, digest)
 
+    def has_tree(self, tree: Tree) -> bool:
+        """Whether all pages of a tree can be read. Those that the cache lacks are fetched."""
+        try:
+            missing = [leaf.page for leaf in tree.leaves() if not os.path.exists(self._path(leaf.page))]
+            self.expect(missing)
+            for digest in missing:
+                self.read(digest)
+        except RemoteMissingError:
+            return False
+        return True
+
     def keep(self, digest: bytes, data: bytes) -> None:
         """Put a page into the cache."""
         make_folder(self._folder, self._folder_mode)
@@ -64,12 +77,23 @@ class PageCache:
             temporary.unlink(missing_ok=True)
             raise
 
-    def _load(self, digest: bytes) -> bytes:
+    def restore(self, digests: Iterable[bytes]) -> None:
+        """Upload those of some pages that the cache has."""
+        for digest in digests:
+            data = self._cached(digest)
+            if data is not None:
+                self._bucket.put(page_key(digest), data)
+
+    def _cached(self, digest: bytes) -> bytes | None:
         try:
             data = self._path(digest).read_bytes()
         except FileNotFoundError:
-            data = b""
-        if digest_of(data) != digest:
+            return None
+        return data if digest_of(data) == digest else None
+
+    def _load(self, digest: bytes) -> bytes:
+        data = self._cached(digest)
+        if data is None:
             data = self._bucket.get(page_key(digest)).data
             if digest_of(data) == digest:  # whoever reads the page tells of another digest
                 self.keep(digest, data)

@@ -33,6 +33,12 @@ _LARGEST = 1 << 62
 _CODEC_IDS = tuple(CODECS)
 _LEAF = ("names", "digests", "sizes", "serializers", "metadata", "created", "expires")
 _PLACES = ("objects", "which", "offsets", "stored", "codecs", "frames")
+_TYPES: dict[str, set[type]] = {
+    "serializers": {str},
+    "metadata": {str, type(None)},
+    "created": {float},
+    "expires": {float, type(None)},
+}
 _INNER = ("firsts", "pages", "starts", "entries", "logical", "stored")
 
 
@@ -198,46 +204,44 @@ def _unpack(data: bytes) -> list[Any]:
 
 
 def _rows(columns: dict[str, Any]) -> list[Row]:
-    names = columns["names"]
-    digests, objects, codecs = columns["digests"], columns["objects"], columns["codecs"]
-    lists = [columns[key] for key in ("sizes", "serializers", "metadata", "created", "expires", "which")]
-    lists += [columns["offsets"], columns["stored"], codecs]
-    if len(digests) != DIGEST_SIZE * len(names) or any(len(column) != len(names) for column in lists):
-        raise ValueError("its columns differ in length")
-    if len(objects) % DIGEST_SIZE:
-        raise ValueError("its objects have half a digest")
+    names, frames = columns["names"], columns["frames"]
     _check_names(names)
+    count = len(names)
+    for key in ("sizes", "which", "offsets", "stored"):
+        _check_numbers(columns[key], count)
+    for key, types in _TYPES.items():
+        _check_types(columns[key], count, types)
+    digests, objects, codecs = columns["digests"], columns["objects"], columns["codecs"]
+    _check_types([digests, objects, codecs, frames], 4, {bytes})
+    if len(digests) != DIGEST_SIZE * count or len(codecs) != count or len(objects) % DIGEST_SIZE:
+        raise ValueError("its columns differ in length")
+    cut = [objects[start : start + DIGEST_SIZE] for start in range(0, len(objects), DIGEST_SIZE)]
     rows: list[Row] = []
-    at = 0
-    frames = columns["frames"]
-    for number, name in enumerate(names):
-        size, serializer, metadata, created, expires, which, offset, stored, codec = (
-            column[number] for column in lists
-        )
-        _check_numbers(size, which, offset, stored)
-        _check_type(serializer, str)
-        _check_type(metadata, str, type(None))
-        _check_type(created, float)
-        _check_type(expires, float, type(None))
+    at = digest_at = 0
+    for name, size, serializer, metadata, created, expires, which, offset, stored, codec in zip(
+        names, columns["sizes"], columns["serializers"], columns["metadata"], columns["created"],
+        columns["expires"], columns["which"], columns["offsets"], columns["stored"], codecs, strict=True,
+    ):  # fmt: skip
         end = at + FRAME.size * frame_count(size)
-        own = frames[at:end]
         if end > len(frames):
             raise ValueError("frames are missing")
-        at = end
-        place = Place(objects[DIGEST_SIZE * which :][:DIGEST_SIZE], offset, stored, _CODEC_IDS[codec], own)
-        if len(place.object) != DIGEST_SIZE:
-            raise ValueError("an object has no digest")
+        place = Place(cut[which], offset, stored, _CODEC_IDS[codec], frames[at:end])
         _check_place(place)
-        digest = digests[DIGEST_SIZE * number :][:DIGEST_SIZE]
+        digest = digests[digest_at : digest_at + DIGEST_SIZE]
         rows.append(Row(name, digest, size, serializer, metadata, created, expires, place))
+        at, digest_at = end, digest_at + DIGEST_SIZE
     if at != len(frames):
         raise ValueError("it has frames of no name")
     return rows
 
 
 def _check_place(place: Place) -> None:
-    total = sum(length for length, _ in FRAME.iter_unpack(place.frames))
-    if place.is_packed and place.stored > PACKED_LIMIT:
+    frames = place.frames
+    if len(frames) == FRAME.size:
+        total = int.from_bytes(frames[:4], "little")
+    else:
+        total = sum(length for length, _ in FRAME.iter_unpack(frames))
+    if place.offset and place.stored > PACKED_LIMIT:
         raise ValueError("a blob is too large for a pack")
     if total > place.stored:
         raise ValueError("frames are longer than their object")
@@ -245,23 +249,24 @@ def _check_place(place: Place) -> None:
 
 def _children(columns: dict[str, Any]) -> list[Child]:
     firsts, pages, starts = columns["firsts"], columns["pages"], columns["starts"]
-    lists = [columns["entries"], columns["logical"], columns["stored"], starts]
-    if len(pages) != DIGEST_SIZE * len(firsts) or any(len(column) != len(firsts) for column in lists):
-        raise ValueError("its columns differ in length")
+    _check_names(firsts)
+    _check_types([pages, starts], 2, {bytes})
     if not firsts:
         raise ValueError("it has no page below it")
-    _check_names(firsts)
-    children = []
-    for number, first in enumerate(firsts):
-        entries, logical, stored, is_start = (column[number] for column in lists)
-        _check_numbers(entries, logical, stored)
-        page = pages[DIGEST_SIZE * number :][:DIGEST_SIZE]
-        children.append(Child(first, page, bool(is_start), entries, logical, stored))
-    return children
+    if len(pages) != DIGEST_SIZE * len(firsts) or len(starts) != len(firsts):
+        raise ValueError("its columns differ in length")
+    numbers = [columns["entries"], columns["logical"], columns["stored"]]
+    for column in numbers:
+        _check_numbers(column, len(firsts))
+    cut = (pages[start : start + DIGEST_SIZE] for start in range(0, len(pages), DIGEST_SIZE))
+    return [
+        Child(first, page, bool(is_start), *sums)
+        for first, page, is_start, *sums in zip(firsts, cut, starts, *numbers, strict=True)
+    ]
 
 
 def _check_names(names: Any) -> None:
-    _check_type(names, list)
+    _check_types([names], 1, {list})
     before = ""
     for name in names:
         check_name(name)
@@ -270,11 +275,14 @@ def _check_names(names: Any) -> None:
         before = name
 
 
-def _check_numbers(*values: Any) -> None:
-    if any(type(value) is not int or not 0 <= value < _LARGEST for value in values):
+def _check_numbers(column: Any, count: int) -> None:
+    _check_types(column, count, {int})
+    if column and not (min(column) >= 0 and max(column) < _LARGEST):
         raise ValueError("a number cannot be")
 
 
-def _check_type(value: Any, *types: type) -> None:
-    if type(value) not in types:
-        raise ValueError(f"{value!r:.50} is of the wrong type")
+def _check_types(column: Any, count: int, types: set[type]) -> None:
+    if type(column) is not list or len(column) != count:
+        raise ValueError("its columns differ in length")
+    if not set(map(type, column)) <= types:
+        raise ValueError("a column has values of the wrong type")

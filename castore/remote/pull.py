@@ -20,7 +20,7 @@ import xxhash
 import zstandard
 from blake3 import blake3
 
-from castore.errors import ConflictError, CorruptError, RemoteError, RemoteMissingError
+from castore.errors import ConflictError, CorruptError, FullError, RemoteError, RemoteMissingError
 from castore.names import check_name
 from castore.objects.codecs import CODECS, FRAME_SIZE
 from castore.objects.decode import BlobReader
@@ -30,13 +30,14 @@ from castore.parts import Parts
 from castore.records import LOOSE, LOST, Blob, EntrySpec
 from castore.remote import commits
 from castore.remote.bucket import Bucket
-from castore.remote.compare import Difference, agree, compare, list_names
+from castore.remote.compare import Difference, agree, compare, list_names, open_base
 from castore.remote.keys import dictionary_key, object_key
 from castore.remote.outcomes import Progress, Pulled
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import FRAME, Place, Row, frame_of
 from castore.remote.tree import Tree
 from castore.serialize.serializers import SERIALIZERS
+from castore.units import format_size
 from castore.write.incoming import write_all
 from castore.write.open_pack import Vanished
 from castore.write.staging import KnownBlob, LargeBlob, SmallBlob, Staged
@@ -54,6 +55,7 @@ class _Plan(NamedTuple):
 
     rows: list[tuple[str, Row]]
     agreed: list[Row]
+    is_all: bool  # the base is the commit's tree: nothing of the one before it has to be kept
     added: int
     changed: int
     unchanged: int
@@ -125,15 +127,29 @@ def pull(
     parts.index.require_writable()
     commit = find_commit(bucket, ref, start)
     tree = Tree(commits.read_commit(bucket, commit).tree, pages.read, pages.expect)
-    before = None if base is None else Tree(base, pages.read, pages.expect)
+    before = open_base(base, pages)
+    _check_budget(parts, tree, prefix, ref)
     plan = _plan(parts, tree, before, prefix, below, replace, ref)
     fetcher = _Fetcher(parts, bucket, pool, progress)
     fetcher.fetch(plan.rows)
     pulled = Pulled(ref, commit.hex(), plan.added, plan.changed, plan.unchanged, fetcher.fetched)
-    if not prefix:
-        return pulled, tree.root  # a name that only the store changed is in the base as it is in the ref
+    if plan.is_all:
+        return pulled, tree.root
     agreed = sorted([*plan.agreed, *(row for _, row in plan.rows)])
     return pulled, agree(before, ((row.name, row) for row in agreed), pages.read, pages.keep)
+
+
+def _check_budget(parts: Parts, tree: Tree, prefix: str, ref: str) -> None:
+    """Refuse names that do not fit together: the first would be evicted for the last."""
+    budget = parts.settings.max_size
+    if budget is None or tree.totals()[2] <= budget:
+        return
+    need = sum({row.digest: row.place.stored for row in tree.rows(prefix)}.values())
+    if need > budget:
+        raise FullError(
+            f"ref {ref!r} takes {format_size(need)}, and the budget of {parts.path} is {format_size(budget)};"
+            " pull a part of it, or raise the budget with `castore init --max-size`"
+        )
 
 
 # Choosing
@@ -143,16 +159,21 @@ def _plan(
     parts: Parts, tree: Tree, base: Tree | None, prefix: str, below: str, replace: bool, ref: str
 ) -> _Plan:
     """The names that the commit has changed since ``base``, and that the store has not."""
-    start = f"{below}/" if below else ""
-    ours = parts.index.entries(start + prefix if prefix else below, time.time(), damaged=False)
+    start, now = f"{below}/" if below else "", time.time()
+    ours = parts.index.entries(start + prefix if prefix else below, now, damaged=False)
     rows: list[tuple[str, Row]] = []
     agreed: list[Row] = []
     conflicts: list[str] = []
     added = changed = unchanged = 0
+    is_all = not prefix
     for compared in compare(ours, tree, base, prefix, below):
         name, entry, row, _ = compared
         difference = compared.difference
+        if row is not None and row.expires is not None and row.expires <= now:
+            continue
         if row is None:
+            # The ref has lost the name: if it comes back, the store must know the old one.
+            is_all = is_all and (entry is None or compared.base is None)
             continue
         if entry is None:
             rows.append((check_name(name), row))
@@ -174,7 +195,7 @@ def _plan(
             " ref's bytes, or --as another folder",
             names=tuple(conflicts),
         )
-    return _Plan(rows, agreed, added, changed, unchanged)
+    return _Plan(rows, agreed, is_all, added, changed, unchanged)
 
 
 # Fetching
@@ -222,6 +243,7 @@ class _Fetcher:
         total = sum(row.place.stored for row in wanted.values())
         done = 0
         staged: list[tuple[tuple[str, Row], Staged]] = []
+        uncommitted = 0
         with closing(self._staged(wanted)) as coming:
             for row, item in coming:
                 first, *others = names[row.digest]
@@ -229,10 +251,11 @@ class _Fetcher:
                 known_by_then = KnownBlob(Blob(row.digest, row.size, 0, row.place.codec, LOOSE, 0))
                 staged += [(other, known_by_then) for other in others]
                 done += row.place.stored
+                uncommitted += row.place.stored
                 self._progress(done, total)
-                if len(staged) >= _COMMIT or sum(one.stored for _, one in staged) > 4 * _REQUEST:
+                if len(staged) >= _COMMIT or uncommitted > 4 * _REQUEST:
                     self._commit(staged)
-                    staged = []
+                    staged, uncommitted = [], 0
             self._commit(staged)
 
     def _known(self, digests: list[bytes]) -> dict[bytes, Staged]:

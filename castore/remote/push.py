@@ -17,7 +17,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import closing
 from operator import itemgetter
@@ -41,7 +41,7 @@ from castore.records import HEAD_SIZE, LOST, Blob, Entry
 from castore.remote import commits
 from castore.remote.bucket import Bucket
 from castore.remote.commits import Commit
-from castore.remote.compare import Difference, agree, compare, list_names
+from castore.remote.compare import Difference, agree, compare, list_names, open_base
 from castore.remote.keys import commit_key, dictionary_key, object_key, page_key
 from castore.remote.outcomes import Progress, Pushed
 from castore.remote.page_cache import PageCache
@@ -85,6 +85,7 @@ def push(
     note: str,
     delete: bool,
     base: bytes | None,
+    bad: Set[bytes],
     progress: Progress,
 ) -> tuple[Pushed, bytes]:
     """Bring the names at and below ``prefix`` into ``ref``.
@@ -95,6 +96,8 @@ def push(
         delete: also remove names from the ref that the store does not have. By default they stay: a store is
             a cache, and what it evicted is no less wanted.
         base: root of the tree of names on which this store and the ref agreed last, or None.
+        bad: digests of objects that are missing or damaged. Names whose bytes lie there are pushed again, if
+            the store has the same bytes.
 
     Returns:
         The outcome, and the root of the next base.
@@ -105,13 +108,13 @@ def push(
         InvalidValueError: an entry is a pickle.
         RemoteError: the remote cannot be used.
     """
-    sender = _Sender(parts, bucket, pool, progress)
+    sender = _Sender(parts, bucket, pool, bad, progress)
     for attempt in range(_ATTEMPTS):
         seen = commits.read_ref(bucket, ref)
         head = None if seen is None else commits.read_commit(bucket, seen.commit)
         tree = None if head is None else Tree(head.tree, pages.read, pages.expect)
-        before = None if base is None else Tree(base, pages.read, pages.expect)
-        plan = _plan(parts, tree, before, prefix, delete, ref)
+        before = open_base(base, pages)
+        plan = _plan(parts, tree, before, prefix, delete, bad, ref)
         if head is not None and seen is not None and not plan.entries:
             unchanged = Pushed(ref, seen.commit.hex(), 0, 0, 0, sender.sent, sender.objects)
             return unchanged, _next_base(plan, [], head.tree, before, pages)
@@ -156,7 +159,15 @@ def _next_base(
 # Choosing
 
 
-def _plan(parts: Parts, head: Tree | None, base: Tree | None, prefix: str, delete: bool, ref: str) -> Plan:
+def _plan(
+    parts: Parts,
+    head: Tree | None,
+    base: Tree | None,
+    prefix: str,
+    delete: bool,
+    bad: Set[bytes],
+    ref: str,
+) -> Plan:
     """The names that the store has changed since ``base``, and that nobody else has."""
     chosen: list[tuple[str, Entry | None]] = []
     agreed: list[Row] = []
@@ -172,7 +183,13 @@ def _plan(parts: Parts, head: Tree | None, base: Tree | None, prefix: str, delet
             if row is not None and delete:
                 chosen.append((compared.name, None))
                 removed += 1
-        elif difference is Difference.OURS or (difference is Difference.BOTH and row is None):
+            elif difference is not Difference.OURS:
+                is_all = False  # the store has never had the name
+        elif (
+            difference is Difference.OURS
+            or (difference is Difference.BOTH and row is None)
+            or (row is not None and row.place.object in bad and row.digest.hex() == entry.digest)
+        ):
             chosen.append((compared.name, entry))
             added += row is None
             changed += row is not None
@@ -207,10 +224,13 @@ def _plan(parts: Parts, head: Tree | None, base: Tree | None, prefix: str, delet
 class _Sender:
     """Uploads what the remote lacks, and knows where each blob lies."""
 
-    def __init__(self, parts: Parts, bucket: Bucket, pool: Executor, progress: Progress) -> None:
+    def __init__(
+        self, parts: Parts, bucket: Bucket, pool: Executor, bad: Set[bytes], progress: Progress
+    ) -> None:
         self._parts = parts
         self._bucket = bucket
         self._pool = pool
+        self._bad = bad
         self._progress = progress
         self._places: dict[bytes, Place] = {}
         self._pending: set[Future[None]] = set()
@@ -240,7 +260,7 @@ class _Sender:
             wanted.pop(digest, None)
         if head is not None and wanted:
             for row in head.rows():  # another name may have the same bytes
-                if row.digest in wanted:
+                if row.digest in wanted and row.place.object not in self._bad:
                     self._places[row.digest] = row.place
                     del wanted[row.digest]
         self._total += sum(wanted.values())
@@ -330,7 +350,7 @@ class _Sender:
         data = pack.data()
         digest = digest_of(data)
         key = object_key(digest, packed=True)
-        is_new = self._bucket.size(key) != len(data)
+        is_new = digest in self._bad or self._bucket.size(key) != len(data)
         if is_new:
             self._bucket.put(key, data)
         for blob, offset, frames in pack.members:
@@ -350,7 +370,7 @@ class _Sender:
                 frames.append(frame_of(stored))
             hasher.update(os.pread(reader.fileno(), blob.stored - offsets[-1], offsets[-1]))
             key = object_key(hasher.digest(), packed=False)
-            is_new = self._bucket.size(key) != blob.stored
+            is_new = hasher.digest() in self._bad or self._bucket.size(key) != blob.stored
             if is_new:
                 # The descriptor keeps the bytes, even if gc unlinks the object meanwhile.
                 self._bucket.upload(key, Path(f"/proc/self/fd/{reader.fileno()}"))

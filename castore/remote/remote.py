@@ -6,6 +6,7 @@ Knows no bucket and opens no connection, so a process that uses it may fork.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,15 @@ from castore.errors import InvalidValueError, RemoteDeniedError, RemoteError
 from castore.names import check_name, check_prefix
 from castore.parts import Parts
 from castore.remote.keys import check_ref
-from castore.remote.outcomes import Progress, Pulled, Pushed, RemoteChange, RemoteCommit
+from castore.remote.outcomes import (
+    Checked,
+    Progress,
+    Pulled,
+    Pushed,
+    RemoteChange,
+    RemoteCommit,
+    RemoteProblem,
+)
 from castore.remote.remotes import Remotes, RemoteSettings
 
 # Seconds for the process to clean up after an interrupt; it ends by itself earlier than that.
@@ -89,6 +98,11 @@ class Remote:
                 f"remote {self.name!r} was added with --read-only, so nothing is pushed to it;"
                 " remove it and add it without"
             )
+        return self._push(prefix, ref, note, delete, [], progress)
+
+    def _push(
+        self, prefix: str, ref: str, note: str, delete: bool, bad: list[str], progress: Progress | None
+    ) -> Pushed:
         check_prefix(prefix)
         self._parts.index.require_writable()  # the base is kept in the store
         base = self._remotes.base(self.name, check_ref(ref), "")
@@ -98,6 +112,7 @@ class Remote:
             "note": note,
             "delete": delete,
             "base": _hex(base),
+            "bad": bad,
         }
         result = self._call("push", arguments, progress)
         self._remotes.set_base(self.name, ref, "", bytes.fromhex(result.pop("base")))
@@ -181,28 +196,59 @@ class Remote:
         arguments = {"old": old, "new": new, "prefix": check_prefix(prefix)}
         return [RemoteChange(*fields) for fields in self._call("diff", arguments)]
 
+    def check(self, *, deep: bool = False) -> Checked:
+        """Check that the bucket has all that its refs mean.
+
+        Args:
+            deep: read every object and compare its bytes with its digest. By default only listings and trees
+                are read.
+        """
+        found = self._call("check", {"deep": deep})
+        problems = [RemoteProblem(ref, key, why, tuple(names)) for ref, key, why, names in found["problems"]]
+        return Checked(**found | {"problems": problems})
+
+    def repair(self, checked: Checked, *, progress: Progress | None = None) -> list[Pushed]:
+        """Upload again what a check found missing or damaged, as far as this store has the bytes.
+
+        Args:
+            checked: from `check`.
+            progress: as for `push`.
+
+        Returns:
+            The outcome for each ref that had problems. What is still missing, another `check` tells.
+        """
+        bad = [problem.key.rpartition("/")[2] for problem in checked.problems if problem.key is not None]
+        refs = sorted({problem.ref for problem in checked.problems if problem.key is not None})
+        return [self._push("", ref, "repair", False, bad, progress) for ref in refs]
+
     def _call(self, call: str, arguments: dict[str, Any], progress: Progress | None = None) -> Any:
         request = {
             "store": str(self._parts.path), "options": self._options, "url": self.url, "call": call,
             "arguments": arguments,
         }  # fmt: skip
-        command = [sys.executable, "-m", "castore.remote.transfer"]
+        reading, writing = os.pipe()
+        command = [sys.executable, "-m", "castore.remote.transfer", str(writing)]
         outcome: dict[str, Any] | None = None
-        with ExitStack() as stack:
+        with ExitStack() as opened:
             # A terminal's Ctrl-C reaches the new process too, which inherits the mask: this process ends it.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
-            process = stack.enter_context(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            )
+            opened.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+            answers = opened.enter_context(open(reading, "rb"))
+            try:
+                process = opened.enter_context(
+                    subprocess.Popen(
+                        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(writing,)
+                    )
+                )
+            finally:
+                os.close(writing)
             assert process.stdin is not None
-            assert process.stdout is not None
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-                with suppress(BrokenPipeError):  # the process has ended: its output says why
+                with suppress(BrokenPipeError):  # the process has ended: its answer says why
                     process.stdin.write(json.dumps(request).encode() + b"\n")
                     process.stdin.flush()
-                for line in process.stdout:  # to its end: a closed input would interrupt the process
+                for line in answers:  # to their end: a closed input would interrupt the process
                     message = json.loads(line)
                     if "progress" not in message:
                         outcome = message

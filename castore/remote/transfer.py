@@ -1,9 +1,9 @@
-"""The process that talks to a bucket: `python -m castore.remote.transfer`, started for one call.
+"""The process that talks to a bucket: `python -m castore.remote.transfer FD`, started for one call.
 
 Clients of object storage do not survive a fork, and a data loader forks. So no process that uses castore
 ever opens a connection: it starts this one by exec, writes the call to its standard input as a line of JSON,
-and reads lines of JSON: progress, and in the end the result or the error. Standard input stays open for as
-long as the caller lives; its end is the word to stop.
+and reads lines of JSON from the pipe FD: progress, and in the end the result or the error. Standard input
+stays open for as long as the caller lives; its end is the word to stop.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from castore.gc import collect
 from castore.parts import Parts, open_folder, open_parts
 from castore.remote import commits, marker
 from castore.remote.bucket import Bucket
+from castore.remote.check import check
 from castore.remote.page_cache import PageCache
 from castore.remote.pull import find_commit, pull
 from castore.remote.push import push
@@ -51,11 +52,23 @@ class _Call:
     def prepare(self, read_only: bool) -> None:
         marker.prepare(self.bucket, read_only=read_only)
 
-    def push(self, base: str | None, **options: Any) -> dict[str, Any]:
+    def push(self, base: str | None, bad: list[str], **options: Any) -> dict[str, Any]:
+        distrusted = set(map(bytes.fromhex, bad))
+        self.pages.restore(distrusted)
         pushed, next_base = push(
-            self.parts, self.bucket, self.pages, self.pool, base=_raw(base), progress=_Progress(), **options
+            self.parts,
+            self.bucket,
+            self.pages,
+            self.pool,
+            base=_raw(base),
+            bad=distrusted,
+            progress=_Progress(),
+            **options,
         )
         return {**pushed._asdict(), "base": next_base.hex()}
+
+    def check(self, deep: bool) -> dict[str, Any]:
+        return check(self.bucket, self.pages, self.pool, deep=deep)._asdict()
 
     def pull(self, base: str | None, **options: Any) -> dict[str, Any]:
         pulled, next_base = pull(
@@ -114,8 +127,9 @@ def _raw(digest: str | None) -> bytes | None:
 
 
 def _send(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
+    line = memoryview(json.dumps(message).encode() + b"\n")
+    while line:
+        line = line[os.write(int(sys.argv[1]), line) :]
 
 
 def _end_with_caller() -> None:

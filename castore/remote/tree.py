@@ -105,6 +105,17 @@ class Tree:
             else:
                 yield from self._leaves(self._below(page, child), prefix)
 
+    def pages(self) -> Iterator[bytes]:
+        """The digests of all pages. Leaves are not read."""
+        yield self.root
+        yield from self._pages(self.page())
+
+    def _pages(self, page: Page) -> Iterator[bytes]:
+        for child in page.children:
+            yield child.page
+            if page.level > 1:
+                yield from self._pages(self._below(page, child))
+
     def rows_of(self, leaf: Child) -> list[Row]:
         """The rows of one of `leaves`."""
         page = self.page(leaf if leaf.first else None)

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from castore import NEVER, Store
-from castore.errors import ConflictError, CorruptError, InvalidValueError, NotFoundError, RemoteMissingError
+from castore.errors import (
+    ConflictError,
+    CorruptError,
+    FullError,
+    InvalidValueError,
+    NotFoundError,
+    RemoteError,
+    RemoteMissingError,
+)
 from castore.remote.bucket import Bucket
 from castore.remote.folder_bucket import FolderBucket
 from tests.helpers import agrees_with_disk, mixed, noise, records, text
@@ -172,6 +182,23 @@ def test_a_name_that_both_changed_is_a_conflict_that_changes_nothing(node: MakeN
     assert two.push().added == 1
 
 
+def test_a_lost_base_makes_conflicts_of_differences_and_loses_nothing(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    one.store.put_many([("a", b"old"), ("b", b"old")])
+    one.push()
+    two.pull()
+    two.store.put("c", b"two's")
+    one.store.put("a", b"one's")
+    one.push()
+    two.push()  # two has not seen the new a, so its base is a tree of its own
+    for path in (two.store.path / "pages").iterdir():
+        path.unlink()
+    with pytest.raises(ConflictError, match=r"^'a' changed both here"):
+        two.pull()
+    two.pull(replace=True)
+    assert two.contents() == {"a": b"one's", "b": b"old", "c": b"two's"}
+
+
 def test_what_a_store_evicted_stays_in_the_ref_until_it_is_deleted_there(node: MakeNode) -> None:
     one, two, three = node("one"), node("two"), node("three")
     one.store.put_many([("a/1", b"1"), ("a/2", b"2"), ("b", b"3")])
@@ -198,6 +225,45 @@ def test_pushes_of_many_threads_to_one_ref_all_arrive(node: MakeNode) -> None:
     last = node("last")
     last.pull()
     assert len(last.contents()) == 120
+
+
+def test_a_ref_larger_than_the_budget_is_refused_before_anything_comes(node: MakeNode) -> None:
+    one, small = node("one"), node("small", max_size="1MB")
+    one.store.put_many((f"part/{number}", noise(300_000, number)) for number in range(4))
+    one.store.put("other", noise(300_000, 4))
+    one.push()
+    with pytest.raises(FullError, match=r"takes 1\.5 MB, and the budget of .* is 1 MB; pull a part"):
+        small.pull()
+    assert small.contents() == {}
+    small.pull("other")
+    assert small.contents() == {"other": noise(300_000, 4)}
+
+
+def test_what_has_expired_meanwhile_is_not_pulled(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    one.store.put("short", b"1", ttl=0.2)
+    one.store.put("long", b"2", ttl="1h")
+    one.push()
+    while one.store.entry("short") is not None:
+        time.sleep(0.02)
+    assert two.pull().added == 1
+    assert two.contents() == {"long": b"2"}
+    ours, theirs = one.store.entry("long"), two.store.entry("long")
+    assert ours is not None
+    assert theirs is not None
+    assert ours.expires == theirs.expires
+
+
+def test_an_object_that_is_larger_than_castore_writes_it_is_not_read_into_memory(
+    node: MakeNode, tmp_path: Path
+) -> None:
+    one = node("one")
+    one.store.put("a", b"a")
+    one.push()
+    [ref] = (tmp_path / "bucket" / "refs").iterdir()
+    os.truncate(ref, 1 << 40)  # a file with a hole
+    with pytest.raises(RemoteError, match="is larger than castore writes it"):
+        node("two").pull()
 
 
 def test_a_pickle_is_neither_pushed_nor_pulled(node: MakeNode) -> None:

@@ -1,0 +1,186 @@
+"""SIGKILL before and after each call of a push or a pull: no ref names what is missing, and the next run goes on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from castore.remote import commits
+from castore.remote import pull as pulling
+from castore.remote.bucket import Bucket
+from castore.remote.folder_bucket import FolderBucket
+from castore.remote.keys import object_key, page_key
+from castore.remote.pages import digest_of
+from castore.remote.tree import Tree
+from castore.write.writer import BlobWriter
+from tests.helpers import agrees_with_disk, in_small_process, noise, text
+from tests.remote.conftest import Node
+
+
+class Deadly:
+    """A bucket that ends the process at one of its calls: before the call, or after it."""
+
+    def __init__(self, bucket: Bucket, call: int, *, after: bool) -> None:
+        self._bucket = bucket
+        self._left = itertools.count(-call)
+        self._after = after
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._bucket, name)
+        if not callable(value):
+            return value
+
+        return lambda *arguments: self.count(lambda: value(*arguments))
+
+    def count(self, call: Callable[[], Any]) -> Any:
+        """Make a call that counts."""
+        is_last = next(self._left) == 0
+        if is_last and not self._after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = call()
+        if is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+
+def dies(task: Callable[[], object]) -> bool:
+    """Run ``task`` in a forked child; whether it was killed."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            task()
+            status = 0
+        finally:
+            os._exit(status)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert status == 0
+    return False
+
+
+def check_refs(bucket: Bucket) -> dict[str, bytes]:
+    """Check that all that a ref means is there and whole; returns the names of the main ref, and their digests."""
+    found: dict[str, bytes] = {}
+    for ref in commits.list_refs(bucket):
+        seen = commits.read_ref(bucket, ref)
+        assert seen is not None
+        for _, commit in commits.history(bucket, seen.commit):
+            for row in Tree(commit.tree, lambda digest: bucket.get(page_key(digest)).data).rows():
+                key = object_key(row.place.object, packed=row.place.is_packed)
+                assert digest_of(bucket.get(key).data) == row.place.object
+                found.setdefault(row.name, row.digest)
+    return found
+
+
+def fill(node: Node, generation: int) -> None:
+    for number in range(4):
+        node.store.put(f"small/{number}", text(300, 10 * generation + number))
+    node.store.put("medium", noise(50_000, generation))
+    node.store.put("large", noise(1_400_000, generation), codec="none")
+    node.store.put(f"of {generation}", b"%d" % generation)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_push_killed_at_any_call_names_nothing_that_is_missing_and_the_next_one_goes_on(
+    after: bool, tmp_path: Path
+) -> None:
+    in_small_process(_kill_pushes, tmp_path, after)
+
+
+def _kill_pushes(folder: Path, after: bool) -> None:
+    for call in itertools.count():
+        place = folder / str(call)
+        bucket = FolderBucket(place / "bucket")
+        one = Node(place / "one", bucket)
+        fill(one, 0)
+        one.push()
+        before = check_refs(bucket)
+        fill(one, 1)
+        base = one.base
+        one.close()
+
+        def push(place: Path = place, call: int = call, base: bytes | None = base) -> None:
+            node = Node(place / "one", Deadly(FolderBucket(place / "bucket"), call, after=after))
+            node.base = base
+            node.push()
+
+        killed = dies(push)
+        found = check_refs(bucket)
+        again = Node(place / "one", bucket)
+        again.base = base
+        pushed = again.push()
+        wanted = {entry.name: bytes.fromhex(entry.digest) for entry in again.store.entries()}
+        assert found in (before, wanted)
+        assert check_refs(bucket) == wanted
+        agrees_with_disk(again.store)
+        again.close()
+        other = Node(place / "other", bucket)
+        other.pull()
+        assert {entry.name: bytes.fromhex(entry.digest) for entry in other.store.entries()} == wanted
+        other.close()
+        if not killed:
+            assert call > 8, "hardly any call: this tests nothing"
+            assert pushed.sent == 0
+            return
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_pull_killed_at_any_call_or_commit_leaves_a_sound_store_and_the_next_one_goes_on(
+    after: bool, tmp_path: Path
+) -> None:
+    in_small_process(_kill_pulls, tmp_path, after)
+
+
+def _kill_pulls(folder: Path, after: bool) -> None:
+    bucket = FolderBucket(folder / "bucket")
+    one = Node(folder / "one", bucket)
+    fill(one, 0)
+    one.push()
+    wanted = one.contents()
+    one.close()
+    left_something = 0
+    for call in itertools.count():
+        place = folder / str(call)
+
+        def pull(place: Path = place, call: int = call) -> None:
+            deadly = Deadly(bucket, call, after=after)
+            commit = BlobWriter.commit
+            pulling._COMMIT = 2
+            # The commits are windows, too: the calls of the bucket and of the writer count together.
+            BlobWriter.commit = deadly_commit(deadly, commit)  # type: ignore[method-assign]
+            Node(place, deadly).pull()
+
+        killed = dies(pull)
+        node = Node(place, bucket)
+        agrees_with_disk(node.store)
+        found = node.contents()
+        assert found.items() <= wanted.items()
+        left_something += bool(found)
+        node.pull()
+        assert node.contents() == wanted
+        assert node.store.verify().bad == []
+        node.store.gc(grace=0)
+        assert not node.store.gc(grace=0, dry_run=True).leftovers
+        node.close()
+        if not killed:
+            assert call > 6, "hardly any call: this tests nothing"
+            assert left_something
+            return
+
+
+def deadly_commit(deadly: Deadly, commit: Callable[..., Any]) -> Callable[..., Any]:
+    """``commit``, whose calls count among those of the bucket."""
+
+    def committing(*arguments: Any) -> Any:
+        return deadly.count(lambda: commit(*arguments))
+
+    return committing

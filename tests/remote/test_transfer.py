@@ -1,0 +1,211 @@
+"""`Store.push` and `Store.pull` as a program uses them: in a process of their own, beside forks, kills and others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import castore
+from castore import Store
+from castore.errors import (
+    ConflictError,
+    CorruptError,
+    FullError,
+    InvalidNameError,
+    InvalidValueError,
+    NotFoundError,
+    RemoteDeniedError,
+    RemoteError,
+    RemoteMissingError,
+)
+from castore.remote.folder_bucket import FolderBucket
+from tests.helpers import agrees_with_disk, in_processes, noise
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    return (tmp_path / "bucket").as_uri()
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Store:
+    return Store(tmp_path / "other", memory=0)
+
+
+def test_a_store_pushes_and_another_pulls_by_the_name_of_the_remote(
+    store: Store, other: Store, url: str
+) -> None:
+    store.put("a", b"1")
+    store.put("b/c", noise(2_000_000))
+    seen: list[tuple[int, int]] = []
+    store.add_remote("team", url)
+    pushed = store.push(to="team", note="first", progress=lambda *bytes_: seen.append(bytes_))
+    assert isinstance(pushed, castore.Pushed)
+    assert seen[-1][0] == seen[-1][1] > 2_000_000
+    remote = other.add_remote("origin", url)
+    assert (remote.name, remote.url, repr(remote)) == ("origin", url, f"Remote('origin', {url!r})")
+    pulled = other.pull(remote="origin")
+    assert (pulled.commit, pulled.added) == (pushed.commit, 2)
+    assert other.get("a") == b"1"
+    assert (other.get("b/c"), other.remotes(), remote.refs()) == (noise(2_000_000), ["origin"], ["main"])
+    store.put("a", b"22")
+    store.delete("b/c")
+    store.push(to="team", note="second", delete=True)
+    log = remote.log()
+    assert [(one.note, one.entries, one.size) for one in log] == [("second", 1, 2), ("first", 2, 2_000_001)]
+    assert abs(log[0].time - time.time()) < 600
+    assert remote.diff(("main", log[1].commit[:8]), ("main", None)) == [("a", 1, 2), ("b/c", 2_000_000, None)]
+    assert remote.log(limit=1) == log[:1]
+
+
+def test_a_program_that_pushed_may_fork_and_its_children_pull_and_read(
+    store: Store, tmp_path: Path, url: str
+) -> None:
+    store.put("a", noise(300_000))
+    store.add_remote("team", url).push()
+
+    def work(number: int) -> bytes | None:
+        store.put(f"of {number}", b"%d" % number)
+        store.push(f"of {number}", to="team")
+        with Store(tmp_path / f"of {number}", memory=0) as mine:
+            mine.add_remote("team", url).pull()
+            return mine.get("a")
+
+    assert in_processes(3, work, timeout=300) == [noise(300_000)] * 3
+    assert store.remote("team").log()[0].entries == 4
+
+
+def test_the_process_ends_with_its_caller_and_the_next_push_goes_on(store: Store, url: str) -> None:
+    for number in range(40):
+        store.put(f"large/{number}", noise(3_000_000, number), codec="none")
+    store.add_remote("team", url)
+    program = (
+        "import sys; from castore import Store\n"
+        "def tell(done, total):\n"
+        "    print(done, total, flush=True)\n"
+        f"Store({str(store.path)!r}).push(to='team', progress=tell)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline()  # something has travelled
+    [child] = children_of(process.pid)
+    process.kill()
+    process.communicate()
+    while os.path.exists(f"/proc/{child}/exe"):  # a zombie has none
+        time.sleep(0.02)
+    with pytest.raises(RemoteMissingError, match="no ref 'main'"):
+        store.remote("team").log()
+    there = {listed.key for listed in FolderBucket(Path(url.removeprefix("file://"))).listing("objects/")}
+    assert there
+    pushed = store.push(to="team")
+    assert pushed.objects <= 40 - len(there) + 4
+    assert pushed.added == 40
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_ctrl_c_ends_the_process_too(store: Store, url: str) -> None:
+    store.put("a", noise(50_000_000), codec="none")
+    store.add_remote("team", url)
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.push(to="team", progress=interrupt)
+    assert children_of(os.getpid()) == []
+    assert store.push(to="team").added == 1
+
+
+def test_a_killed_process_is_an_error_that_says_what_to_do(store: Store, url: str) -> None:
+    for number in range(40):
+        store.put(f"large/{number}", noise(3_000_000, number), codec="none")
+    remote = store.add_remote("team", url)
+
+    def kill(done: int, total: int) -> None:
+        for child in children_of(os.getpid()):
+            os.kill(child, signal.SIGKILL)
+
+    with pytest.raises(RemoteError, match="do the same again"):
+        remote.push(progress=kill)
+    remote.push()
+    assert remote.log()[0].entries == 40
+
+
+def test_what_goes_wrong_in_the_process_is_the_same_error_here(
+    store: Store, other: Store, tmp_path: Path, url: str
+) -> None:
+    store.put("a", b"1")
+    store.add_remote("team", url).push()
+    other.add_remote("team", url)
+    other.put("a", b"2")
+    with pytest.raises(ConflictError, match=r"'a' changed both here and in ref 'main'") as caught:
+        other.pull(remote="team")
+    assert caught.value.names == ("a",)
+    with pytest.raises(NotFoundError, match="no entry at or below 'nothing'"):
+        store.push("nothing", to="team")
+    with pytest.raises(RemoteMissingError, match="no ref 'other'; its refs: main"):
+        store.pull("other", remote="team")
+    store.put("large", noise(4_000_000))
+    store.push(to="team")
+    with Store(tmp_path / "small", max_size="1MB", memory=0) as small:
+        small.add_remote("team", url)
+        with pytest.raises(FullError, match="the budget of"):
+            small.pull(remote="team")
+        assert small.get("large") is None
+    [path] = [path for path in (tmp_path / "bucket" / "objects").rglob("*") if path.is_file()]
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(CorruptError, match=r"'large' in file://.* are damaged"):
+        other.pull(remote="team", replace=True)
+
+
+def test_remotes_are_kept_by_the_store_and_hold_no_more_than_was_given(
+    store: Store, url: str, tmp_path: Path
+) -> None:
+    store.add_remote("b", url)
+    store.add_remote("a", url, read_only=True)
+    assert store.remotes() == ["a", "b"]
+    assert store.remote("a").settings == castore.RemoteSettings("a", url, read_only=True)
+    store.put("x", b"x")
+    with pytest.raises(RemoteDeniedError, match="--read-only"):
+        store.push(to="a")
+    with pytest.raises(InvalidValueError, match="remove it first"):
+        store.add_remote("a", (tmp_path / "elsewhere").as_uri())
+    store.push(to="b")
+    assert store.pull(remote="a").unchanged == 1
+    store.remove_remote("b")
+    assert store.remotes() == ["a"]
+    for call in (store.remote, store.remove_remote):
+        with pytest.raises(NotFoundError, match=r"knows no remote 'b' \(it knows: a\)"):
+            call("b")
+    for name in ("", "../x", "a/b", ".x", "ä", "x" * 101):
+        with pytest.raises(InvalidNameError, match="cannot be a remote"):
+            store.add_remote(name, url)
+    agrees_with_disk(store)
+    assert castore.Store(store.path).verify().bad == []
+
+
+def test_a_place_that_is_no_remote_is_not_written_to_by_a_reader(
+    store: Store, tmp_path: Path, url: str
+) -> None:
+    with pytest.raises(RemoteMissingError, match=r"is no remote: it has no castore-remote\.json"):
+        store.add_remote("team", url, read_only=True)
+    assert not (tmp_path / "bucket").exists()
+    assert store.remotes() == []
+    store.add_remote("team", url)
+    (tmp_path / "bucket" / "castore-remote.json").write_text('{"format": 2}')
+    with pytest.raises(RemoteError, match="has format 2, and this castore knows format 1; upgrade castore"):
+        store.add_remote("again", url)
