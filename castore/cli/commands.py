@@ -26,6 +26,7 @@ COMMANDS = {
     "init": "init", "add": "add", "ls": "ls", "cat": "cat", "get": "get", "rm": "rm", "pin": "pin",
     "unpin": "pin", "train-dict": "train_dict", "stat": "stat", "gc": "gc", "verify": "verify",
     "doctor": "doctor", "mount": "mount", "umount": "umount", "watch": "watch", "process": "process",
+    "remote": "remote", "push": "push", "pull": "pull", "log": "log", "diff": "diff",
 }  # fmt: skip
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -43,13 +44,7 @@ class _Commands(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._imported:
             module = import_module(f"castore.cli.{COMMANDS[name]}")
-            alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-            alone.command(name, context_settings=_SETTINGS)(getattr(module, name.replace("-", "_")))
-            self._imported[name] = made = typer.main.get_command(alone)
-            for parameter in made.params:
-                if parameter.param_type_name == "argument":
-                    # Newer versions of typer print Python's type, `<list[str]>`, behind each argument.
-                    parameter.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
+            self._imported[name] = _command(name, getattr(module, name.replace("-", "_")))
         return self._imported[name]
 
     def __setitem__(self, name: str, command: Any) -> None:
@@ -63,6 +58,22 @@ class _Commands(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(COMMANDS)
+
+
+def _command(name: str, found: Any) -> Any:
+    """The command of a module: of its function, or of its `Typer` with sub-commands."""
+    if not isinstance(found, typer.Typer):
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(name, context_settings=_SETTINGS)(found)
+        found = alone
+    made: Any = typer.main.get_command(found)
+    made.name = name
+    for command in (made, *getattr(made, "commands", {}).values()):
+        for parameter in command.params:
+            if parameter.param_type_name == "argument":
+                # Newer versions of typer print Python's type, `<list[str]>`, behind each argument.
+                parameter.display_type_rich = lambda ctx: None
+    return made
 
 
 def _version(wanted: bool) -> None:

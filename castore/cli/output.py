@@ -11,7 +11,7 @@ import shlex
 import sqlite3
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 #: The option of every command that reports.
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -162,6 +163,26 @@ def progress(what: str, total: int | None, *, wanted: bool = True) -> Iterator[C
     if not (wanted and sys.stderr.isatty()):
         yield _nothing
         return
+    with _bar() as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+@contextmanager
+def growing_progress(what: str) -> Iterator[Callable[[int, int], object] | None]:
+    """`progress` for work whose total is found while it is done.
+
+    Yields the function to call with all bytes done so far and the total so far, or None if nothing is drawn.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with _bar() as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _bar() -> Progress:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -180,9 +201,24 @@ def progress(what: str, total: int | None, *, wanted: bool = True) -> Iterator[C
         TimeRemainingColumn(),
         TextColumn("left"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.advance(task, done)
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def print_table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    """Print rows as a table on a terminal; else as lines with a tab between the cells, for other programs."""
+    # A cell may come from another machine: it must neither control the terminal nor begin a line.
+    shown = [tuple("".join(filter(str.isprintable, " ".join(cell.split()))) for cell in row) for row in rows]
+    if not sys.stdout.isatty():
+        for row in shown:
+            typer.echo("\t".join(row))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*heads, box=None, pad_edge=False, header_style="bold")
+    for row in shown:
+        table.add_row(*map(Text, row))
+    console().print(table)
 
 
 def _nothing(done: int) -> None:

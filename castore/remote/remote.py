@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
@@ -103,6 +104,7 @@ class Remote:
         self, prefix: str, ref: str, note: str, delete: bool, bad: list[str], progress: Progress | None
     ) -> Pushed:
         check_prefix(prefix)
+        self._parts.index.require_writable()  # the base is kept in the store
         base = self._remotes.base(self.name, check_ref(ref), "")
         arguments = {
             "ref": ref,
@@ -226,7 +228,11 @@ class Remote:
         }  # fmt: skip
         reading, writing = os.pipe()
         command = [sys.executable, "-m", "castore.remote.transfer", str(writing)]
+        outcome: dict[str, Any] | None = None
         with ExitStack() as opened:
+            # A terminal's Ctrl-C reaches the new process too, which inherits the mask: this process ends it.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            opened.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
             answers = opened.enter_context(open(reading, "rb"))
             try:
                 process = opened.enter_context(
@@ -238,16 +244,15 @@ class Remote:
                 os.close(writing)
             assert process.stdin is not None
             try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 with suppress(BrokenPipeError):  # the process has ended: its answer says why
                     process.stdin.write(json.dumps(request).encode() + b"\n")
                     process.stdin.flush()
-                for line in answers:
+                for line in answers:  # to their end: a closed input would interrupt the process
                     message = json.loads(line)
-                    if "result" in message:
-                        return message["result"]
-                    if "error" in message:
-                        raise _error(message["error"])
-                    if progress is not None:
+                    if "progress" not in message:
+                        outcome = message
+                    elif progress is not None:
                         progress(*message["progress"])
             finally:
                 with suppress(BrokenPipeError):
@@ -256,6 +261,10 @@ class Remote:
                     process.wait(_PATIENCE)
                 except subprocess.TimeoutExpired:
                     process.kill()
+        if outcome is not None and "error" in outcome:
+            raise _error(outcome["error"])
+        if outcome is not None:
+            return outcome["result"]
         raise RemoteError(
             f"the process that talks to remote {self.name!r} ended with status {process.returncode};"
             " nothing is lost: do the same again"

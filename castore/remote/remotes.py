@@ -130,6 +130,14 @@ class Remotes:
             path.unlink()
         folder.rmdir()
 
+    def refs(self, name: str) -> list[str]:
+        """The refs of a remote that this store has pushed to or pulled from, sorted."""
+        try:
+            found = os.listdir(self._folder / check_remote_name(name))
+        except FileNotFoundError:
+            return []
+        return sorted({file.partition("@")[0] for file in found if "@" in file})
+
     def base(self, name: str, ref: str, below: str) -> bytes | None:
         """The root of the tree of names on which this store and a ref agreed last (see compare.py).
 

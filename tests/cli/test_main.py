@@ -24,7 +24,8 @@ Start = Callable[..., subprocess.Popen[bytes]]
 NEED_A_STORE = [
     ("ls",), ("cat", "x"), ("get", "x", "-o", "y"), ("rm", "x"), ("pin", "x"), ("unpin", "x"), ("stat",),
     ("gc",),
-    ("train-dict", "x"), ("verify",), ("doctor",), ("mount", "m"),
+    ("train-dict", "x"), ("verify",), ("doctor",), ("mount", "m"), ("remote", "ls"), ("remote", "rm", "x"),
+    ("remote", "add", "x", "file:///x"), ("push",), ("pull", "main"), ("log", "main"), ("diff", "a", "b"),
 ]  # fmt: skip
 
 

@@ -27,9 +27,15 @@ NAMING = {
     "stat": ("stat", "{}"),
     "mount": ("mount", "mnt", "--prefix", "{}"),
     "watch": ("watch", ".", "--as", "{}"),
+    "push": ("push", "{}"),
+    "pull --prefix": ("pull", "main", "--prefix", "{}"),
+    "pull --as": ("pull", "main", "--as", "{}"),
+    "diff": ("diff", "main", "main", "--prefix", "{}"),
 }
+#: Commands for which a name need not be there; and commands of remotes, see test_remote.py.
+MAKING, REMOTE = {"add", "watch", "mount"}, {"push", "pull --prefix", "pull --as", "diff"}
 #: The other commands take no names.
-OTHERS = {"init", "gc", "verify", "doctor", "umount", "process"}
+OTHERS = {"init", "gc", "verify", "doctor", "umount", "process", "remote", "log"}
 
 
 def test_every_command_is_held_to_the_rule() -> None:
@@ -62,7 +68,7 @@ def test_a_mistake_in_usage_is_seen_before_anything_is_done(
     assert store.entry("kept") == before
 
 
-@pytest.mark.parametrize("command", sorted(NAMING.keys() - {"add", "watch", "mount"}))
+@pytest.mark.parametrize("command", sorted(NAMING.keys() - MAKING - REMOTE))
 @pytest.mark.parametrize("name", ["nothing", "nothing/"])
 def test_what_is_not_there_is_a_failure(cli: Cli, store: Store, command: str, name: str) -> None:
     ran = cli(*(word.format(name) for word in NAMING[command]))

@@ -333,6 +333,8 @@ def test_every_file_of_a_store_stands_in_the_page_with_its_mode(disk: Store) -> 
     disk.get_or_compute("computed", lambda: "value")
     disk.index.snapshot_journal()
     disk.train_dictionary("records", records(400))
+    disk.add_remote("team", (disk.path.parent / "bucket").as_uri())
+    disk.push(to="team")
     rows = re.findall(r"^\| (`.+?`.*?) \| .+? \| (\d{4})? ?\|$", PAGE, re.M)
     modes = {}
     for paths, mode in rows:
@@ -345,6 +347,9 @@ def test_every_file_of_a_store_stands_in_the_page_with_its_mode(disk: Store) -> 
         r"objects/packs/[0-9a-f]{8}\.pack": "objects/packs/0000002a.pack",
         r"objects/names/\d{8}\.names": "objects/names/00000003.names",
         r"objects/names/\d{8}\.snapshot": "objects/names/00000003.snapshot",
+        r"remotes/team/remote\.json": "remotes/R/remote.json",
+        r"remotes/team/main@[0-9a-f]{16}": "remotes/R/REF@H",
+        r"pages/[0-9a-f]{64}": "pages/abcd…",
     }
     seen = set()
     for path in disk.path.rglob("*"):
@@ -357,7 +362,7 @@ def test_every_file_of_a_store_stands_in_the_page_with_its_mode(disk: Store) -> 
         if modes[kind]:
             assert path.stat().st_mode & 0o7777 == int(modes[kind], 8), relative
         seen.add(kind)
-    assert len(seen) >= 14
+    assert len(seen) >= 17
 
 
 def test_a_temporary_file_is_named_as_the_page_says(disk: Store) -> None:
@@ -369,3 +374,124 @@ def test_a_temporary_file_is_named_as_the_page_says(disk: Store) -> None:
     stat = subprocess.run(["cat", f"/proc/{os.getpid()}/stat"], capture_output=True, text=True, check=True)
     assert started == stat.stdout.rpartition(")")[2].split()[19]
     assert re.fullmatch(r"[0-9a-f]{32}\.part", rest)
+
+
+def remote_columns(heading: str) -> list[str]:
+    """The names of the columns of a table of pages, in the page's order."""
+    section = PAGE.split(f"Columns of {heading}:")[1].split("|---|---|---|\n")[1].split("\n\n")[0]
+    return [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines()]
+
+
+def remote_page(bucket: Path, digest: str) -> tuple[int, dict[str, Any]]:
+    """The level and the columns of a page of a tree, taken apart as the page says."""
+    begin = bytes.fromhex(re.search(r"A page is the 16 bytes `([0-9a-f \n]+)`", PAGE)[1])  # type: ignore[index]
+    raw = (bucket / "trees" / digest).read_bytes()
+    assert raw.startswith(begin)
+    assert blake3.blake3(raw).hexdigest() == digest
+    level, *columns = msgpack.unpackb(zstandard.ZstdDecompressor().decompress(raw[len(begin) :]))
+    names = remote_columns("an inner page" if level else "a leaf")
+    return level, dict(zip(names, columns, strict=True))
+
+
+def cut(data: bytes, length: int) -> list[bytes]:
+    return [data[start : start + length] for start in range(0, len(data), length)]
+
+
+def remote_leaves(bucket: Path, digest: str) -> Iterator[dict[str, Any]]:
+    """The leaves of a tree in order; each inner page says of the pages below it what is true."""
+    level, columns = remote_page(bucket, digest)
+    if not level:
+        yield columns
+        return
+    for number, below in enumerate(cut(columns["pages"], 32)):
+        leaves = list(remote_leaves(bucket, below.hex()))
+        assert columns["firsts"][number] == leaves[0]["names"][0]
+        assert columns["entries"][number] == sum(len(leaf["names"]) for leaf in leaves)
+        assert columns["logical"][number] == sum(sum(leaf["sizes"]) for leaf in leaves)
+        assert columns["stored"][number] == sum(sum(leaf["stored"]) for leaf in leaves)
+        yield from leaves
+
+
+def test_a_remote_is_what_the_page_says(disk: Store, tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    contents = {f"many/{number:05}": b"%d" % number for number in range(6_000)}
+    contents |= {"raw": noise(2_000_000), "frames": mixed(5 * FRAME + 1), "none": b""}
+    disk.put_many(contents.items())
+    disk.train_dictionary("records", records(400))
+    contents["records/1"] = records(1, 5)[0]
+    disk.put("records/1", contents["records/1"], metadata={"k": "v"}, ttl=1000)
+    disk.add_remote("team", bucket.as_uri())
+    pushed = disk.push(to="team", note="a note")
+
+    assert json.loads((bucket / "castore-remote.json").read_text()) == {"format": 1}
+    (ref,) = (path for path in (bucket / "refs").rglob("*00000001"))
+    written = json.loads(ref.read_text())
+    examples = [json.loads(text) for text in re.findall(r'^(\{"format":.*\})$', PAGE, re.M)]
+    assert written.keys() == examples[2].keys()
+    raw = (bucket / "commits" / written["commit"]).read_bytes()
+    assert blake3.blake3(raw).hexdigest() == written["commit"] == pushed.commit
+    commit = json.loads(raw)
+    assert (commit.keys(), commit["parent"], commit["note"]) == (examples[1].keys(), None, "a note")
+    assert (commit["entries"], commit["size"]) == (len(contents), sum(map(len, contents.values())))
+
+    level, _ = remote_page(bucket, commit["tree"])
+    assert level == 1, "several leaves"
+    (head,) = tables("Packs")
+    seen, used = {}, set()
+    for leaf in remote_leaves(bucket, commit["tree"]):
+        objects, frames, at = cut(leaf["objects"], 32), cut(leaf["frames"], 20), 0
+        for number, name in enumerate(leaf["names"]):
+            size, stored, offset = (leaf[column][number] for column in ("sizes", "stored", "offsets"))
+            digest = objects[leaf["which"][number]].hex()
+            path = bucket / (f"packs/{digest}" if offset else f"objects/{digest[:2]}/{digest}")
+            data = path.read_bytes()
+            assert blake3.blake3(data).hexdigest() == digest
+            used.add(path)
+            payload = data[offset : offset + stored]
+            if offset:
+                record = parse(data[offset - length(head) : offset], head)
+                assert record[2:5] == [cut(leaf["digests"], 32)[number], size, stored]
+            start = 0
+            for frame in frames[at : at + max(1, -(-size // FRAME))]:
+                end = start + int.from_bytes(frame[:4], "little")
+                assert blake3.blake3(payload[start:end]).digest(length=16) == frame[4:]
+                start = end
+                at += 1
+            codec = ("zstd", "lz4", "gzip", "none")[leaf["codecs"][number]]
+            assert "0 zstd, 1 lz4, 2 gzip, 3 none" in PAGE
+            seen[name] = (cut(leaf["digests"], 32)[number], size, codec)
+            assert blake3.blake3(contents[name]).digest() == seen[name][0]
+            if codec == "none":
+                assert payload == contents[name]
+        assert at == len(frames)
+    assert list(seen) == sorted(contents)
+    assert seen["raw"][2] == "none"
+    assert seen["frames"][2] == "zstd"
+    assert {
+        path for folder in ("objects", "packs") for path in (bucket / folder).rglob("*") if path.is_file()
+    } == used
+    (dictionary,) = (disk.path / "objects" / "dicts").glob("*.zdict")
+    assert (bucket / "dicts" / dictionary.stem).read_bytes() == dictionary.read_bytes()
+
+    kept = json.loads((disk.path / "remotes" / "team" / "remote.json").read_text())
+    assert kept.keys() == examples[3].keys()
+    mark = blake3.blake3(b"").hexdigest()[:16]
+    base = (disk.path / "remotes" / "team" / f"main@{mark}").read_text()
+    assert base == commit["tree"] + "\n"
+    assert (disk.path / "pages" / base.strip()).exists()
+
+
+def test_pages_of_a_remote_are_cut_where_the_page_says(disk: Store, tmp_path: Path) -> None:
+    disk.put_many((f"many/{number:05}", b"%d" % number) for number in range(20_000))
+    disk.add_remote("team", (tmp_path / "bucket").as_uri())
+    commit = json.loads((tmp_path / "bucket" / "commits" / disk.push(to="team").commit).read_text())
+    leaves = list(remote_leaves(tmp_path / "bucket", commit["tree"]))
+    first = {leaf["names"][0] for leaf in leaves[1:]}
+    weight = 60 + len("many/00000") + len("bytes") + 20
+    names = [name for leaf in leaves for name in leaf["names"]]
+    assert len(first) > 2
+    assert first == {
+        name for name in names[1:] if xxhash.xxh3_64_intdigest(name.encode()) * 131_072 < 2**64 * weight
+    }
+    _, root = remote_page(tmp_path / "bucket", commit["tree"])
+    assert set(root["starts"][1:]) == {1}

@@ -1,0 +1,114 @@
+"""`castore remote`: keeps, lists and forgets remotes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from castore.cli.completion import remotes
+from castore.cli.output import AsJson, print_json, print_table
+from castore.cli.remote_access import check_text
+from castore.cli.std_streams import need_output
+from castore.cli.store_access import open_store
+
+if TYPE_CHECKING:
+    from castore import Store
+
+remote = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", autocompletion=remotes, help="The remote's name in this store.")
+]
+
+
+@remote.callback()
+def _remote() -> None:
+    """Keep, list and forget remotes.
+
+    A remote is a place on object storage or on a shared file system that several stores push to and pull
+    from.
+
+    \b
+    castore remote add team file:///mnt/nfs/castore
+    castore remote ls
+    """
+
+
+@remote.command("add")
+def add(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name for the remote in this store.")],
+    url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL", help="Where it is: s3://BUCKET/PREFIX, gs://…, az://… or file:///FOLDER."
+        ),
+    ],
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Never write to it from this store.")
+    ] = False,
+    single_writer: Annotated[
+        bool,
+        typer.Option(
+            "--single-writer",
+            help="For storage without conditional writes: you vouch that only one process pushes at a time.",
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Keep a remote under a name. Makes the place a remote if it is none yet.
+
+    \b
+    castore remote add team s3://our-bucket/castore
+    castore remote add team file:///mnt/nfs/castore
+    """
+    check_text(url, "URL")
+    with open_store(context) as store:
+        store.add_remote(name, url, read_only=read_only, single_writer=single_writer)
+        if as_json:
+            print_json(_described(store, name))
+        else:
+            typer.echo(f"{name} is {url} from now on")
+
+
+@remote.command("ls")
+def ls(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the remotes that the store knows.
+
+    \b
+    castore remote ls
+    """
+    need_output()
+    with open_store(context) as store:
+        known = [_described(store, name) for name in store.remotes()]
+    if as_json:
+        print_json(known)
+        return
+    options = {"read_only": "read-only", "single_writer": "single writer"}
+    rows = (
+        (
+            str(one["name"]),
+            str(one["url"]),
+            ", ".join(words for option, words in options.items() if one[option]),
+        )
+        for one in known
+    )
+    print_table(("NAME", "URL", "OPTIONS"), rows)
+
+
+@remote.command("rm")
+def rm(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
+    """Forget a remote. Nothing in it changes.
+
+    \b
+    castore remote rm team
+    """
+    with open_store(context) as store:
+        store.remove_remote(name)
+    if as_json:
+        print_json({"removed": name})
+
+
+def _described(store: Store, name: str) -> dict[str, object]:
+    return store.remote(name).settings._asdict()

@@ -1,0 +1,40 @@
+"""docs/remote.md can be pasted: its shell blocks run in one shell, and its Python prints what the page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_pages import ROOT, run_examples
+
+PAGE = ROOT / "docs" / "remote.md"
+
+
+def test_two_nodes_share_a_folder_by_pasting(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    script = "".join(blocks).replace("/tmp/castore-remote", str(tmp_path / "page"))
+    tool = tmp_path / "castore"  # of the environment that runs the tests
+    tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m castore "$@"\n')
+    tool.chmod(0o755)
+    paths = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": paths}
+    ran = subprocess.run(["bash", "-e", "-c", script], env=environment, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    told = re.findall(r"^(?:pushed|pulled) (\d \w+)", ran.stdout, re.M)
+    assert told == ["2 new", "2 new", "1 changed", "1 changed", "1 new"]
+    assert ran.stdout.count("cat\ndog\n") == 2
+    assert "owl\n" not in ran.stdout
+    assert "\t2\t288.9 KB\towls\n" in ran.stdout
+    assert "12 B  set/labels.txt\n" in ran.stdout
+
+
+def test_the_python_of_the_page_runs_and_prints_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_examples(PAGE, more_than=15, capsys=capsys)
