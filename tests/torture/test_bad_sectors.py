@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -35,6 +37,7 @@ class Disk:
 
     def __init__(self, behind: Path, root: Path, bad: Path) -> None:
         self._behind, self._root, self._bad = behind, root, bad
+        self._held: list[BinaryIO] = []
         self.store = root / "store"
         self.heal()
 
@@ -42,9 +45,16 @@ class Disk:
         """Make exactly the pages at those offsets unreadable from now on."""
         bad: dict[str, list[tuple[int, int]]] = {}  # by inode
         for path, offset in sectors:
-            number = (self._behind / path.relative_to(self._root)).stat().st_ino
+            # Open, so that no later file gets this inode's number, and with it the bad sectors.
+            self._held.append((self._behind / path.relative_to(self._root)).open("rb"))
+            number = os.fstat(self._held[-1].fileno()).st_ino
             bad.setdefault(str(number), []).append((offset - offset % PAGE, PAGE))
         self._bad.write_text(json.dumps(bad))
+
+    def close(self) -> None:
+        """Let go of the spoiled files."""
+        for file in self._held:
+            file.close()
 
     def freeze(self) -> None:
         """Make the file system read-only from now on."""
@@ -67,6 +77,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
             for name, data in VALUES.items():
                 store.put(name, data)
         yield disk
+        disk.close()
 
 
 def spoil_objects(disk: Disk) -> tuple[set[str], set[str]]:
