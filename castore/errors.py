@@ -114,6 +114,10 @@ class RemoteUnreachableError(RemoteError, ConnectionError):
     """A remote gave no answer in time."""
 
 
+class RemoteWarning(UserWarning):
+    """A remote can be used, and something about it may surprise."""
+
+
 class ConflictError(RemoteError):
     """Two stores have changed the same names of a ref.
 

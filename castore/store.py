@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from castore import stats, training
-from castore.errors import InvalidValueError, NotFoundError
+from castore.errors import InvalidValueError, NotFoundError, RemoteWarning
 from castore.gc import collect
 from castore.index import mounts
 from castore.index.transaction import Write
@@ -917,6 +918,9 @@ class Store:
             InvalidNameError, InvalidValueError: of the name, the URL, or the name has another URL already.
             RemoteError: the place cannot be used.
 
+        Warns:
+            RemoteWarning: of what may surprise, such as a clock that is wrong.
+
         >>> import tempfile
         >>> folder = tempfile.mkdtemp()
         >>> store, other = Store(folder + "/one"), Store(folder + "/other")
@@ -930,11 +934,16 @@ class Store:
         """
         from castore.remote.remote import Remote
         from castore.remote.remotes import Remotes, RemoteSettings, check_remote_name
+        from castore.remote.urls import parse_url
 
         self.require_writable()
         settings = RemoteSettings(check_remote_name(name), url, read_only, single_writer)
+        place = parse_url(url)
+        if place.scheme == "file" and self.path in (Path(place.path), *Path(place.path).parents):
+            raise InvalidValueError(f"{url!r} lies in the store's own folder; choose another for the remote")
         remote = Remote(self.parts, settings, self._remote_options())
-        remote.prepare()
+        for sentence in remote.prepare():
+            warnings.warn(f"remote {name!r}: {sentence}", RemoteWarning, stacklevel=2)
         Remotes(self.path, self.settings).add(settings)
         return remote
 

@@ -22,7 +22,7 @@ from castore import Store
 PUBLIC = {name: getattr(castore, name) for name in castore.__all__}
 CLASSES = {name: value for name, value in PUBLIC.items() if inspect.isclass(value)}
 #: Modules whose names a signature may use while types are checked only.
-_FOR_CHECKERS = {"SharedFrames": castore.SharedFrames}
+_FOR_CHECKERS = {name: getattr(castore, name) for name in ("SharedFrames", "Remote", "Pulled", "Pushed")}
 
 
 #: What readers inside castore call on the frames that `Store.shared_frames` tells of.

@@ -1,4 +1,4 @@
-"""`castore remote`: keeps, lists and forgets remotes."""
+"""`castore remote`: keeps, lists, checks and forgets remotes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from castore.cli.completion import remotes
-from castore.cli.output import AsJson, print_json, print_table
+from castore.cli.exit_codes import FAILED
+from castore.cli.output import AsJson, plural, print_json, print_table
 from castore.cli.remote_access import check_text
 from castore.cli.std_streams import need_output
 from castore.cli.store_access import open_store
+from castore.units import format_size
 
 if TYPE_CHECKING:
-    from castore import Store
+    from castore import RemoteProblem, Store
 
 remote = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -24,7 +26,7 @@ Name = Annotated[
 
 @remote.callback()
 def _remote() -> None:
-    """Keep, list and forget remotes.
+    """Keep, list, check and forget remotes.
 
     A remote is a place on object storage or on a shared file system that several stores push to and pull
     from.
@@ -112,3 +114,43 @@ def rm(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
 
 def _described(store: Store, name: str) -> dict[str, object]:
     return store.remote(name).settings._asdict()
+
+
+@remote.command("check")
+def check(
+    context: typer.Context,
+    name: Name,
+    deep: Annotated[bool, typer.Option("--deep", help="Read every object, and compare its bytes.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Upload what is missing, as far as this store has it.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check that a remote has all that its refs mean. Exits with 1 if something is missing or damaged.
+
+    \b
+    castore remote check team
+    castore remote check team --deep --repair
+    """
+    with open_store(context) as store:
+        found = store.remote(name).check(deep=deep)
+        if repair and found.problems:
+            store.remote(name).repair(found)
+            found = store.remote(name).check(deep=deep)
+    if as_json:
+        print_json(found._asdict() | {"problems": [problem._asdict() for problem in found.problems]})
+    else:
+        for problem in found.problems:
+            typer.echo(_describe_problem(problem))
+        orphans = f"; {plural(found.orphans, 'object')} of no ref: {format_size(found.orphaned)}"
+        typer.echo(
+            f"{plural(len(found.refs), 'ref')}, {plural(found.objects, 'object')},"
+            f" {plural(len(found.problems), 'problem')}{orphans if found.orphans else ''}"
+        )
+    if found.problems:
+        raise typer.Exit(FAILED)
+
+
+def _describe_problem(problem: RemoteProblem) -> str:
+    names = f", needed by {', '.join(problem.names)}" if problem.names else ""
+    return f"{problem.ref}: {problem.key or 'history'}: {problem.why}{names}"

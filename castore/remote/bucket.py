@@ -7,9 +7,9 @@ means. Calls block, and may come from any thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from castore.objects.codecs import Buffer
 
@@ -87,8 +87,13 @@ class Bucket(Protocol):
         """Write an object, or write it again."""
         ...
 
-    def upload(self, key: str, path: Path) -> None:
-        """`put` for a file of any size, in parts and in constant memory."""
+    def upload(self, key: str, path: Path, progress: Callable[[int], object]) -> None:
+        """`put` for a file of any size, in parts and in constant memory.
+
+        Args:
+            progress: called with the bytes of each piece that is read. Its exceptions end the upload, and
+                nothing is written then.
+        """
         ...
 
     def create(self, key: str, data: bytes) -> bool:
@@ -110,3 +115,10 @@ class Bucket(Protocol):
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects. Missing ones are passed over."""
         ...
+
+
+def pieces(file: BinaryIO, size: int, progress: Callable[[int], object]) -> Iterator[bytes]:
+    """The rest of a file in pieces, each of which is reported before it is given out."""
+    while piece := file.read(size):
+        progress(len(piece))
+        yield piece

@@ -27,7 +27,7 @@ from castore.errors import (
 )
 from castore.objects.codecs import Buffer
 from castore.remote.aws_credentials import read_profile
-from castore.remote.bucket import SMALL, Listed, Versioned
+from castore.remote.bucket import SMALL, Listed, Versioned, pieces
 
 try:
     import obstore
@@ -268,11 +268,12 @@ class CloudBucket:
         with _translated(self, key):
             obstore.put(self._store, key, data, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE)
 
-    def upload(self, key: str, path: Path) -> None:
+    def upload(self, key: str, path: Path, progress: Callable[[int], object]) -> None:
         """See `Bucket`."""
         part = max(_PART, path.stat().st_size // _MOST_PARTS + 1)
         with open(path, "rb") as file, _translated(self, key):
-            obstore.put(self._store, key, file, chunk_size=part, max_concurrency=_PARTS_AT_ONCE)
+            read = pieces(file, part, progress)
+            obstore.put(self._store, key, read, chunk_size=part, max_concurrency=_PARTS_AT_ONCE)
 
     def create(self, key: str, data: bytes) -> bool:
         """See `Bucket`."""

@@ -124,5 +124,6 @@ def list_names(names: Sequence[str]) -> str:
     >>> list_names(["a", "b", "c"])
     "'a' and 2 more names"
     """
-    others = f" and {len(names) - 1:,} more names" if len(names) > 1 else ""
+    more = len(names) - 1
+    others = f" and {more:,} more name{'s' * (more > 1)}" if more else ""
     return f"{names[0]!r}{others}"

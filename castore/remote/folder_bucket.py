@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from castore.errors import RemoteDeniedError, RemoteError, RemoteMissingError, RemoteUnreachableError
 from castore.objects.codecs import Buffer
-from castore.remote.bucket import SMALL, Listed, Versioned
+from castore.remote.bucket import SMALL, Listed, Versioned, pieces
 from castore.system.temporary import open_regular, sync_folder
 
 _PIECE = 4 << 20
@@ -93,10 +92,10 @@ class FolderBucket:
         with _translated(self, key):
             self._publish(self._write(data), key)
 
-    def upload(self, key: str, path: Path) -> None:
+    def upload(self, key: str, path: Path, progress: Callable[[int], object]) -> None:
         """See `Bucket`."""
         with open(path, "rb") as source, _translated(self, key):
-            self._publish(self._write(source), key)
+            self._publish(self._write(pieces(source, _PIECE, progress)), key)
 
     def create(self, key: str, data: bytes) -> bool:
         """See `Bucket`."""
@@ -195,7 +194,7 @@ class FolderBucket:
             self._version(key, old).unlink(missing_ok=True)
         return True
 
-    def _write(self, data: Buffer | BinaryIO) -> Path:
+    def _write(self, data: Buffer | Iterator[bytes]) -> Path:
         folder = self.folder / UNFINISHED
         _make_folder(folder)
         temporary = folder / uuid.uuid4().hex
@@ -204,7 +203,7 @@ class FolderBucket:
                 if isinstance(data, bytes | bytearray | memoryview):
                     file.write(data)
                 else:
-                    shutil.copyfileobj(data, file, _PIECE)
+                    file.writelines(data)
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException:
@@ -264,6 +263,10 @@ class _translated:  # noqa: N801
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RemoteError) or not isinstance(error, OSError):
             return
+        if isinstance(error, NotADirectoryError):
+            raise RemoteError(
+                f"cannot use {self._what}: a file lies in the way, where a folder should be"
+            ) from error
         if isinstance(error, FileNotFoundError):
             raise RemoteMissingError(f"there is no {self._what}") from error
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:

@@ -28,9 +28,13 @@ class PageCache:
         bucket: has the pages that the cache lacks.
         pool: fetches ahead.
         mode: permission bits of the cache's folder and of its files.
+        read_only: write nothing.
     """
 
-    def __init__(self, store: Path, bucket: Bucket, pool: Executor, mode: tuple[int, int]) -> None:
+    def __init__(
+        self, store: Path, bucket: Bucket, pool: Executor, mode: tuple[int, int], *, read_only: bool = False
+    ) -> None:
+        self._is_read_only = read_only
         self._folder = store / layout.PAGES
         self._tmp = store / "tmp"
         self._bucket = bucket
@@ -66,6 +70,8 @@ class PageCache:
 
     def keep(self, digest: bytes, data: bytes) -> None:
         """Put a page into the cache."""
+        if self._is_read_only:
+            return
         make_folder(self._folder, self._folder_mode)
         fd, temporary = create_temporary(self._tmp)
         try:

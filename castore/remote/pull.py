@@ -244,7 +244,8 @@ class _Fetcher:
         done = 0
         staged: list[tuple[tuple[str, Row], Staged]] = []
         uncommitted = 0
-        with closing(self._staged(wanted)) as coming:
+        with ExitStack() as undo, closing(self._staged(wanted)) as coming:
+            undo.callback(lambda: _discard(staged))
             for row, item in coming:
                 first, *others = names[row.digest]
                 staged.append((first, item))
@@ -254,8 +255,8 @@ class _Fetcher:
                 uncommitted += row.place.stored
                 self._progress(done, total)
                 if len(staged) >= _COMMIT or uncommitted > 4 * _REQUEST:
-                    self._commit(staged)
-                    staged, uncommitted = [], 0
+                    ready, staged, uncommitted = staged, [], 0
+                    self._commit(ready)
             self._commit(staged)
 
     def _known(self, digests: list[bytes]) -> dict[bytes, Staged]:
@@ -407,6 +408,11 @@ class _Fetcher:
             digest=row.digest.hex(),
             where=key,
         )
+
+
+def _discard(staged: list[tuple[tuple[str, Row], Staged]]) -> None:
+    for _, item in staged:
+        item.discard()
 
 
 def _ends(place: Place) -> list[int]:

@@ -242,12 +242,12 @@ class _Sender:
     def put(self, key: str, data: bytes) -> None:
         """Upload an object of this push."""
         self._bucket.put(key, data)
-        self._count(len(data), 0)
+        self._count(len(data), 0, objects=1)
 
-    def _count(self, sent: int, done: int) -> None:
+    def _count(self, sent: int, done: int, objects: int = 0) -> None:
         with self._lock:
             self.sent += sent
-            self.objects += sent > 0
+            self.objects += objects
             self._done += done
         self._progress(self._done, self._total)
 
@@ -355,7 +355,8 @@ class _Sender:
             self._bucket.put(key, data)
         for blob, offset, frames in pack.members:
             self._places[blob.digest] = Place(digest, offset, blob.stored, blob.codec, frames)
-        self._count(len(data) if is_new else 0, sum(blob.stored for blob, _, _ in pack.members))
+        stored = sum(blob.stored for blob, _, _ in pack.members)
+        self._count(len(data) if is_new else 0, stored, objects=int(is_new))
 
     def _send_large(self, blob: Blob) -> None:
         objects = self._parts.objects
@@ -373,9 +374,10 @@ class _Sender:
             is_new = hasher.digest() in self._bad or self._bucket.size(key) != blob.stored
             if is_new:
                 # The descriptor keeps the bytes, even if gc unlinks the object meanwhile.
-                self._bucket.upload(key, Path(f"/proc/self/fd/{reader.fileno()}"))
+                path = Path(f"/proc/self/fd/{reader.fileno()}")
+                self._bucket.upload(key, path, lambda read: self._count(read, read))
         self._places[blob.digest] = Place(hasher.digest(), 0, blob.stored, blob.codec, b"".join(frames))
-        self._count(blob.stored if is_new else 0, blob.stored)
+        self._count(0, 0 if is_new else blob.stored, objects=int(is_new))
 
     def send_pages(self, made: dict[bytes, bytes], pages: PageCache) -> None:
         """Upload the pages of a tree, and keep them."""

@@ -158,13 +158,18 @@ class Remote:
             self._remotes.set_base(self.name, ref, below.rstrip("/"), base)
         return Pulled(**result)
 
-    def prepare(self) -> None:
-        """Make the place a remote, if it is none yet, and see that it can be used.
+    def prepare(self) -> list[str]:
+        """Make the place a remote, if it is none yet, and find out by trying what it can do.
+
+        Returns:
+            Sentences on what may surprise.
 
         Raises:
-            RemoteError: it has another format.
+            RemoteError: it has another format, or cannot do what a remote needs.
         """
-        self._call("prepare", {"read_only": self.settings.read_only})
+        _, _, read_only, single_writer = self.settings
+        found: list[str] = self._call("prepare", {"read_only": read_only, "single_writer": single_writer})
+        return found
 
     def refs(self) -> list[str]:
         """The names of all refs, sorted."""

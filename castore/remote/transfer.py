@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from castore import errors
-from castore.errors import CastoreError
+from castore.errors import CastoreError, RemoteError
 from castore.gc import collect
 from castore.parts import Parts, open_folder, open_parts
 from castore.remote import commits, marker
 from castore.remote.bucket import Bucket
 from castore.remote.check import check
 from castore.remote.page_cache import PageCache
+from castore.remote.probe import probe
 from castore.remote.pull import find_commit, pull
 from castore.remote.push import push
 from castore.remote.tree import Tree, difference
@@ -47,10 +48,20 @@ class _Call:
     def __init__(self, parts: Parts, bucket: Bucket, pool: ThreadPoolExecutor) -> None:
         mode = (parts.settings.folder_mode, parts.settings.file_mode)
         self.parts, self.bucket, self.pool = parts, bucket, pool
-        self.pages = PageCache(parts.path, bucket, pool, mode)
+        self.pages = PageCache(parts.path, bucket, pool, mode, read_only=parts.read_only)
 
-    def prepare(self, read_only: bool) -> None:
+    def prepare(self, read_only: bool, single_writer: bool) -> list[str]:
+        """Make the place a remote and try it out; returns what may surprise."""
         marker.prepare(self.bucket, read_only=read_only)
+        found = probe(self.bucket, writes=not read_only)
+        if not found.fit_for_reading:
+            raise RemoteError(f"{self.bucket.url} cannot be a remote: {'; '.join(found.sentences)}")
+        if not (read_only or single_writer or found.fit_for_sharing):
+            raise RemoteError(
+                f"several stores cannot write to {self.bucket.url}: {'; '.join(found.sentences)};"
+                " add it with --read-only, or with --single-writer if only one process pushes at a time"
+            )
+        return list(found.sentences)
 
     def push(self, base: str | None, bad: list[str], **options: Any) -> dict[str, Any]:
         distrusted = set(map(bytes.fromhex, bad))
@@ -107,13 +118,20 @@ class _Call:
 
 
 class _Progress:
-    """Reports bytes from time to time, and in any case the last of them."""
+    """Reports bytes from time to time, and in any case the last of them. Ends the uploads of an interrupted
+    call.
+    """
+
+    #: Whether the call was interrupted.
+    is_over = False
 
     def __init__(self) -> None:
         self._next = 0.0
         self._lock = threading.Lock()
 
     def __call__(self, done: int, total: int) -> None:
+        if self.is_over:
+            raise KeyboardInterrupt
         now = time.monotonic()
         with self._lock:
             if now < self._next and done < total:
@@ -142,6 +160,7 @@ def _end_with_caller() -> None:
 
 
 def _interrupt(*_: object) -> None:
+    _Progress.is_over = True
     raise KeyboardInterrupt
 
 
@@ -157,6 +176,13 @@ def _describe(error: CastoreError | OSError) -> dict[str, Any]:
 
 def main() -> int:
     """Read a call, do it, and write what comes of it."""
+    try:
+        return _serve()
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 1
+
+
+def _serve() -> int:
     # Ctrl-C reaches this process too: it is the caller who decides what is to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, _interrupt)
@@ -170,10 +196,10 @@ def main() -> int:
     threading.Thread(target=_end_with_caller, daemon=True).start()
     try:
         _send({"result": _do(request)})
+    except BrokenPipeError:
+        raise
     except (CastoreError, OSError) as error:
         _send({"error": _describe(error)})
-    except (KeyboardInterrupt, BrokenPipeError):
-        return 1
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -495,3 +496,33 @@ def test_commands_of_remotes_need_no_standard_output_but_to_print(castore: Start
         process = castore(*words, stdout=None, preexec_fn=close)
         assert b"standard output is closed" in process.communicate()[1]
         assert process.returncode == 1
+
+
+def test_check_tells_what_is_lost_and_repair_brings_it_back(cli: Cli, store: Store, tmp_path: Path) -> None:
+    store.put("own/a", b"bytes")
+    bucket = tmp_path / "bucket"
+    cli("remote", "add", "team", bucket.as_uri())
+    cli("push", "own")
+    ran = cli("remote", "check", "team", "--deep")
+    assert (ran.code, ran.out) == (0, "1 ref, 3 objects, 0 problems\n")
+    [pack] = (bucket / "packs").iterdir()
+    pack.unlink()
+    ran = cli("remote", "check", "team")
+    assert (ran.code, ran.out.splitlines()) == (
+        1, [f"main: packs/{pack.name}: it is missing, needed by own/a", "1 ref, 2 objects, 1 problem"],
+    )  # fmt: skip
+    found = json.loads(cli("remote", "check", "team", "--json").out)
+    assert found["problems"] == [
+        {"ref": "main", "key": f"packs/{pack.name}", "why": "it is missing", "names": ["own/a"]}
+    ]
+    ran = cli("remote", "check", "team", "--repair")
+    # The tree is a new one, and the former commit is still in the history.
+    assert (ran.code, ran.out.splitlines()[-1]) == (0, "1 ref, 5 objects, 0 problems")
+    assert cli("remote", "check", "nobody").code == 1
+
+
+def test_a_remote_in_the_stores_own_folder_is_refused(cli: Cli, store: Store) -> None:
+    for place in (store.path, store.path / "objects" / "x"):
+        ran = cli("remote", "add", "team", place.as_uri())
+        assert (ran.code, ran.out) == (2, "")
+        assert "lies in the store's own folder" in ran.err

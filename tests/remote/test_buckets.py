@@ -206,19 +206,19 @@ def test_what_is_deleted_is_gone_and_the_rest_stays(bucket: Bucket) -> None:
 def test_a_large_file_is_uploaded_in_parts_and_streamed_in_pieces(bucket: Bucket, tmp_path: Path) -> None:
     data = noise(1 << 20) * 20 + b"the end"
     (tmp_path / "large").write_bytes(data)
-    bucket.upload("packs/large", tmp_path / "large")
+    bucket.upload("packs/large", tmp_path / "large", lambda read: None)
     pieces = list(bucket.stream("packs/large"))
     assert b"".join(pieces) == data
     assert len(pieces) > 1
     bucket.put("packs/put", data)
     assert bucket.get("packs/put").data == data
-    bucket.upload("packs/large", Path(os.devnull))
+    bucket.upload("packs/large", Path(os.devnull), lambda read: None)
     assert bucket.size("packs/large") == 0
 
 
 def test_a_file_that_cannot_be_read_is_no_fault_of_the_remote(bucket: Bucket, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nothing") as caught:
-        bucket.upload("one", tmp_path / "nothing")
+        bucket.upload("one", tmp_path / "nothing", lambda read: None)
     assert not isinstance(caught.value, RemoteError)
     assert bucket.size("one") is None
 
@@ -239,7 +239,7 @@ def test_more_objects_than_fit_a_page_are_listed_and_deleted(seaweedfs: Place) -
 def upload_and_stream(place: Place, path: Path) -> tuple[int, int]:
     """Bytes streamed, and how much memory that took, in bytes."""
     bucket, before = place.fresh(), peak()
-    bucket.upload("large", path)
+    bucket.upload("large", path, lambda read: None)
     streamed = sum(map(len, bucket.stream("large")))
     return streamed, peak() - before
 
@@ -326,13 +326,14 @@ def test_a_bucket_that_is_not_there_is_no_missing_object(place: Place) -> None:
 @pytest.mark.parametrize(
     ("endpoint", "told"),
     [
-        (f"http://127.0.0.1:{free_ports(1)[0]}", "connection refused"),
+        ("http://127.0.0.1:{port}", "connection refused"),
         ("http://castore.invalid", "name is unknown"),
     ],
 )
 def test_a_storage_that_nobody_answers_for_is_unreachable_in_time(
     seaweedfs: Place, endpoint: str, told: str
 ) -> None:
+    endpoint = endpoint.format(port=free_ports(1)[0])
     bucket, began = seaweedfs.fresh(AWS_ENDPOINT_URL=endpoint), time.monotonic()
     asks: list[Callable[[], object]] = [
         lambda: bucket.get("one"),
@@ -343,7 +344,7 @@ def test_a_storage_that_nobody_answers_for_is_unreachable_in_time(
         with pytest.raises(RemoteUnreachableError, match=told) as caught:
             ask()
         assert endpoint.removeprefix("http://") in str(caught.value)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120
 
 
 def test_plain_http_must_be_allowed(seaweedfs: Place) -> None:
@@ -384,7 +385,7 @@ def write_for_ever(folder: Path, source: Path, ready: Path) -> None:
         data = bytes([number % 256]) * WHOLE
         source.write_bytes(data)
         bucket.put("objects/one", data)
-        bucket.upload("packs/one", source)
+        bucket.upload("packs/one", source, lambda read: None)
         assert bucket.replace("refs/one", data, bucket.get("refs/one").version)
 
 
@@ -418,7 +419,7 @@ def test_an_object_is_not_seen_before_its_last_byte(tmp_path: Path) -> None:
     bucket, source = FolderBucket(tmp_path / "bucket"), tmp_path / "source"
     os.mkfifo(source)
     with ThreadPoolExecutor(1) as thread:
-        done = thread.submit(bucket.upload, "packs/one", source)
+        done = thread.submit(bucket.upload, "packs/one", source, lambda read: None)
         with open(source, "wb") as pipe:
             pipe.write(noise(9 << 20))
             pipe.flush()

@@ -171,7 +171,7 @@ def test_a_name_that_both_changed_is_a_conflict_that_changes_nothing(node: MakeN
     before = two.contents()
     for conflict in (two.push, two.pull):
         with pytest.raises(
-            ConflictError, match=r"^'a' and 1 more names changed both here and in ref"
+            ConflictError, match=r"^'a' and 1 more name changed both here and in ref"
         ) as caught:
             conflict()
         assert caught.value.names == ("a", "new")
