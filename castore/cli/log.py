@@ -43,7 +43,7 @@ def log(
         (one.commit[:12], _local(one.time), one.writer, f"{one.entries:,}", format_size(one.size), one.note)
         for one in found
     )
-    print_table(("COMMIT", "TIME", "WRITER", "NAMES", "SIZE", "NOTE"), rows)
+    print_table(("ID", "TIME", "WRITER", "NAMES", "SIZE", "NOTE"), rows)
 
 
 def _local(moment: float) -> str:

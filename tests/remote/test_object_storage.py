@@ -20,7 +20,7 @@ def test_what_one_node_pushes_to_object_storage_another_pulls(seaweedfs: Place, 
         one.put_many(contents.items())
         one.add_remote("team", url)
         assert one.push(to="team").added == len(contents)
-        two.add_remote("team", url)
+        two.add_remote("team", url, read_only=True)
         assert two.pull(remote="team").added == len(contents)
         assert {name: two.get(name) for name in contents} == contents
 
