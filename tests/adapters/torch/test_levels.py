@@ -213,7 +213,8 @@ def test_processes_share_levels_by_name_and_their_counts_add_up(folder: Path) ->
     assert holder.memory.stats().samples == 40
     # Four at once may read a sample that none of them has yet; later epochs miss the 20 that fit nowhere.
     assert 4 * 5 * 20 <= sum(reads) <= 4 * ITEMS + 4 * 4 * 30
-    assert sum(index in holder for index in range(ITEMS)) <= 80
+    # The other three may each have found the same last room on the disk, where the store's budget decides.
+    assert sum(index in holder for index in range(ITEMS)) <= 80 + 3
     holder.close()
 
 
