@@ -941,10 +941,12 @@ class Store:
         place = parse_url(url)
         if place.scheme == "file" and self.path in (Path(place.path), *Path(place.path).parents):
             raise InvalidValueError(f"{url!r} lies in the store's own folder; choose another for the remote")
+        known = Remotes(self.path, self.settings)
+        known.require_free(settings)  # before anything is written to the place
         remote = Remote(self.parts, settings, self._remote_options())
         for sentence in remote.prepare():
             warnings.warn(f"remote {name!r}: {sentence}", RemoteWarning, stacklevel=2)
-        Remotes(self.path, self.settings).add(settings)
+        known.add(settings)
         return remote
 
     def remote(self, name: str) -> Remote:

@@ -1,4 +1,4 @@
-"""What the commands that use a remote share: which remote is meant, ``REF@COMMIT``, and conflicts."""
+"""Helpers of the commands that use a remote: the choice of the remote, ``REF@COMMIT``, and conflicts."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _ROLE_PATIENCE = 1.0
 
 
 class Profile(NamedTuple):
-    """What a profile says of S3.
+    """The part of a profile that concerns S3.
 
     Attributes:
         keys: gives credentials to obstore; None where obstore finds them itself.

@@ -62,7 +62,7 @@ _STATUS = re.compile(r"(?:status code|error response): (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,80})</Code>|\(code: (\w{1,80})\)")
 _HOST = re.compile(r"https?://(?:[^/@\s]*@)?([^/?#\s,]{1,255})")
 _ENDPOINT = re.compile(r"https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?", re.IGNORECASE)
-# What obstore says where it has no credentials: the machine's role did not help, or a setting.
+# Words of obstore's errors without credentials: neither the machine's role nor a setting gave any.
 _NO_CREDENTIALS = re.compile(
     r"/latest/api/token|/latest/meta-data/|token request|Account must be specified|Invalid Access Key:"
     r"|service account file"
@@ -150,25 +150,23 @@ def open_s3(bucket: str, prefix: str, patience: Patience) -> CloudBucket:
 
 def open_gcs(bucket: str, prefix: str, patience: Patience) -> CloudBucket:
     """A bucket of Google Cloud Storage. obstore reads the environment and gcloud's files itself."""
-    return CloudBucket(
-        f"gs://{bucket}/{prefix}".rstrip("/"),
-        lambda: GCSStore(
-            bucket,
-            prefix=prefix or None,
-            client_options=_client(patience, "GOOGLE"),
-            retry_config=_retries(patience),
-        ),
-    )
+    return _open(GCSStore, f"gs://{bucket}/{prefix}", bucket, prefix, "GOOGLE", patience)
 
 
 def open_azure(bucket: str, prefix: str, patience: Patience) -> CloudBucket:
     """A container of Azure's blob storage. obstore reads the environment itself, the account's name too."""
+    return _open(AzureStore, f"az://{bucket}/{prefix}", bucket, prefix, "AZURE", patience)
+
+
+def _open(
+    store: type[GCSStore | AzureStore], url: str, bucket: str, prefix: str, kind: str, patience: Patience
+) -> CloudBucket:
     return CloudBucket(
-        f"az://{bucket}/{prefix}".rstrip("/"),
-        lambda: AzureStore(
+        url.rstrip("/"),
+        lambda: store(
             bucket,
             prefix=prefix or None,
-            client_options=_client(patience, "AZURE"),
+            client_options=_client(patience, kind),
             retry_config=_retries(patience),
         ),
     )
@@ -384,7 +382,7 @@ def _translate(error: Exception, url: str, key: str) -> RemoteError:
 
 
 def _setting(text: str, code: str, host: str, url: str) -> str:
-    """What to set otherwise, or ""."""
+    """A sentence on the setting that is wrong, or "" if none is."""
     if code in _NO_BUCKET:
         return f"there is no bucket for {url} at {host}; make it, or mend the URL"
     if code in _OTHER_REGION or "incorrectly configured region" in text:

@@ -45,8 +45,12 @@ def ref_key(ref: str) -> str:
     return REFS + check_ref(ref)
 
 
-def check_ref(ref: str) -> str:
+def check_ref(ref: str, kind: str = "ref") -> str:
     """Return ``ref``.
+
+    Args:
+        ref: the name.
+        kind: the thing that has the name, for the message. Remotes are named as refs are.
 
     Raises:
         InvalidNameError: no ref can have this name.
@@ -56,7 +60,7 @@ def check_ref(ref: str) -> str:
     """
     if not _REF.fullmatch(ref) or ref.endswith("."):
         raise InvalidNameError(
-            f"{ref!r} cannot be a ref: use up to 100 letters, digits, dots, dashes and underscores,"
+            f"{ref!r} cannot be a {kind}: use up to 100 letters, digits, dots, dashes and underscores,"
             " the first a letter or a digit, the last no dot"
         )
     return ref

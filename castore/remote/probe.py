@@ -1,7 +1,7 @@
-"""What a bucket can do, found out by trying.
+"""Finds out by trying what a bucket can do.
 
-What a storage calls itself says little: rclone's `serve s3` takes a conditional write and ignores its
-condition, so each of twelve racing writers is told that it won, and answers a range with the whole object.
+The name of a storage says little. rclone's `serve s3` ignores the condition of a write, so each of twelve
+racing writers is told that it won. It answers a range with the whole object.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LARGEST = 1 << 20
 
 
 class Findings(NamedTuple):
-    """What a bucket can do. None stands for what could not be tried.
+    """The abilities of a bucket. None stands for an ability that could not be tried.
 
     Attributes:
         lists: a listing has an object as soon as it is written.
@@ -219,7 +219,7 @@ def _bytes() -> bytes:
 
 
 def _race(write: Callable[[bytes], bool]) -> list[bytes]:
-    """What those writers wrote that were told that they won."""
+    """The data of each writer that was told that it won."""
     barrier = threading.Barrier(_WRITERS)
 
     def run(data: bytes) -> bool:

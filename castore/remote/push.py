@@ -57,7 +57,7 @@ _ATTEMPTS = 20
 _DIGESTS = 500
 
 
-class Plan(NamedTuple):
+class _Plan(NamedTuple):
     """The names that a push changes.
 
     Attributes:
@@ -148,7 +148,7 @@ def _writer() -> str:
 
 
 def _next_base(
-    plan: Plan, rows: list[tuple[str, Row | None]], root: bytes, before: Tree | None, pages: PageCache
+    plan: _Plan, rows: list[tuple[str, Row | None]], root: bytes, before: Tree | None, pages: PageCache
 ) -> bytes:
     if plan.is_all:
         return root
@@ -167,7 +167,7 @@ def _plan(
     delete: bool,
     bad: Set[bytes],
     ref: str,
-) -> Plan:
+) -> _Plan:
     """The names that the store has changed since ``base``, and that nobody else has."""
     chosen: list[tuple[str, Entry | None]] = []
     agreed: list[Row] = []
@@ -215,7 +215,7 @@ def _plan(
             f"{list_names(pickled)} would have to be unpickled by whoever pulls, which runs code, so no"
             " remote takes pickles; save with another serializer, or push a prefix without them"
         )
-    return Plan(chosen, agreed, is_all, added, changed, removed)
+    return _Plan(chosen, agreed, is_all, added, changed, removed)
 
 
 # Sending

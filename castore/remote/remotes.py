@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from castore import layout
-from castore.errors import InvalidNameError, InvalidValueError, NotFoundError, StoreError
+from castore.errors import InvalidValueError, NotFoundError, StoreError
 from castore.records import DIGEST_SIZE
 from castore.remote.keys import check_ref
 from castore.settings import Settings
@@ -46,10 +46,7 @@ def check_remote_name(name: str) -> str:
     Raises:
         InvalidNameError: no remote can have this name.
     """
-    try:
-        return check_ref(name)
-    except InvalidNameError as error:
-        raise InvalidNameError(str(error).replace("cannot be a ref", "cannot be a remote", 1)) from None
+    return check_ref(name, "remote")
 
 
 class Remotes:
@@ -99,18 +96,27 @@ class Remotes:
                 f"{path} is damaged; remove the remote with `castore remote rm {name}`"
             ) from error
 
+    def require_free(self, remote: RemoteSettings) -> None:
+        """Check that the name can be given to the remote.
+
+        Raises:
+            InvalidValueError: there is one of this name with another URL.
+        """
+        # A process that was killed may have left the folder alone.
+        is_there = _read(self._folder / check_remote_name(remote.name) / "remote.json") is not None
+        if is_there and (url := self.get(remote.name).url) != remote.url:
+            raise InvalidValueError(
+                f"remote {remote.name!r} is {url} already; remove it first: castore remote rm {remote.name}"
+            )
+
     def add(self, remote: RemoteSettings) -> None:
         """Keep a remote.
 
         Raises:
             InvalidValueError: there is one of this name with another URL.
         """
+        self.require_free(remote)
         folder = self._folder / check_remote_name(remote.name)
-        if _read(folder / "remote.json") is not None and self.get(remote.name).url != remote.url:
-            raise InvalidValueError(
-                f"remote {remote.name!r} is {self.get(remote.name).url} already;"
-                f" remove it first: castore remote rm {remote.name}"
-            )
         make_folder(self._folder, self._settings.folder_mode)
         make_folder(folder, self._settings.folder_mode)
         fields = {"format": 1, **remote._asdict()}

@@ -21,6 +21,7 @@ from castore.remote.tree import Tree
 from castore.write.writer import BlobWriter
 from tests.helpers import agrees_with_disk, in_small_process, noise, text
 from tests.remote.conftest import Node
+from tests.shm.forks import forked
 
 
 class Deadly:
@@ -51,15 +52,7 @@ class Deadly:
 
 def dies(task: Callable[[], object]) -> bool:
     """Run ``task`` in a forked child; whether it was killed."""
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            task()
-            status = 0
-        finally:
-            os._exit(status)
-    status = os.waitpid(child, 0)[1]
+    status = forked(task)
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL
         return True

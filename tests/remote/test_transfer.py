@@ -191,6 +191,7 @@ def test_remotes_are_kept_by_the_store_and_hold_no_more_than_was_given(
         store.push(to="a")
     with pytest.raises(InvalidValueError, match="remove it first"):
         store.add_remote("a", (tmp_path / "elsewhere").as_uri())
+    assert not (tmp_path / "elsewhere").exists()
     store.push(to="b")
     assert store.pull(remote="a").unchanged == 1
     store.remove_remote("b")
