@@ -102,6 +102,8 @@ PLACES = (
     _fixed("locks/compute", is_written=True),
     _fixed("locks/datasets", is_written=True),
     _fixed("locks/embeddings", is_written=True),
+    _fixed("locks/fetcher", is_written=True),
+    _fixed("locks/fetcher.sock", Kind.SOCKET),
     Place("locks/mount-H.json", "locks/mount-[0-9a-f]{16}\\.json"),
     Place("locks/.mount-H.json.P", f"locks/\\.mount-[0-9a-f]{{16}}\\.json\\.{_NUMBER}"),
     Place("locks/mount-N-P.sock", f"locks/mount-{_NUMBER}-{_NUMBER}\\.sock", Kind.SOCKET),

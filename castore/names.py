@@ -49,6 +49,16 @@ def check_name(name: str) -> str:
     return _check_slowly(name, "name")
 
 
+def check_kept_name(name: str) -> str:
+    """`name`, if it may be in the index: one that users may give, or one of castore's own below `RESERVED`.
+
+    Raises:
+        InvalidNameError: see `check_name`.
+    """
+    check_name(name.removeprefix(f"{RESERVED}/") if type(name) is str else name)
+    return name
+
+
 def check_prefix(prefix: str) -> str:
     """`prefix`, a folder of names, without its trailing slash; "" means all names.
 

@@ -96,7 +96,7 @@ def measure(parts: Parts) -> Stat:
     counters = index.counters()
     return Stat(
         path=str(parts.path),
-        entries=totals.entries,
+        entries=totals.entries - index.count_kept(),
         blobs=totals.blobs,
         logical=totals.logical,
         unique=totals.unique,

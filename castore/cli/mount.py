@@ -25,6 +25,18 @@ def mount(
             metavar="PREFIX", autocompletion=names, help="Show only what is below this.", show_default=False
         ),
     ] = "",
+    remote: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Show the names of a remote, without a pull: bytes come when they are read.",
+            show_default=False,
+        ),
+    ] = "",
+    ref: Annotated[str, typer.Option(metavar="REF[@COMMIT]", help="Of the remote: what to show.")] = "main",
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Show new commits of the ref as they come.")
+    ] = False,
     pin: Annotated[
         bool,
         typer.Option("--pin", help="Have gc leave all of it alone while mounted."),
@@ -43,12 +55,13 @@ def mount(
     \b
     castore mount /mnt/data
     castore mount /mnt/imagenet --prefix imagenet --pin
+    castore mount /mnt/team --remote team --follow
     """
     from castore_fuse import api
 
     require_path(mountpoint, "MOUNTPOINT")
     store = store_path(context)
-    if prefix:
+    if prefix and not remote:
         _warn_if_empty(context, prefix)
     serve = api.foreground if foreground else api.mount
     result: int | Path = serve(
@@ -59,10 +72,13 @@ def mount(
         allow_other=allow_other,
         cache_size=cache_size,
         threads=threads,
+        remote=remote,
+        ref=ref,
+        follow=follow,
     )
     if isinstance(result, int):
         raise typer.Exit(result)
-    typer.echo(f"{store} is mounted at {result}")
+    typer.echo(f"{f'{ref} of remote {remote}' if remote else store} is mounted at {result}")
 
 
 def _warn_if_empty(context: typer.Context, prefix: str) -> None:

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ from castore.errors import StoreError
 from castore.index import mounts
 from castore.index.database import Index
 from castore.index.journal import JournalTail
+from castore.system.local_sockets import address
 from castore.system.temporary import give_to_owner, is_running, pid_namespace
 
 # Imported where it is used: it takes a twentieth of the time of `import castore`, and few stores have mounts.
@@ -44,16 +44,6 @@ def is_socket_of_a_mount(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-@contextmanager
-def _address(path: Path) -> Iterator[str]:
-    """A short address of the socket: its path may be longer than the 107 bytes that fit into an address."""
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
-    finally:
-        os.close(folder)
-
-
 class Listener:
     """A mount's side: the socket on which gc asks it, until `close`.
 
@@ -68,8 +58,8 @@ class Listener:
         self._path = locks / f"mount-{pid_namespace()}-{os.getpid()}.sock"
         self._path.unlink(missing_ok=True)  # a killed process had the same pid
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        with _address(self._path) as address:
-            self._socket.bind(address)
+        with address(self._path) as short:
+            self._socket.bind(short)
         give_to_owner(self._path, locks)
         self._path.chmod(mode)
         self._socket.listen(_BACKLOG)
@@ -200,10 +190,10 @@ def _ask(path: Path) -> None:
         # refused.
         path.unlink(missing_ok=True)
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking, _address(path) as address:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking, address(path) as short:
         asking.settimeout(ANSWER_SECONDS)
         try:
-            asking.connect(address)
+            asking.connect(short)
             answer = asking.recv(1000)
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)  # the socket of a killed mount

@@ -24,7 +24,7 @@ from castore.index.beacon import CHANGED, Beacon
 from castore.index.connections import BUSY_SECONDS, CHECKPOINT_PAGES, PAUSE_SECONDS, checkpoint_at
 from castore.index.index_file import IndexFile
 from castore.index.journal import Journal, pack_record
-from castore.index.statements import BLOB_COLUMNS, BLOB_OF
+from castore.index.statements import BLOB_COLUMNS, BLOB_OF, LISTED
 from castore.index.transaction import Write
 from castore.names import below
 from castore.records import LOST, Blob, Entry, Found, Totals, entry_check
@@ -250,7 +250,7 @@ class Index:
         low, high = (prefix, prefix + "0") if prefix else ("", _LAST)
         sql = (
             f"{_ENTRY} WHERE e.name > ? AND e.name < ? AND (e.expires IS NULL OR e.expires > ?)"
-            f" {'' if damaged else _NOT_LOST} ORDER BY e.name LIMIT 1000"
+            f" AND {LISTED} {'' if damaged else _NOT_LOST} ORDER BY e.name LIMIT 1000"
         )
         whole = self.entry(prefix) if prefix else None
         if whole is not None and (whole.expires is None or whole.expires > now):
@@ -270,8 +270,8 @@ class Index:
         # SQLite sorts every blob, even the empty one, behind all text.
         low, high = below(folder) if folder else ("", b"")
         sql = (
-            f"{_ENTRY} WHERE e.name >= ? AND e.name < ? AND (e.expires IS NULL OR e.expires > ?) {_NOT_LOST}"
-            " ORDER BY e.name LIMIT ?"
+            f"{_ENTRY} WHERE e.name >= ? AND e.name < ? AND (e.expires IS NULL OR e.expires > ?)"
+            f" AND {LISTED} {_NOT_LOST} ORDER BY e.name LIMIT ?"
         )
         limit = _FEW
         while rows := self.file.all(sql, (low, high, now, limit)):
@@ -297,7 +297,10 @@ class Index:
         the metadata of matching rows only.
         """
         low, high = below(prefix) if prefix else ("", _LAST)
-        sql = f"{_ENTRY} WHERE e.name > ? AND e.name < ? AND e.metadata LIKE ? ORDER BY e.name LIMIT 1000"
+        sql = (
+            f"{_ENTRY} WHERE e.name > ? AND e.name < ? AND e.metadata LIKE ? AND {LISTED}"
+            " ORDER BY e.name LIMIT 1000"
+        )
         for page in self.file.pages(sql, low, high, f'%"{key}": %'):
             yield from map(_to_entry, page)
 
@@ -308,7 +311,7 @@ class Index:
         """
         sql = (
             "SELECT e.name FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.name > ?"
-            f" AND (e.expires IS NULL OR e.expires > ?) {_NOT_LOST} ORDER BY e.name LIMIT 2000"
+            f" AND (e.expires IS NULL OR e.expires > ?) AND {LISTED} {_NOT_LOST} ORDER BY e.name LIMIT 2000"
         )
         for page in self.file.pages(sql, "", now):
             yield from (name for (name,) in page)
@@ -316,7 +319,12 @@ class Index:
     def count(self, now: float) -> int:
         """How many entries are not expired."""
         (expired,) = self.file.one("SELECT count(*) FROM entries WHERE expires <= ?", (now,))
-        return max(0, self.totals().entries - int(expired))
+        return max(0, self.totals().entries - int(expired) - self.count_kept())
+
+    def count_kept(self) -> int:
+        """How many entries no listing shows: bytes kept of remotes. Reads each of their rows."""
+        (kept,) = self.file.one(f"SELECT count(*) FROM entries WHERE NOT ({LISTED})", ())
+        return int(kept)
 
     def totals(self) -> Totals:
         """Sums over all rows; as quick at ten million entries as at ten."""

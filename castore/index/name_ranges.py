@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 from castore.index.database import Index
+from castore.index.statements import LISTED
 from castore.names import below
 from castore.records import FileRow
 
@@ -18,11 +19,16 @@ _FILE = "SELECT {} FROM entries WHERE name = ? AND (expires IS NULL OR expires >
 )
 _FILES = (
     "SELECT name, digest, size, created, expires, checked FROM entries"
-    " WHERE name >= ? AND name < ? AND (expires IS NULL OR expires > ?) ORDER BY name LIMIT ?"
+    f" WHERE name >= ? AND name < ? AND (expires IS NULL OR expires > ?) AND {LISTED} ORDER BY name LIMIT ?"
 )
 _COUNT = "SELECT count(*) FROM entries WHERE name > ?1 AND name < ?2 AND (expires IS NULL OR expires > ?3)"
-_BEGINNING = "SELECT name FROM entries WHERE name >= ?1 AND name < ?1 || char(1114111) ORDER BY name LIMIT ?2"
-_SIZED = "SELECT name, digest, size FROM entries WHERE name > ? AND name < ? ORDER BY name LIMIT ?"
+_BEGINNING = (
+    f"SELECT name FROM entries WHERE name >= ?1 AND name < ?1 || char(1114111) AND {LISTED}"
+    " ORDER BY name LIMIT ?2"
+)
+_SIZED = (
+    f"SELECT name, digest, size FROM entries WHERE name > ? AND name < ? AND {LISTED} ORDER BY name LIMIT ?"
+)
 _SIZED_ONE = "SELECT name, digest, size FROM entries WHERE name = ?"
 
 #: Sorts behind all names: no part of a name is this long.
@@ -89,7 +95,7 @@ def small_digests(index: Index, prefix: str, largest: int, limit: int) -> list[b
 
     A digest that several entries have is in the list several times.
     """
-    where, bounds = "size BETWEEN 1 AND ?", (largest,)
+    where, bounds = f"size BETWEEN 1 AND ? AND {LISTED}", (largest,)
     if prefix:
         where += " AND (name = ? OR (name >= ? AND name < ?))"
         bounds += (prefix, *below(prefix))  # type: ignore[assignment]

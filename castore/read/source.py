@@ -170,7 +170,7 @@ class BlobSource:
         data = None if slot is None else slot.value
         tier = "disk_hits" if data is None else "memory_hits"
         if data is None:
-            data = self._read_small(blob)
+            data = self.read_small(blob)
             if data is not None:
                 slot = memory.put(blob.digest, data)
                 # Remember a row only from a name's second read on: it would slow a single read by a tenth.
@@ -241,22 +241,11 @@ class BlobSource:
             found, data = now, self.fetch(now.blob)
         return found, data
 
-    def fetch(self, blob: Blob) -> bytes | None:
-        """All bytes of a blob, through the RAM tier; None if they are lost, which the index then records."""
-        if blob.pack == LOST:
-            return None
-        data = self.memory.get(blob.digest)
-        if data is None and (data := self._read_small(blob)) is not None:
-            self.memory.put(blob.digest, data)
-        if data is not None:
-            return data
-        try:
-            return self.memory.get_or_load(blob.digest, lambda: self._load(blob))
-        except FileNotFoundError:
-            return None
+    def read_small(self, blob: Blob) -> bytes | None:
+        """All bytes of a blob of one frame, checked, past the RAM tier; None for others and unreadable ones.
 
-    def _read_small(self, blob: Blob) -> bytes | None:
-        """All bytes of a blob of one frame. If None, `_load` finds moved bytes, or handles the damage."""
+        If None, `open` finds moved bytes, or handles the damage.
+        """
         try:
             if blob.size <= FRAME_SIZE and blob.pack != LOST:
                 check_row(blob)
@@ -266,6 +255,20 @@ class BlobSource:
         except (FileNotFoundError, CorruptError, TypeError):
             pass
         return None
+
+    def fetch(self, blob: Blob) -> bytes | None:
+        """All bytes of a blob, through the RAM tier; None if they are lost, which the index then records."""
+        if blob.pack == LOST:
+            return None
+        data = self.memory.get(blob.digest)
+        if data is None and (data := self.read_small(blob)) is not None:
+            self.memory.put(blob.digest, data)
+        if data is not None:
+            return data
+        try:
+            return self.memory.get_or_load(blob.digest, lambda: self._load(blob))
+        except FileNotFoundError:
+            return None
 
     def _load(self, blob: Blob, *, again: bool = True) -> bytes:
         reader = self.open(blob).share(self.shared)

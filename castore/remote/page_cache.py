@@ -20,6 +20,15 @@ from castore.remote.tree import Tree
 from castore.system.temporary import create_temporary, make_folder
 
 
+def read_cached(store: Path, digest: bytes) -> bytes | None:
+    """The bytes of a page in a store's cache, or None if it is missing or damaged."""
+    try:
+        data = (store / layout.PAGES / digest.hex()).read_bytes()
+    except FileNotFoundError:
+        return None
+    return data if digest_of(data) == digest else None
+
+
 class PageCache:
     """The pages of one bucket, and the cache of one store.
 
@@ -49,13 +58,13 @@ class PageCache:
             RemoteMissingError: the bucket has no such page.
         """
         coming = self._coming.pop(digest, None)
-        return self._load(digest) if coming is None else coming.result()
+        return self.load(digest) if coming is None else coming.result()
 
     def expect(self, digests: Iterable[bytes]) -> None:
         """Fetch pages that will be read soon, and that the cache lacks."""
         for digest in digests:
             if digest not in self._coming and not os.path.exists(self._path(digest)):
-                self._coming[digest] = self._pool.submit(self._load, digest)
+                self._coming[digest] = self._pool.submit(self.load, digest)
 
     def has_tree(self, tree: Tree) -> bool:
         """Whether all pages of a tree can be read. Those that the cache lacks are fetched."""
@@ -86,19 +95,13 @@ class PageCache:
     def restore(self, digests: Iterable[bytes]) -> None:
         """Upload those of some pages that the cache has."""
         for digest in digests:
-            data = self._cached(digest)
+            data = read_cached(self._folder.parent, digest)
             if data is not None:
                 self._bucket.put(page_key(digest), data)
 
-    def _cached(self, digest: bytes) -> bytes | None:
-        try:
-            data = self._path(digest).read_bytes()
-        except FileNotFoundError:
-            return None
-        return data if digest_of(data) == digest else None
-
-    def _load(self, digest: bytes) -> bytes:
-        data = self._cached(digest)
+    def load(self, digest: bytes) -> bytes:
+        """`read`, without regard to pages that are expected."""
+        data = read_cached(self._folder.parent, digest)
         if data is None:
             data = self._bucket.get(page_key(digest)).data
             if digest_of(data) == digest:  # whoever reads the page tells of another digest

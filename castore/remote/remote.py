@@ -11,9 +11,8 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from castore import errors
 from castore.errors import InvalidValueError, RemoteDeniedError, RemoteError
 from castore.names import check_name, check_prefix
 from castore.parts import Parts
@@ -27,10 +26,14 @@ from castore.remote.outcomes import (
     RemoteCommit,
     RemoteProblem,
 )
+from castore.remote.process import rebuild
 from castore.remote.remotes import Remotes, RemoteSettings
 
 # Seconds for the process to clean up after an interrupt; it ends by itself earlier than that.
 _PATIENCE = 15
+
+if TYPE_CHECKING:
+    from castore.remote.remote_tree import RemoteTree
 
 
 class Remote:
@@ -201,6 +204,25 @@ class Remote:
         arguments = {"old": old, "new": new, "prefix": check_prefix(prefix)}
         return [RemoteChange(*fields) for fields in self._call("diff", arguments)]
 
+    def tree(self, ref: str = "main", *, commit: str | None = None, follow: bool = False) -> RemoteTree:
+        """The names of a commit as a tree of files, which a mount shows. The bytes come when they are read.
+
+        Args:
+            ref: default ``"main"``.
+            commit: the first six or more hex digits of a commit in the ref's history; default the newest.
+            follow: take the ref's new commits as they come.
+
+        Raises:
+            InvalidValueError: a commit cannot follow its ref.
+            RemoteMissingError: there is no such ref or commit.
+            StoreError: the store cannot be written to, so it can keep nothing.
+        """
+        from castore.remote.remote_tree import RemoteTree
+
+        if follow and commit is not None:
+            raise InvalidValueError(f"commit {commit} never changes: leave it out to follow ref {ref!r}")
+        return RemoteTree(self._parts, self.name, check_ref(ref), commit, is_following=follow)
+
     def check(self, *, deep: bool = False) -> Checked:
         """Check that the bucket has all that its refs mean.
 
@@ -267,21 +289,13 @@ class Remote:
                 except subprocess.TimeoutExpired:
                     process.kill()
         if outcome is not None and "error" in outcome:
-            raise _error(outcome["error"])
+            raise rebuild(outcome["error"])
         if outcome is not None:
             return outcome["result"]
         raise RemoteError(
             f"the process that talks to remote {self.name!r} ended with status {process.returncode};"
             " nothing is lost: do the same again"
         )
-
-
-def _error(described: dict[str, Any]) -> Exception:
-    kind = getattr(errors, described["kind"])
-    if kind is errors.ConflictError:
-        return errors.ConflictError(described["message"], names=tuple(described["names"]))
-    error: Exception = kind(described["message"])
-    return error
 
 
 def _hex(digest: bytes | None) -> str | None:

@@ -19,20 +19,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from castore import errors
 from castore.errors import CastoreError, RemoteError
-from castore.gc import collect
-from castore.parts import Parts, open_folder, open_parts
+from castore.parts import Parts
 from castore.remote import commits, marker
 from castore.remote.bucket import Bucket
 from castore.remote.check import check
 from castore.remote.page_cache import PageCache
 from castore.remote.probe import probe
+from castore.remote.process import describe, open_parts
 from castore.remote.pull import find_commit, pull
 from castore.remote.push import push
 from castore.remote.tree import Tree, difference
 from castore.remote.urls import open_bucket
-from castore.system.ballast import Ballast
 
 #: Requests under way at once.
 _THREADS = 16
@@ -164,16 +162,6 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _describe(error: CastoreError | OSError) -> dict[str, Any]:
-    kind = type(error).__name__
-    known = isinstance(error, CastoreError) and getattr(errors, kind, None) is type(error)
-    return {
-        "kind": kind if known else "RemoteError",
-        "message": str(error),
-        "names": getattr(error, "names", ()),
-    }
-
-
 def main() -> int:
     """Read a call, do it, and write what comes of it."""
     try:
@@ -199,22 +187,12 @@ def _serve() -> int:
     except BrokenPipeError:
         raise
     except (CastoreError, OSError) as error:
-        _send({"error": _describe(error)})
+        _send({"error": describe(error)})
     return 0
 
 
 def _do(request: dict[str, Any]) -> Any:
-    path, options = Path(request["store"]), request["options"]
-    settings, read_only = open_folder(path, max_size=options["max_size"])
-    parts = open_parts(
-        path,
-        settings,
-        Ballast(path / "ballast", settings.file_mode),
-        collect.make_room,
-        read_only=read_only,
-        memory=0,
-        durable=options["durable"],
-    )
+    parts = open_parts(Path(request["store"]), **request["options"])
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
             call: Callable[..., Any] = getattr(

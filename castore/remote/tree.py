@@ -8,18 +8,24 @@ when they are needed. Nothing here knows a bucket: pages come from, and go to, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
+from operator import attrgetter
 from typing import NamedTuple
 
 import xxhash
 
 from castore.errors import CorruptError
 from castore.remote.pages import Child, Page, Row, decode, digest_of, encode_inner, encode_leaf
+from castore.system.ram_cache import MemoryLRU
 
 #: Mean bytes of a page before compression, and the bytes at which a page ends in any case.
 PAGE_BYTES, LONGEST = 1 << 17, 1 << 20
 _HASHES = 1 << 64
+# Leaves that are fetched ahead of a reader who goes on in order.
+_LEAVES_AHEAD = 16
+_FIRST, _NAME = attrgetter("first"), attrgetter("name")
 # Bytes of a row beside its name, its texts and its frames.
 _ROW_BYTES, _CHILD_BYTES = 60, 50
 
@@ -46,25 +52,39 @@ class Tree:
         root: digest of its uppermost page.
         read: gives pages, for instance from a bucket or a cache.
         expect: may fetch ahead.
+        decoded: keeps decoded pages, for a tree of which single names are read.
 
     Raises:
         CorruptError: any method, for a page that is damaged, or that is not where its parent says.
     """
 
-    def __init__(self, root: bytes, read: ReadPage, expect: ExpectPages = lambda digests: None) -> None:
+    def __init__(
+        self,
+        root: bytes,
+        read: ReadPage,
+        expect: ExpectPages = lambda digests: None,
+        decoded: MemoryLRU[Page] | None = None,
+    ) -> None:
         self.root = root
         self._read = read
+        self._decoded = decoded
         #: Fetches ahead.
         self.expect = expect
 
     def page(self, child: Child | None = None) -> Page:
         """The root, or the page of ``child``, checked against its parent's row."""
         digest = self.root if child is None else child.page
-        page = decode(self._read(digest), digest)
+        if self._decoded is None:
+            page = self._load(digest)
+        else:
+            page = self._decoded.get_or_load(digest, lambda: self._load(digest))
         first = page.children[0].first if page.level else page.rows[0].name if page.rows else None
         if child is not None and first != child.first:
             raise CorruptError(f"page {digest.hex()} does not begin at {child.first!r}, as its parent says")
         return page
+
+    def _load(self, digest: bytes) -> Page:
+        return decode(self._read(digest), digest)
 
     def totals(self) -> tuple[int, int, int]:
         """Names, and the sums of their sizes and of their stored sizes in bytes, from the root alone."""
@@ -74,11 +94,33 @@ class Tree:
         """The row of a name, or None."""
         page = self.page()
         while page.level:
-            below = [child for child in page.children if child.first <= name][-1:]
-            if not below:
+            at = bisect_right(page.children, name, key=_FIRST)
+            if not at:
                 return None
-            page = self._below(page, below[0])
-        return next((row for row in page.rows if row.name == name), None)
+            page = self._below(page, page.children[at - 1])
+        at = bisect_left(page.rows, name, key=_NAME)
+        return page.rows[at] if at < len(page.rows) and page.rows[at].name == name else None
+
+    def leaf_of(self, name: str) -> Sequence[Row]:
+        """The rows of the leaf that has a name, or would have it."""
+        page = self.page()
+        while page.level:
+            page = self._below(page, page.children[max(0, bisect_right(page.children, name, key=_FIRST) - 1)])
+        return page.rows
+
+    def rows_from(self, low: str) -> Iterator[Row]:
+        """The rows from the name ``low`` on, in order. Leaves behind the first one are fetched ahead."""
+        return self._rows_from(self.page(), low)
+
+    def _rows_from(self, page: Page, low: str) -> Iterator[Row]:
+        if not page.level:
+            yield from page.rows[bisect_left(page.rows, low, key=_NAME) :]
+            return
+        start = max(0, bisect_right(page.children, low, key=_FIRST) - 1)
+        for at in range(start, len(page.children)):
+            if page.level == 1 and at > start:
+                self.expect(child.page for child in page.children[at + 1 : at + 1 + _LEAVES_AHEAD])
+            yield from self._rows_from(self._below(page, page.children[at]), low)
 
     def rows(self, prefix: str = "") -> Iterator[Row]:
         """All rows in the order of their names, or those at and below a folder; pages are read as needed."""

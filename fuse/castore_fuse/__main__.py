@@ -14,6 +14,7 @@ from pathlib import Path
 from castore import Store
 from castore.errors import CastoreError
 from castore.gc.mount_barrier import RegisteredMount
+from castore.read.file_tree import FileTree
 from castore_fuse.daemon import serve
 from castore_fuse.errors import MountError
 from castore_fuse.follower import Follower
@@ -39,12 +40,18 @@ class MountDaemon:
             raise MountError(
                 f"the store {self.store.path} is read-only here, so no gc would learn of --pin; leave it out"
             )
-        self.view = View(self.store, given.prefix, given.cache_size)
+        tree: FileTree = self.store.tree
+        if given.remote:
+            ref, _, commit = given.ref.partition("@")
+            remote = self.store.remote(given.remote)
+            tree = remote.tree(ref, commit=commit or None, follow=given.follow)
+        self.view = View(self.store, given.prefix, given.cache_size, tree)
         operations = Operations(self.view)
         options = mount_options(f"castore:{self.store.path}", allow_other=given.allow_other)
         session = Session(operations, given.mountpoint, options, given.threads)
         listener = heartbeat = None
-        if not self.store.read_only:
+        # What a mount of a remote holds can be fetched again, so gc need not ask it.
+        if not (self.store.read_only or given.remote):
             self._registered = RegisteredMount(
                 self.store.parts, str(session.mountpoint), given.prefix, pinned=given.pin
             )
@@ -65,6 +72,8 @@ class MountDaemon:
         try:
             if hasattr(self, "_registered"):
                 self._registered.remove()
+            if hasattr(self, "view"):
+                self.view.tree.close()
             self.store.close()
         except (sqlite3.Error, CastoreError) as error:
             # The next process that opens the store sees that this one is gone.
@@ -76,6 +85,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="castore_fuse", description=__doc__)
     parser.add_argument("--store", required=True)
     parser.add_argument("--prefix", default="")
+    parser.add_argument("--remote")
+    parser.add_argument("--ref", default="main")
+    parser.add_argument("--follow", action="store_true")
     parser.add_argument("--pin", action="store_true")
     parser.add_argument("--allow-other", action="store_true")
     parser.add_argument("--cache-size", type=int, required=True)

@@ -34,6 +34,9 @@ def mount(
     allow_other: bool = False,
     cache_size: int | str = CACHE_SIZE,
     threads: int | None = None,
+    remote: str = "",
+    ref: str = "main",
+    follow: bool = False,
 ) -> Path:
     """Mount a store in the background and return once the mount answers.
 
@@ -46,6 +49,10 @@ def mount(
             ``/etc/fuse.conf``).
         cache_size: bound on decoded frames kept in RAM, in bytes or as ``"256MB"``.
         threads: number of requests handled at once; by default a few more than there are cores.
+        remote: name of a remote of the store. The names of its ref are shown instead of the store's, without
+            a pull: bytes come when they are read, and stay in the store as far as its budget lets them.
+        ref: a ref of the remote, or ``REF@COMMIT`` with at least six of a commit's hex digits.
+        follow: show the ref's new commits as they come.
 
     Returns:
         The mountpoint's real path.
@@ -57,7 +64,7 @@ def mount(
     folder = _folder(store)
     lifecycle.check_fuse()
     path = _prepare(mountpoint, folder)
-    command = _command(folder, prefix, pin, allow_other, cache_size, threads)
+    command = _command(folder, prefix, pin, allow_other, cache_size, threads, remote, ref, follow)
     command += _record(folder, path)
     lifecycle.mount_background(command, path, log_path=lifecycle.default_log_path(path))
     return path
@@ -73,6 +80,9 @@ def mounted(
     allow_other: bool = False,
     cache_size: int | str = CACHE_SIZE,
     threads: int | None = None,
+    remote: str = "",
+    ref: str = "main",
+    follow: bool = False,
 ) -> Iterator[Path]:
     """A mount for the length of a ``with`` block; the arguments are those of `mount`.
 
@@ -85,7 +95,7 @@ def mounted(
     folder = _folder(store)
     lifecycle.check_fuse()
     path = None if mountpoint is None else _prepare(mountpoint, folder)
-    command = _command(folder, prefix, pin, allow_other, cache_size, threads)
+    command = _command(folder, prefix, pin, allow_other, cache_size, threads, remote, ref, follow)
     with lifecycle.mounted(command, path) as root:
         yield root
 
@@ -114,6 +124,9 @@ def foreground(
     allow_other: bool = False,
     cache_size: int | str = CACHE_SIZE,
     threads: int | None = None,
+    remote: str = "",
+    ref: str = "main",
+    follow: bool = False,
 ) -> int:
     """Serve a mount in this process until it is unmounted, and return the exit code. For service managers."""
     from castore_fuse.__main__ import main
@@ -121,7 +134,7 @@ def foreground(
     folder = _folder(store)
     lifecycle.check_fuse()
     path = _prepare(mountpoint, folder)
-    command = _command(folder, prefix, pin, allow_other, cache_size, threads)[3:]
+    command = _command(folder, prefix, pin, allow_other, cache_size, threads, remote, ref, follow)[3:]
     return main([*command, *_record(folder, path), os.fspath(path)])
 
 
@@ -138,7 +151,15 @@ def _folder(store: Store | str | os.PathLike[str]) -> Path:
 
 
 def _command(
-    folder: Path, prefix: str, pin: bool, allow_other: bool, cache_size: int | str, threads: int | None
+    folder: Path,
+    prefix: str,
+    pin: bool,
+    allow_other: bool,
+    cache_size: int | str,
+    threads: int | None,
+    remote: str,
+    ref: str,
+    follow: bool,
 ) -> list[str]:
     if threads is not None and not 1 <= threads <= 256:
         raise InvalidValueError(f"threads must be from 1 to 256, not {threads}")
@@ -146,7 +167,14 @@ def _command(
     command += ["--prefix", check_prefix(prefix), "--cache-size", str(parse_size(cache_size))]
     command += ["--pin"] if pin else []
     command += ["--allow-other"] if allow_other else []
-    return command + (["--threads", str(threads)] if threads is not None else [])
+    command += ["--threads", str(threads)] if threads is not None else []
+    if remote:
+        if pin:
+            raise InvalidValueError("a mount of a remote cannot pin: what gc takes is fetched again")
+        command += ["--remote", remote, "--ref", ref, *(["--follow"] if follow else [])]
+    elif follow or ref != "main":
+        raise InvalidValueError("a ref is one of a remote: say which remote")
+    return command
 
 
 def _record(folder: Path, mountpoint: Path) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from castore.errors import CastoreError
 from castore.gc.mount_barrier import Listener
+from castore.names import RESERVED
 from castore_fuse.lowlevel import ROOT
 from castore_fuse.nodes import Node
 from castore_fuse.operations import Operations
@@ -77,7 +78,7 @@ class Follower:
         self._next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC)
         self._waiting: dict[str, tuple[bytes | None, float]] = {}
-        self._tree = self._view.store.tree
+        self._tree = self._view.tree
         self._tail = self._tree.follow()
         self._thread = threading.Thread(target=self._run, name="castore-follow", daemon=True)
 
@@ -146,7 +147,8 @@ class Follower:
             return
         deadline = time.monotonic() + _COMMIT_SECONDS
         for record in records:
-            self._waiting[record.name] = record.digest, deadline
+            if not record.name.startswith(f"{RESERVED}/"):  # bytes kept of a remote: in no mount
+                self._waiting[record.name] = record.digest, deadline
         # A record is in the journal before its transaction commits. If the kernel were invalidated before the
         # commit, it would ask again, get the old answer and keep it. So each record waits until the index
         # has its digest. Of several records of a name, the index may already show an earlier one: a node is

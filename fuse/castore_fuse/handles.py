@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 
 from castore.objects.codecs import FRAME_SIZE
-from castore.objects.decode import BlobReader
+from castore.read.file_tree import HeldBlob
 from castore.system.cpus import usable_cores
 from castore_fuse.view import File, View
 
@@ -54,7 +54,7 @@ class Handle:
 
     __slots__ = ("read_ahead", "reader")
 
-    def __init__(self, reader: BlobReader, read_ahead: int) -> None:
+    def __init__(self, reader: HeldBlob, read_ahead: int) -> None:
         self.reader = reader
         self.read_ahead = ReadAhead(read_ahead)
 

@@ -53,6 +53,7 @@ class Listing:
         self._dots = dots
         self._pieces: list[_Piece] = []
         self._firsts: list[int] = []
+        self._failure: OSError | None = None
         self._lock = threading.Lock()
 
     def packed(self, start: int) -> Iterator[bytes]:
@@ -80,7 +81,13 @@ class Listing:
         with self._lock:
             while number >= len(self._pieces):
                 age = self._lookups.age
-                page = next(self._rest, None)
+                if self._failure is not None:  # a generator that has failed would seem to be at its end
+                    raise self._failure
+                try:
+                    page = next(self._rest, None)
+                except OSError as error:
+                    self._failure = error
+                    raise
                 if page is None:
                     return None
                 last = self._pieces[-1] if self._pieces else None

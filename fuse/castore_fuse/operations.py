@@ -14,15 +14,15 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from castore.errors import CorruptError
+from castore.errors import CorruptError, RemoteError
 from castore.objects.codecs import FRAME_SIZE
 from castore_fuse.handles import Handle, Handles
 from castore_fuse.listing import Listing
 from castore_fuse.lowlevel import BytesLike, LowLevel
 from castore_fuse.nodes import Lookups, Node, NodeTable
-from castore_fuse.view import File, Folder, View
+from castore_fuse.view import File, Folder, Page, View
 from castore_fuse.wire import (
     Attr,
     DirEntryPlus,
@@ -37,6 +37,8 @@ log = logging.getLogger("castore.fuse")
 #: Seconds for which the kernel may cache an answer; earlier changes are invalidated.
 CACHE_SECONDS = 3600.0
 _BLOCK = 4096
+# Attempts to read bytes that are damaged here and can be had again.
+_ATTEMPTS = 3
 _XATTR = b"user.castore."
 #: Lines of a listing before the first name: `.` and `..`.
 _DOTS = 2
@@ -79,6 +81,8 @@ class Operations(LowLevel):
         except CorruptError as error:
             log.warning("%s", error)
             raise OSError(errno.EIO, str(error)) from error
+        except RemoteError as error:
+            raise _unread(error) from error
         finally:
             self.lookups.end()
         if isinstance(item, File):
@@ -138,40 +142,53 @@ class Operations(LowLevel):
         held = known.held
         if held is None and offset == 0 and file.size <= size:
             # The kernel caches the whole file with this read, so no second read comes.
-            data = self.view.read_small(file)
-            if data is not None:
+            try:
+                small = self.view.read_small(file)
+            except (RemoteError, CorruptError) as error:
+                raise _unread(error) from error
+            if small is not None:
                 self.view.count_use(file)
+                return small
+        for _ in range(_ATTEMPTS):
+            opened = held if held is not None and held.reader.hold() else self._borrow(file)
+            try:
+                data = self._read(known, opened, size, offset)
+            finally:
+                opened.reader.unhold()
+            if data is not None:
                 return data
-        try:
-            opened = held if held is not None and held.reader.hold() else self.handles.borrow(file)
-        except FileNotFoundError as error:
-            raise OSError(self._missing_errno(file), "its bytes are gone") from error
-        try:
-            return self._read(known, opened, size, offset)
-        finally:
-            opened.reader.unhold()
+        raise OSError(errno.EIO, "its bytes are damaged each time that they are fetched")
 
-    def _read(self, node: Node, opened: Handle, size: int, offset: int) -> BytesLike:
+    def _borrow(self, file: File) -> Handle:
+        try:
+            return self.handles.borrow(file)
+        except FileNotFoundError as error:
+            code = errno.EIO if self.view.is_known(file) else errno.ENOENT
+            raise OSError(code, "its bytes are gone") from error
+        except (RemoteError, CorruptError) as error:
+            raise _unread(error) from error
+
+    def _read(self, node: Node, opened: Handle, size: int, offset: int) -> BytesLike | None:
+        """The bytes; None if they are damaged, and can be had again."""
         reader = opened.reader
         try:
             data = reader.view(offset, size)
+        except RemoteError as error:
+            raise _unread(error) from error
         except CorruptError as error:
-            self.view.quarantine(reader, error)
+            can_be_had = self.view.quarantine(reader, error)
             # Bytes that are put again lie in another object.
             self.handles.forget(opened)
             if node.held is opened:
                 self.nodes.close_handle(node)
+            if can_be_had:
+                return None
             raise OSError(errno.EIO, str(error)) from error
         if reader.frames > 1 and data:
             last = (offset + len(data) - 1) // FRAME_SIZE
             if read_ahead := opened.read_ahead.next_frames(offset // FRAME_SIZE, last):
                 reader.prefetch(read_ahead)
         return data
-
-    def _missing_errno(self, file: File) -> int:
-        """The errno for a file whose bytes cannot be opened."""
-        known = self.view.store.blob(file.digest) is not None
-        return errno.EIO if known else errno.ENOENT  # a row without readable bytes is damage
 
     def hold(self, node: Node) -> None:
         """Keep a file's bytes, if they are still there, until the kernel forgets the node.
@@ -196,8 +213,14 @@ class Operations(LowLevel):
         if not isinstance(item, Folder):
             raise NotADirectoryError(errno.ENOTDIR, "is a file")
         number = next(self._numbers)
-        self._listings[number] = Listing(self.view.pages(item.path), self.lookups, _DOTS)
+        self._listings[number] = Listing(self._pages(item), self.lookups, _DOTS)
         return OpenReply(number)
+
+    def _pages(self, folder: Folder) -> Iterator[Page]:
+        try:
+            yield from self.view.pages(folder.path)
+        except (RemoteError, CorruptError) as error:
+            raise _unread(error) from error
 
     def releasedir(self, node: int, handle: int) -> None:
         del self._listings[handle]
@@ -255,3 +278,9 @@ class Operations(LowLevel):
         return (
             [_XATTR + name.encode() for name in self.view.attributes(item)] if isinstance(item, File) else []
         )
+
+
+def _unread(error: RemoteError | CorruptError) -> OSError:
+    """The answer to a request whose bytes do not come. The log says why, once a minute for each error."""
+    log.error("%s", error)
+    return OSError(errno.EIO, str(error))

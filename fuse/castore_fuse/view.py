@@ -1,8 +1,9 @@
-"""The view: a store as a tree of files. The tree is defined here and only here, without any FUSE.
+"""The view: names as a tree of files. The tree is defined here and only here, without any FUSE.
 
 Names are files, and their parts are folders; a folder exists as long as a name lies in it. The folder
 ``.castore`` in the root is in no listing: ``.castore/objects/ab/<digest>`` is any blob, and
-``.castore/stat.json`` holds the figures of ``castore stat``.
+``.castore/stat.json`` holds the figures of ``castore stat``. The names are those of a store, or of a commit
+of one of its remotes.
 
 A `File` is a name together with the blob it pointed to when it was looked up, and never changes: a name that
 points to another blob looks up as another `File`. Threads may share a `View`; only its caches are written
@@ -22,7 +23,7 @@ import xxhash
 from castore import Store
 from castore.errors import CorruptError
 from castore.names import PART_BYTES, RESERVED, below
-from castore.objects.decode import BlobReader
+from castore.read.file_tree import FileTree, HeldBlob
 from castore.records import DIGEST_SIZE, FileRow, entry_check
 from castore.system.ram_cache import MemoryLRU
 
@@ -129,16 +130,24 @@ class Space(NamedTuple):
 
 
 class View:
-    """The tree of one store.
+    """The tree of one store, or of a commit of a remote.
 
     Args:
         store: open for reading.
+        tree: the names; of the store, or of one of its remotes.
         prefix: only names below this one are shown, without it; "" shows all.
         cache_bytes: bound on decoded frames kept in RAM for all files together.
     """
 
-    def __init__(self, store: Store, prefix: str = "", cache_bytes: int = 64 * 1024 * 1024) -> None:
+    def __init__(
+        self,
+        store: Store,
+        prefix: str = "",
+        cache_bytes: int = 64 * 1024 * 1024,
+        tree: FileTree | None = None,
+    ) -> None:
         self.store = store
+        self.tree: FileTree = tree or store.tree
         self.prefix = prefix
         self.cache: MemoryLRU[bytes] = MemoryLRU(cache_bytes)
         self.since = (store.path / "castore.json").stat().st_mtime
@@ -162,7 +171,7 @@ class View:
         if path == RESERVED or path.startswith(RESERVED + "/"):
             return self._reserved(path)
         name, now = self._full_name(path), time.time()
-        row = self.store.tree.file(name, now)
+        row = self.tree.file(name, now)
         if row is not None:
             file = _file(*row)
             if not file.is_sound:
@@ -174,7 +183,7 @@ class View:
 
     def folder_exists(self, path: str) -> bool:
         """Whether a name lies below that path."""
-        return self.store.tree.is_folder(self._full_name(path), time.time())
+        return self.tree.is_folder(self._full_name(path), time.time())
 
     def listing(self, folder: str) -> Iterator[tuple[str, File | Folder]]:
         """The parts of names directly inside a folder, in the order of bytes."""
@@ -190,12 +199,12 @@ class View:
         skip, limit = len(low), _MANY
         now = time.time()
         while True:
-            rows = self.store.tree.files(low, high, now, limit)
+            rows = self.tree.files(low, high, now, limit)
             page, more = _page(folder, rows, skip)
             yield page
             if page.folder is None and len(rows) < limit:
                 return
-            low = self.store.tree.require_order(low, more)
+            low = self.tree.require_order(low, more)
             limit = _FEW if page.folder is not None else _MANY
 
     def _reserved(self, path: str) -> File | Folder | None:
@@ -205,7 +214,7 @@ class View:
         if parts == ["stat.json"]:
             return self._stat_file()
         if len(parts) == 3 and parts[0] == "objects" and _is_hex(parts[2], 64) and parts[2][:2] == parts[1]:
-            blob = self.store.blob(parts[2])
+            blob = self.tree.blob(bytes.fromhex(parts[2]))
             return File("", blob.digest, blob.size, self.since) if blob is not None else None
         return None
 
@@ -217,48 +226,40 @@ class View:
 
     # Contents of files
 
-    def open(self, file: File) -> BlobReader:
+    def open(self, file: File) -> HeldBlob:
         """A reader that holds the file's bytes until it is closed, whatever gc does.
 
         Raises:
             FileNotFoundError: the bytes are gone.
         """
-        return self.store.tree.open(file.digest, self.cache)
+        return self.tree.open(file.name, file.digest, self.cache)
 
     def read_small(self, file: File) -> bytes | None:
         """All bytes of a small file, on the short path.
 
         None if it is large or unreadable: `open` gives the error.
         """
-        return self.store.tree.read_small(file.digest)
+        return self.tree.read_small(file.name, file.digest)
 
     def is_unnamed(self, digest: bytes) -> bool:
         """Whether no name points to those bytes, so that gc may remove them."""
-        return not self.store.tree.is_named(digest)
+        return not self.tree.is_named(digest)
 
     def count_use(self, file: File) -> None:
         """Count a use of the file: gc removes the least recently used files first."""
-        if file.name:
-            self.store.count_use(file.name)
+        self.tree.count_use(file.name, file.digest)
 
-    def quarantine(self, reader: BlobReader, error: CorruptError) -> None:
-        """Quarantine an object that failed its check while it was read."""
-        self.store.tree.quarantine(reader, error)
+    def quarantine(self, held: HeldBlob, error: CorruptError) -> bool:
+        """Quarantine an object that failed its check; returns whether the bytes can be had again."""
+        return self.tree.quarantine(held, error)
+
+    def is_known(self, file: File) -> bool:
+        """Whether the file's bytes should be there, so that it is damage if they are not."""
+        return self.tree.blob(file.digest) is not None
 
     def attributes(self, file: File) -> dict[str, str]:
         """Extended attributes of a file: facts of its entry and its blob."""
-        entry = self.store.entry(file.name) if file.name else None
-        found = {"digest": file.digest.hex(), "size": str(file.size)}
-        blob = self.store.blob(file.digest)
-        if blob is not None:
-            found |= {"codec": blob.codec, "stored": str(blob.stored)}
-        if entry is not None and entry.digest == found["digest"]:
-            found |= {"serializer": entry.serializer, "pinned": str(int(entry.pinned))}
-            if entry.expires is not None:
-                found["expires"] = repr(entry.expires)
-            if entry.metadata:
-                found["metadata"] = json.dumps(entry.metadata, sort_keys=True, ensure_ascii=False)
-        return found
+        return {"size": str(file.size)} | self.tree.attributes(file.name, file.digest)
 
     def space(self) -> Space:
         """Used and free space of the store: against its budget, or against its disk if it has no budget."""

@@ -1,0 +1,246 @@
+"""Blobs come from a bucket, each checked before anybody can have it.
+
+Nothing that a remote says is believed. Stored bytes are compared with the frames of the tree's row before
+they are decompressed, and the decompressed bytes with the blob's digest. Records of a pack that lie near each
+other come in one request. The caller commits what is staged here under the names that it chooses.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from contextlib import ExitStack, closing
+from itertools import accumulate
+from typing import NamedTuple
+
+import xxhash
+import zstandard
+from blake3 import blake3
+
+from castore.errors import CorruptError, RemoteError
+from castore.objects.codecs import CODECS, FRAME_SIZE
+from castore.objects.decode import BlobReader
+from castore.objects.dictionaries import Dictionary, derive_number
+from castore.objects.packs import PACK_LIMIT
+from castore.parts import Parts
+from castore.records import LOOSE, Blob
+from castore.remote.bucket import Bucket
+from castore.remote.keys import dictionary_key, object_key
+from castore.remote.pages import FRAME, Place, Row, frame_of
+from castore.serialize.serializers import SERIALIZERS
+from castore.write.incoming import write_all
+from castore.write.staging import LargeBlob, SmallBlob, Staged
+
+#: Bytes of neighbouring records of a pack that come in one request.
+REQUEST_BYTES = 8 << 20
+# Bytes between two records that are fetched along, and requests under way at once.
+_GAP, _REQUESTS = 128 << 10, 8
+
+
+def refuse_pickle(row: Row, bucket: Bucket) -> None:
+    """Check that nobody runs code who loads a row's bytes.
+
+    Raises:
+        RemoteError: the row is a pickle, or of a serializer that this castore does not know.
+    """
+    if row.serializer not in SERIALIZERS or row.serializer == "pickle":
+        raise RemoteError(
+            f"{row.name!r} in {bucket.url} is a {row.serializer!r}, which runs code when it is"
+            " loaded, or which this castore does not know; pull a prefix without it"
+        )
+
+
+class _Request(NamedTuple):
+    """Records of one pack that lie near each other, or one object of its own."""
+
+    object: bytes
+    rows: list[Row]
+
+    @property
+    def start(self) -> int:
+        return self.rows[0].place.offset
+
+    @property
+    def end(self) -> int:
+        return max(row.place.offset + row.place.stored for row in self.rows)
+
+
+class BlobFetcher:
+    """Fetches the blobs of rows.
+
+    Args:
+        parts: of the store that the blobs are for.
+        bucket: has them.
+        pool: fetches.
+
+    Attributes:
+        fetched: bytes that have come.
+    """
+
+    def __init__(self, parts: Parts, bucket: Bucket, pool: Executor) -> None:
+        self._parts = parts
+        self._bucket = bucket
+        self._pool = pool
+        self.fetched = 0
+
+    def staged(self, wanted: Mapping[bytes, Row]) -> Generator[tuple[Row, Staged]]:
+        """Blobs by their digests, in the order in which they come; some requests are under way ahead.
+
+        Raises:
+            CorruptError: the remote's bytes are not what the rows say.
+            RemoteError: the remote cannot be used.
+        """
+        pending: set[Future[list[tuple[Row, Staged]]]] = set()
+        requests = _requests(wanted)
+        try:
+            while True:
+                while len(pending) < _REQUESTS and (request := next(requests, None)) is not None:
+                    work = self._records if request.rows[0].place.is_packed else self._object
+                    pending.add(self._pool.submit(work, request))
+                if not pending:
+                    return
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield from future.result()
+        finally:
+            for future in pending:
+                future.cancel()
+            for future in wait(pending).done:
+                if not future.cancelled() and future.exception() is None:
+                    for _, item in future.result():
+                        item.discard()
+
+    def _records(self, request: _Request) -> list[tuple[Row, Staged]]:
+        """The blobs of neighbouring records of a pack."""
+        key, start = object_key(request.object, packed=True), request.start
+        [data] = self._bucket.get_ranges(key, [(start, request.end)])
+        self.fetched += len(data)
+        view = memoryview(data)
+        with ExitStack() as undo:
+            staged: list[tuple[Row, Staged]] = []
+            for row in request.rows:
+                at = row.place.offset - start
+                staged.append((row, self._stage(row, view[at : at + row.place.stored], key)))
+                undo.callback(staged[-1][1].discard)
+            undo.pop_all()
+        return staged
+
+    def _stage(self, row: Row, stored: memoryview, key: str) -> Staged:
+        place = row.place
+        if (
+            len(place.frames) > FRAME.size
+            or not place.stored <= PACK_LIMIT
+            or _ends(place)[-1] != place.stored
+        ):
+            return self._stage_file(row, key, iter([stored]))
+        if frame_of(stored) != place.frames:
+            raise self._damaged(row, key, "its bytes differ from what the tree says")
+        payload = bytes(stored)
+        dictionary = None
+        if place.codec == "zstd" and row.size:
+            try:
+                number = zstandard.get_frame_parameters(payload).dict_id
+            except zstandard.ZstdError as error:
+                raise self._damaged(row, key, str(error)) from error
+            dictionary = self._dictionary(number) if number else None
+        dictionaries = self._parts.objects.dictionaries
+        try:
+            data = CODECS[place.codec].decompress(payload, row.size, dictionaries.decompressor)
+        except CorruptError as error:
+            raise self._damaged(row, key, str(error)) from error
+        if blake3(data).digest() != row.digest:
+            raise self._damaged(row, key, "it is another blob than the tree says")
+        return SmallBlob(self._parts.writer.pack, row.digest, row.size, place.codec, payload, dictionary)
+
+    def _object(self, request: _Request) -> list[tuple[Row, Staged]]:
+        """A blob that is an object of its own."""
+        [row] = request.rows
+        key = object_key(request.object, packed=False)
+        return [(row, self._stage_file(row, key, self._bucket.stream(key)))]
+
+    def _stage_file(self, row: Row, key: str, pieces: Iterator[bytes | memoryview]) -> LargeBlob:
+        objects, place = self._parts.objects, row.place
+        blob = Blob(row.digest, row.size, place.stored, place.codec, LOOSE, 0)
+        fd, temporary = objects.loose.create()
+        try:
+            with open(fd, "rb", buffering=0) as file:
+                length = 0
+                for piece in pieces:
+                    length += len(piece)
+                    if length > place.stored:
+                        raise self._damaged(
+                            row, key, f"it is longer than the {place.stored} bytes of the tree"
+                        )
+                    write_all(fd, piece, temporary)
+                    if place.offset == 0:
+                        self.fetched += len(piece)
+                if length != place.stored:
+                    raise self._damaged(row, key, f"it ends {place.stored - length} bytes early")
+                start, checksums = 0, []
+                for index, end in enumerate(_ends(place)):
+                    frame = os.pread(fd, end - start, start)
+                    if frame_of(frame) != place.frames[FRAME.size * index :][: FRAME.size]:
+                        raise self._damaged(row, key, f"frame {index} differs from what the tree says")
+                    if place.codec == "none":
+                        checksums.append(xxhash.xxh3_64_intdigest(frame).to_bytes(8, "little"))
+                    start = end
+                kept = b"".join(checksums) if row.size > FRAME_SIZE and checksums else None
+                try:
+                    with closing(BlobReader(blob, os.dup(fd), checksums=kept, where=key)) as reader:
+                        for _ in reader.in_order():
+                            pass
+                except CorruptError as error:
+                    raise self._damaged(row, key, str(error)) from error
+                objects.loose.seal(file.fileno(), durable=objects.durable)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return LargeBlob(objects, blob, temporary, kept)
+
+    def _dictionary(self, number: int) -> Dictionary:
+        """A dictionary, which is in the store then."""
+        dictionaries = self._parts.objects.dictionaries
+        if not dictionaries.has(number):
+            data = self._bucket.get(dictionary_key(number)).data
+            if derive_number(data) != number:
+                raise CorruptError(f"dictionary {number:08x} in {self._bucket.url} is damaged")
+            with self._parts.index.write():  # under the write lock, as a trained one
+                dictionaries.add(data)
+        return dictionaries.load(number)
+
+    def _damaged(self, row: Row, key: str, why: str) -> CorruptError:
+        return CorruptError(
+            f"the bytes of {row.name!r} in {self._bucket.url}/{key} are damaged: {why};"
+            " `castore remote check --repair` uploads them again from a store that has them",
+            digest=row.digest.hex(),
+            where=key,
+        )
+
+
+def _ends(place: Place) -> list[int]:
+    """Where each frame of an object ends."""
+    return list(accumulate(length for length, _ in FRAME.iter_unpack(place.frames)))
+
+
+def _requests(wanted: Mapping[bytes, Row]) -> Iterator[_Request]:
+    """The requests for blobs: one an object, and one for records that lie near each other in a pack."""
+    packs: dict[bytes, list[Row]] = defaultdict(list)
+    for row in wanted.values():
+        if row.place.is_packed:
+            packs[row.place.object].append(row)
+        else:
+            yield _Request(row.place.object, [row])
+    for digest, rows in packs.items():
+        rows.sort(key=lambda row: row.place.offset)
+        near: list[Row] = []
+        for row in rows:
+            if near:
+                end = near[-1].place.offset + near[-1].place.stored
+                far = row.place.offset - end > _GAP
+                if far or row.place.offset + row.place.stored - near[0].place.offset > REQUEST_BYTES:
+                    yield _Request(digest, near)
+                    near = []
+            near.append(row)
+        yield _Request(digest, near)

@@ -1,0 +1,408 @@
+"""The fetcher: `python -m castore.remote.fetcher STORE`, the one process of a store that fetches for readers.
+
+Readers ask it over a socket in the store and wait (fetcher_client.py), so nobody else opens a connection, and
+what many processes want comes once. It keeps pages, blobs and parts of objects in the store, where the
+readers find them. It is started by exec when somebody asks, ends some seconds after the last request, and may
+be killed at any time: the next reader starts another, and asks again.
+
+It trusts its readers as little as the remote: bytes are kept under the digest that they were checked against.
+Must never: write to a remote, or fork once it serves.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from castore.errors import CastoreError, CorruptError, RemoteError, RemoteUnreachableError
+from castore.parts import Parts
+from castore.records import LOST, EntrySpec
+from castore.remote import commits, marker
+from castore.remote.bucket import Bucket
+from castore.remote.fetch import BlobFetcher
+from castore.remote.kept import Part, blob_name
+from castore.remote.keys import object_key
+from castore.remote.messages import LOCK, SOCKET, receive, send
+from castore.remote.page_cache import PageCache
+from castore.remote.pages import FRAME, Place, Row, digest_of, frame_of
+from castore.remote.process import describe, open_parts
+from castore.remote.pull import find_commit
+from castore.remote.remotes import Remotes, RemoteSettings
+from castore.remote.urls import open_bucket
+from castore.system.local_sockets import address
+from castore.system.temporary import give_to_owner, open_with_mode
+from castore.write.open_pack import Vanished
+from castore.write.staging import Staged
+
+_K = TypeVar("_K", bound=Hashable)
+_T = TypeVar("_T")
+
+#: Seconds without a request after which it ends, and after a reader has said that it is done.
+IDLE_SECONDS, DONE_SECONDS = 10.0, 0.5
+# Requests to storage under way at once, and pieces of work that wait for them.
+_CONNECTIONS, _WORKERS = 16, 32
+# Bytes of neighbouring parts that come in one request.
+_REQUEST_BYTES = 4 << 20
+# Blobs, and their bytes, that are committed together.
+_BATCH, _BATCH_BYTES = 64, 4 << 20
+# Seconds for which a remote that gave no answer is not asked again.
+_DOWN_SECONDS = 5.0
+_BACKLOG = 128
+
+
+class _Source:
+    """An open remote, and how it does."""
+
+    def __init__(self, parts: Parts, settings: RemoteSettings, pool: ThreadPoolExecutor) -> None:
+        mode = (parts.settings.folder_mode, parts.settings.file_mode)
+        self.settings = settings
+        self.bucket: Bucket = open_bucket(settings.url)
+        self.pages = PageCache(parts.path, self.bucket, pool, mode)
+        self._down: tuple[float, str] = (0.0, "")
+        self.require(marker.check, self.bucket)
+
+    def require(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """Do some work with the bucket. After a failure to reach it, fail at once for some seconds.
+
+        Raises:
+            RemoteUnreachableError: it gives no answer, or gave none a moment ago.
+        """
+        until, why = self._down
+        if time.monotonic() < until:
+            raise RemoteUnreachableError(why)
+        try:
+            return work(*arguments)
+        except RemoteUnreachableError as error:
+            self._down = time.monotonic() + _DOWN_SECONDS, str(error)
+            raise
+
+
+class _Coming:
+    """What is under way, by its key: each thing is fetched once, however many ask for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._futures: dict[Hashable, Future[None]] = {}
+
+    def claim(self, keys: Iterable[_K]) -> tuple[dict[_K, Future[None]], list[_K]]:
+        """The futures of all keys, and the keys that the caller must see to: nobody else does."""
+        found: dict[_K, Future[None]] = {}
+        mine: list[_K] = []
+        with self._lock:
+            for key in keys:
+                if key not in self._futures:
+                    self._futures[key] = Future()
+                    mine.append(key)
+                found[key] = self._futures[key]
+        return found, mine
+
+    def end(self, keys: Iterable[Hashable], error: BaseException | None = None) -> None:
+        """Tell those who wait that the keys are there, or why they are not."""
+        with self._lock:
+            futures = [self._futures.pop(key) for key in keys if key in self._futures]
+        for future in futures:
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+
+class Fetcher:
+    """Answers the requests of readers. Its public methods are the requests, and are called from any thread.
+
+    Args:
+        parts: of the store.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._remotes = Remotes(parts.path, parts.settings)
+        self._network = ThreadPoolExecutor(_CONNECTIONS, "network")
+        self._work = ThreadPoolExecutor(_WORKERS, "work")
+        self._lock = threading.Lock()
+        self._sources: dict[str, _Source] = {}
+        self._coming = _Coming()
+
+    def _source(self, name: str) -> _Source:
+        settings = self._remotes.get(name)
+        with self._lock:
+            source = self._sources.get(name)
+            if source is None or source.settings != settings:
+                source = self._sources[name] = _Source(self._parts, settings, self._network)
+        return source
+
+    def ref(self, remote: str, ref: str, start: str | None) -> tuple[bytes, bytes, float]:
+        """The commit that ``REF`` or ``REF@COMMIT`` means: its digest, its tree, and its time."""
+        source = self._source(remote)
+
+        digest = source.require(find_commit, source.bucket, ref, start)
+        commit = source.require(commits.read_commit, source.bucket, digest)
+        return digest, commit.tree, commit.time
+
+    def pages(self, remote: str, pages: list[bytes], first: int) -> None:
+        """Have pages in the store's cache. The answer comes when the first ones are there."""
+        source = self._source(remote)
+
+        def begin(mine: list[bytes]) -> None:
+            for digest in mine:
+                self._network.submit(self._end, [digest], partial(self._fetch_page, source, digest))
+
+        self._have(pages, pages[:first], begin)
+
+    def blobs(self, remote: str, rows: list[list[Any]], first: int) -> None:
+        """Have the blobs of rows in the store, whole. The answer comes when the first ones are there.
+
+        Args:
+            remote: its name.
+            rows: fields of `Row`.
+            first: how many are waited for.
+        """
+        source = self._source(remote)
+        by_digest = {row[1]: Row._make([*row[:-1], Place(*row[-1])]) for row in rows}
+        waited = [row[1] for row in rows[:first]]
+        known = self._parts.index.blobs_of(list(by_digest))
+        missing = [digest for digest in by_digest if digest not in known or known[digest].pack == LOST]
+
+        def begin(mine: list[bytes]) -> None:
+            wanted = {digest: by_digest[digest] for digest in mine}
+            self._work.submit(self._end, mine, partial(self._fetch_blobs, source, wanted, set(waited)))
+
+        self._have(missing, waited, begin)
+
+    def parts(self, remote: str, digest: bytes, parts: list[list[Any]], first: int) -> None:
+        """Have parts of an object in the store. The answer comes when the first ones are there.
+
+        Args:
+            remote: its name.
+            digest: of the object.
+            parts: fields of `Part`.
+            first: how many are waited for.
+        """
+        source = self._source(remote)
+        named = {part.name(digest): part for part in (Part(*fields) for fields in parts)}
+        found = self._parts.index.find_many(list(named))
+        missing = [name for name in named if name not in found or found[name].blob.pack == LOST]
+
+        def begin(mine: list[str]) -> None:
+            # Nobody waits longer because of parts that are fetched ahead.
+            for names in (waited & set(mine), set(mine) - waited):
+                for near in _neighbours([named[name] for name in names]):
+                    keys = [part.name(digest) for part in near]
+                    self._network.submit(self._end, keys, partial(self._fetch_parts, source, digest, near))
+
+        waited = set(list(named)[:first])
+        self._have(missing, waited, begin)
+
+    def _have(self, keys: list[_K], waited: Iterable[_K], begin: Callable[[list[_K]], None]) -> None:
+        """Begin what nobody else has begun, and wait for some of it."""
+        futures, mine = self._coming.claim(keys)
+        if mine:
+            begin(mine)
+        for key in waited:
+            if key in futures:
+                futures[key].result()
+
+    def _end(self, keys: Sequence[Hashable], work: Callable[[], object]) -> None:
+        """Do some work, and tell those who wait for the keys."""
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 (those who wait raise it)
+            self._coming.end(keys, error)
+        else:
+            self._coming.end(keys)
+
+    def _fetch_page(self, source: _Source, digest: bytes) -> None:
+        if digest_of(source.require(source.pages.load, digest)) != digest:
+            raise CorruptError(f"page {digest.hex()} in {source.bucket.url} is damaged")
+
+    def _fetch_blobs(self, source: _Source, wanted: dict[bytes, Row], waited: Set[bytes]) -> None:
+        try:
+            source.require(self._stage_blobs, source, wanted)
+        except CorruptError:
+            if len(wanted) == 1:
+                raise
+            # A damaged blob is no reason to refuse its neighbours to a reader who waits for them.
+            for digest in wanted.keys() & waited:
+                self._end([digest], partial(self._fetch_blobs, source, {digest: wanted[digest]}, waited))
+            raise
+
+    def _stage_blobs(self, source: _Source, wanted: dict[bytes, Row]) -> None:
+        batch: list[tuple[str, Staged]] = []
+        size = 0
+        try:
+            with closing(BlobFetcher(self._parts, source.bucket, self._network).staged(wanted)) as coming:
+                for row, staged in coming:
+                    batch.append((blob_name(row.digest), staged))
+                    size += row.place.stored
+                    if len(batch) >= _BATCH or size >= _BATCH_BYTES:
+                        ready, batch, size = batch, [], 0
+                        self._keep(ready)
+                        self._coming.end([staged.digest for _, staged in ready])
+            self._keep(batch)
+        except BaseException:
+            for _, staged in batch:
+                staged.discard()
+            raise
+
+    def _fetch_parts(self, source: _Source, digest: bytes, parts: list[Part]) -> None:
+        key, start, end = object_key(digest, packed=False), parts[0].start, parts[-1].end
+        [data] = source.require(source.bucket.get_ranges, key, [(start, end)])
+        view = memoryview(data)
+        batch: list[tuple[str, Staged]] = []
+        for part in parts:
+            stored, name = view[part.start - start : part.end - start], part.name(digest)
+            try:
+                _check_frames(stored, part, f"{source.bucket.url}/{key}")
+            except CorruptError as error:  # of this part alone
+                self._coming.end([name], error)
+                continue
+            batch.append((name, self._parts.writer.stage(stored, "none", None)))
+        self._keep(batch)
+
+    def _keep(self, batch: list[tuple[str, Staged]]) -> None:
+        if not batch:
+            return
+        specs = [(EntrySpec(name, "bytes", None, None, False), staged) for name, staged in batch]
+        try:
+            self._parts.writer.commit(specs)
+        except Vanished as error:
+            raise RemoteError("gc removed bytes while they were kept; read again") from error
+
+    def close(self) -> None:
+        """End what is under way, and close the store."""
+        for pool in (self._work, self._network):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self._parts.close()
+
+
+def _neighbours(parts: list[Part]) -> Iterator[list[Part]]:
+    """Parts that lie next to each other, in requests of some megabytes."""
+    near: list[Part] = []
+    for part in sorted(parts):
+        if near and (part.start != near[-1].end or part.end - near[0].start > _REQUEST_BYTES):
+            yield near
+            near = []
+        near.append(part)
+    if near:
+        yield near
+
+
+def _check_frames(stored: memoryview, part: Part, where: str) -> None:
+    at = 0
+    for number, (length, _) in enumerate(FRAME.iter_unpack(part.frames), part.first):
+        if frame_of(stored[at : at + length]) != part.frame(number):
+            raise CorruptError(
+                f"frame {number} of {where} differs from what the tree says;"
+                " `castore remote check --deep` tells more",
+                where=where,
+            )
+        at += length
+
+
+class _Server:
+    """The socket, and the life of the process."""
+
+    def __init__(self, path: Path, fetcher: Fetcher, mode: int) -> None:
+        self._path = path
+        self._fetcher = fetcher
+        self._lock = threading.Lock()
+        self._active = 0
+        self._until = time.monotonic() + IDLE_SECONDS
+        path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with address(path) as short:
+            self._socket.bind(short)
+        give_to_owner(path, path.parent)
+        path.chmod(mode)
+        self._inode = path.stat().st_ino
+        self._socket.listen(_BACKLOG)
+        self._socket.settimeout(0.1)
+
+    def serve(self) -> None:
+        """Serve until nobody asks any more, or the store is gone."""
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except TimeoutError:
+                if self._is_over():
+                    break
+                continue
+            connection.settimeout(None)
+            with self._lock:
+                self._active += 1
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+        # A reader that still connects finds the connection closed without an answer, and asks another.
+        self._path.unlink(missing_ok=True)
+        self._socket.close()
+
+    def _is_over(self) -> bool:
+        with suppress(OSError):
+            if self._path.stat().st_ino == self._inode:
+                with self._lock:
+                    return not self._active and time.monotonic() > self._until
+        return True
+
+    def _answer(self, connection: socket.socket) -> None:
+        idle = IDLE_SECONDS
+        try:
+            with connection:
+                request = receive(connection)
+                if request is None:
+                    return
+                if request == {"do": "done"}:
+                    idle = DONE_SECONDS
+                    return
+                with suppress(BrokenPipeError, ConnectionResetError):  # the reader is gone
+                    send(connection, self._do(request))
+        finally:
+            with self._lock:
+                self._active -= 1
+                self._until = time.monotonic() + idle
+
+    def _do(self, request: dict[str, Any]) -> dict[str, Any]:
+        call = request.pop("do")
+        if call not in ("ref", "pages", "blobs", "parts"):
+            return {"error": describe(RemoteError(f"the fetcher knows no {call!r}; end it, and read again"))}
+        try:
+            return {"result": getattr(self._fetcher, call)(**request)}
+        except (CastoreError, OSError) as error:
+            return {"error": describe(error)}
+        except Exception as error:  # noqa: BLE001 (the reader must learn of it: nobody else is here)
+            return {"error": describe(RemoteError(f"the fetcher failed: {type(error).__name__}: {error}"))}
+
+
+def main() -> int:
+    """Serve, unless the store has a fetcher already. The first process ends as soon as the second runs."""
+    store = Path(sys.argv[1])
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    parts = open_parts(store, max_size=None, durable=False)
+    try:
+        lock = open_with_mode(store / LOCK, os.O_RDWR, parts.settings.file_mode)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return 0
+        fetcher = Fetcher(parts)
+        try:
+            _Server(store / SOCKET, fetcher, parts.settings.file_mode).serve()
+        finally:
+            fetcher.close()
+    finally:
+        parts.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Asks a store's fetcher, and starts one if there is none. Safe to use before and after a fork.
+
+Each request is a connection of its own: it costs far less than what it asks for, and nothing is left open
+that a fork could share. If a fetcher ends or is killed in the middle of a request, the next one is asked the
+same: every request may be repeated.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from castore.errors import RemoteError
+from castore.remote.messages import SOCKET, receive, send
+from castore.remote.process import rebuild
+from castore.system.local_sockets import address
+
+# Seconds for a fetcher to start, and times that it may end before it answers.
+_START_SECONDS = 60.0
+_ATTEMPTS = 5
+# Seconds between two looks whether it has started.
+_LOOK_SECONDS = 0.005
+
+
+class FetcherClient:
+    """The way to a store's fetcher. Threads may share it.
+
+    Args:
+        store: the store's folder.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self._store = store
+
+    def call(self, do: str, **fields: Any) -> Any:
+        """Do a request, and return its result.
+
+        Raises:
+            RemoteUnreachableError: the storage gives no answer in time.
+            RemoteError: the remote cannot be used otherwise, or no fetcher can be started.
+            CorruptError: the remote's bytes are damaged.
+        """
+        for _ in range(_ATTEMPTS):
+            with self._connect() as connection, suppress(BrokenPipeError, ConnectionResetError):
+                send(connection, {"do": do, **fields})
+                answer = receive(connection)
+                if answer is not None and "error" in answer:
+                    raise rebuild(answer["error"])
+                if answer is not None:
+                    return answer["result"]
+        raise RemoteError(
+            f"the process that fetches for {self._store} ended {_ATTEMPTS} times before it answered"
+        )
+
+    def done(self) -> None:
+        """Tell the fetcher, if there is one, that this reader will not ask again."""
+        with suppress(OSError), self._open() as connection:
+            send(connection, {"do": "done"})
+
+    def _open(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with address(self._store / SOCKET) as short:
+                connection.connect(short)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _connect(self) -> socket.socket:
+        with suppress(FileNotFoundError, ConnectionRefusedError):
+            return self._open()
+        deadline, started = time.monotonic() + _START_SECONDS, 0.0
+        while time.monotonic() < deadline:
+            # Another one may have been about to end: it held the lock, so the one that was started gave up.
+            if time.monotonic() > started + 2.0:
+                self._start()
+                started = time.monotonic()
+            with suppress(FileNotFoundError, ConnectionRefusedError):
+                return self._open()
+            time.sleep(_LOOK_SECONDS)
+        raise RemoteError(f"no process that fetches for {self._store} starts; is the store in order?")
+
+    def _start(self) -> None:
+        # The process forks at once and ends, so no child of this one is left.
+        subprocess.run(
+            [sys.executable, "-m", "castore.remote.fetcher", os.fspath(self._store)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+            check=False,
+        )

@@ -1,0 +1,85 @@
+"""Bytes of remotes that a store keeps because somebody read them, under names that no listing shows.
+
+They are entries as all others, so the budget, gc, verification and crash safety are those of the store: what
+was read least recently goes first, and is fetched again when it is read again. A blob of moderate size is
+kept whole. The stored bytes of a larger object are kept in *parts* of some frames each, cut in the same way
+by everybody, so that readers of one object share them. Nothing here fetches anything.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from castore.names import RESERVED
+from castore.remote.pages import FRAME, Place
+
+#: Blobs of at most this many stored bytes are kept whole, larger ones in parts.
+WHOLE_LIMIT = 4 << 20
+#: A part ends with the first frame that brings it to this many stored bytes, or to this many frames.
+PART_BYTES, PART_FRAMES = 1 << 20, 64
+
+
+def blob_name(digest: bytes) -> str:
+    """The name of a blob that is kept whole."""
+    return f"{RESERVED}/blobs/{digest.hex()}"
+
+
+class Part(NamedTuple):
+    """Neighbouring frames of an object that are fetched and kept together.
+
+    Attributes:
+        start, end: where they lie in the object, in bytes.
+        first: number of the first frame.
+        frames: a `FRAME` for each frame.
+    """
+
+    start: int
+    end: int
+    first: int
+    frames: bytes
+
+    def name(self, digest: bytes) -> str:
+        """The name under which the part of an object of that digest is kept."""
+        return f"{RESERVED}/parts/{digest.hex()}/{self.start:x}-{self.end:x}"
+
+    def locate(self, frame: int) -> tuple[int, int]:
+        """Where a frame of the part lies in the part, in bytes: its beginning and its length."""
+        before = self.frames[: (frame - self.first) * FRAME.size]
+        start = sum(length for length, _ in FRAME.iter_unpack(before))
+        return start, FRAME.unpack(self.frame(frame))[0]
+
+    def frame(self, number: int) -> bytes:
+        """The `FRAME` of a frame of the part."""
+        at = (number - self.first) * FRAME.size
+        return self.frames[at : at + FRAME.size]
+
+
+class Division:
+    """An object of its own, cut into parts. The seek table behind the frames is in none of them.
+
+    Args:
+        place: of the blob.
+    """
+
+    def __init__(self, place: Place) -> None:
+        lengths = [length for length, _ in FRAME.iter_unpack(place.frames)]
+        ends = [0, *accumulate(lengths)]
+        self._firsts: list[int] = []
+        parts: list[Part] = []
+        first = 0
+        for number in range(1, len(ends)):
+            is_full = ends[number] - ends[first] >= PART_BYTES or number - first >= PART_FRAMES
+            if is_full or number == len(lengths):
+                frames = place.frames[first * FRAME.size : number * FRAME.size]
+                parts.append(Part(ends[first], ends[number], first, frames))
+                self._firsts.append(first)
+                first = number
+        #: In the order of the object.
+        self.parts: Sequence[Part] = parts
+
+    def part_of(self, frame: int) -> int:
+        """The number of the part that has a frame."""
+        return bisect_right(self._firsts, frame) - 1

@@ -1,0 +1,216 @@
+"""A large blob of a remote, held open: frames come from the parts that the store keeps, or are fetched.
+
+A frame is compared with its digest in the tree each time it is read from a part, so nobody has to trust what
+is kept. A part that is damaged is set aside and fetched again. A reader that goes on in order has parts
+fetched ahead of it, twice as many each time, as the kernel does it for files. A reader that jumps fetches
+only what it needs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+
+from castore.errors import CorruptError, RemoteError
+from castore.objects.codec_threads import codec_threads
+from castore.objects.codecs import CODECS, FRAME_SIZE, no_dictionary
+from castore.objects.decode import BlobReader
+from castore.objects.frames import frame_count, frame_length
+from castore.parts import Parts
+from castore.records import LOOSE, LOST, Blob
+from castore.remote.fetcher_client import FetcherClient
+from castore.remote.kept import Division, Part
+from castore.remote.pages import Row, frame_of
+from castore.system.io_errors import AT_FAULT
+from castore.system.ram_cache import MemoryLRU
+
+#: Most parts that are fetched ahead of a reader.
+PARTS_AHEAD = 16
+# Parts of one blob that are kept open, and attempts to read what gc takes away or what is damaged.
+_OPEN, _ATTEMPTS = 8, 8
+
+
+class LazyReader:
+    """Random access to a blob that is an object of its own. See `HeldBlob`.
+
+    Args:
+        parts: of the store that keeps what is read.
+        fetcher: brings what is missing.
+        remote: name of the remote.
+        row: of the blob.
+        cache: keeps decoded frames for all readers.
+    """
+
+    def __init__(
+        self, parts: Parts, fetcher: FetcherClient, remote: str, row: Row, cache: MemoryLRU[bytes]
+    ) -> None:
+        self.blob = Blob(row.digest, row.size, row.place.stored, row.place.codec, LOOSE, 0)
+        self.frames = frame_count(row.size)
+        self._store = parts
+        self._fetcher = fetcher
+        self._remote = remote
+        self._object = row.place.object
+        self._name = row.name
+        self._division = Division(row.place)
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._holds = 1
+        self._opened: OrderedDict[int, BlobReader] = OrderedDict()
+        # The part that a reader in order has come to, how many are fetched ahead of it, and up to which they
+        # were asked for.
+        self._at, self._window, self._asked = -1, 1, 0
+
+    # Holding
+
+    def hold(self) -> bool:
+        """See `HeldBlob`."""
+        with self._lock:
+            if self._holds == 0:
+                return False
+            self._holds += 1
+            return True
+
+    def unhold(self) -> None:
+        """See `HeldBlob`."""
+        with self._lock:
+            self._holds -= 1
+            if self._holds:
+                return
+            opened, self._opened = list(self._opened.values()), OrderedDict()
+        for reader in opened:
+            reader.close()
+
+    def close(self) -> None:
+        """See `HeldBlob`."""
+        self.unhold()
+
+    def unlinked(self) -> bool:
+        """See `HeldBlob`."""
+        with self._lock:
+            return any(reader.unlinked() for reader in self._opened.values())
+
+    # Reading
+
+    def view(self, offset: int, size: int) -> bytes | memoryview:
+        """See `HeldBlob`."""
+        end = min(offset + size, self.blob.size)
+        if offset >= end:
+            return b""
+        first, last = offset // FRAME_SIZE, (end - 1) // FRAME_SIZE
+        pieces = [memoryview(self._frame(index)) for index in range(first, last + 1)]
+        pieces[-1] = pieces[-1][: end - last * FRAME_SIZE]
+        pieces[0] = pieces[0][offset - first * FRAME_SIZE :]
+        return pieces[0] if first == last else b"".join(pieces)
+
+    def prefetch(self, indices: range) -> None:
+        """See `HeldBlob`. Passes over frames of parts that are not here: no decoder waits for a network."""
+        for index in range(indices.start, min(indices.stop, self.frames)):
+            number = self._division.part_of(index)
+            with self._lock:
+                is_open = number in self._opened
+            if (is_open or self._open_kept(number)) and self.hold():
+                codec_threads.pool().submit(self._frame, index).add_done_callback(lambda _: self.unhold())
+
+    def _frame(self, index: int) -> bytes:
+        return self._cache.get_or_load((self.blob.digest, index), lambda: self._load(index))
+
+    def _load(self, index: int) -> bytes:
+        number = self._division.part_of(index)
+        part = self._division.parts[number]
+        self._look_ahead(number)
+        length = frame_length(self.blob.size, index)
+        for _ in range(_ATTEMPTS):
+            reader = self._part(number)
+            try:
+                stored = _read(reader, *part.locate(index))
+                if frame_of(stored) == part.frame(index):
+                    return CODECS[self.blob.codec].decompress(stored, length, no_dictionary)
+            finally:
+                reader.unhold()
+            with self._lock:
+                damaged = self._opened.pop(number, None)
+            if damaged is not None:
+                damaged.close()
+                where = self._store.objects.where(damaged.blob)
+                self._store.source.quarantine(damaged.blob, CorruptError(f"{where} is damaged"))
+        raise CorruptError(
+            f"the bytes of {self._name!r} that this store keeps are damaged each time; is its disk well?",
+            digest=self.blob.digest.hex(),
+        )
+
+    # Parts
+
+    def _part(self, number: int) -> BlobReader:
+        """The reader of a part, held; the part is fetched if it is not here."""
+        part = self._division.parts[number]
+        for _ in range(_ATTEMPTS):
+            reader = self._held(number)
+            if reader is not None:
+                return reader
+            if not self._open_kept(number):
+                self._fetch([part], first=1)
+        raise RemoteError(
+            f"parts of {self._name!r} are dropped as fast as they are fetched: the store's budget is too"
+            " small for what is read at once; raise it with `castore init --max-size`"
+        )
+
+    def _held(self, number: int) -> BlobReader | None:
+        with self._lock:
+            reader = self._opened.get(number)
+            if reader is None or not reader.hold():
+                return None
+            self._opened.move_to_end(number)
+            return reader
+
+    def _open_kept(self, number: int) -> bool:
+        """Open a part if it is here."""
+        name = self._division.parts[number].name(self._object)
+        found = self._store.index.find(name)
+        if found is None or found.blob.pack == LOST:
+            return False
+        try:
+            reader = self._store.source.open(found.blob)
+        except FileNotFoundError:
+            return False
+        self._store.source.count_use(name)
+        with self._lock:
+            closing = [self._opened.pop(number)] if number in self._opened else []
+            if self._holds:
+                self._opened[number] = reader
+            else:
+                closing.append(reader)
+            while len(self._opened) > _OPEN:
+                closing.append(self._opened.popitem(last=False)[1])
+        for gone in closing:
+            gone.close()
+        return True
+
+    def _look_ahead(self, number: int) -> None:
+        """Have parts fetched that a reader in order will read next."""
+        with self._lock:
+            if number == self._at + 1:
+                self._at, self._window = number, min(2 * self._window, PARTS_AHEAD)
+            elif not self._at - 1 <= number <= self._at:
+                self._at, self._window, self._asked = number, 1, number + 1
+                return
+            start = max(self._asked, number + 1)
+            stop = min(number + 1 + self._window, len(self._division.parts))
+            if stop - start < (self._window + 1) // 2 and stop < len(self._division.parts):
+                return
+            self._asked = max(self._asked, stop)
+        if start < stop:
+            self._fetch(list(self._division.parts[start:stop]), first=0)
+
+    def _fetch(self, parts: list[Part], first: int) -> None:
+        self._fetcher.call("parts", remote=self._remote, digest=self._object, parts=parts, first=first)
+
+
+def _read(reader: BlobReader, at: int, length: int) -> bytes:
+    """Stored bytes of a part; fewer, or none, if the disk does not give them."""
+    try:
+        return os.pread(reader.fileno(), length, reader.blob.offset + at)
+    except OSError as error:
+        if error.errno not in AT_FAULT:
+            raise
+        return b""

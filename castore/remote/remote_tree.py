@@ -1,0 +1,335 @@
+"""The names of a commit of a remote as a `FileTree`: there at once, with bytes that come when they are read.
+
+Names come from the tree's pages, which are fetched when they are needed and stay in the store's page cache.
+Bytes come through the fetcher, and stay in the store as far as its budget lets them. A tree that follows its
+ref takes each new commit as a whole, so a reader sees one commit or the next.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from itertools import islice, takewhile
+from typing import NamedTuple
+
+from castore.errors import CastoreError, CorruptError, RemoteError, StoreError
+from castore.names import below
+from castore.parts import Parts
+from castore.read.file_tree import HeldBlob
+from castore.records import LOST, Blob, FileRow, entry_check
+from castore.remote.fetcher_client import FetcherClient
+from castore.remote.kept import WHOLE_LIMIT, Division, blob_name
+from castore.remote.lazy_reader import LazyReader
+from castore.remote.page_cache import read_cached
+from castore.remote.pages import Page, Row
+from castore.remote.tree import Tree, difference
+from castore.system.ram_cache import MemoryLRU
+
+log = logging.getLogger("castore")
+
+#: Seconds between two looks whether the ref has moved.
+FOLLOW_SECONDS = 2.0
+#: Changed names that are listed one by one; with more, a mount forgets all it knows.
+MOST_CHANGES = 100_000
+# Bytes of decoded pages that are kept, and of a decoded row, measured with tracemalloc.
+_PAGE_BYTES, _ROW_BYTES = 64 << 20, 900
+# Bytes of a pack that the first miss in it fetches, and the most that a later one does: each fetches twice as
+# much as the one before. Packs that are counted at most.
+_WINDOW, _LARGEST_WINDOW, _PACKS = 256 << 10, 8 << 20, 10_000
+_ATTEMPTS = 8
+# Trees of earlier commits that are kept for open files.
+_OLDER = 64
+
+
+class NameChange(NamedTuple):
+    """A name that points to another digest in a newer commit, or to none."""
+
+    name: str
+    digest: bytes | None
+
+
+class RemoteTree:
+    """The names of a commit. See `FileTree` for its methods.
+
+    Args:
+        parts: of the store that keeps what is read.
+        remote: name of the remote.
+        ref: name of the ref.
+        commit: first digits of a commit in its history; None for the newest.
+        is_following: take new commits of the ref as they come.
+
+    Raises:
+        RemoteMissingError: there is no such ref or commit.
+        RemoteError: the remote cannot be used.
+        StoreError: the store cannot be written to, so it can keep nothing.
+    """
+
+    def __init__(
+        self, parts: Parts, remote: str, ref: str, commit: str | None, *, is_following: bool = False
+    ) -> None:
+        parts.index.require_writable()
+        self._parts = parts
+        self._remote = remote
+        self._ref = ref
+        self._is_following = is_following
+        self._fetcher = FetcherClient(parts.path)
+        self._decoded: MemoryLRU[Page] = MemoryLRU(_PAGE_BYTES, _measure)
+        self._misses: Counter[bytes] = Counter()
+        self._lock = threading.Lock()
+        digest, root, self.time = self._fetcher.call("ref", remote=remote, ref=ref, start=commit)
+        #: The commit's digest.
+        self.commit: bytes = digest
+        # The newest first. An open file may be of an earlier one.
+        self._trees = [self._tree(root)]
+
+    def _tree(self, root: bytes) -> Tree:
+        return Tree(root, self._read_page, self._expect_pages, self._decoded)
+
+    def _read_page(self, digest: bytes) -> bytes:
+        for _ in range(_ATTEMPTS):
+            data = read_cached(self._parts.path, digest)
+            if data is not None:
+                return data
+            self._fetcher.call("pages", remote=self._remote, pages=[digest], first=1)
+        raise RemoteError(
+            f"page {digest.hex()} of remote {self._remote!r} cannot be kept in {self._parts.path}"
+        )
+
+    def _expect_pages(self, digests: Iterable[bytes]) -> None:
+        missing = [digest for digest in digests if self._decoded.get(digest) is None]
+        if missing:
+            self._fetcher.call("pages", remote=self._remote, pages=missing, first=0)
+
+    # Names
+
+    def file(self, name: str, now: float) -> FileRow | None:
+        """See `FileTree`."""
+        row = self._trees[0].find(name)
+        return None if row is None or _has_expired(row, now) else _file_row(row)
+
+    def files(self, low: str, high: str | None, now: float, limit: int) -> list[FileRow]:
+        """See `FileTree`."""
+        found: list[FileRow] = []
+        for row in takewhile(lambda row: high is None or row.name < high, self._trees[0].rows_from(low)):
+            if not _has_expired(row, now):
+                found.append(_file_row(row))
+                if len(found) == limit:
+                    break
+        return found
+
+    def require_order(self, last: str, key: str) -> str:
+        """See `FileTree`."""
+        if not key > last:
+            raise StoreError(f"a page of remote {self._remote!r} lists its names out of order")
+        return key
+
+    def is_folder(self, path: str, now: float) -> bool:
+        """See `FileTree`."""
+        return bool(self.files(*below(path), now, 1)) if path else True
+
+    def find_digest(self, name: str) -> bytes | None:
+        """See `FileTree`."""
+        row = self._trees[0].find(name)
+        return None if row is None else row.digest
+
+    def follow(self) -> CommitChanges:
+        """See `FileTree`."""
+        return CommitChanges(self, is_following=self._is_following)
+
+    def advance(self) -> list[NameChange] | None:
+        """Take the ref's newest commit; returns the names that changed, or None if they are too many to list.
+
+        Raises:
+            RemoteError: the remote cannot be used.
+        """
+        digest, root, made = self._fetcher.call("ref", remote=self._remote, ref=self._ref, start=None)
+        if digest == self.commit:
+            return []
+        newer = self._tree(root)
+        changes = [
+            NameChange(change.name, None if change.new is None else change.new.digest)
+            for change in islice(difference(self._trees[0], newer), MOST_CHANGES)
+        ]
+        self.commit, self.time, self._trees = digest, made, [newer, *self._trees[: _OLDER - 1]]
+        return changes if len(changes) < MOST_CHANGES else None
+
+    # Blobs
+
+    def blob(self, digest: bytes) -> Blob | None:
+        """See `FileTree`. Trees are sorted by name: nothing in them is found by its digest."""
+        return None
+
+    def is_named(self, digest: bytes) -> bool:
+        """See `FileTree`."""
+        return True
+
+    def open(self, name: str, digest: bytes, cache: MemoryLRU[bytes]) -> HeldBlob:
+        """See `FileTree`."""
+        parts = self._parts
+        row: Row | None = None
+        for _ in range(_ATTEMPTS):
+            blob = parts.index.blob(digest)
+            if blob is not None and blob.pack != LOST:
+                try:
+                    return parts.source.open(blob, cache)
+                except FileNotFoundError:
+                    continue
+            row = row or self._row(name, digest)
+            if row.place.stored > WHOLE_LIMIT:
+                return LazyReader(parts, self._fetcher, self._remote, row, cache)
+            self._fetch(row)
+        raise RemoteError(
+            f"{name!r} is dropped as fast as it is fetched: the budget of {parts.path} is too small for what"
+            " is read at once; raise it with `castore init --max-size`"
+        )
+
+    def read_small(self, name: str, digest: bytes) -> bytes | None:
+        """See `FileTree`."""
+        data = self._read_kept(digest)
+        if data is None:
+            self._fetch(self._row(name, digest))
+            data = self._read_kept(digest)
+        return data
+
+    def _read_kept(self, digest: bytes) -> bytes | None:
+        blob = self._parts.index.blob(digest)
+        return None if blob is None else self._parts.source.read_small(blob)
+
+    def _row(self, name: str, digest: bytes) -> Row:
+        for tree in self._trees:
+            row = tree.find(name)
+            if row is not None and row.digest == digest:
+                return row
+        raise FileNotFoundError(f"no commit of {self._ref!r} that is mounted has {name!r} with these bytes")
+
+    def _fetch(self, row: Row) -> None:
+        """Have a blob in the store, and some of those that lie near it in its pack."""
+        rows = [row]
+        if row.place.is_packed:
+            with self._lock:
+                if len(self._misses) > _PACKS:
+                    self._misses.clear()
+                self._misses[row.place.object] += 1
+                misses = self._misses[row.place.object]
+            window = min(_WINDOW << min(misses - 1, 16), _LARGEST_WINDOW)
+            start = row.place.offset // window * window
+            # Names that are neighbours in the tree are neighbours in a pack: they were pushed together.
+            rows += [
+                other
+                for other in self._trees[0].leaf_of(row.name)
+                if other.place.object == row.place.object
+                and start <= other.place.offset < start + window
+                and other.digest != row.digest
+            ]
+        self._fetcher.call("blobs", remote=self._remote, rows=rows, first=1)
+
+    def count_use(self, name: str, digest: bytes) -> None:
+        """See `FileTree`."""
+        self._parts.source.count_use(blob_name(digest))
+
+    def quarantine(self, held: HeldBlob, error: CorruptError) -> bool:
+        """See `FileTree`. The remote still has the bytes."""
+        self._parts.source.quarantine(held.blob, error)
+        return not isinstance(held, LazyReader)
+
+    def attributes(self, name: str, digest: bytes) -> dict[str, str]:
+        """See `FileTree`."""
+        try:
+            row = self._row(name, digest)
+        except FileNotFoundError:
+            return {}
+        found = {
+            "digest": digest.hex(),
+            "size": str(row.size),
+            "codec": row.place.codec,
+            "stored": str(row.place.stored),
+            "serializer": row.serializer,
+            "remote": self._remote,
+            "commit": self.commit.hex(),
+            "here": str(self._bytes_here(row)),
+        }
+        if row.expires is not None:
+            found["expires"] = repr(row.expires)
+        if row.metadata:
+            found["metadata"] = json.dumps(json.loads(row.metadata), sort_keys=True, ensure_ascii=False)
+        return found
+
+    def _bytes_here(self, row: Row) -> int:
+        """Stored bytes of a blob that the store keeps."""
+        blob = self._parts.index.blob(row.digest)
+        if blob is not None and blob.pack != LOST:
+            return row.place.stored
+        if row.place.stored <= WHOLE_LIMIT:
+            return 0
+        names = [part.name(row.place.object) for part in Division(row.place).parts]
+        return sum(found.blob.stored for found in self._parts.index.find_many(names).values())
+
+    # Upkeep
+
+    def maintain(self, seconds: float) -> None:
+        """See `FileTree`."""
+        self._parts.usage.flush_for(seconds)
+        self._parts.objects.packs.drop_unlinked()
+
+    def close(self) -> None:
+        """See `FileTree`."""
+        self._fetcher.done()
+
+
+class CommitChanges:
+    """The names that change as a tree follows its ref: none if it does not. See `Changes`.
+
+    A thread of its own asks the ref, so that nobody waits for a network that is down.
+
+    Args:
+        tree: takes the new commits.
+        is_following: whether it does.
+    """
+
+    def __init__(self, tree: RemoteTree, *, is_following: bool) -> None:
+        self._tree = tree
+        self._lock = threading.Lock()
+        self._changes: list[NameChange] | None = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="castore-ref", daemon=True)
+        if is_following:
+            self._thread.start()
+
+    def poll(self) -> list[NameChange] | None:
+        """See `Changes`."""
+        with self._lock:
+            changes, self._changes = self._changes, []
+        return changes
+
+    def close(self) -> None:
+        """See `Changes`."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        told = ""
+        while not self._ended.wait(FOLLOW_SECONDS):
+            try:
+                changes = self._tree.advance()
+                told = ""
+            except CastoreError as error:
+                if str(error) != told:
+                    log.warning("%s; the mount goes on with commit %s", error, self._tree.commit.hex()[:12])
+                told = str(error)
+                continue
+            with self._lock:
+                self._changes = None if changes is None or self._changes is None else self._changes + changes
+
+
+def _file_row(row: Row) -> FileRow:
+    return row.name, row.digest, row.size, row.created, row.expires, entry_check(row.name, row.digest)
+
+
+def _has_expired(row: Row, now: float) -> bool:
+    return row.expires is not None and row.expires <= now
+
+
+def _measure(page: Page) -> int:
+    return _ROW_BYTES * (len(page.rows) + len(page.children))
