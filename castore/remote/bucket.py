@@ -44,6 +44,28 @@ class Versioned(NamedTuple):
     version: Any
 
 
+class Patience(NamedTuple):
+    """How long a request may take. All times in seconds.
+
+    Attributes:
+        connect: for a connection to be made.
+        silence: without a byte of an answer; a part of an upload must be through in it as well.
+        retries: tries after the first one, with pauses that double, of some chance.
+        deadline: after it no other try begins, so a call without an answer ends by ``deadline + silence``. A
+            listing that stops in its middle may take two more silences.
+    """
+
+    connect: float = 5.0
+    silence: float = 60.0
+    retries: int = 8
+    deadline: float = 120.0
+
+    @classmethod
+    def within(cls, seconds: float) -> Patience:
+        """A call without an answer ends by then."""
+        return cls(connect=min(cls().connect, seconds / 3), silence=seconds / 3, deadline=seconds * 2 / 3)
+
+
 class Bucket(Protocol):
     """A place for objects, below one URL.
 

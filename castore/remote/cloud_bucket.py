@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from castore.errors import (
     MissingDependencyError,
@@ -27,7 +27,7 @@ from castore.errors import (
 )
 from castore.objects.codecs import Buffer
 from castore.remote.aws_credentials import read_profile
-from castore.remote.bucket import SMALL, Listed, Versioned, pieces
+from castore.remote.bucket import SMALL, Listed, Patience, Versioned, pieces
 
 try:
     import obstore
@@ -86,23 +86,6 @@ _CREDENTIALS = {
         " AZURE_CLIENT_ID with its secret and tenant, or the machine's identity"
     ),
 }
-
-
-class Patience(NamedTuple):
-    """How long a request may take. All times in seconds.
-
-    Attributes:
-        connect: for a connection to be made.
-        silence: without a byte of an answer; a part of an upload must be through in it as well.
-        retries: tries after the first one, with pauses that double, of some chance.
-        deadline: after it no other try begins, so a call without an answer ends by ``deadline + silence``. A
-            listing that stops in its middle may take two more silences.
-    """
-
-    connect: float = 5.0
-    silence: float = 60.0
-    retries: int = 8
-    deadline: float = 120.0
 
 
 def open_s3(bucket: str, prefix: str, patience: Patience) -> CloudBucket:

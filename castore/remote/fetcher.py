@@ -28,7 +28,7 @@ from castore.errors import CastoreError, CorruptError, RemoteError, RemoteUnreac
 from castore.parts import Parts
 from castore.records import LOST, EntrySpec
 from castore.remote import commits, marker
-from castore.remote.bucket import Bucket
+from castore.remote.bucket import Bucket, Patience
 from castore.remote.fetch import BlobFetcher
 from castore.remote.kept import Part, blob_name
 from castore.remote.keys import object_key
@@ -41,6 +41,7 @@ from castore.remote.remotes import Remotes, RemoteSettings
 from castore.remote.urls import open_bucket
 from castore.system.local_sockets import address
 from castore.system.temporary import give_to_owner, open_with_mode
+from castore.units import parse_duration
 from castore.write.open_pack import Vanished
 from castore.write.staging import Staged
 
@@ -49,6 +50,8 @@ _T = TypeVar("_T")
 
 #: Seconds without a request after which it ends, and after a reader has said that it is done.
 IDLE_SECONDS, DONE_SECONDS = 10.0, 0.5
+#: Seconds after which a reader gets an error if the storage does not answer, and what sets them.
+TIMEOUT_SECONDS, TIMEOUT_VARIABLE = 30.0, "CASTORE_REMOTE_TIMEOUT"
 # Requests to storage under way at once, and pieces of work that wait for them.
 _CONNECTIONS, _WORKERS = 16, 32
 # Bytes of neighbouring parts that come in one request.
@@ -60,13 +63,18 @@ _DOWN_SECONDS = 5.0
 _BACKLOG = 128
 
 
+def _timeout() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    return parse_duration(text) if text else TIMEOUT_SECONDS
+
+
 class _Source:
     """An open remote, and how it does."""
 
     def __init__(self, parts: Parts, settings: RemoteSettings, pool: ThreadPoolExecutor) -> None:
         mode = (parts.settings.folder_mode, parts.settings.file_mode)
         self.settings = settings
-        self.bucket: Bucket = open_bucket(settings.url)
+        self.bucket: Bucket = open_bucket(settings.url, Patience.within(_timeout()))
         self.pages = PageCache(parts.path, self.bucket, pool, mode)
         self._down: tuple[float, str] = (0.0, "")
         self.require(marker.check, self.bucket)

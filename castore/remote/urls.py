@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from castore.errors import InvalidValueError
+from castore.remote.bucket import Bucket, Patience
 from castore.remote.folder_bucket import FolderBucket
-
-if TYPE_CHECKING:
-    from castore.remote.bucket import Bucket
-    from castore.remote.cloud_bucket import Patience
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
 _SEGMENT = re.compile(r"(?!\.\.?$)[A-Za-z0-9._=-]{1,200}")
@@ -102,4 +99,4 @@ def open_bucket(url: str, patience: Patience | None = None) -> Bucket:
     from castore.remote import cloud_bucket
 
     openers = {"s3": cloud_bucket.open_s3, "gs": cloud_bucket.open_gcs, "az": cloud_bucket.open_azure}
-    return openers[scheme](bucket, path, patience or cloud_bucket.Patience())
+    return openers[scheme](bucket, path, patience or Patience())

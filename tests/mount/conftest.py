@@ -92,8 +92,17 @@ def filled(plain: Path) -> Store:
     return store
 
 
-@pytest.fixture(scope="session", params=["default", "pinned"])
+@pytest.fixture(scope="session", params=["default", "pinned", "remote"])
 def root(request: pytest.FixtureRequest, filled: Store) -> Iterator[Path]:
+    """The store's names in a mount: of the store itself, or of a remote that another store reads."""
+    if request.param == "remote":
+        url = filled.path.with_name("bucket").as_uri()
+        filled.add_remote("team", url).push()
+        with Store(filled.path.with_name("other")) as other:
+            other.add_remote("team", url)
+        with castore_fuse.mounted(other.path, remote="team") as mounted:
+            yield mounted
+        return
     with castore_fuse.mounted(filled.path, pin=request.param == "pinned") as mounted:
         yield mounted
 

@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
     def open(self, prefix: str = "", **changes: str) -> Bucket:
         """The bucket, or a part of it. Takes other variables than the place's own too."""
-        from castore.remote.cloud_bucket import Patience
+        from castore.remote.bucket import Patience
 
         with environment({**self.environment, **changes}):
             return open_bucket(

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from castore.errors import RemoteDeniedError, RemoteError, RemoteUnreachableError
-from castore.remote.bucket import Bucket
-from castore.remote.cloud_bucket import Patience
+from castore.remote.bucket import Bucket, Patience
 from castore.remote.commits import Ref, move_ref, read_ref
 from castore.remote.urls import open_bucket
 from tests.helpers import noise
