@@ -138,6 +138,7 @@ class Fetcher:
         self._network = ThreadPoolExecutor(_CONNECTIONS, "network")
         self._work = ThreadPoolExecutor(_WORKERS, "work")
         self._lock = threading.Lock()
+        self._commit_lock = threading.Lock()
         self._sources: dict[str, _Source] = {}
         self._coming = _Coming()
 
@@ -282,7 +283,8 @@ class Fetcher:
             return
         specs = [(EntrySpec(name, "bytes", None, None, False), staged) for name, staged in batch]
         try:
-            self._parts.writer.commit(specs)
+            with self._commit_lock:  # else all threads would find the same room within the budget
+                self._parts.writer.commit(specs)
         except Vanished as error:
             raise RemoteError("gc removed bytes while they were kept; read again") from error
 
