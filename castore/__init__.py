@@ -41,7 +41,15 @@ if TYPE_CHECKING:
     from castore.keys.encoder import key
     from castore.read.open_blob import OpenBlob
     from castore.records import Blob, Entry, Found, Mount, Totals
-    from castore.remote.outcomes import Checked, Pulled, Pushed, RemoteChange, RemoteCommit, RemoteProblem
+    from castore.remote.outcomes import (
+        Checked,
+        Pulled,
+        Pushed,
+        RemoteChange,
+        RemoteCommit,
+        RemoteProblem,
+        Warmed,
+    )
     from castore.remote.remote import Remote
     from castore.remote.remotes import RemoteSettings
     from castore.repair.verify import Finding, Report
@@ -114,6 +122,7 @@ __all__ = [
     "Totals",
     "Trained",
     "UnhashableError",
+    "Warmed",
     "key",
     "register_type",
 ]
@@ -151,6 +160,7 @@ _MODULES = {
     "Totals": "records",
     "Trained": "training",
     "UNLIMITED": "units",
+    "Warmed": "remote.outcomes",
     "key": "keys.encoder",
     "register_type": "serialize.kinds",
 }

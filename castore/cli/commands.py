@@ -26,7 +26,7 @@ COMMANDS = {
     "init": "init", "add": "add", "ls": "ls", "cat": "cat", "get": "get", "rm": "rm", "pin": "pin",
     "unpin": "pin", "train-dict": "train_dict", "stat": "stat", "gc": "gc", "verify": "verify",
     "doctor": "doctor", "mount": "mount", "umount": "umount", "watch": "watch", "process": "process",
-    "remote": "remote", "push": "push", "pull": "pull", "log": "log", "diff": "diff",
+    "remote": "remote", "push": "push", "pull": "pull", "warm": "warm", "log": "log", "diff": "diff",
 }  # fmt: skip
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}

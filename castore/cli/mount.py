@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,14 @@ from castore.cli.completion import names
 from castore.cli.output import print_error
 from castore.cli.store_access import open_store, require_path, store_path
 from castore.names import check_prefix
+
+
+class Fetched(str, Enum):
+    """What comes before it is read."""
+
+    none = "none"
+    open = "open"
+    all = "all"
 
 
 def mount(
@@ -37,6 +46,10 @@ def mount(
     follow: Annotated[
         bool, typer.Option("--follow", help="Show new commits of the ref as they come.")
     ] = False,
+    prefetch: Annotated[
+        Fetched,
+        typer.Option(metavar="none|open|all", help="Fetch ahead: the rest of files in use, or all."),
+    ] = Fetched.none,
     pin: Annotated[
         bool,
         typer.Option("--pin", help="Have gc leave all of it alone while mounted."),
@@ -75,6 +88,7 @@ def mount(
         remote=remote,
         ref=ref,
         follow=follow,
+        prefetch=prefetch.value,
     )
     if isinstance(result, int):
         raise typer.Exit(result)

@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 #: Called with stored bytes that are done, and the stored bytes of all that travels.
 Progress = Callable[[int, int], object]
+
+
+#: What a mount of a remote fetches ahead: nothing, the rest of a file that is read, or everything.
+Prefetch = Literal["none", "open", "all"]
+
+
+class Warmed(NamedTuple):
+    """The outcome of `Remote.warm`.
+
+    Attributes:
+        ref: the ref.
+        commit: its commit, 64 hex digits.
+        names: number of names whose bytes are in the store now.
+        stored: their stored bytes.
+    """
+
+    ref: str
+    commit: str
+    names: int
+    stored: int
 
 
 class Pushed(NamedTuple):

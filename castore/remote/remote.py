@@ -10,8 +10,8 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, closing, suppress
+from typing import Any
 
 from castore.errors import InvalidValueError, RemoteDeniedError, RemoteError
 from castore.names import check_name, check_prefix
@@ -25,15 +25,13 @@ from castore.remote.outcomes import (
     RemoteChange,
     RemoteCommit,
     RemoteProblem,
+    Warmed,
 )
 from castore.remote.process import rebuild
 from castore.remote.remotes import Remotes, RemoteSettings
 
 # Seconds for the process to clean up after an interrupt; it ends by itself earlier than that.
 _PATIENCE = 15
-
-if TYPE_CHECKING:
-    from castore.remote.remote_tree import RemoteTree
 
 
 class Remote:
@@ -204,24 +202,37 @@ class Remote:
         arguments = {"old": old, "new": new, "prefix": check_prefix(prefix)}
         return [RemoteChange(*fields) for fields in self._call("diff", arguments)]
 
-    def tree(self, ref: str = "main", *, commit: str | None = None, follow: bool = False) -> RemoteTree:
-        """The names of a commit as a tree of files, which a mount shows. The bytes come when they are read.
+    def warm(
+        self,
+        prefix: str = "",
+        *,
+        ref: str = "main",
+        commit: str | None = None,
+        shard: tuple[int, int] = (0, 1),
+        progress: Progress | None = None,
+    ) -> Warmed:
+        """Fetch bytes before a mount of the ref reads them. Bytes that are here already do not travel.
 
         Args:
+            prefix: of the names, default all.
             ref: default ``"main"``.
             commit: the first six or more hex digits of a commit in the ref's history; default the newest.
-            follow: take the ref's new commits as they come.
+            shard: ``(i, n)`` fetches the i-th of n parts, counted from 0, so that n nodes share the work. The
+                parts are of about equal size, and what lies in one object is in one part.
+            progress: called with stored bytes that are here, and the stored bytes of all.
 
         Raises:
-            InvalidValueError: a commit cannot follow its ref.
-            RemoteMissingError: there is no such ref or commit.
-            StoreError: the store cannot be written to, so it can keep nothing.
+            InvalidValueError: there is no such shard.
+            FullError: it does not fit into the store's budget.
+            RemoteMissingError: there is no such ref, commit or prefix.
         """
+        index, shards = shard
+        if not 0 <= index < shards:
+            raise InvalidValueError(f"there is no shard {index} of {shards}: count from 0 to {shards - 1}")
         from castore.remote.remote_tree import RemoteTree
 
-        if follow and commit is not None:
-            raise InvalidValueError(f"commit {commit} never changes: leave it out to follow ref {ref!r}")
-        return RemoteTree(self._parts, self.name, check_ref(ref), commit, is_following=follow)
+        with closing(RemoteTree(self._parts, self.name, ref, commit)) as tree:
+            return tree.warm(check_prefix(prefix), shard, progress or (lambda done, total: None))
 
     def check(self, *, deep: bool = False) -> Checked:
         """Check that the bucket has all that its refs mean.

@@ -12,21 +12,34 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-from castore.errors import CastoreError, CorruptError, RemoteError, StoreError
+from castore.errors import (
+    CastoreError,
+    CorruptError,
+    FullError,
+    InvalidValueError,
+    RemoteError,
+    RemoteMissingError,
+    StoreError,
+)
 from castore.names import below
 from castore.parts import Parts
 from castore.read.file_tree import HeldBlob
 from castore.records import LOST, Blob, FileRow, entry_check
 from castore.remote.fetcher_client import FetcherClient
 from castore.remote.kept import WHOLE_LIMIT, Division, blob_name
+from castore.remote.keys import check_ref
 from castore.remote.lazy_reader import LazyReader
+from castore.remote.outcomes import Prefetch, Progress, Warmed
 from castore.remote.page_cache import read_cached
 from castore.remote.pages import Page, Row
 from castore.remote.tree import Tree, difference
+from castore.remote.warm import fetch_ahead, is_of_shard
 from castore.system.ram_cache import MemoryLRU
+from castore.units import format_size
 
 log = logging.getLogger("castore")
 
@@ -60,17 +73,29 @@ class RemoteTree:
         ref: name of the ref.
         commit: first digits of a commit in its history; None for the newest.
         is_following: take new commits of the ref as they come.
+        prefetch: ``"open"`` fetches the rest of a file that somebody reads, ``"all"`` everything.
 
     Raises:
+        InvalidValueError: a commit cannot follow its ref.
         RemoteMissingError: there is no such ref or commit.
         RemoteError: the remote cannot be used.
         StoreError: the store cannot be written to, so it can keep nothing.
     """
 
     def __init__(
-        self, parts: Parts, remote: str, ref: str, commit: str | None, *, is_following: bool = False
+        self,
+        parts: Parts,
+        remote: str,
+        ref: str,
+        commit: str | None,
+        *,
+        is_following: bool = False,
+        prefetch: Prefetch = "none",
     ) -> None:
         parts.index.require_writable()
+        check_ref(ref)
+        if is_following and commit is not None:
+            raise InvalidValueError(f"commit {commit} never changes: leave it out to follow ref {ref!r}")
         self._parts = parts
         self._remote = remote
         self._ref = ref
@@ -84,6 +109,9 @@ class RemoteTree:
         self.commit: bytes = digest
         # The newest first. An open file may be of an earlier one.
         self._trees = [self._tree(root)]
+        self._prefetch = prefetch
+        self._ended = threading.Event()
+        self._background = ThreadPoolExecutor(1, "castore-ahead")
 
     def _tree(self, root: bytes) -> Tree:
         return Tree(root, self._read_page, self._expect_pages, self._decoded)
@@ -179,6 +207,8 @@ class RemoteTree:
                     continue
             row = row or self._row(name, digest)
             if row.place.stored > WHOLE_LIMIT:
+                if self._prefetch == "open":
+                    self._background.submit(self._fetch_ahead, [row])
                 return LazyReader(parts, self._fetcher, self._remote, row, cache)
             self._fetch(row)
         raise RemoteError(
@@ -274,8 +304,44 @@ class RemoteTree:
         self._parts.usage.flush_for(seconds)
         self._parts.objects.packs.drop_unlinked()
 
+    def begin(self) -> None:
+        """Start to fetch what is to be there before it is read. Call it once threads may start."""
+        if self._prefetch == "all":
+            self._background.submit(self._fetch_ahead, self._trees[0].rows())
+
+    def _fetch_ahead(self, rows: Iterable[Row]) -> None:
+        try:
+            fetch_ahead(self._fetcher, self._remote, rows, ended=self._ended)
+        except CastoreError as error:
+            log.warning("not all is fetched ahead: %s", error)
+
+    def warm(self, prefix: str, shard: tuple[int, int], progress: Progress) -> Warmed:
+        """See `Remote.warm`."""
+        index, shards = shard
+        rows = [row for row in self._trees[0].rows(prefix) if is_of_shard(row, index, shards)]
+        if prefix and not rows and shards == 1:
+            raise RemoteMissingError(f"ref {self._ref!r} has no name at or below {prefix!r}")
+        total = sum({row.digest: row.place.stored for row in rows}.values())
+        budget = self._parts.settings.max_size
+        if budget is not None and total > budget:
+            raise FullError(
+                f"that is {format_size(total)}, and the budget of {self._parts.path} is"
+                f" {format_size(budget)}; warm a part of it, or raise it with `castore init --max-size`"
+            )
+        done = 0
+
+        def count(size: int) -> None:
+            nonlocal done
+            done += size
+            progress(done, total)
+
+        fetch_ahead(self._fetcher, self._remote, {row.digest: row for row in rows}.values(), count)
+        return Warmed(self._ref, self.commit.hex(), len(rows), total)
+
     def close(self) -> None:
         """See `FileTree`."""
+        self._ended.set()
+        self._background.shutdown(cancel_futures=True)
         self._fetcher.done()
 
 

@@ -42,9 +42,13 @@ class MountDaemon:
             )
         tree: FileTree = self.store.tree
         if given.remote:
+            from castore.remote.remote_tree import RemoteTree  # other mounts start without it
+
             ref, _, commit = given.ref.partition("@")
-            remote = self.store.remote(given.remote)
-            tree = remote.tree(ref, commit=commit or None, follow=given.follow)
+            self._remote_tree = tree = RemoteTree(
+                self.store.parts, given.remote, ref, commit or None, is_following=given.follow,
+                prefetch=given.prefetch,
+            )  # fmt: skip
         self.view = View(self.store, given.prefix, given.cache_size, tree)
         operations = Operations(self.view)
         options = mount_options(f"castore:{self.store.path}", allow_other=given.allow_other)
@@ -62,6 +66,8 @@ class MountDaemon:
     def started(self) -> None:
         """Start the threads. Called once the mount answers."""
         self.follower.start()
+        if hasattr(self, "_remote_tree"):
+            self._remote_tree.begin()
 
     def close(self) -> None:
         """Undo everything that `open` did."""
@@ -88,6 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--remote")
     parser.add_argument("--ref", default="main")
     parser.add_argument("--follow", action="store_true")
+    parser.add_argument("--prefetch", default="none")
     parser.add_argument("--pin", action="store_true")
     parser.add_argument("--allow-other", action="store_true")
     parser.add_argument("--cache-size", type=int, required=True)

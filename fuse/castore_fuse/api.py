@@ -11,10 +11,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple, get_args
 
 from castore import Store
 from castore.errors import InvalidValueError
 from castore.names import check_prefix
+from castore.remote.outcomes import Prefetch
 from castore.settings import is_read_only, load, no_store_message
 from castore.units import parse_size
 from castore_fuse import lifecycle, mountpoints
@@ -37,6 +39,7 @@ def mount(
     remote: str = "",
     ref: str = "main",
     follow: bool = False,
+    prefetch: Prefetch = "none",
 ) -> Path:
     """Mount a store in the background and return once the mount answers.
 
@@ -53,6 +56,8 @@ def mount(
             a pull: bytes come when they are read, and stay in the store as far as its budget lets them.
         ref: a ref of the remote, or ``REF@COMMIT`` with at least six of a commit's hex digits.
         follow: show the ref's new commits as they come.
+        prefetch: what comes before it is read: ``"none"``, ``"open"`` (the rest of a file that
+            somebody reads), or ``"all"``.
 
     Returns:
         The mountpoint's real path.
@@ -64,7 +69,8 @@ def mount(
     folder = _folder(store)
     lifecycle.check_fuse()
     path = _prepare(mountpoint, folder)
-    command = _command(folder, prefix, pin, allow_other, cache_size, threads, remote, ref, follow)
+    options = _Options(prefix, pin, allow_other, cache_size, threads, remote, ref, follow, prefetch)
+    command = _command(folder, options)
     command += _record(folder, path)
     lifecycle.mount_background(command, path, log_path=lifecycle.default_log_path(path))
     return path
@@ -83,6 +89,7 @@ def mounted(
     remote: str = "",
     ref: str = "main",
     follow: bool = False,
+    prefetch: Prefetch = "none",
 ) -> Iterator[Path]:
     """A mount for the length of a ``with`` block; the arguments are those of `mount`.
 
@@ -95,7 +102,8 @@ def mounted(
     folder = _folder(store)
     lifecycle.check_fuse()
     path = None if mountpoint is None else _prepare(mountpoint, folder)
-    command = _command(folder, prefix, pin, allow_other, cache_size, threads, remote, ref, follow)
+    options = _Options(prefix, pin, allow_other, cache_size, threads, remote, ref, follow, prefetch)
+    command = _command(folder, options)
     with lifecycle.mounted(command, path) as root:
         yield root
 
@@ -127,6 +135,7 @@ def foreground(
     remote: str = "",
     ref: str = "main",
     follow: bool = False,
+    prefetch: Prefetch = "none",
 ) -> int:
     """Serve a mount in this process until it is unmounted, and return the exit code. For service managers."""
     from castore_fuse.__main__ import main
@@ -134,7 +143,8 @@ def foreground(
     folder = _folder(store)
     lifecycle.check_fuse()
     path = _prepare(mountpoint, folder)
-    command = _command(folder, prefix, pin, allow_other, cache_size, threads, remote, ref, follow)[3:]
+    options = _Options(prefix, pin, allow_other, cache_size, threads, remote, ref, follow, prefetch)
+    command = _command(folder, options)[3:]
     return main([*command, *_record(folder, path), os.fspath(path)])
 
 
@@ -150,30 +160,37 @@ def _folder(store: Store | str | os.PathLike[str]) -> Path:
     return folder
 
 
-def _command(
-    folder: Path,
-    prefix: str,
-    pin: bool,
-    allow_other: bool,
-    cache_size: int | str,
-    threads: int | None,
-    remote: str,
-    ref: str,
-    follow: bool,
-) -> list[str]:
-    if threads is not None and not 1 <= threads <= 256:
-        raise InvalidValueError(f"threads must be from 1 to 256, not {threads}")
+class _Options(NamedTuple):
+    """The options of `mount` that its daemon needs."""
+
+    prefix: str
+    pin: bool
+    allow_other: bool
+    cache_size: int | str
+    threads: int | None
+    remote: str
+    ref: str
+    follow: bool
+    prefetch: Prefetch
+
+
+def _command(folder: Path, given: _Options) -> list[str]:
+    if given.threads is not None and not 1 <= given.threads <= 256:
+        raise InvalidValueError(f"threads must be from 1 to 256, not {given.threads}")
+    if given.prefetch not in get_args(Prefetch):
+        raise InvalidValueError(f"prefetch is {' or '.join(get_args(Prefetch))}, not {given.prefetch!r}")
+    if given.remote and given.pin:
+        raise InvalidValueError("a mount of a remote cannot pin: what gc takes is fetched again")
+    if not given.remote and (given.follow or given.ref != "main" or given.prefetch != "none"):
+        raise InvalidValueError("ref, follow and prefetch are for a mount of a remote: say which remote")
     command = [sys.executable, "-m", "castore_fuse", "--store", os.fspath(folder)]
-    command += ["--prefix", check_prefix(prefix), "--cache-size", str(parse_size(cache_size))]
-    command += ["--pin"] if pin else []
-    command += ["--allow-other"] if allow_other else []
-    command += ["--threads", str(threads)] if threads is not None else []
-    if remote:
-        if pin:
-            raise InvalidValueError("a mount of a remote cannot pin: what gc takes is fetched again")
-        command += ["--remote", remote, "--ref", ref, *(["--follow"] if follow else [])]
-    elif follow or ref != "main":
-        raise InvalidValueError("a ref is one of a remote: say which remote")
+    command += ["--prefix", check_prefix(given.prefix), "--cache-size", str(parse_size(given.cache_size))]
+    command += ["--pin"] if given.pin else []
+    command += ["--allow-other"] if given.allow_other else []
+    command += ["--threads", str(given.threads)] if given.threads is not None else []
+    if given.remote:
+        command += ["--remote", given.remote, "--ref", given.ref, "--prefetch", given.prefetch]
+        command += ["--follow"] if given.follow else []
     return command
 
 

@@ -30,10 +30,11 @@ NAMING = {
     "push": ("push", "{}"),
     "pull --prefix": ("pull", "main", "--prefix", "{}"),
     "pull --as": ("pull", "main", "--as", "{}"),
+    "warm": ("warm", "{}"),
     "diff": ("diff", "main", "main", "--prefix", "{}"),
 }
 #: Commands for which a name need not be there; and commands of remotes, see test_remote.py.
-MAKING, REMOTE = {"add", "watch", "mount"}, {"push", "pull --prefix", "pull --as", "diff"}
+MAKING, REMOTE = {"add", "watch", "mount"}, {"push", "pull --prefix", "pull --as", "warm", "diff"}
 #: The other commands take no names.
 OTHERS = {"init", "gc", "verify", "doctor", "umount", "process", "remote", "log"}
 

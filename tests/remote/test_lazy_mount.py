@@ -535,7 +535,7 @@ def test_what_cannot_be_mounted_is_told(other: Store, tmp_path: Path) -> None:
         (MountError, "never changes", lambda: _mount(other, remote="team", ref="main@123456", follow=True)),
         (InvalidValueError, "cannot pin", lambda: _mount(other, remote="team", pin=True)),
         (InvalidValueError, "say which remote", lambda: _mount(other, follow=True)),
-        (RemoteMissingError, "no ref 'x'", lambda: other.remote("team").tree("x")),
+        (RemoteMissingError, "no ref 'x'", lambda: other.remote("team").warm(ref="x")),
     ]
     for kind, message, use in cases:
         with pytest.raises(kind, match=message):

@@ -1,0 +1,56 @@
+"""`castore warm`: bytes of a remote come into the store before they are read."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from castore.cli.completion import refs
+from castore.cli.output import AsJson, growing_progress, plural, print_json
+from castore.cli.remote_access import FromRemote, find_remote, short, split_ref
+from castore.cli.store_access import open_store
+from castore.errors import InvalidValueError
+from castore.names import check_prefix
+from castore.units import format_size
+
+_SHARD = re.compile(r"([0-9]{1,6})/([1-9][0-9]{0,5})")
+
+
+def warm(
+    context: typer.Context,
+    prefix: Annotated[
+        str, typer.Argument(metavar="[PREFIX]", help="Of the names.  [default: all]", show_default=False)
+    ] = "",
+    source: FromRemote = None,
+    ref: Annotated[
+        str, typer.Option(metavar="REF[@COMMIT]", autocompletion=refs, help="Whose names.")
+    ] = "main",
+    shard: Annotated[
+        str,
+        typer.Option(metavar="I/N", help="One part of N, counted from 0: N nodes share the work."),
+    ] = "0/1",
+    as_json: AsJson = False,
+) -> None:
+    """Fetch what a mount of a remote will read. Bytes that are here already do not travel.
+
+    \b
+    castore warm imagenet/val --from team
+    castore warm --from team --shard 3/8
+    """
+    check_prefix(prefix)
+    found = _SHARD.fullmatch(shard)
+    if found is None:
+        raise InvalidValueError(f"--shard is I/N, such as 0/8, not {shard!r}")
+    name, commit = split_ref(ref)
+    with open_store(context) as store, growing_progress("warming") as progress:
+        remote = find_remote(store, source, "--from")
+        warmed = remote.warm(
+            prefix, ref=name, commit=commit, shard=(int(found[1]), int(found[2])), progress=progress
+        )
+    if as_json:
+        print_json({"remote": remote.name, **warmed._asdict()})
+    else:
+        at = short(name, warmed.commit)
+        typer.echo(f"here now: {plural(warmed.names, 'name')} of {at}, {format_size(warmed.stored)}")
