@@ -21,6 +21,10 @@ RESERVED = ".castore"
 _CONTROL = r"\x00-\x1f\x7f"
 _PART = rf"(?!\.\.?(?:/|\Z))[^/{_CONTROL}\ud800-\udfff]+"
 _GOOD = re.compile(rf"(?!{re.escape(RESERVED)}(?:/|\Z)){_PART}(?:/{_PART})*").fullmatch
+_DIGEST = "[0-9a-f]{64}"
+_OWN = re.compile(
+    rf"{re.escape(RESERVED)}/(?:blobs/{_DIGEST}|parts/{_DIGEST}/[0-9a-f]{{1,16}}-[0-9a-f]{{1,16}})"
+).fullmatch
 _HAS_CONTROL = re.compile(rf"[{_CONTROL}]").search
 # A character takes four bytes at most, so a name this short cannot hold an over-long part.
 _SURELY_SHORT = PART_BYTES // 4
@@ -49,14 +53,13 @@ def check_name(name: str) -> str:
     return _check_slowly(name, "name")
 
 
-def check_kept_name(name: str) -> str:
-    """`name`, if it may be in the index: one that users may give, or one of castore's own below `RESERVED`.
+def check_known_name(name: str) -> str:
+    """`name`, if it may be in the index: one that users may give, or one of castore's own (remote/kept.py).
 
     Raises:
         InvalidNameError: see `check_name`.
     """
-    check_name(name.removeprefix(f"{RESERVED}/") if type(name) is str else name)
-    return name
+    return name if type(name) is str and _OWN(name) else check_name(name)
 
 
 def check_prefix(prefix: str) -> str:

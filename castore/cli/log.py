@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import typer
 
 from castore.cli.completion import refs
 from castore.cli.output import AsJson, print_json, print_table
-from castore.cli.remote_access import FromRemote, find_remote, split_ref
+from castore.cli.remote_access import FromRemote, find_remote, format_local, split_ref
 from castore.cli.std_streams import need_output
 from castore.cli.store_access import open_store
 from castore.units import format_size
@@ -40,14 +39,14 @@ def log(
         print_json([one._asdict() for one in found])
         return
     rows = (
-        (one.commit[:12], _local(one.time), one.writer, f"{one.entries:,}", format_size(one.size), one.note)
+        (
+            one.commit[:12],
+            format_local(one.time),
+            one.writer,
+            f"{one.entries:,}",
+            format_size(one.size),
+            one.note,
+        )
         for one in found
     )
     print_table(("ID", "TIME", "WRITER", "NAMES", "SIZE", "NOTE"), rows)
-
-
-def _local(moment: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
-    except (ValueError, OverflowError, OSError):
-        return "?"  # another machine has written the moment

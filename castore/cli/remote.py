@@ -8,8 +8,8 @@ import typer
 
 from castore.cli.completion import remotes
 from castore.cli.exit_codes import FAILED
-from castore.cli.output import AsJson, plural, print_json, print_table
-from castore.cli.remote_access import check_text
+from castore.cli.output import AsJson, growing_progress, plural, print_json, print_table
+from castore.cli.remote_access import check_text, format_local
 from castore.cli.std_streams import need_output
 from castore.cli.store_access import open_store
 from castore.units import format_size
@@ -149,6 +149,42 @@ def check(
         )
     if found.problems:
         raise typer.Exit(FAILED)
+
+
+@remote.command("gc")
+def gc(
+    context: typer.Context,
+    name: Name,
+    keep_commits: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Keep the newest N commits of each ref.  [default: all]"),
+    ] = None,
+    grace: Annotated[
+        str, typer.Option(metavar="TIME", help="How long garbage stays, and commits that were newest.")
+    ] = "1d",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what is garbage.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete what no ref of a remote needs. Garbage is condemned first, and deleted by a run a day later.
+
+    \b
+    castore remote gc team --dry-run
+    castore remote gc team --keep-commits 10
+    """
+    with open_store(context) as store, growing_progress("deleting") as progress:
+        done = store.remote(name).gc(
+            keep_commits=keep_commits, grace=grace, dry_run=dry_run, progress=progress
+        )
+    if as_json:
+        print_json(done._asdict())
+        return
+    if done.deleted:
+        typer.echo(f"deleted {plural(done.deleted, 'object')}: {format_size(done.freed)} freed")
+    garbage = f"{plural(done.condemned, 'object')} of no use: {format_size(done.size)}"
+    if done.until is None:
+        typer.echo(f"garbage: {garbage}" if done.condemned else "there is no garbage")
+    else:
+        typer.echo(f"condemned {garbage}; a run after {format_local(done.until)} deletes them")
 
 
 def _describe_problem(problem: RemoteProblem) -> str:

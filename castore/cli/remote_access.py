@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -84,6 +85,14 @@ def check_text(text: str, what: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidValueError(f"{what} {text!r} is not UTF-8; write it in UTF-8") from error
     return text
+
+
+def format_local(moment: float) -> str:
+    """A time of another machine in this one's zone; "?" if it cannot be one."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    except (ValueError, OverflowError, OSError):
+        return "?"
 
 
 @contextmanager

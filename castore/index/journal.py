@@ -27,7 +27,7 @@ import msgpack
 
 from castore.errors import InvalidNameError
 from castore.index.beacon import SEGMENT, Beacon
-from castore.names import check_kept_name
+from castore.names import check_known_name
 from castore.system.forks import reset_after_fork
 from castore.system.io_errors import read_around
 from castore.system.temporary import create_temporary, open_regular, open_with_mode, sync_folder
@@ -268,7 +268,7 @@ def _unpack(payload: bytes) -> NameRecord | None:
 def _is_sound(record: NameRecord) -> bool:
     """Whether the index may take this record: the segment may be damaged, or not written by castore."""
     name, digest, serializer, metadata, created, expires, pinned = record
-    check_kept_name(name)
+    check_known_name(name)
     if digest is not None and (type(digest) is not bytes or len(digest) != 32):
         return False
     if metadata is not None and (type(metadata) is not str or type(json.loads(metadata)) is not dict):

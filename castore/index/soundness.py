@@ -13,7 +13,7 @@ from pathlib import Path
 
 from castore.errors import StoreError
 from castore.index import schema
-from castore.names import check_kept_name
+from castore.names import check_known_name
 from castore.records import entry_check
 from castore.system.ballast import full_disk_error
 from castore.system.forks import block_forks
@@ -88,7 +88,7 @@ def _find_impossible_row(db: sqlite3.Connection, frame_size: int, serializers: C
         return "it has rows with impossible values"
     for name, digest, serializer, metadata, checked in db.execute(_ENTRIES):
         try:
-            check_kept_name(name)
+            check_known_name(name)
             sound = checked == entry_check(name, digest) and serializer in serializers
             sound = sound and (metadata is None or type(json.loads(metadata)) is dict)
         except ValueError:

@@ -138,6 +138,14 @@ class Bucket(Protocol):
         """Remove objects. Missing ones are passed over."""
         ...
 
+    def remove_unfinished(self, before: float) -> None:
+        """Remove what interrupted writes have left before a time, as far as it can be told.
+
+        Args:
+            before: by the storage's clock, seconds since the epoch.
+        """
+        ...
+
 
 def pieces(file: BinaryIO, size: int, progress: Callable[[int], object]) -> Iterator[bytes]:
     """The rest of a file in pieces, each of which is reported before it is given out."""

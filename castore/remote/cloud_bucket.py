@@ -310,6 +310,9 @@ class CloudBucket:
                         with suppress(FileNotFoundError):
                             obstore.delete(self._store, key)
 
+    def remove_unfinished(self, before: float) -> None:
+        """See `Bucket`. Parts of uploads are the business of a life-cycle rule of the bucket."""
+
 
 class _translated:  # noqa: N801
     """Turns what obstore raises into errors of remotes, without its texts and its traceback."""

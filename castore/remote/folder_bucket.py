@@ -145,6 +145,15 @@ class FolderBucket:
                         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                             raise
 
+    def remove_unfinished(self, before: float) -> None:
+        """See `Bucket`."""
+        with _translated(self, UNFINISHED), suppress(FileNotFoundError):
+            for name in os.listdir(self.folder / UNFINISHED):
+                path = self.folder / UNFINISHED / name
+                with suppress(FileNotFoundError):
+                    if path.lstat().st_mtime < before:
+                        path.unlink()
+
     def _open(self, key: str) -> tuple[BinaryIO, int]:
         """The object's file, open for reading, and its version; 0 for an object that `put` wrote.
 

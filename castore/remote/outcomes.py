@@ -50,6 +50,23 @@ class Pushed(NamedTuple):
     objects: int
 
 
+class RemoteCollected(NamedTuple):
+    """The outcome of `Remote.gc`. Sizes are stored bytes.
+
+    Attributes:
+        deleted, freed: number of objects that were deleted, and their bytes.
+        condemned, size: number of objects that are garbage, and their bytes.
+        until: when the next run may delete them, by the storage's clock in seconds since the epoch; None if
+            there are none.
+    """
+
+    deleted: int
+    freed: int
+    condemned: int
+    size: int
+    until: float | None
+
+
 class Pulled(NamedTuple):
     """The outcome of a pull.
 

@@ -40,6 +40,7 @@ from castore.parts import Parts
 from castore.records import HEAD_SIZE, LOST, Blob, Entry
 from castore.remote import commits
 from castore.remote.bucket import Bucket
+from castore.remote.collection_state import Guard
 from castore.remote.commits import Commit
 from castore.remote.compare import Difference, agree, compare, list_names, open_base
 from castore.remote.keys import commit_key, dictionary_key, object_key, page_key
@@ -108,7 +109,8 @@ def push(
         InvalidValueError: an entry is a pickle.
         RemoteError: the remote cannot be used.
     """
-    sender = _Sender(parts, bucket, pool, bad, progress)
+    guard = Guard(bucket)
+    sender = _Sender(parts, bucket, pool, bad, guard, progress)
     for attempt in range(_ATTEMPTS):
         seen = commits.read_ref(bucket, ref)
         head = None if seen is None else commits.read_commit(bucket, seen.commit)
@@ -129,6 +131,10 @@ def push(
         entries, logical, _ = Tree(root, pages.read).totals()
         commit = commits.encode_commit(Commit(root, parent, time.time(), _writer(), note, entries, logical))
         sender.put(commit_key(digest_of(commit)), commit)
+        if not guard.is_current():  # a collection has begun or ended, and may have deleted what was there
+            guard.begin()
+            sender.forget()
+            continue
         if commits.move_ref(bucket, ref, seen, digest_of(commit), time.time()):
             counts = (plan.added, plan.changed, plan.removed, sender.sent, sender.objects)
             pushed = Pushed(ref, digest_of(commit).hex(), *counts)
@@ -225,12 +231,19 @@ class _Sender:
     """Uploads what the remote lacks, and knows where each blob lies."""
 
     def __init__(
-        self, parts: Parts, bucket: Bucket, pool: Executor, bad: Set[bytes], progress: Progress
+        self,
+        parts: Parts,
+        bucket: Bucket,
+        pool: Executor,
+        bad: Set[bytes],
+        guard: Guard,
+        progress: Progress,
     ) -> None:
         self._parts = parts
         self._bucket = bucket
         self._pool = pool
         self._bad = bad
+        self._guard = guard
         self._progress = progress
         self._places: dict[bytes, Place] = {}
         self._pending: set[Future[None]] = set()
@@ -239,8 +252,17 @@ class _Sender:
         self._done = self._total = 0
         self.sent = self.objects = 0
 
+    def forget(self) -> None:
+        """Count on nothing that was in the remote before."""
+        self._places.clear()
+
+    def _lacks(self, digest: bytes, key: str, size: int) -> bool:
+        """Whether an object has to be uploaded."""
+        return bool(self._guard.must_upload([key])) or digest in self._bad or self._bucket.size(key) != size
+
     def put(self, key: str, data: bytes) -> None:
         """Upload an object of this push."""
+        self._guard.must_upload([key])
         self._bucket.put(key, data)
         self._count(len(data), 0, objects=1)
 
@@ -350,7 +372,7 @@ class _Sender:
         data = pack.data()
         digest = digest_of(data)
         key = object_key(digest, packed=True)
-        is_new = digest in self._bad or self._bucket.size(key) != len(data)
+        is_new = self._lacks(digest, key, len(data))
         if is_new:
             self._bucket.put(key, data)
         for blob, offset, frames in pack.members:
@@ -371,7 +393,7 @@ class _Sender:
                 frames.append(frame_of(stored))
             hasher.update(os.pread(reader.fileno(), blob.stored - offsets[-1], offsets[-1]))
             key = object_key(hasher.digest(), packed=False)
-            is_new = hasher.digest() in self._bad or self._bucket.size(key) != blob.stored
+            is_new = self._lacks(hasher.digest(), key, blob.stored)
             if is_new:
                 # The descriptor keeps the bytes, even if gc unlinks the object meanwhile.
                 path = Path(f"/proc/self/fd/{reader.fileno()}")

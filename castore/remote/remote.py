@@ -23,12 +23,14 @@ from castore.remote.outcomes import (
     Pulled,
     Pushed,
     RemoteChange,
+    RemoteCollected,
     RemoteCommit,
     RemoteProblem,
     Warmed,
 )
 from castore.remote.process import rebuild
 from castore.remote.remotes import Remotes, RemoteSettings
+from castore.units import parse_duration
 
 # Seconds for the process to clean up after an interrupt; it ends by itself earlier than that.
 _PATIENCE = 15
@@ -244,6 +246,51 @@ class Remote:
         found = self._call("check", {"deep": deep})
         problems = [RemoteProblem(ref, key, why, tuple(names)) for ref, key, why, names in found["problems"]]
         return Checked(**found | {"problems": problems})
+
+    def gc(
+        self,
+        *,
+        keep_commits: int | None = None,
+        grace: float | str = "1d",
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> RemoteCollected:
+        """Collect the remote's garbage: objects that no kept commit of any ref needs.
+
+        A run condemns what is garbage now. It deletes what an earlier run condemned at least a grace period
+        ago, and what is still garbage. So run it now and then, once a day for example; one collector at a
+        time. Pushes and readers go on meanwhile.
+
+        Args:
+            keep_commits: number of each ref's newest commits that are kept; default all. Commits that were a
+                ref's newest within the grace period are kept in any case.
+            grace: seconds, or ``"2d"``; at least 40 minutes. The longest time that a reader may need a commit
+                which is not kept, or that a push may take.
+            dry_run: change nothing; ``condemned`` is what would be condemned.
+            progress: called with bytes that were deleted, and those of all that are.
+
+        Raises:
+            RemoteDeniedError: the remote was added with ``--read-only``, or the credentials may not delete.
+            InvalidValueError: no commit would be kept, or the grace period is too short.
+            CorruptError: a page is damaged, so what is garbage cannot be told; nothing was deleted.
+            RemoteError: another collector is at work.
+        """
+        from castore.remote.collect import SHORTEST_GRACE
+
+        seconds = parse_duration(grace)
+        if seconds < SHORTEST_GRACE:
+            raise InvalidValueError(
+                f"a grace period of {grace} is too short: a push that runs may need that long; take at least"
+                f" {SHORTEST_GRACE / 60:.0f} minutes"
+            )
+        if keep_commits is not None and keep_commits < 1:
+            raise InvalidValueError(f"{keep_commits} commits cannot be kept: keep the newest one at least")
+        if self.settings.read_only and not dry_run:
+            raise RemoteDeniedError(
+                f"remote {self.name!r} was added with --read-only, so nothing in it is deleted"
+            )
+        arguments = {"keep_commits": keep_commits, "grace": seconds, "dry_run": dry_run}
+        return RemoteCollected(**self._call("gc", arguments, progress))
 
     def repair(self, checked: Checked, *, progress: Progress | None = None) -> list[Pushed]:
         """Upload again what a check found missing or damaged, as far as this store has the bytes.

@@ -24,6 +24,7 @@ from castore.parts import Parts
 from castore.remote import commits, marker
 from castore.remote.bucket import Bucket
 from castore.remote.check import check
+from castore.remote.collect import collect
 from castore.remote.page_cache import PageCache
 from castore.remote.probe import probe
 from castore.remote.process import describe, open_parts
@@ -75,6 +76,16 @@ class _Call:
             **options,
         )
         return {**pushed._asdict(), "base": next_base.hex()}
+
+    def gc(self, keep_commits: int | None, grace: float, dry_run: bool) -> dict[str, Any]:
+        return collect(
+            self.bucket,
+            self.pages,
+            keep_commits=keep_commits,
+            grace=grace,
+            dry_run=dry_run,
+            progress=_Progress(),
+        )._asdict()
 
     def check(self, deep: bool) -> dict[str, Any]:
         return check(self.bucket, self.pages, self.pool, deep=deep)._asdict()

@@ -1,0 +1,256 @@
+"""Collects the garbage of a bucket: objects that no kept commit of any ref needs. See collection_state.py.
+
+One run ends an epoch whose keys have been condemned for a grace period, by deleting those that are still
+garbage, and begins the next epoch by condemning what is garbage now. So a run a day removes objects that have
+not been needed for two days. All that is needed is found by reading all trees: if any page cannot be read,
+nothing is condemned and nothing is deleted. Dictionaries stay: a few small objects that no tree lists.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from castore.errors import RemoteError
+from castore.remote import commits, marker
+from castore.remote.bucket import Bucket, Listed
+from castore.remote.collection_state import (
+    CONDEMNED,
+    DELETING,
+    FOLDER,
+    FRESH_SECONDS,
+    IDLE,
+    State,
+    list_key,
+    note_folder,
+    read_list,
+    read_state,
+    write_list,
+    write_state,
+)
+from castore.remote.keys import COMMITS, TREES, commit_key, object_key, page_key
+from castore.remote.outcomes import RemoteCollected
+from castore.remote.page_cache import PageCache
+from castore.remote.pages import Page
+from castore.remote.tree import Tree
+
+#: Seconds of the shortest grace period: longer than any push acts upon a state that it has read.
+SHORTEST_GRACE = 10 * FRESH_SECONDS
+#: Seconds without a sign of life, by the storage's clock, after which another collector goes on.
+ABANDONED_SECONDS = 900.0
+# Seconds between two signs of life. The oldest one that allows a deletion is much younger than the above.
+_BEAT_SECONDS = 30.0
+# Keys deleted between two looks at the clock.
+_BATCH = 1000
+_SWEPT = ("objects/", "packs/", TREES, COMMITS)  # in an order in which nothing names what is before it
+
+
+class Found(NamedTuple):
+    """Garbage, by key, and the time of the storage's clock when it was found."""
+
+    garbage: dict[str, Listed]
+    now: float
+
+
+def collect(
+    bucket: Bucket,
+    pages: PageCache,
+    *,
+    keep_commits: int | None,
+    grace: float,
+    dry_run: bool,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> RemoteCollected:
+    """Delete what was condemned a grace period ago, and condemn what is garbage now.
+
+    Args:
+        bucket: of the remote.
+        pages: reads pages.
+        keep_commits: number of each ref's newest commits that are kept; None for all. Commits that were a
+            ref's newest within the grace period are kept in any case.
+        grace: seconds.
+        dry_run: change nothing, and say what a first run would condemn.
+        progress: called with bytes that were deleted, and those of all that are.
+        clock: a monotonic clock, in seconds.
+
+    Raises:
+        CorruptError: a page is damaged. Nothing was deleted.
+        RemoteError: something is missing, or another collector is at work.
+    """
+    marker.check(bucket)
+    run = _Run(bucket, pages, keep_commits, grace, progress, clock)
+    if dry_run:
+        garbage = run.find().garbage
+        return RemoteCollected(0, 0, len(garbage), _size(garbage.values()), None)
+    deleted, freed = run.end_epoch()
+    condemned, size, until = run.begin_epoch()
+    return RemoteCollected(deleted, freed, condemned, size, until)
+
+
+class _Run:
+    """One run of one collector."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        pages: PageCache,
+        keep_commits: int | None,
+        grace: float,
+        progress: Callable[[int, int], object],
+        clock: Callable[[], float],
+    ) -> None:
+        self._bucket = bucket
+        self._pages = pages
+        self._keep_commits = keep_commits
+        self._grace = grace
+        self._progress = progress
+        self._clock = clock
+        self._id = uuid.uuid4().hex
+
+    # Finding
+
+    def find(self) -> Found:
+        """What no kept commit needs, and is older than the grace period."""
+        now = self._now()
+        # Listed before the refs are read: what a push adds and names meanwhile is not even in the list.
+        listed = {
+            one.key: one
+            for folder in _SWEPT
+            for one in self._bucket.listing(folder)
+            if one.modified <= now - self._grace
+        }
+        for key in self._needed(now):
+            listed.pop(key, None)
+        return Found(listed, now)
+
+    def _now(self) -> float:
+        """The time by the storage's clock."""
+        key = f"{FOLDER}clock-{self._id}"
+        self._bucket.put(key, b"")
+        try:
+            return next(one.modified for one in self._bucket.listing(FOLDER) if one.key == key)
+        except StopIteration:
+            raise RemoteError(f"a listing of {self._bucket.url} lacks what was just written") from None
+        finally:
+            self._bucket.delete([key])
+
+    def _needed(self, now: float) -> Iterator[str]:
+        """The keys that kept commits need."""
+        seen: set[bytes] = set()
+        for ref in commits.list_refs(self._bucket):
+            found = commits.read_ref(self._bucket, ref)
+            if found is None:
+                continue
+            superseded = now
+            for number, (digest, commit) in enumerate(commits.history(self._bucket, found.commit)):
+                is_kept = self._keep_commits is None or number < self._keep_commits
+                if not is_kept and superseded < now - self._grace:
+                    break
+                yield commit_key(digest)
+                tree = Tree(commit.tree, self._pages.read, self._pages.expect)
+                yield from self._needed_by(tree, commit.tree, tree.page(), seen)
+                superseded = commit.time
+
+    def _needed_by(self, tree: Tree, digest: bytes, page: Page, seen: set[bytes]) -> Iterator[str]:
+        if digest in seen:
+            return
+        seen.add(digest)
+        yield page_key(digest)
+        for row in page.rows:
+            if row.place.object not in seen:
+                seen.add(row.place.object)
+                yield object_key(row.place.object, packed=row.place.is_packed)
+        new = [child for child in page.children if child.page not in seen]
+        self._pages.expect(child.page for child in new)
+        for child in new:
+            if child.page not in seen:
+                yield from self._needed_by(tree, child.page, tree.page(child), seen)
+
+    # Ending an epoch
+
+    def end_epoch(self) -> tuple[int, int]:
+        """Delete what has been condemned for long enough; returns the number and the bytes."""
+        state = read_state(self._bucket)
+        now = self._now()
+        if state.phase == CONDEMNED:
+            if now - state.time < self._grace:
+                return 0, 0
+        elif state.phase == DELETING:
+            if now - self._changed() < ABANDONED_SECONDS:
+                raise RemoteError(f"another collector deletes objects of {self._bucket.url} right now")
+        else:
+            return 0, 0
+        state = self._move(state, phase=DELETING, beat=state.beat + 1)
+        condemned = set(read_list(self._bucket, state))
+        notes = [one.key for one in self._bucket.listing(note_folder(state))]
+        for note in notes:
+            condemned -= set(self._bucket.get(note).data.decode().split("\n"))
+        # All refs are read once more, after the state has changed.
+        garbage = {
+            key: one
+            for key, one in self.find().garbage.items()
+            if key in condemned and one.modified <= state.time
+        }
+        state = self._delete(state, garbage)
+        self._bucket.delete(notes)
+        self._move(state, phase=IDLE, lists=0)
+        self._bucket.delete([list_key(state, number) for number in range(state.lists)])
+        self._bucket.remove_unfinished(now - max(self._grace, ABANDONED_SECONDS))
+        return len(garbage), _size(garbage.values())
+
+    def _changed(self) -> float:
+        """When the state was last written, by the storage's clock."""
+        return max(
+            (one.modified for one in self._bucket.listing(FOLDER) if one.key.startswith(f"{FOLDER}state")),
+            default=0.0,
+        )
+
+    def _delete(self, state: State, garbage: dict[str, Listed]) -> State:
+        # What names others goes first, so that a run that is killed leaves no commit without its pages.
+        keys = iter(sorted(garbage, key=_order))
+        done, total = 0, _size(garbage.values())
+        while batch := list(islice(keys, _BATCH)):
+            if self._clock() - self._beaten > _BEAT_SECONDS:
+                state = self._move(state, beat=state.beat + 1)
+            self._bucket.delete(batch)
+            done += _size(map(garbage.__getitem__, batch))
+            self._progress(done, total)
+        return state
+
+    def _move(self, seen: State, **changes: object) -> State:
+        self._beaten = self._clock()
+        new = seen._replace(collector=self._id, **changes)  # type: ignore[arg-type]
+        if not write_state(self._bucket, new, seen):
+            raise RemoteError(f"another collector has gone on with {self._bucket.url}; this one stops")
+        return read_state(self._bucket)
+
+    # Beginning an epoch
+
+    def begin_epoch(self) -> tuple[int, int, float | None]:
+        """Condemn what is garbage; returns the number, the bytes, and when a run may delete it."""
+        state = read_state(self._bucket)
+        if state.phase != IDLE:
+            keys = set(read_list(self._bucket, state))
+            listed = (one for folder in _SWEPT for one in self._bucket.listing(folder))
+            return len(keys), _size(one for one in listed if one.key in keys), state.time + self._grace
+        found = self.find()
+        if not found.garbage:
+            return 0, 0, None
+        new = State(state.epoch + 1, CONDEMNED, self._id, self._id, 0, found.now, state.beat)
+        new = write_list(self._bucket, new, sorted(found.garbage))
+        if not write_state(self._bucket, new, state):
+            self._bucket.delete([list_key(new, number) for number in range(new.lists)])
+            raise RemoteError(f"another collector has gone on with {self._bucket.url}; this one stops")
+        return len(found.garbage), _size(found.garbage.values()), found.now + self._grace
+
+
+def _order(key: str) -> tuple[int, str]:
+    return -next(number for number, folder in enumerate(_SWEPT) if key.startswith(folder)), key
+
+
+def _size(listed: Iterable[Listed]) -> int:
+    return sum(one.size for one in listed)
