@@ -526,3 +526,58 @@ def test_a_remote_in_the_stores_own_folder_is_refused(cli: Cli, store: Store) ->
         ran = cli("remote", "add", "team", place.as_uri())
         assert (ran.code, ran.out) == (2, "")
         assert "lies in the store's own folder" in ran.err
+
+
+# gc
+
+
+def test_gc_says_what_is_garbage_and_what_it_did(cli: Cli, store: Store, team: str) -> None:
+    store.put("name", b"1")
+    assert cli("push").code == 0
+    ran = cli("remote", "gc", team, "--dry-run")
+    assert (ran.code, ran.out) == (0, "there is no garbage\n")
+    assert cli("remote", "gc", team, "--json").json == {
+        "deleted": 0, "freed": 0, "condemned": 0, "size": 0, "until": None,
+    }  # fmt: skip
+    for options, message in {
+        ("--grace", "5m"): "too short",
+        ("--grace", "soon"): "soon",
+        ("--keep-commits", "0"): "keep the newest one",
+    }.items():
+        wrong = cli("remote", "gc", team, *options)
+        assert wrong.code == 2
+        assert message in wrong.err
+
+
+def test_gc_condemns_what_an_interrupted_push_has_left(
+    cli: Cli, store: Store, team: str, tmp_path: Path
+) -> None:
+    store.put("name", b"1")
+    assert cli("push").code == 0
+    left = tmp_path / "the bucket" / "packs" / ("0" * 64)
+    left.write_bytes(bytes(1000))
+    os.utime(left, (left.stat().st_mtime - 200_000,) * 2)
+    assert cli("remote", "gc", team, "--dry-run").out == "garbage: 1 object of no use: 1 KB\n"
+    assert left.exists()
+    ran = cli("remote", "gc", team)
+    assert re.fullmatch(
+        r"condemned 1 object of no use: 1 KB; a run after \d{4}-\d\d-\d\d \d\d:\d\d:\d\d deletes them\n",
+        ran.out,
+    )
+    assert left.exists()
+
+
+def test_warm_says_what_is_here(cli: Cli, store: Store, team: str, other: Store) -> None:
+    other.put("set/name", b"1")
+    other.push(to="theirs")
+    assert re.fullmatch(r"here now: 1 name of main@\w{8}, \d+ B\n", cli("warm", "set").out)
+    assert cli("warm", "--json").json["names"] == 1
+    for words, message in {
+        ("--shard", "2/2"): "no shard 2 of 2",
+        ("--shard", "x"): "such as 0/8",
+        ("--ref", "none"): "no ref 'none'",
+        ("nothing",): "at or below 'nothing'",
+    }.items():
+        wrong = cli("warm", *words)
+        assert wrong.code in (1, 2)
+        assert message in wrong.err

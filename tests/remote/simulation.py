@@ -259,5 +259,6 @@ class Quiet(MemoryBucket):
     """The storage for checks, which take no turn."""
 
     def get(self, key: str) -> Versioned:
+        assert key in self._world.objects, f"{key} is missing\n" + "\n".join(self._world.trace[-60:])
         data, version, _ = self._world.objects[key]
         return Versioned(data, version)

@@ -1,0 +1,222 @@
+"""A remote's garbage goes, after a grace period and nothing else: over a folder, a real server and the command line."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from castore import Store
+from castore.errors import CorruptError, InvalidValueError, RemoteDeniedError, RemoteError
+from castore.remote import collection_state
+from castore.remote.bucket import Bucket
+from castore.remote.collect import SHORTEST_GRACE, collect
+from castore.remote.collection_state import DELETING, IDLE, STATE, Guard, read_state, write_state
+from castore.remote.outcomes import RemoteCollected
+from castore.remote.page_cache import PageCache
+from tests.helpers import flip, noise
+from tests.remote.conftest import MakeNode
+from tests.remote.servers import Place, environment
+
+DAY = 86_400.0
+
+
+def age(bucket: Path, seconds: float) -> None:
+    """Make everything in a bucket older."""
+    for path in bucket.rglob("*"):
+        if path.is_file():
+            before = path.stat().st_mtime - seconds
+            os.utime(path, (before, before))
+
+
+def run(bucket: Bucket, store: Store, *, keep: int | None = 1, grace: float = DAY) -> RemoteCollected:
+    with ThreadPoolExecutor(4) as pool:
+        pages = PageCache(store.path, bucket, pool, (0o700, 0o600))
+        return collect(bucket, pages, keep_commits=keep, grace=grace, dry_run=False)
+
+
+def objects(bucket: Path) -> set[str]:
+    return {
+        path.name
+        for folder in ("objects", "packs")
+        for path in (bucket / folder).rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def shrunk(node: MakeNode, bucket: Bucket) -> Store:
+    """A store whose last push removed most of what the push before it brought, two days ago."""
+    bucket.put("castore-remote.json", b'{"format":1}')
+    one = node("one")
+    one.store.put("large", noise(2 << 20))
+    one.store.put("small", b"1")
+    one.push()
+    one.store.delete("large")
+    one.store.put("small", b"2")
+    one.push(delete=True)
+    return one.store
+
+
+def test_garbage_is_condemned_first_and_deleted_a_grace_period_later(
+    shrunk: Store, bucket: Bucket, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bucket"
+    before = objects(folder)
+    assert run(bucket, shrunk) == (0, 0, 0, 0, None), "all of it is younger than a day"
+    # The commits' times are in the commits, so only all of history's objects are garbage once nobody keeps it.
+    condemned = run(bucket, shrunk, grace=0.0)
+    assert (condemned.deleted, condemned.condemned) == (0, 4)  # two objects, a page and a commit
+    assert condemned.size > 2 << 20
+    assert objects(folder) == before
+    assert run(bucket, shrunk, grace=DAY).deleted == 0, "they have not been condemned for a day"
+    done = run(bucket, shrunk, grace=0.0)
+    assert (done.deleted, done.freed, done.condemned) == (4, condemned.size, 0)
+    assert len(objects(folder)) == len(before) - 2
+    assert read_state(bucket).phase == IDLE
+    assert not any("condemned" in one.key for one in bucket.listing("gc/"))
+
+
+def test_everything_stays_as_long_as_all_commits_are_kept(
+    shrunk: Store, bucket: Bucket, tmp_path: Path
+) -> None:
+    before = objects(tmp_path / "bucket")
+    for _ in range(2):
+        assert run(bucket, shrunk, keep=None, grace=0.0) == (0, 0, 0, 0, None)
+    assert objects(tmp_path / "bucket") == before
+
+
+def test_objects_of_interrupted_pushes_go_and_unfinished_files_too(
+    shrunk: Store, bucket: Bucket, tmp_path: Path
+) -> None:
+    bucket.put("packs/" + "0" * 64, b"nobody names it")
+    (tmp_path / "bucket/tmp").mkdir(exist_ok=True)
+    (tmp_path / "bucket/tmp/left").write_bytes(b"half")
+    age(tmp_path / "bucket", 2 * DAY)
+    assert run(bucket, shrunk, keep=None).condemned == 1
+    age(tmp_path / "bucket", 2 * DAY)
+    state = read_state(bucket)
+    assert write_state(bucket, state._replace(time=state.time - 2 * DAY), state)
+    assert run(bucket, shrunk, keep=None).deleted == 1
+    assert list((tmp_path / "bucket/tmp").iterdir()) == []
+
+
+def test_a_page_that_cannot_be_read_stops_the_collector(
+    shrunk: Store, bucket: Bucket, tmp_path: Path
+) -> None:
+    for path in (shrunk.path / "pages").iterdir():
+        path.unlink()
+    for path in (tmp_path / "bucket/trees").iterdir():
+        flip(path, path.stat().st_size // 2)
+    before = objects(tmp_path / "bucket")
+    with pytest.raises(CorruptError):
+        run(bucket, shrunk, grace=0.0)
+    assert objects(tmp_path / "bucket") == before
+    assert read_state(bucket).phase == IDLE
+
+
+def test_a_push_that_needs_what_is_condemned_brings_it_again(
+    shrunk: Store, node: MakeNode, bucket: Bucket, tmp_path: Path
+) -> None:
+    assert run(bucket, shrunk, grace=0.0).condemned == 4
+    other = node("other")
+    other.store.put("large again", noise(2 << 20))
+    other.push()
+    assert run(bucket, shrunk, grace=0.0).deleted < 4
+    third = node("third")
+    third.pull()
+    assert third.contents() == {"large again": noise(2 << 20), "small": b"2"}
+
+
+def test_a_push_waits_for_a_deletion_of_what_it_needs(
+    shrunk: Store, node: MakeNode, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(bucket, shrunk, grace=0.0).condemned == 4
+    state = read_state(bucket)
+    assert write_state(bucket, state._replace(phase=DELETING, collector="other"), state)
+    waited: list[float] = []
+
+    def end(seconds: float) -> None:
+        waited.append(seconds)
+        now = read_state(bucket)
+        write_state(bucket, now._replace(phase=IDLE, lists=0), now)
+
+    monkeypatch.setattr(collection_state, "time", SimpleNamespace(sleep=end))
+    other = node("other")
+    other.store.put("large again", noise(2 << 20))
+    assert other.push().added == 1
+    assert waited
+    assert run(bucket, shrunk, grace=DAY).deleted == 0
+
+
+def test_a_deletion_that_does_not_end_is_told(
+    shrunk: Store, node: MakeNode, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(bucket, shrunk, grace=0.0)
+    state = read_state(bucket)
+    assert write_state(bucket, state._replace(phase=DELETING, collector="gone"), state)
+    monkeypatch.setattr(collection_state, "time", SimpleNamespace(sleep=lambda seconds: None))
+    other = node("other")
+    other.store.put("unrelated", b"7")
+    assert other.push().added == 1, "who needs nothing of it does not wait"
+    other.store.put("large again", noise(2 << 20))
+    with pytest.raises(RemoteError, match=r"does not end.*castore remote gc"):
+        other.push()
+    with pytest.raises(RemoteError, match="another collector"):
+        run(bucket, shrunk, grace=0.0)
+
+
+def test_what_a_killed_collector_left_another_one_finishes(
+    shrunk: Store, node: MakeNode, bucket: Bucket, tmp_path: Path
+) -> None:
+    run(bucket, shrunk, grace=0.0)
+    state = read_state(bucket)
+    assert write_state(bucket, state._replace(phase=DELETING, collector="gone"), state)
+    age(tmp_path / "bucket", DAY)
+    assert run(bucket, shrunk, grace=0.0).deleted == 4
+    assert read_state(bucket).phase == IDLE
+
+
+def test_one_of_two_collectors_condemns(shrunk: Store, bucket: Bucket) -> None:
+    state = read_state(bucket)
+    run(bucket, shrunk, grace=0.0)
+    assert not write_state(bucket, state._replace(epoch=7), state)
+
+
+def test_a_state_that_is_no_state_is_told_and_nothing_is_pushed(
+    shrunk: Store, node: MakeNode, bucket: Bucket
+) -> None:
+    bucket.create(STATE, b'{"format":1,"phase":"asleep"}')
+    with pytest.raises(RemoteError, match="gc/state"):
+        Guard(bucket)
+    other = node("other")
+    other.store.put("more", b"7")
+    with pytest.raises(RemoteError, match="gc/state"):
+        other.push()
+
+
+def test_gc_of_object_storage_by_the_door(seaweedfs: Place, tmp_path: Path) -> None:
+    with Store(tmp_path / "one") as one, environment(seaweedfs.environment):
+        one.put("large", noise(2 << 20))
+        team = one.add_remote("team", f"{seaweedfs.url}/{uuid.uuid4().hex}")
+        team.push()
+        one.delete("large")
+        one.put("small", b"1")
+        team.push(delete=True)
+        assert team.gc(keep_commits=1) == (0, 0, 0, 0, None)
+        assert team.gc(keep_commits=1, dry_run=True).condemned == 0
+        with pytest.raises(InvalidValueError, match="40 minutes"):
+            team.gc(grace=SHORTEST_GRACE - 1)
+        with pytest.raises(InvalidValueError, match="newest one"):
+            team.gc(keep_commits=0)
+        readable = one.add_remote("readable", team.url, read_only=True)
+        with pytest.raises(RemoteDeniedError, match="--read-only"):
+            readable.gc()
+        bucket = seaweedfs.open(team.url.rpartition("/")[2])
+        assert run(bucket, one, grace=0.0).condemned == 3
+        assert run(bucket, one, grace=0.0).deleted == 3
+        assert team.check(deep=True).problems == []
