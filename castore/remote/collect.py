@@ -25,7 +25,6 @@ from castore.remote.collection_state import (
     IDLE,
     State,
     list_key,
-    note_folder,
     read_list,
     read_state,
     write_list,
@@ -186,17 +185,13 @@ class _Run:
             return 0, 0
         state = self._move(state, phase=DELETING, beat=state.beat + 1)
         condemned = set(read_list(self._bucket, state))
-        notes = [one.key for one in self._bucket.listing(note_folder(state))]
-        for note in notes:
-            condemned -= set(self._bucket.get(note).data.decode().split("\n"))
-        # All refs are read once more, after the state has changed.
+        # All refs and all listings are read once more, after the state has changed.
         garbage = {
             key: one
             for key, one in self.find().garbage.items()
-            if key in condemned and one.modified <= state.time
+            if key in condemned and one.modified <= state.before
         }
         state = self._delete(state, garbage)
-        self._bucket.delete(notes)
         self._move(state, phase=IDLE, lists=0)
         self._bucket.delete([list_key(state, number) for number in range(state.lists)])
         self._bucket.remove_unfinished(now - max(self._grace, ABANDONED_SECONDS))
@@ -240,7 +235,9 @@ class _Run:
         found = self.find()
         if not found.garbage:
             return 0, 0, None
-        new = State(state.epoch + 1, CONDEMNED, self._id, self._id, 0, found.now, state.beat)
+        new = State(
+            state.epoch + 1, CONDEMNED, self._id, self._id, 0, found.now, found.now - self._grace, state.beat
+        )  # fmt: skip
         new = write_list(self._bucket, new, sorted(found.garbage))
         if not write_state(self._bucket, new, state):
             self._bucket.delete([list_key(new, number) for number in range(new.lists)])

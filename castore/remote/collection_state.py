@@ -5,8 +5,8 @@ grace period later the keys that are still condemned are deleted. A push reads t
 once more just before it moves its ref, and begins again if the state has changed meanwhile. So the push knows
 the list of every epoch in which a key that it needs could be deleted:
 
-- while the epoch's keys are only condemned, the push writes a note that it needs some of them, and uploads
-  them again; the collector reads all notes after it has begun to delete, and lets those keys be;
+- while the epoch's keys are only condemned, a push that needs one uploads it again; the collector lists the
+  keys once more after it has begun to delete, and lets those be that were written meanwhile;
 - while keys are deleted, a push that needs one waits for the end, and uploads it then.
 
 A push that read the state before the epoch was published moves its ref long before the grace period ends, and
@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -48,6 +47,7 @@ class State(NamedTuple):
         list: id of the list of condemned keys.
         lists: number of objects that it has.
         time: when its garbage was found, by the storage's clock, in Unix time.
+        before: condemned are only keys that were written before this time.
         beat: counts signs of life while keys are deleted.
         version: to compare when the state is replaced; None if there is none yet.
     """
@@ -58,6 +58,7 @@ class State(NamedTuple):
     list: str = ""
     lists: int = 0
     time: float = 0.0
+    before: float = 0.0
     beat: int = 0
     version: Any = None
 
@@ -123,11 +124,6 @@ def read_list(bucket: Bucket, state: State) -> Iterator[str]:
         yield from bucket.get(list_key(state, number)).data.decode().split("\n")
 
 
-def note_folder(state: State) -> str:
-    """Where pushes write notes on the keys that they need, in an epoch."""
-    return f"{FOLDER}needed/{state.epoch}/"
-
-
 class Guard:
     """The side of one push. Its threads may share it.
 
@@ -164,9 +160,6 @@ class Guard:
         with self._lock:
             if self._state.phase == DELETING:
                 self._wait()
-            else:
-                note = f"{note_folder(self._state)}{uuid.uuid4().hex}"
-                self._bucket.put(note, "\n".join(sorted(needed)).encode())
         return set(needed)
 
     def _wait(self) -> None:

@@ -44,10 +44,11 @@ class Deadly:
         is_last = next(self._left) == 0
         if is_last and not self._after:
             os.kill(os.getpid(), signal.SIGKILL)
-        result = call()
-        if is_last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
+        try:
+            return call()
+        finally:
+            if is_last:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def dies(task: Callable[[], object]) -> bool:
